@@ -1,0 +1,323 @@
+"""Settings: defaults, then config files, then flags, into typed dataclasses. A typo is an error, never silence.
+
+    defaults below  <  configs/mpt1b.py  <  more files  <  --lr=1e-4 --compile
+
+A config file is flat Python assignments that may compute; names that start with `_` are its helpers:
+
+    _gpus = 8
+    microbatch_size = 4
+    global_batch_size = 16 * microbatch_size * _gpus
+
+Field names are unique over all classes, so a flag needs no prefix. Run `python config.py --help` for the list.
+This file imports no torch, so that a wrong flag is answered at once. Read next: attention.py.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import os
+import re
+import runpy
+import sys
+import types
+import typing
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class MPTConfig:
+    """The model: what decides its weights and its logits. Names and defaults are MPT's."""
+
+    d_model: int = 2048  # width of the residual stream
+    n_heads: int = 16  # attention heads (queries)
+    n_layers: int = 24  # transformer blocks
+    expansion_ratio: float = 4  # hidden width of the feed-forward / d_model
+    max_seq_len: int = 2048  # tokens of one training sequence
+    vocab_size: int = 50368  # rows of the embedding, at least the tokenizer's entries
+    learned_pos_emb: bool = True  # add a learned vector per position (ALiBi turns it off)
+    alibi: bool = False  # attention with linear biases instead of learned positions
+    alibi_bias_max: float = 8  # the steepest ALiBi slopes: 2^(-i * alibi_bias_max / n_heads)
+    kv_n_heads: int | None = None  # heads of keys and values: None = n_heads, 1 = multi-query, between = grouped
+    no_bias: bool = False  # True: no bias anywhere, the norms' included
+    clip_qkv: float | None = None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv]
+    qk_ln: bool = False  # LayerNorm over all of q and all of k
+    softmax_scale: float | None = None  # None = 1 / sqrt(head_dim)
+    logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits
+    tie_word_embeddings: bool = True  # the output layer is the embedding, transposed
+    emb_pdrop: float = 0.0  # dropout after the embedding
+    attn_pdrop: float = 0.0  # dropout on the attention probabilities
+    resid_pdrop: float = 0.0  # dropout after attention and after the feed-forward
+    norm_type: Literal["low_precision_layernorm", "layernorm"] = "low_precision_layernorm"  # norm in bf16, or in fp32
+    attn_impl: Literal["auto", "reference", "sdpa", "flex"] = "auto"  # who computes attention: see attention.py
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.kv_n_heads or self.n_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        return int(self.d_model * self.expansion_ratio)
+
+    @property
+    def learned_positions(self) -> bool:
+        return self.learned_pos_emb and not self.alibi
+
+    def check(self) -> None:
+        for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size", "n_kv_heads", "hidden_dim"):
+            require(getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}")
+        require(self.d_model % self.n_heads == 0, f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
+        require(
+            self.n_heads % self.n_kv_heads == 0,
+            f"n_heads {self.n_heads} is not a multiple of kv_n_heads {self.n_kv_heads}",
+        )
+        for name in ("emb_pdrop", "attn_pdrop", "resid_pdrop"):
+            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")
+
+
+@dataclass
+class TrainConfig:
+    """The run: data, batch, optimizer, machine, checkpoints."""
+
+    run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
+    seed: int = 1337  # of the initial weights, the data order and dropout
+    # data
+    dataset: str = "stdlib"  # stdlib, local files (my/*.txt, .jsonl, .parquet), or a Hub name (allenai/c4:en)
+    tokenizer: str = "gpt2"  # gpt2, bytes, or bpe-N: a BPE of N entries trained on the data set
+    data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
+    max_tokens: int = 0  # prepare at most this many training tokens (0 = all there are)
+    val_fraction: float = 0.005  # share of the documents kept for validation
+    # batch: global_batch_size = microbatch_size x ranks x accumulation steps, in sequences
+    global_batch_size: int = 256  # sequences per optimizer step, over all ranks
+    microbatch_size: int = 8  # sequences per forward pass of one rank, at most
+    max_steps: int = 4800  # optimizer steps
+    # optimizer
+    lr: float = 6e-4  # peak learning rate
+    schedule: Literal["cosine", "constant", "inv_sqrt"] = "cosine"  # after the warmup
+    warmup_steps: int = 100  # steps of linear warmup
+    alpha_f: float = 0.1  # cosine ends at alpha_f * lr
+    lr_one_step_late: bool = False  # apply the schedule as Composer does: step k uses the factor of k-1
+    beta1: float = 0.9  # Adam: decay of the mean of the gradient
+    beta2: float = 0.95  # Adam: decay of the mean of its square
+    adam_eps: float = 1e-8  # Adam: added to the denominator
+    decoupled_weight_decay: float = 0.0  # p *= 1 - (lr_t / lr) * this: not PyTorch's weight_decay
+    grad_clip: float = 1.0  # clip the global gradient norm to this (0 = never)
+    # machine
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # cuda is ROCm too
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "FULL_SHARD"  # see parallel.py
+    shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
+    activation_checkpointing: Literal["none", "full"] = "none"  # full: recompute each block in the backward
+    compile: bool = False  # torch.compile each block
+    peak_tflops: float | Literal["auto", "measure"] = "auto"  # of one device, for MFU; auto: the table of devices.py
+    # evaluation, checkpoints
+    eval_interval: int = 500  # steps between evaluations on the validation split (0 = only first and last)
+    eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
+    save_interval: int = 500  # steps between checkpoints (0 = only the last)
+    keep_last: int = 3  # checkpoints kept
+    resume: str = "auto"  # auto: go on if run_dir has a checkpoint; again: the same, a finished run is put aside and restarted; never; or a path
+    expect: str = ""  # what a good run ends with: printed beside the result
+
+    def check(self) -> None:
+        for name in ("global_batch_size", "microbatch_size", "max_steps", "keep_last", "lr"):
+            require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
+        for name in ("warmup_steps", "save_interval", "eval_interval", "max_tokens", "shard_size", "grad_clip"):
+            require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
+        require(0 < self.val_fraction < 1, f"val_fraction must be between 0 and 1, not {self.val_fraction}")
+        require(
+            self.schedule != "cosine" or self.warmup_steps < self.max_steps,
+            f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}",
+        )
+
+
+class UserError(Exception):
+    """A mistake that the user can fix: shown as one line, from one rank, without a traceback, exit status 2."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UserError(message)` unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+# Names that people bring from other projects, and what they are called here.
+ELSEWHERE = {
+    "block_size": "max_seq_len",
+    "seq_len": "max_seq_len",
+    "n_positions": "max_seq_len",
+    "n_embd": "d_model",
+    "hidden_size": "d_model",
+    "n_head": "n_heads",
+    "n_layer": "n_layers",
+    "learning_rate": "lr",
+    "max_iters": "max_steps",
+    "max_duration": "max_steps",
+    "warmup_iters": "warmup_steps",
+    "lr_decay_iters": "max_steps",
+    "out_dir": "run_dir",
+    "save_folder": "run_dir",
+    "batch_size": "microbatch_size",
+    "device_train_microbatch_size": "microbatch_size",
+    "global_train_batch_size": "global_batch_size",
+    "sharding_strategy": "sharding",
+    "dtype": "precision",
+}
+
+
+def load(argv: list[str], *classes: type) -> list:
+    """Fill `classes` from defaults < config files < flags.
+
+    argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean.
+    Returns one instance per class. Raises UserError naming the source, the key and the fix.
+    """
+    if "--help" in argv or "-h" in argv:
+        print(help_text(*classes))
+        raise SystemExit(0)
+    known = {f.name: f for c in classes for f in dataclasses.fields(c)}
+    types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
+    every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
+    values = {}
+    for path in [a for a in argv if not a.startswith("-")]:
+        for key, value in read_file(path).items():
+            if key in known:
+                values[key] = checked(value, types_[key], key, path)
+            elif key not in every:
+                raise UserError(unknown(key, path, value, every, values))
+    flags = [a.lstrip("-").partition("=") for a in argv if a.startswith("-")]
+    for key, equals, text in sorted(flags, key=lambda flag: flag[0] not in known):  # unknown ones last
+        if key not in known:
+            raise UserError(unknown(key, "the command line", text, known, values))
+        if not equals:
+            require(types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})")
+            text = "true"
+        values[key] = checked(parse(text, types_[key]), types_[key], key, "the command line")
+    instances = []
+    for c in classes:
+        instance = c(**{f.name: values[f.name] for f in dataclasses.fields(c) if f.name in values})
+        if hasattr(instance, "check"):
+            instance.check()
+        instances.append(instance)
+    return instances
+
+
+def read_file(path: str) -> dict:
+    """The assignments of a config file, without helpers (`_name`) and imported modules."""
+    require(os.path.isfile(path), f"no config file {path!r} (flags are written --key=value){near_file(path)}")
+    try:
+        names = runpy.run_path(path)
+    except Exception as error:
+        raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+
+
+def near_file(path: str) -> str:
+    folder = os.path.dirname(path) or "configs"
+    there = [os.path.join(folder, f) for f in os.listdir(folder)] if os.path.isdir(folder) else []
+    near = difflib.get_close_matches(path, there, n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def unknown(key: str, source: str, value, names, values: dict) -> str:
+    """The message for a key that we do not have: the name that we use for it, or the nearest one."""
+    if key == "weight_decay":
+        lr = values.get("lr", TrainConfig.lr)
+        try:
+            same = f"{float(value) * lr:.3g}"
+        except (TypeError, ValueError):
+            same = "weight_decay * lr"
+        return (
+            f"unknown key 'weight_decay' in {source}: PyTorch multiplies it by lr, MPT's decay is decoupled from it. "
+            f"The same decay here, at lr {lr:g}: decoupled_weight_decay={same}"
+        )
+    name = ELSEWHERE.get(key) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
+    return f"unknown key {key!r} in {source}, " + (f"did you mean {name!r}?" if name else "see --help for the names")
+
+
+def alternatives(hint) -> tuple:
+    """The members of a union, or the one type itself."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+
+
+def parse(text: str, hint):
+    """Text of a flag -> a Python value of the first type of `hint` that takes it, else the text itself."""
+    options = alternatives(hint)
+    if text.lower() == "none" and type(None) in options:
+        return None
+    if bool in options and text.lower() in ("true", "false", "1", "0", "yes", "no"):
+        return text.lower() in ("true", "1", "yes")
+    if int in options or float in options:
+        try:
+            return int(text)
+        except ValueError:
+            try:
+                return float(text)
+            except ValueError:
+                pass
+    return text
+
+
+def checked(value, hint, key: str, source: str):
+    """`value` as the type `hint` wants it (1e9 for an int, 1 for a float, any case for a choice), or UserError."""
+    for option in alternatives(hint):
+        if typing.get_origin(option) is Literal:
+            for choice in typing.get_args(option):
+                if isinstance(value, str) and value.lower() == choice.lower():
+                    return choice
+        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        elif option is int and isinstance(value, float) and value.is_integer():
+            return int(value)
+        elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
+            return value
+    raise UserError(f"{key} in {source} is {value!r}, expected {expected(hint)}")
+
+
+def expected(hint) -> str:
+    """A type in a user's words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    return " or ".join(words.get(o) or "one of: " + ", ".join(typing.get_args(o)) for o in alternatives(hint))
+
+
+def help_text(*classes: type) -> str:
+    """Every field with its default and the comment that stands beside it in the source."""
+    lines = ["usage: python PROGRAM.py [CONFIG_FILE ...] [--key=value ...]"]
+    for c in classes:
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(c), re.MULTILINE))
+        lines += ["", (c.__doc__ or c.__name__).strip().splitlines()[0]]
+        for f in dataclasses.fields(c):
+            hint = typing.get_type_hints(c)[f.name]
+            lines.append(f"  --{f.name}={f.default}".ljust(40) + f" {comments.get(f.name, '')}")
+            if "one of" in expected(hint):
+                lines.append(" " * 41 + f"[{expected(hint)}]")
+    return "\n".join(lines)
+
+
+def to_json(*configs) -> str:
+    """All fields of the configs as one JSON object."""
+    return json.dumps({k: v for c in configs for k, v in dataclasses.asdict(c).items()}, indent=2)
+
+
+def from_dict(cls: type, values: dict):
+    """An instance of `cls` from a saved dictionary; keys that belong to other classes are left out."""
+    return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+
+
+def run(main) -> None:
+    """Call `main(argv)`; a UserError becomes one line on rank 0 and exit status 2 on every rank."""
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run(lambda argv: print(to_json(*load(argv, MPTConfig, TrainConfig))))
