@@ -120,7 +120,7 @@ class TrainConfig:
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
     keep_last: int = 3  # checkpoints kept
-    resume: str = "auto"  # auto: go on if run_dir has a checkpoint; again: the same, a finished run is put aside and restarted; never; or a path
+    resume: str = "auto"  # auto: go on from run_dir; again: also restart a finished run; never; or a checkpoint
     expect: str = ""  # what a good run ends with: printed beside the result
 
     def check(self) -> None:
@@ -307,12 +307,17 @@ def from_dict(cls: type, values: dict):
     return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
 
 
+def rank() -> int:
+    """The number of this process among those of the run, as torchrun or SLURM say; 0 when alone."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
 def run(main) -> None:
     """Call `main(argv)`; a UserError becomes one line on rank 0 and exit status 2 on every rank."""
     try:
         main(sys.argv[1:])
     except UserError as error:
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        if rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -1,0 +1,164 @@
+"""Attention: softmax(q k^T * scale + bias) v, causal, with ALiBi, written the obvious way and called the fast ways.
+
+ALiBi (Press et al., 2021) has no position vectors. Each head lowers the score of key j for query i by slope * (i - j),
+so near tokens count more; slopes fall geometrically over the heads. Softmax ignores what is constant in a row, so
+adding slope * j is the same thing: a bias that depends on the key alone. That lets every fast kernel do ALiBi
+without a mask: q gets extra columns of ones and k gets slope * j / scale as extra columns (`with_alibi_columns`).
+
+    impl        what runs                                   ALiBi
+    reference   two matmuls and a softmax, any device       bias added to the scores; T x T scores are kept
+    sdpa        F.scaled_dot_product_attention              extra columns: flash and cuDNN take no mask and need none;
+                                                            with a mask (several queries on a cache, or not causal)
+                                                            only the memory-efficient and math backends serve
+    flex        compiled FlexAttention                      a score_mod; GPU (on a CPU it has no backward)
+
+`auto` takes `sdpa` on accelerators. On a CPU it takes `reference` up to 512 keys, `sdpa` beyond: there the obvious
+version is up to 2 times faster on short rows, since its backward is matmuls, and flash wins once rows are long.
+
+Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query).
+Run `python attention.py` to see all of them agree. Read next: model.py.
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from config import require
+
+CPU_REFERENCE_KEYS = 512  # `auto` on a CPU: up to so many keys the obvious version is the fastest
+
+
+def alibi_slopes(n_heads, bias_max=8.0, device=None):
+    """The slope of each head, (H,) fp32: 2^(-i * bias_max / n2), i = 1..n2, n2 the next power of two (section 3).
+
+    When n_heads is no power of two, every second slope of n2 is taken first, as MPT does.
+    """
+    n2 = 2 ** math.ceil(math.log2(n_heads))
+    slopes = torch.exp2(-torch.arange(1, n2 + 1, dtype=torch.float32, device=device) * bias_max / n2)
+    return slopes if n2 == n_heads else torch.cat([slopes[1::2], slopes[0::2]])[:n_heads]
+
+
+def attention(q, k, v, *, impl="auto", alibi_slopes=None, causal=True, softmax_scale=None, dropout_p=0.0):
+    """softmax(q k^T * softmax_scale + bias) v.
+
+    q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D) with H a multiple of Hkv; alibi_slopes: (H,) fp32 or None.
+    The queries are the last Tq of the Tk positions, as when decoding on a cache. Returns (B, H, Tq, D).
+    """
+    scale = softmax_scale or 1 / math.sqrt(q.shape[-1])
+    impl = choose(impl, q.device.type, k.shape[2])
+    if k.shape[1] != q.shape[1]:  # grouped-query: every backend of every vendor takes repeated heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return IMPLEMENTATIONS[impl](q, k, v, alibi_slopes, causal, scale, dropout_p)
+
+
+def choose(impl, device_type, n_keys):
+    """The implementation that `auto` stands for."""
+    if impl != "auto":
+        return impl
+    return "reference" if device_type == "cpu" and n_keys <= CPU_REFERENCE_KEYS else "sdpa"
+
+
+def attention_bias(n_queries, n_keys, slopes, causal, device):
+    """What is added to the scores, fp32: (Tq, Tk), or (H, Tq, Tk) with ALiBi: -slope * |i - j|, -inf where j > i."""
+    i = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]  # (Tq, 1): positions of the queries
+    j = torch.arange(n_keys, device=device)[None, :]  # (1, Tk)
+    bias = torch.zeros(n_queries, n_keys, device=device)
+    if slopes is not None:
+        bias = -slopes[:, None, None] * (i - j).abs()
+    return bias.masked_fill(j > i, -math.inf) if causal else bias
+
+
+def reference_attention(q, k, v, slopes, causal, scale, dropout_p):
+    """The formula, as it stands in the paper."""
+    bias = attention_bias(q.shape[2], k.shape[2], slopes, causal, q.device)
+    scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Tq, Tk)
+    probs = torch.softmax(scores + bias.to(scores.dtype), dim=-1)
+    return F.dropout(probs, dropout_p) @ v
+
+
+def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p):
+    """PyTorch's own choice of kernel. Plain causal training never builds a mask, with ALiBi or without."""
+    n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
+    mask = None
+    if causal and slopes is not None:
+        q, k, v = with_alibi_columns(q, k, v, slopes, scale)
+    if causal and 1 < n_queries < n_keys:
+        mask = attention_bias(n_queries, n_keys, None, causal, q.device).to(q.dtype)
+    elif not causal and slopes is not None:
+        mask = attention_bias(n_queries, n_keys, slopes, causal, q.device).to(q.dtype)
+    square = causal and n_queries == n_keys
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=square, scale=scale)
+    return out[..., :head_dim]
+
+
+def with_alibi_columns(q, k, v, slopes, scale):
+    """Append 8 columns so that q' k'^T * scale = q k^T * scale + slope * j; v gets zeros. D must stay a multiple of 8.
+
+    bf16 keeps 8 bits of slope * j, far too few at j = 2000, so k's three columns hold it in three parts whose sum
+    is exact to about 24 bits; the products are added in the kernel's fp32 accumulator.
+    """
+    position = torch.arange(k.shape[2], device=k.device, dtype=torch.float32)
+    rest = slopes[:, None] * position / scale  # (H, Tk) fp32
+    parts = []
+    for _ in range(2):
+        parts.append(rest.to(torch.bfloat16).to(k.dtype))
+        rest = rest - parts[-1].float()
+    columns = torch.stack([*parts, rest.to(k.dtype)], dim=-1)  # (H, Tk, 3)
+    k = torch.cat([k, F.pad(columns, (0, 5)).expand(k.shape[0], -1, -1, -1)], dim=-1)
+    return F.pad(q, (0, 8), value=1.0), k, F.pad(v, (0, 8))
+
+
+def flex_attention(q, k, v, slopes, causal, scale, dropout_p):
+    """FlexAttention: the bias is a function that the compiler puts into the kernel; hidden blocks are skipped."""
+    require(dropout_p == 0, "attn_impl=flex has no dropout: set attn_pdrop=0 or another attn_impl")
+    offset = k.shape[2] - q.shape[2]
+
+    def alibi(score, b, h, i, j):
+        return score - slopes[h] * (i + offset - j).abs()
+
+    block_mask = causal_block_mask(q.shape[2], k.shape[2], q.device) if causal else None
+    score_mod = None if slopes is None else alibi
+    return compiled_flex()(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale)
+
+
+@functools.cache
+def compiled_flex():
+    """Without compilation FlexAttention keeps all T x T scores, so it is always compiled, once."""
+    from torch.nn.attention.flex_attention import flex_attention as flex
+
+    return torch.compile(flex)
+
+
+@functools.lru_cache(maxsize=4)
+def causal_block_mask(n_queries, n_keys, device):
+    """Which blocks of 128 x 128 scores are needed: made once per shape."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b, h, i, j):
+        return j <= i + (n_keys - n_queries)
+
+    return create_block_mask(visible, None, None, n_queries, n_keys, device=device)
+
+
+IMPLEMENTATIONS = {"reference": reference_attention, "sdpa": sdpa_attention, "flex": flex_attention}
+
+
+def demonstrate():
+    """Print the distance of each fast implementation from the obvious one in fp64."""
+    torch.manual_seed(0)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    q, k, v = (torch.randn(2, h, 200, 64, device=device, dtype=torch.bfloat16) for h in (12, 4, 4))
+    slopes = alibi_slopes(12, device=device)
+    q64, k64, v64 = (x.cpu().double() for x in (q, k, v))
+    exact = attention(q64, k64, v64, impl="reference", alibi_slopes=slopes.cpu().double())
+    print(f"12 heads over 4, 200 tokens, ALiBi, bf16 on {device}; largest difference from fp64:")
+    for impl in ("reference", "sdpa"):
+        error = (attention(q, k, v, impl=impl, alibi_slopes=slopes).cpu() - exact).abs().max().item()
+        print(f"  {impl:10s} {error:.1e}")
+        assert error < 3e-2, impl
+
+
+if __name__ == "__main__":
+    demonstrate()

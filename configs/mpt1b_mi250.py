@@ -1,0 +1,25 @@
+# MPT-1B on a node of 4 x MI250: 8 torch devices of 64 GB.
+# A step: 512 sequences x 2048 = 1,048,576 tokens; x 24,800 steps = 26.0B tokens, 19.8 a parameter (1.32B).
+# On 8 devices: 512 = 8 x microbatch 8 x 8 accumulation steps.
+# Computed to fit 64 GB, not measured on AMD hardware:
+#   16 bytes a parameter / 8 = 2.6 GB, activations 42 bytes x 16384 tokens x 2048 x 24 = 34.0 GB, blocks in use 1 GB.
+# Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_mi250.py
+d_model = 2048
+n_heads = 16
+n_layers = 24
+max_seq_len = 2048
+vocab_size = 50368  # GPT-2's 50257 and room
+dataset = "allenai/c4:en"
+tokenizer = "gpt2"
+global_batch_size = 512
+microbatch_size = 8
+max_steps = 24800
+max_tokens = max_steps * global_batch_size * max_seq_len
+lr = 2e-4
+warmup_steps = 100
+alpha_f = 0.1
+decoupled_weight_decay = 0.0
+activation_checkpointing = "none"
+eval_interval = 500
+save_interval = 500
+run_dir = "runs/mpt1b_mi250"

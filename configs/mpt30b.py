@@ -1,0 +1,25 @@
+# MPT-30B: LLM Foundry's recipe, learned positions and biases.
+# A step: 2048 sequences x 2048 = 4,194,304 tokens; x 143,100 steps = 600.2B tokens, 20.0 a parameter (29.98B).
+# On 32 devices (weights, gradients, Adam: 480 GB): 2048 = 32 x microbatch 8 x 8 accumulation steps.
+# C4's English part has some 170B GPT-2 tokens, so it is seen about 3.5 times.
+# Launch on each of 4 nodes: torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d \
+#   --rdzv_endpoint HEAD_NODE:29500 fsdp_train.py configs/mpt30b.py
+d_model = 7168
+n_heads = 56
+n_layers = 48
+max_seq_len = 2048
+vocab_size = 50368  # GPT-2's 50257 and room
+dataset = "allenai/c4:en"
+tokenizer = "gpt2"
+global_batch_size = 2048
+microbatch_size = 8
+max_steps = 143100
+max_tokens = max_steps * global_batch_size * max_seq_len
+lr = 1e-4
+warmup_steps = 100
+alpha_f = 0.1
+decoupled_weight_decay = 0.0
+activation_checkpointing = "full"
+eval_interval = 500
+save_interval = 250
+run_dir = "runs/mpt30b"

@@ -1,0 +1,25 @@
+# MPT-70B: LLM Foundry's recipe, learned positions and biases.
+# A step: 2048 sequences x 2048 = 4,194,304 tokens; x 333,800 steps = 1.40T tokens, 21.6 a parameter (64.86B).
+# On 64 devices (weights, gradients, Adam: 1,038 GB): 2048 = 64 x microbatch 4 x 8 accumulation steps.
+# C4's English part has some 170B GPT-2 tokens, so it is seen about 8.2 times.
+# Launch on each of 8 nodes: torchrun --nnodes 8 --nproc_per_node 8 --rdzv_backend c10d \
+#   --rdzv_endpoint HEAD_NODE:29500 fsdp_train.py configs/mpt70b.py
+d_model = 8192
+n_heads = 64
+n_layers = 80
+max_seq_len = 2048
+vocab_size = 50368  # GPT-2's 50257 and room
+dataset = "allenai/c4:en"
+tokenizer = "gpt2"
+global_batch_size = 2048
+microbatch_size = 4
+max_steps = 333800
+max_tokens = max_steps * global_batch_size * max_seq_len
+lr = 8e-5
+warmup_steps = 100
+alpha_f = 0.1
+decoupled_weight_decay = 0.0
+activation_checkpointing = "full"
+eval_interval = 500
+save_interval = 250
+run_dir = "runs/mpt70b"

@@ -1,0 +1,25 @@
+# MPT-7B on a node of 4 x MI250: 8 torch devices of 64 GB. Global batch 1536 as in the MI250 posts.
+# A step: 1536 sequences x 2048 = 3,145,728 tokens; x 42,600 steps = 134.0B tokens, 20.1 a parameter (6.66B).
+# On 8 devices: 1536 = 8 x microbatch 3 x 64 accumulation steps.
+# Computed to fit 64 GB, not measured on AMD hardware:
+#   16 bytes a parameter / 8 = 13.3 GB, activations 42 bytes x 6144 tokens x 4096 x 32 = 34.0 GB, blocks in use 3 GB.
+# Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt7b_mi250.py
+d_model = 4096
+n_heads = 32
+n_layers = 32
+max_seq_len = 2048
+vocab_size = 50368  # GPT-2's 50257 and room
+dataset = "allenai/c4:en"
+tokenizer = "gpt2"
+global_batch_size = 1536
+microbatch_size = 3
+max_steps = 42600
+max_tokens = max_steps * global_batch_size * max_seq_len
+lr = 1.2e-4
+warmup_steps = 100
+alpha_f = 0.1
+decoupled_weight_decay = 0.0
+activation_checkpointing = "none"
+eval_interval = 500
+save_interval = 250
+run_dir = "runs/mpt7b_mi250"

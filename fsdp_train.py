@@ -1,0 +1,209 @@
+"""Train an MPT: one process on a laptop, or one per GPU on many nodes. `main` is the recipe, `train_step` the step.
+
+    python fsdp_train.py configs/demo.py
+    torchrun --nproc_per_node 4 fsdp_train.py configs/mpt1b.py --run_dir=runs/my1b --microbatch_size=2
+    srun --ntasks-per-node=8 --gpus-per-task=1 python fsdp_train.py configs/mpt7b.py
+
+Loss of a step = sum of the token cross-entropies / number of counted tokens, both over the whole global batch, so it
+does not matter how the batch was cut into ranks and microbatches. `--help` lists the settings.
+"""
+
+import math
+import time
+from dataclasses import asdict
+
+import numpy as np
+import torch
+
+import attention
+import checkpoint
+import config
+import data
+import devices
+import flops
+import optim
+import parallel
+import runlog
+from config import MPTConfig, TrainConfig, UserError, require
+from loss import IGNORE
+from model import MPT
+
+
+def main(argv) -> None:
+    model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
+    world = parallel.start(cfg.device)
+    log = runlog.RunLog(cfg, world.rank)
+    require(
+        cfg.global_batch_size % world.size == 0,
+        f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks",
+    )
+
+    # data
+    folder = parallel.rank_zero_decides(lambda: data.open_or_prepare(cfg))
+    train = data.Split(folder, "train", model_cfg.max_seq_len)
+    val = data.Split(folder, "val", model_cfg.max_seq_len)
+    fingerprint = data.read_json(folder / "dataset.json")["fingerprint"]
+    require(
+        train.vocab_size <= model_cfg.vocab_size,
+        f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
+    )
+
+    # where to begin
+    found = parallel.rank_zero_decides(lambda: find_start(cfg))
+    meta = checkpoint.read_meta(found) if found else None
+    if found:
+        checkpoint.check_same(found, meta, model_cfg, cfg, fingerprint)
+    first = meta["step"] if meta else 0
+    kept = meta["precision"] if meta and cfg.precision == "auto" else None
+    precision = kept or parallel.choose_precision(cfg, world.device)
+
+    # model, optimizer
+    mesh = parallel.make_mesh(world, cfg)
+    with torch.device("meta"):
+        model = MPT(model_cfg)
+    model = parallel.parallelize(model, mesh, cfg, precision)
+    parallel.materialize(model, world.device, cfg.seed)
+    optimizer = optim.build_optimizer(model.parameters(), cfg)
+    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
+    if found:
+        checkpoint.load(found, model, optimizer)
+
+    # what is written down
+    peak = devices.peak_flops(
+        cfg.peak_tflops, world.device, parallel.DTYPES[precision]
+    )  # FLOP/s of this rank's device, or None
+    all_peaks = None if peak is None else parallel.all_sum(torch.tensor(peak / 1e12, device=world.device)).item() * 1e12
+    meta = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
+    launch = {
+        "ranks": world.size,
+        "device": devices.describe(world.device),
+        "precision": precision,
+        "resumed": str(found),
+    }
+    log.start(model_cfg, launch, folder / "tokenizer.json", first)
+    log.say(opening(model_cfg, cfg, world, precision, folder, train, found, all_peaks))
+
+    def evaluate_now(step):
+        loss = evaluate(model, val, cfg, world, precision)
+        bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
+        log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
+
+    # the loop
+    if first == 0:
+        evaluate_now(0)
+    rows_of_step = lambda step: train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)  # noqa: E731
+    begin = time.perf_counter()
+    for step, rows in data.prefetch(rows_of_step, range(first, cfg.max_steps), world.device):
+        loss, grad_norm = train_step(model, optimizer, rows, step, cfg, world, precision)
+        loss, grad_norm = loss.item(), grad_norm.item()  # the step's one wait for the device
+        seconds = time.perf_counter() - begin
+        done = step + 1
+        rate = cfg.global_batch_size * model_cfg.max_seq_len / seconds
+        log.row(
+            {
+                "step": done,
+                "tokens": done * cfg.global_batch_size * model_cfg.max_seq_len,
+                "loss": loss,
+                "lr": optim.learning_rate(step, cfg),
+                "grad_norm": grad_norm,
+                "tokens_per_second": rate,
+                "mfu": None if all_peaks is None else rate * flops.train_flops_per_token(model_cfg) / all_peaks,
+                "memory_gb": runlog.memory_gb(world.device),
+                "seconds": seconds,
+            }
+        )
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            saver.finish()
+            raise UserError(f"step {done}: loss {loss}, gradient norm {grad_norm}. {saver.last_good()}")
+        saver.poll()
+        last = done == cfg.max_steps
+        if last or (cfg.eval_interval and done % cfg.eval_interval == 0):
+            evaluate_now(done)
+        if last or (cfg.save_interval and done % cfg.save_interval == 0):
+            saver.save(done, model, optimizer, meta)
+        begin = time.perf_counter()
+    saver.finish()
+    log.say(runlog.summary(cfg.run_dir, cfg.expect))
+
+
+def train_step(model, optimizer, rows, step, cfg, world, precision):
+    """One update from this rank's rows (B, T + 1). Returns the loss and the gradient norm before clipping.
+
+    Both stay on the device. No value is read back from the device here, so its queue never runs dry between microbatches.
+    """
+    torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: a resumed run draws the same masks
+    ids, labels = rows[:, :-1], rows[:, 1:]
+    tokens = parallel.all_sum((labels != IGNORE).sum().float())  # counted over the global batch
+    loss_sum = torch.zeros((), device=rows.device)
+    pieces = range(0, len(rows), cfg.microbatch_size)
+    for i in pieces:
+        parallel.before_microbatch(model, cfg, last=i == pieces[-1])
+        piece = slice(i, i + cfg.microbatch_size)
+        with autocast(rows.device, precision):
+            loss = model(ids[piece], labels=labels[piece])  # a sum over tokens
+        (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
+        loss_sum += loss.detach()
+    grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
+    for group in optimizer.param_groups:
+        group["lr"] = optim.learning_rate(step, cfg)
+    optimizer.step()
+    optimizer.zero_grad()
+    return parallel.all_sum(loss_sum) / tokens, grad_norm
+
+
+def autocast(device, precision):
+    """bf16 matmuls over fp32 weights, or nothing at all."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+@torch.no_grad()
+def evaluate(model, val, cfg, world, precision) -> float:
+    """Mean loss in nats a token over the first windows of the validation split, shared by the ranks."""
+    model.eval()
+    n_windows = max(1, min(len(val), cfg.eval_tokens // val.seq_len))
+    sums = torch.zeros(2, device=world.device)  # loss, tokens
+    for first in range(0, n_windows, world.size * cfg.microbatch_size):
+        numbers = first + world.rank * cfg.microbatch_size + np.arange(cfg.microbatch_size)
+        rows = torch.from_numpy(val.windows(np.minimum(numbers, n_windows - 1))).to(world.device)
+        ids, labels = rows[:, :-1], rows[:, 1:].clone()
+        labels[torch.from_numpy(numbers >= n_windows)] = IGNORE  # every rank makes the same number of passes
+        with autocast(rows.device, precision):
+            sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
+    model.train()
+    parallel.free_gathered_weights(model)
+    loss, tokens = parallel.all_sum(sums).tolist()
+    return loss / tokens
+
+
+def find_start(cfg):
+    """The checkpoint to go on from, or None. A finished run is put aside if --resume=again."""
+    newest = checkpoint.latest(cfg.run_dir)
+    if cfg.resume == "never":
+        require(newest is None, f"{cfg.run_dir} holds {newest}: set --resume=auto to go on, or another --run_dir")
+    if cfg.resume == "again" and newest and checkpoint.read_meta(newest)["step"] >= cfg.max_steps:
+        print(f"the finished run is kept in {runlog.put_aside(cfg.run_dir)}")
+        return None
+    return newest if cfg.resume in ("auto", "again", "never") else checkpoint.find(cfg.resume)
+
+
+def opening(model_cfg, cfg, world, precision, folder, train, found, peak) -> str:
+    """What is about to run, in five lines."""
+    per_rank = cfg.global_batch_size // world.size
+    passes = math.ceil(per_rank / cfg.microbatch_size)
+    impl = attention.choose(model_cfg.attn_impl, world.device.type, model_cfg.max_seq_len)
+    known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
+    size = f"{flops.n_params(model_cfg):,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}"
+    return "\n".join(
+        [
+            f"MPT of {size}, {impl} attention",
+            f"{world.size} x {devices.describe(world.device)}, {cfg.sharding}, {precision}, {known}",
+            f"{folder}: {train.tokens:,} training tokens",
+            f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
+            f"{world.size} ranks x {per_rank} in {passes} microbatches",
+            f"{cfg.run_dir}: " + (f"going on from {found}" if found else "starting anew"),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    parallel.run(main)

@@ -1,0 +1,224 @@
+"""MPT: a decoder-only transformer, the architecture and the parameter names of MosaicML's models.
+
+    x = wte[ids] (+ wpe[position])                          (B, T, d_model)
+    x = x + attn(norm_1(x));  x = x + ffn(norm_2(x))        n_layers times
+    logits = norm_f(x) @ wte^T                              (B, T, vocab_size)
+
+The model does not know that it is distributed: parallel.py shards, compiles and checkpoints it from outside.
+State-dict names equal Hugging Face's MPT, so real weights load without a map.
+
+Run `python model.py` to build a small one and take one step. Read next: data.py, then fsdp_train.py.
+"""
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention import alibi_slopes, attention
+from config import MPTConfig, require
+from loss import linear_cross_entropy
+
+
+class LowPrecisionLayerNorm(nn.LayerNorm):
+    """LayerNorm that stays in autocast's dtype (its sums are fp32 in the kernel), so the residual stream does too."""
+
+    def forward(self, x):
+        kind = x.device.type
+        if not torch.is_autocast_enabled(kind):
+            return super().forward(x)
+        dtype = torch.get_autocast_dtype(kind)
+        weight = self.weight.to(dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
+
+
+def layer_norm(cfg, dim):
+    norm = LowPrecisionLayerNorm if cfg.norm_type == "low_precision_layernorm" else nn.LayerNorm
+    return norm(dim, eps=1e-5, bias=not cfg.no_bias)
+
+
+class Attention(nn.Module):
+    """Fused q, k, v projection (rows: all q, all k, all v), attention, output projection."""
+
+    def __init__(self, cfg: MPTConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.kv_dim = cfg.n_kv_heads * cfg.head_dim
+        self.Wqkv = nn.Linear(cfg.d_model, cfg.d_model + 2 * self.kv_dim, bias=not cfg.no_bias)
+        self.out_proj = nn.Linear(cfg.d_model, cfg.d_model, bias=not cfg.no_bias)
+        if cfg.qk_ln:
+            self.q_ln = layer_norm(cfg, cfg.d_model)
+            self.k_ln = layer_norm(cfg, self.kv_dim)
+
+    def forward(self, x, slopes, cache=None, layer=0):
+        cfg, (B, T, _) = self.cfg, x.shape
+        qkv = self.Wqkv(x)
+        if cfg.clip_qkv:
+            qkv = qkv.clamp(-cfg.clip_qkv, cfg.clip_qkv)
+        q, k, v = qkv.split([cfg.d_model, self.kv_dim, self.kv_dim], dim=-1)
+        if cfg.qk_ln:
+            q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
+        q, k, v = (y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v))  # (B, H or Hkv, T, D)
+        if cache is not None:
+            k, v = cache.append(layer, k, v)
+        dropout_p = cfg.attn_pdrop if self.training else 0.0
+        y = attention(
+            q, k, v, impl=cfg.attn_impl, alibi_slopes=slopes, softmax_scale=cfg.softmax_scale, dropout_p=dropout_p
+        )
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, cfg.d_model))
+
+
+class FFN(nn.Module):
+    """down_proj(gelu(up_proj(x))), the exact (erf) GELU."""
+
+    def __init__(self, cfg: MPTConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(cfg.d_model, cfg.hidden_dim, bias=not cfg.no_bias)
+        self.down_proj = nn.Linear(cfg.hidden_dim, cfg.d_model, bias=not cfg.no_bias)
+
+    def forward(self, x):
+        return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind its norm, each added to the residual stream."""
+
+    def __init__(self, cfg: MPTConfig):
+        super().__init__()
+        self.resid_pdrop = cfg.resid_pdrop
+        self.norm_1 = layer_norm(cfg, cfg.d_model)
+        self.attn = Attention(cfg)
+        self.norm_2 = layer_norm(cfg, cfg.d_model)
+        self.ffn = FFN(cfg)
+
+    def forward(self, x, slopes, cache=None, layer=0):
+        x = x + F.dropout(self.attn(self.norm_1(x), slopes, cache, layer), self.resid_pdrop, self.training)
+        return x + F.dropout(self.ffn(self.norm_2(x)), self.resid_pdrop, self.training)
+
+
+class Transformer(nn.Module):
+    """Embeddings, blocks, final norm: ids (B, T) -> hidden states (B, T, d_model)."""
+
+    def __init__(self, cfg: MPTConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.recompute = False  # activation checkpointing of whole blocks, switched on from outside
+        self.wte = nn.Embedding(cfg.vocab_size, cfg.d_model)
+        if cfg.learned_positions:
+            self.wpe = nn.Embedding(cfg.max_seq_len, cfg.d_model)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
+        self.norm_f = layer_norm(cfg, cfg.d_model)
+
+    def forward(self, input_ids, cache=None):
+        cfg, past = self.cfg, 0 if cache is None else cache.length
+        x = self.wte(input_ids)
+        if cfg.learned_positions:
+            end = past + input_ids.shape[1]
+            require(
+                end <= cfg.max_seq_len,
+                f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} (ALiBi has no such limit)",
+            )
+            x = x + self.wpe(torch.arange(past, end, device=x.device))
+        x = F.dropout(x, cfg.emb_pdrop, self.training)
+        slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, x.device) if cfg.alibi else None
+        for layer, block in enumerate(self.blocks):
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, slopes, use_reentrant=False)
+            else:
+                x = block(x, slopes, cache, layer)
+        if cache is not None:
+            cache.length += input_ids.shape[1]
+        return self.norm_f(x)
+
+
+class MPT(nn.Module):
+    """The language model.
+
+    forward(input_ids) gives logits (B, T, vocab_size). forward(input_ids, labels) gives the sum of the token
+    cross-entropies, a scalar, and never holds all logits; label -100 does not count. ids and labels: int64 (B, T).
+    With a `KVCache` the ids continue what the cache holds.
+    """
+
+    def __init__(self, cfg: MPTConfig):
+        super().__init__()
+        self.cfg = cfg
+        self.transformer = Transformer(cfg)
+        if not cfg.tie_word_embeddings:
+            self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
+
+    def forward(self, input_ids, labels=None, cache=None):
+        x = self.transformer(input_ids, cache)
+        weight = self.transformer.wte.weight if self.cfg.tie_word_embeddings else self.lm_head.weight  # (V, d)
+        scale = self.cfg.logit_scale
+        if scale == "inv_sqrt_d_model":
+            scale = 1 / math.sqrt(self.cfg.d_model)
+        if labels is not None:
+            return linear_cross_entropy(x, weight, labels, scale)
+        logits = F.linear(x, weight)
+        return logits if scale is None else logits * scale
+
+
+@dataclass
+class KVCache:
+    """Keys and values of all layers for decoding, (L, B, Hkv, S, D) each, of which `length` positions are filled."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    length: int = 0
+
+    @classmethod
+    def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype):
+        shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_tokens, cfg.head_dim)
+        return cls(*(torch.empty(shape, device=device, dtype=dtype) for _ in range(2)))
+
+    def append(self, layer, k, v):
+        """Store k, v (B, Hkv, T, D) behind what is there; return all of this layer's, (B, Hkv, length + T, D)."""
+        end = self.length + k.shape[2]
+        self.k[layer, :, :, self.length : end] = k
+        self.v[layer, :, :, self.length : end] = v
+        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
+
+
+def init_weights(model: MPT, seed: int, assign=lambda param, full: param.data.copy_(full)) -> None:
+    """MPT's initial weights, the same numbers on any device and for any number of ranks.
+
+        wte, wpe             N(0, 2 / d_model)          biases   0
+        linear weights       N(0, 2 / fan_in)           norms    1
+        out_proj, down_proj  the same / sqrt(2 * n_layers)
+
+    Each tensor is drawn whole on the CPU from a generator seeded with (seed, parameter name). `assign(param, full)`
+    puts it in place; parallel.py passes one that keeps a rank's shard only.
+    """
+    for name, param in model.named_parameters():
+        assign(param, initial_weight(name, param.shape, model.cfg, seed))
+
+
+def initial_weight(name, shape, cfg, seed):
+    """The initial value of one parameter, fp32 on the CPU, of its full shape."""
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:  # norms
+        return torch.ones(shape)
+    std = math.sqrt(2 / shape[1])  # d_model for the embeddings, fan_in for a linear layer
+    if "out_proj" in name or "down_proj" in name:
+        std /= math.sqrt(2 * cfg.n_layers)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape).normal_(0, std, generator=generator)
+
+
+if __name__ == "__main__":
+    demo_cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True)
+    mpt = MPT(demo_cfg)
+    init_weights(mpt, seed=0)
+    ids = torch.arange(33)[None] % 7  # (1, 33)
+    loss = mpt(ids[:, :-1], labels=ids[:, 1:]) / 32
+    loss.backward()
+    print(mpt)
+    print(f"logits {tuple(mpt(ids[:, :-1]).shape)}, loss {loss:.3f} nats a token, at random {math.log(256):.3f}")

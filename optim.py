@@ -1,0 +1,65 @@
+"""AdamW with decoupled weight decay, and the learning-rate schedules: pure functions of the step.
+
+    p *= 1 - (lr_t / lr) * decoupled_weight_decay      the decay, which does not grow with the learning rate
+    p -= lr_t * mean(g) / (sqrt(mean(g^2)) + eps)      Adam (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)
+
+PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay = decoupled_weight_decay / lr is the rule above
+exactly, and its fused kernel can be used. As in MPT's recipes, all parameters are in one group.
+
+Run `python optim.py` to see the schedules. Read next: parallel.py.
+"""
+
+import math
+
+import torch
+
+from config import TrainConfig
+
+
+def build_optimizer(params, cfg: TrainConfig) -> torch.optim.AdamW:
+    """AdamW over `params`, in one fused kernel (torch has one for CPU, CUDA, ROCm and MPS)."""
+    return torch.optim.AdamW(
+        params,
+        lr=cfg.lr,
+        betas=(cfg.beta1, cfg.beta2),
+        eps=cfg.adam_eps,
+        weight_decay=cfg.decoupled_weight_decay / cfg.lr,
+        fused=True,
+    )
+
+
+def learning_rate(step: int, cfg: TrainConfig) -> float:
+    """The learning rate of step 0, 1, 2, ...: lr * factor(step)."""
+    if cfg.lr_one_step_late:  # Composer's schedulers run after the step, so steps 0 and 1 both have factor(0)
+        step = max(step - 1, 0)
+    return cfg.lr * SCHEDULES[cfg.schedule](step, cfg)
+
+
+def constant(t, cfg):
+    return min(1.0, t / cfg.warmup_steps) if cfg.warmup_steps else 1.0
+
+
+def cosine(t, cfg):
+    """Linear to 1 over the warmup, then half a cosine down to alpha_f at max_steps."""
+    if t < cfg.warmup_steps:
+        return t / cfg.warmup_steps
+    progress = min(1.0, (t - cfg.warmup_steps) / (cfg.max_steps - cfg.warmup_steps))
+    return cfg.alpha_f + (1 - cfg.alpha_f) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def inv_sqrt(t, cfg):
+    """Linear to 1 over the warmup, then sqrt(warmup / t)."""
+    warmup = max(1, cfg.warmup_steps)
+    return min(t / warmup, math.sqrt(warmup / max(t, 1)))
+
+
+SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
+
+
+if __name__ == "__main__":
+    for name in SCHEDULES:
+        c = TrainConfig(schedule=name, max_steps=1000, warmup_steps=100)
+        print(name)
+        for t in (0, 50, 100, 300, 600, 1000):
+            rate = learning_rate(t, c)
+            print(f"  step {t:4d}  lr {rate:.2e}  " + "#" * round(60 * rate / c.lr))

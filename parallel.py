@@ -1,0 +1,271 @@
+"""Many devices: starting the processes, the device mesh, and the sharding that is put on a model from outside.
+
+A rank is one process with one device. The ranks form a mesh with named dimensions (pp, dp_replicate, dp_shard, tp);
+here the two dp dimensions are used: each rank of dp_shard keeps a slice of every weight, gradient and optimizer state,
+and dp_replicate holds copies of that arrangement. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
+
+    mode            mesh (replicate, shard)  weights between forward and backward   gradients are reduced    ZeRO
+    FULL_SHARD      (1, n)                   freed, gathered again                  every microbatch          3
+    SHARD_GRAD_OP   (1, n)                   kept                                   every microbatch          2
+    ZERO1           (1, n)                   kept until the last microbatch         at the last microbatch    1
+    DDP             (n, 1)                   always whole                           at the last microbatch    0
+    HYBRID_SHARD    (nodes, ranks of a node) freed, gathered again                  every microbatch          3 per node
+
+Weights, gradients and Adam's state are fp32; with bf16 the weights are gathered as bf16, gradients reduced as fp32.
+Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh. Read next: checkpoint.py.
+"""
+
+import contextlib
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import config
+from config import TrainConfig, UserError, require
+from model import MPT, init_weights
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIMEOUT = timedelta(minutes=30)  # of one collective: a rank that waits longer ends the run
+
+
+@dataclass
+class World:
+    """Who am I: one of `size` processes, the `local_rank`-th of `local_size` on this machine, with one device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+
+def start(device_type: str = "auto") -> World:
+    """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
+
+    device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
+    """
+    env = os.environ
+    if "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in env:
+        env.setdefault("MASTER_ADDR", slurm_first_host())
+        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+        env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
+        env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", "1"))
+    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    device = pick_device(device_type, local_rank, size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
+    if size > 1:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    if device.type == "cpu":
+        keep_freed_memory()
+    return World(rank, size, local_rank, local_size, device)
+
+
+def slurm_first_host() -> str:
+    command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise UserError("cannot ask SLURM for the first node: set MASTER_ADDR to its name") from error
+
+
+def pick_device(device_type: str, local_rank: int, size: int) -> torch.device:
+    """The device of this rank. Several ranks on a Mac use the CPU: MPS has no collectives."""
+    there = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if device_type == "auto":
+        device_type = "cpu" if there == "mps" and size > 1 else there
+    require(device_type in ("cpu", there), f"device={device_type}, but this machine has {there}: set --device={there}")
+    require(device_type != "mps" or size == 1, "MPS has no collectives: start one process, or set --device=cpu")
+    if device_type != "cuda":
+        return torch.device(device_type)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each rank one device only
+    torch.cuda.set_device(device)
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed buffers: else every step returns its memory to the kernel and faults it in again."""
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def run(main) -> None:
+    """Call `main(argv)` as a program of many processes, and leave in a way that keeps the exit status.
+
+    With gloo a rank may abort while the interpreter shuts down, so the process ends by os._exit, after a barrier.
+    A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
+    """
+    status = 0
+    try:
+        main(sys.argv[1:])
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else 0
+    except KeyboardInterrupt:
+        status = 130
+    except UserError as error:
+        rank = config.rank()
+        if rank > 0:
+            time.sleep(5)
+        print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
+        status = 2
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def rank_zero_decides(decide):
+    """`decide()` on rank 0; every rank gets its result, or its UserError."""
+    box = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [decide()]
+        except UserError as error:
+            box = [error]
+    dist.broadcast_object_list(box, device=torch.device("cpu"))
+    if isinstance(box[0], UserError):
+        raise box[0]
+    return box[0]
+
+
+def choose_precision(cfg: TrainConfig, device: torch.device) -> str:
+    """fp32 or bf16. `auto` on a CPU: whichever multiplies matrices faster here, since old CPUs emulate bf16."""
+    if cfg.precision != "auto":
+        return cfg.precision
+    if device.type != "cpu":
+        return "bf16"
+    return rank_zero_decides(lambda: min(DTYPES, key=lambda name: matmul_seconds(DTYPES[name])))
+
+
+def matmul_seconds(dtype, n=384) -> float:
+    """The shortest of five products of two n x n matrices on this CPU."""
+    a, times = torch.ones(n, n, dtype=dtype), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh:
+    """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp."""
+    shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or world.local_size}.get(cfg.sharding, world.size)
+    require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
+    shape = (1, world.size // shard, shard, 1)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+
+
+def parallelize(model: MPT, mesh: DeviceMesh, cfg: TrainConfig, precision: str) -> MPT:
+    """Put recomputation, compilation and sharding on a model that is still on the meta device, in this order."""
+    model.transformer.recompute = cfg.activation_checkpointing == "full"
+    if cfg.compile:
+        for block in model.transformer.blocks:
+            block.compile()
+    if mesh.device_type == "mps":  # one process, and FSDP needs collectives: the plain model under autocast
+        return model
+    shard_only = cfg.sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
+    low = torch.bfloat16 if precision == "bf16" else None
+    options = {
+        "mesh": mesh["dp_shard"] if shard_only else mesh["dp_replicate", "dp_shard"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+    }
+    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+    for block in model.transformer.blocks:
+        fully_shard(block, reshard_after_forward=free, **options)
+    return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
+
+
+def materialize(model: MPT, device: torch.device, seed: int) -> None:
+    """Give a meta-device model memory, and each rank its part of the initial weights."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        init_weights(model, seed, assign_full)
+
+
+def assign_full(param, full) -> None:
+    """Copy a full tensor (on the CPU, the same on every rank) into a parameter, sharded or not."""
+    if isinstance(param, DTensor):
+        full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
+    param.copy_(full)
+
+
+def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
+    """ZERO1 and DDP keep weights and unreduced gradients until the last microbatch of a step."""
+    if isinstance(model, FSDPModule) and cfg.sharding in ("ZERO1", "DDP"):
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
+def free_gathered_weights(model: MPT) -> None:
+    """After a forward pass without backward: drop the gathered weights, which the optimizer would not update."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most max_norm (0: leave them). Returns the norm, fp32 scalar.
+
+    Each rank sums the squares of its shards; each mesh dimension over which a gradient is sharded adds them up. So it
+    holds for any mixture of plain tensors, meshes and placements. A collective: call it on every rank.
+    """
+    groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
+    for p in params:
+        if isinstance(p.grad, DTensor):
+            dims = tuple(i for i, placement in enumerate(p.grad.placements) if isinstance(placement, Shard))
+            groups[p.grad.device_mesh, dims].append(p.grad.to_local())
+        elif p.grad is not None:
+            groups[None, ()].append(p.grad)
+    total = torch.zeros((), device=next(iter(groups.values()))[0].device)
+    for (mesh, dims), grads in groups.items():
+        squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
+        for dim in dims:
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        total += squares
+    norm = total.sqrt()
+    if max_norm > 0:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for grads in groups.values():
+            torch._foreach_mul_(grads, scale)
+    return norm
+
+
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def demonstrate(argv) -> None:
+    (cfg,) = config.load(argv, TrainConfig)
+    world = start(cfg.device)
+    mesh = make_mesh(world, cfg)
+    place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    print(f"rank {world.rank} of {world.size} on {world.device}, {cfg.sharding}: {place}", flush=True)
+
+
+if __name__ == "__main__":
+    run(demonstrate)

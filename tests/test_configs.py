@@ -1,0 +1,90 @@
+"""Every file in configs/: it loads, it is the published recipe, and its comment does the arithmetic right."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import config
+import flops
+from config import MPTConfig, TrainConfig
+
+FOLDER = Path(__file__).parent.parent / "configs"
+FILES = sorted(FOLDER.glob("mpt*.py"))
+
+# LLM Foundry's recipes: lr, global batch, microbatch, activation checkpointing, steps, parameters
+RECIPES = {
+    "mpt125m": (6e-4, 256, 16, "none", 4800, 125_311_488),
+    "mpt350m": (3e-4, 256, 8, "none", 13400, 355_985_408),
+    "mpt760m": (2.5e-4, 256, 4, "none", 29000, 760_470_528),
+    "mpt1b": (2e-4, 512, 4, "none", 24800, 1_315_950_592),
+    "mpt3b": (1.6e-4, 512, 8, "full", 51500, 2_651_837_440),
+    "mpt7b": (1.2e-4, 1024, 8, "full", 63900, 6_658_859_008),
+    "mpt13b": (1e-4, 1024, 8, "full", 124000, 12_853_954_560),
+    "mpt30b": (1e-4, 2048, 8, "full", 143100, 29_975_214_080),
+    "mpt70b": (8e-5, 2048, 4, "full", 333800, 64_862_437_376),
+    # 4 x MI250: microbatch and checkpointing computed for 64 GB; the MI250 posts' batch for 7B, the recipe's tokens
+    "mpt1b_mi250": (2e-4, 512, 8, "none", 24800, 1_315_950_592),
+    "mpt3b_mi250": (1.6e-4, 512, 4, "none", 51500, 2_651_837_440),
+    "mpt7b_mi250": (1.2e-4, 1536, 3, "none", 42600, 6_658_859_008),
+    "mpt1b_1b_tokens": (2e-4, 512, 4, "none", 1000, 1_315_950_592),
+}
+
+
+def test_every_recipe_has_its_file():
+    assert {path.stem for path in FILES} == set(RECIPES)
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def recipe(request):
+    """Path, model, run."""
+    return request.param, *config.load([str(request.param)], MPTConfig, TrainConfig)
+
+
+def test_a_config_is_the_recipe(recipe):
+    path, model, train = recipe
+    lr, batch, microbatch, checkpointing, steps, params = RECIPES[path.stem]
+    assert (train.lr, train.global_batch_size, train.max_steps) == (lr, batch, steps)
+    assert (train.microbatch_size, train.activation_checkpointing) == (microbatch, checkpointing)
+    assert flops.n_params(model) == params and model.learned_positions and not model.no_bias
+    assert (model.max_seq_len, model.vocab_size) == (2048, 50368)
+    assert (train.schedule, train.warmup_steps, train.alpha_f, train.decoupled_weight_decay) == ("cosine", 100, 0.1, 0)
+    assert (train.dataset, train.tokenizer, train.run_dir) == ("allenai/c4:en", "gpt2", f"runs/{path.stem}")
+    assert train.max_tokens == steps * batch * 2048
+
+
+def test_a_config_is_short_and_flat(recipe):
+    lines = recipe[0].read_text().splitlines()
+    assert len(lines) <= 25
+    assert all(re.match(r"# |#   |\w+ = ", line) for line in lines)
+
+
+def test_the_comment_does_the_batch_arithmetic(recipe):
+    """Tokens a step, in all and a parameter; batch = devices x microbatch x accumulation; the launch line."""
+    path, model, train = recipe
+    comment = "\n".join(line for line in path.read_text().splitlines() if line.startswith("#"))
+    tokens = train.global_batch_size * model.max_seq_len
+    step, steps, total, unit, ratio = re.search(
+        r"= ([\d,]+) tokens; x ([\d,]+) steps = ([\d.]+)(B|T) tokens, ([\d.]+) a parameter", comment
+    ).groups()
+    assert int(step.replace(",", "")) == tokens and int(steps.replace(",", "")) == train.max_steps
+    assert float(total) * {"B": 1e9, "T": 1e12}[unit] == pytest.approx(tokens * train.max_steps, rel=0.02)
+    assert float(ratio) == pytest.approx(tokens * train.max_steps / flops.n_params(model), rel=0.01)
+    batch, ranks, microbatch, accumulation = map(
+        int, re.search(r"(\d+) = (\d+) x microbatch (\d+) x (\d+) accumulation steps", comment).groups()
+    )
+    assert (batch, microbatch) == (train.global_batch_size, train.microbatch_size)
+    assert batch == ranks * microbatch * accumulation and ranks % 8 == 0
+    assert re.search(rf"torchrun .*fsdp_train\.py configs/{path.name}$", comment, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_mi250")])
+def test_an_mi250_config_fits_64_gb_by_its_own_arithmetic(name):
+    """16 bytes of state a parameter over 8 devices, 42.25 saved bytes a token, channel and layer; 10 GB left over."""
+    model, train = config.load([str(FOLDER / f"{name}.py")], MPTConfig, TrainConfig)
+    state = 16 * flops.n_params(model) / 8
+    saved = 42.25 * train.microbatch_size * model.max_seq_len * model.d_model * model.n_layers
+    assert train.activation_checkpointing == "none" and state + saved < 54e9
+    comment = (FOLDER / f"{name}.py").read_text()
+    assert f"= {state / 1e9:.1f} GB" in comment and f"= {saved / 1e9:.1f} GB" in comment
+    assert "not measured on AMD hardware" in comment
