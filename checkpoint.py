@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,6 +49,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo")  # of its own: the thread must not meet training's collectives
         self.pending = None  # (step, future)
         self.blocked_seconds = 0.0  # how long the last save kept the training thread
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 says so of its own code
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left_over in self.folder.glob("*.tmp"):
@@ -162,7 +164,9 @@ def load_model(path: Path, device: torch.device) -> MPT:
     with torch.device("meta"):
         model = MPT(from_dict(MPTConfig, read_meta(path)))
     model.to_empty(device=device)
-    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+        dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
     return model.eval()
 
 

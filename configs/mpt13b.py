@@ -1,7 +1,7 @@
 # MPT-13B: LLM Foundry's recipe, learned positions and biases.
 # A step: 1024 sequences x 2048 = 2,097,152 tokens; x 124,000 steps = 260.0B tokens, 20.2 a parameter (12.85B).
 # On 8 devices: 1024 = 8 x microbatch 8 x 16 accumulation steps.
-# C4's English part has some 170B GPT-2 tokens, so it is seen about 1.5 times.
+# C4's English part has about 156B tokens (Dodge et al., 2021): it is seen about 1.7 times.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt13b.py
 d_model = 5120
 n_heads = 40

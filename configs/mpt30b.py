@@ -1,7 +1,7 @@
 # MPT-30B: LLM Foundry's recipe, learned positions and biases.
 # A step: 2048 sequences x 2048 = 4,194,304 tokens; x 143,100 steps = 600.2B tokens, 20.0 a parameter (29.98B).
 # On 32 devices (weights, gradients, Adam: 480 GB): 2048 = 32 x microbatch 8 x 8 accumulation steps.
-# C4's English part has some 170B GPT-2 tokens, so it is seen about 3.5 times.
+# C4's English part has about 156B tokens (Dodge et al., 2021): it is seen about 3.8 times.
 # Launch on each of 4 nodes: torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d \
 #   --rdzv_endpoint HEAD_NODE:29500 fsdp_train.py configs/mpt30b.py
 d_model = 7168

@@ -1,7 +1,7 @@
 # MPT-70B: LLM Foundry's recipe, learned positions and biases.
 # A step: 2048 sequences x 2048 = 4,194,304 tokens; x 333,800 steps = 1.40T tokens, 21.6 a parameter (64.86B).
 # On 64 devices (weights, gradients, Adam: 1,038 GB): 2048 = 64 x microbatch 4 x 8 accumulation steps.
-# C4's English part has some 170B GPT-2 tokens, so it is seen about 8.2 times.
+# C4's English part has about 156B tokens (Dodge et al., 2021): it is seen about 9 times.
 # Launch on each of 8 nodes: torchrun --nnodes 8 --nproc_per_node 8 --rdzv_backend c10d \
 #   --rdzv_endpoint HEAD_NODE:29500 fsdp_train.py configs/mpt70b.py
 d_model = 8192
