@@ -176,7 +176,8 @@ def load(argv: list[str], *classes: type) -> list:
     Returns one instance per class. Raises UserError naming the source, the key and the fix.
     """
     if "--help" in argv or "-h" in argv:
-        print(help_text(*classes))
+        if rank() == 0:
+            print(help_text(*classes))
         raise SystemExit(0)
     known = {f.name: f for c in classes for f in dataclasses.fields(c)}
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
@@ -313,10 +314,10 @@ def rank() -> int:
 
 
 def run(main) -> None:
-    """Call `main(argv)`; a UserError becomes one line on rank 0 and exit status 2 on every rank."""
+    """Call `main(argv)`; a UserError or OSError becomes one line on rank 0 and exit status 2 on every rank."""
     try:
         main(sys.argv[1:])
-    except UserError as error:
+    except (UserError, OSError) as error:  # a full disk and a missing permission are told in one line, too
         if rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)

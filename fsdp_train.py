@@ -129,7 +129,7 @@ def main(argv) -> None:
 def train_step(model, optimizer, rows, step, cfg, world, precision):
     """One update from this rank's rows (B, T + 1). Returns the loss and the gradient norm before clipping.
 
-    Both stay on the device. No value is read back from the device here, so its queue never runs dry between microbatches.
+    Both stay on the device: nothing is read back here, so its queue never runs dry between microbatches.
     """
     torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: a resumed run draws the same masks
     ids, labels = rows[:, :-1], rows[:, 1:]

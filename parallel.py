@@ -9,7 +9,8 @@ and dp_replicate holds copies of that arrangement. One function of PyTorch, `ful
     SHARD_GRAD_OP   (1, n)                   kept                                   every microbatch          2
     ZERO1           (1, n)                   kept until the last microbatch         at the last microbatch    1
     DDP             (n, 1)                   always whole                           at the last microbatch    0
-    HYBRID_SHARD    (nodes, ranks of a node) freed, gathered again                  every microbatch          3 per node
+    HYBRID_SHARD    (nodes, ranks of a node) freed, gathered again                  as FULL_SHARD in a node   3 per node
+                                                                               between nodes at the last
 
 Weights, gradients and Adam's state are fp32; with bf16 the weights are gathered as bf16, gradients reduced as fp32.
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh. Read next: checkpoint.py.
@@ -120,7 +121,7 @@ def run(main) -> None:
         status = leaving.code if isinstance(leaving.code, int) else 0
     except KeyboardInterrupt:
         status = 130
-    except UserError as error:
+    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         rank = config.rank()
         if rank > 0:
             time.sleep(5)
@@ -156,34 +157,38 @@ def choose_precision(cfg: TrainConfig, device: torch.device) -> str:
         return cfg.precision
     if device.type != "cpu":
         return "bf16"
-    return rank_zero_decides(lambda: min(DTYPES, key=lambda name: matmul_seconds(DTYPES[name])))
+    return rank_zero_decides(faster_precision)
 
 
-def matmul_seconds(dtype, n=384) -> float:
-    """The shortest of five products of two n x n matrices on this CPU."""
-    a, times = torch.ones(n, n, dtype=dtype), []
-    for _ in range(5):
-        begin = time.perf_counter()
-        a @ a
-        times.append(time.perf_counter() - begin)
-    return min(times)
+def faster_precision(n: int = 512, turns: int = 10) -> str:
+    """The name of the dtype whose fastest n x n matrix product took less time; they take turns."""
+    best = dict.fromkeys(DTYPES, float("inf"))
+    for _ in range(turns):
+        for name, dtype in DTYPES.items():
+            a = torch.ones(n, n, dtype=dtype)
+            begin = time.perf_counter()
+            a @ a
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return min(best, key=best.get)
 
 
-def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh:
-    """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp."""
+def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh | None:
+    """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp. None on MPS, which has no collectives."""
+    if world.device.type == "mps":
+        return None
     shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or world.local_size}.get(cfg.sharding, world.size)
     require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
     shape = (1, world.size // shard, shard, 1)
     return init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
 
 
-def parallelize(model: MPT, mesh: DeviceMesh, cfg: TrainConfig, precision: str) -> MPT:
+def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision: str) -> MPT:
     """Put recomputation, compilation and sharding on a model that is still on the meta device, in this order."""
     model.transformer.recompute = cfg.activation_checkpointing == "full"
     if cfg.compile:
         for block in model.transformer.blocks:
             block.compile()
-    if mesh.device_type == "mps":  # one process, and FSDP needs collectives: the plain model under autocast
+    if mesh is None:  # one process: the plain model under autocast
         return model
     shard_only = cfg.sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
     low = torch.bfloat16 if precision == "bf16" else None
@@ -212,10 +217,14 @@ def assign_full(param, full) -> None:
 
 
 def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
-    """ZERO1 and DDP keep weights and unreduced gradients until the last microbatch of a step."""
-    if isinstance(model, FSDPModule) and cfg.sharding in ("ZERO1", "DDP"):
+    """What waits for the last microbatch of a step: see the table above."""
+    if not isinstance(model, FSDPModule):
+        return
+    if cfg.sharding in ("ZERO1", "DDP"):
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
+    elif cfg.sharding == "HYBRID_SHARD":
+        model.set_requires_all_reduce(last)  # the slow links between nodes are used once a step
 
 
 def free_gathered_weights(model: MPT) -> None:

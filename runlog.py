@@ -48,7 +48,8 @@ class RunLog:
         launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
         with open(folder / "launches.jsonl", "a") as file:
             file.write(json.dumps(launch) + "\n")
-        kept = [row for row in read(folder) if row["step"] <= first_step] if first_step else []
+        rows = read(folder) if self.path.exists() else []
+        kept = [row for row in rows if row["step"] <= first_step] if first_step else []
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.path)

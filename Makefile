@@ -1,0 +1,45 @@
+# make train      watch a small MPT learn to write: three minutes on two CPU cores (ARGS="--lr=1e-3" to change a setting)
+# make test       the quick tests
+# make test-all   the slow tests
+# make lint       what ruff finds
+#
+# Each first sees to .venv: environment.py says what goes into it, and does nothing if all is there.
+# PYTHON=... chooses the Python below it: the first python3 on the PATH, so an active conda or venv's.
+
+PYTHON ?= $(shell command -v python3 2>/dev/null || echo python)
+PY = .venv/bin/python
+# One process for each GPU (CUDA or ROCm), as far as the demo's batch of 8 divides; without one, two on the CPU.
+COUNT = import torch; n = torch.cuda.device_count(); print(max(r for r in (1, 2, 4, 8) if r <= n) if n else 2)
+RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
+OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
+LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
+
+.PHONY: help train test test-all lint setup setup-test
+help:
+	@sed -n 's/^# \(make.*\)/\1/p' Makefile
+
+train: setup
+	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
+	$(PY) plot.py runs/demo
+	$(PY) generate.py runs/demo --step=0
+	$(PY) generate.py runs/demo
+	@echo
+	@echo "The run is in runs/demo: its settings, metrics.jsonl, checkpoints, the curve. Next: your words, your text, stories."
+	@echo "  $(PY) generate.py runs/demo --prompt='def main('"
+	@echo "  $(LAUNCH) fsdp_train.py configs/demo.py --dataset='my/*.txt' --run_dir=runs/mine"
+	@echo "  $(LAUNCH) fsdp_train.py configs/stories.py"
+
+test: setup-test
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: setup-test
+	$(PY) -m pytest -m slow $(ARGS)
+
+lint: setup-test
+	$(PY) -m ruff check .
+
+setup:
+	@$(PYTHON) environment.py requirements.txt
+
+setup-test:
+	@$(PYTHON) environment.py requirements.txt requirements-dev.txt requirements-extra.txt

@@ -1,0 +1,159 @@
+"""What several test files share: a pool of real gloo ranks, a small data set, and launching a program as a user does.
+
+ranks(4)(function, x)        function(world, x) on four ranks at once; a list of what each returned
+torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its own
+python("--lr=1e-3")          the same as a plain process
+"""
+
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc_per_node"]
+PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
+
+
+class Ranks:
+    """`size` processes, joined by gloo and kept for the session. Calling it runs a module-level function on each."""
+
+    def __init__(self, size: int):
+        self.size, self.pipes, self.processes = size, [], []
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp()) / "store"
+        saved = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"  # what a spawned process inherits
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=work, args=(rank, self.size, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        os.environ.pop("OMP_NUM_THREADS")
+        os.environ |= {} if saved is None else {"OMP_NUM_THREADS": saved}
+
+    def __call__(self, function, *args) -> list:
+        """`function(world, *args)` on every rank at once: their results by rank, or AssertionError if one failed."""
+        if not self.pipes:
+            self.start()
+        for pipe in self.pipes:
+            pipe.send_bytes(pickle.dumps((function, args)))
+        deadline = time.monotonic() + PATIENCE
+        answers = []
+        for pipe in self.pipes:
+            try:
+                late = not pipe.poll(max(0, deadline - time.monotonic()))
+                answers.append((False, "no answer in time") if late else pickle.loads(pipe.recv_bytes()))
+            except EOFError:
+                answers.append((False, "the process died"))
+            if not answers[-1][0]:
+                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it in vain
+        failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        if failed:
+            self.stop()  # the ranks may be in different collectives now: the next call starts new ones
+            raise AssertionError("\n".join(failed))
+        return [answer for _, answer in answers]
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()  # a rank that waits for work leaves now
+        for process in self.processes:
+            process.join(1)
+            process.kill()  # one that hangs
+        self.pipes, self.processes = [], []
+
+
+def work(rank: int, size: int, store: str, pipe) -> None:
+    """The life of one rank: run what comes through the pipe until it is closed."""
+    import torch
+    import torch.distributed as dist
+
+    import parallel
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+    )
+    world = parallel.World(rank, size, rank, size, torch.device("cpu"))
+    while True:
+        try:
+            function, args = pickle.loads(pipe.recv_bytes())
+            answer = True, function(world, *args)
+        except (EOFError, OSError):
+            os._exit(0)  # gloo may abort while the interpreter shuts down
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(n)`: the pool of n ranks (1, 2 or 4), started when first called."""
+    pools = {}
+    yield lambda size: pools.setdefault(size, Ranks(size))
+    for pool in pools.values():
+        pool.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory) -> Path:
+    """A folder of four .txt files, 40 documents of a few hundred words each, 90 kB."""
+    folder = tmp_path_factory.mktemp("text")
+    words = random.Random(0)
+    vocabulary = ["the", "a", "river", "tree", "house", "blue", "old", "sings", "walks", "sees", "under", "slowly"]
+    for number in range(4):
+        documents = [" ".join(words.choices(vocabulary, k=400)) for _ in range(10)]
+        (folder / f"{number}.txt").write_text("<|endoftext|>".join(documents))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tiny_text, tmp_path_factory) -> Path:
+    """The same text as bytes (257 ids): the folder of a prepared data set, one document in ten for validation."""
+    import data
+    from config import TrainConfig
+
+    folder = tmp_path_factory.mktemp("prepared") / "tokens"
+    return data.prepare(
+        TrainConfig(dataset=f"{tiny_text}/*.txt", tokenizer="bytes", data_dir=str(folder), val_fraction=0.1)
+    )
+
+
+@pytest.fixture
+def python(tmp_path):
+    """`python(*args)` runs fsdp_train.py, or another `program`, alone, in tmp_path; its exit status and output."""
+    return lambda *args, **more: launch([], tmp_path, args, **more)
+
+
+@pytest.fixture
+def torchrun(tmp_path):
+    """`torchrun(n, *args)` runs fsdp_train.py, or another `program`, as n processes, in tmp_path."""
+    return lambda n, *args, **more: launch([*TORCHRUN, str(n)], tmp_path, args, **more)
+
+
+def launch(how, cwd, args, program="fsdp_train.py", largest_file=None) -> subprocess.CompletedProcess:
+    """Run a program to its end. `largest_file`: no file may grow beyond so many bytes, as if the disk were full."""
+    command = [sys.executable, *how, str(ROOT / program), *map(str, args)]
+    limit = largest_file and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)))
+    run = {"cwd": cwd, "env": clean_environment(), "preexec_fn": limit, "timeout": PATIENCE}
+    return subprocess.run(command, capture_output=True, text=True, **run)
+
+
+def clean_environment() -> dict:
+    """The environment without the traces of a launcher, one thread a process."""
+    of_a_launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "TORCHELASTIC_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(of_a_launcher)} | {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,287 @@
+"""attention.py: every implementation equals the formula written as a loop, forward and backward."""
+
+import math
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import attention as room
+from attention import alibi_slopes, attention, attention_bias, choose
+from config import UserError
+
+
+def by_hand(q, k, v, slopes=None, causal=True, scale=None):
+    """The formula, one query at a time: softmax(q k^T scale - slope * distance) v over the keys that are seen."""
+    (B, H, Tq, D), (_, Hkv, Tk, _) = q.shape, k.shape
+    scale = scale or D**-0.5
+    rows = []
+    for b in range(B):
+        for h in range(H):
+            keys, values = k[b, h * Hkv // H], v[b, h * Hkv // H]  # grouped-query: neighbours share
+            for i in range(Tq):
+                position = Tk - Tq + i
+                seen = position + 1 if causal else Tk
+                scores = keys[:seen] @ q[b, h, i] * scale
+                if slopes is not None:
+                    distance = torch.tensor([abs(position - j) for j in range(seen)], dtype=q.dtype)
+                    scores = scores - slopes[h].to(q.dtype) * distance
+                rows.append(torch.softmax(scores, 0) @ values[:seen])
+    return torch.stack(rows).view(B, H, Tq, D)
+
+
+def qkv(heads=(4, 2), lengths=(17, 17), head_dim=16, batch=1):
+    """q (B, H, Tq, D) and k, v (B, Hkv, Tk, D) in float64."""
+    torch.manual_seed(0)
+    (H, Hkv), (Tq, Tk) = heads, lengths
+    shapes = [(batch, H, Tq, head_dim), (batch, Hkv, Tk, head_dim), (batch, Hkv, Tk, head_dim)]
+    return [torch.randn(shape, dtype=torch.double) for shape in shapes]
+
+
+def output_and_gradients(function, inputs):
+    """[output, dq, dk, dv] in float64; the incoming gradient is a fixed random one."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    gradients = torch.autograd.grad(out, leaves, incoming.to(out.dtype))
+    return [x.detach().double() for x in (out, *gradients)]
+
+
+def relative_error(found, exact):
+    return (found - exact).abs().max().item() / exact.abs().max().item()
+
+
+# --- slopes
+
+
+def test_slopes_of_8_heads_are_the_papers():
+    assert alibi_slopes(8).tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert alibi_slopes(8).dtype == torch.float32
+
+
+def test_slopes_of_12_heads_take_every_second_of_16_first():
+    """Of 2^(-i/2), i = 1..16: the 8 with even i, then the first 4 with odd i."""
+    assert alibi_slopes(12).tolist() == pytest.approx(
+        [2**-i for i in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    )
+
+
+@pytest.mark.parametrize(
+    "n_heads, bias_max, first, last", [(1, 8, 2**-8, 2**-8), (8, 16, 2**-2, 2**-16), (4, 8, 0.25, 2**-8)]
+)
+def test_bias_max_is_the_exponent_of_the_last_slope(n_heads, bias_max, first, last):
+    slopes = alibi_slopes(n_heads, bias_max)
+    assert slopes.shape == (n_heads,) and (slopes[0].item(), slopes[-1].item()) == (first, last)
+
+
+def test_the_bias_of_a_small_case():
+    inf = math.inf
+    assert attention_bias(2, 3, None, True, "cpu").tolist() == [[0, 0, -inf], [0, 0, 0]]
+    assert attention_bias(2, 3, torch.tensor([0.5]), True, "cpu").tolist() == [[[-0.5, 0, -inf], [-1, -0.5, 0]]]
+    assert attention_bias(1, 3, torch.tensor([1.0]), False, "cpu").tolist() == [[[-2, -1, 0]]]
+
+
+# --- implementations against the loop
+
+LENGTHS = [(1, 1), (17, 17), (65, 65), (200, 200), (1, 65), (7, 65)]  # (queries, keys): the last two are decoding
+CASES = [dict(alibi=a, causal=c, lengths=n) for a in (False, True) for c in (False, True) for n in LENGTHS]
+CASES += [dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))]  # heads of queries, heads of keys
+CASES += [dict(head_dim=d) for d in (32, 64, 80, 128)]
+CASES += [dict(scale=0.3), dict(scale=0.01, alibi=False), dict(batch=3), dict(bias_max=16)]
+
+
+def check(case, impl, dtype, limit):
+    case = (
+        dict(alibi=True, causal=True, heads=(4, 2), lengths=(17, 17), head_dim=16, batch=1, bias_max=8, scale=None)
+        | case
+    )
+    inputs = qkv(case["heads"], case["lengths"], case["head_dim"], case["batch"])
+    inputs = [x.to(dtype) for x in inputs]  # the loop sees what was rounded
+    slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
+    exact = output_and_gradients(
+        lambda q, k, v: by_hand(q, k, v, slopes, case["causal"], case["scale"]), [x.double() for x in inputs]
+    )
+    found = output_and_gradients(
+        lambda q, k, v: attention(
+            q, k, v, impl=impl, alibi_slopes=slopes, causal=case["causal"], softmax_scale=case["scale"]
+        ),
+        inputs,
+    )
+    for name, a, b in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
+        if b.abs().max() > 1e-12:  # one key: the scores do not matter, dq = dk = 0
+            assert relative_error(a, b) < limit, name
+        else:
+            assert a.abs().max() < limit, name
+
+
+def name(case):
+    return "-".join(f"{k}={v}".replace(" ", "") for k, v in case.items())
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_fp32_equals_the_loop_in_fp64(case, impl):
+    check(case, impl, torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("case", CASES[::5] + CASES[-10:], ids=name)
+def test_bf16_is_close_to_the_loop_in_fp64(case, impl):
+    check(case, impl, torch.bfloat16, 2e-2)
+
+
+@pytest.fixture
+def fresh_compiler():
+    """As in a new process: nothing compiled yet."""
+    torch._dynamo.reset()
+    room.compiled_flex.cache_clear()
+
+
+@pytest.mark.slow  # a compilation per case
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("lengths", [(200, 200), (1, 65), (7, 65)])
+@pytest.mark.parametrize("alibi, causal", [(True, True), (False, True), (True, False)])
+def test_flex_equals_the_loop(lengths, alibi, causal, fresh_compiler):
+    """Forward only: FlexAttention has no backward on a CPU."""
+    q, k, v = qkv(lengths=lengths, head_dim=64)
+    slopes = alibi_slopes(4) if alibi else None
+    with torch.no_grad():
+        found = attention(q.float(), k.float(), v.float(), impl="flex", alibi_slopes=slopes, causal=causal)
+    assert relative_error(found, by_hand(q, k, v, slopes, causal)) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_flex_decodes_token_after_token(fresh_compiler):
+    """A prompt, then one key more at every step: the lengths differ from call to call."""
+    for lengths in ((20, 20), (1, 21), (1, 22), (1, 23)):
+        q, k, v = qkv(lengths=lengths, head_dim=64)
+        with torch.no_grad():
+            found = attention(q.float(), k.float(), v.float(), impl="flex", alibi_slopes=alibi_slopes(4))
+        assert relative_error(found, by_hand(q, k, v, alibi_slopes(4))) < 1e-5, lengths
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_on_a_gpu_all_agree_forward_and_backward(impl, alibi):
+    device = torch.device("cuda")
+    inputs = [x.to(device, torch.bfloat16) for x in qkv((4, 2), (200, 200), 64)]
+    slopes = alibi_slopes(4, device=device) if alibi else None
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = attention(*leaves, impl=impl, alibi_slopes=slopes)
+    gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    exact_leaves = [x.cpu().double().requires_grad_() for x in inputs]
+    exact = by_hand(*exact_leaves, alibi_slopes(4) if alibi else None)
+    exact_gradients = torch.autograd.grad(exact, exact_leaves, torch.ones_like(exact))
+    for found, wanted in zip((out, *gradients), (exact, *exact_gradients), strict=True):
+        assert relative_error(found.detach().cpu().double(), wanted.detach()) < 2e-2
+
+
+# --- ALiBi without a mask
+
+
+def rms(x):
+    return x.double().square().mean().sqrt().item()
+
+
+@pytest.fixture(scope="module")
+def long_rows():
+    """2048 bf16 tokens of 4 heads: q, k, v, slopes, the bias in fp32, and the exact output."""
+    q, k, v = (x.bfloat16() for x in qkv((4, 4), (2048, 2048), 64))
+    bias = attention_bias(2048, 2048, alibi_slopes(4), True, "cpu")
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=bias.double())
+    return q, k, v, alibi_slopes(4), bias, exact
+
+
+def test_bf16_columns_hold_the_bias_better_than_a_bf16_mask(long_rows):
+    """What is lost when the bias becomes bf16: the same fp32 kernel on three bf16 columns, and on a bf16 mask."""
+    q, k, v, slopes, bias, exact = long_rows
+    wide = [x.float() for x in room.with_alibi_columns(q, k, v, slopes, 1 / 8)]
+    with_columns = F.scaled_dot_product_attention(*wide, is_causal=True, scale=1 / 8)[..., :64]
+    with_mask = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=bias.bfloat16().float())
+    assert rms(with_columns - exact) < 0.1 * rms(with_mask - exact) and relative_error(with_columns, exact) < 1e-5
+
+
+def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long_rows):
+    """One bf16 column would be off by whole units at slope * 2000: a hundred times worse."""
+    q, k, v, slopes, _, exact = long_rows
+    error = rms(attention(q, k, v, impl="sdpa", alibi_slopes=slopes) - exact)
+    assert error < 1.5 * rms(exact.bfloat16() - exact)
+    column = (slopes[:, None] * torch.arange(2048.0) * 8).bfloat16()[None, ..., None]
+    padded = F.pad(q, (0, 8), value=1.0), torch.cat([k, F.pad(column, (0, 7))], -1), F.pad(v, (0, 8))
+    one_column = F.scaled_dot_product_attention(*padded, is_causal=True, scale=1 / 8)[..., :64]
+    assert rms(one_column - exact) > 100 * error
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sdpa_holds_no_t_by_t_tensor(alibi, dtype):
+    T = 1024
+    sizes = {}
+    for impl in ("sdpa", "reference"):
+        inputs = [x.to(dtype).requires_grad_() for x in qkv((2, 1), (T, T), 16)]
+        with LargestTensor() as largest:
+            attention(*inputs, impl=impl, alibi_slopes=alibi_slopes(2) if alibi else None).sum().backward()
+        sizes[impl] = largest.elements
+    assert sizes["sdpa"] < T * T / 8
+    assert sizes["reference"] == 2 * T * T  # the obvious version does: the measurement sees it
+
+
+def test_decoding_one_token_needs_no_mask(monkeypatch):
+    monkeypatch.setattr(room, "attention_bias", None)  # a call would raise TypeError
+    q, k, v = qkv(lengths=(1, 65))
+    found = attention(q, k, v, impl="sdpa", alibi_slopes=alibi_slopes(4))
+    assert relative_error(found, by_hand(q, k, v, alibi_slopes(4))) < 1e-6
+
+
+# --- the choice
+
+
+@pytest.mark.parametrize(
+    "device, n_keys, chosen",
+    [
+        ("cpu", 1, "reference"),
+        ("cpu", 512, "reference"),
+        ("cpu", 513, "sdpa"),
+        ("cuda", 1, "sdpa"),
+        ("mps", 4096, "sdpa"),
+    ],
+)
+def test_auto(device, n_keys, chosen):
+    assert choose("auto", device, n_keys) == chosen
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "flex"])
+def test_a_named_implementation_is_taken(impl):
+    assert choose(impl, "cpu", 1) == choose(impl, "cuda", 10**6) == impl
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+def test_dropout_zeroes_probabilities_and_keeps_their_mean(impl):
+    torch.manual_seed(0)
+    q = k = torch.zeros(64, 2, 33, 16)
+    v = torch.ones(64, 2, 33, 16)
+    out = attention(q, k, v, impl=impl, causal=False, dropout_p=0.25)  # 33 probabilities of 1/33, a quarter dropped
+    assert out.std() > 0.05 and out.mean().item() == pytest.approx(1, abs=0.01)
+
+
+def test_flex_refuses_dropout():
+    with pytest.raises(UserError, match="attn_pdrop=0"):
+        attention(*qkv(), impl="flex", dropout_p=0.1)

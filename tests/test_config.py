@@ -1,0 +1,285 @@
+"""config.py: defaults < files < flags, and a mistake is one line that names the source, the key and the fix."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import MPTConfig, TrainConfig, UserError, from_dict, load, to_json
+
+ROOT = Path(__file__).parent.parent
+FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(text) makes a config file and returns its path."""
+
+    def write(text, name="my.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def both(*argv):
+    """The resolved settings as one dictionary."""
+    return json.loads(to_json(*load([str(a) for a in argv], MPTConfig, TrainConfig)))
+
+
+def error(*argv):
+    """The message of the UserError that these arguments raise; always one line."""
+    with pytest.raises(UserError) as caught:
+        both(*argv)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def run(*argv, **options):
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+
+
+# --- what wins
+
+
+def test_defaults_then_files_then_flags(write):
+    first = write("n_layers = 3\nd_model = 64\nlr = 0.1\n", "first.py")
+    second = write("d_model = 128\nseed = 7\n", "second.py")
+    settings = both("--lr=0.5", first, second, "--seed=9")  # a flag wins wherever it stands
+    assert (settings["n_layers"], settings["d_model"], settings["lr"], settings["seed"]) == (3, 128, 0.5, 9)
+    assert both(second, first)["d_model"] == 64  # of two files the later one
+    assert both("--seed=1", "--seed=2")["seed"] == 2  # of two flags, too
+    assert settings["max_seq_len"] == MPTConfig.max_seq_len and settings["run_dir"] == TrainConfig.run_dir
+
+
+def test_without_arguments_the_defaults():
+    assert both() == {name: field.default for name, field in FIELDS.items()}
+
+
+def test_a_file_may_compute_and_import_and_its_helpers_are_its_own(write):
+    path = write("import math\n_gpus = 2 ** 3\nmicrobatch_size = int(math.sqrt(16))\nglobal_batch_size = 16 * _gpus\n")
+    assert (both(path)["microbatch_size"], both(path)["global_batch_size"]) == (4, 128)
+
+
+def test_a_file_may_serve_programs_that_know_fewer_settings(write):
+    (train,) = load([write("d_model = 64\nlr = 0.5\n")], TrainConfig)
+    assert train.lr == 0.5
+
+
+def test_names_are_unique_over_the_classes():
+    assert len(FIELDS) == len(dataclasses.fields(MPTConfig)) + len(dataclasses.fields(TrainConfig))
+
+
+def test_what_is_saved_comes_back():
+    model, train = load(["--n_layers=3", "--kv_n_heads=4", "--logit_scale=0.5", "--lr=0.1"], MPTConfig, TrainConfig)
+    saved = json.loads(to_json(model, train))
+    assert (from_dict(MPTConfig, saved), from_dict(TrainConfig, saved)) == (model, train)
+
+
+# --- unknown names
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    {
+        "n_layer": "n_layers",
+        "d_modle": "d_model",
+        "block_size": "max_seq_len",
+        "n_embd": "d_model",
+        "learning_rate": "lr",
+        "max_iters": "max_steps",
+        "out_dir": "run_dir",
+        "save_folder": "run_dir",
+        "device_train_microbatch_size": "microbatch_size",
+    }.items(),
+)
+def test_an_unknown_name_is_answered_with_ours(theirs, ours, write):
+    assert error(f"--{theirs}=3") == f"unknown key {theirs!r} in the command line, did you mean {ours!r}?"
+    path = write(f"{theirs} = 3\n")
+    assert error(path) == f"unknown key {theirs!r} in {path}, did you mean {ours!r}?"
+
+
+def test_a_name_like_none_of_ours():
+    assert error("--zzzzzz=1") == "unknown key 'zzzzzz' in the command line, see --help for the names"
+
+
+@pytest.mark.parametrize(
+    "file, flags, same",
+    [
+        ("", ["--lr=2e-4", "--weight_decay=0.1"], "2e-05"),
+        ("", ["--weight_decay=0.1", "--lr=2e-4"], "2e-05"),
+        ("", ["--weight_decay=0.1"], "6e-05"),  # at the default lr
+        ("lr = 2e-4\n", ["--weight_decay=0.1"], "2e-05"),
+        ("lr = 2e-4\nweight_decay = 0.1\n", [], "2e-05"),
+        ("weight_decay = 0.1\nlr = 2e-4\n", [], "2e-05"),
+        ("weight_decay = 0.1\n", ["--lr=2e-4"], "2e-05"),
+    ],
+)
+def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same, write):
+    """PyTorch: p *= 1 - lr_t * weight_decay. Here: p *= 1 - (lr_t / lr) * decoupled_weight_decay."""
+    message = error(write(file), *flags)
+    assert message.startswith("unknown key 'weight_decay' in ")
+    assert message.endswith(f"decoupled_weight_decay={same}")
+
+
+# --- values
+
+GOOD = [
+    ("max_tokens", "1e9", 10**9),
+    ("n_layers", "2.0", 2),
+    ("lr", "1", 1.0),
+    ("kv_n_heads", "none", None),
+    ("kv_n_heads", "None", None),
+    ("kv_n_heads", "4", 4),
+    ("clip_qkv", "6", 6.0),
+    ("logit_scale", "INV_SQRT_D_MODEL", "inv_sqrt_d_model"),
+    ("logit_scale", "0.25", 0.25),
+    ("peak_tflops", "Measure", "measure"),
+    ("sharding", "full_shard", "FULL_SHARD"),
+    ("precision", "BF16", "bf16"),
+    ("alibi", "true", True),
+    ("alibi", "YES", True),
+    ("alibi", "1", True),
+    ("learned_pos_emb", "false", False),
+    ("learned_pos_emb", "0", False),
+    ("learned_pos_emb", "no", False),
+    ("dataset", "123", "123"),  # text stays text
+    ("run_dir", "none", "none"),
+    ("run_dir", "runs/a=b", "runs/a=b"),
+]
+
+
+@pytest.mark.parametrize("key, text, value", GOOD, ids=[f"{k}={t}" for k, t, _ in GOOD])
+def test_a_flag_is_read_as_the_type_of_its_field(key, text, value):
+    found = both(f"--{key}={text}")[key]
+    assert found == value and type(found) is type(value)
+
+
+def test_a_bool_flag_needs_no_value_and_others_do():
+    assert both("--alibi")["alibi"] is True
+    assert error("--n_layers") == "--n_layers wants a value: --n_layers=... (a whole number)"
+
+
+BAD_FLAGS = [
+    ("n_layers", "two", "a whole number"),
+    ("n_layers", "2.5", "a whole number"),
+    ("n_layers", "inf", "a whole number"),
+    ("n_layers", "none", "a whole number"),
+    ("lr", "fast", "a number"),
+    ("lr", "", "a number"),
+    ("alibi", "perhaps", "true or false"),
+    ("kv_n_heads", "all", "a whole number or none"),
+    ("attn_impl", "flash", "one of: auto, reference, sdpa, flex"),
+    ("logit_scale", "sqrt", "a number or one of: inv_sqrt_d_model or none"),
+]
+
+
+@pytest.mark.parametrize("key, text, wanted", BAD_FLAGS, ids=[f"{k}={t}" for k, t, _ in BAD_FLAGS])
+def test_a_flag_of_the_wrong_type(key, text, wanted):
+    message = error(f"--{key}={text}")
+    assert re.fullmatch(rf"{key} in the command line is .*, expected {re.escape(wanted)}.*", message)
+
+
+BAD_VALUES = [
+    ("n_layers", "'3'", "a whole number"),
+    ("n_layers", "True", "a whole number"),
+    ("lr", "'1e-4'", "a number"),
+    ("lr", "True", "a number"),
+    ("alibi", "1", "true or false"),
+    ("run_dir", "5", "text"),
+    ("run_dir", "None", "text"),
+    ("schedule", "'linear'", "one of: cosine, constant, inv_sqrt"),
+    ("schedule", "3", "one of: cosine, constant, inv_sqrt"),
+]
+
+
+@pytest.mark.parametrize("key, value, wanted", BAD_VALUES, ids=[f"{k}={v}" for k, v, _ in BAD_VALUES])
+def test_a_value_of_the_wrong_type_in_a_file(key, value, wanted, write):
+    path = write(f"{key} = {value}\n")
+    assert error(path) == f"{key} in {path} is {value}, expected {wanted}"
+
+
+@pytest.mark.parametrize("value, kept", [("1e9", 10**9), ("2", 2)])
+def test_a_whole_float_in_a_file_serves_as_an_int(value, kept, write):
+    found = both(write(f"max_tokens = {value}\n"))["max_tokens"]
+    assert found == kept and type(found) is int
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--d_model=100", "--n_heads=16"], "d_model 100 is not a multiple of n_heads 16"),
+        (["--kv_n_heads=3"], "n_heads 16 is not a multiple of kv_n_heads 3"),
+        (["--n_layers=0"], "n_layers must be at least 1, not 0"),
+        (["--resid_pdrop=1"], "resid_pdrop must be in [0, 1), not 1.0"),
+        (["--max_steps=50"], "warmup_steps 100 must be below max_steps 50"),
+        (["--val_fraction=1"], "val_fraction must be between 0 and 1, not 1.0"),
+        (["--lr=nan"], "lr must be more than 0, not nan"),
+        (["--grad_clip=-1"], "grad_clip must be 0 or more, not -1.0"),
+        (["--global_batch_size=0"], "global_batch_size must be more than 0, not 0"),
+    ],
+)
+def test_values_that_do_not_go_together(flags, message):
+    assert error(*flags) == message
+
+
+# --- files
+
+
+def test_a_file_that_raises(write):
+    path = write("n_layers = 1 // 0\n")
+    assert error(path) == f"{path} does not run: ZeroDivisionError: integer division or modulo by zero"
+    path = write("n_layers = = 1\n")
+    assert error(path).startswith(f"{path} does not run: SyntaxError")
+
+
+def test_a_file_that_is_not_there(write, tmp_path):
+    near = write("", "mpt1b.py")
+    wrong = str(tmp_path / "mpt1bb.py")
+    assert error(wrong) == f"no config file {wrong!r} (flags are written --key=value), did you mean {near}?"
+    assert error("3").startswith("no config file '3' (flags are written --key=value)")  # --n_layers 3
+    assert error(str(tmp_path / "nowhere" / "x.py")).endswith("(flags are written --key=value)")
+
+
+def test_the_nearest_file_in_configs(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert error("mpt7b.py").endswith("did you mean configs/mpt7b.py?")
+
+
+# --- real processes
+
+
+def test_help_lists_every_field_with_its_default_and_comment():
+    text = run("config.py", "--help").stdout
+    source = (ROOT / "config.py").read_text()
+    for name, field in FIELDS.items():
+        (comment,) = re.findall(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
+        assert re.search(rf"^  --{name}={re.escape(str(field.default))} +{re.escape(comment)}$", text, re.MULTILINE), (
+            name
+        )
+    assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
+
+
+def test_a_mistake_is_one_line_and_exit_status_2():
+    result = run("config.py", "--n_layer=3")
+    assert result.returncode == 2 and result.stdout == ""
+    assert result.stderr == "error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?\n"
+
+
+def test_config_imports_no_torch():
+    """A wrong flag is answered at once: importing torch takes seconds."""
+    result = run("-c", "import sys, config; print('torch' in sys.modules, 'numpy' in sys.modules)")
+    assert result.stdout == "False False\n"
+
+
+def test_under_torchrun_it_is_said_once(torchrun):
+    result = torchrun(2, "--n_layer=3")
+    assert result.returncode != 0
+    lines = [line for line in result.stderr.splitlines() if "n_layer" in line or "config.load" in line]
+    assert lines == ["error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?"]

@@ -1,0 +1,331 @@
+"""fsdp_train.py as a user runs it: under torchrun or alone, interrupted, with mistakes; and what it writes down."""
+
+import ast
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TORCHRUN, clean_environment, launch
+
+import checkpoint
+import config
+import data
+import fsdp_train
+import runlog
+from config import MPTConfig, TrainConfig
+
+SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
+BATCH = ["--global_batch_size=8", "--microbatch_size=1", "--warmup_steps=2", "--max_steps=6", "--eval_tokens=2000"]
+WHERE = ["--tokenizer=bytes", "--run_dir=run"]
+MODEL = MPTConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=260, max_seq_len=32)
+N_PARAMS = 260 * 32 + 32 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # wte, wpe, blocks (weights; biases, norms), norm_f
+
+
+def flags(tiny_data, *more) -> list[str]:
+    return [*SIZE, *BATCH, *WHERE, "--precision=fp32", f"--data_dir={tiny_data}", *more]
+
+
+def rows_by_step(run_dir) -> tuple[dict, dict]:
+    """What does not depend on the machine's speed: step -> (loss, norm, lr, tokens), and step -> validation loss."""
+    rows = runlog.read(run_dir)
+    steps = [row for row in rows if "loss" in row]
+    assert len({row["step"] for row in steps}) == len(steps)  # none is there twice
+    curve = {row["step"]: [row[key] for key in ("loss", "grad_norm", "lr", "tokens")] for row in steps}
+    return curve, {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory, tiny_text):
+    """configs/mpt1b.py on four ranks with nothing but sizes and data changed; folder and what it printed."""
+    folder = tmp_path_factory.mktemp("mpt1b")
+    changed = [*SIZE, *BATCH, *WHERE, f"--dataset={tiny_text}/*.txt", "--data_dir=tokens", "--val_fraction=0.1"]
+    done = launch([*TORCHRUN, "4"], folder, [ROOT / "configs/mpt1b.py", *changed, "--peak_tflops=0.001"])
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+@pytest.fixture
+def finished(first_run, tmp_path):
+    """A copy of that finished run in tmp_path, and the flags that belong to it."""
+    shutil.copytree(first_run[0], tmp_path, dirs_exist_ok=True)
+    return [ROOT / "configs/mpt1b.py", *SIZE, *BATCH, *WHERE, "--data_dir=tokens", "--peak_tflops=0.001"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What a run writes down
+
+
+def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
+    """The same batches as `data.Split` gives, and a loss that starts near that of guessing."""
+    folder, out = first_run
+    curve, val = rows_by_step(folder / "run")
+    assert list(curve) == [1, 2, 3, 4, 5, 6] and list(val) == [0, 6]
+    assert val[0] == pytest.approx(math.log(260), abs=1.5) and val[6] < val[0]
+    assert f"MPT of {N_PARAMS:,} parameters" in out and "4 x cpu, FULL_SHARD" in out
+    assert "batch 8 sequences x 32 = 4 ranks x 2 in 2 microbatches" in out
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-6"]
+    assert checkpoint.load_model(folder / "run" / "checkpoints" / "step-6", torch.device("cpu")).cfg == MODEL
+
+
+def test_the_loss_of_the_first_step_is_that_of_the_first_batch(first_run):
+    """Step 1 has a learning rate of 0, so step 2 still sees the initial weights: two batches, by hand."""
+    folder, _ = first_run
+    rows = [row for row in runlog.read(folder / "run") if "loss" in row]
+    saved = json.loads((folder / "run" / "checkpoints" / "step-6" / "meta.json").read_text())
+    model = fsdp_train.MPT(MODEL)
+    fsdp_train.parallel.init_weights(model, TrainConfig.seed)
+    train = data.Split(folder / "tokens", "train", 32)
+    for step in (0, 1):
+        batch = torch.from_numpy(train.batch(TrainConfig.seed, step, 8))
+        with torch.no_grad():
+            logits = model(batch[:, :-1]).flatten(0, 1)
+        by_hand = torch.nn.functional.cross_entropy(logits, batch[:, 1:].flatten()).item()
+        assert rows[step]["loss"] == pytest.approx(by_hand, rel=5e-6 if saved["precision"] == "fp32" else 5e-3)
+
+
+def test_metrics_have_exactly_their_keys(first_run):
+    rows = runlog.read(first_run[0] / "run")
+    step_keys = "step tokens loss lr grad_norm tokens_per_second mfu memory_gb seconds".split(" ")
+    assert all(list(row) == (step_keys if "loss" in row else ["step", "val_loss", "val_bits_per_byte"]) for row in rows)
+
+
+def test_tokens_and_mfu_are_what_one_computes_by_hand(first_run):
+    """tokens/s = 8 x 32 / seconds; MFU = (6 N + 12 L d S) x tokens/s / (4 ranks x 10^9 FLOP/s); printed likewise."""
+    folder, out = first_run
+    printed = re.findall(r"step (\d)/6  loss ([\d.]+) .* ([\d,]+) tokens/s  MFU ([\d.]+)%", out)
+    rows = [row for row in runlog.read(folder / "run") if "loss" in row]
+    assert len(printed) == len(rows) == 6
+    for (step, loss, speed, mfu), row in zip(printed, rows, strict=True):
+        assert row["tokens"] == row["step"] * 8 * 32
+        by_hand = 8 * 32 / row["seconds"]
+        assert row["tokens_per_second"] == pytest.approx(by_hand, rel=1e-9)
+        use = (6 * N_PARAMS + 12 * 2 * 32 * 32) * by_hand / (4 * 1e9)
+        assert row["mfu"] == pytest.approx(use, rel=1e-6)
+        assert (int(step), loss, speed, mfu) == (
+            row["step"],
+            f"{row['loss']:.4f}",
+            f"{by_hand:,.0f}",
+            f"{use:.1%}"[:-1],
+        )
+
+
+def test_validation_is_given_in_bits_a_byte_as_well(first_run):
+    """In bytes, a token is a byte but for the end-of-text of each document."""
+    folder, _ = first_run
+    val = data.Split(folder / "tokens", "val", 32)
+    assert val.tokens == val.text_bytes + 4
+    for row in (row for row in runlog.read(folder / "run") if "val_loss" in row):
+        bits = row["val_loss"] / math.log(2) * val.tokens / val.text_bytes
+        assert row["val_bits_per_byte"] == pytest.approx(bits, rel=1e-9)
+
+
+def test_the_run_folder_says_what_ran(first_run):
+    folder, _ = first_run
+    resolved = json.loads((folder / "run" / "config.json").read_text())
+    assert config.from_dict(MPTConfig, resolved) == MODEL
+    train = config.from_dict(TrainConfig, resolved)
+    assert (train.lr, train.global_batch_size, train.microbatch_size, train.max_steps) == (2e-4, 8, 1, 6)
+    (started,) = map(json.loads, (folder / "run" / "launches.jsonl").read_text().splitlines())
+    assert "configs/mpt1b.py" in started["command"] and "--d_model=32" in started["command"]
+    assert (started["ranks"], started["device"], started["first_step"]) == (4, "cpu", 0)
+    assert started["torch"] == torch.__version__ and started["precision"] in ("fp32", "bf16")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Again, interrupted, alone
+
+
+def test_a_finished_run_is_left_as_it_is(python, finished, tmp_path):
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    done = python(*finished)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "run: 6 steps, 1,536 tokens" in done.stdout and "loss 6" not in done.stdout
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    done = python(*finished, "--resume=again", "--max_steps=4", "--lr=1e-3")
+    assert done.returncode == 0, done.stderr
+    assert "the finished run is kept in run-1" in done.stdout
+    assert (tmp_path / "run-1" / "metrics.jsonl").read_text() == before
+    assert checkpoint.latest(tmp_path / "run-1").name == "step-6"
+    assert (
+        list(rows_by_step(tmp_path / "run")[0]) == [1, 2, 3, 4] and checkpoint.latest(tmp_path / "run").name == "step-4"
+    )
+
+
+def test_more_steps_go_on_where_it_ended(python, finished, tmp_path):
+    """Alone, what four ranks began."""
+    before = rows_by_step(tmp_path / "run")[0]
+    done = python(*finished, "--max_steps=8")
+    assert done.returncode == 0, done.stderr
+    after = rows_by_step(tmp_path / "run")[0]
+    assert list(after) == list(range(1, 9)) and {step: after[step] for step in before} == before
+    second = json.loads((tmp_path / "run" / "launches.jsonl").read_text().splitlines()[1])
+    assert (second["ranks"], second["first_step"], second["resumed"]) == (1, 6, "run/checkpoints/step-6")
+
+
+def kill_in_the_middle(command, cwd, first_step):
+    """Start it, wait until `first_step` steps are done, then kill -9 every process; the last step that it wrote."""
+    process = subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL)
+    metrics, deadline = cwd / "run" / "metrics.jsonl", time.monotonic() + 120
+    try:
+        while not (metrics.exists() and f'"step": {first_step},' in metrics.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        for pid in [process.pid, *map(int, ranks)]:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+    return runlog.read(cwd / "run")[-1]["step"]
+
+
+@pytest.mark.parametrize("size, mode", [(2, "FULL_SHARD"), pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow)])
+def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(torchrun, tiny_data, tmp_path, size, mode):
+    """kill -9 of all processes, the same command once more: every number of an undisturbed run, bit by bit."""
+    these = ["--max_steps=60", "--save_interval=5", "--eval_interval=7", "--resid_pdrop=0.1", f"--sharding={mode}"]
+    these = flags(tiny_data, *these, f"--shard_size={size // 2}")
+    command = [sys.executable, *TORCHRUN, str(size), str(ROOT / "fsdp_train.py"), *these]
+    killed_at = kill_in_the_middle(command, tmp_path, 18)
+    assert 18 <= killed_at < 60 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 10
+    again = torchrun(size, *these)
+    assert again.returncode == 0 and "going on from run/checkpoints/step-" in again.stdout, again.stderr
+    undisturbed = torchrun(size, *these, "--run_dir=other")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    assert rows_by_step(tmp_path / "run") == rows_by_step(tmp_path / "other")
+    ends = [checkpoint.load_model(checkpoint.latest(tmp_path / run), "cpu").state_dict() for run in ("run", "other")]
+    assert all(torch.equal(a, b) for a, b in zip(*(end.values() for end in ends), strict=True))
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+
+
+def test_killed_alone(python, tiny_data, tmp_path):
+    """The same as a plain process."""
+    these = flags(tiny_data, "--max_steps=60", "--save_interval=5", "--sharding=ZERO1")
+    killed_at = kill_in_the_middle([sys.executable, str(ROOT / "fsdp_train.py"), *these], tmp_path, 8)
+    assert 8 <= killed_at < 60
+    for run in ("run", "other"):
+        assert python(*these, f"--run_dir={run}").returncode == 0
+    assert rows_by_step(tmp_path / "run") == rows_by_step(tmp_path / "other")
+    steps = [json.loads(line)["first_step"] for line in (tmp_path / "run" / "launches.jsonl").read_text().splitlines()]
+    assert len(steps) == 2 and steps[0] == 0 and 5 <= steps[1] <= killed_at + 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mistakes: one line, exit status 2
+
+
+def assert_one_line(done, *parts):
+    """Plain python: the whole of stderr is one line that begins with `error: ` and has these parts."""
+    assert done.returncode == 2, (done.returncode, done.stderr)
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert all(part in done.stderr for part in parts), done.stderr
+
+
+@pytest.mark.parametrize(
+    "mistake, parts",
+    [
+        (["--n_layer=3"], ["unknown key 'n_layer'", "did you mean 'n_layers'?"]),
+        (["--dataset=nowhere/*.txt", "--data_dir=empty"], ["dataset='nowhere/*.txt'", "no .txt"]),
+        (["--vocab_size=256"], ["vocab_size 256 is less than the 257 ids", "raise it"]),
+        (["--max_seq_len=100000"], ["max_seq_len 100000 is longer than the train data", "lower --max_seq_len"]),
+        (["--tokenizer=bpe-300"], ["was made with the tokenizer bytes, not bpe-300", "--tokenizer=bytes"]),
+        (["--resume=nowhere"], ["no checkpoint in 'nowhere'"]),
+    ],
+    ids=["typo", "corpus", "vocabulary", "length", "tokenizer", "checkpoint"],
+)
+def test_a_mistake_is_one_line(python, tiny_data, mistake, parts):
+    assert_one_line(python(*flags(tiny_data, *mistake)), *parts)
+
+
+@pytest.mark.parametrize(
+    "mistake, parts",
+    [
+        (["--d_model=64", "--n_layers=3"], ["another model: d_model 32 (here 64), n_layers 2 (here 3)", "--run_dir"]),
+        (["--seed=1"], ["another order: seed 1337 (here 1)"]),
+        (["--resume=never"], ["run holds run/checkpoints/step-6", "--resume=auto"]),
+    ],
+    ids=["model", "order", "never"],
+)
+def test_a_checkpoint_that_does_not_fit_is_one_line(python, finished, tmp_path, mistake, parts):
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert_one_line(python(*finished, *mistake), "run/checkpoints/step-6", *parts)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("damage", ["bit", "cut"])
+def test_damaged_data_is_one_line(python, tiny_data, tmp_path, damage):
+    folder = shutil.copytree(tiny_data, tmp_path / "tokens")
+    path = folder / "train-00000.bin"
+    content = bytearray(path.read_bytes())
+    if damage == "bit":
+        content[-1001] ^= 4
+    path.write_bytes(content if damage == "bit" else content[:-2])
+    said = "its checksum does not match" if damage == "bit" else "bytes instead of"
+    assert_one_line(python(*flags(folder)), str(path), "is damaged", said, "delete it and run data.py again")
+
+
+def test_a_loss_that_is_no_number_stops_the_run(python, tiny_data, tmp_path):
+    """Step 1 has lr 0, step 2 half of 1e30, so step 3 is the first with a bad loss."""
+    done = python(*flags(tiny_data, "--lr=1e30", "--save_interval=1", "--max_steps=50"))
+    assert_one_line(done, "error: step 3: loss nan", "The last good checkpoint is run/checkpoints/step-2")
+    assert max(rows_by_step(tmp_path / "run")[0]) == 3 and checkpoint.latest(tmp_path / "run").name == "step-2"
+
+
+def test_mistakes_of_many_ranks_are_one_line(torchrun, tiny_data):
+    done = torchrun(3, *flags(tiny_data))
+    assert done.returncode != 0
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
+    assert lines == ["error: global_batch_size 8 is not a multiple of the 3 ranks"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mistake, part",
+    [
+        (["--n_layer=3"], "did you mean 'n_layers'?"),
+        (["--dataset=nowhere/*.txt", "--data_dir=empty"], "no .txt"),
+        (["--vocab_size=256"], "raise it"),
+        (["--resume=nowhere"], "no checkpoint in 'nowhere'"),
+        (["--sharding=HYBRID_SHARD", "--shard_size=3"], "shard_size 3 does not divide the 4 ranks"),
+        (["--lr=1e30", "--save_interval=1", "--max_steps=50"], "The last good checkpoint is run/checkpoints/step-2"),
+    ],
+)
+def test_every_mistake_of_many_ranks_is_one_line(torchrun, tiny_data, mistake, part):
+    done = torchrun(4, *flags(tiny_data, *mistake))
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and len(lines) == 1 and part in lines[0], done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_launches_end_well_ten_times(torchrun, tiny_data, tmp_path):
+    """With gloo a rank now and then aborts while the interpreter shuts down: parallel.run must not let it."""
+    for number in range(10):
+        done = torchrun(2, *flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3"))
+        assert done.returncode == 0, done.stderr
+    ends = [list(rows_by_step(tmp_path / f"run{number}")[0].values()) for number in range(10)]
+    assert np.ptp(np.array(ends), axis=0).max() == 0  # and bit by bit alike
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_recipe_and_the_step_stay_short():
+    functions = {f.name: f for f in ast.parse(inspect.getsource(fsdp_train)).body if isinstance(f, ast.FunctionDef)}
+    length = {name: f.end_lineno - f.lineno + 1 for name, f in functions.items()}
+    assert length["main"] <= 150 and length["train_step"] <= 40
+    assert Path(fsdp_train.__file__).parent == ROOT

@@ -1,0 +1,148 @@
+"""loss.py: equal to cross-entropy over all logits, without ever holding them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import loss
+from loss import IGNORE, linear_cross_entropy, reference_linear_cross_entropy
+
+N, D, V = 53, 16, 211  # tokens, width, vocabulary: primes, so that the last chunk is a rest
+
+
+@pytest.fixture(params=[1, 8, 53, 1000], ids=lambda rows: f"{rows}rows")
+def chunk(request, monkeypatch):
+    """Chunks of so many rows of logits."""
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * request.param)
+
+
+def inputs(dtype=torch.double, ignored=0.3):
+    torch.manual_seed(0)
+    labels = torch.randint(0, V, (N,)).masked_fill(torch.rand(N) < ignored, IGNORE)
+    return torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype), labels
+
+
+def by_hand(x, weight, labels, scale=1.0):
+    """The formula: sum over counted tokens of logsumexp(logits) - logits[label]."""
+    logits = scale * x @ weight.T
+    counted = labels != IGNORE
+    return (torch.logsumexp(logits, -1)[counted] - logits[counted, labels[counted]]).sum()
+
+
+def value_and_gradients(function, x, weight, labels, *args, incoming=1.0):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    value = function(x, weight, labels, *args)
+    (incoming * value).backward()
+    return value.detach(), x.grad, weight.grad
+
+
+def assert_close(found, wanted, limit):
+    for part, a, b in zip(("loss", "grad x", "grad weight"), found, wanted, strict=True):
+        assert (a - b).abs().max() <= limit * b.abs().max(), part
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.double, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_value_and_gradients_equal_the_formula(chunk, dtype, limit, scale):
+    x, weight, labels = inputs(dtype)
+    wanted = value_and_gradients(by_hand, x.double(), weight.double(), labels, scale or 1.0)
+    assert_close(value_and_gradients(linear_cross_entropy, x, weight, labels, scale), wanted, limit)
+    assert_close(value_and_gradients(reference_linear_cross_entropy, x, weight, labels, scale or 1.0), wanted, limit)
+
+
+def test_the_incoming_gradient_scales_the_gradients(chunk):
+    x, weight, labels = inputs()
+    found = value_and_gradients(linear_cross_entropy, x, weight, labels, incoming=-3.5)
+    assert_close(found, value_and_gradients(by_hand, x, weight, labels, incoming=-3.5), 1e-12)
+
+
+def test_batches_have_any_shape():
+    x, weight, labels = inputs()
+    flat = linear_cross_entropy(x[:52], weight, labels[:52])
+    assert linear_cross_entropy(x[:52].view(4, 13, D), weight, labels[:52].view(4, 13)) == flat
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_the_other_the_right_one(chunk, frozen):
+    x, weight, labels = inputs()
+    _, grad_x, grad_weight = value_and_gradients(by_hand, x, weight, labels)
+    x.requires_grad_(frozen != "x")
+    weight.requires_grad_(frozen != "weight")
+    linear_cross_entropy(x, weight, labels).backward()
+    found, wanted, other = (weight, grad_weight, x) if frozen == "x" else (x, grad_x, weight)
+    assert other.grad is None
+    torch.testing.assert_close(found.grad, wanted)
+
+
+def test_a_batch_without_counted_tokens():
+    x, weight, labels = inputs(ignored=1.1)
+    assert [t.abs().max().item() for t in value_and_gradients(linear_cross_entropy, x, weight, labels)] == [0, 0, 0]
+
+
+def test_it_is_differentiable_once_and_says_so():
+    """The second derivative would be wrong in silence: the saved gradients do not know where they come from."""
+    x, weight, labels = inputs()
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(linear_cross_entropy(x, weight, labels), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(grad.square().sum(), x)
+
+
+def test_close_under_bf16_autocast(chunk):
+    x, weight, labels = inputs(torch.float32)
+    exact = value_and_gradients(by_hand, x, weight, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = value_and_gradients(linear_cross_entropy, x, weight, labels)
+    assert [t.dtype for t in found] == [torch.float32] * 3
+    assert_close(found, exact, 2e-2)
+
+
+def test_bf16_inputs_give_an_fp32_sum():
+    x, weight, labels = inputs(torch.bfloat16)
+    found = value_and_gradients(linear_cross_entropy, x, weight, labels)
+    assert [t.dtype for t in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    exact = value_and_gradients(by_hand, x.double(), weight.double(), labels)
+    assert_close(found, exact, 2e-2)
+
+
+class Watch(TorchDispatchMode):
+    """Counts matmuls and remembers the largest tensor that any operation made."""
+
+    largest = matmuls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.matmuls += function is torch.ops.aten.mm.default
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_all_logits_are_never_held(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 8)
+    x, weight, labels = inputs()
+    with Watch() as ours:
+        value_and_gradients(linear_cross_entropy, x, weight, labels)
+    with Watch() as obvious:
+        value_and_gradients(reference_linear_cross_entropy, x, weight, labels)
+    assert ours.largest == V * D > 8 * V  # the weight's gradient; a chunk of logits is smaller
+    assert obvious.largest == N * V
+
+
+def test_no_matmul_is_done_twice_and_evaluation_does_one():
+    """Training: logits, grad x, grad weight. Without gradients: the logits only."""
+    x, weight, labels = (t.requires_grad_() if t.is_floating_point() else t for t in inputs())
+    with Watch() as training:
+        linear_cross_entropy(x, weight, labels).backward()
+    with torch.no_grad(), Watch() as evaluation:
+        value = linear_cross_entropy(x, weight, labels)
+    assert (training.matmuls, evaluation.matmuls) == (3, 1)
+    torch.testing.assert_close(value, by_hand(x, weight, labels).detach())
+
+
+def test_initial_loss_of_equal_logits_is_log_v():
+    """Logits that are all the same: every token costs log V."""
+    labels = torch.arange(V)
+    value = linear_cross_entropy(torch.zeros(V, D, dtype=torch.double), torch.randn(V, D, dtype=torch.double), labels)
+    torch.testing.assert_close(value, V * F.cross_entropy(torch.zeros(1, V, dtype=torch.double), torch.tensor([0])))

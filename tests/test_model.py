@@ -1,0 +1,386 @@
+"""model.py: equal to transformers' MPT where that is one, to plain tensor code elsewhere; the same with a cache."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attention import alibi_slopes
+from config import MPTConfig, UserError
+from model import MPT, KVCache, LowPrecisionLayerNorm, init_weights, initial_weight
+
+SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
+LIKE_TRANSFORMERS = dict(alibi=True, no_bias=True)  # the only MPT that transformers computes right
+
+
+def build(cfg, seed=0, dtype=torch.double, scramble=False):
+    """A model with MPT's initial weights; scramble=True also moves norms and biases from 1 and 0."""
+    model = MPT(cfg)
+    init_weights(model, seed)
+    if scramble:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(torch.randn(p.shape, generator=generator), alpha=0.1)
+    return model.to(dtype)
+
+
+def tokens(cfg, batch=2, length=None, seed=0):
+    shape = (batch, length or cfg.max_seq_len)
+    return torch.randint(0, cfg.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative_error(found, exact):
+    return ((found - exact).abs().max() / exact.abs().max()).item()
+
+
+# --- against transformers
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.double, 2e-6), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    "heads, width, layers, length", [(4, 64, 2, 33), (7, 56, 3, 17), (12, 96, 2, 40), (4, 32, 1, 1)]
+)
+def test_logits_loss_and_gradients_equal_transformers(heads, width, layers, length, dtype, limit):
+    """transformers' softmax is fp32 even in a float64 model, hence 2e-6."""
+    hf = pytest.importorskip("transformers")
+    cfg = replace(SMALL, d_model=width, n_heads=heads, n_layers=layers, **LIKE_TRANSFORMERS)
+    ours = build(cfg, dtype=dtype, scramble=True)
+    sizes = dict(d_model=width, n_heads=heads, n_layers=layers, max_seq_len=40, vocab_size=97)
+    theirs = hf.MptForCausalLM(hf.MptConfig(**sizes)).to(dtype)
+    theirs.load_state_dict({**ours.state_dict(), "lm_head.weight": ours.transformer.wte.weight})
+
+    ids = tokens(cfg, 3, length + 1)
+    inputs, labels = ids[:, :-1], ids[:, 1:].clone()
+    labels[0, : length // 2] = -100
+    logits = theirs(inputs).logits
+    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    wanted.backward()
+    loss = ours(inputs, labels=labels)
+    loss.backward()
+    assert relative_error(ours(inputs), logits) < limit
+    assert relative_error(loss, wanted) < limit
+    gradients = {name: p.grad for name, p in theirs.named_parameters()}
+    for name, p in ours.named_parameters():
+        if gradients[name].abs().max() > 1e-4 or length > 1:  # one token attends to itself alone: q and k do not matter
+            assert relative_error(p.grad, gradients[name]) < limit, name
+
+
+# --- against plain tensor code: what transformers ignores
+
+
+def norm(x, w, name, dims=1):
+    mean, variance = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True)
+    return (x - mean) / torch.sqrt(variance + 1e-5) * w[f"{name}.weight"] + w.get(f"{name}.bias", 0)
+
+
+def linear(x, w, name):
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+
+def by_hand(w, ids, cfg):
+    """MPT's logits from a dictionary of weights, step by step as the facts about MPT say."""
+    T, d, head = ids.shape[1], cfg.d_model // cfg.n_heads, cfg.d_model
+    kv = (cfg.kv_n_heads or cfg.n_heads) * d
+    x = w["transformer.wte.weight"][ids]
+    if cfg.learned_pos_emb and not cfg.alibi:
+        x = x + w["transformer.wpe.weight"][:T]
+    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+    for n in range(cfg.n_layers):
+        block = f"transformer.blocks.{n}"
+        qkv = linear(norm(x, w, f"{block}.norm_1"), w, f"{block}.attn.Wqkv")
+        if cfg.clip_qkv:
+            qkv = torch.minimum(torch.maximum(qkv, torch.tensor(-cfg.clip_qkv)), torch.tensor(cfg.clip_qkv))
+        q, k, v = qkv[..., :head], qkv[..., head : head + kv], qkv[..., head + kv :]  # not interleaved per head
+        if cfg.qk_ln:
+            q, k = norm(q, w, f"{block}.attn.q_ln"), norm(k, w, f"{block}.attn.k_ln")
+        outputs = []
+        for h in range(cfg.n_heads):
+            g = h * (cfg.kv_n_heads or cfg.n_heads) // cfg.n_heads  # the head of keys and values that h shares
+            qh, kh, vh = q[..., h * d : h * d + d], k[..., g * d : g * d + d], v[..., g * d : g * d + d]
+            scores = qh @ kh.transpose(1, 2) * (cfg.softmax_scale or 1 / math.sqrt(d))
+            if cfg.alibi:
+                scores = scores - alibi_slopes(cfg.n_heads, cfg.alibi_bias_max)[h].double() * (i - j)
+            outputs.append(scores.masked_fill(j > i, -torch.inf).softmax(-1) @ vh)
+        x = x + linear(torch.cat(outputs, -1), w, f"{block}.attn.out_proj")
+        up = linear(norm(x, w, f"{block}.norm_2"), w, f"{block}.ffn.up_proj")
+        gelu = up * (1 + torch.erf(up / math.sqrt(2))) / 2
+        x = x + linear(gelu, w, f"{block}.ffn.down_proj")
+    x = norm(x, w, "transformer.norm_f")
+    logits = x @ w["transformer.wte.weight" if cfg.tie_word_embeddings else "lm_head.weight"].T
+    scale = {"inv_sqrt_d_model": cfg.d_model**-0.5, None: 1}.get(cfg.logit_scale, cfg.logit_scale)
+    return logits * scale
+
+
+VARIANTS = [
+    dict(),  # learned positions, biases
+    dict(no_bias=True),
+    dict(learned_pos_emb=False),
+    dict(alibi=True),
+    dict(alibi=True, alibi_bias_max=16),
+    dict(clip_qkv=0.5),
+    dict(qk_ln=True),
+    dict(qk_ln=True, no_bias=True, clip_qkv=0.5, kv_n_heads=2),
+    dict(kv_n_heads=1),
+    dict(kv_n_heads=3, alibi=True),
+    dict(softmax_scale=0.05),
+    dict(logit_scale=0.3),
+    dict(logit_scale="inv_sqrt_d_model", tie_word_embeddings=False),
+    dict(expansion_ratio=2.5),
+    dict(tie_word_embeddings=False),
+    dict(attn_impl="sdpa", alibi=True),
+    dict(norm_type="layernorm"),
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) or "default")
+def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
+    cfg = replace(SMALL, **variant)
+    model = build(cfg, scramble=True)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.state_dict().items()}
+    ids = tokens(cfg, 2, 21)
+    logits = by_hand(weights, ids[:, :-1], cfg)
+    loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    loss.backward()
+    limit = 1e-6 if cfg.attn_impl == "sdpa" else 1e-10  # the ALiBi columns are exact to 24 bits
+    assert relative_error(model(ids[:, :-1]), logits) < limit
+    ours = model(ids[:, :-1], labels=ids[:, 1:])
+    ours.backward()
+    assert relative_error(ours, loss) < limit
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, weights[name].grad, rtol=0, atol=10 * limit * loss.item(), msg=name)
+
+
+# --- sizes and names
+
+SIZES = [  # d_model, heads, layers, parameters with learned positions and biases, with ALiBi and none
+    ("125m", 768, 12, 12, 125_311_488, 123_636_480),
+    ("350m", 1024, 16, 24, 355_985_408, 353_616_896),
+    ("760m", 1536, 12, 24, 760_470_528, 756_917_760),
+    ("1b", 2048, 16, 24, 1_315_950_592, 1_311_213_568),
+    ("3b", 2560, 20, 32, 2_651_837_440, 2_645_690_880),
+    ("7b", 4096, 32, 32, 6_658_859_008, 6_649_024_512),
+    ("13b", 5120, 40, 40, 12_853_954_560, 12_841_210_880),
+    ("30b", 7168, 56, 48, 29_975_214_080, 29_956_742_144),
+    ("70b", 8192, 64, 80, 64_862_437_376, 64_838_443_008),
+]
+
+
+@pytest.mark.parametrize("name, d_model, heads, layers, learned, alibi", SIZES, ids=[s[0] for s in SIZES])
+def test_parameter_counts_are_mosaicmls(name, d_model, heads, layers, learned, alibi):
+    for options, count in ((dict(), learned), (LIKE_TRANSFORMERS, alibi)):
+        with torch.device("meta"):
+            model = MPT(MPTConfig(d_model=d_model, n_heads=heads, n_layers=layers, **options))
+        assert sum(p.numel() for p in model.parameters()) == count
+
+
+def test_state_dict_names_and_shapes_are_mpts():
+    shapes = {
+        "transformer.wte.weight": (97, 48),
+        "transformer.wpe.weight": (40, 48),
+        "transformer.blocks.0.norm_1.weight": (48,),
+        "transformer.blocks.0.norm_1.bias": (48,),
+        "transformer.blocks.0.attn.Wqkv.weight": (144, 48),
+        "transformer.blocks.0.attn.Wqkv.bias": (144,),
+        "transformer.blocks.0.attn.out_proj.weight": (48, 48),
+        "transformer.blocks.0.attn.out_proj.bias": (48,),
+        "transformer.blocks.0.norm_2.weight": (48,),
+        "transformer.blocks.0.norm_2.bias": (48,),
+        "transformer.blocks.0.ffn.up_proj.weight": (192, 48),
+        "transformer.blocks.0.ffn.up_proj.bias": (192,),
+        "transformer.blocks.0.ffn.down_proj.weight": (48, 192),
+        "transformer.blocks.0.ffn.down_proj.bias": (48,),
+        "transformer.norm_f.weight": (48,),
+        "transformer.norm_f.bias": (48,),
+    }
+
+    def names(**options):
+        return {n: tuple(p.shape) for n, p in MPT(replace(SMALL, n_layers=1, **options)).state_dict().items()}
+
+    assert names() == shapes
+    without = {n: s for n, s in shapes.items() if not n.endswith("bias") and "wpe" not in n}
+    assert names(**LIKE_TRANSFORMERS) == without
+    assert names(tie_word_embeddings=False) == shapes | {"lm_head.weight": (97, 48)}
+    ln = {f"transformer.blocks.0.attn.{x}_ln.{y}": (s,) for x, s in (("q", 48), ("k", 16)) for y in ("weight", "bias")}
+    found = names(qk_ln=True, kv_n_heads=2)
+    assert found.keys() == shapes.keys() | ln.keys() and ln.items() <= found.items()
+    assert found["transformer.blocks.0.attn.Wqkv.weight"] == (48 + 2 * 16, 48)
+
+
+# --- initial weights
+
+
+def test_standard_deviations_by_the_rule():
+    cfg = replace(SMALL, d_model=96, n_layers=3, expansion_ratio=2, tie_word_embeddings=False)
+    residual = 1 / math.sqrt(2 * 3)
+    rule = {
+        "wte": math.sqrt(2 / 96),
+        "wpe": math.sqrt(2 / 96),
+        "lm_head": math.sqrt(2 / 96),
+        "Wqkv": math.sqrt(2 / 96),
+        "up_proj": math.sqrt(2 / 96),
+        "out_proj": math.sqrt(2 / 96) * residual,
+        "down_proj": math.sqrt(2 / 192) * residual,
+    }
+    seen = set()
+    for name, p in build(cfg).named_parameters():
+        if name.endswith("bias"):
+            assert p.eq(0).all(), name
+        elif "norm" in name:
+            assert p.eq(1).all(), name
+        else:
+            kind = next(k for k in rule if k in name)
+            seen.add(kind)
+            assert p.std().item() == pytest.approx(rule[kind], rel=4 / math.sqrt(2 * p.numel())), name
+            assert abs(p.mean().item()) < 4 * rule[kind] / math.sqrt(p.numel()), name
+    assert seen == set(rule)
+
+
+def weights(seed=0, **options):
+    return {name: p for name, p in build(replace(SMALL, **options), seed).state_dict().items()}
+
+
+def test_initial_weights_are_a_function_of_the_seed_and_the_name_alone():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    first = weights()
+    assert torch.equal(state, torch.get_rng_state())  # the global generator is neither read nor moved
+    torch.manual_seed(6)
+    assert all(torch.equal(p, first[name]) for name, p in weights().items())
+    assert not torch.equal(first["transformer.wte.weight"], weights(seed=1)["transformer.wte.weight"])
+    a, b = (first[f"transformer.blocks.{i}.attn.Wqkv.weight"] for i in (0, 1))
+    assert not torch.equal(a, b)
+    fewer = weights(n_layers=1, no_bias=True, alibi=True)  # other parameters around it
+    for name in ("transformer.wte.weight", "transformer.blocks.0.attn.Wqkv.weight"):
+        assert torch.equal(fewer[name], first[name])
+    cfg = replace(SMALL)
+    alone = initial_weight("transformer.blocks.1.ffn.up_proj.weight", (192, 48), cfg, 0)  # no other drawn before it
+    assert torch.equal(alone.double(), first["transformer.blocks.1.ffn.up_proj.weight"])
+
+
+PINNED = torch.tensor([0.3672002, -0.0299759, 0.0405481, -1.1094326])
+
+
+def test_initial_weights_stay_the_same_numbers_from_version_to_version():
+    """Pinned: another generator or another seeding of it would silently change every run."""
+    found = initial_weight("transformer.wte.weight", (4, 8), MPTConfig(n_layers=2), seed=1337)
+    torch.testing.assert_close(found[0, :4], PINNED, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_on_the_meta_device_is_initialised_through_assign():
+    with torch.device("meta"):
+        model = MPT(SMALL)
+    real = {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    init_weights(model, 0, lambda param, full: real.update({names[id(param)]: full}))
+    assert all(torch.equal(p, real[name].double()) for name, p in weights().items())
+
+
+def test_initial_loss_is_a_little_over_log_v():
+    """Logits are N(0, 2) at first: the loss is log V + 2 / 2."""
+    cfg = replace(SMALL, d_model=128, n_heads=4, vocab_size=1000, max_seq_len=128)
+    ids, labels = tokens(cfg, 8), tokens(cfg, 8, seed=1)
+    with torch.no_grad():
+        loss = build(cfg, dtype=torch.float32)(ids, labels=labels).item() / labels.numel()
+    assert loss == pytest.approx(math.log(1000) + 1, abs=0.15)
+
+
+# --- what a token may see, and decoding
+
+
+@pytest.mark.parametrize("options", [dict(), dict(alibi=True), dict(alibi=True, attn_impl="sdpa")])
+def test_a_later_token_changes_no_earlier_logits(options):
+    model = build(replace(SMALL, **options))
+    ids = tokens(SMALL)
+    changed = ids.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 97
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :20], after[:, :20])
+    assert (before[:, 20:] != after[:, 20:]).any(-1).all()  # and every one from there on
+
+
+CACHED = [dict(), dict(kv_n_heads=2), dict(alibi=True), dict(alibi=True, kv_n_heads=1), dict(alibi=True, qk_ln=True)]
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa"])
+@pytest.mark.parametrize("pieces", [[1] * 40, [13, 1, 1, 7, 18], [40]], ids=["tokens", "pieces", "at once"])
+@pytest.mark.parametrize("options", CACHED, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default")
+@torch.no_grad()
+def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
+    cfg = replace(SMALL, attn_impl=impl, **options)
+    model = build(cfg, dtype=torch.float32, scramble=True).eval()
+    ids = tokens(cfg)
+    cache = KVCache.empty(cfg, 2, 40, "cpu", torch.float32)
+    cache.k.fill_(torch.nan)  # what is not filled yet must not be read
+    cache.v.fill_(torch.nan)
+    found = torch.cat([model(piece, cache=cache) for piece in ids.split(pieces, dim=1)], dim=1)
+    assert cache.length == 40
+    assert relative_error(found, model(ids)) < 1e-5
+
+
+def test_longer_than_trained():
+    """ALiBi goes on; learned positions end, with and without a cache."""
+    ids = tokens(SMALL, length=50)
+    alibi = replace(SMALL, alibi=True)
+    model = build(alibi)
+    assert relative_error(model(ids), by_hand(model.state_dict(), ids, alibi)) < 1e-10
+    with pytest.raises(UserError, match="41 tokens, but learned positions end at max_seq_len 40"):
+        build(SMALL)(ids[:, :41])
+    cache = KVCache.empty(SMALL, 2, 50, "cpu", torch.double)
+    with torch.no_grad():
+        build(SMALL)(ids[:, :40], cache=cache)
+        with pytest.raises(UserError, match="41 tokens"):
+            build(SMALL)(ids[:, 40:41], cache=cache)
+
+
+# --- training details
+
+
+@pytest.mark.parametrize("which", ["emb_pdrop", "attn_pdrop", "resid_pdrop"])
+def test_each_dropout_acts_in_training_only(which):
+    model, plain = build(replace(SMALL, **{which: 0.5})), build(SMALL)
+    ids = tokens(SMALL)
+    assert torch.equal(model.eval()(ids), plain(ids))
+    model.train()
+    torch.manual_seed(0)
+    first, second = model(ids), model(ids)
+    assert relative_error(first, plain(ids)) > 1e-2 and relative_error(first, second) > 1e-2
+
+
+@pytest.mark.parametrize("pdrop", [0.0, 0.3])
+def test_recomputation_changes_no_gradient(pdrop):
+    """The second forward pass draws the same dropout masks."""
+    model = build(replace(SMALL, alibi=True, resid_pdrop=pdrop, attn_pdrop=pdrop))
+    ids, results = tokens(SMALL), []
+    for model.transformer.recompute in (False, True):
+        torch.manual_seed(0)
+        loss = model(ids[:, :-1], labels=ids[:, 1:])
+        results.append([loss, *torch.autograd.grad(loss, model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_norms_under_autocast():
+    """The low-precision norm keeps bf16, so that the residual stream stays bf16; `layernorm` answers in fp32."""
+    low, full = (
+        MPT(replace(SMALL, norm_type=kind)).transformer.norm_f for kind in ("low_precision_layernorm", "layernorm")
+    )
+    x = torch.randn(3, 48)
+    assert low(x).dtype == torch.float32 and isinstance(low, LowPrecisionLayerNorm)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {low(x).dtype, low(x.bfloat16()).dtype} == {torch.bfloat16}
+        assert {full(x).dtype, full(x.bfloat16()).dtype} == {torch.float32}
+        assert relative_error(low(x).float(), full(x)) < 1e-2
+
+
+@pytest.mark.parametrize("options", VARIANTS[::3])
+def test_bf16_autocast_is_close(options):
+    model = build(replace(SMALL, **options), dtype=torch.float32)
+    ids = tokens(SMALL)
+    exact = model(ids, labels=ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids)
+    loss.backward()
+    assert loss.dtype == torch.float32 and relative_error(loss, exact) < 1e-2
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())

@@ -1,0 +1,467 @@
+"""parallel.py and the step of fsdp_train.py on real gloo ranks: cut as you like, the same training."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import data
+import fsdp_train
+import optim
+import parallel
+from config import MPTConfig, TrainConfig, UserError
+from loss import IGNORE
+from model import MPT, init_weights
+
+# 97 rows, a width of 42 and 15 positions do not divide by 2 or 4; four blocks and the root are five sharded units.
+MODEL = MPTConfig(d_model=42, n_heads=6, n_layers=4, vocab_size=97, max_seq_len=15, attn_impl="reference")
+RUN = TrainConfig(
+    global_batch_size=12, microbatch_size=12, max_steps=10, warmup_steps=2, lr=2e-3, decoupled_weight_decay=1e-4
+)
+MODES = get_args(get_type_hints(TrainConfig)["sharding"])
+EVERYWHERE = [(size, mode) for size in (1, 2, 4) for mode in MODES]
+
+
+def build(world, cfg, model_cfg=MODEL, precision="fp32"):
+    """Model and optimizer as fsdp_train.main makes them."""
+    with torch.device("meta"):
+        model = MPT(model_cfg)
+    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
+    parallel.materialize(model, world.device, cfg.seed)
+    return model, optim.build_optimizer(model.parameters(), cfg)
+
+
+def build_plain(cfg, model_cfg=MODEL):
+    """The same without anything of parallel.py."""
+    model = MPT(model_cfg)
+    init_weights(model, cfg.seed)
+    return model, optim.build_optimizer(model.parameters(), cfg)
+
+
+def global_rows(step, cfg=RUN, model_cfg=MODEL, ignore=False):
+    """The rows of a step, (global batch, T + 1). `ignore`: the last label of the first five rows does not count."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (cfg.global_batch_size, model_cfg.max_seq_len + 1)
+    rows = torch.randint(0, model_cfg.vocab_size, shape, generator=generator)
+    if ignore:
+        rows[:5, -1] = IGNORE
+    return rows
+
+
+def rows_of(world, rows):
+    return rows.chunk(world.size)[world.rank]
+
+
+def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10):
+    """Loss and gradient norm of each step, as `[(loss, norm), ...]`, and the full weights in the end."""
+    model, optimizer = build(world, cfg, model_cfg, precision)
+    curve = []
+    for step in range(steps):
+        rows = rows_of(world, global_rows(step, cfg, model_cfg, ignore))
+        loss, norm = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
+        curve.append((loss.item(), norm.item()))
+    return curve, full_weights(model)
+
+
+def full_weights(model):
+    with torch.no_grad():
+        whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p  # noqa: E731
+        return {name: whole(p).clone() for name, p in model.named_parameters()}  # of one shard, it is no copy yet
+
+
+def assert_same_curve(found, wanted, loss=5e-6, norm=1e-5):
+    for column, tolerance in enumerate((loss, norm)):
+        a, b = (np.array(curve)[:, column] for curve in (found, wanted))
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=0)
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The step
+
+
+@pytest.fixture(scope="module")
+def one_rank(ranks):
+    """The reference curves, of one rank that takes the whole batch at once: precision -> curve."""
+    return {precision: ranks(1)(train, RUN, MODEL, precision)[0][0] for precision in ("fp32", "bf16")}
+
+
+@pytest.mark.parametrize("size, mode", EVERYWHERE)
+def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_rank, size, mode):
+    """12 rows = 12, 2 x 6 or 4 x 3, whole or in pieces of 2, which leaves a piece of 1 on four ranks."""
+    for microbatch in (12, 5) if size == 1 else (12, 2):
+        cfg = replace(RUN, sharding=mode, microbatch_size=microbatch, shard_size=min(size, 2))
+        found = ranks(size)(train, cfg)
+        assert all(curve == found[0][0] for curve, _ in found)  # every rank knows the same numbers
+        assert_same_curve(found[0][0], one_rank["fp32"])
+
+
+@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")])
+def test_bf16_stays_near_one_rank(ranks, one_rank, size, mode):
+    cfg = replace(RUN, sharding=mode, microbatch_size=2, shard_size=min(size, 2))
+    curve = ranks(size)(train, cfg, MODEL, "bf16")[0][0]
+    assert_same_curve(curve, one_rank["bf16"], loss=1e-3, norm=1e-2)
+    assert curve != one_rank["fp32"]
+
+
+def train_unsharded(world):
+    """fsdp_train's step on a model that parallel.py never saw."""
+    model, optimizer = build_plain(RUN)
+    curve = []
+    for step in range(10):
+        loss, norm = fsdp_train.train_step(model, optimizer, global_rows(step), step, RUN, world, "fp32")
+        curve.append((loss.item(), norm.item()))
+    return curve, full_weights(model)
+
+
+def train_plainly(world, ignore):
+    """The obvious loop: logits, mean cross-entropy of the counted labels, PyTorch's own clip and AdamW."""
+    model = MPT(MODEL)
+    init_weights(model, RUN.seed)
+    decay = RUN.decoupled_weight_decay / RUN.lr
+    optimizer = torch.optim.AdamW(model.parameters(), RUN.lr, (RUN.beta1, RUN.beta2), RUN.adam_eps, decay)
+    curve = []
+    for step in range(10):
+        rows = global_rows(step, ignore=ignore)
+        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), ignore_index=IGNORE)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), RUN.grad_clip)
+        optimizer.param_groups[0]["lr"] = optim.learning_rate(step, RUN)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def test_one_rank_in_fp32_is_bit_identical_to_plain_pytorch(ranks):
+    plain, plain_weights = ranks(1)(train_unsharded)[0]
+    sharded, weights = ranks(1)(train, RUN)[0]
+    assert sharded == plain and equal(weights, plain_weights)
+
+
+def test_the_step_is_the_textbook_step(ranks, one_rank):
+    assert_same_curve(one_rank["fp32"], ranks(1)(train_plainly, False)[0])
+
+
+@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "DDP")])
+def test_labels_that_do_not_count_may_lie_anywhere(ranks, size, mode):
+    """They are all on the first rank or two; a mean of means would be off by up to 2 %."""
+    model = replace(MODEL, max_seq_len=15)
+    plain = ranks(1)(train_plainly, True)[0]
+    found = ranks(size)(train, replace(RUN, sharding=mode, microbatch_size=2), model, "fp32", True)
+    assert_same_curve(found[0][0], plain)
+
+
+def test_recomputing_the_blocks_changes_nothing(ranks):
+    """Nor does it draw other dropout masks."""
+    model = replace(MODEL, resid_pdrop=0.1, emb_pdrop=0.1, attn_pdrop=0.1)
+    kept = ranks(2)(train, replace(RUN, microbatch_size=4), model)[0]
+    again = ranks(2)(train, replace(RUN, microbatch_size=4, activation_checkpointing="full"), model)[0]
+    assert kept[0] == again[0] and equal(kept[1], again[1])
+
+
+def losses_with_dropout(world):
+    """(seed, step, rank, steps taken before) -> loss of that step on fresh weights."""
+    model_cfg, found = replace(MODEL, resid_pdrop=0.3), {}
+    for seed, step, rank, before in [(1, 4, 0, 0), (1, 4, 0, 3), (1, 5, 0, 0), (1, 4, 1, 0), (2, 4, 0, 0)]:
+        model, optimizer = build_plain(RUN, model_cfg)
+        torch.rand(before)  # whatever was drawn earlier
+        cfg, someone = replace(RUN, seed=seed), replace(world, rank=rank)
+        loss, _ = fsdp_train.train_step(model, optimizer, global_rows(0), step, cfg, someone, "fp32")
+        found[seed, step, rank, before] = loss.item()
+    return found
+
+
+def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
+    found = ranks(1)(losses_with_dropout)[0]
+    assert found[1, 4, 0, 0] == found[1, 4, 0, 3]  # so a resumed run draws the masks of an undisturbed one
+    assert len(set(found.values())) == 4
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What goes over the wire
+
+
+KINDS = ("_allgather", "_reduce_scatter", "allreduce")
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.operators[operator.name()] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def count_collectives(world, cfg):
+    """All-gathers, reduce-scatters and all-reduces of the forward and backward passes of one step of 4 microbatches."""
+    model, optimizer = build(world, cfg)
+    counts = []
+    for _ in range(2):  # and again after an optimizer step, when nothing is new to FSDP
+        with Count() as count:
+            for i in range(4):
+                rows = global_rows(i)
+                parallel.before_microbatch(model, cfg, last=i == 3)
+                model(rows[:, :-1], labels=rows[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        calls = list(count.operators.elements())  # "c10d::_allgather_base_" and the like
+        counts.append(tuple(sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "mode, wanted",
+    [
+        ("FULL_SHARD", (36, 20, 0)),  # 4 x (5 forward, 4 again backward, since the root keeps its weights), 4 x 5
+        ("SHARD_GRAD_OP", (20, 20, 0)),
+        ("ZERO1", (5, 5, 0)),
+        ("DDP", (0, 0, 5)),
+        ("HYBRID_SHARD", (36, 20, 20)),
+    ],
+)
+def test_collectives_of_a_step(ranks, mode, wanted):
+    """Four microbatches, five sharded units, as in the table at the top of parallel.py."""
+    found = ranks(4)(count_collectives, replace(RUN, sharding=mode, shard_size=2))
+    assert found == [[wanted, wanted]] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Gradient clipping
+
+
+def clip_a_model(world, cfg, max_norm):
+    """Norm and full gradients after clipping, ours on the sharded model and PyTorch's on the plain one."""
+    rows = global_rows(0)
+    plain, _ = build_plain(cfg)
+    plain(rows[:, :-1], labels=rows[:, 1:]).backward()
+    model, _ = build(world, cfg)
+    mine = rows_of(world, rows)
+    (model(mine[:, :-1], labels=mine[:, 1:]) * world.size).backward()
+    theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+    ours = parallel.clip_grad_norm(model.parameters(), max_norm)
+    gradients = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    return ours.item(), theirs.item(), gradients
+
+
+@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "DDP"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")])
+@pytest.mark.parametrize("max_norm", [1.0, 1e9])
+def test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one(ranks, size, mode, max_norm):
+    for ours, theirs, gradients in ranks(size)(clip_a_model, replace(RUN, sharding=mode, shard_size=2), max_norm):
+        assert ours == pytest.approx(theirs, rel=1e-5) and ours > 10
+        for a, b in gradients:
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-5 * min(1, max_norm))
+
+
+def clip_a_mixture(world, max_norm):
+    """Plain tensors and DTensors on two meshes, one of them smaller than the mesh, so with empty shards."""
+    flat = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2))
+    layouts = [None, (flat, [Shard(0)]), (flat, [Shard(0)]), (grid, [Replicate(), Shard(0)])]
+    layouts += [(grid, [Shard(0), Shard(1)]), (grid, [Replicate(), Replicate()]), (flat, [Shard(1)])]
+    fulls, params = [], []
+    for i, layout in enumerate(layouts):
+        full = torch.randn((3, 5), generator=torch.Generator().manual_seed(i))
+        mine = distribute_tensor(full.clone(), *layout) if layout else full.clone()
+        param = torch.nn.Parameter(torch.zeros_like(mine))
+        param.grad = mine
+        params.append(param)
+        fulls.append(torch.nn.Parameter(torch.zeros(3, 5)))
+        fulls[-1].grad = full
+    params.append(torch.nn.Parameter(torch.zeros(2)))  # frozen: no gradient
+    wanted = torch.nn.utils.clip_grad_norm_(fulls, max_norm or float("inf"))
+    norm = parallel.clip_grad_norm(params, max_norm)
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in params[:-1]]
+    return norm, wanted, [(g, f.grad) for g, f in zip(grads, fulls, strict=True)]
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 0])
+def test_clipping_a_mixture_of_layouts(ranks, max_norm):
+    for norm, wanted, gradients in ranks(4)(clip_a_mixture, max_norm):
+        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+        for ours, theirs in gradients:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Initial weights, evaluation
+
+
+def initial_weights_equal(world, cfg):
+    """Are the sharded model's initial weights, gathered, the plain model's bit by bit? And is it really sharded?"""
+    model, _ = build(world, cfg)
+    plain, _ = build_plain(cfg)
+    kept = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters())
+    return equal(full_weights(model), full_weights(plain)), kept
+
+
+@pytest.mark.parametrize("size, mode", EVERYWHERE)
+def test_initial_weights_do_not_depend_on_the_ranks(ranks, size, mode):
+    found = ranks(size)(initial_weights_equal, replace(RUN, sharding=mode, shard_size=min(size, 2)))
+    assert all(same for same, _ in found)
+    shards = {"DDP": 1, "HYBRID_SHARD": min(size, 2)}.get(mode, size)
+    assert sum(kept for _, kept in found) == pytest.approx(size / shards)
+
+
+BYTES = replace(MODEL, vocab_size=257, max_seq_len=16)
+
+
+def train_and_evaluate(world, cfg, folder, evaluations):
+    """Losses and norms of four steps with `evaluations` in between, and what they gave."""
+    val = data.Split(folder, "val", BYTES.max_seq_len)
+    model, optimizer = build(world, cfg, BYTES)
+    curve, values = [], []
+    for step in range(4):
+        values += [fsdp_train.evaluate(model, val, cfg, world, "fp32") for _ in range(evaluations)]
+        rows = rows_of(world, global_rows(step, cfg, BYTES))
+        curve.append([x.item() for x in fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")])
+    return curve, values, full_weights(model)
+
+
+def plain_evaluation(world, cfg, folder, n_windows):
+    """Mean loss of each token of the first windows, the obvious way, on the initial weights."""
+    model, _ = build_plain(cfg, BYTES)
+    rows = torch.from_numpy(data.Split(folder, "val", BYTES.max_seq_len).windows(np.arange(n_windows)))
+    with torch.no_grad():
+        return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize("size, mode", [(4, mode) for mode in MODES] + [(1, "ZERO1"), (2, "SHARD_GRAD_OP")])
+def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
+    """Weights that an evaluation gathered must be dropped: the optimizer updates the shards only."""
+    cfg = replace(RUN, sharding=mode, shard_size=min(size, 2), microbatch_size=2, eval_tokens=7 * 16, warmup_steps=0)
+    without = ranks(size)(train_and_evaluate, cfg, tiny_data, 0)[0]
+    found = ranks(size)(train_and_evaluate, cfg, tiny_data, 2)
+    assert found[0][0] == without[0] and equal(found[0][2], without[2])
+    values = found[0][1]
+    assert all(rank[1] == values for rank in found)
+    assert values[0::2] == values[1::2] and len(set(values)) == 4  # each sees the weights of its moment
+    assert values[0] == pytest.approx(ranks(1)(plain_evaluation, cfg, tiny_data, 7)[0], rel=1e-6)
+
+
+def evaluate_only(world, cfg, folder):
+    model, _ = build(world, cfg, BYTES)
+    return fsdp_train.evaluate(model, data.Split(folder, "val", BYTES.max_seq_len), cfg, world, "fp32")
+
+
+@pytest.mark.parametrize("n_windows, microbatch", [(1, 2), (5, 1), (9, 3), (8, 2), (3, 64)])
+def test_evaluation_counts_every_window_once(ranks, tiny_data, n_windows, microbatch):
+    cfg = replace(RUN, microbatch_size=microbatch, eval_tokens=n_windows * 16 + 15)
+    wanted = ranks(1)(plain_evaluation, cfg, tiny_data, n_windows)[0]
+    for size in (1, 2, 4):
+        assert ranks(size)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * size
+
+
+def test_evaluation_ends_with_the_data(ranks, tiny_data):
+    cfg = replace(RUN, microbatch_size=64, eval_tokens=10**9)
+    wanted = ranks(1)(plain_evaluation, cfg, tiny_data, len(data.Split(tiny_data, "val", 16)))[0]
+    assert ranks(4)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * 4
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Mesh, decisions, starting
+
+
+def mesh_of(world, cfg, local_size):
+    try:
+        mesh = parallel.make_mesh(replace(world, local_size=local_size), cfg)
+    except UserError as error:
+        return str(error)
+    return dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), mesh.get_coordinate()
+
+
+@pytest.mark.parametrize(
+    "mode, shard_size, replicate, shard",
+    [
+        ("FULL_SHARD", 0, 1, 4),
+        ("SHARD_GRAD_OP", 0, 1, 4),
+        ("ZERO1", 0, 1, 4),
+        ("DDP", 0, 4, 1),
+        ("HYBRID_SHARD", 0, 2, 2),  # two nodes of two ranks
+        ("HYBRID_SHARD", 4, 1, 4),
+        ("HYBRID_SHARD", 1, 4, 1),
+    ],
+)
+def test_mesh(ranks, mode, shard_size, replicate, shard):
+    found = ranks(4)(mesh_of, replace(RUN, sharding=mode, shard_size=shard_size), 2)
+    assert [shape for shape, _ in found] == [{"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "tp": 1}] * 4
+    # neighbours share: the ranks of a node are one dp_shard group
+    assert [list(place) for _, place in found] == [[0, rank // shard, rank % shard, 0] for rank in range(4)]
+
+
+def test_a_shard_size_that_does_not_divide_is_the_users_mistake(ranks):
+    found = ranks(4)(mesh_of, replace(RUN, sharding="HYBRID_SHARD", shard_size=3), 2)
+    assert found == ["shard_size 3 does not divide the 4 ranks"] * 4
+
+
+def decide(world, good):
+    def decision():
+        assert dist.get_rank() == 0
+        if not good:
+            raise UserError("no such file")
+        return {"path": Path("a/b"), "step": 3}
+
+    try:
+        return parallel.rank_zero_decides(decision)
+    except UserError as error:
+        return f"UserError: {error}"
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_rank_zero_decides_for_all(ranks, size):
+    assert ranks(size)(decide, True) == [{"path": Path("a/b"), "step": 3}] * size
+    assert ranks(size)(decide, False) == ["UserError: no such file"] * size
+
+
+def precision_of(world, setting):
+    return parallel.choose_precision(replace(RUN, precision=setting), world.device)
+
+
+def test_all_ranks_choose_one_precision(ranks):
+    chosen = ranks(4)(precision_of, "auto")
+    assert chosen[0] in ("fp32", "bf16") and len(set(chosen)) == 1
+    assert ranks(4)(precision_of, "fp32") == ["fp32"] * 4
+
+
+def test_srun_without_torchrun(tmp_path):
+    """Two processes that know of each other from SLURM's variables only; the port comes from the job's number."""
+    root = Path(parallel.__file__).parent
+    with socket.socket() as probe:
+        for port in range(20000, 40000):
+            try:
+                probe.bind(("localhost", port))
+                break
+            except OSError:
+                continue
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": str(port), "MASTER_ADDR": "localhost"}
+    processes = []
+    for rank in ("0", "1"):
+        env = kept | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, root / "parallel.py", "--sharding=HYBRID_SHARD", "--device=cpu"]
+        processes.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+    for rank, process in enumerate(processes):
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        place = {"pp": 0, "dp_replicate": 0, "dp_shard": rank, "tp": 0}
+        assert out.strip() == f"rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"

@@ -1,0 +1,103 @@
+"""Every command of the README is run, at a size that takes seconds, in a copy of the project."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT, clean_environment
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).splitlines()
+INLINE = re.findall(r"`((?:python|torchrun) [^`]+)`", README)
+COMMANDS = sorted({line.partition("  #")[0].strip() for line in BLOCKS + INLINE} - {""})
+
+# Flags come last, so these shrink any run: a model of some thousand weights, two steps, text that is here.
+SMALL = (
+    "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32 --dataset=my/*.txt --tokenizer=bytes "
+    "--data_dir=data/small --val_fraction=0.1 --max_tokens=0 --eval_tokens=64 --max_steps=2 --warmup_steps=1 "
+    "--global_batch_size=8 --microbatch_size=2"
+).split()
+
+
+def shrunk(command: str) -> list[str]:
+    """The command with this Python, and small."""
+    words = shlex.split(command)
+    module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
+    small = []
+    if "--help" not in words and any(program in words for program in ("fsdp_train.py", "data.py")):
+        small = SMALL
+    if "bench.py" in words:
+        small = "--d_model=32 --n_heads=4 --n_layers=1 --max_seq_len=32 --rounds=1 --steps=1".split()
+    return [sys.executable, *module, *words[1:], *small]
+
+
+def run(command, folder, timeout=240):
+    return subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory, tiny_text):
+    """The project's files in another folder, with some text in my/ and a run in runs/demo."""
+    folder = tmp_path_factory.mktemp("readme") / "project"
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__", "benchmarks"))
+    shutil.copytree(tiny_text, folder / "my")
+    done = run(shrunk("python fsdp_train.py configs/demo.py"), folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_readme_has_the_two_commands_first():
+    assert [line.split("  #")[0].strip() for line in BLOCKS[:2]] == ["make train", "make test"]
+    assert len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[0] in ("python", "torchrun")])
+def test_command(command, copy):
+    done = run(shrunk(command), copy)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sbatch")])
+def test_slurm_script_parses_and_its_config_is_there(command):
+    script, config = re.fullmatch(r"sbatch --nodes=\d+ (slurm/\S+) (configs/\S+).*", command).groups()
+    assert (ROOT / config).exists()
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+    named = re.findall(r"configs/\w+\.py", (ROOT / script).read_text())
+    assert named and all((ROOT / name).exists() for name in named)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
+def test_make_knows_the_target(command):
+    done = run([*command.split(), "--dry-run"], ROOT)
+    assert done.returncode == 0 and "environment.py" in done.stdout, done.stderr
+
+
+def test_no_command_is_left_out():
+    assert {c.split()[0] for c in COMMANDS} <= {"python", "torchrun", "sbatch", "make"}
+
+
+def test_every_file_that_the_readme_names_is_there():
+    named = re.findall(r"`((?:configs/|tests/|slurm/)?\w+\.(?:py|md|txt|sbatch))[`: ]", README)
+    assert len(named) > 15 and all((ROOT / name).exists() for name in named), named
+    missing = [p.name for p in ROOT.glob("*.py") if f"`{p.name}`" not in README]
+    assert not missing, f"the reading order lacks {missing}"
+
+
+@pytest.mark.slow
+def test_make_train_from_a_clone(copy, tmp_path):
+    """The newcomer's command, over the torch that is here, with a short run; twice: the second makes a new run."""
+    project = tmp_path / "project"
+    shutil.copytree(copy, project, ignore=shutil.ignore_patterns("runs", "data"))
+    small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
+    for _ in range(2):
+        done = run(["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"], project, timeout=600)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for words in ("torchrun --rdzv-backend=c10d", "step 3/3", "validation loss", "before training", "step-3", "Next"):
+        assert words in done.stdout, words
+    assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in done.stdout
+    assert os.path.exists(project / "runs/demo-1/metrics.jsonl")
