@@ -74,7 +74,8 @@ def reference_attention(q, k, v, slopes, causal, scale, dropout_p):
     """The formula, as it stands in the paper."""
     bias = attention_bias(q.shape[2], k.shape[2], slopes, causal, q.device)
     scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Tq, Tk)
-    probs = torch.softmax(scores + bias.to(scores.dtype), dim=-1)
+    scores += bias.to(scores.dtype)  # in place: the scores are the largest tensor of a step
+    probs = torch.softmax(scores, dim=-1)
     return F.dropout(probs, dropout_p) @ v
 
 
@@ -113,12 +114,13 @@ def with_alibi_columns(q, k, v, slopes, scale):
 def flex_attention(q, k, v, slopes, causal, scale, dropout_p):
     """FlexAttention: the bias is a function that the compiler puts into the kernel; hidden blocks are skipped."""
     require(dropout_p == 0, "attn_impl=flex has no dropout: set attn_pdrop=0 or another attn_impl")
-    offset = k.shape[2] - q.shape[2]
+    if q.shape[2] < k.shape[2]:  # decoding: no block to skip, and each length would be compiled anew
+        return sdpa_attention(q, k, v, slopes, causal, scale, dropout_p)
 
     def alibi(score, b, h, i, j):
-        return score - slopes[h] * (i + offset - j).abs()
+        return score - slopes[h] * (i - j).abs()
 
-    block_mask = causal_block_mask(q.shape[2], k.shape[2], q.device) if causal else None
+    block_mask = causal_block_mask(q.shape[2], q.device) if causal else None
     score_mod = None if slopes is None else alibi
     return compiled_flex()(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale)
 
@@ -132,14 +134,14 @@ def compiled_flex():
 
 
 @functools.lru_cache(maxsize=4)
-def causal_block_mask(n_queries, n_keys, device):
+def causal_block_mask(n_tokens, device):
     """Which blocks of 128 x 128 scores are needed: made once per shape."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b, h, i, j):
-        return j <= i + (n_keys - n_queries)
+        return j <= i
 
-    return create_block_mask(visible, None, None, n_queries, n_keys, device=device)
+    return create_block_mask(visible, None, None, n_tokens, n_tokens, device=device)
 
 
 IMPLEMENTATIONS = {"reference": reference_attention, "sdpa": sdpa_attention, "flex": flex_attention}

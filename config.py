@@ -58,7 +58,7 @@ class MPTConfig:
 
     @property
     def n_kv_heads(self) -> int:
-        return self.kv_n_heads or self.n_heads
+        return self.n_heads if self.kv_n_heads is None else self.kv_n_heads
 
     @property
     def hidden_dim(self) -> int:
@@ -128,6 +128,8 @@ class TrainConfig:
             require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
         for name in ("warmup_steps", "save_interval", "eval_interval", "max_tokens", "shard_size", "grad_clip"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
+        for name in ("beta1", "beta2"):
+            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")
         require(0 < self.val_fraction < 1, f"val_fraction must be between 0 and 1, not {self.val_fraction}")
         require(
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,
@@ -182,21 +184,23 @@ def load(argv: list[str], *classes: type) -> list:
     known = {f.name: f for c in classes for f in dataclasses.fields(c)}
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
     every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
-    values = {}
+    values, strangers = {}, []
     for path in [a for a in argv if not a.startswith("-")]:
         for key, value in read_file(path).items():
             if key in known:
                 values[key] = checked(value, types_[key], key, path)
             elif key not in every:
-                raise UserError(unknown(key, path, value, every, values))
-    flags = [a.lstrip("-").partition("=") for a in argv if a.startswith("-")]
-    for key, equals, text in sorted(flags, key=lambda flag: flag[0] not in known):  # unknown ones last
+                strangers.append((key, path, value))
+    for key, equals, text in [a.lstrip("-").partition("=") for a in argv if a.startswith("-")]:
         if key not in known:
-            raise UserError(unknown(key, "the command line", text, known, values))
+            strangers.append((key, "the command line", text))
+            continue
         if not equals:
             require(types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})")
             text = "true"
         values[key] = checked(parse(text, types_[key]), types_[key], key, "the command line")
+    for key, source, value in strangers:
+        raise UserError(unknown(key, source, value, known if source == "the command line" else every, values))
     instances = []
     for c in classes:
         instance = c(**{f.name: values[f.name] for f in dataclasses.fields(c) if f.name in values})

@@ -21,7 +21,8 @@ from config import UserError, require
 def documents(dataset: str):
     """The documents of a data set. Raises UserError when it cannot be found or reached."""
     paths = files(dataset)
-    return (text for path in paths for text in file_documents(path)) if paths else hub_documents(dataset)
+    texts = (text for path in paths for text in file_documents(path)) if paths else hub_documents(dataset)
+    return (text for text in texts if text)
 
 
 def files(dataset: str) -> list[str]:
@@ -38,8 +39,9 @@ def stdlib_files() -> list[str]:
 
 def local_files(dataset: str) -> list[str]:
     """The files that a path, a folder or a glob names; none if `dataset` looks like the name of a Hub data set."""
-    if os.path.isdir(dataset):
-        dataset = os.path.join(dataset, "**", "*")
+    if os.path.exists(dataset):  # even with a [ in its name
+        folder = os.path.isdir(dataset)
+        dataset = os.path.join(glob.escape(dataset), "**", "*") if folder else glob.escape(dataset)
     paths = sorted(p for p in glob.glob(dataset, recursive=True) if p.endswith((".txt", ".jsonl", ".parquet", ".py")))
     named_locally = any(c in dataset for c in "*?[") or dataset.endswith((".txt", ".jsonl", ".parquet", ".py"))
     require(paths or not named_locally, f"dataset={dataset!r}: no .txt, .jsonl or .parquet file is there")
@@ -47,21 +49,32 @@ def local_files(dataset: str) -> list[str]:
 
 
 def file_documents(path: str):
-    """.txt: split at <|endoftext|> or, when that is absent, at blank lines about every 16 kB. Others: field `text`."""
+    """The documents of one file. .jsonl and .parquet: the field `text`; .py: the file.
+
+    .txt: what stands between <|endoftext|>; when that is absent, pieces of about 16 kB that end at a blank line.
+    """
     if path.endswith(".parquet"):
         import pyarrow.parquet as parquet  # comes with `datasets`
 
-        table = parquet.ParquetFile(path)
-        require("text" in table.schema_arrow.names, f"{path} has no column 'text', only {table.schema_arrow.names}")
-        for batch in table.iter_batches(columns=["text"]):
-            yield from batch.column(0).to_pylist()
+        try:
+            table = parquet.ParquetFile(path)
+            columns = {field.name: str(field.type) for field in table.schema_arrow}
+            right = columns.get("text") in ("string", "large_string", "string_view")
+            require(right, f"{path} has no column 'text' of strings, only {columns}")
+            for batch in table.iter_batches(columns=["text"]):
+                yield from batch.column(0).to_pylist()
+        except ValueError as error:  # pyarrow's ArrowInvalid
+            raise UserError(f"{path} is not a whole .parquet file: {' '.join(str(error).split())}") from error
     elif path.endswith(".jsonl"):
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    yield json.loads(line)["text"]
+                    text = json.loads(line)["text"]
+                    if not isinstance(text, str | None):
+                        raise TypeError
                 except (ValueError, KeyError, TypeError) as error:
                     raise UserError(f'{path}, line {number}: expected one JSON object with a field "text"') from error
+                yield text
     else:
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         if path.endswith(".py"):
@@ -69,7 +82,8 @@ def file_documents(path: str):
         elif "<|endoftext|>" in text:
             yield from (part.strip() for part in text.split("<|endoftext|>") if part.strip())
         else:
-            yield from re.findall(r"(?s).{1,16384}(?:.*?\n\s*\n|.*\Z)", text)
+            for match in re.finditer(r"(?s).{1,16384}(?:.{0,16384}?\n\s*\n|.*?\n|.*\Z)", text):
+                yield match[0]
 
 
 def hub_documents(dataset: str):

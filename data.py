@@ -19,7 +19,9 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import sys
+import threading
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -32,9 +34,8 @@ import config
 import corpus
 import tokenizer as tokenizers
 from config import TrainConfig, UserError, require
+from shards import Shard, cut, write_atomically, write_ids
 
-HEADER_BYTES = 4096  # JSON, padded with spaces; the tokens follow
-FORMAT = "mpt-tokens-1"
 BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
 HASH_BYTES = 2**30  # data sets up to this size are hashed at every start; larger ones have their sizes checked
 SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by itself
@@ -45,7 +46,7 @@ SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by
 
 def data_dir(cfg: TrainConfig) -> Path:
     name = re.sub(r"[^A-Za-z0-9.]+", "-", cfg.dataset).strip("-.")
-    return Path(cfg.data_dir or f"data/{name}-{cfg.tokenizer}")
+    return Path(cfg.data_dir or f"data/{name}-{tokenizers.canonical(cfg.tokenizer)}")
 
 
 def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
@@ -53,17 +54,18 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
     folder = data_dir(cfg)
     done = read_json(folder / "dataset.json")
     if done:
-        check_tokenizer(done, cfg, folder)
-        if enough(done, cfg.max_tokens):
+        check_made_for(cfg, done, folder)
+        now = source_state(cfg.dataset), fingerprint(folder)
+        if enough(done, cfg.max_tokens) and now == (done["source"], done["fingerprint"]):
             return folder
-        (folder / "dataset.json").unlink()  # more tokens are wanted than there are: go on
+        (folder / "dataset.json").unlink()  # more tokens are wanted, the text has changed, a shard is missing: go on
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(cfg, folder)
     stride = max(2, round(1 / cfg.val_fraction))
     jobs = ((folder, i, first, docs, stride, tokenizer.name) for i, first, docs in chunks(cfg.dataset))
     if workers > 1:
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context) as pool:
+        with ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
             kept, tokens = collect(bounded_map(pool, encode_chunk, jobs, 2 * workers), cfg.max_tokens)
     else:
         kept, tokens = collect(map(encode_chunk, jobs), cfg.max_tokens)
@@ -72,18 +74,24 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
             path.unlink()
     require(kept > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
     require(tokens > 0, f"dataset={cfg.dataset!r} has one document only, which validation takes: split it into several")
-    shards = [Shard(p) for p in sorted(folder.glob("*-*.bin"))]
     summary = {
         "dataset": cfg.dataset,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
+        "source": source_state(cfg.dataset),
         "max_tokens": cfg.max_tokens,
         "val_fraction": cfg.val_fraction,
         "train_tokens": tokens,
-        "fingerprint": hashlib.sha256("".join(s.header["sha256"] for s in shards).encode()).hexdigest()[:16],
+        "fingerprint": fingerprint(folder),
     }
     write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
     return folder
+
+
+def source_state(dataset: str) -> str:
+    """A short hash of the names and sizes of the files; empty for the Hub, whose data sets are taken to stay."""
+    files = [(path, os.path.getsize(path)) for path in corpus.files(dataset)]
+    return hashlib.sha256(repr(files).encode()).hexdigest()[:16] if files else ""
 
 
 def enough(done: dict, max_tokens: int) -> bool:
@@ -92,13 +100,30 @@ def enough(done: dict, max_tokens: int) -> bool:
     return everything or (0 < max_tokens <= done["max_tokens"])
 
 
-def check_tokenizer(done: dict, cfg: TrainConfig, folder: Path) -> None:
-    wanted = tokenizers.canonical(cfg.tokenizer)
-    require(
-        done["tokenizer"] == wanted,
-        f"{folder} was made with the tokenizer {done['tokenizer']}, not {wanted}: "
-        f"set --tokenizer={done['tokenizer']}, or another --data_dir",
-    )
+def check_made_for(cfg: TrainConfig, done: dict, folder: Path) -> None:
+    """UserError if the folder holds another data set or another tokenizer's ids."""
+    wanted = {"dataset": cfg.dataset, "tokenizer": tokenizers.canonical(cfg.tokenizer)}
+    for key, value in wanted.items():
+        require(
+            done[key] == value,
+            f"{folder} was made with --{key}={done[key]}, not {value}: set that, or another --data_dir",
+        )
+
+
+def fingerprint(folder: Path) -> str:
+    """A short hash of all shards; UserError if one is damaged so that its header cannot be read."""
+    hashes = [Shard(path).header["sha256"] for path in sorted(folder.glob("*-*.bin"))]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+def end_with_parent() -> None:
+    """Worker processes end when the one that started them is killed."""
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def make_tokenizer(cfg: TrainConfig, folder: Path):
@@ -198,30 +223,6 @@ def write_shard(path: Path, docs: list[str], tokenizer, text_hash: str) -> None:
     write_ids(path, ids, header)
 
 
-def write_ids(path: Path, ids: np.ndarray, header: dict) -> None:
-    raw = ids.tobytes()
-    sha256 = hashlib.sha256(raw).hexdigest()
-    header = {"format": FORMAT, "dtype": ids.dtype.name, "tokens": len(ids), "sha256": sha256, **header}
-    write_atomically(path, json.dumps(header).encode().ljust(HEADER_BYTES) + raw)
-
-
-def cut(path: Path, tokens: int) -> None:
-    """Keep the first `tokens` tokens of a shard; a later preparation that wants more makes it anew."""
-    shard = Shard(path)
-    share = tokens / shard.header["tokens"]
-    text = {"documents": shard.header["documents"], "text_bytes": round(shard.header["text_bytes"] * share)}
-    write_ids(path, shard.ids[:tokens], {**text, "vocab_size": shard.header["vocab_size"], "text_sha256": "cut"})
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def read_json(path: Path):
     try:
         return json.loads(path.read_text())
@@ -233,29 +234,6 @@ def read_json(path: Path):
 
 # ---------------------------------------------------------------------------------------------------------------
 # Reading: shards -> batches
-
-
-class Shard:
-    """One file of tokens: `header` (a dict) and `ids`, memory-mapped."""
-
-    def __init__(self, path: Path):
-        damaged = f"{path} is damaged ({{}}): delete it and run data.py again, which makes only what is missing"
-        with open(path, "rb") as file:
-            try:
-                self.header = json.loads(file.read(HEADER_BYTES))
-                self.dtype = np.dtype(self.header["dtype"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(damaged.format("no header")) from error
-        wanted = HEADER_BYTES + self.header["tokens"] * self.dtype.itemsize
-        size = os.path.getsize(path)
-        require(size == wanted, damaged.format(f"{size:,} bytes instead of {wanted:,}"))
-        self.path, self.damaged = path, damaged
-        shape = (self.header["tokens"],)
-        self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, shape) if shape[0] else np.empty(0, self.dtype)
-
-    def check_hash(self) -> None:
-        found = hashlib.sha256(self.ids).hexdigest()
-        require(found == self.header["sha256"], self.damaged.format("its checksum does not match"))
 
 
 class Split:
@@ -338,24 +316,27 @@ def raise_file_limit() -> None:
     if sys.platform != "win32":
         import resource
 
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = hard if hard != resource.RLIM_INFINITY else 65536
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(wanted, 65536), hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def open_or_prepare(cfg: TrainConfig) -> Path:
     """The folder of a checked data set; it is prepared first when it is missing and small. For one process to call."""
     folder = data_dir(cfg)
-    if not (folder / "dataset.json").exists():
+    done = read_json(folder / "dataset.json")
+    if done:
+        check_made_for(cfg, done, folder)
+    if not done or (cfg.max_tokens and not enough(done, cfg.max_tokens)):
         paths = corpus.files(cfg.dataset)
         small = 0 < cfg.max_tokens <= SMALL_TOKENS or (paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES)
-        require(
-            small,
-            f"the data set is not in {folder} yet and is not small, so prepare it first: python data.py "
-            f"--dataset={cfg.dataset} --tokenizer={cfg.tokenizer} --max_tokens={cfg.max_tokens} --data_dir={folder}",
-        )
+        names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
+        flags = [f"--{name}={getattr(cfg, name)}" for name in names] + [f"--data_dir={folder}"]
+        have = f"only {done['train_tokens']:,} tokens are in {folder}" if done else f"no data set is in {folder} yet"
+        require(small, f"{have}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}")
         prepare(cfg)
-    check_tokenizer(read_json(folder / "dataset.json"), cfg, folder)
+        done = read_json(folder / "dataset.json")
+    require(fingerprint(folder) == done["fingerprint"], f"{folder} lacks a shard: run data.py again, which makes it")
     shards = [Shard(p) for p in sorted(folder.glob("*-*.bin"))]
     if sum(s.ids.nbytes for s in shards) <= HASH_BYTES:
         for shard in shards:

@@ -23,9 +23,8 @@ def linear_cross_entropy(x, weight, labels, logit_scale=None):
     x: (..., D); weight: (V, D); labels: (...) of int64, IGNORE does not count. Returns a scalar in fp32 (fp64 for
     fp64 inputs). Under autocast the matmuls run in its dtype. Differentiable once.
     """
-    return LinearCrossEntropy.apply(
-        x.flatten(0, -2), weight, labels.flatten(), 1.0 if logit_scale is None else logit_scale
-    )
+    scale = 1.0 if logit_scale is None else logit_scale
+    return LinearCrossEntropy.apply(x.flatten(0, -2), weight, labels.flatten(), scale, torch.is_grad_enabled())
 
 
 def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0):
@@ -37,11 +36,11 @@ def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0):
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, scale):
-        # x (N, D), weight (V, D), labels (N,)
+    def forward(ctx, x, weight, labels, scale, training):
+        # x (N, D), weight (V, D), labels (N,); inside here autograd is always off, so `training` tells
         exact = torch.promote_types(x.dtype, torch.float32)
         rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-        need_x, need_w = ctx.needs_input_grad[:2]
+        need_x, need_w = (training and needed for needed in ctx.needs_input_grad[:2])
         grad_x = torch.empty_like(x) if need_x else None
         grad_w = torch.zeros(weight.shape, dtype=exact, device=weight.device) if need_w else None
         loss = torch.zeros((), dtype=exact, device=x.device)
@@ -67,7 +66,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         grad_x, grad_w = ctx.saved_tensors
         scaled = [None if g is None else g * grad_loss.to(g.dtype) for g in (grad_x, grad_w)]
-        return *scaled, None, None
+        return *scaled, None, None, None
 
 
 if __name__ == "__main__":

@@ -24,23 +24,22 @@ from config import MPTConfig, require
 from loss import linear_cross_entropy
 
 
-class LowPrecisionLayerNorm(nn.LayerNorm):
-    """LayerNorm that stays in autocast's dtype (its sums are fp32 in the kernel), so the residual stream does too."""
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm whose dtype under autocast is chosen: autocast's own, so that the residual stream stays in it (the
+    sums are fp32 in the kernel), or fp32 throughout."""
+
+    def __init__(self, cfg: MPTConfig, dim: int):
+        super().__init__(dim, eps=1e-5, bias=not cfg.no_bias)
+        self.low_precision = cfg.norm_type == "low_precision_layernorm"
 
     def forward(self, x):
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
             return super().forward(x)
-        dtype = torch.get_autocast_dtype(kind)
-        weight = self.weight.to(dtype)
+        dtype = torch.get_autocast_dtype(kind) if self.low_precision else torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return F.layer_norm(x.to(dtype), self.normalized_shape, weight, bias, self.eps)
-
-
-def layer_norm(cfg, dim):
-    norm = LowPrecisionLayerNorm if cfg.norm_type == "low_precision_layernorm" else nn.LayerNorm
-    return norm(dim, eps=1e-5, bias=not cfg.no_bias)
+            return F.layer_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps)
 
 
 class Attention(nn.Module):
@@ -53,8 +52,8 @@ class Attention(nn.Module):
         self.Wqkv = nn.Linear(cfg.d_model, cfg.d_model + 2 * self.kv_dim, bias=not cfg.no_bias)
         self.out_proj = nn.Linear(cfg.d_model, cfg.d_model, bias=not cfg.no_bias)
         if cfg.qk_ln:
-            self.q_ln = layer_norm(cfg, cfg.d_model)
-            self.k_ln = layer_norm(cfg, self.kv_dim)
+            self.q_ln = LayerNorm(cfg, cfg.d_model)
+            self.k_ln = LayerNorm(cfg, self.kv_dim)
 
     def forward(self, x, slopes, cache=None, layer=0):
         cfg, (B, T, _) = self.cfg, x.shape
@@ -92,9 +91,9 @@ class Block(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.resid_pdrop = cfg.resid_pdrop
-        self.norm_1 = layer_norm(cfg, cfg.d_model)
+        self.norm_1 = LayerNorm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
-        self.norm_2 = layer_norm(cfg, cfg.d_model)
+        self.norm_2 = LayerNorm(cfg, cfg.d_model)
         self.ffn = FFN(cfg)
 
     def forward(self, x, slopes, cache=None, layer=0):
@@ -113,7 +112,7 @@ class Transformer(nn.Module):
         if cfg.learned_positions:
             self.wpe = nn.Embedding(cfg.max_seq_len, cfg.d_model)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
-        self.norm_f = layer_norm(cfg, cfg.d_model)
+        self.norm_f = LayerNorm(cfg, cfg.d_model)
 
     def forward(self, input_ids, cache=None):
         cfg, past = self.cfg, 0 if cache is None else cache.length

@@ -96,7 +96,8 @@ def main(argv) -> None:
     args = parser.parse_args(argv)
     print(in_terminal(args.runs))
     out = Path(args.out or Path(args.runs[0]) / "loss.png")
-    print(out if as_picture(args.runs, out) else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
+    drawn = as_picture(args.runs, out)
+    print(out if drawn else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
     for run in args.runs:
         print(runlog.summary(run, json.loads((Path(run) / "config.json").read_text())["expect"]))
 

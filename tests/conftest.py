@@ -5,6 +5,7 @@ torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its ow
 python("--lr=1e-3")          the same as a plain process
 """
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -131,6 +132,12 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
     return data.prepare(
         TrainConfig(dataset=f"{tiny_text}/*.txt", tokenizer="bytes", data_dir=str(folder), val_fraction=0.1)
     )
+
+
+def flags_for(folder) -> list[str]:
+    """The flags with which a program takes the prepared data in `folder`."""
+    made = json.loads((Path(folder) / "dataset.json").read_text())
+    return [f"--data_dir={folder}", f"--dataset={made['dataset']}", f"--tokenizer={made['tokenizer']}"]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, clean_environment, launch
+from conftest import ROOT, TORCHRUN, clean_environment, flags_for, launch
 
 import checkpoint
 import config
@@ -27,13 +27,13 @@ from config import MPTConfig, TrainConfig
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=1", "--warmup_steps=2", "--max_steps=6", "--eval_tokens=2000"]
-WHERE = ["--tokenizer=bytes", "--run_dir=run"]
+WHERE = ["--run_dir=run"]
 MODEL = MPTConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=260, max_seq_len=32)
 N_PARAMS = 260 * 32 + 32 * 32 + 2 * (12 * 32**2 + 13 * 32) + 2 * 32  # wte, wpe, blocks (weights; biases, norms), norm_f
 
 
 def flags(tiny_data, *more) -> list[str]:
-    return [*SIZE, *BATCH, *WHERE, "--precision=fp32", f"--data_dir={tiny_data}", *more]
+    return [*SIZE, *BATCH, *WHERE, "--precision=fp32", *flags_for(tiny_data), *more]
 
 
 def rows_by_step(run_dir) -> tuple[dict, dict]:
@@ -49,7 +49,8 @@ def rows_by_step(run_dir) -> tuple[dict, dict]:
 def first_run(tmp_path_factory, tiny_text):
     """configs/mpt1b.py on four ranks with nothing but sizes and data changed; folder and what it printed."""
     folder = tmp_path_factory.mktemp("mpt1b")
-    changed = [*SIZE, *BATCH, *WHERE, f"--dataset={tiny_text}/*.txt", "--data_dir=tokens", "--val_fraction=0.1"]
+    changed = [*SIZE, *BATCH, *WHERE, f"--dataset={tiny_text}/*.txt", "--tokenizer=bytes", "--data_dir=tokens"]
+    changed += ["--val_fraction=0.1"]
     done = launch([*TORCHRUN, "4"], folder, [ROOT / "configs/mpt1b.py", *changed, "--peak_tflops=0.001"])
     assert done.returncode == 0, done.stderr
     return folder, done.stdout
@@ -59,7 +60,7 @@ def first_run(tmp_path_factory, tiny_text):
 def finished(first_run, tmp_path):
     """A copy of that finished run in tmp_path, and the flags that belong to it."""
     shutil.copytree(first_run[0], tmp_path, dirs_exist_ok=True)
-    return [ROOT / "configs/mpt1b.py", *SIZE, *BATCH, *WHERE, "--data_dir=tokens", "--peak_tflops=0.001"]
+    return [ROOT / "configs/mpt1b.py", *SIZE, *BATCH, *WHERE, *flags_for(tmp_path / "tokens"), "--peak_tflops=0.001"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def test_a_finished_run_is_left_as_it_is(python, finished, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     done = python(*finished)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert "run: 6 steps, 1,536 tokens" in done.stdout and "loss 6" not in done.stdout
+    assert "run: 6 steps, 1,536 tokens" in done.stdout and "tokens/s" not in done.stdout
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
@@ -196,11 +197,11 @@ def kill_in_the_middle(command, cwd, first_step):
 @pytest.mark.parametrize("size, mode", [(2, "FULL_SHARD"), pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow)])
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(torchrun, tiny_data, tmp_path, size, mode):
     """kill -9 of all processes, the same command once more: every number of an undisturbed run, bit by bit."""
-    these = ["--max_steps=60", "--save_interval=5", "--eval_interval=7", "--resid_pdrop=0.1", f"--sharding={mode}"]
+    these = ["--max_steps=32", "--save_interval=3", "--eval_interval=7", "--resid_pdrop=0.1", f"--sharding={mode}"]
     these = flags(tiny_data, *these, f"--shard_size={size // 2}")
     command = [sys.executable, *TORCHRUN, str(size), str(ROOT / "fsdp_train.py"), *these]
-    killed_at = kill_in_the_middle(command, tmp_path, 18)
-    assert 18 <= killed_at < 60 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 10
+    killed_at = kill_in_the_middle(command, tmp_path, 10)
+    assert 10 <= killed_at < 32 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 6
     again = torchrun(size, *these)
     assert again.returncode == 0 and "going on from run/checkpoints/step-" in again.stdout, again.stderr
     undisturbed = torchrun(size, *these, "--run_dir=other")
@@ -211,6 +212,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(torchrun, t
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_killed_alone(python, tiny_data, tmp_path):
     """The same as a plain process."""
     these = flags(tiny_data, "--max_steps=60", "--save_interval=5", "--sharding=ZERO1")
@@ -241,7 +243,7 @@ def assert_one_line(done, *parts):
         (["--dataset=nowhere/*.txt", "--data_dir=empty"], ["dataset='nowhere/*.txt'", "no .txt"]),
         (["--vocab_size=256"], ["vocab_size 256 is less than the 257 ids", "raise it"]),
         (["--max_seq_len=100000"], ["max_seq_len 100000 is longer than the train data", "lower --max_seq_len"]),
-        (["--tokenizer=bpe-300"], ["was made with the tokenizer bytes, not bpe-300", "--tokenizer=bytes"]),
+        (["--tokenizer=bpe-300"], ["was made with --tokenizer=bytes, not bpe-300"]),
         (["--resume=nowhere"], ["no checkpoint in 'nowhere'"]),
     ],
     ids=["typo", "corpus", "vocabulary", "length", "tokenizer", "checkpoint"],
@@ -289,7 +291,7 @@ def test_mistakes_of_many_ranks_are_one_line(torchrun, tiny_data):
     assert done.returncode != 0
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
     assert lines == ["error: global_batch_size 8 is not a multiple of the 3 ranks"]
-    assert "Traceback" not in done.stderr
+    assert 'fsdp_train.py", line' not in done.stderr  # torchrun shows a traceback of its own, not of ours
 
 
 @pytest.mark.slow
@@ -308,7 +310,7 @@ def test_every_mistake_of_many_ranks_is_one_line(torchrun, tiny_data, mistake, p
     done = torchrun(4, *flags(tiny_data, *mistake))
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
     assert done.returncode != 0 and len(lines) == 1 and part in lines[0], done.stderr
-    assert "Traceback" not in done.stderr
+    assert 'fsdp_train.py", line' not in done.stderr  # torchrun shows a traceback of its own, not of ours
 
 
 @pytest.mark.slow

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from conftest import launch
 
 from config import MPTConfig
 from generate import generate, sample
 from model import MPT, init_weights
-from tests.conftest import launch
 
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=24)
 
@@ -66,7 +66,7 @@ def run(tiny_data, tmp_path_factory):
     """A run folder of two steps over bytes."""
     folder = tmp_path_factory.mktemp("sampling")
     flags = [f"--{k}={v}" for k, v in (TINY | {"vocab_size": 320}).items()]
-    flags += ["--alibi", f"--data_dir={tiny_data}", "--dataset=unused", "--tokenizer=bytes", "--global_batch_size=4"]
+    flags += ["--alibi", f"--data_dir={tiny_data}", "--tokenizer=bytes", "--global_batch_size=4"]
     flags += ["--max_steps=2", "--warmup_steps=1", "--save_interval=1", "--run_dir=run", "--eval_tokens=100"]
     done = launch([], folder, flags)
     assert done.returncode == 0, done.stderr

@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from conftest import launch
 
 import plot
 from config import UserError
-from tests.conftest import launch
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-
-from tests.conftest import ROOT, clean_environment
+from conftest import ROOT, clean_environment
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).splitlines()
