@@ -11,6 +11,7 @@ written twice to one path, since a half-overwritten checkpoint looks complete.
 Run `python checkpoint.py`, or under torchrun, to see one saved and loaded, and at what rate. Read next: fsdp_train.py.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -112,7 +113,7 @@ class Checkpointer:
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    there = [p for p in folder.glob("step-*") if p.suffix != ".tmp" and (p / ".metadata").exists()]
+    there = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / ".metadata").exists()]
     return sorted(there, key=lambda p: int(p.name.split("-")[1]))
 
 
@@ -123,7 +124,7 @@ def latest(run_dir) -> Path | None:
 
 def find(path: str) -> Path:
     """A checkpoint from the path of one, or of a run folder (its newest)."""
-    found = Path(path) if (Path(path) / "meta.json").exists() else latest(path)
+    found = Path(path) if Path(path) in complete(Path(path).parent) else latest(path)
     require(
         found is not None, f"no checkpoint in {path!r}: give a run folder or a checkpoint like runs/demo/.../step-200"
     )
@@ -131,7 +132,18 @@ def find(path: str) -> Path:
 
 
 def read_meta(path: Path) -> dict:
-    return json.loads((path / "meta.json").read_text())
+    with damage_named(path):
+        return json.loads((path / "meta.json").read_text())
+
+
+@contextlib.contextmanager
+def damage_named(path: Path):
+    """What goes wrong while a checkpoint is read becomes a UserError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, RuntimeError, dcp.CheckpointException) as error:
+        reasons = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is damaged ({reasons}): delete it to go on from the one before") from error
 
 
 def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
@@ -153,7 +165,8 @@ def load(path: Path, model: MPT, optimizer) -> None:
     """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other."""
     ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
-    dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
+    with damage_named(path):
+        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state, options=OPTIONS)
     for group, settings in zip(optimizer.param_groups, ours, strict=True):
         group.update(settings)  # lr, betas, decay: as configured now, not as saved
@@ -164,7 +177,7 @@ def load_model(path: Path, device: torch.device) -> MPT:
     with torch.device("meta"):
         model = MPT(from_dict(MPTConfig, read_meta(path)))
     model.to_empty(device=device)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), damage_named(path):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
         dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
     return model.eval()

@@ -69,19 +69,18 @@ def main(argv) -> None:
         checkpoint.load(found, model, optimizer)
 
     # what is written down
-    peak = devices.peak_flops(
-        cfg.peak_tflops, world.device, parallel.DTYPES[precision]
-    )  # FLOP/s of this rank's device, or None
-    all_peaks = None if peak is None else parallel.all_sum(torch.tensor(peak / 1e12, device=world.device)).item() * 1e12
+    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
+    if peak is not None:
+        peak = parallel.all_sum(torch.tensor(peak, device=world.device)).item()  # of all ranks
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,
         "device": devices.describe(world.device),
         "precision": precision,
-        "resumed": str(found),
+        "resumed": found and str(found),
     }
     log.start(model_cfg, launch, folder / "tokenizer.json", first)
-    log.say(opening(model_cfg, cfg, world, precision, folder, train, found, all_peaks))
+    log.say(opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     def evaluate_now(step):
         loss = evaluate(model, val, cfg, world, precision)
@@ -107,7 +106,7 @@ def main(argv) -> None:
                 "lr": optim.learning_rate(step, cfg),
                 "grad_norm": grad_norm,
                 "tokens_per_second": rate,
-                "mfu": None if all_peaks is None else rate * flops.train_flops_per_token(model_cfg) / all_peaks,
+                "mfu": flops.mfu(model_cfg, rate, 1, peak),
                 "memory_gb": runlog.memory_gb(world.device),
                 "seconds": seconds,
             }
@@ -183,14 +182,22 @@ def find_start(cfg):
     if cfg.resume == "again" and newest and checkpoint.read_meta(newest)["step"] >= cfg.max_steps:
         print(f"the finished run is kept in {runlog.put_aside(cfg.run_dir)}")
         return None
-    return newest if cfg.resume in ("auto", "again", "never") else checkpoint.find(cfg.resume)
+    if cfg.resume in ("auto", "again", "never"):
+        return newest
+    chosen = checkpoint.find(cfg.resume)
+    later = newest and checkpoint.read_meta(newest)["step"] > checkpoint.read_meta(chosen)["step"]
+    require(not later, f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir")
+    return chosen
 
 
-def opening(model_cfg, cfg, world, precision, folder, train, found, peak) -> str:
+def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
     """What is about to run, in five lines."""
     per_rank = cfg.global_batch_size // world.size
     passes = math.ceil(per_rank / cfg.microbatch_size)
-    impl = attention.choose(model_cfg.attn_impl, world.device.type, model_cfg.max_seq_len)
+    impl = attention.choose(model_cfg.attn_impl, world.device.type)
+    how = f"going on from {found}" if found else "starting anew"
+    if first >= cfg.max_steps:
+        how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
     known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
     size = f"{flops.n_params(model_cfg):,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}"
     return "\n".join(
@@ -200,7 +207,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, peak) -> str
             f"{folder}: {train.tokens:,} training tokens",
             f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
             f"{world.size} ranks x {per_rank} in {passes} microbatches",
-            f"{cfg.run_dir}: " + (f"going on from {found}" if found else "starting anew"),
+            f"{cfg.run_dir}: " + how,
         ]
     )
 

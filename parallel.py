@@ -58,10 +58,11 @@ def start(device_type: str = "auto") -> World:
     """
     env = os.environ
     if "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in env:
-        env.setdefault("MASTER_ADDR", slurm_first_host())
-        env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 20000))
+        if "MASTER_ADDR" not in env:
+            env["MASTER_ADDR"] = slurm_first_host()
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
         env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
-        env.setdefault("LOCAL_WORLD_SIZE", env.get("SLURM_NTASKS_PER_NODE", "1"))
+        env["LOCAL_WORLD_SIZE"] = str(int(env["SLURM_NTASKS"]) // int(env.get("SLURM_NNODES", 1)))
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device = pick_device(device_type, local_rank, size)
@@ -76,10 +77,10 @@ def start(device_type: str = "auto") -> World:
 
 
 def slurm_first_host() -> str:
-    command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
     try:
+        command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+    except (KeyError, OSError, subprocess.CalledProcessError, IndexError) as error:
         raise UserError("cannot ask SLURM for the first node: set MASTER_ADDR to its name") from error
 
 
@@ -196,7 +197,7 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
         "mesh": mesh["dp_shard"] if shard_only else mesh["dp_replicate", "dp_shard"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
     }
-    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD") and mesh.size() > 1  # alone there is nothing to gather
     for block in model.transformer.blocks:
         fully_shard(block, reshard_after_forward=free, **options)
     return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept

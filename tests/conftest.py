@@ -101,6 +101,16 @@ def work(rank: int, size: int, store: str, pipe) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped, with the reason, where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """`ranks(n)`: the pool of n ranks (1, 2 or 4), started when first called."""

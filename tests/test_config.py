@@ -175,7 +175,7 @@ BAD_FLAGS = [
     ("lr", "", "a number"),
     ("alibi", "perhaps", "true or false"),
     ("kv_n_heads", "all", "a whole number or none"),
-    ("attn_impl", "flash", "one of: auto, reference, sdpa, flex"),
+    ("attn_impl", "flash", "one of: auto, reference, blocks, sdpa, flex"),
     ("logit_scale", "sqrt", "a number or one of: inv_sqrt_d_model or none"),
 ]
 

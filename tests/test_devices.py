@@ -15,7 +15,7 @@ REPORTED = [  # name, arch, units that torch reports, GiB, bf16 TFLOP/s
     ("NVIDIA H100 PCIe", "9.0", 114, 79.1, 756.5),
     ("NVIDIA H100 NVL", "9.0", 132, 93.1, 835.5),
     ("NVIDIA H200", "9.0", 132, 139.8, 989.4),
-    ("NVIDIA H200 NVL", "9.0", 132, 139.8, 835.5),
+    ("NVIDIA H200 NVL", "9.0", 132, 139.8, 836),
     ("NVIDIA GH200 480GB", "9.0", 132, 94.5, 989.4),
     ("NVIDIA B200", "10.0", 148, 179, 2250),
     ("NVIDIA GB200", "10.0", 152, 185, 2500),

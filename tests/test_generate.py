@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import launch
+from conftest import flags_for, launch
 
 from config import MPTConfig
 from generate import generate, sample
@@ -66,7 +66,7 @@ def run(tiny_data, tmp_path_factory):
     """A run folder of two steps over bytes."""
     folder = tmp_path_factory.mktemp("sampling")
     flags = [f"--{k}={v}" for k, v in (TINY | {"vocab_size": 320}).items()]
-    flags += ["--alibi", f"--data_dir={tiny_data}", "--tokenizer=bytes", "--global_batch_size=4"]
+    flags += ["--alibi", *flags_for(tiny_data), "--global_batch_size=4"]
     flags += ["--max_steps=2", "--warmup_steps=1", "--save_interval=1", "--run_dir=run", "--eval_tokens=100"]
     done = launch([], folder, flags)
     assert done.returncode == 0, done.stderr
