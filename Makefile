@@ -21,8 +21,8 @@ help:
 train: setup
 	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
 	$(PY) plot.py runs/demo
-	$(PY) generate.py runs/demo --step=0
-	$(PY) generate.py runs/demo
+	$(PY) generate.py runs/demo --prompt='def ' --step=0
+	$(PY) generate.py runs/demo --prompt='def '
 	@echo
 	@echo "The run is in runs/demo: its settings, metrics.jsonl, checkpoints, the curve. Next: your words, your text, stories."
 	@echo "  $(PY) generate.py runs/demo --prompt='def main('"

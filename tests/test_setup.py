@@ -18,7 +18,7 @@ FILES = ["Makefile", "environment.py", "constraints.txt"]
 FILES += ["requirements.txt", "requirements-dev.txt", "requirements-extra.txt"]
 ROCM = {"torch": "2.9.0+rocm6.4", "pytorch-triton-rocm": "3.5.0"}
 TORCH = {
-    "torch/__init__.py": "import os\nclass accelerator:\n    device_count = lambda: int(os.environ['DEVICES'])\n",
+    "torch/__init__.py": "import os\nclass cuda:\n    device_count = lambda: int(os.environ['DEVICES'])\n",
     "torch/distributed/__init__.py": "",
     "torch/distributed/run.py": "import subprocess, sys\n"
     "script = [a for a in sys.argv[1:] if not a.startswith('--rdzv') and not a.startswith('--nproc')]\n"
