@@ -141,9 +141,13 @@ def damage_named(path: Path):
     """What goes wrong while a checkpoint is read becomes a UserError that names it."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, EOFError, ValueError, RuntimeError, dcp.CheckpointException) as error:
-        reasons = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({reasons}): delete it to go on from the one before") from error
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"cannot read {path} ({reason}): if it is damaged, move it away to use the one before"
+        ) from error
 
 
 def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
@@ -152,9 +156,8 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
-    differ += (
-        [] if meta["data_fingerprint"] == fingerprint else [f"data {meta['data_fingerprint']} (here {fingerprint})"]
-    )
+    if meta["data_fingerprint"] != fingerprint:
+        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
     require(
         not differ,
         f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",

@@ -130,7 +130,9 @@ class TrainConfig:
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")
-        require(0 < self.val_fraction < 1, f"val_fraction must be between 0 and 1, not {self.val_fraction}")
+        require(
+            0 < self.val_fraction <= 0.5, f"val_fraction must be more than 0 and at most 0.5, not {self.val_fraction}"
+        )
         require(
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,
             f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}",

@@ -18,6 +18,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import platform
 import re
 import shlex
 import sys
@@ -243,9 +244,10 @@ class Split:
         raise_file_limit()
         self.seq_len, self.folder = seq_len, folder
         self.shards = [Shard(p) for p in sorted(Path(folder).glob(f"{split}-*.bin"))]
+        require(self.shards, f"no {split} shards in {folder} on {platform.node()}: every node must see this folder")
         self.tokens = sum(s.header["tokens"] for s in self.shards)
         self.text_bytes = sum(s.header["text_bytes"] for s in self.shards)
-        self.vocab_size = self.shards[0].header["vocab_size"] if self.shards else 0
+        self.vocab_size = self.shards[0].header["vocab_size"]
         windows = [max(0, s.header["tokens"] - 1) // seq_len for s in self.shards]
         self.first = np.cumsum([0, *windows])  # number of each shard's first window
         what = "lower --max_seq_len or raise --val_fraction" if split == "val" else "lower --max_seq_len"

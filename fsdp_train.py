@@ -50,19 +50,18 @@ def main(argv) -> None:
 
     # where to begin
     found = parallel.rank_zero_decides(lambda: find_start(cfg))
-    meta = checkpoint.read_meta(found) if found else None
+    saved = checkpoint.read_meta(found) if found else {}
     if found:
-        checkpoint.check_same(found, meta, model_cfg, cfg, fingerprint)
-    first = meta["step"] if meta else 0
-    kept = meta["precision"] if meta and cfg.precision == "auto" else None
-    precision = kept or parallel.choose_precision(cfg, world.device)
+        checkpoint.check_same(found, saved, model_cfg, cfg, fingerprint)
+    first = saved.get("step", 0)
+    precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
 
     # model, optimizer
     mesh = parallel.make_mesh(world, cfg)
     with torch.device("meta"):
         model = MPT(model_cfg)
     model = parallel.parallelize(model, mesh, cfg, precision)
-    parallel.materialize(model, world.device, cfg.seed)
+    parallel.materialize(model, world.device, None if found else cfg.seed)
     optimizer = optim.build_optimizer(model.parameters(), cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
     if found:
@@ -70,9 +69,9 @@ def main(argv) -> None:
 
     # what is written down
     peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
-    if peak is not None:
-        peak = parallel.all_sum(torch.tensor(peak, device=world.device)).item()  # of all ranks
-    meta = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
+    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()  # of all ranks
+    peak = None if math.isnan(peak) else peak
+    settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,
         "device": devices.describe(world.device),
@@ -87,12 +86,14 @@ def main(argv) -> None:
         bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
         log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
 
+    def rows_of(step):
+        return train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)
+
     # the loop
     if first == 0:
         evaluate_now(0)
-    rows_of_step = lambda step: train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)  # noqa: E731
     begin = time.perf_counter()
-    for step, rows in data.prefetch(rows_of_step, range(first, cfg.max_steps), world.device):
+    for step, rows in data.prefetch(rows_of, range(first, cfg.max_steps), world.device):
         loss, grad_norm = train_step(model, optimizer, rows, step, cfg, world, precision)
         loss, grad_norm = loss.item(), grad_norm.item()  # the step's one wait for the device
         seconds = time.perf_counter() - begin
@@ -119,7 +120,7 @@ def main(argv) -> None:
         if last or (cfg.eval_interval and done % cfg.eval_interval == 0):
             evaluate_now(done)
         if last or (cfg.save_interval and done % cfg.save_interval == 0):
-            saver.save(done, model, optimizer, meta)
+            saver.save(done, model, optimizer, settings)
         begin = time.perf_counter()
     saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
@@ -130,16 +131,17 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 
     Both stay on the device: nothing is read back here, so its queue never runs dry between microbatches.
     """
-    torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: a resumed run draws the same masks
+    torch.manual_seed(
+        hash((cfg.seed, step, world.rank)) % 2**63
+    )  # dropout: as many ranks, the same masks after a resume
     ids, labels = rows[:, :-1], rows[:, 1:]
     tokens = parallel.all_sum((labels != IGNORE).sum().float())  # counted over the global batch
     loss_sum = torch.zeros((), device=rows.device)
-    pieces = range(0, len(rows), cfg.microbatch_size)
-    for i in pieces:
-        parallel.before_microbatch(model, cfg, last=i == pieces[-1])
-        piece = slice(i, i + cfg.microbatch_size)
+    for begin in range(0, len(rows), cfg.microbatch_size):
+        end = begin + cfg.microbatch_size
+        parallel.before_microbatch(model, cfg, last=end >= len(rows))
         with autocast(rows.device, precision):
-            loss = model(ids[piece], labels=labels[piece])  # a sum over tokens
+            loss = model(ids[begin:end], labels=labels[begin:end])  # a sum over tokens
         (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
         loss_sum += loss.detach()
     grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)

@@ -28,7 +28,9 @@ def generate(model, ids, max_new_tokens, *, vocab_size, temperature=1.0, top_k=0
     learned positions end.
     """
     cfg = model.cfg
-    room = max_new_tokens if not cfg.learned_positions else min(max_new_tokens, cfg.max_seq_len - ids.shape[1] + 1)
+    room = (
+        max_new_tokens if not cfg.learned_positions else min(max_new_tokens, max(1, cfg.max_seq_len - ids.shape[1] + 1))
+    )
     dtype = model.transformer.wte.weight.dtype
     cache = KVCache.empty(cfg, ids.shape[0], ids.shape[1] + max_new_tokens, ids.device, dtype)
     for _ in range(room):

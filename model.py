@@ -26,7 +26,7 @@ from loss import linear_cross_entropy
 
 class LayerNorm(nn.LayerNorm):
     """LayerNorm whose dtype under autocast is chosen: autocast's own, so that the residual stream stays in it (the
-    sums are fp32 in the kernel), or fp32 throughout."""
+    sums are fp32 in the kernel), or fp32."""
 
     def __init__(self, cfg: MPTConfig, dim: int):
         super().__init__(dim, eps=1e-5, bias=not cfg.no_bias)

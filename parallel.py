@@ -119,7 +119,7 @@ def run(main) -> None:
             dist.barrier()
             dist.destroy_process_group()
     except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else 0
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         status = 130
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
@@ -144,18 +144,23 @@ def rank_zero_decides(decide):
     if dist.get_rank() == 0:
         try:
             box = [decide()]
-        except UserError as error:
-            box = [error]
+        except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
+            box = [UserError(str(error))]
     dist.broadcast_object_list(box, device=torch.device("cpu"))
     if isinstance(box[0], UserError):
         raise box[0]
     return box[0]
 
 
-def choose_precision(cfg: TrainConfig, device: torch.device) -> str:
-    """fp32 or bf16. `auto` on a CPU: whichever multiplies matrices faster here, since old CPUs emulate bf16."""
+def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
+    """fp32 or bf16. `auto` keeps what a resumed run had; on a CPU it takes whichever multiplies matrices faster here,
+    since old CPUs emulate bf16."""
     if cfg.precision != "auto":
         return cfg.precision
+    if saved:
+        return saved
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return "fp32"  # V100 and older
     if device.type != "cpu":
         return "bf16"
     return rank_zero_decides(faster_precision)
@@ -195,7 +200,8 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
     low = torch.bfloat16 if precision == "bf16" else None
     options = {
         "mesh": mesh["dp_shard"] if shard_only else mesh["dp_replicate", "dp_shard"],
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
+        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
     free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD") and mesh.size() > 1  # alone there is nothing to gather
     for block in model.transformer.blocks:
@@ -203,11 +209,12 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
     return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
 
 
-def materialize(model: MPT, device: torch.device, seed: int) -> None:
-    """Give a meta-device model memory, and each rank its part of the initial weights."""
+def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
+    """Give a meta-device model memory, and each rank its part of the initial weights (none if seed is None)."""
     model.to_empty(device=device)
-    with torch.no_grad():
-        init_weights(model, seed, assign_full)
+    if seed is not None:
+        with torch.no_grad():
+            init_weights(model, seed, assign_full)
 
 
 def assign_full(param, full) -> None:

@@ -25,7 +25,11 @@ def curves(run_dir: str) -> tuple[list, list]:
     rows = runlog.read(run_dir)
     steps = [(row["tokens"], row["loss"]) for row in rows if math.isfinite(row.get("loss") or math.nan)]
     tokens_of = {row["step"]: row["tokens"] for row in rows if "tokens" in row}
-    val = [(tokens_of.get(row["step"], 0), row["val_loss"]) for row in rows if "val_loss" in row]
+    val = [
+        (tokens_of.get(row["step"], 0), row["val_loss"])
+        for row in rows
+        if math.isfinite(row.get("val_loss") or math.nan)
+    ]
     config.require(steps, f"{run_dir} has no finished step yet")
     window = max(1, len(steps) // 50)
     means = []

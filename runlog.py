@@ -13,6 +13,7 @@ A run that goes on from step n first drops the rows after n, so no step is there
 Run `python runlog.py runs/demo` for a summary. Read next: plot.py.
 """
 
+import datetime
 import json
 import math
 import os
@@ -55,7 +56,7 @@ class RunLog:
         os.replace(temporary, self.path)
 
     def say(self, text: str) -> None:
-        """One line on the console."""
+        """To the console, from rank 0."""
         if self.rank == 0:
             print(text, flush=True)
 
@@ -74,10 +75,10 @@ def line(row: dict, max_steps: int) -> str:
     if "val_loss" in row:
         return f"{head}  validation loss {row['val_loss']:.4f}  {row['val_bits_per_byte']:.3f} bits per byte"
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    minutes, seconds = divmod(round((max_steps - row["step"]) * row["seconds"]), 60)
+    left = datetime.timedelta(seconds=round((max_steps - row["step"]) * row["seconds"]))
     return (
         f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
-        f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  {minutes}:{seconds:02d} left"
+        f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  {left} left"
     )
 
 
@@ -87,7 +88,7 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
 
 
 def memory_gb(device: torch.device) -> float:
-    """Peak memory so far, GB (10^9 bytes): of the accelerator, or of this process on a CPU."""
+    """Peak memory so far, GB (10^9 bytes): of a CUDA or ROCm device, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, kB on Linux
@@ -123,7 +124,7 @@ def read(run_dir) -> list[dict]:
 def put_aside(run_dir: str) -> Path:
     """Rename a finished run to run_dir-1, -2, ...: nothing is lost when another one starts."""
     number = 1
-    while (aside := Path(f"{run_dir}-{number}")).exists():
+    while (aside := Path(f"{Path(run_dir)}-{number}")).exists():
         number += 1
     return Path(run_dir).rename(aside)
 

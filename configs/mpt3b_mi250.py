@@ -21,5 +21,5 @@ alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
 eval_interval = 500
-save_interval = 500
+save_interval = 100
 run_dir = "runs/mpt3b_mi250"

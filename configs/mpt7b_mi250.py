@@ -21,5 +21,5 @@ alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
 eval_interval = 500
-save_interval = 250
+save_interval = 50
 run_dir = "runs/mpt7b_mi250"

@@ -487,3 +487,22 @@ def test_srun_without_torchrun(tmp_path):
         assert process.returncode == 0
         place = {"pp": 0, "dp_replicate": 0, "dp_shard": rank, "tp": 0}
         assert out.strip() == f"rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"
+
+
+def dtypes_in_a_block(world):
+    """What a block gets under FSDP and bf16: (residual stream, ALiBi slopes)."""
+    cfg, model_cfg = TrainConfig(), MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True)
+    with torch.device("meta"):
+        model = MPT(model_cfg)
+    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "bf16")
+    parallel.materialize(model, world.device, cfg.seed)
+    seen = []
+    model.transformer.blocks[0].attn.register_forward_pre_hook(lambda _, args: seen.extend(a.dtype for a in args[:2]))
+    with fsdp_train.autocast(world.device, "bf16"):
+        model(torch.zeros(1, 4, dtype=torch.long))
+    return seen
+
+
+def test_alibi_slopes_stay_fp32_in_bf16(ranks):
+    """Slopes of 16 heads are no powers of two: bf16 would bend them by up to 0.4 %."""
+    assert ranks(1)(dtypes_in_a_block) == [[torch.bfloat16, torch.float32]]

@@ -46,7 +46,7 @@ def test_only_rank_zero_writes(tmp_path, capsys):
 def test_console_line_says_the_same_as_the_row():
     line = runlog.line(row(40, mfu=0.4321, tokens_per_second=12345.6), max_steps=100)
     assert line == (
-        "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%  0.1 GB  2:00 left"
+        "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%  0.1 GB  0:02:00 left"
     )
     assert "MFU n/a" in runlog.line(row(1, mfu=None), 100)
     assert runlog.line({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5}, 100) == (
