@@ -4,7 +4,7 @@
     notes.txt, 'my/*.jsonl', dir  local .txt, .jsonl, .parquet and .py files, in sorted order
     allenai/c4:en                 a data set (and subset) of the Hugging Face Hub, streamed
 
-Run `python corpus.py stdlib` to see how many there are and how one begins. Read next: tokenizer.py, data.py.
+Run `python corpus.py stdlib` to see how many there are and how one begins. Read next: tokenizer.py.
 """
 
 import glob

@@ -352,7 +352,10 @@ def prefetch(make, steps, device):
 
     def load(step):
         rows = torch.from_numpy(make(step))
-        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+        if device.type != "cuda":
+            return rows.to(device)
+        torch.cuda.set_device(device)  # a new thread is on device 0, where pinning would open a second context
+        return rows.pin_memory().to(device, non_blocking=True)
 
     with ThreadPoolExecutor(1) as thread:
         ahead = deque()

@@ -13,7 +13,7 @@ is unknown, and `decode(encode(text)) == text`. One more id, the last, is end-of
 no text encodes to it.
 
 `python tokenizer.py` trains 512 entries on a part of Python's standard library and cuts a sentence; so does any other
-name: `python tokenizer.py gpt2` (which also fetches GPT-2's files into TIKTOKEN_CACHE_DIR). Read next: data.py.
+name: `python tokenizer.py gpt2` (which also fetches GPT-2's files into TIKTOKEN_CACHE_DIR). Read next: shards.py.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), algorithm 1; Radford et al. 2019 (GPT-2), section 2.2.
 """

@@ -219,7 +219,7 @@ def test_a_whole_float_in_a_file_serves_as_an_int(value, kept, write):
         (["--n_layers=0"], "n_layers must be at least 1, not 0"),
         (["--resid_pdrop=1"], "resid_pdrop must be in [0, 1), not 1.0"),
         (["--max_steps=50"], "warmup_steps 100 must be below max_steps 50"),
-        (["--val_fraction=1"], "val_fraction must be between 0 and 1, not 1.0"),
+        (["--val_fraction=1"], "val_fraction must be more than 0 and at most 0.5, not 1.0"),
         (["--lr=nan"], "lr must be more than 0, not nan"),
         (["--grad_clip=-1"], "grad_clip must be 0 or more, not -1.0"),
         (["--global_batch_size=0"], "global_batch_size must be more than 0, not 0"),
