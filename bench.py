@@ -72,6 +72,7 @@ def theirs(model_cfg, cfg, world, precision):
 
 
 def random_rows(model_cfg, cfg, world):
+    """Random tokens for one rank, (B, T + 1) int64."""
     shape = (cfg.global_batch_size // world.size, model_cfg.max_seq_len + 1)
     return torch.randint(model_cfg.vocab_size, shape, device=world.device)
 

@@ -132,6 +132,7 @@ def find(path: str) -> Path:
 
 
 def read_meta(path: Path) -> dict:
+    """What a checkpoint says about itself: step, settings, precision, data fingerprint."""
     with damage_named(path):
         return json.loads((path / "meta.json").read_text())
 

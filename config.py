@@ -223,6 +223,7 @@ def read_file(path: str) -> dict:
 
 
 def near_file(path: str) -> str:
+    """A hint with the config file whose name is nearest, or nothing."""
     folder = os.path.dirname(path) or "configs"
     there = [os.path.join(folder, f) for f in os.listdir(folder)] if os.path.isdir(folder) else []
     near = difflib.get_close_matches(path, there, n=1)

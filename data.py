@@ -46,6 +46,7 @@ SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by
 
 
 def data_dir(cfg: TrainConfig) -> Path:
+    """Where the shards are: `--data_dir`, or a name made of data set and tokenizer."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", cfg.dataset).strip("-.")
     return Path(cfg.data_dir or f"data/{name}-{tokenizers.canonical(cfg.tokenizer)}")
 
@@ -202,6 +203,7 @@ def encode_chunk(job) -> tuple[Path, int]:
 
 
 def is_finished(path: Path, text_hash: str) -> bool:
+    """Is this shard there, whole, and made from this text by this tokenizer?"""
     try:
         shard = Shard(path)
         shard.check_hash()
