@@ -13,22 +13,33 @@ without a mask: q gets extra columns of ones and k gets slope * j / scale as ext
                                                             with a mask (several queries on a cache, or not causal)
                                                             only the memory-efficient and math backends serve
     flex        compiled FlexAttention                      a score_mod; GPU (on a CPU it has no backward)
+    triton      flash_attention.py, to be read and changed  a vector per block of keys, inside the kernel; GPU
 
-`auto` takes `sdpa` on accelerators and `blocks` on a CPU, where flash attention has the slower backward: forward and
-backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms by blocks, 46 at once, 93 by SDPA (2 cores with AVX512-BF16).
+`auto` is decided by `choose`. On a GPU ALiBi in 16-bit numbers goes to `triton`, the one kernel that needs neither a
+mask nor extra columns, and the rest to `sdpa`. On a CPU it takes `blocks`, since flash attention there has the slower
+backward: forward and backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms by blocks, 46 at once, 93 by SDPA (2 cores
+with AVX512-BF16).
 
 Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query).
 Run `python attention.py` to see all of them agree. Read next: loss.py.
 """
 
 import functools
+import importlib.util
 import math
+import os
+import shutil
+import sysconfig
 
 import torch
 import torch.nn.functional as F
 
 from config import require
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # torch for CUDA and ROCm brings it
+CAN_BUILD = bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")) and os.path.exists(
+    os.path.join(sysconfig.get_path("include"), "Python.h")
+)  # with these Triton builds what launches a kernel; some containers have neither
 BLOCK = 256  # queries: the fastest of 64, 128 and 256 for 512 to 2,048 tokens on the CPU above
 
 
@@ -49,17 +60,20 @@ def attention(q, k, v, *, impl="auto", alibi_slopes=None, causal=True, softmax_s
     The queries are the last Tq of the Tk positions, as when decoding on a cache. Returns (B, H, Tq, D).
     """
     scale = softmax_scale or 1 / math.sqrt(q.shape[-1])
-    impl = choose(impl, q.device.type)
-    if k.shape[1] != q.shape[1]:  # grouped-query: every backend of every vendor takes repeated heads
+    impl = choose(impl, q.device.type, q.dtype, q.shape[-1], alibi_slopes is not None, dropout_p)
+    if impl != "triton" and k.shape[1] != q.shape[1]:  # grouped-query: every backend takes repeated heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return IMPLEMENTATIONS[impl](q, k, v, alibi_slopes, causal, scale, dropout_p)
 
 
-def choose(impl, device_type):
-    """The implementation that `auto` stands for."""
+def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
+    """The implementation that `auto` stands for in this case."""
     if impl != "auto":
         return impl
-    return "blocks" if device_type == "cpu" else "sdpa"
+    if device_type == "cpu":
+        return "blocks"
+    works = device_type == "cuda" and HAS_TRITON and CAN_BUILD and head_dim <= 128 and dropout_p == 0
+    return "triton" if works and alibi and dtype in (torch.bfloat16, torch.float16) else "sdpa"
 
 
 def attention_bias(n_queries, n_keys, slopes, causal, device):
@@ -160,11 +174,21 @@ def causal_block_mask(n_tokens, device):
     return create_block_mask(visible, None, None, n_tokens, n_tokens, device=device)
 
 
+def triton_attention(q, k, v, slopes, causal, scale, dropout_p):
+    """Our own kernels. Imported here: they need triton, which a CPU's torch does not bring."""
+    require(dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
+    require(HAS_TRITON, "attn_impl=triton needs triton, which torch for CUDA and ROCm brings: take attn_impl=sdpa")
+    from flash_attention import flash_attention
+
+    return flash_attention(q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale)
+
+
 IMPLEMENTATIONS = {
     "reference": reference_attention,
     "blocks": blockwise_attention,
     "sdpa": sdpa_attention,
     "flex": flex_attention,
+    "triton": triton_attention,
 }
 
 

@@ -142,7 +142,7 @@ def damage_named(path: Path):
     """What goes wrong while a checkpoint is read becomes a UserError that names it."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (UserError, torch.OutOfMemoryError):
         raise
     except (OSError, EOFError, ValueError, RuntimeError, dcp.CheckpointException) as error:
         reason = " ".join(str(error).split())[:200]

@@ -50,7 +50,7 @@ class MPTConfig:
     attn_pdrop: float = 0.0  # dropout on the attention probabilities
     resid_pdrop: float = 0.0  # dropout after attention and after the feed-forward
     norm_type: Literal["low_precision_layernorm", "layernorm"] = "low_precision_layernorm"  # norm in bf16, or in fp32
-    attn_impl: Literal["auto", "reference", "blocks", "sdpa", "flex"] = "auto"  # see attention.py
+    attn_impl: Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"] = "auto"  # see attention.py
 
     @property
     def head_dim(self) -> int:
@@ -139,7 +139,7 @@ class TrainConfig:
         )
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """A mistake that the user can fix: shown as one line, from one rank, without a traceback, exit status 2."""
 
 

@@ -54,16 +54,17 @@ def file_documents(path: str):
     .txt: what stands between <|endoftext|>; when that is absent, pieces of about 16 kB that end at a blank line.
     """
     if path.endswith(".parquet"):
-        import pyarrow.parquet as parquet  # comes with `datasets`
+        import pyarrow  # comes with `datasets`
+        import pyarrow.parquet
 
         try:
-            table = parquet.ParquetFile(path)
+            table = pyarrow.parquet.ParquetFile(path)
             columns = {field.name: str(field.type) for field in table.schema_arrow}
             right = columns.get("text") in ("string", "large_string", "string_view")
             require(right, f"{path} has no column 'text' of strings, only {columns}")
             for batch in table.iter_batches(columns=["text"]):
                 yield from batch.column(0).to_pylist()
-        except ValueError as error:  # pyarrow's ArrowInvalid
+        except pyarrow.ArrowInvalid as error:
             raise UserError(f"{path} is not a whole .parquet file: {' '.join(str(error).split())}") from error
     elif path.endswith(".jsonl"):
         with open(path, "rb") as file:
@@ -101,6 +102,8 @@ def hub_documents(dataset: str):
         raise UserError(f"dataset={dataset!r} is neither a file here nor a data set on the Hub: {advice}") from error
     except OSError as error:
         raise UserError(f"cannot reach the Hub for dataset={dataset!r}: {advice}, or try again online") from error
+    except UserError:
+        raise
     except ValueError as error:  # e.g. the subset is missing, and the message lists them
         raise UserError(f"dataset={dataset!r}: {' '.join(str(error).split())} (write it {name}:SUBSET)") from error
 

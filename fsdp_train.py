@@ -196,7 +196,14 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
     """What is about to run, in five lines."""
     per_rank = cfg.global_batch_size // world.size
     passes = math.ceil(per_rank / cfg.microbatch_size)
-    impl = attention.choose(model_cfg.attn_impl, world.device.type)
+    impl = attention.choose(
+        model_cfg.attn_impl,
+        world.device.type,
+        parallel.DTYPES[precision],
+        model_cfg.head_dim,
+        model_cfg.alibi,
+        model_cfg.attn_pdrop,
+    )
     how = f"going on from {found}" if found else "starting anew"
     if first >= cfg.max_steps:
         how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
