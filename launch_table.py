@@ -1,0 +1,91 @@
+"""How the kernels of flash_attention.py are cut and scheduled on each GPU: plain data, looked up by name.
+
+A row is (BLOCK_M, BLOCK_N, num_warps, num_stages), and on AMD also waves_per_eu:
+
+    BLOCK_M, BLOCK_N   queries and keys of one block of scores. Larger blocks read k and v less often, and need more
+                       registers (accumulators, scores) and more shared memory (the blocks of q, k, v)
+    num_warps          groups of 32 threads (NVIDIA) or 64 (AMD) that share a block, and with it the registers
+    num_stages         blocks in flight between memory and the matrix units; each costs shared memory
+    waves_per_eu       how many wavefronts the compiler shall leave room for: fewer registers each, more of them
+
+A kernel that runs out of registers spills them to memory, inside the loop, and that is what a bad row costs. The rows
+below spill nothing (tests/test_kernels_compile.py compiles each for its chip and reads it from the binary). That is how
+they were found, with the largest blocks that fit; none has been timed on a GPU yet. `python flash_attention.py --tune`
+does it and prints lines for this table. `python launch_table.py` shows it. Read next: flash_attention.py.
+"""
+
+import functools
+import itertools
+import sys
+
+import torch
+
+# (architecture, largest head dim): the row of each pass
+LAUNCH = {
+    ("sm_80", 64): {"forward": (128, 64, 4, 3), "dq": (128, 64, 8, 3), "dkdv": (32, 128, 8, 3)},  # A100
+    ("sm_80", 128): {"forward": (128, 32, 8, 3), "dq": (64, 64, 8, 3), "dkdv": (64, 64, 8, 2)},
+    ("sm_90", 64): {"forward": (128, 128, 8, 3), "dq": (128, 64, 8, 3), "dkdv": (64, 128, 8, 2)},  # H100, H200
+    ("sm_90", 128): {"forward": (128, 128, 8, 2), "dq": (128, 64, 8, 2), "dkdv": (64, 128, 8, 2)},
+    ("gfx90a", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 2)},  # MI250
+    ("gfx90a", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
+    ("gfx942", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 2)},  # MI300X
+    ("gfx942", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
+    ("gfx950", 64): {"forward": (128, 64, 4, 2, 2), "dq": (128, 32, 4, 2, 2), "dkdv": (32, 128, 4, 1, 2)},  # MI355X
+    ("gfx950", 128): {"forward": (128, 32, 4, 2, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
+}
+UNKNOWN = (64, 32, 4, 1)  # fits every GPU since 2017; fp32 takes it too: its elements are twice as large
+
+
+def architecture(device: torch.device) -> str:
+    """sm_90, gfx942, ...: the name by which the table knows a GPU; `cpu` for Triton's interpreter."""
+    if device.type != "cuda":
+        return device.type
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def rows_of(arch: str) -> dict:
+    """The rows of one architecture, {head dim: {pass: row}}. If there are none it says so once, on stderr."""
+    rows = {dim: passes for (name, dim), passes in LAUNCH.items() if name == arch}
+    if not rows and arch != "cpu":
+        advice = "python flash_attention.py --tune measures better ones"
+        print(f"launch_table.py has no rows for {arch}, so attention takes {UNKNOWN}: {advice}", file=sys.stderr)
+    return rows
+
+
+def row_for(arch: str, head_dim: int, what: str, dtype: torch.dtype) -> tuple:
+    """The row for one pass ("forward", "dq" or "dkdv") over heads of `head_dim`."""
+    wide_enough = [dim for dim in rows_of(arch) if dim >= head_dim]
+    return rows_of(arch)[min(wide_enough)][what] if wide_enough and dtype != torch.float32 else UNKNOWN
+
+
+def options(row: tuple) -> dict:
+    """A row as the keyword arguments of a kernel launch."""
+    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "waves_per_eu"), row, strict=False))
+
+
+def candidates() -> list[tuple]:
+    """Rows worth measuring on this vendor's GPUs."""
+    blocks = [(m, n) for m, n in itertools.product((32, 64, 128), repeat=2) if m * n > 1024]
+    rest = itertools.product((4, 8), (1, 2), (1, 2)) if torch.version.hip else itertools.product((4, 8), (2, 3))
+    return [block + more for block, more in itertools.product(blocks, rest)]
+
+
+def fastest(name: str, launch, time_of) -> tuple:
+    """The candidate `row` with the least `time_of(lambda: launch(row))`; rows that do not fit this GPU are left out."""
+    times = {}
+    for row in candidates():
+        try:
+            times[row] = time_of(functools.partial(launch, row))  # ms
+        except Exception as error:  # too many registers, too much shared memory: compilers say it in many ways
+            print(f"  {row}: {type(error).__name__}", file=sys.stderr)
+    best = min(times, key=times.get)
+    print(f"# {name}: {best} takes {times[best]:.3f} ms, the row of the table {time_of(launch):.3f}", flush=True)
+    return best
+
+
+if __name__ == "__main__":
+    for (arch, dim), passes in LAUNCH.items():
+        print(f"{arch:7s} heads up to {dim:3d}  " + "  ".join(f"{what} {row}" for what, row in passes.items()))
