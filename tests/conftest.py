@@ -27,16 +27,20 @@ PATIENCE = 240  # seconds that one function on all ranks, or one launched progra
 
 
 class Ranks:
-    """`size` processes, joined by gloo and kept for the session. Calling it runs a module-level function on each."""
+    """`size` processes, joined by gloo and kept for the session. Calling it runs a module-level function on each.
 
-    def __init__(self, size: int):
+    They inherit one thread each and what `environment` sets.
+    """
+
+    def __init__(self, size: int, **environment):
         self.size, self.pipes, self.processes = size, [], []
+        self.environment = {"OMP_NUM_THREADS": "1"} | environment
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
         store = Path(tempfile.mkdtemp()) / "store"
-        saved = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"  # what a spawned process inherits
+        before = dict(os.environ)
+        os.environ.update(self.environment)  # what a spawned process inherits
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=work, args=(rank, self.size, str(store), theirs), daemon=True)
@@ -44,8 +48,9 @@ class Ranks:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
-        os.environ.pop("OMP_NUM_THREADS")
-        os.environ |= {} if saved is None else {"OMP_NUM_THREADS": saved}
+        for name in self.environment:
+            os.environ.pop(name)
+        os.environ.update(before)
 
     def __call__(self, function, *args) -> list:
         """`function(world, *args)` on every rank at once: their results by rank, or AssertionError if one failed."""
@@ -118,6 +123,15 @@ def ranks():
     yield lambda size: pools.setdefault(size, Ranks(size))
     for pool in pools.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """Two ranks in which Triton's kernels run in its interpreter, on the CPU."""
+    pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
+    pool = Ranks(2, TRITON_INTERPRET="1")
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")

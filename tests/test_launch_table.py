@@ -1,0 +1,251 @@
+"""launch_table.py: every row, with the kernels it belongs to, compiled for its chip. No GPU is needed to compile.
+
+The launches are those of flash_attention.py: its operators run on CPU tensors while KERNELS holds recorders, so what is
+compiled here is what would be launched there. What is read from the binary: shared memory, registers that spilled to
+memory, matrix instructions, the width of a wavefront. Resource use shifts with the compiler, so it is held for the
+triton of constraints.txt.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
+
+import flash_attention  # noqa: E402
+import launch_table  # noqa: E402
+from launch_table import LAUNCH, UNKNOWN, row_for  # noqa: E402
+
+SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840}  # bytes a block
+PASSES = ("forward", "dq", "dkdv")
+
+# Bytes a thread may keep in memory instead of in registers, where it is not 0. Smaller blocks spill nothing there, and
+# share less of what they load.
+SPILLS = {
+    ("sm_80", 128, "dkdv"): 16,  # heads of 96
+    ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
+}
+
+
+# --- compiling
+
+
+class Recorder:
+    """Stands where a kernel stands and keeps what it is launched with."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.arg_names, self.launches = kernel, kernel.arg_names, launches
+
+    def __getitem__(self, grid):
+        return lambda **arguments: self.launches.append((self.kernel, arguments))
+
+
+def launches_of(arch, D, alibi=True, causal=True, documents=False, group=1, dtype="bfloat16"):
+    """{pass: (kernel, its arguments)} of a forward and a backward on `arch`."""
+    q = torch.empty(1, 256, 4 * D, dtype=getattr(torch, dtype)).unflatten(-1, (4, D)).transpose(1, 2)
+    k = q[:, :: 1 if group == 1 else group]
+    slopes = torch.ones(4) if alibi else None
+    bounds = torch.zeros(1, 2, 256, dtype=torch.int32) if documents else None
+    launches, kernels, name = [], dict(flash_attention.KERNELS), flash_attention.architecture
+    flash_attention.KERNELS.update({what: Recorder(kernel, launches) for what, kernel in kernels.items()})
+    flash_attention.architecture = lambda device: arch
+    try:
+        out, lse = flash_attention.forward_operator(q, k, k, slopes, bounds, causal, 0.125)
+        flash_attention.backward_operator(out, q, k, k, out, lse, slopes, bounds, causal, 0.125)
+    finally:
+        flash_attention.KERNELS.update(kernels)
+        flash_attention.architecture = name
+    return dict(zip(PASSES, launches, strict=True))
+
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
+
+
+def compiled(kernel, arguments, arch):
+    """The kernel as Triton compiles it for these arguments: as specialised as when it is launched."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, constants, divisible = {}, {}, {}
+    sixteen = [["tt.divisibility", 16]]
+    for n, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], divisible[n,] = TYPES[value.dtype], sixteen
+        elif isinstance(value, tuple):
+            signature[name] = ("i32",) * len(value)
+            divisible |= {(n, m): sixteen for m, stride in enumerate(value) if stride % 16 == 0}
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            divisible |= {(n,): sixteen} if value % 16 == 0 else {}
+    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
+    target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm") else GPUTarget("hip", arch, 64)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible)
+    return triton.compile(source, target=target, options=options)
+
+
+def facts(binary, arch):
+    """What the binary says of itself."""
+    found = {"shared": binary.metadata.shared, "warp": binary.metadata.target.warp_size}
+    if arch.startswith("gfx"):
+        text = binary.asm["amdgcn"]
+        scratch, spilled = (re.search(rf"\.{key}:\s+(\d+)", text) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
+        return found | {
+            "spilled": int(scratch[1]) + int(spilled[1]),
+            "matrix": len(re.findall(r"\bv_mfma_", text)),
+            "wide_loads": len(re.findall(r"\b(global|buffer)_load_dwordx4", text)),
+            "binary": binary.asm["hsaco"][:4] == b"\x7fELF",
+        }
+    dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        text = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    instruction = r"wgmma\.mma_async" if arch == "sm_90" else r"mma\.sync"
+    return found | {
+        "spilled": sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text)),
+        "matrix": len(re.findall(instruction, binary.asm["ptx"])),
+        "wide_loads": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", binary.asm["ptx"])),
+        "binary": binary.asm["cubin"][:4] == b"\x7fELF",
+    }
+
+
+def share(world, cases):
+    """The facts of every second case, or what it raised."""
+    results = []
+    for arch, D, what, settings in cases[world.rank :: world.size]:
+        try:
+            results.append(facts(compiled(*launches_of(arch, D, **settings)[what], arch), arch))
+        except Exception as error:
+            results.append(repr(error)[:500])
+    return results
+
+
+# --- the matrix
+
+USUAL = [dict(alibi=True), dict(alibi=False)]
+CASES = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in USUAL]
+OTHERS = [dict(causal=False), dict(documents=True), dict(group=4), dict(dtype="float16"), dict(dtype="float32")]
+MORE = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in OTHERS]
+MORE += [(arch, 96, what, s) for arch in SHARED for what in PASSES for s in USUAL]
+MORE += [(arch, D, what, dict(alibi=True)) for arch in SHARED for D in (32, 80, 112) for what in PASSES]
+
+
+def name(case):
+    arch, D, what, settings = case
+    return f"{arch}-{D}-{what}-" + ",".join(f"{k}={v}" for k, v in settings.items())
+
+
+def all_facts(ranks, cases):
+    """{name of a case: facts}, one chip after another, shared by two processes."""
+    results = {}
+    for arch in SHARED:
+        mine = [case for case in cases if case[0] == arch]
+        for rank, part in enumerate(ranks(2)(share, mine)):
+            results |= dict(zip(map(name, mine[rank::2]), part, strict=True))
+    return results
+
+
+@pytest.fixture(scope="module")
+def quick_facts(ranks):
+    return all_facts(ranks, CASES)
+
+
+@pytest.fixture(scope="module")
+def more_facts(ranks):
+    return all_facts(ranks, MORE)
+
+
+def check(case, found):
+    arch, D, what, settings = case
+    assert isinstance(found, dict), found
+    assert found["binary"] and found["warp"] == (64 if arch.startswith("gfx") else 32)
+    assert found["shared"] <= SHARED[arch]
+    if settings.get("dtype") == "float32":
+        return  # the conservative row: it must run, not shine
+    assert found["matrix"] > 0 and found["wide_loads"] > 0
+    assert found["spilled"] <= SPILLS.get((arch, 64 if D <= 64 else 128, what), 0)
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_a_row_fits_its_chip(case, quick_facts):
+    check(case, quick_facts[name(case)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MORE, ids=name)
+def test_it_fits_with_every_feature(case, more_facts):
+    check(case, more_facts[name(case)])
+
+
+def test_a_row_that_is_too_large_is_seen(monkeypatch):
+    """The check can fail: these blocks do not fit an MI300X, as is known."""
+    monkeypatch.setattr(launch_table, "row_for", lambda *_: (128, 128, 4, 2, 2))
+    case = ("gfx942", 128, "dkdv", dict(alibi=True))
+    with pytest.raises(AssertionError):
+        check(case, facts(compiled(*launches_of("gfx942", 128)["dkdv"], "gfx942"), "gfx942"))
+
+
+# --- the lookup
+
+
+def test_every_chip_has_all_rows_and_only_amd_has_amds_options():
+    for (arch, _), passes in LAUNCH.items():
+        assert set(passes) == set(PASSES)
+        for row in passes.values():
+            assert ("waves_per_eu" in launch_table.options(row)) == arch.startswith("gfx")
+            assert row[2] <= 16
+    assert {arch for arch, _ in LAUNCH} == set(SHARED)
+
+
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("head_dim, column", [(16, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
+def test_a_head_takes_the_narrowest_rows_that_hold_it(arch, head_dim, column, capsys):
+    for what in PASSES:
+        assert row_for(arch, head_dim, what, torch.bfloat16) == LAUNCH[arch, column][what]
+        assert row_for(arch, head_dim, what, torch.float32) == UNKNOWN
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arch", ["gfx1201", "sm_121"])
+def test_an_unknown_chip_takes_the_conservative_row_and_says_so_once(arch, capsys):
+    launch_table.rows_of.cache_clear()
+    for what in PASSES:
+        assert row_for(arch, 64, what, torch.bfloat16) == UNKNOWN
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and arch in said and "--tune" in said
+
+
+def test_the_name_of_a_gpu(monkeypatch):
+    class Properties:
+        gcnArchName = "gfx942:sramecc+:xnack-"
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert launch_table.architecture(gpu) == "sm_90"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert launch_table.architecture(gpu) == "gfx942"
+    assert launch_table.architecture(torch.device("cpu")) == "cpu"
+
+
+def test_the_fastest_candidate_wins_and_those_that_do_not_fit_are_left_out(capsys):
+    rows = launch_table.candidates()
+    assert len(rows) == len(set(rows)) > 20 and UNKNOWN[:2] in {row[:2] for row in rows}
+
+    def launch(row=None):
+        if row and row[0] == 128:
+            raise RuntimeError("out of resource: shared memory")
+        return row
+
+    best = launch_table.fastest("dq", launch, lambda run: 9.0 if run() is None else sum(run()))
+    assert best == min((row for row in rows if row[0] < 128), key=sum)
+    said = capsys.readouterr()
+    assert "dq" in said.out and "9.000" in said.out and "RuntimeError" in said.err
