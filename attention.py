@@ -21,7 +21,7 @@ backward: forward and backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms by
 with AVX512-BF16).
 
 Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query).
-Run `python attention.py` to see all of them agree. Read next: loss.py.
+Run `python attention.py` to see them agree. Read next: flash_attention.py, or loss.py to skip the kernels.
 """
 
 import functools

@@ -37,7 +37,7 @@ exists there only. All of it is data, in launch_table.py.
     python flash_attention.py           compare with float64 (without a GPU in Triton's interpreter); a table on a GPU
     python flash_attention.py --tune    measure launch settings on this GPU, print rows for launch_table.py
 
-Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), section 3. Read next: attention.py.
+Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), section 3. Read next: loss.py.
 """
 
 import functools
@@ -45,6 +45,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -562,7 +563,9 @@ def main(argv) -> None:
         return tune()
     demonstrate("cuda" if there else "cpu")
     if there:
-        subprocess.run([sys.executable, Path(__file__).with_name("bench.py"), "attention"], check=True)
+        bench = [sys.executable, Path(__file__).with_name("bench.py"), "attention"]
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run([*bench, "--head_dims=128", "--lengths=1024,4096", f"--out={folder}"], check=True)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ A row is (BLOCK_M, BLOCK_N, num_warps, num_stages), and on AMD also waves_per_eu
     waves_per_eu       how many wavefronts the compiler shall leave room for: fewer registers each, more of them
 
 A kernel that runs out of registers spills them to memory, inside the loop, and that is what a bad row costs. The rows
-below spill nothing (tests/test_kernels_compile.py compiles each for its chip and reads it from the binary). That is how
-they were found, with the largest blocks that fit; none has been timed on a GPU yet. `python flash_attention.py --tune`
+below spill nothing, or the few bytes that tests/test_launch_table.py states: it compiles each for its chip and reads the
+binary. That is how they were chosen, among the largest blocks that fit; none has been timed on a GPU yet. `python flash_attention.py --tune`
 does it and prints lines for this table. `python launch_table.py` shows it. Read next: flash_attention.py.
 """
 

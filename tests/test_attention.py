@@ -171,7 +171,7 @@ def test_flex_decodes_token_after_token(fresh_compiler):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
-@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex"])
+@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex", "triton"])
 @pytest.mark.parametrize("alibi", [False, True])
 def test_on_a_gpu_all_agree_forward_and_backward(impl, alibi):
     device = torch.device("cuda")
@@ -260,14 +260,45 @@ def test_decoding_one_token_needs_no_mask(monkeypatch):
 # --- the choice
 
 
-@pytest.mark.parametrize("device, chosen", [("cpu", "blocks"), ("cuda", "sdpa"), ("mps", "sdpa")])
-def test_auto(device, chosen):
-    assert choose("auto", device) == chosen
+CASE = dict(device_type="cuda", dtype=torch.bfloat16, head_dim=64, alibi=True, dropout_p=0.0)
 
 
-@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex"])
+@pytest.mark.parametrize(
+    "change, chosen",
+    [
+        ({}, "triton"),
+        ({"head_dim": 128, "dtype": torch.float16}, "triton"),
+        ({"alibi": False}, "sdpa"),  # flash and cuDNN do that faster
+        ({"dtype": torch.float32}, "sdpa"),
+        ({"head_dim": 160}, "sdpa"),
+        ({"dropout_p": 0.1}, "sdpa"),
+        ({"device_type": "mps"}, "sdpa"),
+        ({"device_type": "cpu"}, "blocks"),
+    ],
+    ids=str,
+)
+def test_auto(change, chosen, monkeypatch):
+    monkeypatch.setattr(room, "HAS_TRITON", True)
+    monkeypatch.setattr(room, "CAN_BUILD", True)
+    assert choose("auto", **CASE | change) == chosen
+
+
+@pytest.mark.parametrize("lacking", ["HAS_TRITON", "CAN_BUILD"])
+def test_auto_without_triton_or_without_a_compiler_for_it(lacking, monkeypatch):
+    monkeypatch.setattr(room, "HAS_TRITON", lacking != "HAS_TRITON")
+    monkeypatch.setattr(room, "CAN_BUILD", lacking != "CAN_BUILD")
+    assert choose("auto", **CASE) == "sdpa"
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex", "triton"])
 def test_a_named_implementation_is_taken(impl):
-    assert choose(impl, "cpu") == choose(impl, "cuda") == impl
+    assert choose(impl, **CASE) == choose(impl, **CASE | {"device_type": "cpu"}) == impl
+
+
+def test_without_triton_its_name_is_answered_with_another(monkeypatch):
+    monkeypatch.setattr(room, "HAS_TRITON", False)
+    with pytest.raises(UserError, match="attn_impl=triton needs triton.*attn_impl=sdpa"):
+        attention(*qkv(), impl="triton")
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])

@@ -26,7 +26,7 @@ PASSES = ("forward", "dq", "dkdv")
 # Bytes a thread may keep in memory instead of in registers, where it is not 0. Smaller blocks spill nothing there, and
 # share less of what they load.
 SPILLS = {
-    ("sm_80", 128, "dkdv"): 16,  # heads of 96
+    ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
 }
 
@@ -95,9 +95,10 @@ def facts(binary, arch):
     found = {"shared": binary.metadata.shared, "warp": binary.metadata.target.warp_size}
     if arch.startswith("gfx"):
         text = binary.asm["amdgcn"]
-        scratch, spilled = (re.search(rf"\.{key}:\s+(\d+)", text) for key in ("private_segment_fixed_size", "vgpr_spill_count"))
+        scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1]  # bytes
+        spilled = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]  # registers
         return found | {
-            "spilled": int(scratch[1]) + int(spilled[1]),
+            "spilled": int(scratch) + int(spilled),
             "matrix": len(re.findall(r"\bv_mfma_", text)),
             "wide_loads": len(re.findall(r"\b(global|buffer)_load_dwordx4", text)),
             "binary": binary.asm["hsaco"][:4] == b"\x7fELF",
@@ -169,7 +170,8 @@ def check(case, found):
     assert found["shared"] <= SHARED[arch]
     if settings.get("dtype") == "float32":
         return  # the conservative row: it must run, not shine
-    assert found["matrix"] > 0 and found["wide_loads"] > 0
+    assert found["matrix"] > 0
+    assert found["wide_loads"] > 0 or D < 64  # 16 bytes a thread
     assert found["spilled"] <= SPILLS.get((arch, 64 if D <= 64 else 128, what), 0)
 
 
@@ -187,9 +189,9 @@ def test_it_fits_with_every_feature(case, more_facts):
 def test_a_row_that_is_too_large_is_seen(monkeypatch):
     """The check can fail: these blocks do not fit an MI300X, as is known."""
     monkeypatch.setattr(launch_table, "row_for", lambda *_: (128, 128, 4, 2, 2))
-    case = ("gfx942", 128, "dkdv", dict(alibi=True))
+    case = ("gfx942", 128, "forward", dict(alibi=True))
     with pytest.raises(AssertionError):
-        check(case, facts(compiled(*launches_of("gfx942", 128)["dkdv"], "gfx942"), "gfx942"))
+        check(case, facts(compiled(*launches_of("gfx942", 128)["forward"], "gfx942"), "gfx942"))
 
 
 # --- the lookup

