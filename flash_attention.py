@@ -473,7 +473,7 @@ def check(q, k, v, slopes, sequence_ids) -> None:
         integers = not sequence_ids.is_floating_point() and sequence_ids.device == device
         require(
             sequence_ids.shape == (B, n_keys) and integers and n_queries <= n_keys,
-            f"sequence_ids must be integers ({B}, {n_keys}) on {device}, one a key, with no more queries than keys, not "
+            f"sequence_ids must be integers ({B}, {n_keys}) on {device}, with no more queries than keys, not "
             f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device} with {n_queries} queries",
         )
 

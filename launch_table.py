@@ -8,10 +8,11 @@ A row is (BLOCK_M, BLOCK_N, num_warps, num_stages), and on AMD also waves_per_eu
     num_stages         blocks in flight between memory and the matrix units; each costs shared memory
     waves_per_eu       how many wavefronts the compiler shall leave room for: fewer registers each, more of them
 
-A kernel that runs out of registers spills them to memory, inside the loop, and that is what a bad row costs. The rows
-below spill nothing, or the few bytes that tests/test_launch_table.py states: it compiles each for its chip and reads the
-binary. That is how they were chosen, among the largest blocks that fit; none has been timed on a GPU yet. `python flash_attention.py --tune`
-does it and prints lines for this table. `python launch_table.py` shows it. Read next: flash_attention.py.
+A kernel that runs out of registers spills them to memory, inside the loop: that is what a bad row costs. The rows below
+spill nothing, or the few bytes that tests/test_launch_table.py states: it compiles each for its chip and reads the
+binary. So they were chosen, among the largest blocks that fit; none has been timed on a GPU yet. `python
+flash_attention.py --tune` does that and prints lines for this table; `python launch_table.py` shows it. Read next:
+flash_attention.py.
 """
 
 import functools
@@ -26,12 +27,12 @@ LAUNCH = {
     ("sm_80", 128): {"forward": (128, 32, 8, 3), "dq": (64, 64, 8, 3), "dkdv": (64, 64, 8, 2)},
     ("sm_90", 64): {"forward": (128, 128, 8, 3), "dq": (128, 64, 8, 3), "dkdv": (64, 128, 8, 2)},  # H100, H200
     ("sm_90", 128): {"forward": (128, 128, 8, 2), "dq": (128, 64, 8, 2), "dkdv": (64, 128, 8, 2)},
-    ("gfx90a", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 2)},  # MI250
-    ("gfx90a", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
-    ("gfx942", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 2)},  # MI300X
+    ("gfx90a", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI250
+    ("gfx90a", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 4, 1, 1), "dkdv": (32, 128, 4, 1, 1)},
+    ("gfx942", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI300X
     ("gfx942", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
-    ("gfx950", 64): {"forward": (128, 64, 4, 2, 2), "dq": (128, 32, 4, 2, 2), "dkdv": (32, 128, 4, 1, 2)},  # MI355X
-    ("gfx950", 128): {"forward": (128, 32, 4, 2, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
+    ("gfx950", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 2, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI355X
+    ("gfx950", 128): {"forward": (128, 64, 8, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
 }
 UNKNOWN = (64, 32, 4, 1)  # fits every GPU since 2017; fp32 takes it too: its elements are twice as large
 

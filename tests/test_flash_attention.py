@@ -30,7 +30,7 @@ LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the
 
 def by_hand(q, k, v, slopes, causal, scale, ids):
     """Attention in the inputs' dtype. What sees what is written out pair by pair."""
-    (H, n_queries, D), (Hkv, n_keys) = q.shape[1:], k.shape[1:3]
+    (H, n_queries), (Hkv, n_keys) = q.shape[1:3], k.shape[1:3]
     positions = range(n_keys - n_queries, n_keys)
     seen = torch.tensor([[[j <= i or not causal for j in range(n_keys)] for i in positions]] * len(q))
     for row, document in zip(seen, [] if ids is None else ids.tolist(), strict=False):
@@ -61,7 +61,8 @@ def tensors_of(case, device="cpu"):
     if case["layout"] == "fused":  # views of one Wqkv output, as in the model; the queries are its last rows
         wide = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=generator).to(device, dtype)
         q, k, v = wide.split([H * D, Hkv * D, Hkv * D], dim=-1)
-        q, k, v = (x[:, x.shape[1] - T :].unflatten(-1, (-1, D)).transpose(1, 2) for x, T in ((q, Tq), (k, Tk), (v, Tk)))
+        q, k, v = (x[:, len(x[0]) - T :] for x, T in ((q, Tq), (k, Tk), (v, Tk)))
+        q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v))
     elif case["layout"] == "cache":  # keys and values are the beginning of a longer buffer
         q, k, v = (
             torch.randn(B, heads, T + extra, D, generator=generator).to(device, dtype)[:, :, :T]
@@ -261,9 +262,11 @@ def test_pytorchs_own_checks_of_the_operator(interpreted):
     assert interpreted(checked_by_pytorch)[0]
 
 
-def block_of(impl, **settings):
-    cfg = MPTConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=48, alibi=True, attn_impl=impl, **settings)
-    model = MPT(cfg)
+SMALL = dict(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=48, alibi=True)
+
+
+def model_with(impl, **settings):
+    model = MPT(MPTConfig(**SMALL, attn_impl=impl, **settings))
     init_weights(model, seed=0)
     return model
 
@@ -276,10 +279,11 @@ def loss_and_gradients(model, ids):
 def compiled_block(world):
     torch._dynamo.reset()
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
-    plain, compiled = block_of("triton"), block_of("triton")
+    plain, compiled = model_with("triton"), model_with("triton")
     for block in compiled.transformer.blocks:
         block.compile(fullgraph=True)  # a break in the graph raises
-    return [(a - b).abs().max().item() for a, b in zip(*(loss_and_gradients(m, ids) for m in (plain, compiled)))]
+    found, exact = (loss_and_gradients(model, ids) for model in (compiled, plain))
+    return [(a - b).abs().max().item() for a, b in zip(found, exact, strict=True)]
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
@@ -289,7 +293,7 @@ def test_a_compiled_block_has_no_graph_break_and_the_same_gradients(interpreted)
 
 def in_a_model(world, impl, settings):
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
-    return loss_and_gradients(block_of(impl, **settings), ids)
+    return loss_and_gradients(model_with(impl, **settings), ids)
 
 
 @pytest.mark.parametrize("settings", [{}, {"kv_n_heads": 1, "qk_ln": True, "clip_qkv": 0.5}], ids=str)
@@ -325,7 +329,7 @@ def forward_launches(world, save):
         keep = save and function == torch.ops.mpt.flash_attention.default
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    model = block_of("triton")
+    model = model_with("triton")
     launched, launch = [], room.launch
     room.launch = lambda what, *args: (launched.append(what), launch(what, *args))
     x = torch.randn(1, 20, 32, requires_grad=True)
@@ -362,9 +366,8 @@ def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
 def sharded_step(world, impl, precision):
     """Loss and gradient norm of a step under FULL_SHARD on two ranks."""
     cfg = TrainConfig(sharding="FULL_SHARD")
-    model_cfg = MPTConfig(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=48, alibi=True, attn_impl=impl)
     with torch.device("meta"):
-        model = MPT(model_cfg)
+        model = MPT(MPTConfig(**SMALL, attn_impl=impl))
     model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
     parallel.materialize(model, world.device, 0)
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.rank))

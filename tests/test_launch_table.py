@@ -1,11 +1,12 @@
 """launch_table.py: every row, with the kernels it belongs to, compiled for its chip. No GPU is needed to compile.
 
-The launches are those of flash_attention.py: its operators run on CPU tensors while KERNELS holds recorders, so what is
-compiled here is what would be launched there. What is read from the binary: shared memory, registers that spilled to
-memory, matrix instructions, the width of a wavefront. Resource use shifts with the compiler, so it is held for the
-triton of constraints.txt.
+In processes of their own Triton is told which chip it has, and the operators of flash_attention.py run on CPU tensors
+up to the launch: Triton specialises and compiles for the arguments as it would there, and does not start the kernel.
+What is read from the binary: shared memory, registers that spilled to memory, matrix instructions, the width of a
+wavefront. Resource use shifts with the compiler, so it is held for the triton of constraints.txt.
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import tempfile
 
 import pytest
 import torch
+from conftest import Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
@@ -34,60 +36,52 @@ SPILLS = {
 # --- compiling
 
 
-class Recorder:
-    """Stands where a kernel stands and keeps what it is launched with."""
+class Chip:
+    """Triton's driver for a GPU that is not there."""
 
-    def __init__(self, kernel, launches):
-        self.kernel, self.arg_names, self.launches = kernel, kernel.arg_names, launches
+    def __init__(self, arch):
+        self.arch = arch
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("hip", self.arch, 64) if self.arch[0] == "g" else GPUTarget("cuda", int(self.arch[3:]), 32)
+
+    def get_current_device(self):
+        return self.arch  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device):
+        return 0
+
+
+class StandIn:
+    """Stands where a kernel stands: when it is launched it is compiled instead, if it is wanted."""
+
+    def __init__(self, kernel, wanted):
+        self.kernel, self.wanted, self.binary = kernel, wanted, None
 
     def __getitem__(self, grid):
-        return lambda **arguments: self.launches.append((self.kernel, arguments))
+        return functools.partial(self.compile, grid)
+
+    def compile(self, grid, **arguments):
+        if self.wanted:
+            self.binary = self.kernel.run(grid=grid, warmup=True, **arguments)
 
 
-def launches_of(arch, D, alibi=True, causal=True, documents=False, group=1, dtype="bfloat16"):
-    """{pass: (kernel, its arguments)} of a forward and a backward on `arch`."""
-    q = torch.empty(1, 256, 4 * D, dtype=getattr(torch, dtype)).unflatten(-1, (4, D)).transpose(1, 2)
-    k = q[:, :: 1 if group == 1 else group]
+def binary_of(arch, D, what, alibi=True, causal=True, documents=False, group=1, dtype="bfloat16", lengths=(256, 256)):
+    """The binary of one pass over 4 heads on `arch`, as it would be launched there."""
+    triton.runtime.driver.set_active(Chip(arch))
+    q, k = (torch.empty(1, T, 4, D, dtype=getattr(torch, dtype)).transpose(1, 2) for T in lengths)
+    k = k[:, ::group]
     slopes = torch.ones(4) if alibi else None
-    bounds = torch.zeros(1, 2, 256, dtype=torch.int32) if documents else None
-    launches, kernels, name = [], dict(flash_attention.KERNELS), flash_attention.architecture
-    flash_attention.KERNELS.update({what: Recorder(kernel, launches) for what, kernel in kernels.items()})
-    flash_attention.architecture = lambda device: arch
-    try:
+    bounds = torch.zeros(1, 2, lengths[1], dtype=torch.int32) if documents else None
+    kernels = {name: StandIn(kernel, name == what) for name, kernel in flash_attention.KERNELS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash_attention, "architecture", lambda device: arch)
+        patch.setattr(flash_attention, "KERNELS", kernels)
         out, lse = flash_attention.forward_operator(q, k, k, slopes, bounds, causal, 0.125)
         flash_attention.backward_operator(out, q, k, k, out, lse, slopes, bounds, causal, 0.125)
-    finally:
-        flash_attention.KERNELS.update(kernels)
-        flash_attention.architecture = name
-    return dict(zip(PASSES, launches, strict=True))
-
-
-TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
-
-
-def compiled(kernel, arguments, arch):
-    """The kernel as Triton compiles it for these arguments: as specialised as when it is launched."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    signature, constants, divisible = {}, {}, {}
-    sixteen = [["tt.divisibility", 16]]
-    for n, parameter in enumerate(kernel.params):
-        name, value = parameter.name, arguments[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name], divisible[n,] = TYPES[value.dtype], sixteen
-        elif isinstance(value, tuple):
-            signature[name] = ("i32",) * len(value)
-            divisible |= {(n, m): sixteen for m, stride in enumerate(value) if stride % 16 == 0}
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            divisible |= {(n,): sixteen} if value % 16 == 0 else {}
-    options = {name: value for name, value in arguments.items() if name not in kernel.arg_names}
-    target = GPUTarget("cuda", int(arch[3:]), 32) if arch.startswith("sm") else GPUTarget("hip", arch, 64)
-    source = ASTSource(kernel, signature, constexprs=constants, attrs=divisible)
-    return triton.compile(source, target=target, options=options)
+    return kernels[what].binary
 
 
 def facts(binary, arch):
@@ -122,7 +116,7 @@ def share(world, cases):
     results = []
     for arch, D, what, settings in cases[world.rank :: world.size]:
         try:
-            results.append(facts(compiled(*launches_of(arch, D, **settings)[what], arch), arch))
+            results.append(facts(binary_of(arch, D, what, **settings), arch))
         except Exception as error:
             results.append(repr(error)[:500])
     return results
@@ -133,6 +127,7 @@ def share(world, cases):
 USUAL = [dict(alibi=True), dict(alibi=False)]
 CASES = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in USUAL]
 OTHERS = [dict(causal=False), dict(documents=True), dict(group=4), dict(dtype="float16"), dict(dtype="float32")]
+OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True), dict(lengths=(33, 77), causal=False)]
 MORE = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in OTHERS]
 MORE += [(arch, 96, what, s) for arch in SHARED for what in PASSES for s in USUAL]
 MORE += [(arch, D, what, dict(alibi=True)) for arch in SHARED for D in (32, 80, 112) for what in PASSES]
@@ -143,24 +138,32 @@ def name(case):
     return f"{arch}-{D}-{what}-" + ",".join(f"{k}={v}" for k, v in settings.items())
 
 
-def all_facts(ranks, cases):
+def all_facts(compilers, cases):
     """{name of a case: facts}, one chip after another, shared by two processes."""
     results = {}
     for arch in SHARED:
         mine = [case for case in cases if case[0] == arch]
-        for rank, part in enumerate(ranks(2)(share, mine)):
+        for rank, part in enumerate(compilers(share, mine)):
             results |= dict(zip(map(name, mine[rank::2]), part, strict=True))
     return results
 
 
 @pytest.fixture(scope="module")
-def quick_facts(ranks):
-    return all_facts(ranks, CASES)
+def compilers():
+    """Two processes to compile in."""
+    pool = Ranks(2)
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="module")
-def more_facts(ranks):
-    return all_facts(ranks, MORE)
+def quick_facts(compilers):
+    return all_facts(compilers, CASES)
+
+
+@pytest.fixture(scope="module")
+def more_facts(compilers):
+    return all_facts(compilers, MORE)
 
 
 def check(case, found):
@@ -186,12 +189,17 @@ def test_it_fits_with_every_feature(case, more_facts):
     check(case, more_facts[name(case)])
 
 
-def test_a_row_that_is_too_large_is_seen(monkeypatch):
-    """The check can fail: these blocks do not fit an MI300X, as is known."""
-    monkeypatch.setattr(launch_table, "row_for", lambda *_: (128, 128, 4, 2, 2))
-    case = ("gfx942", 128, "forward", dict(alibi=True))
+def too_large(world):
+    launch_table.row_for = lambda *_: (128, 128, 4, 2, 2)
+    return facts(binary_of("gfx942", 128, "forward"), "gfx942")
+
+
+def test_a_row_that_is_too_large_is_seen(compilers):
+    """The check can fail: these blocks do not fit an MI300X."""
+    found = compilers(too_large)[0]
+    compilers.stop()  # they have the wrong row now
     with pytest.raises(AssertionError):
-        check(case, facts(compiled(*launches_of("gfx942", 128)["forward"], "gfx942"), "gfx942"))
+        check(("gfx942", 128, "forward", {}), found)
 
 
 # --- the lookup
