@@ -180,7 +180,7 @@ def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constex
     if CAUSAL:
         last = tl.minimum(last, i + 1)
     begin = tl.min(first) // BLOCK_N * BLOCK_N
-    whole = tl.maximum(tl.min(last), 0) // BLOCK_N * BLOCK_N if bounds is None else begin  # noqa: SIM108
+    whole = tl.maximum(tl.min(last), 0) // BLOCK_N * BLOCK_N if bounds is None else begin
     return first, last, begin, whole, tl.maximum(tl.max(last), 0)
 
 

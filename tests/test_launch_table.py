@@ -3,7 +3,7 @@
 In processes of their own Triton is told which chip it has, and the operators of flash_attention.py run on CPU tensors
 up to the launch: Triton specialises and compiles for the arguments as it would there, and does not start the kernel.
 What is read from the binary: shared memory, registers that spilled to memory, matrix instructions, the width of a
-wavefront. Resource use shifts with the compiler, so it is held for the triton of constraints.txt.
+wavefront. Resource use shifts with the compiler: it is held for the triton of constraints.txt, and loosely for others.
 """
 
 import functools
@@ -14,7 +14,7 @@ import tempfile
 
 import pytest
 import torch
-from conftest import Ranks
+from conftest import ROOT, Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
@@ -31,6 +31,7 @@ SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
 }
+SLACK = 0 if f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text() else 64  # of other compilers
 
 
 # --- compiling
@@ -175,7 +176,7 @@ def check(case, found):
         return  # the conservative row: it must run, not shine
     assert found["matrix"] > 0
     assert found["wide_loads"] > 0 or D < 64  # 16 bytes a thread
-    assert found["spilled"] <= SPILLS.get((arch, 64 if D <= 64 else 128, what), 0)
+    assert found["spilled"] <= SPILLS.get((arch, 64 if D <= 64 else 128, what), 0) + SLACK
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
