@@ -55,7 +55,7 @@ PASSES = {"forward": [0], "backward": [1], "forward + backward": [0, 1]}  # what
 OURS = "ours, ALiBi"  # what the others are compared with
 TOLERANCE = 0.05  # largest difference from fp32 / largest value: bf16 stays below 0.01, another bias is above 0.1
 # By device: lengths, tokens of a batch (batch x length), d_model (heads x head dim)
-SIZES = {"cuda": ("1024,2048,4096,8192,16384", 16384, 2048), "cpu": ("128,256,512", 1024, 256)}
+SIZES = {"cuda": ("1024,2048,4096,8192,16384", 16384, 2048), "cpu": ("512,1024,2048", 4096, 384)}
 
 
 @dataclass
@@ -152,10 +152,10 @@ class AttentionArgs:
     """Which shapes of attention, and how long to measure."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    lengths: str = ""  # tokens of a sequence (empty: 1024,2048,4096,8192,16384, on a CPU 128,256,512)
+    lengths: str = ""  # tokens of a sequence (empty: 1024,2048,4096,8192,16384, on a CPU 512,1024,2048)
     head_dims: str = "64,128"  # widths of a head
-    tokens: int = 0  # of a batch: tokens / length sequences, at least one (0: 16384, on a CPU 1024)
-    d_model: int = 0  # d_model / head dim heads, at least one (0: 2048, on a CPU 256)
+    tokens: int = 0  # of a batch: tokens / length sequences, at least one (0: 16384, on a CPU 4096)
+    d_model: int = 0  # d_model / head dim heads, at least one (0: 2048, on a CPU 384)
     rounds: int = 7  # turns of each contestant; the median counts
     turn_ms: float = 20  # a turn lasts about as long, in 1 to 25 calls
     cell_seconds: float = 10  # a contestant that would take longer at one shape is left out there
@@ -291,6 +291,12 @@ def measure(contestants, cells, device, args, check: bool) -> None:
 
 def report(cells) -> list[str]:
     """Lines of Markdown: TFLOP/s of each pass, and how ours compares. A row per contestant, a column per length."""
+    absent = {cell.contestant: cell.missing for cell in cells}
+    for cell in cells:
+        if not cell.missing:
+            absent.pop(cell.contestant, None)
+    lines = ["", *(f"Not here: {name} ({reason})." for name, reason in absent.items())]
+    cells = [cell for cell in cells if cell.contestant not in absent]
     mine = {(cell.head_dim, cell.length): cell for cell in cells if cell.contestant == OURS}
 
     def rate(what, cell):
@@ -302,13 +308,13 @@ def report(cells) -> list[str]:
         return " / ".join(f"{we.tflops(what) / cell.tflops(what):.2f}" for what in PASSES) if both else "n/a"
 
     tables = {f"{what}, TFLOP/s": functools.partial(rate, what) for what in PASSES}
-    tables[f"{OURS} / this row: {', '.join(PASSES)}"] = ratios
-    lines = []
+    if mine:
+        tables[f"{OURS} / this row: {', '.join(PASSES)}"] = ratios
     for head_dim, corner in itertools.product(dict.fromkeys(cell.head_dim for cell in cells), tables):
         rows = {}
         for cell in [cell for cell in cells if cell.head_dim == head_dim]:
             rows.setdefault(cell.contestant, {})[f"{cell.length:,}"] = tables[corner](cell)
-        columns = rows[OURS]
+        columns = next(iter(rows.values()))
         lines += ["", f"| head dim {head_dim}, {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         lines += [f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items()]
     return lines
