@@ -537,11 +537,11 @@ def demonstrate(device) -> None:
             require(max(errors) < limit, f"flash_attention is off by {max(errors):.1e} in {dtype} {case}")
 
 
-def tune(T: int = 4096) -> None:
+def tune(device, T: int = 4096) -> None:
     """Print the fastest row of each pass on this GPU, for launch_table.py: causal bf16, ALiBi, 4 x 16 heads x T."""
     for D in (64, 128):
-        q, k, v, do = (torch.randn(4, T, 16, D, device="cuda").bfloat16().transpose(1, 2) for _ in range(4))
-        slopes = torch.exp2(-torch.arange(1.0, 17, device="cuda") / 2)
+        q, k, v, do = (torch.randn(4, T, 16, D, device=device).bfloat16().transpose(1, 2) for _ in range(4))
+        slopes = torch.exp2(-torch.arange(1.0, 17, device=device) / 2)
         out, lse = forward_operator(q, k, v, slopes, None, True, D**-0.5)
         tensors = {"q": q, "k": k, "v": v, "do": do, "out": out, "lse": lse, "slopes": slopes, "bounds": None}
         tensors |= {"dq": like_rows(q), "dk": like_rows(k), "dv": like_rows(v), "delta": torch.empty_like(lse)}
@@ -560,7 +560,7 @@ def main(argv) -> None:
     if not there and not INTERPRETED.value:  # Triton reads the variable when a kernel is decorated: begin anew
         os.execve(sys.executable, [sys.executable, __file__], os.environ | {"TRITON_INTERPRET": "1"})
     if argv:
-        return tune()
+        return tune(torch.device("cuda"))
     demonstrate("cuda" if there else "cpu")
     if there:
         bench = [sys.executable, Path(__file__).with_name("bench.py"), "attention"]
