@@ -55,7 +55,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 import config
 import launch_table
-from config import require
+from config import UserError, require
 from launch_table import architecture
 
 try:
@@ -446,36 +446,34 @@ def flash_attention(q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=No
 
 
 def check(q, k, v, slopes, sequence_ids) -> None:
-    """Refuse what the kernels cannot do, and say what can."""
-    seen = [f"{tuple(x.shape)} {x.dtype} on {x.device}" for x in (q, k, v)]
-    require(
-        q.ndim == k.ndim == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]),
-        f"flash_attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {', '.join(seen)}",
-    )
+    """Refuse what the kernels cannot do, and say what can; words are made only then, since this runs in every step."""
+    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])):
+        shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+        raise UserError(f"flash_attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}")
     (B, H, n_queries, D), (_, Hkv, n_keys, _), device = q.shape, k.shape, q.device
-    require(Hkv > 0 and H % Hkv == 0, f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads")
-    require(D <= 128, f"flash_attention has head dims up to 128, not {D}: take attn_impl=sdpa, or more heads")
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    require(
-        q.dtype == k.dtype == v.dtype and q.dtype in dtypes and k.device == v.device == device,
-        f"flash_attention wants q, k, v all bf16, fp16 or fp32 and on one device, not {', '.join(seen)}: cast them",
-    )
-    require(
-        device.type == "cuda" or INTERPRETED.value,
-        f"flash_attention runs on CUDA and ROCm GPUs, not on {device.type}: take attn_impl=sdpa or blocks, or set "
-        "TRITON_INTERPRET=1 to run it in Triton's interpreter, very slowly",
-    )
-    require(
-        slopes is None or (slopes.shape, slopes.dtype, slopes.device) == ((H,), torch.float32, device),
-        f"alibi_slopes must be ({H},) fp32 on {device}: attention.alibi_slopes(n_heads, device=...) makes them",
-    )
+    if Hkv == 0 or H % Hkv > 0:
+        raise UserError(f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads")
+    if D > 128:
+        raise UserError(f"flash_attention has head dims up to 128, not {D}: take attn_impl=sdpa, or more heads")
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)):
+        dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
+        raise UserError(f"flash_attention wants q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them")
+    if device.type != "cuda" and not INTERPRETED.value:
+        raise UserError(
+            f"flash_attention runs on CUDA and ROCm GPUs, not on {device.type}: take attn_impl=sdpa or blocks, or set "
+            "TRITON_INTERPRET=1 to run it in Triton's interpreter, very slowly"
+        )
+    if not k.device == v.device == device:
+        raise UserError(f"q, k, v lie on {device}, {k.device}, {v.device}: move them to one device")
+    if slopes is not None and (slopes.shape, slopes.dtype, slopes.device) != ((H,), torch.float32, device):
+        advice = "attention.alibi_slopes(n_heads, device=...) makes them"
+        raise UserError(f"alibi_slopes must be ({H},) fp32 on {device}, not {slopes.dtype}: {advice}")
     if sequence_ids is not None:
         integers = not sequence_ids.is_floating_point() and sequence_ids.device == device
-        require(
-            sequence_ids.shape == (B, n_keys) and integers and n_queries <= n_keys,
-            f"sequence_ids must be integers ({B}, {n_keys}) on {device}, with no more queries than keys, not "
-            f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device} with {n_queries} queries",
-        )
+        if sequence_ids.shape != (B, n_keys) or not integers or n_queries > n_keys:
+            given = f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device}"
+            wanted = f"integers ({B}, {n_keys}) on {device}, with no more queries than keys"
+            raise UserError(f"sequence_ids must be {wanted}, not {given} with {n_queries} queries")
 
 
 def document_bounds(sequence_ids):

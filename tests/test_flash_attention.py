@@ -286,6 +286,18 @@ def compiled_block(world):
     return [(a - b).abs().max().item() for a, b in zip(found, exact, strict=True)]
 
 
+def compiled_for_any_length(world):
+    torch._dynamo.reset()
+    function = torch.compile(room.flash_attention, dynamic=True, fullgraph=True)
+    rows = [torch.randn(1, 2, T, 16) for T in (20, 33, 47)]
+    return [(function(x, x, x) - room.flash_attention(x, x, x)).abs().max().item() for x in rows]
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_it_compiles_for_lengths_that_change(interpreted):
+    assert max(interpreted(compiled_for_any_length)[0]) < 1e-6
+
+
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_block_has_no_graph_break_and_the_same_gradients(interpreted):
     assert max(interpreted(compiled_block)[0]) < 1e-4
