@@ -179,7 +179,7 @@ def load(path: Path, model: MPT, optimizer) -> None:
 def load_model(path: Path, device: torch.device) -> MPT:
     """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group."""
     with torch.device("meta"):
-        model = MPT(from_dict(MPTConfig, read_meta(path)))
+        model = MPT(from_dict(MPTConfig, read_meta(path) | {"attn_impl": "auto"}))  # this may be another device
     model.to_empty(device=device)
     with warnings.catch_warnings(), damage_named(path):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended

@@ -76,6 +76,10 @@ class MPTConfig:
             self.n_heads % self.n_kv_heads == 0,
             f"n_heads {self.n_heads} is not a multiple of kv_n_heads {self.n_kv_heads}",
         )
+        fused = self.attn_impl in ("flex", "triton")
+        require(not (fused and self.attn_pdrop), f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
+        small = self.attn_impl != "triton" or self.head_dim <= 128
+        require(small, f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads")
         for name in ("emb_pdrop", "attn_pdrop", "resid_pdrop"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")
 

@@ -65,7 +65,7 @@ def load_for_sampling(path: str, step: int | None, device) -> tuple[MPT, tokeniz
     meta = checkpoint.read_meta(found)
     tokenizer = tokenizers.load(meta["tokenizer"], found.parent.parent / "tokenizer.json")
     if step == 0:
-        model = MPT(config.from_dict(MPTConfig, meta)).to(device).eval()
+        model = MPT(config.from_dict(MPTConfig, meta | {"attn_impl": "auto"})).to(device).eval()
         init_weights(model, meta["seed"])
         return model, tokenizer, "before training"
     return checkpoint.load_model(found, device), tokenizer, str(found)

@@ -21,6 +21,8 @@ import sys
 
 import torch
 
+from config import require
+
 # (architecture, largest head dim): the row of each pass
 LAUNCH = {
     ("sm_80", 64): {"forward": (128, 64, 4, 3), "dq": (128, 64, 8, 3), "dkdv": (32, 128, 8, 3)},  # A100
@@ -34,7 +36,7 @@ LAUNCH = {
     ("gfx950", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 2, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI355X
     ("gfx950", 128): {"forward": (128, 64, 8, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
 }
-UNKNOWN = (64, 32, 4, 1)  # fits every GPU since 2017; fp32 takes it too: its elements are twice as large
+UNKNOWN = (64, 32, 4, 1)  # at most 80 KiB of shared memory in 16 bits; fp32 takes it too, and 112 KiB with heads of 128
 
 
 def architecture(device: torch.device) -> str:
@@ -81,7 +83,8 @@ def fastest(name: str, launch, time_of) -> tuple:
         try:
             times[row] = time_of(functools.partial(launch, row))  # ms
         except Exception as error:  # too many registers, too much shared memory: compilers say it in many ways
-            print(f"  {row}: {type(error).__name__}", file=sys.stderr)
+            print(f"  {row}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
+    require(times, f"{name}: no row runs on this GPU")
     best = min(times, key=times.get)
     print(f"# {name}: {best} takes {times[best]:.3f} ms, the row of the table {time_of(launch):.3f}", flush=True)
     return best

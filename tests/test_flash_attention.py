@@ -295,12 +295,12 @@ def compiled_for_any_length(world):
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_it_compiles_for_lengths_that_change(interpreted):
-    assert max(interpreted(compiled_for_any_length)[0]) < 1e-6
+    assert all(error < 1e-6 for error in interpreted(compiled_for_any_length)[0])
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_a_compiled_block_has_no_graph_break_and_the_same_gradients(interpreted):
-    assert max(interpreted(compiled_block)[0]) < 1e-4
+    assert all(error < 1e-4 for error in interpreted(compiled_block)[0])
 
 
 def in_a_model(world, impl, settings):
