@@ -100,7 +100,7 @@ def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
     model = checkpoint.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
     found = full_weights(model)
     assert equal(found, at_five) and not equal(found, at_ten)
-    assert not model.training and model.cfg == MODEL
+    assert not model.training and model.cfg == replace(MODEL, attn_impl="auto")  # chosen where it is loaded
     assert not dist.is_initialized()
 
 
