@@ -540,11 +540,11 @@ def demonstrate(device) -> None:
             require(all(e < limit for e in errors), f"flash_attention is off in {dtype} {case}: {errors}")
 
 
-def tune(device, T: int = 4096) -> None:
-    """Print the fastest row of each pass on this GPU, for launch_table.py: causal bf16, ALiBi, 4 x 16 heads x T."""
+def tune(device, T: int = 4096, H: int = 16) -> None:
+    """Print the fastest row of each pass on this GPU, for launch_table.py: causal bf16, ALiBi, 4 x H heads x T."""
     for D in (64, 128):
-        q, k, v, do = (torch.randn(4, T, 16, D, device=device).bfloat16().transpose(1, 2) for _ in range(4))
-        slopes = torch.exp2(-torch.arange(1.0, 17, device=device) / 2)
+        q, k, v, do = (torch.randn(4, T, H, D, device=device).bfloat16().transpose(1, 2) for _ in range(4))
+        slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device))
         out, lse = forward_operator(q, k, v, slopes, None, True, D**-0.5)
         tensors = {"q": q, "k": k, "v": v, "do": do, "out": out, "lse": lse, "slopes": slopes, "bounds": None}
         tensors |= {"dq": like_rows(q), "dk": like_rows(k), "dv": like_rows(v), "delta": torch.empty_like(lse)}

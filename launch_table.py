@@ -36,7 +36,7 @@ LAUNCH = {
     ("gfx950", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 2, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI355X
     ("gfx950", 128): {"forward": (128, 64, 8, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
 }
-UNKNOWN = (64, 32, 4, 1)  # at most 80 KiB of shared memory in 16 bits; fp32 takes it too, and 112 KiB with heads of 128
+UNKNOWN = (32, 32, 4, 1)  # 48 KiB of shared memory; fp32 takes it on every GPU: 72 KiB with heads of 128
 
 
 def architecture(device: torch.device) -> str:
@@ -71,7 +71,7 @@ def options(row: tuple) -> dict:
 
 def candidates() -> list[tuple]:
     """Rows worth measuring on this vendor's GPUs."""
-    blocks = [(m, n) for m, n in itertools.product((32, 64, 128), repeat=2) if m * n > 1024]
+    blocks = [(m, n) for m, n in itertools.product((32, 64, 128), repeat=2)]
     rest = itertools.product((4, 8), (1, 2), (1, 2)) if torch.version.hip else itertools.product((4, 8), (2, 3))
     return [block + more for block, more in itertools.product(blocks, rest)]
 
