@@ -111,12 +111,14 @@ class TrainConfig:
     adam_eps: float = 1e-8  # Adam: added to the denominator
     decoupled_weight_decay: float = 0.0  # p *= 1 - (lr_t / lr) * this: not PyTorch's weight_decay
     grad_clip: float = 1.0  # clip the global gradient norm to this (0 = never)
+    z_loss: float = 0.0  # add this times the squared logsumexp of the logits to the training loss (PaLM: 1e-4)
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # cuda is ROCm too
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "FULL_SHARD"  # see parallel.py
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
-    activation_checkpointing: Literal["none", "full"] = "none"  # full: recompute each block in the backward
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel.py
+    checkpoint_every: int = 1  # activation checkpointing of every k-th block
     compile: bool = False  # torch.compile each block
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # of one device, for MFU; auto: the table of devices.py
     # evaluation, checkpoints
@@ -128,9 +130,10 @@ class TrainConfig:
     expect: str = ""  # what a good run ends with: printed beside the result
 
     def check(self) -> None:
-        for name in ("global_batch_size", "microbatch_size", "max_steps", "keep_last", "lr"):
+        for name in ("global_batch_size", "microbatch_size", "max_steps", "checkpoint_every", "keep_last", "lr"):
             require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
-        for name in ("warmup_steps", "save_interval", "eval_interval", "max_tokens", "shard_size", "grad_clip"):
+        zero_is_fine = "warmup_steps save_interval eval_interval max_tokens shard_size grad_clip z_loss".split()
+        for name in zero_is_fine:
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("beta1", "beta2"):
             require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")

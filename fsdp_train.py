@@ -8,12 +8,15 @@ Loss of a step = sum of the token cross-entropies / number of counted tokens, bo
 does not matter how the batch was cut into ranks and microbatches. `--help` lists the settings.
 """
 
+import collections
+import gc
 import math
 import time
 from dataclasses import asdict
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 import attention
 import checkpoint
@@ -89,20 +92,16 @@ def main(argv) -> None:
     def rows_of(step):
         return train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)
 
-    # the loop
-    if first == 0:
-        evaluate_now(0)
-    begin = time.perf_counter()
-    for step, rows in data.prefetch(rows_of, range(first, cfg.max_steps), world.device):
-        loss, grad_norm = train_step(model, optimizer, rows, step, cfg, world, precision)
-        loss, grad_norm = loss.item(), grad_norm.item()  # the step's one wait for the device
-        seconds = time.perf_counter() - begin
-        done = step + 1
-        rate = cfg.global_batch_size * model_cfg.max_seq_len / seconds
+    def report(step, result):
+        """Write down a step that is done. `result` is read here: the loop's one wait for the device."""
+        nonlocal begin
+        loss, grad_norm = result()
+        seconds, begin = time.perf_counter() - begin, time.perf_counter()
+        done, rate = step + 1, tokens / seconds
         log.row(
             {
                 "step": done,
-                "tokens": done * cfg.global_batch_size * model_cfg.max_seq_len,
+                "tokens": done * tokens,
                 "loss": loss,
                 "lr": optim.learning_rate(step, cfg),
                 "grad_norm": grad_norm,
@@ -115,13 +114,30 @@ def main(argv) -> None:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             saver.finish()
             raise UserError(f"step {done}: loss {loss}, gradient norm {grad_norm}. {saver.last_good()}")
-        saver.poll()
+
+    # the loop
+    if first == 0:
+        evaluate_now(0)
+    tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
+    late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
+    unread = collections.deque()
+    begin = time.perf_counter()
+    for step, rows in data.prefetch(rows_of, range(first, cfg.max_steps), world.device):
+        collect_garbage(step - first)
+        unread.append((step, start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))))
+        done = step + 1
         last = done == cfg.max_steps
-        if last or (cfg.eval_interval and done % cfg.eval_interval == 0):
+        evaluates = last or (cfg.eval_interval and done % cfg.eval_interval == 0)
+        saves = last or (cfg.save_interval and done % cfg.save_interval == 0)
+        while len(unread) > (0 if evaluates or saves else late):
+            report(*unread.popleft())
+        saver.poll()
+        if evaluates:
             evaluate_now(done)
-        if last or (cfg.save_interval and done % cfg.save_interval == 0):
+        if saves:
             saver.save(done, model, optimizer, settings)
-        begin = time.perf_counter()
+        if evaluates or saves:
+            begin = time.perf_counter()
     saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
 
@@ -140,16 +156,41 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
-        with autocast(rows.device, precision):
-            loss = model(ids[begin:end], labels=labels[begin:end])  # a sum over tokens
-        (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
+        with record_function("forward"), autocast(rows.device, precision):
+            loss = model(ids[begin:end], labels=labels[begin:end], z_loss=cfg.z_loss)  # a sum over tokens
+        with record_function("backward"):
+            (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
         loss_sum += loss.detach()
-    grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
-    for group in optimizer.param_groups:
-        group["lr"] = optim.learning_rate(step, cfg)
-    optimizer.step()
-    optimizer.zero_grad()
+    with record_function("optimizer"):
+        grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = optim.learning_rate(step, cfg)
+        optimizer.step()
+        optimizer.zero_grad()
     return parallel.all_sum(loss_sum) / tokens, grad_norm
+
+
+def start_reading(loss, grad_norm):
+    """Start copying a step's figures to the host; returns a function that waits for them: (loss, norm).
+
+    Who calls it when the next step is queued already does not let the device wait for the host.
+    """
+    figures = torch.stack([loss.float(), grad_norm.float()]).to("cpu", non_blocking=True)
+    copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+
+    def read():
+        if copied:
+            copied.synchronize()
+        return figures.tolist()
+
+    return read
+
+
+def collect_garbage(step, interval=50):
+    """Python's collector would stop one rank at a time, and the others wait for it: all collect together instead."""
+    if step % interval == 0:
+        gc.disable()
+        gc.collect()
 
 
 def autocast(device, precision):

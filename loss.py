@@ -1,11 +1,12 @@
 """The loss without the logits: a linear layer and the cross-entropy behind it, one chunk of tokens at a time.
 
     logits = x W^T          (N, V): for 16k tokens and V = 50368 that is 3.3 GB in fp32, the peak of a small model
-    loss   = sum over counted tokens of  logsumexp(logits) - logits[label]
+    loss   = sum over counted tokens of  logsumexp(logits) - logits[label]  +  z_loss * logsumexp(logits)^2
 
-The gradient of the logits is softmax(logits) - onehot(label): known as soon as the logits are. So each chunk is taken
-forward and backward at once, its logits are dropped, and only the gradients of x (N, D) and W (V, D) are kept for the
-backward pass, where they are scaled by the incoming gradient. The gradients are exact, and no matmul is done twice.
+The gradient of the logits is (1 + 2 z_loss logsumexp) softmax(logits) - onehot(label): known as soon as the logits are.
+So each chunk is taken forward and backward at once, its logits are dropped, and only the gradients of x (N, D) and
+W (V, D) are kept for the backward pass, where they are scaled by the incoming gradient. The gradients are exact, and no
+matmul is done twice. The z-loss (PaLM, arXiv 2204.02311, section 5) holds logsumexp near 0, where bf16 logits are fine.
 
 Run `python loss.py` to compare it with the obvious version. Read next: model.py, which calls it.
 """
@@ -14,31 +15,42 @@ import torch
 import torch.nn.functional as F
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 logits: 1,280 rows at V = 50368
+COLUMNS = 4096  # of a chunk's gradient at a time, for W's: their product is still in a CPU's cache when it is added
 IGNORE = -100  # a label that does not count
 
 
-def linear_cross_entropy(x, weight, labels, logit_scale=None):
+def autocast_dtype(x):
+    """The dtype that autocast gives to matmuls where x is; x's own where autocast is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0):
     """Sum of the token cross-entropies of `logit_scale * x @ weight.T`; divide by the number of counted tokens.
 
     x: (..., D); weight: (V, D); labels: (...) of int64, IGNORE does not count. Returns a scalar in fp32 (fp64 for
     fp64 inputs). Under autocast the matmuls run in its dtype. Differentiable once.
     """
     scale = 1.0 if logit_scale is None else logit_scale
-    return LinearCrossEntropy.apply(x.flatten(0, -2), weight, labels.flatten(), scale, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(x.flatten(0, -2), weight, labels.flatten(), scale, z_loss, torch.is_grad_enabled())
 
 
-def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0):
+def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0):
     """The obvious version: all logits at once."""
     logits = logit_scale * (x @ weight.T).flatten(0, -2)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    counted = labels.flatten() != IGNORE
+    penalty = z_loss * logits.logsumexp(-1)[counted].square().sum()
+    return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") + penalty
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, labels, scale, training):
+    def forward(ctx, x, weight, labels, scale, z_loss, training):
         # x (N, D), weight (V, D), labels (N,); inside here autograd is always off, so `training` tells
         exact = torch.promote_types(x.dtype, torch.float32)
+        low, dtype_w = autocast_dtype(x), weight.dtype
+        x, weight = x.to(low), weight.to(low)  # once, not for each chunk
         rows = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
         rows -= rows % 128 if rows > 128 else 0  # whole tiles for a matmul
         need_x, need_w = (training and needed for needed in ctx.needs_input_grad[:2])
@@ -46,29 +58,36 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_w = torch.zeros(weight.shape, dtype=exact, device=weight.device) if need_w else None
         loss = torch.zeros((), dtype=exact, device=x.device)
         for i in range(0, x.shape[0], rows):
-            xs, ys = x[i : i + rows], labels[i : i + rows]
-            logits = (xs @ weight.T).to(exact).mul_(scale)  # (rows, V)
-            log_probs = F.log_softmax(logits, dim=-1)
-            loss += F.nll_loss(log_probs, ys, ignore_index=IGNORE, reduction="sum")
+            xs, counted = x[i : i + rows], (labels[i : i + rows] != IGNORE)[:, None]  # (rows, D), (rows, 1)
+            ys = labels[i : i + rows].clamp(min=0)[:, None]  # (rows, 1)
+            logits = xs @ weight.T  # (rows, V)
+            logits = logits if scale == 1 else logits.to(exact) * scale
+            log_probs = F.log_softmax(logits, dim=-1, dtype=exact)
+            log_prob = log_probs.gather(1, ys)  # (rows, 1)
+            log_z = logits.gather(1, ys).to(exact) - log_prob  # logsumexp
+            loss += ((z_loss * log_z.square() - log_prob) * counted).sum()
             if not (need_x or need_w):
                 continue
-            counted = (ys != IGNORE).to(exact)[:, None]  # (rows, 1)
-            grad = log_probs.exp_()
-            grad.scatter_add_(1, ys.clamp(min=0)[:, None], -torch.ones_like(counted))  # softmax - onehot
-            grad = grad.mul_(counted * scale).to(xs.dtype)  # (rows, V)
+            factor = 1 + 2 * z_loss * log_z  # the gradient is factor * (softmax - onehot / factor)
+            grad = log_probs.exp_().scatter_add_(1, ys, -1 / factor).to(low)  # (rows, V)
+            factor = (factor * counted).to(low)
             if need_x:
-                grad_x[i : i + rows] = grad @ weight
+                grad_x[i : i + rows] = (grad @ weight).mul_(factor)
             if need_w:
-                grad_w += grad.T @ xs
-        ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight.dtype))
+                xs = xs * factor
+                for j in range(0, grad.shape[1], COLUMNS):
+                    grad_w[j : j + COLUMNS] += grad[:, j : j + COLUMNS].T @ xs
+        ctx.scale = scale
+        ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(dtype_w))
         return loss
 
     @staticmethod
     def backward(ctx, grad_loss):
         grad_x, grad_w = ctx.saved_tensors
         # The factor, 1 / tokens, is not rounded to bf16 on its own: grad_loss is fp32, and so is the product.
-        scaled = [None if g is None else (g.to(grad_loss.dtype) * grad_loss).to(g.dtype) for g in (grad_x, grad_w)]
-        return *scaled, None, None, None
+        factor = grad_loss * ctx.scale
+        scaled = [None if g is None else (g.to(factor.dtype) * factor).to(g.dtype) for g in (grad_x, grad_w)]
+        return *scaled, None, None, None, None
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import alibi_slopes, attention
 from config import MPTConfig, require
-from loss import linear_cross_entropy
+from loss import autocast_dtype, linear_cross_entropy
 
 
 class LayerNorm(nn.LayerNorm):
@@ -36,7 +36,7 @@ class LayerNorm(nn.LayerNorm):
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
             return super().forward(x)
-        dtype = torch.get_autocast_dtype(kind) if self.low_precision else torch.float32
+        dtype = autocast_dtype(x) if self.low_precision else torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(kind, enabled=False):
             return F.layer_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps)
@@ -91,12 +91,18 @@ class Block(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.resid_pdrop = cfg.resid_pdrop
+        self.recompute = None  # activation checkpointing, put on from outside: a context_fn for `checkpoint`
         self.norm_1 = LayerNorm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
         self.norm_2 = LayerNorm(cfg, cfg.d_model)
         self.ffn = FFN(cfg)
 
     def forward(self, x, slopes, cache=None, layer=0):
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self.layer, x, slopes, use_reentrant=False, context_fn=self.recompute)
+        return self.layer(x, slopes, cache, layer)
+
+    def layer(self, x, slopes, cache=None, layer=0):
         x = x + F.dropout(self.attn(self.norm_1(x), slopes, cache, layer), self.resid_pdrop, self.training)
         return x + F.dropout(self.ffn(self.norm_2(x)), self.resid_pdrop, self.training)
 
@@ -107,7 +113,6 @@ class Transformer(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
-        self.recompute = False  # activation checkpointing of whole blocks, switched on from outside
         self.wte = nn.Embedding(cfg.vocab_size, cfg.d_model)
         if cfg.learned_positions:
             self.wpe = nn.Embedding(cfg.max_seq_len, cfg.d_model)
@@ -124,13 +129,10 @@ class Transformer(nn.Module):
                 f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} (ALiBi has no such limit)",
             )
             x = x + self.wpe(torch.arange(past, end, device=x.device))
-        x = F.dropout(x, cfg.emb_pdrop, self.training)
+        x = F.dropout(x, cfg.emb_pdrop, self.training).to(autocast_dtype(x))  # the residual stream: bf16 under autocast
         slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, x.device) if cfg.alibi else None
         for layer, block in enumerate(self.blocks):
-            if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, slopes, use_reentrant=False)
-            else:
-                x = block(x, slopes, cache, layer)
+            x = block(x, slopes, cache, layer)
         if cache is not None:
             cache.length += input_ids.shape[1]
         return self.norm_f(x)
@@ -140,25 +142,26 @@ class MPT(nn.Module):
     """The language model.
 
     forward(input_ids) gives logits (B, T, vocab_size). forward(input_ids, labels) gives the sum of the token
-    cross-entropies, a scalar, and never holds all logits; label -100 does not count. ids and labels: int64 (B, T).
-    With a `KVCache` the ids continue what the cache holds.
+    cross-entropies, a scalar, and never holds all logits; label -100 does not count; z_loss: see loss.py. ids and
+    labels: int64 (B, T). With a `KVCache` the ids continue what the cache holds.
     """
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
         self.transformer = Transformer(cfg)
+        self.loss = linear_cross_entropy  # an attribute, so that it can be compiled from outside
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
-    def forward(self, input_ids, labels=None, cache=None):
+    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0):
         x = self.transformer(input_ids, cache)
         weight = self.transformer.wte.weight if self.cfg.tie_word_embeddings else self.lm_head.weight  # (V, d)
         scale = self.cfg.logit_scale
         if scale == "inv_sqrt_d_model":
             scale = 1 / math.sqrt(self.cfg.d_model)
         if labels is not None:
-            return linear_cross_entropy(x, weight, labels, scale)
+            return self.loss(x, weight, labels, scale, z_loss)
         logits = F.linear(x, weight)
         return logits if scale is None else logits * scale
 

@@ -13,11 +13,13 @@ and dp_replicate holds copies of that arrangement. One function of PyTorch, `ful
                                                                                between nodes at the last
 
 Weights, gradients and Adam's state are fp32; with bf16 the weights are gathered as bf16, gradients reduced as fp32.
+One process alone has nothing to shard: it trains the plain model, under autocast.
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh. Read next: checkpoint.py.
 """
 
 import contextlib
 import ctypes
+import functools
 import os
 import subprocess
 import sys
@@ -31,12 +33,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
 import config
 from config import TrainConfig, UserError, require
 from model import MPT, init_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# Outputs that selective activation checkpointing keeps: of matmuls with weights (not of batched ones, which are T x T
+# attention scores) and of fused attention.
+SAVED = {
+    *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+}
 TIMEOUT = timedelta(minutes=30)  # of one collective: a rank that waits longer ends the run
 
 
@@ -179,8 +188,8 @@ def faster_precision(n: int = 512, turns: int = 10) -> str:
 
 
 def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh | None:
-    """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp. None on MPS, which has no collectives."""
-    if world.device.type == "mps":
+    """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp. None for one process alone."""
+    if world.size == 1:
         return None
     shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or world.local_size}.get(cfg.sharding, world.size)
     require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
@@ -190,11 +199,12 @@ def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh | None:
 
 def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision: str) -> MPT:
     """Put recomputation, compilation and sharding on a model that is still on the meta device, in this order."""
-    model.transformer.recompute = cfg.activation_checkpointing == "full"
+    recompute(model, cfg)
     if cfg.compile:
+        model.loss = torch.compile(model.loss)
         for block in model.transformer.blocks:
             block.compile()
-    if mesh is None:  # one process: the plain model under autocast
+    if mesh is None:
         return model
     shard_only = cfg.sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
     low = torch.bfloat16 if precision == "bf16" else None
@@ -203,10 +213,29 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
         # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
-    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD") and mesh.size() > 1  # alone there is nothing to gather
+    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")
     for block in model.transformer.blocks:
         fully_shard(block, reshard_after_forward=free, **options)
     return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
+
+
+def recompute(model: MPT, cfg: TrainConfig) -> None:
+    """Activation checkpointing of every `checkpoint_every`-th block. What a block keeps for its backward:
+
+    none        whatever its operations need: about 34 bytes per token and d_model in bf16
+    selective   its input, and what SAVED computes; norms, GELU and sums are done again, which is cheap
+    full        its input; everything is done again, a forward more, so 4/3 of the FLOPs
+    """
+    if cfg.activation_checkpointing == "none":
+        return
+
+    def choose(context, operation, *args, **kwargs):
+        saved = operation.name() in SAVED
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = functools.partial(create_selective_checkpoint_contexts, choose)
+    for block in model.transformer.blocks[:: cfg.checkpoint_every]:
+        block.recompute = context if cfg.activation_checkpointing == "selective" else noop_context_fn
 
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:

@@ -1,5 +1,7 @@
 """loss.py: equal to cross-entropy over all logits, without ever holding them."""
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,9 @@ N, D, V = 53, 16, 211  # tokens, width, vocabulary: primes, so that the last chu
 
 @pytest.fixture(params=[1, 8, 53, 1000], ids=lambda rows: f"{rows}rows")
 def chunk(request, monkeypatch):
-    """Chunks of so many rows of logits."""
+    """Chunks of so many rows of logits, and pieces of columns that do not divide."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * request.param)
+    monkeypatch.setattr(loss, "COLUMNS", 50)
 
 
 def inputs(dtype=torch.double, ignored=0.3):
@@ -23,11 +26,12 @@ def inputs(dtype=torch.double, ignored=0.3):
     return torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype), labels
 
 
-def by_hand(x, weight, labels, scale=1.0):
-    """The formula: sum over counted tokens of logsumexp(logits) - logits[label]."""
+def by_hand(x, weight, labels, scale=1.0, z_loss=0.0):
+    """The formula: sum over counted tokens of logsumexp(logits) - logits[label] + z_loss * logsumexp(logits)^2."""
     logits = scale * x @ weight.T
     counted = labels != IGNORE
-    return (torch.logsumexp(logits, -1)[counted] - logits[counted, labels[counted]]).sum()
+    log_z = torch.logsumexp(logits, -1)[counted]
+    return (log_z - logits[counted, labels[counted]] + z_loss * log_z**2).sum()
 
 
 def value_and_gradients(function, x, weight, labels, *args, incoming=1.0):
@@ -44,11 +48,13 @@ def assert_close(found, wanted, limit):
 
 @pytest.mark.parametrize("dtype, limit", [(torch.double, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("scale", [None, 0.25])
-def test_value_and_gradients_equal_the_formula(chunk, dtype, limit, scale):
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_value_and_gradients_equal_the_formula(chunk, dtype, limit, scale, z_loss):
     x, weight, labels = inputs(dtype)
-    wanted = value_and_gradients(by_hand, x.double(), weight.double(), labels, scale or 1.0)
-    assert_close(value_and_gradients(linear_cross_entropy, x, weight, labels, scale), wanted, limit)
-    assert_close(value_and_gradients(reference_linear_cross_entropy, x, weight, labels, scale or 1.0), wanted, limit)
+    scales = scale or 1.0, z_loss
+    wanted = value_and_gradients(by_hand, x.double(), weight.double(), labels, *scales)
+    assert_close(value_and_gradients(linear_cross_entropy, x, weight, labels, scale, z_loss), wanted, limit)
+    assert_close(value_and_gradients(reference_linear_cross_entropy, x, weight, labels, *scales), wanted, limit)
 
 
 def test_the_incoming_gradient_scales_the_gradients(chunk):
@@ -61,6 +67,16 @@ def test_batches_have_any_shape():
     x, weight, labels = inputs()
     flat = linear_cross_entropy(x[:52], weight, labels[:52])
     assert linear_cross_entropy(x[:52].view(4, 13, D), weight, labels[:52].view(4, 13)) == flat
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_it_compiles_without_a_break(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 20)
+    x, weight, labels = inputs(torch.float32)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True)
+    wanted = value_and_gradients(by_hand, x.double(), weight.double(), labels, 0.5, 0.1)
+    assert_close(value_and_gradients(compiled, x, weight, labels, 0.5, 0.1), wanted, 1e-5)
 
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
@@ -96,6 +112,16 @@ def test_close_under_bf16_autocast(chunk):
         found = value_and_gradients(linear_cross_entropy, x, weight, labels)
     assert [t.dtype for t in found] == [torch.float32] * 3
     assert_close(found, exact, 2e-2)
+
+
+def test_under_bf16_autocast_the_z_loss_is_as_exact_as_in_the_obvious_version(chunk):
+    x, weight, labels = inputs(torch.float32)
+    exact = value_and_gradients(by_hand, x, weight, labels, 1.0, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = value_and_gradients(linear_cross_entropy, x, weight, labels, None, 0.1)
+        obvious = value_and_gradients(reference_linear_cross_entropy, x, weight, labels, 1.0, 0.1)
+    for a, b, c in zip(ours, obvious, exact, strict=True):
+        assert (a - c).abs().max() <= 1.5 * (b - c).abs().max()
 
 
 def test_bf16_inputs_give_an_fp32_sum():

@@ -1,9 +1,11 @@
 """parallel.py and the step of fsdp_train.py on real gloo ranks: cut as you like, the same training."""
 
+import math
 import os
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -76,9 +78,12 @@ def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10)
     return curve, full_weights(model)
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def full_weights(model):
     with torch.no_grad():
-        whole = lambda p: p.full_tensor() if isinstance(p, DTensor) else p  # noqa: E731
         return {name: whole(p).clone() for name, p in model.named_parameters()}  # of one shard, it is no copy yet
 
 
@@ -168,12 +173,130 @@ def test_labels_that_do_not_count_may_lie_anywhere(ranks, size, mode):
     assert_same_curve(found[0][0], plain)
 
 
-def test_recomputing_the_blocks_changes_nothing(ranks):
+RECOMPUTE = [("full", 1), ("full", 2), ("selective", 1), ("selective", 3)]
+
+
+@pytest.mark.parametrize("mode, every", RECOMPUTE)
+def test_recomputing_the_blocks_changes_nothing(ranks, mode, every):
     """Nor does it draw other dropout masks."""
     model = replace(MODEL, resid_pdrop=0.1, emb_pdrop=0.1, attn_pdrop=0.1)
-    kept = ranks(2)(train, replace(RUN, microbatch_size=4), model)[0]
-    again = ranks(2)(train, replace(RUN, microbatch_size=4, activation_checkpointing="full"), model)[0]
+    cfg = replace(RUN, microbatch_size=4)
+    kept = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
+    cfg = replace(cfg, activation_checkpointing=mode, checkpoint_every=every)
+    again = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
     assert kept[0] == again[0] and equal(kept[1], again[1])
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.operators[operator.name()] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode, every, matmuls, gelus, attentions",
+    [
+        ("none", 1, 0, 0, 0),
+        ("full", 1, 4 * 3, 4, 4),  # a recomputation ends when all is there: before the last matmul of a block
+        ("full", 2, 2 * 3, 2, 2),
+        ("selective", 1, 0, 4, 0),
+        ("selective", 3, 0, 2, 0),  # blocks 0 and 3
+    ],
+)
+def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
+    """Four blocks; forward 4 matmuls with weights, a GELU and an attention each; backward as well, of other names."""
+    model = MPT(replace(MODEL, attn_impl="sdpa", no_bias=True, alibi=True))
+    parallel.recompute(model, replace(RUN, activation_checkpointing=mode, checkpoint_every=every))
+    rows = global_rows(0)
+    with torch.no_grad(), Count() as evaluation:
+        model(rows[:, :-1], labels=rows[:, 1:])
+    with Count() as training:
+        model(rows[:, :-1], labels=rows[:, 1:]).backward()
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert evaluation.operators["aten::mm"] == 4 * 4 + 1 and evaluation.operators[attention] == 4
+    assert training.operators["aten::mm"] == 3 * (4 * 4 + 1) + matmuls
+    assert training.operators["aten::gelu"] == 4 + gelus and training.operators[attention] == 4 + attentions
+
+
+class NoReading(TorchDispatchMode):
+    """Raises where an operation would wait for the device to read from it, or to learn the shape of its result."""
+
+    WAIT = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().removeprefix("aten::").partition(".")[0]
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert name not in self.WAIT and not by_mask, f"{function} reads from the device"
+        return function(*args, **(kwargs or {}))
+
+
+def step_without_reading(world, cfg):
+    model, optimizer = build(world, cfg, replace(MODEL, attn_impl="auto", alibi=True), "bf16")
+    rows = rows_of(world, global_rows(0, ignore=True))
+    with NoReading():
+        result = fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "bf16")
+    with pytest.raises(AssertionError, match="reads from the device"), NoReading():
+        result[0].item()
+    return all(math.isfinite(figure) for figure in fsdp_train.start_reading(*result)())
+
+
+@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "ZERO1"), (2, "DDP")])
+def test_a_step_never_waits_for_the_device(ranks, size, mode):
+    cfg = replace(RUN, sharding=mode, microbatch_size=3, z_loss=1e-3, activation_checkpointing="selective")
+    assert all(ranks(size)(step_without_reading, cfg))
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_only_queued(ranks):
+    """The driver itself tells of waiting; and figures are read when they are there, not before."""
+    device = torch.device("cuda")
+    model_cfg, world = replace(MODEL, d_model=96, attn_impl="auto"), parallel.World(0, 1, 0, 1, device)
+    model, optimizer = build(world, RUN, model_cfg, "bf16")
+    rows = global_rows(0).to(device)
+    fsdp_train.train_step(model, optimizer, rows, 0, RUN, world, "bf16")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2 * 10**9)  # cycles: about a second
+        begin = time.perf_counter()
+        read = fsdp_train.start_reading(*fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16"))
+        queued = time.perf_counter() - begin
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(math.isfinite(figure) for figure in read())
+    assert queued < 0.5 < time.perf_counter() - begin
+
+
+ALL_ON = dict(sharding="ZERO1", microbatch_size=2, activation_checkpointing="selective")
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_every_optimisation_on_gives_the_curve_of_none(ranks, compiled):
+    """Chunked loss, attention by blocks, fused AdamW, recomputation, accumulation, sharding; and the compiler."""
+    model = replace(MODEL, attn_impl="auto")
+    found = ranks(2)(train, replace(RUN, compile=compiled, **ALL_ON), model)[0][0]
+    assert_same_curve(found, ranks(1)(train_plainly, False)[0], loss=1e-5, norm=1e-4)
+
+
+def step_with_z_loss(world, z_loss):
+    cfg = replace(RUN, z_loss=z_loss, microbatch_size=5)
+    model, optimizer = build(world, cfg)
+    rows = global_rows(0)
+    loss = fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "fp32")[0].item()
+    model, _ = build_plain(cfg)
+    log_z = model(rows[:, :-1]).logsumexp(-1)
+    return loss, log_z.square().mean().item()
+
+
+def test_the_z_loss_is_added(ranks):
+    plain, square = ranks(1)(step_with_z_loss, 0.0)[0]
+    assert ranks(1)(step_with_z_loss, 0.1)[0][0] == pytest.approx(plain + 0.1 * square, rel=1e-5)
 
 
 def losses_with_dropout(world):
@@ -199,18 +322,6 @@ def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
 
 
 KINDS = ("_allgather", "_reduce_scatter", "allreduce")
-
-
-class Count(TorchDispatchMode):
-    """Counts the operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.operators[operator.name()] += 1
-        return operator(*args, **(kwargs or {}))
 
 
 def count_collectives(world, cfg):
@@ -260,7 +371,7 @@ def clip_a_model(world, cfg, max_norm):
     (model(mine[:, :-1], labels=mine[:, 1:]) * world.size).backward()
     theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     ours = parallel.clip_grad_norm(model.parameters(), max_norm)
-    gradients = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    gradients = [(whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
     return ours.item(), theirs.item(), gradients
 
 
@@ -291,7 +402,7 @@ def clip_a_mixture(world, max_norm):
     params.append(torch.nn.Parameter(torch.zeros(2)))  # frozen: no gradient
     wanted = torch.nn.utils.clip_grad_norm_(fulls, max_norm or float("inf"))
     norm = parallel.clip_grad_norm(params, max_norm)
-    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in params[:-1]]
+    grads = [whole(p.grad) for p in params[:-1]]
     return norm, wanted, [(g, f.grad) for g, f in zip(grads, fulls, strict=True)]
 
 
@@ -311,7 +422,8 @@ def initial_weights_equal(world, cfg):
     """Are the sharded model's initial weights, gathered, the plain model's bit by bit? And is it really sharded?"""
     model, _ = build(world, cfg)
     plain, _ = build_plain(cfg)
-    kept = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in plain.parameters())
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    kept = sum(p.numel() for p in local) / sum(p.numel() for p in plain.parameters())
     return equal(full_weights(model), full_weights(plain)), kept
 
 
