@@ -15,6 +15,7 @@ Run `python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922`. 
 """
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,10 +74,13 @@ def mfu(cfg: MPTConfig, tokens_per_second: float, n_devices: int, peak_flops: fl
     return train_flops_per_token(cfg) * tokens_per_second / (n_devices * peak_flops)
 
 
-def hfu(cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing: str) -> float | None:
-    """Hardware FLOPs utilization: `mfu`, times 4/3 if activation_checkpointing is "full"; None if the peak is."""
+def hfu(cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing, every=1) -> float | None:
+    """Hardware FLOPs utilization: `mfu`, times 4/3 if activation_checkpointing is "full" for all blocks, less if only
+    for every so-and-so-many-th; None if the peak is. "selective" computes no matmul again."""
     share = mfu(cfg, tokens_per_second, n_devices, peak_flops)
-    return share * 4 / 3 if share is not None and activation_checkpointing == "full" else share
+    if share is None or activation_checkpointing != "full":
+        return share
+    return share * (1 + math.ceil(cfg.n_layers / every) / cfg.n_layers / 3)
 
 
 @dataclass
@@ -87,7 +91,8 @@ class FlopsArgs:
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # its peak; auto: the table; measure: of this machine
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
-    activation_checkpointing: Literal["none", "full"] = "none"  # full: HFU is 4/3 of MFU
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # full: HFU is 4/3 of MFU
+    checkpoint_every: int = 1  # of every k-th block: HFU is less
     json: bool = False  # print JSON
 
     def check(self) -> None:
@@ -124,7 +129,7 @@ def report(cfg: MPTConfig, args: FlopsArgs) -> dict:
         "tflops_per_device": args.tokens_per_second * train_flops_per_token(cfg) / args.devices / 1e12,
         "activation_checkpointing": args.activation_checkpointing,
         "mfu": mfu(*of),
-        "hfu": hfu(*of, args.activation_checkpointing),
+        "hfu": hfu(*of, args.activation_checkpointing, args.checkpoint_every),
     }
 
 
@@ -149,7 +154,8 @@ def speed_lines(r: dict) -> list[str]:
     if not r["tokens_per_second"]:
         full = r["peak_tflops"] * 1e12 / r["flops_per_token"]
         return [peak, f"  MFU 100 % would be {full:,.0f} tokens/s a device ({CONVENTION})"]
-    why = "4/3 MFU: full activation checkpointing" if r["activation_checkpointing"] == "full" else "nothing recomputed"
+    again = r["activation_checkpointing"] == "full"
+    why = f"{r['hfu'] / r['mfu']:.3g} MFU: a forward is done again" if again else "no matmul is done again"
     return [
         f"{peak}, {r['tokens_per_second']:,.6g} tokens/s on {r['devices']}",
         f"  {'TFLOP/s a device':<22}{r['tflops_per_device']:>18.2f}  ({CONVENTION})",

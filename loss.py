@@ -44,6 +44,34 @@ def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") + penalty
 
 
+def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
+    """The loss of one chunk, a scalar. Fills grad_x (rows, D) and adds to grad_w (V, D), each unless it is None.
+
+    x: (rows, D) and weight: (V, D) in one dtype; labels: (rows,). All that is as wide as the vocabulary is freed here.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    counted = (labels != IGNORE)[:, None]  # (rows, 1)
+    labels = labels.clamp(min=0)[:, None]  # (rows, 1)
+    logits = x @ weight.T  # (rows, V)
+    logits = logits if scale == 1 else logits.to(exact) * scale
+    log_probs = F.log_softmax(logits, dim=-1, dtype=exact)
+    log_prob = log_probs.gather(1, labels)  # (rows, 1)
+    log_z = logits.gather(1, labels).to(exact) - log_prob  # logsumexp
+    loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
+    if grad_x is None and grad_w is None:
+        return loss
+    factor = 1 + 2 * z_loss * log_z  # the gradient of the logits is factor * (softmax - onehot / factor)
+    grad = log_probs.exp_().scatter_add_(1, labels, -1 / factor).to(x.dtype)  # (rows, V)
+    factor = (factor * counted).to(x.dtype)
+    if grad_x is not None:
+        grad_x.copy_((grad @ weight).mul_(factor))
+    if grad_w is not None:
+        x = x * factor
+        for j in range(0, grad.shape[1], COLUMNS):
+            grad_w[j : j + COLUMNS] += grad[:, j : j + COLUMNS].T @ x
+    return loss
+
+
 class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, labels, scale, z_loss, training):
@@ -58,25 +86,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_w = torch.zeros(weight.shape, dtype=exact, device=weight.device) if need_w else None
         loss = torch.zeros((), dtype=exact, device=x.device)
         for i in range(0, x.shape[0], rows):
-            xs, counted = x[i : i + rows], (labels[i : i + rows] != IGNORE)[:, None]  # (rows, D), (rows, 1)
-            ys = labels[i : i + rows].clamp(min=0)[:, None]  # (rows, 1)
-            logits = xs @ weight.T  # (rows, V)
-            logits = logits if scale == 1 else logits.to(exact) * scale
-            log_probs = F.log_softmax(logits, dim=-1, dtype=exact)
-            log_prob = log_probs.gather(1, ys)  # (rows, 1)
-            log_z = logits.gather(1, ys).to(exact) - log_prob  # logsumexp
-            loss += ((z_loss * log_z.square() - log_prob) * counted).sum()
-            if not (need_x or need_w):
-                continue
-            factor = 1 + 2 * z_loss * log_z  # the gradient is factor * (softmax - onehot / factor)
-            grad = log_probs.exp_().scatter_add_(1, ys, -1 / factor).to(low)  # (rows, V)
-            factor = (factor * counted).to(low)
-            if need_x:
-                grad_x[i : i + rows] = (grad @ weight).mul_(factor)
-            if need_w:
-                xs = xs * factor
-                for j in range(0, grad.shape[1], COLUMNS):
-                    grad_w[j : j + COLUMNS] += grad[:, j : j + COLUMNS].T @ xs
+            chunk = slice(i, i + rows)
+            grad_xs = grad_x[chunk] if need_x else None
+            loss += chunk_loss(x[chunk], weight, labels[chunk], scale, z_loss, grad_xs, grad_w)
         ctx.scale = scale
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(dtype_w))
         return loss
