@@ -62,7 +62,7 @@ def our_cells(name: str, r: dict[str, str], base: float) -> dict[str, str]:
         "first row = 1": f"{rate / base:.2f}",
         "peak GB": f"{float(r['memory_gb']):.2f}",
     }
-    return cells | {part: f"{float(r[part]):.0%}" for part in [*PARTS, "communication"]}
+    return cells | {part: r[part] and f"{float(r[part]):.0%}" for part in [*PARTS, "communication", "idle"]}
 
 
 def names_of(lines: list[dict[str, str]]) -> list[str]:
@@ -99,11 +99,11 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
     speed.barh(names, [float(line["tokens_per_second_device"]) for line in lines], color="C0")
     left = [0.0] * len(lines)
     for part in PARTS:
-        widths = [100 * float(line[part]) for line in lines]
+        widths = [100 * float(line[part] or 0) for line in lines]
         share.barh(names, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     share.plot(
-        [100 * float(line["communication"]) for line in lines], names, "k|", ms=14, label="communication, beside"
+        [100 * float(line["communication"] or 0) for line in lines], names, "k|", ms=14, label="communication, beside"
     )
     speed.invert_yaxis()
     speed.set(xlabel="tokens/s of one device")

@@ -14,6 +14,8 @@ Run `python bench_team.py` to see three processes tell their ranks. Read next: b
 import gc
 import multiprocessing
 import os
+import re
+import signal
 import socket
 import textwrap
 from multiprocessing.connection import wait
@@ -22,6 +24,8 @@ import torch
 import torch.distributed as dist
 
 import config
+
+KILLED = "killed (for want of memory?)"
 
 
 class Team:
@@ -47,8 +51,12 @@ class Team:
 
     def call(self, method: str, *args) -> list:
         """Run a method on every process at once; what each returned, by rank. TeamError if one failed."""
-        for pipe in self.pipes:
-            pipe.send((method, args))
+        try:
+            for pipe in self.pipes:
+                pipe.send((method, args))
+        except OSError as error:
+            self.stop()
+            raise TeamError(KILLED) from error
         return self.answers()
 
     def answers(self) -> list:
@@ -58,8 +66,8 @@ class Team:
             for pipe in wait([pipe for pipe in self.pipes if pipe not in found]):
                 try:
                     fine, found[pipe] = pipe.recv()
-                except EOFError:
-                    fine, found[pipe] = False, "killed (for want of memory?)"
+                except (EOFError, OSError):
+                    fine, found[pipe] = False, KILLED
                 if not fine:
                     self.stop()
                     raise TeamError(found[pipe])
@@ -74,6 +82,8 @@ class Team:
 
 def member(pipe, program, arguments, rank, ranks, threads, port) -> None:
     """The life of one process of a team."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(threads)
@@ -83,7 +93,7 @@ def member(pipe, program, arguments, rank, ranks, threads, port) -> None:
         while True:
             method, args = pipe.recv()
             pipe.send((True, getattr(made, method)(*args)))
-    except EOFError:  # the parent has gone
+    except (EOFError, BrokenPipeError):  # the parent has gone
         os._exit(0)
     except Exception as error:
         pipe.send((False, reason(error)))
@@ -94,6 +104,7 @@ class Launched:
     """The same under torchrun or srun, which have started the processes: this is one of them."""
 
     def __init__(self, program, arguments: tuple, ranks: int, threads: int):
+        torch.set_num_threads(threads)
         self.made = self.attempt(program, *arguments)
 
     def call(self, method: str, *args) -> list:
@@ -110,14 +121,17 @@ class Launched:
     def stop(self) -> None:
         self.made = None
         gc.collect()
+        torch.compiler.reset()  # what comes next is compiled anew
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
 def launched() -> int:
-    """How many processes torchrun or srun has started; 0: none did."""
-    return int(os.environ.get("WORLD_SIZE") or ("SLURM_PROCID" in os.environ and os.environ.get("SLURM_NTASKS")) or 0)
+    """How many processes torchrun or srun has started; 0: none, or this one only."""
+    by_srun = os.environ.get("SLURM_NTASKS", 0) if "SLURM_PROCID" in os.environ else 0
+    number = int(os.environ.get("WORLD_SIZE", by_srun))
+    return number if number > 1 else 0
 
 
 class TeamError(Exception):
@@ -125,8 +139,9 @@ class TeamError(Exception):
 
 
 def reason(error: Exception) -> str:
-    """A line for a table. A CPU has no exception of its own for want of memory."""
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+    """A few words for a table."""
+    others = re.search("out of memory|ALLOC_FAILED|DefaultCPUAllocator", str(error), re.IGNORECASE)  # libraries, CPUs
+    if isinstance(error, torch.OutOfMemoryError) or others:
         return "out of memory"
     if isinstance(error, ImportError):
         return f"{error}: see requirements-dev.txt"

@@ -2,19 +2,21 @@
 
     python bench.py train --transformers      a small shape, beside Hugging Face's (`python bench_train.py` is the same)
     python bench.py train --sizes=125m,350m,760m,1b --grad_accum=2 --out=benchmarks/mine.csv
-    python bench.py train configs/mpt1b.py --sweep="microbatch_size=4,8,16 activation_checkpointing=none,selective,full"
+    python bench.py train configs/mpt1b.py --grad_accum=2 --sweep="microbatch_size=4,8 compile=false,true"
     torchrun --nnodes 2 --nproc_per_node 8 ... bench.py train configs/mpt7b.py --out=mine.csv          many nodes
 
     MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)        flops.py; HFU counts what is computed again
 
 Each row is measured in processes of its own (bench_team.py), so its peak memory is its own, and one that runs out of
 memory is noted and the others go on. Rows that are compared (`--transformers`, `--alternate`) take turns, so what else
-the machine does hits all; figures are medians of the turns, on random tokens. With --out rows are kept in a CSV, with
-tables (.md) and a picture (.png) beside it, and what is there already is not measured again. Under torchrun a row that
-runs out of memory ends the program, and with --max-restarts it goes on after that row.
+the machine does hits all; figures are medians of the turns, on random tokens. With --out rows are kept in a CSV, one
+for a machine, with tables (.md) and a picture (.png) beside it, and what is there already is not measured again. Under
+torchrun rows share their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
+ends the program: with --max-restarts and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 it goes on after that row.
 
-Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step that launched it.
-Communication runs beside computing, so the shares may add up to more than 1. Read next: bench_table.py.
+Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step that launched it,
+and while nothing runs the GPU is idle. Communication runs beside computing, so the shares may add up to more than 1.
+Read next: bench_table.py.
 """
 
 import bisect
@@ -31,7 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -47,7 +49,7 @@ import optim
 import parallel
 import runlog
 from bench_table import PARTS, draw, read, tables
-from bench_team import Launched, Team, TeamError, launched
+from bench_team import KILLED, Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from model import MPT
 
@@ -57,7 +59,7 @@ SHAPE = [
 ]
 FIGURES = [
     *("tokens_per_second", "fastest", "slowest", "tokens_per_second_device", "tflops_device", "peak_tflops"),
-    *("mfu", "hfu", "convention", "memory_gb", *PARTS, "communication"),
+    *("mfu", "hfu", "convention", "memory_gb", *PARTS, "communication", "idle"),
 ]
 
 
@@ -94,6 +96,8 @@ class Ours:
         self.model_cfg, self.cfg, self.world = model_cfg, cfg, parallel.start(cfg.device)
         self.precision = parallel.choose_precision(cfg, self.world.device)
         self.peak = devices.peak_flops(cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision])
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # measuring the peak rate needs memory, too
         self.build()
         shape = (cfg.global_batch_size // self.world.size, model_cfg.max_seq_len + 1)
         random = torch.randint(model_cfg.vocab_size, shape).numpy()
@@ -179,11 +183,11 @@ class Theirs(Ours):
         return loss.detach()
 
 
-def time_split(events: list[dict]) -> dict[str, float]:
-    """Shares of the time for PARTS and for communication, from the events of a Chrome trace of several steps.
+def time_split(events: list[dict]) -> dict[str, float | None]:
+    """Shares of the time for PARTS, for communication and for nothing, from the events of a Chrome trace of some steps.
 
-    On a GPU a kernel belongs to the region in which it was launched, by whatever thread: the backward has its own.
-    Without one, the regions themselves count, and gloo's collectives.
+    On a GPU a kernel belongs to the region in which it was launched, by whatever thread: the backward has its own. If
+    the trace does not tell, the shares are None. Without a GPU the regions themselves count, and gloo's collectives.
     """
     spans = [event for event in events if event.get("ph") == "X"]
     regions = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in spans if is_region(e))
@@ -193,20 +197,23 @@ def time_split(events: list[dict]) -> dict[str, float]:
         if re.search("_(runtime|driver)$", e.get("cat", "")) and "correlation" in e.get("args", {})
     }
     busy = {part: [] for part in [*PARTS, "communication"]}
-    for event in (e for e in spans if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")):
+    on_gpu = [e for e in spans if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for event in on_gpu:
         moment = launches.get(event["args"].get("correlation"), -1)
         place = bisect.bisect(regions, (moment, float("inf"))) - 1
         inside = place >= 0 and regions[place][0] <= moment <= regions[place][1]
         part = "communication" if "nccl" in event["name"].lower() else regions[place][2] if inside else None
         if part:
             busy[part].append((event["ts"], event["ts"] + event["dur"]))
-    if not any(busy.values()):
+    if not on_gpu:
         for begin, end, part in regions:
             busy[part].append((begin, end))
         busy["communication"] = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("gloo:")]
     every = [span for part in busy.values() for span in part]
+    if not every:
+        return dict.fromkeys([*busy, "idle"])
     whole = max(end for _, end in every) - min(begin for begin, _ in every)
-    return {part: covered(intervals) / whole for part, intervals in busy.items()}
+    return {part: covered(intervals) / whole for part, intervals in busy.items()} | {"idle": 1 - covered(every) / whole}
 
 
 def is_region(event) -> bool:
@@ -227,18 +234,22 @@ def covered(intervals) -> float:
 
 
 class Row:
-    """One program at one setting. `columns` is its line of the CSV."""
+    """One program at one setting, the `number`-th row. `columns` is its line of the CSV."""
 
-    def __init__(self, argv: list[str], model: str, program=Ours):
+    def __init__(self, number: int, argv: list[str], model: str, program=Ours):
+        self.number = number
         self.model_cfg, self.cfg, self.args = config.load(argv, MPTConfig, TrainConfig, BenchArgs)
         self.program, self.team, self.rates = program, None, []
         m, t, a = self.model_cfg, self.cfg, self.args
-        self.ranks = launched() or a.ranks or torch.cuda.device_count() or 1
+        self.ranks = launched() or a.ranks or (0 if t.device == "cpu" else torch.cuda.device_count()) or 1
         self.threads = a.threads or max(1, torch.get_num_threads() // (1 if launched() else self.ranks))
         if a.grad_accum:
             t.global_batch_size = a.grad_accum * t.microbatch_size * self.ranks
         per_rank, rest = divmod(t.global_batch_size, self.ranks)
         require(rest == 0, f"global_batch_size {t.global_batch_size} is not a multiple of the {self.ranks} ranks")
+        if program is Theirs:
+            require(self.ranks == 1, "transformers' model is measured in one process: set --ranks=1")
+            t.microbatch_size, t.activation_checkpointing = t.global_batch_size, "none"
         names = "sharding shard_size activation_checkpointing checkpoint_every compile microbatch_size".split()
         self.columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -250,11 +261,16 @@ class Row:
             **{"device": "", "nodes": "", "ranks": self.ranks, "threads": self.threads, "torch": torch.__version__},
             **{"precision": t.precision, **{name: getattr(t, name) for name in names}},
             **{"grad_accum": math.ceil(per_rank / t.microbatch_size), "global_batch_size": t.global_batch_size},
+            "others": "",
             **dict.fromkeys(FIGURES, ""),
         }
+        every = [(f, getattr(part, f.name)) for part in (m, t) for f in fields(part) if f.name not in self.columns]
+        self.columns["others"] = " ".join(f"{f.name}={value}" for f, value in every if value != f.default)
 
     def is_like(self, done: dict) -> bool:
-        """Is `done`, a line of a CSV, this row? What `auto` stands for is known only when it has run."""
+        """Is `done`, a line of a CSV, this row, and settled? What `auto` stands for is known only when it has run."""
+        if done["status"] not in ("ok", "out of memory", KILLED):  # something that can be mended
+            return False
         unknown = {"time", "command", "status", "device", "nodes", *FIGURES}
         mine = {key: str(value) for key, value in self.columns.items() if key not in unknown}
         return all(
@@ -302,7 +318,7 @@ class Row:
                 "hfu": flops.hfu(*one, *saving),
                 "convention": flops.CONVENTION,
                 "memory_gb": max(a["memory_gb"] for a in abouts),
-                **{part: statistics.fmean(p[part] for p in parts) for part in parts[0]},
+                **parts[0],  # of rank 0
             }
 
 
@@ -313,12 +329,14 @@ def groups(argv: list[str]) -> list[list[Row]]:
     files = [f"configs/mpt{size}.py" for size in args.sizes.split(",") if size] or [None]
     named = [a for a in plain if not a.startswith("-")]
     require(not (named and args.sizes), "give a config file or --sizes, not both")
-    wanted = []
+    wanted, number = [], itertools.count(1)
     for file, flags in itertools.product(files, combinations(args.sweep)):
         base = [file] if file else [] if named else SHAPE
         model = Path(file or named[-1]).stem if file or named else ""
-        row = [base + plain + flags, model]
-        wanted.append([Row(*row), Row(*row, Theirs)] if args.transformers else [Row(*row)])
+        programs = [Ours, Theirs] if args.transformers else [Ours]
+        wanted.append([Row(next(number), base + plain + flags, model, program) for program in programs])
+    turns = args.alternate or args.transformers
+    require(not (turns and launched()), "only rows whose processes bench.py starts can take turns: leave out torchrun")
     return [list(itertools.chain(*wanted))] if args.alternate else wanted
 
 
@@ -355,7 +373,7 @@ def bench_train(argv) -> None:
         there = {row: next((line for line in done if row.is_like(line)), None) for row in group}
         new = [row for row in group if not there[row]]
         if new:
-            measure(new, args, rank, len(lines))
+            measure(new, args, rank)
         lines += [there[row] or {k: "" if v is None else str(v) for k, v in row.columns.items()} for row in group]
     if rank > 0:
         return
@@ -378,19 +396,22 @@ def how(argv: list[str], args: BenchArgs) -> str:
     )
 
 
-def measure(rows: list[Row], args: BenchArgs, rank: int, number: int) -> None:
-    """Let the rows take turns, and keep what comes of it; `number` rows are before them."""
+def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
+    """Let the rows take turns, and keep what comes of it."""
     for turn in range(args.rounds + 1):
         for row in rows:
             if row.fine():
                 row.turn()
         if rank == 0:
-            model = rows[0].columns["model"]
-            print(f"  row {number + 1}, {model}: turn {turn} of {args.rounds}", file=sys.stderr, flush=True)
-    for place, row in enumerate(rows, number + 1):
+            names = " and ".join(f"row {row.number}, {row.columns['model']}" for row in rows)
+            print(f"  {names}: turn {turn} of {args.rounds}", file=sys.stderr, flush=True)
+    for row in rows:
         if row.fine():
-            row.finish(args.profile and f"{args.profile}-{place}.json")
-        if args.out and (rank == 0 or not row.fine()):
+            row.finish(args.profile and f"{args.profile}-{row.number}.json")
+        if rank > 0 and not row.fine():
+            time.sleep(3)  # rank 0 may say the same
+        told = rank > 0 and (row.fine() or any(row.is_like(line) for line in read(args.out)))
+        if args.out and not told:
             append(args.out, row.columns)
         restart = "start it again, it goes on with the other rows"
         require(row.fine() or not launched(), f"{row.columns['model']}: {row.columns['status']}; {restart}")

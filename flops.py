@@ -97,6 +97,7 @@ class FlopsArgs:
 
     def check(self) -> None:
         config.require(self.devices > 0, f"devices must be at least 1, not {self.devices}")
+        config.require(self.checkpoint_every > 0, f"checkpoint_every must be at least 1, not {self.checkpoint_every}")
         config.require(self.tokens_per_second >= 0, f"tokens_per_second is {self.tokens_per_second}, below 0")
 
 

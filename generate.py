@@ -10,6 +10,7 @@ fewest tokens that together have probability p (nucleus sampling: Holtzman et al
 import argparse
 import codecs
 import sys
+import time
 
 import torch
 
@@ -78,6 +79,7 @@ def main(argv) -> None:
     ids = [int(i) for i in tokenizer.encode(args.prompt)] or [tokenizer.eot]  # nothing said: a new document begins
     print(f"--- {name} ---\n{args.prompt}", end="", flush=True)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
+    count, begin = 0, time.perf_counter()
     for token in generate(
         model,
         torch.tensor([ids], device=device),
@@ -90,8 +92,10 @@ def main(argv) -> None:
     ):
         if token.item() == tokenizer.eot:
             break
+        count += 1
         print(decoder.decode(tokenizer.decode_bytes(token.tolist())), end="", flush=True)
     print()
+    print(f"{count} tokens, {count / (time.perf_counter() - begin):,.0f} tokens/s, prompt included", file=sys.stderr)
 
 
 def parse(argv):

@@ -60,13 +60,14 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
     if grad_x is None and grad_w is None:
         return loss
-    factor = 1 + 2 * z_loss * log_z  # the gradient of the logits is factor * (softmax - onehot / factor)
-    grad = log_probs.exp_().scatter_add_(1, labels, -1 / factor).to(x.dtype)  # (rows, V)
-    factor = (factor * counted).to(x.dtype)
+    grad = log_probs.exp_()  # softmax; (rows, V)
+    if z_loss:
+        grad.mul_(1 + 2 * z_loss * log_z)  # in fp32: in bf16 1.002 is 1
+    grad = grad.scatter_add_(1, labels, -torch.ones_like(log_z)).to(x.dtype)
     if grad_x is not None:
-        grad_x.copy_((grad @ weight).mul_(factor))
+        grad_x.copy_((grad @ weight).mul_(counted))
     if grad_w is not None:
-        x = x * factor
+        x = x * counted
         for j in range(0, grad.shape[1], COLUMNS):
             grad_w[j : j + COLUMNS] += grad[:, j : j + COLUMNS].T @ x
     return loss

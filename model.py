@@ -91,7 +91,7 @@ class Block(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.resid_pdrop = cfg.resid_pdrop
-        self.recompute = None  # activation checkpointing, put on from outside: a context_fn for `checkpoint`
+        self.recompute = None  # activation checkpointing, put on from outside: arguments of `checkpoint`
         self.norm_1 = LayerNorm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
         self.norm_2 = LayerNorm(cfg, cfg.d_model)
@@ -99,7 +99,7 @@ class Block(nn.Module):
 
     def forward(self, x, slopes, cache=None, layer=0):
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.layer, x, slopes, use_reentrant=False, context_fn=self.recompute)
+            return checkpoint(self.layer, x, slopes, **self.recompute)
         return self.layer(x, slopes, cache, layer)
 
     def layer(self, x, slopes, cache=None, layer=0):
@@ -150,7 +150,6 @@ class MPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.transformer = Transformer(cfg)
-        self.loss = linear_cross_entropy  # an attribute, so that it can be compiled from outside
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
@@ -161,7 +160,7 @@ class MPT(nn.Module):
         if scale == "inv_sqrt_d_model":
             scale = 1 / math.sqrt(self.cfg.d_model)
         if labels is not None:
-            return self.loss(x, weight, labels, scale, z_loss)
+            return linear_cross_entropy(x, weight, labels, scale, z_loss)
         logits = F.linear(x, weight)
         return logits if scale is None else logits * scale
 

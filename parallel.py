@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
 from config import TrainConfig, UserError, require
@@ -41,7 +41,7 @@ from model import MPT, init_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Outputs that selective activation checkpointing keeps: of matmuls with weights (not of batched ones, which are T x T
-# attention scores) and of fused attention.
+# attention scores) and of fused attention (FlexAttention's is computed again).
 SAVED = {
     *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
@@ -200,7 +200,6 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
     """Put recomputation, compilation and sharding on a model that is still on the meta device, in this order."""
     recompute(model, cfg)
     if cfg.compile:
-        model.loss = torch.compile(model.loss)
         for block in model.transformer.blocks:
             block.compile()
     if mesh is None:
@@ -232,9 +231,11 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
         saved = operation.name() in SAVED
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
-    context = functools.partial(create_selective_checkpoint_contexts, choose)
+    arguments = {"use_reentrant": False}
+    if cfg.activation_checkpointing == "selective":
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
     for block in model.transformer.blocks[:: cfg.checkpoint_every]:
-        block.recompute = context if cfg.activation_checkpointing == "selective" else noop_context_fn
+        block.recompute = arguments
 
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
@@ -308,6 +309,7 @@ def demonstrate(argv) -> None:
     (cfg,) = config.load(argv, TrainConfig)
     world = start(cfg.device)
     mesh = make_mesh(world, cfg)
+    require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     print(f"rank {world.rank} of {world.size} on {world.device}, {cfg.sharding}: {place}", flush=True)
 

@@ -37,7 +37,7 @@ FLAGS = {
     "attention by blocks: all T x T scores at once instead": ["--attn_impl=reference"],
     "activation checkpointing: selective instead of none": ["--activation_checkpointing=selective"],
     "activation checkpointing: full instead of none": ["--activation_checkpointing=full"],
-    "no compilation: blocks and loss compiled instead": ["--compile"],
+    "no compilation: blocks compiled instead": ["--compile"],
 }
 PATCHES = [
     "chunked loss: all logits at once instead",
@@ -80,7 +80,8 @@ def obvious_loss(x, weight, labels, scale, z_loss):
 
 
 def looping_adamw(params, cfg):
-    return torch.optim.AdamW(params, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=cfg.adam_eps)
+    decay = cfg.decoupled_weight_decay / cfg.lr
+    return torch.optim.AdamW(params, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, decay, foreach=False)
 
 
 def mesh_of_one(world, cfg):

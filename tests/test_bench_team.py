@@ -59,6 +59,14 @@ def test_when_one_fails_all_are_ended_and_the_reason_is_told(team, call, words):
     assert all(map(gone, pids)) and time.monotonic() - begin < 30
 
 
+def test_one_that_was_killed_while_it_waited_is_told(team):
+    os.kill(team.processes[1].pid, signal.SIGKILL)
+    team.processes[1].join()
+    for _ in range(2):
+        with pytest.raises(TeamError, match="killed"):
+            team.call("add", 0)
+
+
 def test_what_cannot_even_start_is_told():
     with pytest.raises(TeamError, match="TypeError"):
         Team(Program, (), ranks=1, threads=1)

@@ -39,7 +39,8 @@ def test_figures_follow_from_each_other(beside_transformers):
         assert float(line["mfu"]) == float(line["hfu"]) == pytest.approx(tflops / 0.5)
         assert 0.1 < float(line["memory_gb"]) < 5
         shares = [float(line[part]) for part in ("data", "forward", "backward", "optimizer")]
-        assert all(share > 0 for share in shares) and 0.7 < sum(shares) <= 1 and line["communication"] == "0.0"
+        assert all(share > 0 for share in shares) and line["communication"] == "0.0"
+        assert 0.7 < sum(shares) <= 1 and sum(shares) + float(line["idle"]) == pytest.approx(1)
 
 
 def test_tables_pictures_and_traces_are_written(beside_transformers):
@@ -60,7 +61,7 @@ def test_what_is_measured_is_not_measured_again(beside_transformers):
     done = launch([], folder, [*flags, "--sweep=microbatch_size=8,4"], program="bench.py")
     assert done.returncode == 0, done.stderr
     after = (folder / "results/tiny.csv").read_text()
-    assert after.startswith(before) and len(after.splitlines()) == 5
+    assert after.startswith(before) and len(after.splitlines()) == 4  # theirs knows no microbatch
     assert "row 1," not in done.stderr and "row 3," in done.stderr
 
 
@@ -77,14 +78,15 @@ def test_what_needs_too_much_memory_is_noted_and_the_others_go_on(python, tmp_pa
     assert f"- not measured: {name}: out of memory" in done.stdout
 
 
-def test_under_torchrun_rows_follow_each_other_and_a_restart_goes_on(tmp_path):
+def test_under_torchrun_rows_follow_each_other_and_a_restart_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else a restart meets stale addresses
     how = [*TORCHRUN, "2", "--max-restarts=1"]
     sweep = "--sweep=global_batch_size=4,6,100000000000,8"
     done = launch(how, tmp_path, ["train", *TINY, sweep, "--rounds=1", "--out=a.csv"], program="bench.py")
     assert done.returncode == 0, done.stderr[-2000:]
     lines = {line["global_batch_size"]: line for line in lines_of(tmp_path / "a.csv")}
     assert [lines[size]["status"] for size in ("4", "6", "8")] == ["ok"] * 3
-    assert lines["100000000000"]["status"] == "out of memory" and done.stdout.count("| ok |") == 0
+    assert lines["100000000000"]["status"] == "out of memory"
     assert {line["ranks"] for line in lines.values()} == {"2"}
 
 
@@ -93,6 +95,17 @@ def test_sizes_are_the_recipes(monkeypatch):
     rows = [row for group in bench_train.groups(["--sizes=125m,1b", "--ranks=8", "--grad_accum=2"]) for row in group]
     found = [(r.columns["model"], r.columns["n_params"], r.columns["global_batch_size"]) for r in rows]
     assert found[0][0] == "mpt125m" and found[1] == ("mpt1b", 1_315_950_592, 2 * 8 * 4)
+
+
+def test_a_row_is_done_when_all_its_settings_are_alike_and_it_is_settled():
+    flags = ["--precision=bf16", "--attn_impl=sdpa", "--z_loss=0.1"]
+    ((row,),) = bench_train.groups(flags)
+    line = {key: str(value) for key, value in row.columns.items()}
+    assert row.is_like(line) and row.is_like(line | {"status": "out of memory", "tokens_per_second": "9"})
+    assert not row.is_like(line | {"status": "ImportError: no module"})  # which may be there by now
+    for more in ("--z_loss=0.2", "--attn_impl=blocks", "--grad_clip=1", "--microbatch_size=3", "--ranks=2"):
+        ((other,),) = bench_train.groups([*flags, more])
+        assert not other.is_like(line), more
 
 
 def test_alternating_rows_are_one_group():
@@ -111,6 +124,7 @@ def test_alternating_rows_are_one_group():
         (["--ranks=3"], "global_batch_size 8 is not a multiple of the 3 ranks"),
         (["--out=results"], "the name of a .csv file"),
         (["--rounds=0"], "rounds and steps must be at least 1"),
+        (["--transformers", "--ranks=2"], "set --ranks=1"),
     ],
 )
 def test_mistakes_are_told(flags, words, monkeypatch):
@@ -151,8 +165,10 @@ def test_on_a_gpu_a_kernel_belongs_to_where_it_was_launched():
         event("ncclDevKernel_ReduceScatter", "kernel", 140, 30, correlation=5),
         *({"ph": "s", "name": "ac2g"}, event("late", "kernel", 190, 5)),
     ]
-    wanted = {"data": 0, "forward": 0.2, "backward": 0.5, "optimizer": 0.2, "communication": 0.3}
+    wanted = {"data": 0, "forward": 0.2, "backward": 0.5, "optimizer": 0.2, "communication": 0.3, "idle": 0.1}
     assert bench_train.time_split(events) == pytest.approx(wanted)
+    untold = [e for e in events if "Launch" not in e["name"] and "Memcpy" not in e["name"] and "nccl" not in e["name"]]
+    assert set(bench_train.time_split(untold).values()) == {None}
 
 
 def test_on_a_cpu_the_regions_count_and_gloo():
@@ -161,5 +177,5 @@ def test_on_a_cpu_the_regions_count_and_gloo():
         *(event("backward", "user_annotation", 4, 5), event("optimizer", "user_annotation", 9, 1)),
         *(event("gloo:all_gather", "cpu_op", 2, 1), event("gloo:all_gather", "cpu_op", 2.5, 1)),
     ]
-    wanted = {"data": 0.1, "forward": 0.3, "backward": 0.5, "optimizer": 0.1, "communication": 0.15}
+    wanted = {"data": 0.1, "forward": 0.3, "backward": 0.5, "optimizer": 0.1, "communication": 0.15, "idle": 0}
     assert bench_train.time_split(events) == pytest.approx(wanted)

@@ -69,6 +69,21 @@ def test_batches_have_any_shape():
     assert linear_cross_entropy(x[:52].view(4, 13, D), weight, labels[:52].view(4, 13)) == flat
 
 
+@pytest.mark.parametrize("z_loss", [1e-3, 1e-4])
+def test_in_bf16_a_small_z_loss_is_not_rounded_away(z_loss):
+    """1 + 2 z_loss logsumexp is 1 in bf16. Its gradient: the difference to that without it, along the exact one."""
+    x, weight, labels = inputs(torch.float32)
+    x, weight = 0.3 * x.bfloat16().float(), weight.bfloat16().float()
+    alone = value_and_gradients(by_hand, x, weight, labels, 1.0, z_loss)[2]
+    alone -= value_and_gradients(by_hand, x, weight, labels)[2]
+    along = []
+    for function in (linear_cross_entropy, reference_linear_cross_entropy):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = [value_and_gradients(function, x, weight, labels, 1.0, z)[2] for z in (z_loss, 0.0)]
+        along.append((((found[0] - found[1]) * alone).sum() / alone.square().sum()).item())
+    assert along[0] == pytest.approx(along[1], abs=0.01) and 0.7 < along[0] < 1.3
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_it_compiles_without_a_break(monkeypatch):

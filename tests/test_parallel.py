@@ -273,14 +273,14 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     assert queued < 0.5 < time.perf_counter() - begin
 
 
-ALL_ON = dict(sharding="ZERO1", microbatch_size=2, activation_checkpointing="selective")
+COMPILED = [pytest.param(True, how, marks=pytest.mark.slow) for how in ("none", "selective", "full")]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_every_optimisation_on_gives_the_curve_of_none(ranks, compiled):
+@pytest.mark.parametrize("compiled, how", [(False, "selective"), *COMPILED])
+def test_every_optimisation_on_gives_the_curve_of_none(ranks, compiled, how):
     """Chunked loss, attention by blocks, fused AdamW, recomputation, accumulation, sharding; and the compiler."""
-    model = replace(MODEL, attn_impl="auto")
-    found = ranks(2)(train, replace(RUN, compile=compiled, **ALL_ON), model)[0][0]
+    model, cfg = replace(MODEL, attn_impl="auto"), replace(RUN, sharding="ZERO1", microbatch_size=2)
+    found = ranks(2)(train, replace(cfg, compile=compiled, activation_checkpointing=how), model)[0][0]
     assert_same_curve(found, ranks(1)(train_plainly, False)[0], loss=1e-5, norm=1e-4)
 
 
