@@ -11,11 +11,6 @@ def test_no_such_benchmark_is_one_line(python, words):
 
 
 def test_each_name_leads_to_its_file(python):
-    for name, words in {
-        "scaling": "usage: python bench.py scaling",
-        "compare": "usage: python bench.py compare",
-    }.items():
-        assert words in python(name, program="bench.py").stderr
-    for name in ("train", "attention", "machine"):
-        done = python(name, "--help", program="bench.py")
-        assert done.returncode == 0 and "usage:" in done.stdout
+    assert "usage: python bench.py scaling" in python("scaling", program="bench.py").stderr
+    for name, setting in {"train": "--sweep=", "attention": "--head_dims=", "machine": "--seconds="}.items():
+        assert setting in python(name, "--help", program="bench.py").stdout

@@ -65,6 +65,7 @@ def test_what_is_measured_is_not_measured_again(beside_transformers):
     assert "row 1," not in done.stderr and "row 3," in done.stderr
 
 
+@pytest.mark.slow
 def test_what_needs_too_much_memory_is_noted_and_the_others_go_on(python, tmp_path):
     sweep = "--sweep=microbatch_size=1,100000000000 sharding=ZERO1,DDP"
     done = python("train", *TINY, sweep, "--ranks=2", "--grad_accum=2", "--out=a.csv", program="bench.py")
@@ -78,6 +79,7 @@ def test_what_needs_too_much_memory_is_noted_and_the_others_go_on(python, tmp_pa
     assert f"- not measured: {name}: out of memory" in done.stdout
 
 
+@pytest.mark.slow
 def test_under_torchrun_rows_follow_each_other_and_a_restart_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else a restart meets stale addresses
     how = [*TORCHRUN, "2", "--max-restarts=1"]
