@@ -94,7 +94,7 @@ def main(argv) -> None:
             break
         count += 1
         print(decoder.decode(tokenizer.decode_bytes(token.tolist())), end="", flush=True)
-    print()
+    print(flush=True)
     print(f"{count} tokens, {count / (time.perf_counter() - begin):,.0f} tokens/s, prompt included", file=sys.stderr)
 
 
