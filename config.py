@@ -98,7 +98,7 @@ class TrainConfig:
     val_fraction: float = 0.005  # share of the documents kept for validation
     # batch: global_batch_size = microbatch_size x ranks x accumulation steps, in sequences
     global_batch_size: int = 256  # sequences per optimizer step, over all ranks
-    microbatch_size: int = 8  # sequences per forward pass of one rank, at most
+    microbatch_size: int | Literal["auto"] = 8  # sequences per forward pass of one rank, at most (auto: what fits)
     max_steps: int = 4800  # optimizer steps
     # optimizer
     lr: float = 6e-4  # peak learning rate
@@ -125,14 +125,24 @@ class TrainConfig:
     eval_interval: int = 500  # steps between evaluations on the validation split (0 = only first and last)
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
-    keep_last: int = 3  # checkpoints kept
+    save_minutes: float = 0.0  # and minutes between them, at most (0 = no limit)
+    keep_last: int = 3  # newest checkpoints kept
+    keep_every: int = 0  # and those of every so many steps, for good (0 = none)
     resume: str = "auto"  # auto: go on from run_dir; again: also restart a finished run; never; or a checkpoint
     expect: str = ""  # what a good run ends with: printed beside the result
+    # staying alive: see resilience.py
+    skip_steps: str = ""  # leave out these steps and their batches: 120:140 is 120 to 139, as metrics.jsonl counts
+    max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient stop the run
+    timeout_minutes: float = 30.0  # without a step: then the run ends and names the rank that hangs
 
     def check(self) -> None:
-        for name in ("global_batch_size", "microbatch_size", "max_steps", "checkpoint_every", "keep_last", "lr"):
-            require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
-        zero_is_fine = "warmup_steps save_interval eval_interval max_tokens shard_size grad_clip z_loss".split()
+        positive = "global_batch_size microbatch_size max_steps checkpoint_every keep_last lr"
+        positive = f"{positive} max_bad_steps timeout_minutes"
+        for name in positive.split():
+            value = getattr(self, name)
+            require(value == "auto" or value > 0, f"{name} must be more than 0, not {value}")
+        zero_is_fine = "warmup_steps save_interval eval_interval max_tokens shard_size grad_clip z_loss"
+        zero_is_fine = f"{zero_is_fine} save_minutes keep_every".split()
         for name in zero_is_fine:
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("beta1", "beta2"):

@@ -315,6 +315,18 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def batch_hash(rows, rank: int):
+    """A 64-bit number for the ids in `rows` (B, T + 1), the rows rank * B to rank * B + B - 1 of a batch, int64 scalar.
+
+    Added up over the ranks (mod 2^64) it is the whole batch's, however that was cut: any other id or order changes it.
+    """
+    import torch
+
+    places = torch.arange(rows.numel(), device=rows.device).view_as(rows) + rank * rows.numel()
+    mixed = (rows + 1) * (2 * places + 1) * 0x1E3779B97F4A7C15  # overflows, on purpose
+    return (mixed ^ (mixed >> 32)).sum()
+
+
 def raise_file_limit() -> None:
     """A memory map holds its file open, and large data sets have thousands."""
     if sys.platform != "win32":

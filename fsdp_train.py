@@ -95,7 +95,7 @@ def main(argv) -> None:
     def report(step, result):
         """Write down a step that is done. `result` is read here: the loop's one wait for the device."""
         nonlocal begin
-        loss, grad_norm = result()
+        loss, grad_norm, batch_hash = result()
         seconds, begin = time.perf_counter() - begin, time.perf_counter()
         done, rate = step + 1, tokens / seconds
         log.row(
@@ -105,6 +105,7 @@ def main(argv) -> None:
                 "loss": loss,
                 "lr": optim.learning_rate(step, cfg),
                 "grad_norm": grad_norm,
+                "batch_hash": f"{batch_hash % 2**64:016x}",
                 "tokens_per_second": rate,
                 "mfu": flops.mfu(model_cfg, rate, 1, peak),
                 "memory_gb": runlog.memory_gb(world.device),
@@ -143,15 +144,17 @@ def main(argv) -> None:
 
 
 def train_step(model, optimizer, rows, step, cfg, world, precision):
-    """One update from this rank's rows (B, T + 1). Returns the loss and the gradient norm before clipping.
+    """One update from this rank's rows (B, T + 1). Returns loss, gradient norm before clipping, hash of the ids.
 
-    Both stay on the device: nothing is read back here, so its queue never runs dry between microbatches.
+    They stay on the device: nothing is read back here, so its queue never runs dry between microbatches. If the loss or
+    the norm is not finite, on all ranks alike, weights and optimizer stay as they are.
     """
     torch.manual_seed(
         hash((cfg.seed, step, world.rank)) % 2**63
     )  # dropout: as many ranks, the same masks after a resume
     ids, labels = rows[:, :-1], rows[:, 1:]
-    tokens = parallel.all_sum((labels != IGNORE).sum().float())  # counted over the global batch
+    counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.rank)])
+    tokens, batch_hash = parallel.all_sum(counted)  # over the global batch
     loss_sum = torch.zeros((), device=rows.device)
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
@@ -162,26 +165,28 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
             (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
         loss_sum += loss.detach()
     with record_function("optimizer"):
+        loss = parallel.all_sum(loss_sum) / tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
+        optimizer.found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()  # 1: the fused kernel changes nothing
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
         optimizer.step()
         optimizer.zero_grad()
-    return parallel.all_sum(loss_sum) / tokens, grad_norm
+    return loss, grad_norm, batch_hash
 
 
-def start_reading(loss, grad_norm):
-    """Start copying a step's figures to the host; returns a function that waits for them: (loss, norm).
+def start_reading(loss, grad_norm, batch_hash):
+    """Start copying a step's figures to the host; returns a function that waits for them: (loss, norm, hash).
 
     Who calls it when the next step is queued already does not let the device wait for the host.
     """
-    figures = torch.stack([loss.float(), grad_norm.float()]).to("cpu", non_blocking=True)
+    figures = [x.to("cpu", non_blocking=True) for x in (loss, grad_norm, batch_hash)]
     copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
 
     def read():
         if copied:
             copied.synchronize()
-        return figures.tolist()
+        return [x.item() for x in figures]
 
     return read
 

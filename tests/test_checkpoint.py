@@ -35,7 +35,7 @@ def train(world, cfg, first=0, last=10, found=None, save_at=None):
     curve, saved = [], None
     for step in range(first, last):
         rows = rows_of(world, global_rows(step))
-        loss, norm = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
         curve.append((loss.item(), norm.item()))
         if step + 1 == save_at:
             saver.save(save_at, model, optimizer, META)

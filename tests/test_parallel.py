@@ -73,7 +73,7 @@ def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10)
     curve = []
     for step in range(steps):
         rows = rows_of(world, global_rows(step, cfg, model_cfg, ignore))
-        loss, norm = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
         curve.append((loss.item(), norm.item()))
     return curve, full_weights(model)
 
@@ -130,7 +130,7 @@ def train_unsharded(world):
     model, optimizer = build_plain(RUN)
     curve = []
     for step in range(10):
-        loss, norm = fsdp_train.train_step(model, optimizer, global_rows(step), step, RUN, world, "fp32")
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, global_rows(step), step, RUN, world, "fp32")
         curve.append((loss.item(), norm.item()))
     return curve, full_weights(model)
 
@@ -306,7 +306,7 @@ def losses_with_dropout(world):
         model, optimizer = build_plain(RUN, model_cfg)
         torch.rand(before)  # whatever was drawn earlier
         cfg, someone = replace(RUN, seed=seed), replace(world, rank=rank)
-        loss, _ = fsdp_train.train_step(model, optimizer, global_rows(0), step, cfg, someone, "fp32")
+        loss, *_ = fsdp_train.train_step(model, optimizer, global_rows(0), step, cfg, someone, "fp32")
         found[seed, step, rank, before] = loss.item()
     return found
 
@@ -446,7 +446,7 @@ def train_and_evaluate(world, cfg, folder, evaluations):
     for step in range(4):
         values += [fsdp_train.evaluate(model, val, cfg, world, "fp32") for _ in range(evaluations)]
         rows = rows_of(world, global_rows(step, cfg, BYTES))
-        curve.append([x.item() for x in fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")])
+        curve.append([x.item() for x in fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")[:2]])
     return curve, values, full_weights(model)
 
 
