@@ -150,6 +150,7 @@ class TrainConfig:
         require(
             0 < self.val_fraction <= 0.5, f"val_fraction must be more than 0 and at most 0.5, not {self.val_fraction}"
         )
+        step_ranges(self.skip_steps)
         require(
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,
             f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}",
@@ -164,6 +165,19 @@ def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def step_ranges(text: str) -> list[range]:
+    """`"120:140,300:310"`, steps as people and metrics.jsonl count them, from 1 -> ranges of steps from 0. Or UserError."""
+    ranges = []
+    for part in text.split(",") if text else []:
+        ends = re.fullmatch(r"\s*(\d+):(\d+)\s*", part)
+        require(
+            ends and 0 < int(ends[1]) < int(ends[2]),
+            f"skip_steps wants steps a:b, such as 120:140 for 120 to 139, not {part!r}",
+        )
+        ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
+    return ranges
 
 
 # Names that people bring from other projects, and what they are called here.

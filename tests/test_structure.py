@@ -14,8 +14,8 @@ ORDER = """
     environment config
     corpus tokenizer shards loss devices flops optim memory launch_table flash_attention
     attention model data lora
-    parallel pipeline checkpoint resilience hf runlog
-    plot generate icl_eval fsdp_train plan
+    parallel pipeline runlog checkpoint resilience microbatch hf
+    plot elastic generate icl_eval fsdp_train plan
     bench_team bench_compare bench_table bench_train bench_attention bench_machine bench serve
 """.split()
 LIGHT = ["config", "corpus", "tokenizer", "shards"]  # answer before torch is imported
