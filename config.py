@@ -168,7 +168,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def step_ranges(text: str) -> list[range]:
-    """`"120:140,300:310"`, steps as people and metrics.jsonl count them, from 1 -> ranges of steps from 0. Or UserError."""
+    """`"120:140,300:310"`, counted from 1 as in metrics.jsonl -> ranges of steps counted from 0. Raises UserError."""
     ranges = []
     for part in text.split(",") if text else []:
         ends = re.fullmatch(r"\s*(\d+):(\d+)\s*", part)
