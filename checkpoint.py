@@ -1,30 +1,35 @@
-"""Checkpoints: complete or absent, written while training goes on, loaded on any number of ranks.
+"""Checkpoints: complete or absent, written while training goes on, checked before use, loaded on any number of ranks.
 
     runs/demo/checkpoints/step-200.tmp/     being written: each rank its shards, in a thread of its own
     runs/demo/checkpoints/step-200/         renamed when the last byte is on disk
         .metadata  __0_0.distcp  __1_0.distcp ...   PyTorch's distributed checkpoint (DCP): weights and optimizer
         meta.json                                   step, settings, data fingerprint: all that a resume needs
+        checksums.json                              bytes and crc32 of each of these files, written last
 
 DCP stores each tensor in pieces with their place in the whole, so another mesh reads what it needs. Nothing is ever
-written twice to one path, since a half-overwritten checkpoint looks complete.
+written twice to one path, since a half-overwritten checkpoint looks complete. A save that fails on one rank fails on
+all of them, with the same line.
 
-Run `python checkpoint.py`, or under torchrun, to see one saved and loaded, and at what rate. Read next: fsdp_train.py.
+Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost. Read next: resume.py.
 """
 
 import contextlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 import warnings
-from dataclasses import asdict
+import zlib
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import parallel
@@ -34,76 +39,77 @@ from optim import build_optimizer
 
 # One flat format, whatever the sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-# What must be the same when a run goes on: the function that the weights mean, and the order of the data.
-SAME_MODEL = [
-    f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f not in ("attn_impl", "norm_type")
-]
-SAME_RUN = ["seed", "global_batch_size"]
 
 
 class Checkpointer:
-    """Saves a run's checkpoints one after another, at most one in flight. Every rank calls every method alike."""
+    """Saves a run's checkpoints one after another, at most one in flight. Every rank calls every method alike.
 
-    def __init__(self, run_dir: str, keep_last: int):
+    The newest `keep_last` stay, and those of every `keep_every`-th step (0: none).
+    """
+
+    def __init__(self, run_dir: str, keep_last: int, keep_every: int = 0):
         self.folder = Path(run_dir) / "checkpoints"
-        self.keep_last = keep_last
+        self.keep_last, self.keep_every = keep_last, keep_every
         self.group = dist.new_group(backend="gloo")  # of its own: the thread must not meet training's collectives
+        cuda = torch.cuda.is_available()
+        # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
+        options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
+        self.stager = DefaultStager(options)
         self.pending = None  # (step, future)
         self.blocked_seconds = 0.0  # how long the last save kept the training thread
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 says so of its own code
-        if dist.get_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left_over in self.folder.glob("*.tmp"):
-                shutil.rmtree(left_over)
-        dist.barrier()
+        parallel.rank_zero_decides(self.sweep)
+
+    def sweep(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob("*.tmp"):
+            shutil.rmtree(left_over)
 
     def save(self, step: int, model: MPT, optimizer, meta: dict) -> None:
         """Copy weights and optimizer to host memory and write them in the background."""
         self.finish()
         begin = time.perf_counter()
-        model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
         path = self.folder / f"step-{step}.tmp"
-        try:
-            if dist.get_rank() == 0:
-                path.mkdir(exist_ok=True)
-                (path / "meta.json").write_text(json.dumps({"step": step, **meta}, indent=2))
-        except OSError as error:
-            raise self.failure(step, error) from error
-        state = {"model": model_state, "optim": optim_state}
-        writer = dcp.FileSystemWriter(path, overwrite=True)
-        self.pending = step, dcp.async_save(state, storage_writer=writer, process_group=self.group)
+        self.attempt(step, lambda: prepare(path, {"step": step, **meta}))
+        options = {"storage_writer": Writer(path), "process_group": self.group, "async_stager": self.stager}
+        self.pending = step, dcp.async_save(state_of(model, optimizer), **options)
         self.blocked_seconds = time.perf_counter() - begin
 
-    def poll(self) -> None:
-        """Publish the checkpoint in flight if it is complete. Cheap: for every step."""
-        if self.pending and self.pending[1].done():
-            self.finish()
+    def settled(self) -> bool:
+        """Whether `finish` would return at once on this rank. Cheap; the ranks may differ for a moment."""
+        return self.pending is None or self.pending[1].done()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in flight and publish it. Raises UserError if it could not be written."""
-        if not self.pending:
-            return
-        (step, future), self.pending = self.pending, None
-        try:
-            future.result()  # rank 0's is done only after it heard from all ranks
-            if dist.get_rank() == 0:
-                os.rename(self.folder / f"step-{step}.tmp", self.folder / f"step-{step}")
-                self.remove_old()
-        except (OSError, dcp.CheckpointException) as error:
-            raise self.failure(step, error) from error
+        """Wait for the checkpoint in flight and publish it. UserError on all ranks if it could not be written."""
+        if self.pending:
+            (step, future), self.pending = self.pending, None
+            error = future.exception()  # waits; rank 0's knows of a failure on any rank
+            self.attempt(step, lambda: self.publish(step, error))
 
-    def remove_old(self) -> None:
-        for path in complete(self.folder)[: -self.keep_last]:
-            doomed = path.with_name(path.name + ".tmp")  # half deleted must not look complete
-            os.rename(path, doomed)
-            shutil.rmtree(doomed)
+    def publish(self, step: int, error: BaseException | None) -> None:
+        if error:
+            raise error
+        path = self.folder / f"step-{step}"
+        sync(path.with_suffix(".tmp"))
+        path.with_suffix(".tmp").rename(path)
+        sync(self.folder)  # from here on the new name survives a power failure
+        for old in complete(self.folder)[: -self.keep_last]:
+            if not self.keep_every or int(old.name[5:]) % self.keep_every:
+                shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half deleted must not look complete
 
-    def failure(self, step: int, error: Exception) -> UserError:
-        reasons = getattr(error, "failures", None)  # DCP: rank -> (exception, traceback)
-        reason = next(iter(reasons.values()))[0] if reasons else error
-        if dist.get_rank() == 0:
-            shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
-        return UserError(f"could not save step {step}: {reason}. {self.last_good()}")
+    def attempt(self, step: int, action) -> None:
+        """`action()` on rank 0. If it fails, nothing of this step stays, and every rank raises the same UserError."""
+
+        def tried():
+            try:
+                action()
+            except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
+                reasons = getattr(error, "failures", None)  # DCP: rank -> (exception, traceback)
+                reason = next(iter(reasons.values()))[0] if reasons else error
+                shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
+                raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
+
+        parallel.rank_zero_decides(tried)
 
     def last_good(self) -> str:
         """A sentence that names the newest complete checkpoint."""
@@ -111,10 +117,115 @@ class Checkpointer:
         return f"The last good checkpoint is {newest}" if newest else "There is no checkpoint yet"
 
 
+class Writer(dcp.FileSystemWriter):
+    """DCP's, and checksums: each rank takes those of its files, in the thread that writes them."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)  # synced here; already in host memory
+
+    def write_data(self, plan, planner):
+        """DCP's results, which rank 0 gathers, and one more: {file name: [bytes, crc32]}."""
+        results = super().write_data(plan, planner).wait()
+        paths = {self.path / result.storage_data.relative_path for result in results}
+        with ThreadPoolExecutor() as pool:
+            synced = pool.map(sync, paths)  # while the disk works, so does crc32
+            results.append({path.name: checksum(path) for path in paths})
+        list(synced)  # raises what sync raised
+        done = torch.futures.Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata, results) -> None:
+        """On rank 0, after all ranks: `.metadata`, and the checksums of everything."""
+        checksums = {name: value for of_rank in results for name, value in of_rank.pop().items()}
+        super().finish(metadata, results)
+        sync(self.path / ".metadata")
+        checksums |= {name: checksum(self.path / name) for name in (".metadata", "meta.json")}
+        write_json(self.path / "checksums.json", checksums)
+
+
+def state_of(model: MPT, optimizer) -> dict:
+    model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
+    return {"model": model_state, "optim": optim_state}
+
+
+def prepare(path: Path, meta: dict) -> None:
+    """The folder of a new checkpoint. Its parent is not made: a run folder that vanished is an error."""
+    path.mkdir()
+    write_json(path / "meta.json", meta)
+
+
+def write_json(path: Path, values: dict) -> None:
+    path.write_text(json.dumps(values, indent=2))
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def checksum(path: Path) -> list[int]:
+    """Bytes and crc32 of a file."""
+    buffer, size, crc = memoryview(bytearray(2**20)), 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            size, crc = size + n, zlib.crc32(buffer[:n], crc)
+    return [size, crc]
+
+
+def verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint, in a few words, or None. The ranks share the reading; all get the answer."""
+    wanted = parallel.rank_zero_decides(lambda: read_checksums(path))
+    if not wanted:
+        return "checksums.json is missing or damaged"
+    share = sorted(wanted)[dist.get_rank() :: dist.get_world_size()]
+    faults = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, next(filter(None, (fault(path / name, *wanted[name]) for name in share)), None))
+    return next(filter(None, faults), None)
+
+
+def read_checksums(path: Path) -> dict | None:
+    """File name -> (bytes, crc32), or None if that cannot be read."""
+    try:
+        table = json.loads((path / "checksums.json").read_text())
+        return {name: (int(size), int(crc)) for name, (size, crc) in table.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def fault(path: Path, size: int, crc: int) -> str | None:
+    """What is wrong with one file, or None."""
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"{path.name}: {found:,} bytes instead of {size:,}"
+        return None if checksum(path) == [size, crc] else f"{path.name}: checksum differs"
+    except OSError as error:
+        return f"{path.name}: {'missing' if isinstance(error, FileNotFoundError) else error.strerror}"
+
+
+def space(run_dir: str, n_params: int, keep_last: int) -> str:
+    """One line: the size of a checkpoint (fp32 weights and Adam's two moments), and the room that the disk has."""
+    folder, size = Path(run_dir).absolute(), 12 * n_params
+    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    more = max(1, keep_last + 1 - len(complete(folder / "checkpoints")))  # one is written before one is removed
+    line = f"{size / 1e9:.2f} GB a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
+    if more * size > free:
+        line += f". WARNING: not enough for {more}: free some, or lower --keep_last, or move --run_dir"
+    return line
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The folders step-N, oldest first."""
+    return sorted((path for path in folder.glob("step-*") if path.name[5:].isdigit()), key=lambda p: int(p.name[5:]))
+
+
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, oldest first."""
-    there = [p for p in folder.glob("step-*") if p.name[5:].isdigit() and (p / ".metadata").exists()]
-    return sorted(there, key=lambda p: int(p.name.split("-")[1]))
+    """The complete checkpoints of a folder, oldest first. Whether they are sound is for `verify` to say."""
+    return [path for path in numbered(folder) if (path / ".metadata").exists()]
 
 
 def latest(run_dir) -> Path | None:
@@ -151,27 +262,13 @@ def damage_named(path: Path):
         ) from error
 
 
-def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
-    """UserError unless the checkpoint is of this model, this data and this order."""
-    here = asdict(model_cfg) | asdict(cfg)
-    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
-    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
-    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
-    if meta["data_fingerprint"] != fingerprint:
-        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
-    require(
-        not differ,
-        f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
-    )
-
-
 def load(path: Path, model: MPT, optimizer) -> None:
     """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other."""
     ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
+    state = state_of(model, optimizer)
     with damage_named(path):
-        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optim_state, options=OPTIONS)
+        dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=OPTIONS)
     for group, settings in zip(optimizer.param_groups, ours, strict=True):
         group.update(settings)  # lr, betas, decay: as configured now, not as saved
 
@@ -188,34 +285,59 @@ def load_model(path: Path, device: torch.device) -> MPT:
 
 
 def demonstrate(argv) -> None:
-    """Save a model of 50 million parameters in a temporary folder, load it, and print the rates."""
+    """Train 50 million parameters, save and load them in a temporary folder, and print what that costs."""
     world = parallel.start()
     model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
     with torch.device("meta"):
         model = MPT(model_cfg)
-    mesh = parallel.make_mesh(world, cfg)
-    model = parallel.parallelize(model, mesh, cfg, "fp32")
+    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
     parallel.materialize(model, world.device, cfg.seed)
     optimizer = build_optimizer(model.parameters(), cfg)
-    folder = parallel.rank_zero_decides(lambda: tempfile.mkdtemp())
+    folder = parallel.rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
     saver = Checkpointer(folder, keep_last=1)
-    size = 12 * sum(p.numel() for p in model.parameters()) / 1e9  # GB: fp32 weights and Adam's two moments
-    for step in (1, 2):
-        begin = time.perf_counter()
-        saver.save(step, model, optimizer, asdict(model_cfg))
+    ids = torch.zeros(1, 64, dtype=torch.long, device=world.device)
+    fresh = folder / "fresh"  # for what saves at once
+
+    def clear():
+        shutil.rmtree(fresh, ignore_errors=True)
+        prepare(fresh, {})
+
+    def train():
+        model(ids, labels=ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def save_while_training():
+        saver.save(len(seconds["dcp.save"]), model, optimizer, {})
+        seconds["save: training waits"].append(saver.blocked_seconds)
+        while not parallel.rank_zero_decides(saver.settled):
+            train()
         saver.finish()
-        seconds = time.perf_counter() - begin
-    before = [p.detach().clone() for p in model.parameters()]
-    parallel.materialize(model, world.device, cfg.seed + 1)
-    begin = time.perf_counter()
-    load(latest(folder), model, optimizer)
-    loading = time.perf_counter() - begin
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+    actions = {
+        "dcp.save": lambda: dcp.save(state_of(model, optimizer), checkpoint_id=fresh),
+        "dcp.save with checksums": lambda: dcp.save(state_of(model, optimizer), storage_writer=Writer(fresh)),
+        "save: until published": save_while_training,
+        "verify": lambda: verify(latest(folder)),
+        "load": lambda: load(latest(folder), model, optimizer),
+    }
+    seconds = defaultdict(list)
+    for _ in range(5):
+        train()
+        for name, action in actions.items():
+            parallel.rank_zero_decides(clear)
+            begin = time.perf_counter()
+            action()
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - begin)
     if world.rank == 0:
-        print(f"{size:.2f} GB over {world.size} ranks: written at {size / seconds:.2f} GB/s,", end=" ")
-        print(f"training held up {saver.blocked_seconds / seconds:.0%} of that time; read at {size / loading:.2f} GB/s")
         shutil.rmtree(folder)
-        sys.stdout.flush()
+        size = 12 * sum(p.numel() for p in model.parameters()) / 1e9  # GB: fp32 weights and Adam's two moments
+        print(f"{size:.2f} GB over {world.size} ranks. Medians of 4 turns, after a first that asks for memory")
+        typical = {name: median(times[1:]) for name, times in seconds.items()}
+        for name, time_ in typical.items():
+            share = f"{time_ / typical['dcp.save']:4.0%} of dcp.save"
+            print(f"{name:24}{time_:6.2f} s{size / time_:6.2f} GB/s  {share}; first {seconds[name][0]:.2f} s")
 
 
 if __name__ == "__main__":

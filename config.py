@@ -180,6 +180,11 @@ def step_ranges(text: str) -> list[range]:
     return ranges
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks, 200 characters at most."""
+    return " ".join(str(error).split())[:200]
+
+
 # Names that people bring from other projects, and what they are called here.
 ELSEWHERE = {
     "block_size": "max_seq_len",

@@ -12,7 +12,8 @@ import collections
 import gc
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -24,22 +25,28 @@ import config
 import data
 import devices
 import flops
+import microbatch
 import optim
 import parallel
+import resilience
+import resume
 import runlog
-from config import MPTConfig, TrainConfig, UserError, require
+import watch
+from config import MPTConfig, TrainConfig, require
 from loss import IGNORE
 from model import MPT
 
 
 def main(argv) -> None:
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
-    world = parallel.start(cfg.device)
+    world = parallel.start(cfg.device, timedelta(minutes=2 * cfg.timeout_minutes + 1))
     log = runlog.RunLog(cfg, world.rank)
     require(
         cfg.global_batch_size % world.size == 0,
         f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks",
     )
+    lease = resilience.Lease(cfg.run_dir)
+    parallel.rank_zero_decides(lease.take)
 
     # data
     folder = parallel.rank_zero_decides(lambda: data.open_or_prepare(cfg))
@@ -52,12 +59,15 @@ def main(argv) -> None:
     )
 
     # where to begin
-    found = parallel.rank_zero_decides(lambda: find_start(cfg))
+    found = resume.choose(cfg)
     saved = checkpoint.read_meta(found) if found else {}
     if found:
-        checkpoint.check_same(found, saved, model_cfg, cfg, fingerprint)
+        resume.check_same(found, saved, model_cfg, cfg, fingerprint)
     first = saved.get("step", 0)
     precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
+    skips = resilience.Skips(cfg, saved.get("skip_steps", ""))
+    microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
+    cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=skips.text)
 
     # model, optimizer
     mesh = parallel.make_mesh(world, cfg)
@@ -66,7 +76,7 @@ def main(argv) -> None:
     model = parallel.parallelize(model, mesh, cfg, precision)
     parallel.materialize(model, world.device, None if found else cfg.seed)
     optimizer = optim.build_optimizer(model.parameters(), cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
+    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
     if found:
         checkpoint.load(found, model, optimizer)
 
@@ -79,9 +89,11 @@ def main(argv) -> None:
         "ranks": world.size,
         "device": devices.describe(world.device),
         "precision": precision,
+        "microbatch_size": cfg.microbatch_size,
+        "skip_steps": cfg.skip_steps,
         "resumed": found and str(found),
     }
-    log.start(model_cfg, launch, folder / "tokenizer.json", first)
+    log.start(model_cfg, cfg, launch, folder / "tokenizer.json", first)
     log.say(opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     def evaluate_now(step):
@@ -92,54 +104,75 @@ def main(argv) -> None:
     def rows_of(step):
         return train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)
 
-    def report(step, result):
-        """Write down a step that is done. `result` is read here: the loop's one wait for the device."""
+    def halve():
+        return microbatch.halve(model_cfg, cfg, world, precision, step + 1)
+
+    def report(step, result, own_seconds):
+        """Meet the other ranks after a step, write it down. `result` is read here: the one wait for the device."""
         nonlocal begin
         loss, grad_norm, batch_hash = result()
+        batch_hash = f"{batch_hash % 2**64:016x}"
         seconds, begin = time.perf_counter() - begin, time.perf_counter()
         done, rate = step + 1, tokens / seconds
+        bad = bad_steps.see(done, loss, grad_norm, batch_hash)
+        to_save = 0 < 60 * cfg.save_minutes < time.monotonic() - saved_at
+        met = resilience.meet(world, signals.asked, to_save, saver.settled(), own_seconds())
         log.row(
             {
                 "step": done,
-                "tokens": done * tokens,
+                "tokens": (done - skips.before(done)) * tokens,
                 "loss": loss,
                 "lr": optim.learning_rate(step, cfg),
                 "grad_norm": grad_norm,
-                "batch_hash": f"{batch_hash % 2**64:016x}",
+                "batch_hash": batch_hash,
+                "skipped": bad,
                 "tokens_per_second": rate,
                 "mfu": flops.mfu(model_cfg, rate, 1, peak),
                 "memory_gb": runlog.memory_gb(world.device),
                 "seconds": seconds,
+                "slowest_rank": met.slowest_rank,
+                "slowest_by": met.slowest_by,
             }
         )
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            saver.finish()
-            raise UserError(f"step {done}: loss {loss}, gradient norm {grad_norm}. {saver.last_good()}")
+        bad_steps.check()
+        return met
 
     # the loop
-    if first == 0:
-        evaluate_now(0)
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
     late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
-    unread = collections.deque()
-    begin = time.perf_counter()
-    for step, rows in data.prefetch(rows_of, range(first, cfg.max_steps), world.device):
-        collect_garbage(step - first)
-        unread.append((step, start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))))
-        done = step + 1
-        last = done == cfg.max_steps
-        evaluates = last or (cfg.eval_interval and done % cfg.eval_interval == 0)
-        saves = last or (cfg.save_interval and done % cfg.save_interval == 0)
-        while len(unread) > (0 if evaluates or saves else late):
-            report(*unread.popleft())
-        saver.poll()
-        if evaluates:
-            evaluate_now(done)
-        if saves:
-            saver.save(done, model, optimizer, settings)
-        if evaluates or saves:
-            begin = time.perf_counter()
-    saver.finish()
+    unread, step, met = collections.deque(), first, resilience.Met()
+    signals, pace = resilience.Signals(), resilience.Pace(model, world.device)
+    bad_steps = resilience.BadSteps(cfg.max_bad_steps, saver)
+    begin, saved_at = time.perf_counter(), time.monotonic()
+    with lease, watch.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
+        if first == 0:
+            evaluate_now(0)
+        for step, rows in pace.timed(data.prefetch(rows_of, skips.steps(first, cfg.max_steps), world.device)):
+            collect_garbage(step - first)
+            result = start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))
+            unread.append((step, result, pace.take()))
+            done = step + 1
+            last = done == cfg.max_steps
+            evaluates = last or (cfg.eval_interval and done % cfg.eval_interval == 0)
+            saves = last or (cfg.save_interval and done % cfg.save_interval == 0)
+            while unread and (len(unread) > late or evaluates or saves or met.save or met.leave):
+                met = report(*unread.popleft())
+            lease.check()
+            if met.settled:
+                saver.finish()
+            if evaluates:
+                evaluate_now(done)
+            if last or met.leave or ((saves or met.save) and not bad_steps.count):  # good checkpoints stay
+                saver.save(done, model, optimizer, settings)
+                met, saved_at = resilience.Met(leave=met.leave), time.monotonic()
+            if met.leave and not last:
+                saver.finish()
+                log.say(f"asked to leave: {saver.last_good()}. The same command goes on from there")
+                resilience.leave(met.leave)
+            if evaluates or saves:
+                begin = time.perf_counter()
+            watching.step()
+        saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
 
 
@@ -222,24 +255,8 @@ def evaluate(model, val, cfg, world, precision) -> float:
     return loss / tokens
 
 
-def find_start(cfg):
-    """The checkpoint to go on from, or None. A finished run is put aside if --resume=again."""
-    newest = checkpoint.latest(cfg.run_dir)
-    if cfg.resume == "never":
-        require(newest is None, f"{cfg.run_dir} holds {newest}: set --resume=auto to go on, or another --run_dir")
-    if cfg.resume == "again" and newest and checkpoint.read_meta(newest)["step"] >= cfg.max_steps:
-        print(f"the finished run is kept in {runlog.put_aside(cfg.run_dir)}")
-        return None
-    if cfg.resume in ("auto", "again", "never"):
-        return newest
-    chosen = checkpoint.find(cfg.resume)
-    later = newest and checkpoint.read_meta(newest)["step"] > checkpoint.read_meta(chosen)["step"]
-    require(not later, f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir")
-    return chosen
-
-
 def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
-    """What is about to run, in five lines."""
+    """What is about to run, in six lines."""
     per_rank = cfg.global_batch_size // world.size
     passes = math.ceil(per_rank / cfg.microbatch_size)
     impl = attention.choose(
@@ -262,7 +279,8 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
             f"{folder}: {train.tokens:,} training tokens",
             f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
             f"{world.size} ranks x {per_rank} in {passes} microbatches",
-            f"{cfg.run_dir}: " + how,
+            f"{cfg.run_dir}: {how}",
+            checkpoint.space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
         ]
     )
 

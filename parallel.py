@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,7 +47,7 @@ SAVED = {
     *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
 }
-TIMEOUT = timedelta(minutes=30)  # of one collective: a rank that waits longer ends the run
+TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 
 
 @dataclass
@@ -60,7 +61,7 @@ class World:
     device: torch.device
 
 
-def start(device_type: str = "auto") -> World:
+def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
 
     device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
@@ -78,7 +79,11 @@ def start(device_type: str = "auto") -> World:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     if not dist.is_initialized():  # a benchmark starts once for each of its rows
-        dist.init_process_group(backend, timeout=TIMEOUT, **alone)
+        try:
+            dist.init_process_group(backend, timeout=timeout, **alone)
+        except dist.DistError as error:
+            where = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
+            raise UserError(f"rank {rank} cannot meet the others at {where}: {config.one_line(error)}") from error
     if device.type == "cpu":
         keep_freed_memory()
     return World(rank, size, local_rank, local_size, device)
@@ -141,9 +146,19 @@ def run(main) -> None:
 
         traceback.print_exc()
         status = 1
+    if status == 2:
+        end_torchrun()  # the same mistake would come again
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def end_torchrun() -> None:
+    """Where torchrun would start this rank again, and that is not wanted: end torchrun."""
+    env = os.environ
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if restarts > 0 and env["LOCAL_RANK"] == "0" and os.getppid() > 1:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def rank_zero_decides(decide):

@@ -3,9 +3,12 @@
     runs/demo/config.json      every setting, as resolved from defaults, files and flags
     runs/demo/launches.jsonl   one line a launch: command, versions, devices, first step
     runs/demo/tokenizer.json   a copy, when the tokenizer was trained here
-    runs/demo/metrics.jsonl    one line a step: step tokens loss lr grad_norm tokens_per_second mfu memory_gb,
+    runs/demo/metrics.jsonl    one line a step: step tokens loss lr grad_norm batch_hash skipped tokens_per_second mfu
+                               memory_gb seconds slowest_rank slowest_by (its own seconds / those of the fastest),
                                and one an evaluation: step val_loss val_bits_per_byte
     runs/demo/checkpoints/     see checkpoint.py
+    runs/demo/lease.json       who owns the folder, see resilience.py
+    runs/demo/microbatch.json  the microbatch that fits, see microbatch.py
 
 A step's row has its 1-based number, so `step` counts the updates that are done; its loss was taken before the update.
 A run that goes on from step n first drops the rows after n, so no step is there twice.
@@ -36,14 +39,15 @@ class RunLog:
     def __init__(self, cfg, rank: int):
         self.cfg, self.rank = cfg, rank
         self.path = Path(cfg.run_dir) / "metrics.jsonl"
+        self.size, self.unwritten = 0, b""  # bytes of whole rows in the file, and those that did not go there yet
 
-    def start(self, model_cfg, launch: dict, tokenizer_file: Path, first_step: int) -> None:
+    def start(self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int) -> None:
         """Write down the settings and this launch; forget metrics of steps that will be done again."""
         if self.rank > 0:
             return
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(config.to_json(model_cfg, self.cfg))
+        (folder / "config.json").write_text(config.to_json(model_cfg, cfg))
         if tokenizer_file.exists():
             shutil.copy(tokenizer_file, folder / "tokenizer.json")
         launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
@@ -54,6 +58,7 @@ class RunLog:
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(temporary, self.path)
+        self.size = self.path.stat().st_size
 
     def say(self, text: str) -> None:
         """To the console, from rank 0."""
@@ -61,12 +66,21 @@ class RunLog:
             print(text, flush=True)
 
     def row(self, row: dict) -> None:
-        """Append one line of metrics and show it."""
+        """Append one line of metrics and show it. While the disk is full, the rows wait and training goes on."""
         if self.rank > 0:
             return
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
         self.say(line(row, self.cfg.max_steps))
+        waited = bool(self.unwritten)
+        self.unwritten += json.dumps(row).encode() + b"\n"
+        try:
+            with open(self.path, "r+b") as file:
+                file.truncate(self.size)  # without what an earlier try has left there
+                file.seek(self.size)
+                file.write(self.unwritten)
+            self.size, self.unwritten = self.size + len(self.unwritten), b""
+        except OSError as error:
+            if not waited:
+                self.say(f"cannot write {self.path} now ({error.strerror}): its rows are kept for later")
 
 
 def line(row: dict, max_steps: int) -> str:
@@ -122,11 +136,15 @@ def read(run_dir) -> list[dict]:
 
 
 def put_aside(run_dir: str) -> Path:
-    """Rename a finished run to run_dir-1, -2, ...: nothing is lost when another one starts."""
+    """Move a finished run to run_dir-1, -2, ...: nothing is lost when another one starts. The lease stays."""
     number = 1
     while (aside := Path(f"{Path(run_dir)}-{number}")).exists():
         number += 1
-    return Path(run_dir).rename(aside)
+    aside.mkdir()
+    for path in sorted(Path(run_dir).iterdir(), key=lambda path: path.name == "checkpoints"):  # they say it is finished
+        if path.name != "lease.json":
+            path.rename(aside / path.name)
+    return aside
 
 
 def summary(run_dir: str, expect: str = "") -> str:
@@ -137,6 +155,8 @@ def summary(run_dir: str, expect: str = "") -> str:
     lines = [f"{run_dir}: {steps[-1]['step'] if steps else 0} steps"]
     if steps:
         lines[0] += f", {steps[-1]['tokens']:,} tokens, {sum(row['seconds'] for row in steps):.0f} s of training"
+        skipped = sum(row.get("skipped", False) for row in steps)
+        lines[0] += f", {skipped} steps without a finite loss were skipped" if skipped else ""
     if vals:
         a, b = vals[0], vals[-1]
         lines.append(

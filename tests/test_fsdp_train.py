@@ -97,7 +97,8 @@ def test_the_loss_of_the_first_step_is_that_of_the_first_batch(first_run):
 
 def test_metrics_have_exactly_their_keys(first_run):
     rows = runlog.read(first_run[0] / "run")
-    step_keys = "step tokens loss lr grad_norm tokens_per_second mfu memory_gb seconds".split(" ")
+    step_keys = "step tokens loss lr grad_norm batch_hash skipped tokens_per_second mfu memory_gb seconds"
+    step_keys = [*step_keys.split(), "slowest_rank", "slowest_by"]
     assert all(list(row) == (step_keys if "loss" in row else ["step", "val_loss", "val_bits_per_byte"]) for row in rows)
 
 
@@ -280,9 +281,11 @@ def test_damaged_data_is_one_line(python, tiny_data, tmp_path, damage):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(python, tiny_data, tmp_path):
-    """Step 1 has lr 0, step 2 half of 1e30, so step 3 is the first with a bad loss."""
+    """Step 1 has lr 0, step 2 half of 1e30, so step 3 is the first with a bad loss. From then on nothing is saved."""
     done = python(*flags(tiny_data, "--lr=1e30", "--save_interval=1", "--max_steps=50"))
-    assert_one_line(done, "error: step 3: loss nan", "The last good checkpoint is run/checkpoints/step-2")
+    assert_one_line(
+        done, "error: steps 3 to 12 have no finite", "loss nan", "The last good checkpoint is run/checkpoints/step-2"
+    )
     assert max(rows_by_step(tmp_path / "run")[0]) == 3 and checkpoint.latest(tmp_path / "run").name == "step-2"
 
 

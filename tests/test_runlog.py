@@ -18,7 +18,7 @@ def row(step, **more):
 def opened(tmp_path, first_step=0, rank=0):
     cfg = TrainConfig(run_dir=str(tmp_path / "run"), max_steps=100)
     log = runlog.RunLog(cfg, rank)
-    log.start(MPTConfig(), {"ranks": 1}, tmp_path / "tokenizer.json", first_step)
+    log.start(MPTConfig(), cfg, {"ranks": 1}, tmp_path / "tokenizer.json", first_step)
     return log
 
 
@@ -60,9 +60,16 @@ def test_bits_per_byte_of_uniform_bytes_is_eight():
 
 
 def test_a_finished_run_is_put_aside_under_a_free_name(tmp_path):
+    """All but the lease, which is of whoever writes there now."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "lease.json").touch()
     for number in (1, 2):
-        (tmp_path / "run").mkdir()
-        assert runlog.put_aside(str(tmp_path / "run")) == tmp_path / f"run-{number}"
+        (run / "metrics.jsonl").write_text(str(number))
+        assert runlog.put_aside(str(run)) == tmp_path / f"run-{number}"
+        assert [path.name for path in run.iterdir()] == ["lease.json"]
+        assert (tmp_path / f"run-{number}/metrics.jsonl").read_text() == str(number)
+    assert (tmp_path / "run-1/checkpoints").is_dir()
 
 
 def test_memory_is_that_of_this_process():

@@ -14,7 +14,7 @@ ORDER = """
     environment config
     corpus tokenizer shards loss devices flops optim memory launch_table flash_attention
     attention model data lora
-    parallel pipeline runlog checkpoint resilience microbatch hf
+    parallel pipeline runlog microbatch checkpoint resume resilience watch hf
     plot elastic generate icl_eval fsdp_train plan
     bench_team bench_compare bench_table bench_train bench_attention bench_machine bench serve
 """.split()

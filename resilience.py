@@ -1,0 +1,273 @@
+"""Staying alive: one run per folder, leaving when asked, and what is done when a rank or its numbers go bad.
+
+    Lease      runs/demo/lease.json: a second run that is pointed at a folder refuses; a killed one is no hindrance
+    Signals    SIGTERM, SIGUSR1 (SLURM's warning) and Ctrl-C: save at the end of the step, on all ranks, and leave
+    meet       at the end of each step the ranks agree: does one want to leave, is it time to save, who was slowest
+    Pace       how long a rank was busy with what it does alone
+    BadSteps   a step whose loss or gradient is not finite changed nothing; too many in a row end the run
+    Skips      --skip_steps: batches that are left out
+
+How a run ends, for whoever started it:    0 done    2 a mistake to mend    130 Ctrl-C    75 start me again as I was
+(after SIGTERM or SIGUSR1, out of memory, a rank that was lost or hangs). torchrun says 1 for all of them but 0.
+
+Run `python resilience.py runs/demo` to see who owns a run folder. Read next: watch.py.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import platform
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import config
+import parallel
+from config import UserError, require
+
+RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h
+BEAT = 10  # seconds between two heartbeats of a lease
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One run per folder
+
+
+class Lease:
+    """The right to write into a run folder: rank 0 holds it as long as it lives.
+
+    The kernel's lock on the file ends with its owner, so on one machine a killed run is out of the way at once. Between
+    machines, whose file system may not share locks, an owner whose heart has stopped is taken for dead.
+    """
+
+    def __init__(self, run_dir: str):
+        self.run_dir, self.path, self.lost = run_dir, Path(run_dir) / "lease.json", ""
+        self.released, self.thread = threading.Event(), threading.Thread(target=self.beat, daemon=True)
+        self.me = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"), "beat": 0}
+
+    def take(self) -> None:
+        """Own the folder, or raise UserError naming who does."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before = read_lease(self.path)
+            sure = not before or before["host"] == self.me["host"]
+        except BlockingIOError:
+            raise UserError(self.refusal()) from None
+        except OSError:  # a file system without locks
+            before, sure = read_lease(self.path), False
+        if before and not sure:
+            print(f"{self.run_dir} was {owner(before)}: waiting {3 * BEAT} s for a sign of life", flush=True)
+            time.sleep(3 * BEAT)
+            if read_lease(self.path) != before:
+                os.close(self.file)
+                raise UserError(self.refusal())
+        self.write(self.me)
+        self.thread.start()
+
+    def refusal(self) -> str:
+        return f"{self.run_dir} is {owner(read_lease(self.path))}: wait for that run, or set another --run_dir"
+
+    def beat(self) -> None:
+        """In a thread: show that the owner lives, and see whether another has taken over."""
+        while not self.released.wait(BEAT):
+            there = read_lease(self.path)
+            if there and (there["host"], there["pid"]) != (self.me["host"], self.me["pid"]):
+                self.lost = f"{self.run_dir} is {owner(there)} by now: this run leaves it alone"
+                return
+            self.me["beat"] += 1
+            self.write(self.me)
+
+    def check(self) -> None:
+        """Raise UserError if another run took over while this one stood still."""
+        require(not self.lost, self.lost)
+
+    def write(self, content: dict | None) -> None:
+        """In place, since the lock is on the file and not on its name; at once, so that nobody reads half of it."""
+        with contextlib.suppress(OSError):  # a full disk does not stop the training
+            os.pwrite(self.file, json.dumps(content).ljust(400).encode(), 0)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Released, so that the next start, on another machine, need not wait."""
+        if not self.thread.is_alive() and not self.lost:
+            return  # not rank 0
+        self.released.set()
+        self.thread.join()
+        if not self.lost:
+            self.write(None)
+        os.close(self.file)
+
+
+def read_lease(path: Path) -> dict | None:
+    """Who owns a folder: host, pid, job, beat. None if nobody does."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # never taken
+        return None
+
+
+def owner(lease: dict | None) -> str:
+    if not lease:
+        return "owned by another run"
+    job = f", job {lease['job']}" if lease["job"] else ""
+    return f"owned by process {lease['pid']} on {lease['host']}{job}"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# At the end of each step
+
+
+class Signals:
+    """Remembers that this process was asked to leave. A second Ctrl-C leaves at once."""
+
+    def __init__(self):
+        self.asked = 0  # the signal's number
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self.note)
+
+    def note(self, number, frame) -> None:
+        if number == self.asked == signal.SIGINT:
+            os._exit(130)
+        if number == signal.SIGINT and config.rank() == 0:
+            os.write(2, b"\nsaving at the end of this step; Ctrl-C again leaves at once\n")
+        self.asked = number
+
+
+class Pace:
+    """How long this rank was busy with what it does alone: reading its rows, and norm, logits and loss of its passes.
+
+    In everything else ranks wait for one another's weights or gradients, so that all seem to be equally slow.
+    """
+
+    def __init__(self, model, device: torch.device):
+        self.on_gpu, self.marks, self.reading = device.type == "cuda", [], 0.0
+        model.transformer.norm_f.register_forward_pre_hook(self.mark)
+        model.register_forward_hook(self.mark, prepend=True)
+
+    def mark(self, module, *_) -> None:
+        if module.training:
+            self.marks.append(
+                torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+                if self.on_gpu
+                else time.perf_counter()
+            )
+
+    def timed(self, items):
+        """The same items; how long each one was waited for is noted."""
+        items = iter(items)
+        begin = time.perf_counter()
+        for item in items:
+            self.reading = time.perf_counter() - begin
+            yield item
+            begin = time.perf_counter()
+
+    def take(self):
+        """A function that tells the seconds of the step just queued; to be called when the step is done."""
+        marks, reading, self.marks = self.marks, self.reading, []
+
+        def seconds() -> float:
+            pairs = zip(marks[::2], marks[1::2], strict=True)
+            return reading + sum(a.elapsed_time(b) / 1000 if self.on_gpu else b - a for a, b in pairs)
+
+        return seconds
+
+
+@dataclass
+class Met:
+    """What the ranks agreed on at the end of a step."""
+
+    leave: int = 0  # the signal that one of them got
+    save: bool = False  # it is time to save
+    settled: bool = False  # no rank writes at a checkpoint any more
+    slowest_rank: int = 0
+    slowest_by: float = 1.0  # its seconds / those of the fastest
+
+
+def meet(world, leave: int, save: bool, settled: bool, seconds: float) -> Met:
+    """What any rank wants happens on all. A collective of the hosts, which the devices do not wait for."""
+    rank_bits = 24
+    own = max(1, int(seconds * 1e9))  # nanoseconds
+    most = torch.tensor([leave, save, not settled, own << rank_bits | world.rank, -own])
+    if world.size > 1:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    leave, save, writing, slowest, fastest = most.tolist()
+    by = round((slowest >> rank_bits) / -fastest, 2)
+    return Met(leave, bool(save), not writing, slowest % 2**rank_bits, by)
+
+
+def leave(asked: int) -> None:
+    """End this rank, all being saved, as the signal `asked`. Raises SystemExit with the status of the table above."""
+    if asked == signal.SIGUSR1:  # which torchrun does not know of
+        parallel.end_torchrun()
+    raise SystemExit(130 if asked == signal.SIGINT else RESUME_ME)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bad numbers, bad batches
+
+
+class BadSteps:
+    """Counts steps without a finite loss and gradient. `train_step` has left the weights alone, on all ranks."""
+
+    def __init__(self, limit: int, saver):
+        self.limit, self.saver, self.first, self.count = limit, saver, 0, 0
+
+    def see(self, step: int, loss: float, grad_norm: float, batch_hash: str) -> bool:
+        """Is step `step` (from 1) bad?"""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.count = 0
+            return False
+        self.first, self.count = self.first if self.count else step, self.count + 1
+        self.last = step, f"loss {loss}, gradient norm {grad_norm}, batch {batch_hash}"
+        return True
+
+    def check(self) -> None:
+        """Raise UserError, on all ranks alike, if it was one too many in a row."""
+        if self.count < self.limit:
+            return
+        self.saver.finish()
+        step, figures = self.last
+        raise UserError(
+            f"steps {self.first} to {step} have no finite loss and gradient, and changed nothing (the last: {figures})"
+            f". {self.saver.last_good()}. To go on without these batches: --skip_steps={self.first}:{step + 1}"
+        )
+
+
+class Skips:
+    """The steps that are left out with their batches, as a run's flags and its checkpoint say."""
+
+    def __init__(self, cfg, saved: str):
+        parts = dict.fromkeys(part.strip() for text in (saved, cfg.skip_steps) for part in text.split(",") if part)
+        self.text = ",".join(parts)
+        self.ranges = config.step_ranges(self.text)
+        last = cfg.max_steps - 1
+        require(not any(last in r for r in self.ranges), f"skip_steps leaves out the last step: set --max_steps={last}")
+
+    def steps(self, first: int, end: int):
+        """The steps of first..end-1 that are taken, in order."""
+        return (step for step in range(first, end) if not any(step in r for r in self.ranges))
+
+    def before(self, step: int) -> int:
+        """How many of the steps 0..step-1 are left out."""
+        return len(set().union(*(range(r.start, min(r.stop, step)) for r in self.ranges)))
+
+
+def main(argv) -> None:
+    require(len(argv) == 1, "usage: python resilience.py runs/demo")
+    lease = read_lease(Path(argv[0]) / "lease.json")
+    print(f"{argv[0]} is {owner(lease)}" if lease else f"no run owns {argv[0]}")
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -1,0 +1,118 @@
+"""Where a run begins: the newest sound checkpoint that fits it, the same one on every rank, or step 0.
+
+    runs/demo/checkpoints/step-600             sound: the run goes on from here
+    runs/demo/checkpoints/step-800.damaged     a file of it is missing or its checksum differs
+    runs/demo/checkpoints/step-1000.replaced   it learned from steps that --skip_steps leaves out now
+
+What is unfit gets another name, so that its step can be saved again, and is never deleted.
+
+Run `python resume.py runs/demo` to check all checkpoints of a run. Read next: resilience.py.
+"""
+
+import functools
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+import parallel
+import runlog
+from checkpoint import find, latest, numbered, read_meta, verify
+from config import MPTConfig, TrainConfig, require, step_ranges
+
+# What must be the same when a run goes on: the function that the weights mean, and the order of the data.
+SAME_MODEL = [
+    f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f not in ("attn_impl", "norm_type")
+]
+SAME_RUN = ["seed", "global_batch_size"]
+
+
+def choose(cfg: TrainConfig) -> Path | None:
+    """The checkpoint to go on from, the same on every rank, or None to start anew: the newest that is fit.
+
+    Newer ones that are not get another name, so that their steps can be saved again. UserError if cfg.resume names an
+    unfit one itself. A finished run is put aside if cfg.resume is "again".
+    """
+    decides = parallel.rank_zero_decides
+    if cfg.resume not in ("auto", "again", "never"):
+        path = decides(lambda: asked_for(cfg))
+        _, reason = unfit(path, cfg)
+        require(not reason, f"{path} {reason}: set --resume to another one")
+        return path
+    folder, lines = Path(cfg.run_dir) / "checkpoints", []
+    while path := decides(lambda: next(reversed(numbered(folder)), None)):
+        require(cfg.resume != "never", f"{cfg.run_dir} holds {path}: set --resume=auto to go on, or another --run_dir")
+        kind, reason = unfit(path, cfg)
+        if not kind:
+            break
+        lines.append(f"{path} {reason}: it is kept as {decides(functools.partial(put_aside, path, kind))}")
+    again = path and cfg.resume == "again" and decides(lambda: read_meta(path)["step"]) >= cfg.max_steps
+    if again:
+        lines.append(f"the finished run is kept in {decides(lambda: runlog.put_aside(cfg.run_dir))}")
+    found = None if again else path
+    if dist.get_rank() == 0:
+        for line in lines:
+            print(line + (f", going on from {found.name}" if found else ", starting anew"), flush=True)
+    return found
+
+
+def asked_for(cfg: TrainConfig) -> Path:
+    """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
+    chosen, newest = find(cfg.resume), latest(cfg.run_dir)
+    later = newest and read_meta(newest)["step"] > read_meta(chosen)["step"]
+    require(not later, f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir")
+    return chosen
+
+
+def unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
+    """Why a checkpoint is not to be used: what its name will end with, and a reason. Both empty if it is fit."""
+    if damage := verify(path):
+        return "damaged", f"is damaged ({damage})"
+    if parallel.rank_zero_decides(lambda: has_learned(path, cfg.skip_steps)):
+        return "replaced", f"has learned from the steps {cfg.skip_steps}"
+    return "", ""
+
+
+def has_learned(path: Path, skip_steps: str) -> bool:
+    """Whether any of the steps `skip_steps` was taken, not skipped, on the way to a checkpoint."""
+    meta = read_meta(path)
+    skipped = step_ranges(meta.get("skip_steps", ""))
+    done = (step for r in step_ranges(skip_steps) for step in range(r.start, min(r.stop, meta["step"])))
+    return any(not any(step in r for r in skipped) for step in done)
+
+
+def put_aside(path: Path, kind: str) -> str:
+    """step-N -> step-N.kind, or step-N.kind-2 and so on if that is there."""
+    aside, number = path.with_suffix(f".{kind}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_suffix(f".{kind}-{number}")
+    return path.rename(aside).name
+
+
+def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
+    """UserError unless the checkpoint is of this model, this data and this order."""
+    here = asdict(model_cfg) | asdict(cfg)
+    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
+    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
+    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
+    if meta["data_fingerprint"] != fingerprint:
+        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
+    require(
+        not differ,
+        f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
+    )
+
+
+def demonstrate(argv) -> None:
+    """Check every checkpoint of a run folder; under torchrun the ranks share the reading."""
+    require(len(argv) == 1, "usage: python resume.py runs/demo")
+    world = parallel.start("cpu")
+    for path in numbered(Path(argv[0]) / "checkpoints"):
+        damage = verify(path)
+        if world.rank == 0:
+            print(f"{path}: {damage or 'sound'}")
+
+
+if __name__ == "__main__":
+    parallel.run(demonstrate)

@@ -1,0 +1,394 @@
+"""resilience.py: one run per folder, leaving when asked, steps that went bad, batches left out; all of it for real."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import flags_for
+
+import checkpoint
+import config
+import fsdp_train
+import resilience
+import runlog
+from config import TrainConfig, UserError
+from elastic import Launch, steps_done
+
+SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
+BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=0"]
+FLAGS = [*SIZE, *BATCH, "--device=cpu", "--precision=fp32", "--keep_last=9"]
+FOREVER = ["--max_steps=1000000", "--schedule=constant"]
+
+
+def train_here(world, flags, prepare=None):
+    """fsdp_train.main in a rank that is there already: exit status, message, what it printed."""
+    env = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.rank, "LOCAL_WORLD_SIZE": world.size}
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {k: str(v) for k, v in env.items()}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        prepare(world) if prepare else contextlib.nullcontext(),
+    ):
+        try:
+            fsdp_train.main(flags)
+            return 0, "", out.getvalue()
+        except UserError as error:
+            return 2, str(error), out.getvalue()
+        except SystemExit as leaving:
+            return leaving.code, "", out.getvalue()
+
+
+def steps_of(run_dir) -> dict:
+    """step -> row, of the steps in metrics.jsonl, each of which is there once."""
+    rows = [row for row in runlog.read(run_dir) if "loss" in row]
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {row["step"]: row for row in rows}
+
+
+def wait_for(condition, seconds=60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def started(tmp_path, tiny_data):
+    """`started(ranks, *flags)`: processes of fsdp_train.py on tmp_path/run, as elastic.Launch; ended with the test."""
+    launches = []
+
+    def start(ranks, *flags):
+        run = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), *flags]
+        launches.append(Launch(run, ranks, tmp_path / "log"))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.send(signal.SIGKILL)
+        launch.left(30)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The lease
+
+
+def taken(run_dir, **other) -> resilience.Lease:
+    lease = resilience.Lease(str(run_dir))
+    lease.me |= other
+    lease.take()
+    return lease
+
+
+def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):
+    """Refused in one line that says who is there; the first is not disturbed; when killed it is no hindrance."""
+    first = started(1, *FOREVER, "--save_interval=2")
+    wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
+    second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
+    assert second.returncode == 2 and second.stdout == ""
+    assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
+    assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
+    seen = steps_done(tmp_path / "run")
+    wait_for(lambda: steps_done(tmp_path / "run") > seen + 1)
+    assert first.status() is None
+    first.send(signal.SIGKILL)
+    assert first.left(10)
+    with taken(tmp_path / "run"):  # at once
+        pass
+
+
+def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
+    with taken(tmp_path, host="elsewhere"):
+        assert resilience.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
+        resilience.main([str(tmp_path)])
+        assert capsys.readouterr().out == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+    begin = time.monotonic()
+    with taken(tmp_path):
+        assert time.monotonic() - begin < 1
+    resilience.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
+
+
+def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
+    """As where the file system shares no locks: whose heart beats is the owner, whose has stopped was killed."""
+    monkeypatch.setattr(resilience, "BEAT", 0.1)
+    path, closed = tmp_path / "lease.json", threading.Event()
+
+    def live():
+        for beat in range(10**9):
+            path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "job": "42", "beat": beat}))
+            if closed.wait(0.05):
+                return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        wait_for(path.exists)
+        with pytest.raises(UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"):
+            taken(tmp_path)
+    finally:
+        closed.set()
+        thread.join()
+    with taken(tmp_path) as lease:  # three beats without a sign of life
+        assert resilience.read_lease(path)["host"] == lease.me["host"]
+        lease.check()
+        path.write_text(json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0}))  # taken over in turn
+        wait_for(lambda: lease.lost)
+        with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
+            lease.check()
+    assert resilience.read_lease(path)["pid"] == 8  # left alone
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Leaving when asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, number):
+    """Status 75, a checkpoint of the very last step; started again it does what an undisturbed run does, bit by bit."""
+    run, flags = tmp_path / "run", [*FOREVER, "--save_interval=0"]
+    first = started(2, *flags)
+    wait_for(lambda: steps_done(run) >= 3)
+    first.send(number, 1)
+    assert first.left(20)
+    assert [process.returncode for process in first.processes] == [resilience.RESUME_ME] * 2
+    last = steps_done(run)
+    assert checkpoint.latest(run).name == f"step-{last}"
+    assert (
+        f"asked to leave: The last good checkpoint is {run}/checkpoints/step-{last}. " in (tmp_path / "log").read_text()
+    )
+    assert resilience.read_lease(run / "lease.json") is None
+    end = [f"--max_steps={last + 3}", *FOREVER[1:]]
+    for folder in (run, tmp_path / "straight"):
+        assert ranks(2)(train_here, [f"--run_dir={folder}", *FLAGS, *flags_for(tiny_data), *end])[0][0] == 0
+    found, wanted = steps_of(run), steps_of(tmp_path / "straight")
+    for key in ("loss", "grad_norm", "batch_hash", "tokens", "lr"):
+        assert [row[key] for row in found.values()] == [row[key] for row in wanted.values()]
+
+
+def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
+    job = started(1, *FOREVER, "--save_interval=0")
+    wait_for(lambda: steps_done(tmp_path / "run") >= 2)
+    job.send(signal.SIGINT)
+    assert job.left(20) and job.status() == 130
+    assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
+    assert "Ctrl-C again leaves at once" in (tmp_path / "log").read_text()
+
+
+def test_the_second_ctrl_c(tmp_path):
+    """In a step that lasts."""
+    program = "import resilience, time; resilience.Signals(); print(flush=True); time.sleep(60)"
+    env = os.environ | {"PYTHONPATH": str(Path(resilience.__file__).parent)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+
+
+def test_saving_by_the_clock(ranks, tiny_data, tmp_path):
+    """Every 0.6 s by --save_minutes, on both ranks at the same step, beside every 40 steps by --save_interval."""
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=100", "--save_interval=40"]
+    flags += ["--save_minutes=0.01", "--keep_last=1000"]
+    assert [status for status, *_ in ranks(2)(train_here, flags, slow_steps)] == [0, 0]
+    saved = [int(path.name[5:]) for path in checkpoint.complete(tmp_path / "checkpoints")]
+    seconds = {step: row["seconds"] for step, row in steps_of(tmp_path).items()}
+    assert {40, 80, 100} < set(saved)
+    for a, b in zip([0, *saved], saved, strict=False):  # steps between two saves
+        assert sum(seconds[step] for step in range(a + 1, b)) < 0.6 + 0.3
+    assert len(saved) <= sum(seconds.values()) / 0.6 + 3
+
+
+@contextlib.contextmanager
+def slow_steps(world):
+    step = fsdp_train.train_step
+    with mock.patch.object(fsdp_train, "train_step", lambda *args: time.sleep(0.02) or step(*args)):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Meeting after a step
+
+
+def meet(world, values):
+    return vars(resilience.meet(world, *values[world.rank]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_one_rank_wants_happens_on_all(ranks, size):
+    def met(*values):
+        answers = ranks(size)(meet, (values * size)[:size])
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    calm = (0, False, True, 0.5)
+    assert met(calm) == {"leave": 0, "save": False, "settled": True, "slowest_rank": size - 1, "slowest_by": 1.0}
+    if size > 1:
+        assert met(calm, (signal.SIGTERM, False, True, 0.1))["leave"] == signal.SIGTERM
+        assert met(calm, (0, True, False, 0.1))["save"] and not met(calm, (0, True, False, 0.1))["settled"]
+        found = met((0, False, True, 30.0), calm)  # seconds of even and odd ranks
+        assert found["slowest_rank"] == size - 2 and found["slowest_by"] == 60
+
+
+@contextlib.contextmanager
+def slow_rank_1(world):
+    """Its norm takes 50 ms more than the others'."""
+    forward = torch.nn.functional.layer_norm
+
+    def slower(x, *args):
+        time.sleep(0.05 * (world.rank == 1))
+        return forward(x, *args)
+
+    with mock.patch.object(torch.nn.functional, "layer_norm", slower):
+        yield
+
+
+def test_the_slowest_rank_is_named(ranks, tiny_data, tmp_path):
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=8", "--sharding=FULL_SHARD"]
+    ranks(2)(train_here, flags, slow_rank_1)
+    rows = list(steps_of(tmp_path).values())[2:]
+    assert all(row["slowest_rank"] == 1 and row["slowest_by"] > 1.5 for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bad numbers
+
+
+@contextlib.contextmanager
+def poisoned(world, steps):
+    """Rank 1's loss of these steps (from 0) is not a number, in its last microbatch: so are all its gradients."""
+    step = fsdp_train.train_step
+
+    def train_step(model, optimizer, rows, number, *args):
+        forward = model.forward
+        factor = float("nan") if number in steps and world.rank == 1 else 1.0
+        with mock.patch.object(model, "forward", lambda *a, **k: forward(*a, **k) * factor):
+            return step(model, optimizer, rows, number, *args)
+
+    with mock.patch.object(fsdp_train, "train_step", train_step):
+        yield
+
+
+def poisoned_4(world):
+    return poisoned(world, {4})
+
+
+def poisoned_4_to_20(world):
+    return poisoned(world, set(range(4, 20)))
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "DDP"])
+def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(ranks, tiny_data, tmp_path, sharding):
+    flags = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), "--max_steps=8", f"--sharding={sharding}"]
+    flags += ["--save_interval=1"]
+    status, _, printed = ranks(2)(train_here, flags, poisoned_4)[0]
+    assert status == 0 and "1 steps without a finite loss were skipped" in printed
+    rows = steps_of(tmp_path / "run")
+    assert [step for step, row in rows.items() if row["skipped"]] == [5]
+    assert not (tmp_path / "run/checkpoints/step-5").exists()  # good checkpoints are not displaced
+    whole = [f"--run_dir={tmp_path / 'without'}", *flags[1:], "--skip_steps=5:6"]
+    assert ranks(2)(train_here, whole)[0][0] == 0
+    a, b = (load(checkpoint.latest(tmp_path / name)) for name in ("run", "without"))
+    assert same(a, b)  # Adam's own step count did not go on, either
+
+
+def load(path):
+    return checkpoint.load_model(path, torch.device("cpu")).state_dict()
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny_data, tmp_path):
+    """The message names steps, batch and checkpoint, and the flag that helps; what was skipped stays skipped."""
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=30", "--save_interval=2"]
+    flags += ["--max_bad_steps=3", "--schedule=constant"]
+    answers = ranks(2)(train_here, flags, poisoned_4_to_20)
+    assert [status for status, *_ in answers] == [2, 2]
+    message, rows = answers[0][1], steps_of(tmp_path)
+    assert message.startswith("steps 5 to 7 have no finite loss and gradient, and changed nothing (the last: loss nan")
+    assert f"batch {rows[7]['batch_hash']}). The last good checkpoint is {tmp_path}/checkpoints/step-4" in message
+    assert message.endswith("--skip_steps=5:8") and max(rows) == 7 and rows[7]["skipped"]
+    status, message, printed = ranks(2)(train_here, [*flags, "--skip_steps=5:21"], poisoned_4_to_20)[0]
+    assert status == 0 and f"going on from {tmp_path}/checkpoints/step-4" in printed
+    rows = steps_of(tmp_path)
+    assert list(rows) == [1, 2, 3, 4, *range(21, 31)]
+    assert [rows[step]["tokens"] for step in (4, 21, 30)] == [4 * 256, 5 * 256, 14 * 256]
+    assert json.loads((tmp_path / "config.json").read_text())["skip_steps"] == "5:21"
+    assert json.loads((tmp_path / "launches.jsonl").read_text().splitlines()[-1])["skip_steps"] == "5:21"
+    straight = [flag.replace(str(tmp_path), str(tmp_path / "straight")) for flag in flags]
+    ranks(2)(train_here, [*straight, "--max_steps=21", "--save_interval=0"])
+    assert steps_of(tmp_path / "straight")[21]["batch_hash"] == rows[21]["batch_hash"]  # its own batch, not the fifth
+    again = ranks(2)(train_here, [*flags, "--max_steps=31"])[0]  # without the flag: the checkpoint remembers
+    assert again[0] == 0 and list(steps_of(tmp_path)) == [1, 2, 3, 4, *range(21, 32)]
+
+
+def test_a_few_bad_steps_are_not_too_many():
+    seen = resilience.BadSteps(3, saver=None)
+    nan, inf = float("nan"), float("inf")
+    figures = [(nan, 1), (1, nan), (1, 1), (inf, 1), (1, -inf), (2, 2)]
+    assert [seen.see(n, *f, "0") for n, f in enumerate(figures)] == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "text, first, end, steps",
+    [("", 2, 6, [2, 3, 4, 5]), ("3:5", 0, 6, [0, 1, 4, 5]), ("2:4, 4:5", 0, 6, [0, 4, 5]), ("2:5,3:6", 3, 7, [5, 6])],
+)
+def test_steps_that_are_left_out(text, first, end, steps):
+    skips = resilience.Skips(TrainConfig(max_steps=100, skip_steps=text), saved="")
+    assert list(skips.steps(first, end)) == steps
+    for step in range(8):
+        assert skips.before(step) == step - len(list(skips.steps(0, step)))
+
+
+def test_skips_of_the_checkpoint_and_of_the_flags_add_up():
+    skips = resilience.Skips(TrainConfig(max_steps=100, skip_steps="7:9,3:5"), saved="3:5")
+    assert skips.text == "3:5,7:9" and list(skips.steps(0, 9)) == [0, 1, 4, 5, 8]
+    with pytest.raises(UserError, match="leaves out the last step: set --max_steps=99"):
+        resilience.Skips(TrainConfig(max_steps=100, skip_steps="99:101"), saved="")
+
+
+@pytest.mark.parametrize("text", ["5", "5:", "9:5", "0:3", "a:b", "1:2;3:4", "5:5"])
+def test_what_is_no_range_of_steps(text):
+    with pytest.raises(UserError, match="skip_steps wants steps a:b"):
+        config.load([f"--skip_steps={text}"], TrainConfig)
+
+
+def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
+    """A real file that cannot grow, as on a full disk: the rows are there when it can again, each once."""
+    cfg = TrainConfig(run_dir=str(tmp_path))
+    log = runlog.RunLog(cfg, 0)
+    log.start(config.MPTConfig(), cfg, {}, tmp_path / "none", 0)
+    rows = [{"step": n, "val_loss": 1.0, "val_bits_per_byte": 2.0} for n in range(6)]
+    log.row(rows[0])
+    aside = log.path.rename(tmp_path / "aside")
+    log.row(rows[1])
+    log.row(rows[2])
+    assert capsys.readouterr().out.count("cannot write") == 1
+    aside.rename(log.path)
+    log.row(rows[3])
+    assert runlog.read(tmp_path) == rows[:4]
+    program = (
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); import runlog; from config import *;"
+        "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
+        "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (log.size + 20, hard)); row(4);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); row(5)"
+    )
+    root = Path(runlog.__file__).parent
+    subprocess.run([sys.executable, "-c", program, tmp_path, root], check=True, capture_output=True)
+    assert runlog.read(tmp_path) == rows

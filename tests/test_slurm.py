@@ -1,0 +1,303 @@
+"""slurm/train.sbatch and slurm/train_srun.sbatch, run for real with stand-ins for SLURM's and Apptainer's commands.
+
+The stand-in for srun starts the tasks of all nodes on this machine, with the variables that SLURM sets; it hands them
+signals, and reports the highest of their statuses. torchrun, parallel.py and fsdp_train.py are the real ones.
+"""
+
+import functools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import PATIENCE, ROOT, clean_environment, flags_for
+
+import runlog
+
+TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
+BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])
+TINY = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32", "--precision=fp32"]
+TINY += ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--max_steps=30", "--eval_tokens=256"]
+
+STAND_INS = {
+    "srun": """#!PYTHON
+import os, re, signal, subprocess, sys
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    print("srun got", words.pop(0), flush=True)
+nodes, tasks_per_node = int(os.environ["SLURM_NNODES"]), int(os.environ["TASKS_PER_NODE"])
+tasks = []
+for rank in range(nodes * tasks_per_node):
+    mine = {"SLURM_PROCID": rank, "SLURM_NODEID": rank // tasks_per_node, "SLURM_LOCALID": rank % tasks_per_node}
+    mine |= {"SLURM_NTASKS": nodes * tasks_per_node, "SLURM_STEP_ID": 0}
+    env = os.environ | {name: str(value) for name, value in mine.items()}
+    tasks.append(subprocess.Popen(words, env=env, start_new_session=True))
+# As SLURM may do it: a warning to the whole process group of each task.
+signal.signal(signal.SIGUSR1, lambda number, frame: [os.killpg(task.pid, number) for task in tasks])
+signal.signal(signal.SIGTERM, lambda number, frame: [task.send_signal(number) for task in tasks])
+status = [task.wait() for task in tasks]
+sys.exit(max(s if s >= 0 else 128 - s for s in status))
+""",
+    "scontrol": """#!/usr/bin/env bash
+case $1 in
+show) [[ "$*" == "show hostnames node[1-2]" ]] && printf 'localhost\\nlocalhost\\n' ;;
+*) echo "$@" >>scontrol.log ;;
+esac
+""",
+    "apptainer": """#!/usr/bin/env bash
+echo "apptainer got $*"
+until [[ $1 == *.sif ]]; do shift; done
+shift
+exec "$@"
+""",
+    ".venv/bin/torchrun": """#!/usr/bin/env bash
+exec PYTHON -m torch.distributed.run "$@"
+""",
+    ".venv/bin/python": """#!/usr/bin/env bash
+exec PYTHON "$@"
+""",
+}
+
+
+class Job:
+    """`submit(...)` starts a script as SLURM would, on `nodes` nodes; `end()` waits for it and gives its status."""
+
+    def __init__(self, folder):
+        self.folder, self.log, self.scontrol = folder, folder / "job.log", folder / "scontrol.log"
+        (folder / ".venv/bin").mkdir(parents=True)
+        (folder / "bin").mkdir()
+        for name, text in STAND_INS.items():
+            self.put(name if "/" in name else f"bin/{name}", text)
+        for path in ROOT.glob("*.py"):
+            (folder / path.name).symlink_to(path)
+        with socket.socket() as free:  # both scripts take the port 20000 + job number % 20000
+            free.bind(("127.0.0.1", 0))
+            self.id = str(free.getsockname()[1] - 20000)
+
+    def put(self, name, text) -> None:
+        """A program in place of the one that the script starts."""
+        path = self.folder / name
+        path.unlink(missing_ok=True)
+        path.write_text(text.replace("PYTHON", sys.executable))
+        path.chmod(0o755)
+
+    def submit(self, script, *args, nodes=1, ranks_per_node=2, edit=lambda text: text):
+        text = edit((ROOT / script).read_text()).replace("--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}")
+        text = text.replace("=hsn0", "=lo")  # gloo fails if there is no such interface
+        (self.folder / "job.sbatch").write_text(text)  # SLURM runs a copy, too
+        slurm = dict(SLURM_JOB_ID=self.id, SLURM_JOB_NODELIST="node[1-2]", SLURM_NNODES=str(nodes))
+        slurm |= dict(SLURM_CPUS_PER_TASK="3", TASKS_PER_NODE="1" if script == TORCHRUN else str(ranks_per_node))
+        env = clean_environment() | slurm | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+        with open(self.log, "w") as log:
+            options = {"stdout": log, "stderr": log, "cwd": self.folder, "env": env, "start_new_session": True}
+            self.process = subprocess.Popen(["bash", "job.sbatch", *map(str, args)], **options)
+
+    def end(self) -> int:
+        return self.process.wait(PATIENCE)
+
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, words, times=1, seconds=90) -> None:
+        """Wait until the log has these words so many times."""
+        deadline = time.monotonic() + seconds
+        while self.said().count(words) < times:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.05)
+
+    def signal(self, number) -> None:
+        """To srun's tasks, as SLURM does, and not to the script."""
+        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(found.stdout), number)
+
+    def requeued(self) -> int:
+        """How many times; each must have named this job."""
+        lines = self.scontrol.read_text().splitlines() if self.scontrol.exists() else []
+        assert set(lines) <= {f"requeue {self.id}"}
+        return len(lines)
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = Job(tmp_path)
+    yield made
+    if made.process.poll() is None:
+        os.killpg(made.process.pid, signal.SIGTERM)  # torchrun ends its workers
+        made.process.wait(PATIENCE)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Who is who
+
+WHO = """
+import os
+import parallel
+
+def main(argv):
+    world = parallel.start("cpu")
+    threads = os.environ["OMP_NUM_THREADS"]
+    print(f"{world.rank}/{world.size} {world.local_rank}/{world.local_size} {threads} {argv}\\n", end="", flush=True)
+
+parallel.run(main)
+"""
+
+
+@pytest.mark.parametrize("script, threads", [pytest.param(TORCHRUN, 8, marks=pytest.mark.slow), (SRUN, 3)])
+def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
+    """The four processes really join: parallel.start returns when all of them have met."""
+    job.put("fsdp_train.py", WHO)
+    job.submit(script, "configs/a.py", "--run_dir=with space", nodes=2)
+    assert job.end() == 0, job.said()
+    places = re.findall(r"^(\d/\d \d/\d) (\d+) (.*)$", job.said(), re.M)
+    assert sorted(places) == [
+        (f"{rank}/4 {rank % 2}/2", str(threads), "['configs/a.py', '--run_dir=with space']") for rank in range(4)
+    ]
+    assert "srun got --cpus-per-task=3" in job.said() and job.requeued() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# How it ends
+
+
+@BOTH
+@pytest.mark.parametrize("status", [0, 1, 2, 75, 137])
+def test_only_a_run_that_asks_for_it_is_started_again(job, script, status):
+    job.put("fsdp_train.py", f"import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0' else 0)")
+    job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
+    job.submit(script)
+    assert job.end() == status, job.said()
+    assert job.requeued() == (1 if status == 75 else 0)
+
+
+WORKER = """
+import os, signal, sys, time
+
+def note(number, frame):
+    global got
+    got = number
+    print(f"worker got {signal.Signals(number).name}\\n", end="", flush=True)
+
+got = None
+signal.signal(signal.SIGUSR1, note)
+signal.signal(signal.SIGTERM, note)
+print("worker starts\\n", end="", flush=True)
+begin = time.monotonic()
+while not got and time.monotonic() < begin + 60:
+    time.sleep(0.05)
+"""
+LEAVES = """
+time.sleep(0.5)  # saves
+if os.environ["LOCAL_RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGTERM)  # as resilience.leave
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_warning_goes_past_torchrun_to_its_workers(job, nodes):
+    """They are not started again by torchrun, which has three restarts left, but by SLURM."""
+    job.put("fsdp_train.py", WORKER + LEAVES)
+    job.submit(TORCHRUN, nodes=nodes)
+    job.until("worker starts", times=2 * nodes)
+    job.signal(signal.SIGUSR1)
+    assert job.end() == 75, job.said()
+    assert job.requeued() == 1
+    assert job.said().count("worker got SIGUSR1") == job.said().count("worker starts") == 2 * nodes
+    assert "got signal: 15" in job.said()  # torchrun, from its worker: so it was still there
+
+
+@pytest.mark.slow
+def test_a_run_that_finishes_in_spite_of_the_warning_is_not_started_again(job):
+    job.put("fsdp_train.py", WORKER)
+    job.submit(TORCHRUN)
+    job.until("worker starts", times=2)
+    job.signal(signal.SIGUSR1)
+    assert (job.end(), job.requeued()) == (0, 0), job.said()
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_saves_and_is_not_started_again(job):
+    """SIGTERM reaches the workers as the warning does: torchrun, left to itself, would kill them after 30 s."""
+    job.put("fsdp_train.py", WORKER + LEAVES)
+    job.submit(TORCHRUN)
+    job.until("worker starts", times=2)
+    job.signal(signal.SIGTERM)
+    assert job.end() not in (0, 75) and job.requeued() == 0, job.said()
+    assert job.said().count("worker got SIGUSR1") == job.said().count("worker starts") == 2
+
+
+@pytest.mark.slow
+def test_torchrun_starts_failed_workers_three_times(job):
+    job.put("fsdp_train.py", "print('worker starts\\n', end=''); raise SystemExit(75)")
+    job.submit(TORCHRUN, ranks_per_node=1)
+    assert (job.end(), job.requeued()) == (1, 0), job.said()
+    assert job.said().count("worker starts") == 4
+
+
+@pytest.mark.slow
+@BOTH
+def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tiny_data):
+    args = [*TINY, *flags_for(tiny_data)]
+    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
+    job.submit(script, *args, "--run_dir=straight", edit=one_thread)
+    assert job.end() == 0, job.said()
+    job.submit(script, *args, "--run_dir=warned", edit=one_thread)
+    job.until("step  5/")
+    job.signal(signal.SIGUSR1)
+    assert job.end() == 75 and job.requeued() == 1, job.said()
+    job.submit(script, *args, "--run_dir=warned", edit=one_thread)
+    assert job.end() == 0 and "going on from" in job.said() and job.requeued() == 1, job.said()
+    straight, warned = (runlog.read(job.folder / name) for name in ("straight", "warned"))
+    keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
+    assert [[row.get(key) for key in keys] for row in straight] == [[row.get(key) for key in keys] for row in warned]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What stands there
+
+
+def uncommented(text) -> str:
+    """The script with the alternatives that stand in comments."""
+    return re.sub(r"^# +((?:export \w+=|container=).*)$", r"\1", text, flags=re.M)
+
+
+@BOTH
+@pytest.mark.parametrize("flag", ["--rocm", "--nv"])
+def test_the_line_for_a_container_works(job, script, flag):
+    job.put("fsdp_train.py", "import os; print(os.environ['NCCL_IB_GID_INDEX'])")
+    job.put(".venv/bin/torchrun", '#!/bin/sh\nwhile [ "$1" != fsdp_train.py ]; do shift; done; exec PYTHON "$@"\n')
+    job.submit(script, edit=lambda text: uncommented(text).replace("--rocm", flag))
+    assert job.end() == 0, job.said()
+    assert f"apptainer got exec {flag} --bind {job.folder} --pwd {job.folder} pytorch.sif" in job.said()
+    assert "\n3\n" in job.said()
+
+
+@BOTH
+def test_the_header_lets_slurm_warn_and_start_again(script):
+    header = re.findall(r"^#SBATCH (\S+)$", (ROOT / script).read_text(), re.M)
+    assert {"--requeue", "--signal=USR1@180", "--open-mode=append", "--output=%x-%j.log"} <= set(header)
+
+
+@BOTH
+def test_every_variable_has_its_reason(script):
+    lines = (ROOT / script).read_text().splitlines()
+    exports = [number for number, line in enumerate(lines) if line.startswith("export ")]
+    assert len(exports) >= 3
+    for number in exports:
+        above = next(line for line in reversed(lines[:number]) if not line.startswith("export "))
+        assert above.startswith("# ") or " # " in lines[number], lines[number]
+
+
+def test_the_variables_of_each_network_are_there():
+    text = (ROOT / SRUN).read_text()
+    slingshot = "NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_NET_GDR_LEVEL NCCL_CROSS_NIC FI_CXI_DEFAULT_CQ_SIZE "
+    slingshot += "FI_CXI_DISABLE_CQ_HUGETLB FI_MR_CACHE_MONITOR CXI_FORK_SAFE MIOPEN_USER_DB_PATH OMP_NUM_THREADS"
+    assert set(slingshot.split()) <= set(re.findall(r"^export (\w+)=", text, re.M))
+    roce = "NCCL_IB_HCA NCCL_IB_GID_INDEX GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA"
+    for script in (TORCHRUN, SRUN):
+        assert set(roce.split()) <= set(re.findall(r"(\w+)=", (ROOT / script).read_text()))
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (ROOT / TORCHRUN).read_text()
