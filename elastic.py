@@ -10,10 +10,11 @@ The run of configs/demo.py, shorter and in fp32, trains three times:
     runs/elastic/moved    on 1 -> 2 -> 4 -> 1 ranks: two moves by SIGTERM, then one of the four is killed by kill -9
 
 A supervisor is a loop: start the ranks; when one fails, end the others, who wait for it; start again with the same
-command. All else is in the run folder: the newest complete checkpoint says where to go on, and step s takes samples
-s * global_batch ... (s + 1) * global_batch - 1 of one fixed order on any number of ranks. So batch_hash, of the tokens
-that a step saw, must be the same in all three runs. The losses of a step are sums in another order: they differ by
-rounding, which training amplifies like any other noise; the final validation losses must agree within 0.03.
+command, unless it is a mistake (status 2) or the third time in vain. All else is in the run folder: the newest complete
+checkpoint says where to go on, and step s takes samples s * global_batch ... (s + 1) * global_batch - 1 of one fixed
+order on any number of ranks. So batch_hash, of the tokens that a step saw, must be the same in all three runs. The
+losses of a step are sums in another order: they differ by rounding, which training amplifies like any other noise; the
+final validation losses must agree within 0.03.
 
 Interrupted, the same command goes on. When all is done, it puts the folder aside and starts anew, as `make train`.
 Read next: fsdp_train.py.
@@ -36,9 +37,8 @@ import runlog
 from config import MPTConfig, TrainConfig, UserError, require
 
 HERE = Path(__file__).parent
-SETTINGS = [f"{HERE / 'configs/demo.py'}", "--run_dir=runs/elastic", "--device=cpu", "--precision=fp32"]
-SETTINGS += ["--max_steps=250", "--eval_interval=50", "--save_interval=20", "--resume=auto", "--peak_tflops=auto"]
-SETTINGS += ["--expect="]
+SETTINGS = """--run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
+    --save_interval=20 --resume=auto --peak_tflops=auto --expect="""
 # name -> its stages: ranks, the share of the steps after which it ends, the signal that ends it
 RUNS = {
     "one": [(1, 1, None)],
@@ -63,15 +63,14 @@ class Launch:
         self.processes = []
         for rank in range(ranks):
             env = {k: str(v) for k, v in {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-            command = [sys.executable, program, *flags]
             with open(log, "a") as out:
+                command = [sys.executable, program, *flags]
                 self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
 
     def status(self) -> int | None:
         """None while all is well; else the exit status of a rank that failed (-9: killed), or 0 when all are done."""
         statuses = [process.poll() for process in self.processes]
-        failed = [status for status in statuses if status]
-        return failed[0] if failed else None if None in statuses else 0
+        return next(filter(None, statuses), None if None in statuses else 0)
 
     def send(self, number: int, rank: int | None = None) -> None:
         """A signal to one rank, or to all."""
@@ -88,7 +87,7 @@ class Launch:
     def end(self, patience: float = 30) -> None:
         """End all that still run, as torchrun does: they are asked to, and after `patience` seconds they must.
 
-        If all are well they save and leave. If one is dead the others cannot save; what they wait for fails or hangs.
+        If all are well they save and leave. If one is dead the others cannot save: what they wait for fails or hangs.
         """
         self.send(signal.SIGTERM)
         if not self.left(patience):
@@ -166,13 +165,13 @@ def check(runs: list[Path], max_steps: int) -> None:
 
 def main(argv) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the ranks are ended, too
-    flags = [*SETTINGS, *argv]
+    flags = [f"{HERE}/configs/demo.py", *SETTINGS.split(), *argv]
     model_cfg, cfg = config.load(flags, MPTConfig, TrainConfig)
     runs = [Path(cfg.run_dir, name) for name in RUNS]
     if all(finished(run, cfg.max_steps) for run in runs):
         print(f"finished before: put aside as {runlog.put_aside(cfg.run_dir)}")
-    Path(cfg.run_dir).mkdir(parents=True, exist_ok=True)
     begun = Path(cfg.run_dir) / "flags.txt"
+    begun.parent.mkdir(parents=True, exist_ok=True)
     before = begun.read_text().split("\n") if begun.exists() else flags
     require(before == flags, f"{cfg.run_dir} was begun with other flags: give the same ones, or move it away")
     begun.write_text("\n".join(flags))

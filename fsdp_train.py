@@ -182,9 +182,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     They stay on the device: nothing is read back here, so its queue never runs dry between microbatches. If the loss or
     the norm is not finite, on all ranks alike, weights and optimizer stay as they are.
     """
-    torch.manual_seed(
-        hash((cfg.seed, step, world.rank)) % 2**63
-    )  # dropout: as many ranks, the same masks after a resume
+    torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: on as many ranks the same masks again
     ids, labels = rows[:, :-1], rows[:, 1:]
     counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.rank)])
     tokens, batch_hash = parallel.all_sum(counted)  # over the global batch

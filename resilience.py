@@ -157,11 +157,8 @@ class Pace:
 
     def mark(self, module, *_) -> None:
         if module.training:
-            self.marks.append(
-                torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-                if self.on_gpu
-                else time.perf_counter()
-            )
+            timed = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
+            self.marks.append(torch.cuda.current_stream().record_event(timed) if timed else time.perf_counter())
 
     def timed(self, items):
         """The same items; how long each one was waited for is noted."""
@@ -196,8 +193,8 @@ class Met:
 
 def meet(world, leave: int, save: bool, settled: bool, seconds: float) -> Met:
     """What any rank wants happens on all. A collective of the hosts, which the devices do not wait for."""
-    rank_bits = 24
-    own = max(1, int(seconds * 1e9))  # nanoseconds
+    rank_bits = 20
+    own = max(1, int(seconds * 1e6))  # microseconds
     most = torch.tensor([leave, save, not settled, own << rank_bits | world.rank, -own])
     if world.size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)

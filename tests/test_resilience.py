@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import flags_for
+from conftest import TORCHRUN, clean_environment, flags_for
 
 import checkpoint
 import config
@@ -216,6 +216,66 @@ def slow_steps(world):
     step = fsdp_train.train_step
     with mock.patch.object(fsdp_train, "train_step", lambda *args: time.sleep(0.02) or step(*args)):
         yield
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# torchrun
+
+
+@pytest.fixture
+def restarting(tmp_path, tiny_data):
+    """`restarting(*flags)`: torchrun --max-restarts=4 with 2 ranks on tmp_path/run, and a file with what they say."""
+    started = []
+
+    def start(*flags):
+        command = [sys.executable, *TORCHRUN, "2", "--max-restarts=4", fsdp_train.__file__]
+        run = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), *flags]
+        env = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(tmp_path / "log", "w") as log:
+            started.append(subprocess.Popen([*command, *run], stdout=log, stderr=log, env=env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(60)
+
+
+def workers(torchrun) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path):
+    """Four times one of the two ranks is killed; the curve is that of a run that was left in peace."""
+    flags, run = ["--max_steps=500", "--save_interval=10"], tmp_path / "run"
+    job = restarting(*flags)
+    for number in range(4):
+        wait_for(lambda: launches(run) == number + 1 and steps_done(run) > 60 * (number + 1), 120)  # noqa: B023
+        os.kill(workers(job)[number % 2], signal.SIGKILL)
+    assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert launches(run) == 5
+    ranks(2)(train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags])
+    found, wanted = steps_of(run), steps_of(tmp_path / "straight")
+    assert [row["loss"] for row in found.values()] == [row["loss"] for row in wanted.values()]
+
+
+def launches(run) -> int:
+    path = run / "launches.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tmp_path):
+    job = restarting(*FOREVER)
+    wait_for(lambda: steps_done(tmp_path / "run") >= 2)
+    os.kill(workers(job)[1], signal.SIGUSR1)  # as the scripts in slurm/ do
+    assert job.wait(40) == 1 and launches(tmp_path / "run") == 1
+    assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
+    job = restarting(*FOREVER, "--seed=2")  # of another order
+    assert job.wait(60) == 1
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sum(line.startswith("error:") for line in lines) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------------
