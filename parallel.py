@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +48,7 @@ SAVED = {
     *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
 }
+RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program again as it was
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 
 
@@ -141,16 +143,24 @@ def run(main) -> None:
             time.sleep(5)
         print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
         status = 2
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        status = 1
+    except BaseException as error:
+        if is_lost(error):
+            print(f"error on rank {config.rank()}: lost another rank: {config.one_line(error)}", file=sys.stderr)
+            status = RESUME_ME
+        else:
+            traceback.print_exc()
+            status = 1
     if status == 2:
         end_torchrun()  # the same mistake would come again
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Did a collective fail because another rank has gone?"""
+    # gloo has no class of its own: its errors begin with the path of its source
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def end_torchrun() -> None:

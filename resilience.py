@@ -31,8 +31,8 @@ import torch.distributed as dist
 import config
 import parallel
 from config import UserError, require
+from parallel import RESUME_ME
 
-RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h
 BEAT = 10  # seconds between two heartbeats of a lease
 
 

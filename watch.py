@@ -27,7 +27,7 @@ import config
 import microbatch
 import parallel
 from config import UserError
-from resilience import RESUME_ME
+from parallel import RESUME_ME
 
 PATIENCE = 5  # seconds in which a living thread answers
 WAITS = "waits"
@@ -110,7 +110,7 @@ class Watch:
             time.sleep(10 * PATIENCE)  # the thread will end this one
         if microbatch.out_of_memory(error):
             line = f"is out of memory, so the next start takes microbatches of {self.halved()}"
-        elif is_lost(error):
+        elif parallel.is_lost(error):
             line = f"lost another rank: {config.one_line(error)}"
         else:
             self.tell(2 if isinstance(error, UserError | OSError) else 1)
@@ -144,12 +144,6 @@ def open_store(world) -> dist.Store:
     server = dist.TCPStore(host, 0, is_master=True, **options) if world.rank == 0 else None
     port = parallel.rank_zero_decides(lambda: server.port)
     return server or dist.TCPStore(host, port, is_master=False, **options)
-
-
-def is_lost(error: BaseException) -> bool:
-    """Did a collective fail because another rank has gone?"""
-    # gloo has no class of its own: its errors begin with the path of its source
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def whereabouts() -> str:

@@ -9,9 +9,10 @@ from conftest import ROOT, flags_for
 from test_resilience import FLAGS, FOREVER, steps_of, wait_for
 
 import checkpoint
+import parallel
 import watch
 from elastic import Launch, steps_done
-from resilience import RESUME_ME
+from parallel import RESUME_ME
 
 # fsdp_train.py with a fault: `reading` runs when a rank reads the rows of a step (from 0), `stepping` when it takes it.
 PROGRAM = """
@@ -142,6 +143,6 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
 
 
 def test_whose_fault_it_is():
-    assert watch.is_lost(torch.distributed.DistNetworkError("x"))
-    assert not watch.is_lost(RuntimeError("shapes differ")) and not watch.is_lost(KeyError("x"))
+    assert parallel.is_lost(torch.distributed.DistNetworkError("x"))
+    assert not parallel.is_lost(RuntimeError("shapes differ")) and not parallel.is_lost(KeyError("x"))
     assert watch.whereabouts().startswith("watch.py, line ")
