@@ -16,6 +16,7 @@ Run `python checkpoint.py`, or under torchrun, to see what saving, checking and 
 import contextlib
 import json
 import os
+import platform
 import shutil
 import tempfile
 import time
@@ -50,7 +51,9 @@ class Checkpointer:
     def __init__(self, run_dir: str, keep_last: int, keep_every: int = 0):
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last, self.keep_every = keep_last, keep_every
-        self.group = dist.new_group(backend="gloo")  # of its own: the thread must not meet training's collectives
+        self.group = dist.new_group(
+            backend="gloo", timeout=parallel.TIMEOUT
+        )  # of its own: the thread must not meet training's collectives
         cuda = torch.cuda.is_available()
         # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
@@ -63,7 +66,7 @@ class Checkpointer:
     def sweep(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.glob("*.tmp"):
-            shutil.rmtree(left_over)
+            shutil.rmtree(left_over, ignore_errors=True)
 
     def save(self, step: int, model: MPT, optimizer, meta: dict) -> None:
         """Copy weights and optimizer to host memory and write them in the background."""
@@ -95,7 +98,9 @@ class Checkpointer:
         sync(self.folder)  # from here on the new name survives a power failure
         for old in complete(self.folder)[: -self.keep_last]:
             if not self.keep_every or int(old.name[5:]) % self.keep_every:
-                shutil.rmtree(old.rename(old.with_suffix(".tmp")))  # half deleted must not look complete
+                shutil.rmtree(
+                    old.rename(old.with_suffix(".tmp")), ignore_errors=True
+                )  # half of it must not look complete
 
     def attempt(self, step: int, action) -> None:
         """`action()` on rank 0. If it fails, nothing of this step stays, and every rank raises the same UserError."""
@@ -106,8 +111,9 @@ class Checkpointer:
             except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
                 reasons = getattr(error, "failures", None)  # DCP: rank -> (exception, traceback)
                 reason = next(iter(reasons.values()))[0] if reasons else error
+                free = f"{free_bytes(self.folder) / 1e9:.2f} GB are free there"
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
-                raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
+                raise UserError(f"could not save step {step}: {reason} ({free}). {self.last_good()}") from error
 
         parallel.rank_zero_decides(tried)
 
@@ -182,8 +188,15 @@ def verify(path: Path) -> str | None:
     if not wanted:
         return "checksums.json is missing or damaged"
     share = sorted(wanted)[dist.get_rank() :: dist.get_world_size()]
+    try:
+        mine = next(filter(None, (fault(path / name, *wanted[name]) for name in share)), None)
+    except OSError as error:  # of the file system, or of a node that does not see it: no damage
+        mine = UserError(f"rank {dist.get_rank()} on {platform.node()} cannot read {path}: {error.strerror}")
     faults = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, next(filter(None, (fault(path / name, *wanted[name]) for name in share)), None))
+    dist.all_gather_object(faults, mine)
+    for found in faults:
+        if isinstance(found, UserError):
+            raise found
     return next(filter(None, faults), None)
 
 
@@ -198,19 +211,24 @@ def read_checksums(path: Path) -> dict | None:
 
 def fault(path: Path, size: int, crc: int) -> str | None:
     """What is wrong with one file, or None."""
-    try:
-        found = path.stat().st_size
-        if found != size:
-            return f"{path.name}: {found:,} bytes instead of {size:,}"
-        return None if checksum(path) == [size, crc] else f"{path.name}: checksum differs"
-    except OSError as error:
-        return f"{path.name}: {'missing' if isinstance(error, FileNotFoundError) else error.strerror}"
+    if path.name not in os.listdir(path.parent):
+        return f"{path.name}: missing"
+    found = path.stat().st_size
+    if found != size:
+        return f"{path.name}: {found:,} bytes instead of {size:,}"
+    return None if checksum(path) == [size, crc] else f"{path.name}: checksum differs"
+
+
+def free_bytes(folder: Path) -> int:
+    """Of the file system of a folder that may not be there."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
 
 
 def space(run_dir: str, n_params: int, keep_last: int) -> str:
     """One line: the size of a checkpoint (fp32 weights and Adam's two moments), and the room that the disk has."""
-    folder, size = Path(run_dir).absolute(), 12 * n_params
-    free = shutil.disk_usage(next(p for p in (folder, *folder.parents) if p.exists())).free
+    folder, size = Path(run_dir), 12 * n_params
+    free = free_bytes(folder)
     more = max(1, keep_last + 1 - len(complete(folder / "checkpoints")))  # one is written before one is removed
     line = f"{size / 1e9:.2f} GB a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
     if more * size > free:

@@ -133,7 +133,7 @@ class TrainConfig:
     # staying alive: see resilience.py
     skip_steps: str = ""  # leave out these steps and their batches: 120:140 is 120 to 139, as metrics.jsonl counts
     max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient stop the run
-    timeout_minutes: float = 30.0  # without a step: then the run ends and names the rank that hangs
+    timeout_minutes: float = 30.0  # without a step (evaluation included) end the run, naming the rank that hangs
 
     def check(self) -> None:
         positive = "global_batch_size microbatch_size max_steps checkpoint_every keep_last lr"

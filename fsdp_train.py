@@ -39,7 +39,8 @@ from model import MPT
 
 def main(argv) -> None:
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
-    world = parallel.start(cfg.device, timedelta(minutes=2 * cfg.timeout_minutes + 1))
+    signals = resilience.Signals()
+    world = parallel.start(cfg.device, max(parallel.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
     log = runlog.RunLog(cfg, world.rank)
     require(
         cfg.global_batch_size % world.size == 0,
@@ -141,12 +142,12 @@ def main(argv) -> None:
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
     late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
     unread, step, met = collections.deque(), first, resilience.Met()
-    signals, pace = resilience.Signals(), resilience.Pace(model, world.device)
-    bad_steps = resilience.BadSteps(cfg.max_bad_steps, saver)
-    begin, saved_at = time.perf_counter(), time.monotonic()
+    pace, bad_steps = resilience.Pace(model, world.device), resilience.BadSteps(cfg.max_bad_steps, saver, skips)
+    signals.at_once = False
     with lease, watch.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
         if first == 0:
             evaluate_now(0)
+        begin, saved_at = time.perf_counter(), time.monotonic()
         for step, rows in pace.timed(data.prefetch(rows_of, skips.steps(first, cfg.max_steps), world.device)):
             collect_garbage(step - first)
             result = start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))
@@ -154,7 +155,7 @@ def main(argv) -> None:
             done = step + 1
             last = done == cfg.max_steps
             evaluates = last or (cfg.eval_interval and done % cfg.eval_interval == 0)
-            saves = last or (cfg.save_interval and done % cfg.save_interval == 0)
+            saves = last or any(every and done % every == 0 for every in (cfg.save_interval, cfg.keep_every))
             while unread and (len(unread) > late or evaluates or saves or met.save or met.leave):
                 met = report(*unread.popleft())
             lease.check()
@@ -162,15 +163,14 @@ def main(argv) -> None:
                 saver.finish()
             if evaluates:
                 evaluate_now(done)
+                begin = time.perf_counter()
             if last or met.leave or ((saves or met.save) and not bad_steps.count):  # good checkpoints stay
                 saver.save(done, model, optimizer, settings)
-                met, saved_at = resilience.Met(leave=met.leave), time.monotonic()
+                met, saved_at, begin = resilience.Met(leave=met.leave), time.monotonic(), time.perf_counter()
             if met.leave and not last:
                 saver.finish()
                 log.say(f"asked to leave: {saver.last_good()}. The same command goes on from there")
                 resilience.leave(met.leave)
-            if evaluates or saves:
-                begin = time.perf_counter()
             watching.step()
         saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
@@ -211,7 +211,7 @@ def start_reading(loss, grad_norm, batch_hash):
 
     Who calls it when the next step is queued already does not let the device wait for the host.
     """
-    figures = [x.to("cpu", non_blocking=True) for x in (loss, grad_norm, batch_hash)]
+    figures = [x.to("cpu", non_blocking=loss.is_cuda) for x in (loss, grad_norm, batch_hash)]
     copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
 
     def read():

@@ -72,7 +72,8 @@ def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     if "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in env:
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = slurm_first_host()
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 20000))
+        # Below 32768, where Linux begins to hand out ports of its own choice.
+        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 12000))
         env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
         env["LOCAL_WORLD_SIZE"] = str(int(env["SLURM_NTASKS"]) // int(env.get("SLURM_NNODES", 1)))
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))

@@ -20,6 +20,8 @@ import math
 import os
 import platform
 import signal
+import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -58,13 +60,15 @@ class Lease:
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            before = read_lease(self.path)
-            sure = not before or before["host"] == self.me["host"]
-        except BlockingIOError:
-            raise UserError(self.refusal()) from None
-        except OSError:  # a file system without locks
-            before, sure = read_lease(self.path), False
-        if before and not sure:
+            locked = True
+        except OSError:  # by another run; or this file system has no locks
+            locked = False
+        before = read_lease(self.path)
+        here = before and before["host"] == self.me["host"]
+        if not locked and here:
+            os.close(self.file)
+            raise UserError(self.refusal())
+        if before and not here:
             print(f"{self.run_dir} was {owner(before)}: waiting {3 * BEAT} s for a sign of life", flush=True)
             time.sleep(3 * BEAT)
             if read_lease(self.path) != before:
@@ -79,7 +83,10 @@ class Lease:
     def beat(self) -> None:
         """In a thread: show that the owner lives, and see whether another has taken over."""
         while not self.released.wait(BEAT):
-            there = read_lease(self.path)
+            try:
+                there = read_lease(self.path)
+            except OSError:  # the file system has a bad moment
+                continue
             if there and (there["host"], there["pid"]) != (self.me["host"], self.me["pid"]):
                 self.lost = f"{self.run_dir} is {owner(there)} by now: this run leaves it alone"
                 return
@@ -94,6 +101,7 @@ class Lease:
         """In place, since the lock is on the file and not on its name; at once, so that nobody reads half of it."""
         with contextlib.suppress(OSError):  # a full disk does not stop the training
             os.pwrite(self.file, json.dumps(content).ljust(400).encode(), 0)
+            os.fsync(self.file)  # other machines are to see it now
 
     def __enter__(self):
         return self
@@ -129,19 +137,28 @@ def owner(lease: dict | None) -> str:
 
 
 class Signals:
-    """Remembers that this process was asked to leave. A second Ctrl-C leaves at once."""
+    """Remembers that this process was asked to leave. It leaves at once before the loop, and at a second Ctrl-C.
+
+    Python's own handlers run in the main thread, which may be in a collective for long. So a thread takes the signals,
+    from a socket into which Python writes their numbers.
+    """
 
     def __init__(self):
-        self.asked = 0  # the signal's number
+        self.asked, self.at_once = 0, True  # the signal's number; is there nothing to save yet?
+        self.sockets = socket.socketpair()
+        self.sockets[1].setblocking(False)
+        signal.set_wakeup_fd(self.sockets[1].fileno())
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self.note)
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self.listen, daemon=True).start()
 
-    def note(self, number, frame) -> None:
-        if number == self.asked == signal.SIGINT:
-            os._exit(130)
-        if number == signal.SIGINT and config.rank() == 0:
-            os.write(2, b"\nsaving at the end of this step; Ctrl-C again leaves at once\n")
-        self.asked = number
+    def listen(self) -> None:
+        while number := int.from_bytes(self.sockets[0].recv(1), "little"):
+            if self.at_once or number == self.asked == signal.SIGINT:
+                os._exit(130 if number == signal.SIGINT else RESUME_ME)
+            if number == signal.SIGINT and config.rank() == 0:
+                print("\nsaving at the end of this step; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
+            self.asked = number
 
 
 class Pace:
@@ -217,8 +234,8 @@ def leave(asked: int) -> None:
 class BadSteps:
     """Counts steps without a finite loss and gradient. `train_step` has left the weights alone, on all ranks."""
 
-    def __init__(self, limit: int, saver):
-        self.limit, self.saver, self.first, self.count = limit, saver, 0, 0
+    def __init__(self, limit: int, saver, skips):
+        self.limit, self.saver, self.skips, self.first, self.count = limit, saver, skips, 0, 0
 
     def see(self, step: int, loss: float, grad_norm: float, batch_hash: str) -> bool:
         """Is step `step` (from 1) bad?"""
@@ -235,9 +252,10 @@ class BadSteps:
             return
         self.saver.finish()
         step, figures = self.last
+        skip = ",".join(filter(None, [self.skips.text, f"{self.first}:{step + 1}"]))
         raise UserError(
             f"steps {self.first} to {step} have no finite loss and gradient, and changed nothing (the last: {figures})"
-            f". {self.saver.last_good()}. To go on without these batches: --skip_steps={self.first}:{step + 1}"
+            f". {self.saver.last_good()}. To go on without these batches: --skip_steps={skip}"
         )
 
 
@@ -246,10 +264,12 @@ class Skips:
 
     def __init__(self, cfg, saved: str):
         parts = dict.fromkeys(part.strip() for text in (saved, cfg.skip_steps) for part in text.split(",") if part)
-        self.text = ",".join(parts)
-        self.ranges = config.step_ranges(self.text)
-        last = cfg.max_steps - 1
-        require(not any(last in r for r in self.ranges), f"skip_steps leaves out the last step: set --max_steps={last}")
+        self.text, self.ranges = ",".join(parts), []  # without overlaps, in order
+        for r in sorted(config.step_ranges(self.text), key=lambda r: r.start):
+            after = self.ranges[-1].stop if self.ranges else 0
+            self.ranges.append(range(max(r.start, after), max(r.stop, after)))
+        end = next((r.start for r in self.ranges if cfg.max_steps - 1 in r), cfg.max_steps)
+        require(end == cfg.max_steps, f"skip_steps leaves out the last step: set --max_steps={end}")
 
     def steps(self, first: int, end: int):
         """The steps of first..end-1 that are taken, in order."""
@@ -257,7 +277,7 @@ class Skips:
 
     def before(self, step: int) -> int:
         """How many of the steps 0..step-1 are left out."""
-        return len(set().union(*(range(r.start, min(r.stop, step)) for r in self.ranges)))
+        return sum(len(range(r.start, min(r.stop, step))) for r in self.ranges)
 
 
 def main(argv) -> None:

@@ -10,7 +10,8 @@ Run `python resume.py runs/demo` to check all checkpoints of a run. Read next: r
 """
 
 import functools
-from dataclasses import asdict
+import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -34,6 +35,8 @@ def choose(cfg: TrainConfig) -> Path | None:
     unfit one itself. A finished run is put aside if cfg.resume is "again".
     """
     decides = parallel.rank_zero_decides
+    if restarted() and decides(lambda: latest(cfg.run_dir)):  # what cfg.resume asked for is done
+        cfg = replace(cfg, resume="auto")
     if cfg.resume not in ("auto", "again", "never"):
         path = decides(lambda: asked_for(cfg))
         _, reason = unfit(path, cfg)
@@ -56,10 +59,15 @@ def choose(cfg: TrainConfig) -> Path | None:
     return found
 
 
+def restarted() -> bool:
+    """Did torchrun or SLURM start this program before, with the same command?"""
+    return any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) > 0 for by in ("TORCHELASTIC", "SLURM"))
+
+
 def asked_for(cfg: TrainConfig) -> Path:
     """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
-    chosen, newest = find(cfg.resume), latest(cfg.run_dir)
-    later = newest and read_meta(newest)["step"] > read_meta(chosen)["step"]
+    chosen, newest = find(cfg.resume), next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
+    later = newest and int(newest.name[5:]) > read_meta(chosen)["step"]
     require(not later, f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir")
     return chosen
 

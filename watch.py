@@ -96,7 +96,9 @@ class Watch:
             found, speaks = [f"{self.name_of_server} does not answer"], True  # and knew all of the others
         if speaks:
             why = "; ".join(found) or "all ranks wait for each other, so a device or the network hangs"
-            print(f"error: no step for {self.minutes:g} minutes: {why}. {self.last_good()}", file=sys.stderr)
+            with contextlib.suppress(*LOST):  # where the run folder is what hangs
+                why = f"{why}. {self.ask(self.last_good)}"
+            print(f"error: no step for {self.minutes:g} minutes: {why}", file=sys.stderr)
         if self.world.rank == 0:
             time.sleep(PATIENCE)  # the others may still be reading
         end(RESUME_ME)
@@ -125,7 +127,7 @@ class Watch:
     def halved(self) -> int:
         try:
             return self.halve()
-        except UserError:  # nothing left to halve
+        except (UserError, OSError):  # nothing left to halve, or no room to write it down
             self.tell(2)
             raise
 
@@ -133,6 +135,8 @@ class Watch:
         """Leave the exit status for the other ranks."""
         with contextlib.suppress(*LOST):
             self.ask(lambda: self.store.set("status", str(status)))
+        if self.world.rank == 0 and self.world.size > 1:
+            time.sleep(PATIENCE)  # the server goes with this process: let the others read it
 
 
 def open_store(world) -> dist.Store:

@@ -396,6 +396,7 @@ def test_under_fsdp_it_gives_the_step_of_sdpa(precision, limit, interpreted):
         assert a == pytest.approx(b, rel=limit)
 
 
+@pytest.mark.slow
 def test_the_demo_trains_with_it_as_with_sdpa(interpreted, python, tiny_data, tmp_path, monkeypatch):
     """Three steps of configs/demo.py, narrower, from the same weights and batches."""
     small = "--n_layers=1 --max_seq_len=48 --global_batch_size=2 --max_steps=3 --warmup_steps=1 --eval_tokens=96"

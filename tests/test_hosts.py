@@ -148,6 +148,7 @@ def step_reached(run_dir, step, seconds=60) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_does(hosts, tiny_data, tmp_path):
     args = [*MODEL, *BATCH, *flags_for(tiny_data), "--max_steps=6"]
     two = hosts()

@@ -581,14 +581,19 @@ def test_srun_without_torchrun(tmp_path):
     """Two processes that know of each other from SLURM's variables only; the port comes from the job's number."""
     root = Path(parallel.__file__).parent
     with socket.socket() as probe:
-        for port in range(20000, 40000):
+        for port in range(20000, 32000):
             try:
                 probe.bind(("localhost", port))
                 break
             except OSError:
                 continue
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    slurm = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_ID": str(port), "MASTER_ADDR": "localhost"}
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": str(port - 20000),
+        "MASTER_ADDR": "localhost",
+    }
     processes = []
     for rank in ("0", "1"):
         env = kept | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "OMP_NUM_THREADS": "1"}

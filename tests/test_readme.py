@@ -65,7 +65,14 @@ def test_the_readme_has_the_two_commands_first():
     assert len(README.splitlines()) <= 200
 
 
-SLOW = ("bench.py machine", "bench.py attention", "--sizes=", "--sweep=", "flash_attention.py")  # ten seconds and more
+SLOW = (
+    "bench.py machine",
+    "bench.py attention",
+    "--sizes=",
+    "--sweep=",
+    "flash_attention.py",
+    "--transformers",
+)  # 10 s and more
 
 
 def marked(command):

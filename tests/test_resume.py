@@ -11,6 +11,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from test_checkpoint import META, made_up, names, save_several
@@ -202,6 +203,44 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
         for step in replaced
     ]
     assert len(checkpoint.complete(tmp_path / "checkpoints")) == 5 - len(replaced)
+
+
+@pytest.mark.parametrize("by", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, by):
+    """The same command again: what --resume meant is done. A finished run is not put aside, either."""
+    run, old = tmp_path / "run", made_up(tmp_path / "old", 3)
+    assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [old]  # not done yet
+    for asked in ("never", "again", str(old)):
+        cfg = replace(RUN, run_dir=str(run), resume=asked, max_steps=9)
+        if asked != "again":
+            newest = made_up(run, 9 if asked == "never" else 10)
+            assert chosen(ranks, 1, cfg)[0].startswith("UserError: ")
+        assert ranks(1)(choose_again, cfg, by) == [newest]
+
+
+def choose_again(world, cfg, by):
+    with mock.patch.dict(os.environ, {by: "1"}):
+        return resume.choose(cfg)
+
+
+def unreadable(world, path):
+    """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
+    hidden = path if world.rank == 0 else path.with_name("elsewhere")
+    with mock.patch.object(checkpoint, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
+        try:
+            return checkpoint.verify(path)
+        except UserError as error:
+            return f"UserError: {error}"
+
+
+checkpoint_fault = checkpoint.fault
+
+
+def test_a_node_that_does_not_see_the_folder_is_no_damage(ranks, two_saved):
+    path = two_saved / "checkpoints" / "step-2"
+    answers = ranks(2)(unreadable, path)
+    assert len(set(answers)) == 1
+    assert re.fullmatch(rf"UserError: rank 1 on \S+ cannot read {path}: No such file or directory", answers[0])
 
 
 def test_damage_and_steps_to_skip_together(ranks, tmp_path):

@@ -4,8 +4,10 @@ The stand-in for srun starts the tasks of all nodes on this machine, with the va
 signals, and reports the highest of their statuses. torchrun, parallel.py and fsdp_train.py are the real ones.
 """
 
+import contextlib
 import functools
 import os
+import random
 import re
 import signal
 import socket
@@ -63,6 +65,13 @@ exec PYTHON "$@"
 }
 
 
+def free_port() -> int:
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
 class Job:
     """`submit(...)` starts a script as SLURM would, on `nodes` nodes; `end()` waits for it and gives its status."""
 
@@ -74,9 +83,7 @@ class Job:
             self.put(name if "/" in name else f"bin/{name}", text)
         for path in ROOT.glob("*.py"):
             (folder / path.name).symlink_to(path)
-        with socket.socket() as free:  # both scripts take the port 20000 + job number % 20000
-            free.bind(("127.0.0.1", 0))
-            self.id = str(free.getsockname()[1] - 20000)
+        self.id = str(free_port() - 20000)  # both scripts take the port 20000 + job number % 12000
 
     def put(self, name, text) -> None:
         """A program in place of the one that the script starts."""

@@ -110,6 +110,7 @@ def test_a_rank_that_was_killed_ends_the_others_at_once(started, tmp_path):
 GREEDY = "torch.empty(10**15 * (step == 6 and rank == 1 and cfg.microbatch_size > 2))"
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path):
     """One rank runs out of memory in a step. All leave with 75; the next start gives the samples and losses that an
     undisturbed run gives, in smaller pieces."""
@@ -133,13 +134,15 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
         assert second[step]["loss"] == pytest.approx(row["loss"], rel=5e-6)
 
 
-def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_path):
-    """What only rank 1 finds out, such as a damaged file on its machine, ends all with status 2 and one line."""
-    reading = "if (step, rank) == (5, 1): raise UserError('my shard is damaged')"
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, name", [(0, "error"), (1, "error on rank 1")])
+def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_path, rank, name):
+    """What only one rank finds out, such as a damaged file on its machine, ends all with status 2 and one line."""
+    reading = f"if (step, rank) == (5, {rank}): raise UserError('my shard is damaged')"
     job = started(2, *FOREVER, reading=reading)
     assert job.left(60)
     assert statuses(job) == [2, 2]
-    assert errors(tmp_path) == ["error on rank 1: my shard is damaged"]
+    assert errors(tmp_path) == [f"{name}: my shard is damaged"]
 
 
 def test_whose_fault_it_is():
