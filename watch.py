@@ -99,8 +99,7 @@ class Watch:
             with contextlib.suppress(*LOST):  # where the run folder is what hangs
                 why = f"{why}. {self.ask(self.last_good)}"
             print(f"error: no step for {self.minutes:g} minutes: {why}", file=sys.stderr)
-        if self.world.rank == 0:
-            time.sleep(PATIENCE)  # the others may still be reading
+        self.wait_for_readers()
         end(RESUME_ME)
 
     def __exit__(self, kind, error, trace) -> None:
@@ -116,13 +115,20 @@ class Watch:
             line = f"lost another rank: {config.one_line(error)}"
         else:
             self.tell(2 if isinstance(error, UserError | OSError) else 1)
+            self.wait_for_readers()
             return  # the program's end says what it was
         status = self.farewell()
         if status is None:  # the first to speak
             status = RESUME_ME
             self.tell(status)
             print(f"error: {self.name} {line}. {self.last_good()}", file=sys.stderr)
+            if not parallel.is_lost(error):
+                self.wait_for_readers()
         raise SystemExit(status) from error
+
+    def wait_for_readers(self) -> None:
+        if self.world.rank == 0 and self.world.size > 1:  # the server goes with this process
+            time.sleep(PATIENCE)
 
     def halved(self) -> int:
         try:
@@ -135,8 +141,6 @@ class Watch:
         """Leave the exit status for the other ranks."""
         with contextlib.suppress(*LOST):
             self.ask(lambda: self.store.set("status", str(status)))
-        if self.world.rank == 0 and self.world.size > 1:
-            time.sleep(PATIENCE)  # the server goes with this process: let the others read it
 
 
 def open_store(world) -> dist.Store:

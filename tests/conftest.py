@@ -5,6 +5,8 @@ torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its ow
 python("--lr=1e-3")          the same as a plain process
 """
 
+import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -84,25 +86,29 @@ class Ranks:
 
 
 def work(rank: int, size: int, store: str, pipe) -> None:
-    """The life of one rank: run what comes through the pipe until it is closed."""
+    """The life of one rank: run what comes through the pipe until it is closed.
+
+    Each call has a process group of its own: the threads of groups that nobody destroys would poll for ever.
+    """
     import torch
     import torch.distributed as dist
 
     import parallel
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
-    )
     world = parallel.World(rank, size, rank, size, torch.device("cpu"))
-    while True:
+    group = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=PATIENCE)}
+    for call in itertools.count():
         try:
             function, args = pickle.loads(pipe.recv_bytes())
+            dist.init_process_group("gloo", init_method=f"file://{store}-{call}", **group)
             answer = True, function(world, *args)
+            dist.destroy_process_group()
         except (EOFError, OSError):
             os._exit(0)  # gloo may abort while the interpreter shuts down
         except BaseException:
             answer = False, traceback.format_exc()
+        gc.enable()  # training turns it off
         pipe.send_bytes(pickle.dumps(answer))
 
 
@@ -118,7 +124,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(n)`: the pool of n ranks (1, 2 or 4), started when first called."""
+    """`ranks(n)`: the pool of n ranks (1 to 4), started when first called."""
     pools = {}
     yield lambda size: pools.setdefault(size, Ranks(size))
     for pool in pools.values():
