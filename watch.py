@@ -17,7 +17,7 @@ import platform
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from parallel import RESUME_ME
 
 PATIENCE = 5  # seconds in which a living thread answers
 WAITS = "waits"
-LOST = (RuntimeError, TimeoutError)  # rank 0 has gone, or stands still, and the server with it
+LOST = (RuntimeError, futures.TimeoutError)  # rank 0 has gone, or stands still, and the server with it
 
 
 class Watch:
@@ -42,7 +42,7 @@ class Watch:
 
     def __init__(self, world, minutes: float, last_good, halve):
         self.world, self.minutes, self.last_good, self.halve = world, minutes, last_good, halve
-        self.closed, self.store, self.asking = threading.Event(), open_store(world), ThreadPoolExecutor(1)
+        self.closed, self.store, self.asking = threading.Event(), open_store(world), futures.ThreadPoolExecutor(1)
         self.name = f"rank {world.rank} (process {os.getpid()} on {platform.node()})"
         self.store.set(f"name {world.rank}", self.name)
         dist.barrier()
@@ -115,20 +115,13 @@ class Watch:
             line = f"lost another rank: {config.one_line(error)}"
         else:
             self.tell(2 if isinstance(error, UserError | OSError) else 1)
-            self.wait_for_readers()
             return  # the program's end says what it was
         status = self.farewell()
         if status is None:  # the first to speak
             status = RESUME_ME
-            self.tell(status)
             print(f"error: {self.name} {line}. {self.last_good()}", file=sys.stderr)
-            if not parallel.is_lost(error):
-                self.wait_for_readers()
+            self.tell(status, wait=not parallel.is_lost(error))
         raise SystemExit(status) from error
-
-    def wait_for_readers(self) -> None:
-        if self.world.rank == 0 and self.world.size > 1:  # the server goes with this process
-            time.sleep(PATIENCE)
 
     def halved(self) -> int:
         try:
@@ -137,10 +130,17 @@ class Watch:
             self.tell(2)
             raise
 
-    def tell(self, status: int) -> None:
+    def tell(self, status: int, wait: bool = True) -> None:
         """Leave the exit status for the other ranks."""
         with contextlib.suppress(*LOST):
             self.ask(lambda: self.store.set("status", str(status)))
+        if wait:
+            self.wait_for_readers()
+
+    def wait_for_readers(self) -> None:
+        """Before rank 0 ends, and the server with it."""
+        if self.world.rank == 0 and self.world.size > 1:
+            time.sleep(PATIENCE)
 
 
 def open_store(world) -> dist.Store:

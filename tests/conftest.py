@@ -6,7 +6,6 @@ python("--lr=1e-3")          the same as a plain process
 """
 
 import gc
-import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc_per_node"]
+LIFE = 40  # calls after which ranks are replaced: each mesh leaves groups behind, whose threads poll for ever
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
 
@@ -35,7 +35,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, **environment):
-        self.size, self.pipes, self.processes = size, [], []
+        self.size, self.pipes, self.processes, self.calls = size, [], [], 0
         self.environment = {"OMP_NUM_THREADS": "1"} | environment
 
     def start(self) -> None:
@@ -56,6 +56,9 @@ class Ranks:
 
     def __call__(self, function, *args) -> list:
         """`function(world, *args)` on every rank at once: their results by rank, or AssertionError if one failed."""
+        self.calls += 1
+        if self.calls % LIFE == 0:
+            self.stop()
         if not self.pipes:
             self.start()
         for pipe in self.pipes:
@@ -86,24 +89,21 @@ class Ranks:
 
 
 def work(rank: int, size: int, store: str, pipe) -> None:
-    """The life of one rank: run what comes through the pipe until it is closed.
-
-    Each call has a process group of its own: the threads of groups that nobody destroys would poll for ever.
-    """
+    """The life of one rank: run what comes through the pipe until it is closed."""
     import torch
     import torch.distributed as dist
 
     import parallel
 
     torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+    )
     world = parallel.World(rank, size, rank, size, torch.device("cpu"))
-    group = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=PATIENCE)}
-    for call in itertools.count():
+    while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())
-            dist.init_process_group("gloo", init_method=f"file://{store}-{call}", **group)
             answer = True, function(world, *args)
-            dist.destroy_process_group()
         except (EOFError, OSError):
             os._exit(0)  # gloo may abort while the interpreter shuts down
         except BaseException:
