@@ -1,5 +1,5 @@
 # make train      watch a small MPT learn to write: three minutes on two CPU cores (ARGS="--lr=1e-3" to change a setting)
-# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with a kill -9: four minutes, one picture
+# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with a kill -9: five minutes, one picture
 # make test       the quick tests
 # make test-all   the slow tests
 # make lint       what ruff finds

@@ -1,6 +1,6 @@
 """The same curve through other sizes and a crash, and the lesson behind it: how a supervisor keeps a run going.
 
-    python elastic.py                  or `make elastic`: about four minutes on two CPU cores
+    python elastic.py                  or `make elastic`: about five minutes on two CPU cores
     python elastic.py --max_steps=120  with another setting of fsdp_train.py
 
 The run of configs/demo.py, shorter and in fp32, trains three times:
