@@ -49,7 +49,7 @@ class Watch:
         self.name_of_server = self.store.get("name 0").decode()
 
     def __enter__(self):
-        self.calling = False
+        self.calling, self.said = False, None
         self.step()
         threading.Thread(target=self.look, daemon=True).start()
         return self
@@ -75,11 +75,10 @@ class Watch:
 
     def farewell(self) -> int | None:
         """The exit status that a rank left for all, if one had to leave."""
-        try:
+        with contextlib.suppress(*LOST):  # the collectives will fail as well
             status = self.read("status")
-            return status and int(status)
-        except LOST:  # the collectives will fail as well
-            return None
+            self.said = int(status) if status else self.said
+        return self.said
 
     def call_the_roll(self) -> None:
         """Name the ranks that are not waiting for others, and end this one."""
