@@ -413,8 +413,9 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
         told = rank > 0 and (row.fine() or any(row.is_like(line) for line in read(args.out)))
         if args.out and not told:
             append(args.out, row.columns)
-        restart = "start it again, it goes on with the other rows"
-        require(row.fine() or not launched(), f"{row.columns['model']}: {row.columns['status']}; {restart}")
+        if launched() and not row.fine():  # these processes may be in different collectives now
+            print(f"{row.columns['model']}: start it again, it goes on with the other rows", file=sys.stderr)
+            raise SystemExit(parallel.RESUME_ME)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,8 @@ class Checkpointer:
     def __init__(self, run_dir: str, keep_last: int, keep_every: int = 0):
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last, self.keep_every = keep_last, keep_every
-        self.group = dist.new_group(
-            backend="gloo", timeout=parallel.TIMEOUT
-        )  # of its own: the thread must not meet training's collectives
+        # Of its own: the thread that writes must not meet training's collectives.
+        self.group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
         cuda = torch.cuda.is_available()
         # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
@@ -98,9 +97,8 @@ class Checkpointer:
         sync(self.folder)  # from here on the new name survives a power failure
         for old in complete(self.folder)[: -self.keep_last]:
             if not self.keep_every or int(old.name[5:]) % self.keep_every:
-                shutil.rmtree(
-                    old.rename(old.with_suffix(".tmp")), ignore_errors=True
-                )  # half of it must not look complete
+                # Under another name: half of it must not look complete.
+                shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
     def attempt(self, step: int, action) -> None:
         """`action()` on rank 0. If it fails, nothing of this step stays, and every rank raises the same UserError."""

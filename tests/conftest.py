@@ -5,6 +5,7 @@ torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its ow
 python("--lr=1e-3")          the same as a plain process
 """
 
+import functools
 import gc
 import json
 import multiprocessing
@@ -24,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc_per_node"]
-LIFE = 40  # calls after which ranks are replaced: each mesh leaves groups behind, whose threads poll for ever
+LIFE = 150  # calls after which ranks are replaced: what they leave behind, such as groups of checkpoints, polls for ever
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
 
@@ -96,6 +97,8 @@ def work(rank: int, size: int, store: str, pipe) -> None:
     import parallel
 
     torch.set_num_threads(1)
+    # Each mesh makes groups, whose threads poll for ever: equal calls share one.
+    parallel.init_device_mesh = functools.cache(parallel.init_device_mesh)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
