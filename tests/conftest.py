@@ -25,7 +25,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc_per_node"]
-LIFE = 150  # calls after which ranks are replaced: what they leave behind, such as groups of checkpoints, polls for ever
+LIFE = 150  # calls after which ranks are replaced: what they leave behind (groups of checkpoints) polls for ever
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
 
