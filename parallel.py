@@ -141,6 +141,7 @@ def run(main) -> None:
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         rank = config.rank()
         if rank > 0:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
             time.sleep(5)
         print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
         status = 2
