@@ -160,6 +160,10 @@ class TrainConfig:
 class UserError(ValueError):
     """A mistake that the user can fix: shown as one line, from one rank, without a traceback, exit status 2."""
 
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere  # do all ranks raise it together?
+
 
 def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless the condition holds."""

@@ -140,10 +140,12 @@ def run(main) -> None:
         status = 130
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         rank = config.rank()
-        if rank > 0:
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        elif not getattr(error, "everywhere", False):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
             time.sleep(5)
-        print(f"error: {error}" if rank == 0 else f"error on rank {rank}: {error}", file=sys.stderr)
+            print(f"error on rank {rank}: {error}", file=sys.stderr)
         status = 2
     except BaseException as error:
         if is_lost(error):
@@ -180,7 +182,7 @@ def rank_zero_decides(decide):
         try:
             box = [decide()]
         except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-            box = [UserError(str(error))]
+            box = [UserError(str(error), everywhere=True)]
     dist.broadcast_object_list(box, device=torch.device("cpu"))
     if isinstance(box[0], UserError):
         raise box[0]

@@ -255,7 +255,8 @@ class BadSteps:
         skip = ",".join(filter(None, [self.skips.text, f"{self.first}:{step + 1}"]))
         raise UserError(
             f"steps {self.first} to {step} have no finite loss and gradient, and changed nothing (the last: {figures})"
-            f". {self.saver.last_good()}. To go on without these batches: --skip_steps={skip}"
+            f". {self.saver.last_good()}. To go on without these batches: --skip_steps={skip}",
+            everywhere=True,
         )
 
 

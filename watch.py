@@ -104,7 +104,7 @@ class Watch:
     def __exit__(self, kind, error, trace) -> None:
         """If something ended the loop on this rank alone, the others are told: collectives with it would hang."""
         self.closed.set()
-        if error is None or isinstance(error, SystemExit):
+        if error is None or isinstance(error, SystemExit) or getattr(error, "everywhere", False):
             return
         if self.calling:  # ranks that were named leave already
             time.sleep(10 * PATIENCE)  # the thread will end this one
