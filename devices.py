@@ -2,16 +2,17 @@
 
     MFU = FLOP/s of the model / (number of torch devices x peak FLOP/s of one torch device)
 
-The table gives dense bf16 matrix peaks with fp32 accumulation (no sparsity), memory and bandwidth. They are the
-vendors' figures (NVIDIA's datasheets and whitepapers, AMD's product pages), and each peak equals compute units x clock
-x FLOPs per clock and unit within 0.5 %. One row is one *torch device*: an MI250 or MI250X card holds two dies (GCDs),
-torch sees two devices, so a row has half of the card's 362.1 or 383 TFLOP/s.
+The table gives dense matrix peaks with fp32 accumulation (no sparsity), memory, power and links. They are the vendors'
+figures (NVIDIA's datasheets and whitepapers, AMD's product pages, Google Cloud's documents), and each GPU's peak equals
+compute units x clock x FLOPs per clock and unit within 0.5 %. One row is one *torch device*: an MI250 or MI250X card
+holds two dies (GCDs), torch sees two devices, so a row has half of the card's 362.1 or 383 TFLOP/s and of its power.
 
 A device tells its name, and on ROCm the name is not reliable: `AMD Instinct MI250X/MI250` for both, an empty text
 before ROCm 6, `AMD Radeon Graphics` for many. So `lookup` goes by name (longest match) if the compute units agree,
 then by architecture and compute units, then by units x clock x FLOPs per clock, and then gives up: no peak is better
 than a wrong one.
 
+`device` is a torch.device and `dtype` a torch.dtype below; torch is imported only to ask what this machine has.
 Run `python devices.py` for the table and for what this machine has. Read next: flops.py.
 """
 
@@ -20,59 +21,68 @@ import re
 import time
 from dataclasses import dataclass, replace
 
-import torch
-
-from config import UserError
+from config import UserError, require
 
 
 @dataclass(frozen=True)
 class Device:
-    """One torch device."""
+    """One torch device. None: unknown, or it has none."""
 
     name: str  # its words also serve as names on a command line: mi250, h100-pcie
-    arch: str  # ROCm: gcnArchName; CUDA: compute capability
+    arch: str  # ROCm: gcnArchName; CUDA: compute capability; "-": torch.cuda never sees it
     units: int  # compute units or streaming multiprocessors
     bf16_tflops: float | None  # dense bf16 peak, TFLOP/s; None: it has no bf16 matrix units
+    fp16_tflops: float | None  # the same in fp16
     memory_gb: float  # GiB in truth; vendors write GB
     bandwidth_gbs: float  # memory, GB/s
+    watts: float | None  # board power, of a range the upper end
+    link_gbs: float | None  # GB/s each way to a neighbour in the node (NVLink, Infinity Fabric, else PCIe)
     reports: tuple[str, ...]  # what its reported name contains, in lower case
+    reachable: float | None = None  # share of the bf16 peak that large matmuls reach; None: never measured
+    per_card: int = 1  # torch devices of one card
 
 
 # A family's first row is what its bare name means: h100 is the H100 SXM.
+# link_gbs of a GCD: 200 GB/s to its twin on the card, 50 to 100 to others: 100 stands for all.
+# reachable: measured matmul peaks. A100 SXM 0.87, H100 SXM 0.80, MI300X about 0.51; a GCD of MI250X 0.66 to 0.77, here
+# the middle. The family's other rows take the figure of the one that was measured.
 TABLE = [
-    Device("V100 SXM 16GB", "7.0", 80, None, 16, 900, ("v100-sxm2-16gb",)),
-    Device("V100 SXM 32GB", "7.0", 80, None, 32, 900, ("v100-sxm2-32gb",)),
-    Device("A100 SXM 80GB", "8.0", 108, 312, 80, 2039, ("a100-sxm4-80gb",)),
-    Device("A100 SXM 40GB", "8.0", 108, 312, 40, 1555, ("a100-sxm4-40gb",)),
-    Device("A100 PCIe 80GB", "8.0", 108, 312, 80, 1935, ("a100 80gb pcie",)),
-    Device("A100 PCIe 40GB", "8.0", 108, 312, 40, 1555, ("a100-pcie-40gb",)),
-    Device("H100 SXM", "9.0", 132, 989.4, 80, 3350, ("h100 80gb hbm3",)),
-    Device("H100 PCIe", "9.0", 114, 756.5, 80, 2000, ("h100 pcie",)),
-    Device("H100 NVL", "9.0", 132, 835.5, 94, 3900, ("h100 nvl",)),
-    Device("GH200 96GB", "9.0", 132, 989.4, 96, 4000, ("gh200 480gb", "gh200 120gb")),
-    Device("GH200 144GB", "9.0", 132, 989.4, 144, 4000, ("gh200 144g hbm3e",)),
-    Device("H200 SXM", "9.0", 132, 989.4, 141, 4800, ("h200",)),
-    Device("H200 NVL", "9.0", 132, 836, 141, 4800, ("h200 nvl",)),
-    Device("B200", "10.0", 148, 2250, 180, 8000, ("b200",)),
-    Device("GB200", "10.0", 152, 2500, 186, 8000, ("gb200",)),
-    Device("B300", "10.3", 148, 2250, 288, 8000, ("b300",)),
-    Device("L40S", "8.9", 142, 362.05, 48, 864, ("l40s",)),
-    Device("RTX 3090", "8.6", 82, 71, 24, 936, ("rtx 3090",)),
-    Device("RTX 4090", "8.9", 128, 165.2, 24, 1008, ("rtx 4090",)),
-    Device("RTX 5090", "12.0", 170, 209.5, 32, 1792, ("rtx 5090",)),
-    Device("MI100", "gfx908", 120, 92.3, 32, 1229, ("mi100",)),  # bf16 at half the rate of fp16
-    Device("MI250 GCD", "gfx90a", 104, 181.05, 64, 1638.4, ("mi250", "mi250x/mi250")),
-    Device("MI250X GCD", "gfx90a", 110, 191.5, 64, 1638.4, ("mi250x", "mi250x/mi250")),
-    Device("MI210", "gfx90a", 104, 181.0, 64, 1638, ("mi210",)),
-    Device("MI300A", "gfx942", 228, 980.6, 128, 5300, ("mi300a",)),
-    Device("MI300X", "gfx942", 304, 1307.4, 192, 5300, ("mi300x",)),
-    Device("MI325X", "gfx942", 304, 1307.4, 256, 6000, ("mi325x",)),
-    Device("MI350X", "gfx950", 256, 2306.9, 288, 8000, ("mi350x",)),
-    Device("MI355X", "gfx950", 256, 2516.6, 288, 8000, ("mi355x",)),
-    Device("RX 7900 XTX", "gfx1100", 96, 122.9, 24, 960, ("radeon rx 7900 xtx",)),
-    Device("PRO W7900", "gfx1100", 96, 122.6, 48, 864, ("radeon pro w7900",)),
-    Device("RX 9070 XT", "gfx1201", 64, 195, 16, 640, ("radeon rx 9070 xt",)),
-    Device("AI PRO R9700", "gfx1201", 64, 191, 32, 640, ("radeon ai pro r9700", "radeon r9700")),
+    Device("V100 SXM 16GB", "7.0", 80, None, 125, 16, 900, 300, 150, ("v100-sxm2-16gb",)),
+    Device("V100 SXM 32GB", "7.0", 80, None, 125, 32, 900, 300, 150, ("v100-sxm2-32gb",)),
+    Device("A100 SXM 80GB", "8.0", 108, 312, 312, 80, 2039, 400, 300, ("a100-sxm4-80gb",), 0.87),
+    Device("A100 SXM 40GB", "8.0", 108, 312, 312, 40, 1555, 400, 300, ("a100-sxm4-40gb",), 0.87),
+    Device("A100 PCIe 80GB", "8.0", 108, 312, 312, 80, 1935, 300, 32, ("a100 80gb pcie",), 0.87),
+    Device("A100 PCIe 40GB", "8.0", 108, 312, 312, 40, 1555, 250, 32, ("a100-pcie-40gb",), 0.87),
+    Device("H100 SXM", "9.0", 132, 989.4, 989.4, 80, 3350, 700, 450, ("h100 80gb hbm3",), 0.80),
+    Device("H100 PCIe", "9.0", 114, 756.5, 756.5, 80, 2000, 350, 64, ("h100 pcie",), 0.80),
+    Device("H100 NVL", "9.0", 132, 835.5, 835.5, 94, 3900, 400, 300, ("h100 nvl",), 0.80),
+    Device("GH200 96GB", "9.0", 132, 989.4, 989.4, 96, 4000, 900, 450, ("gh200 480gb", "gh200 120gb"), 0.80),
+    Device("GH200 144GB", "9.0", 132, 989.4, 989.4, 144, 4000, 900, 450, ("gh200 144g hbm3e",), 0.80),
+    Device("H200 SXM", "9.0", 132, 989.4, 989.4, 141, 4800, 700, 450, ("h200",), 0.80),
+    Device("H200 NVL", "9.0", 132, 836, 836, 141, 4800, 600, 450, ("h200 nvl",), 0.80),
+    Device("B200", "10.0", 148, 2250, 2250, 180, 8000, 1000, 900, ("b200",)),
+    Device("GB200", "10.0", 152, 2500, 2500, 186, 8000, 1200, 900, ("gb200",)),
+    Device("B300", "10.3", 148, 2250, 2250, 288, 8000, 1400, 900, ("b300",)),
+    Device("L40S", "8.9", 142, 362.05, 362.05, 48, 864, 350, 32, ("l40s",)),
+    Device("RTX 3090", "8.6", 82, 71, 71, 24, 936, 350, 56, ("rtx 3090",)),
+    Device("RTX 4090", "8.9", 128, 165.2, 165.2, 24, 1008, 450, 32, ("rtx 4090",)),
+    Device("RTX 5090", "12.0", 170, 209.5, 209.5, 32, 1792, 575, 64, ("rtx 5090",)),
+    Device("MI100", "gfx908", 120, 92.3, 184.6, 32, 1229, 300, 138, ("mi100",)),  # bf16 at half the rate of fp16
+    Device("MI250 GCD", "gfx90a", 104, 181.05, 181.05, 64, 1638.4, 280, 100, ("mi250", "mi250x/mi250"), 0.72, 2),
+    Device("MI250X GCD", "gfx90a", 110, 191.5, 191.5, 64, 1638.4, 280, 100, ("mi250x", "mi250x/mi250"), 0.72, 2),
+    Device("MI210", "gfx90a", 104, 181.0, 181.0, 64, 1638, 300, 150, ("mi210",), 0.72),
+    Device("MI300A", "gfx942", 228, 980.6, 980.6, 128, 5300, 760, 384, ("mi300a",), 0.51),
+    Device("MI300X", "gfx942", 304, 1307.4, 1307.4, 192, 5300, 750, 448, ("mi300x",), 0.51),
+    Device("MI325X", "gfx942", 304, 1307.4, 1307.4, 256, 6000, 1000, 448, ("mi325x",), 0.51),
+    Device("MI350X", "gfx950", 256, 2306.9, 2306.9, 288, 8000, 1000, 537.5, ("mi350x",)),
+    Device("MI355X", "gfx950", 256, 2516.6, 2516.6, 288, 8000, 1400, 537.5, ("mi355x",)),
+    Device("RX 7900 XTX", "gfx1100", 96, 122.9, 122.9, 24, 960, 355, 32, ("radeon rx 7900 xtx",)),
+    Device("PRO W7900", "gfx1100", 96, 122.6, 122.6, 48, 864, 295, 32, ("radeon pro w7900",)),
+    Device("RX 9070 XT", "gfx1201", 64, 195, 195, 16, 640, 304, 64, ("radeon rx 9070 xt",)),
+    Device("AI PRO R9700", "gfx1201", 64, 191, 191, 32, 640, 300, 64, ("radeon ai pro r9700", "radeon r9700")),
+    Device("TPU v4", "-", 0, 275, None, 32, 1228, 192, 150, ()),  # TPUs: for published figures only
+    Device("TPU v5p", "-", 0, 459, None, 95, 2765, None, 600, ()),
+    Device("TPU v3", "-", 0, 123, None, 32, 900, 220, None, ()),
 ]
 
 # AMD: dense bf16 FLOPs per clock and compute unit, and the peak clock in MHz where all products share it.
@@ -117,8 +127,9 @@ def partition(row: Device, units: int) -> Device | None:
     if row.arch not in ("gfx942", "gfx950") or units <= 0 or row.units % units:
         return None
     n = row.units // units
-    name, peak, memory, bandwidth = f"1/{n} {row.name}", row.bf16_tflops / n, row.memory_gb / n, row.bandwidth_gbs / n
-    return replace(row, name=name, units=units, bf16_tflops=peak, memory_gb=memory, bandwidth_gbs=bandwidth)
+    shared = ("bf16_tflops", "fp16_tflops", "memory_gb", "bandwidth_gbs", "watts")
+    parts = {field: getattr(row, field) / n for field in shared}
+    return replace(row, name=f"1/{n} {row.name}", units=units, link_gbs=None, per_card=n, **parts)
 
 
 def is_rdna(arch: str) -> bool:
@@ -147,47 +158,66 @@ def derived(arch: str, units: int, memory_gb: float | None, clock_mhz: float | N
         return None
     units = 2 * units if is_rdna(arch) else units
     tflops = units * clock * per_clock / 1e6  # MHz -> TFLOP/s
-    return Device(f"{arch}, {units} units at {clock:g} MHz", arch, units, tflops, memory_gb or 0, 0, ())  # 0: unknown
+    fp16 = 2 * tflops if arch == "gfx908" else tflops
+    name = f"{arch}, {units} units at {clock:g} MHz"
+    return Device(name, arch, units, tflops, fp16, memory_gb or 0, 0, None, None, ())  # 0: unknown
 
 
-def of(device: torch.device) -> Device | None:
+def of(device) -> Device | None:
     """What `device` is, or None for a CPU and for whatever the table does not know."""
     if device.type != "cuda":  # ROCm devices are "cuda" too
         return None
+    import torch
+
     p = torch.cuda.get_device_properties(device)
     arch = p.gcnArchName if torch.version.hip else f"{p.major}.{p.minor}"
     clock_mhz = getattr(p, "clock_rate", 0) / 1000  # kHz; older torch does not tell
     return lookup(p.name, arch, p.multi_processor_count, p.total_memory / 2**30, clock_mhz)
 
 
-def describe(device: torch.device) -> str:
+def describe(device) -> str:
     """The name of a device, as it says itself."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type != "cuda":
+        return device.type
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 def by_name(text: str) -> Device:
     """The row that a person means by `mi250`, `h100-nvl`, `A100 40GB`. UserError names the nearest ones otherwise."""
     wanted = set(re.split(r"[\s_-]+", text.strip().lower()))
     for row in TABLE:
-        if wanted <= set(row.name.lower().split()):
+        if any(map(is_model, wanted)) and wanted - {"card"} <= set(row.name.lower().split()):
+            two = f"{text!r} is {row.per_card} torch devices: say {row.name.split()[0].lower()} and count each of them"
+            require("card" not in wanted or row.per_card == 1, two)
             return row
-    words = dict.fromkeys(word for row in TABLE for word in row.name.lower().split() if re.search(r"\d", word))
+    words = dict.fromkeys(filter(is_model, " ".join(row.name for row in TABLE).lower().split()))
     near = difflib.get_close_matches(text.lower(), words, n=3) or list(words)
     raise UserError(f"no accelerator {text!r} in devices.py, did you mean {' or '.join(near)}?")
 
 
-def peak_flops(setting: float | str, device: torch.device, dtype: torch.dtype) -> float | None:
-    """FLOP/s that are 100 %. setting: `--peak_tflops`, so TFLOP/s, "measure" or "auto" (the table). None: unknown."""
+def is_model(word: str) -> bool:
+    """Whether the word of a name tells one model from another, as a number does that is not the memory's size."""
+    return any(map(str.isdigit, word)) and not word.endswith("gb")
+
+
+def peak_flops(setting: float | str, device, dtype) -> float | None:
+    """FLOP/s that are 100 % in `dtype`. setting: `--peak_tflops`, so TFLOP/s, "measure" or "auto": the table, which
+    has bf16 and fp16. None: unknown, MFU is n/a."""
     if setting == "measure":
         return measure_peak(device, dtype)
     if setting != "auto":
         return setting * 1e12
-    found = of(device)
-    return found.bf16_tflops * 1e12 if found and found.bf16_tflops else None
+    field = {"torch.bfloat16": "bf16_tflops", "torch.float16": "fp16_tflops"}.get(str(dtype))
+    tflops = field and getattr(of(device), field, None)
+    return tflops and tflops * 1e12
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
+def measure_peak(device, dtype) -> float:
     """FLOP/s of the fastest square matmul within 0.4 s: what is reachable, less than a datasheet's peak."""
+    import torch
+
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     best, start = float("inf"), time.perf_counter()
@@ -200,14 +230,22 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * n**3 / best
 
 
-def main() -> None:
-    print(f"{'torch device':<16} {'arch':<8} {'units':>5} {'bf16 TFLOP/s':>12} {'GB':>5} {'GB/s':>6}  name contains")
+def table() -> str:
+    """All rows, as a person reads them."""
+    columns = "torch device,arch,units,bf16 TFLOP/s,fp16,GB,GB/s,watts,link GB/s,matmuls reach".split(",")
+    lines = ["{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}".format(*columns)]
     for row in TABLE:
-        peak = "none" if row.bf16_tflops is None else f"{row.bf16_tflops:g}"
-        print(
-            f"{row.name:<16} {row.arch:<8} {row.units:>5} {peak:>12} {row.memory_gb:>5g} {row.bandwidth_gbs:>6g}"
-            f"  {', '.join(row.reports)}"
-        )
+        reach = f"{row.reachable:.0%}" if row.reachable else "-"
+        numbers = [row.bf16_tflops, row.fp16_tflops, row.memory_gb, row.bandwidth_gbs, row.watts, row.link_gbs]
+        cells = [row.name, row.arch, row.units or "-", *("-" if n is None else f"{n:g}" for n in numbers), reach]
+        lines.append("{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}".format(*cells))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import torch
+
+    print(table())
     if not torch.cuda.is_available():
         print("\nthis machine: no CUDA or ROCm device, MFU n/a: set --peak_tflops=NUMBER or --peak_tflops=measure")
     for i in range(torch.cuda.device_count()):

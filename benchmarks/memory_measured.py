@@ -8,6 +8,7 @@ Run `python benchmarks/memory_measured.py`: it writes estimates beside counts to
 """
 
 import collections
+import contextlib
 import dataclasses
 import platform
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -75,6 +77,11 @@ HYBRID_SHARD: two copies of 4 ranks.
 {sharded}
 
 ## Is the count right?
+
+`torch.distributed._tools.mem_tracker.MemTracker` is torch's own count of a step on fake tensors. It follows one
+microbatch a step: MPT-1B, microbatch 4, 1 rank and 8, in GB.
+
+{tracker}
 
 Two small models whose peaks are at different moments, in MB. A: 4 layers of 256, vocabulary 8,192, 2 x 512 tokens. B: 2
 layers of 256, vocabulary 16,384, 2 x 16 tokens.
@@ -212,23 +219,47 @@ def watch(live: Live, model: MPT, optimizer) -> None:
     optimizer.register_step_pre_hook(update)
 
 
-def count(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16") -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of rank 0 in the last microbatch of the second step, at the peak of each moment."""
+def two_steps(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, mode, made, stepped) -> None:
+    """As rank 0 of `ranks`, on fake tensors. `mode` sees the steps; made(model, optimizer) comes before them, and after
+    each stepped(optimizer)."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = parallel.World(0, ranks, 0, ranks, torch.device("cpu"))
         mesh = parallel.make_mesh(world, cfg)
-        with FakeTensorMode(), Live() as live:
+        with FakeTensorMode():
             model = parallel.parallelize(MPT(m), mesh, cfg, precision)
             optimizer = optim.build_optimizer(model.parameters(), cfg)
-            watch(live, model, optimizer)
+            made(model, optimizer)
             rows = torch.zeros(cfg.global_batch_size // ranks, m.max_seq_len + 1, dtype=torch.int64)
-            for step in range(2):
-                fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
-                live.tag([t for state in optimizer.state.values() for t in state.values() if t.dim()], MOMENTS)
+            with mode:
+                for step in range(2):
+                    fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
+                    stepped(optimizer)
     finally:
         dist.destroy_process_group()
+
+
+def count(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16") -> dict[str, dict[str, int]]:
+    """{moment: {part: bytes}} of rank 0 in the last microbatch of the second step, at the peak of each moment."""
+    live = Live()
+
+    def stepped(optimizer):
+        live.tag([t for state in optimizer.state.values() for t in state.values() if t.dim()], MOMENTS)
+
+    two_steps(m, cfg, ranks, precision, live, lambda model, optimizer: watch(live, model, optimizer), stepped)
     return {moment: by_part(buffers) for moment, (_, buffers) in live.peaks.items()}
+
+
+def tracked(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16") -> int:
+    """The peak of rank 0 as torch's own MemTracker sees it, in bytes. It follows one microbatch a step, not several.
+
+    A run before it fills DTensor's cache of shapes: for that, fake tensors of whole weights are made, which are no
+    memory.
+    """
+    two_steps(m, cfg, ranks, precision, contextlib.nullcontext(), lambda *_: None, lambda _: None)
+    tracker = MemTracker()
+    two_steps(m, cfg, ranks, precision, tracker, tracker.track_external, lambda _: tracker.reset_mod_stats())
+    return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
 
 
 def by_part(buffers) -> dict[str, int]:
@@ -283,6 +314,13 @@ def peak_row(first: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts=
     return table_row(row + [f"{estimated[part] / 1e9:.2f}, {counted.get(part, 0) / 1e9:.2f}" for part in parts])
 
 
+def tracker_row(m: MPTConfig, cfg: TrainConfig, ranks: int) -> str:
+    when, estimated, counted = both_peaks(m, cfg, ranks)
+    peak, *others = sum(estimated.values()), sum(counted.values()), tracked(m, cfg, ranks)
+    row = [ranks, cfg.sharding if ranks > 1 else "", cfg.activation_checkpointing, when]
+    return table_row([*row, *(f"{n / 1e9:.3f}" for n in (peak, *others)), *(f"{peak / n - 1:+.2%}" for n in others)])
+
+
 def real_row(what: str, m: MPTConfig, how: str) -> str:
     cfg = settings(2, 1, how)
     when, estimated, counted = both_peaks(m, cfg)
@@ -326,6 +364,14 @@ def main(argv: list[str]) -> None:
         sharded=table(
             f"mode, {peak}",
             [peak_row([mode], models["mpt1b"], settings(4, 2, how, 8, mode), 8) for mode in MODES for how in HOW],
+        ),
+        tracker=table(
+            "ranks, mode, checkpointing, peak at, estimate, counted, MemTracker, to the count, to MemTracker",
+            [
+                tracker_row(models["mpt1b"], settings(4, 1, how, ranks, mode), ranks)
+                for ranks, mode in [(1, "DDP"), *((8, mode) for mode in MODES)]
+                for how in ("none", "full")
+            ],
         ),
         real=table(
             "model, checkpointing, peak at, estimate, counted, allocated",

@@ -1,5 +1,8 @@
 """devices.py: strings that real devices report -> the right peak per torch device, or none."""
 
+import csv
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +10,8 @@ import torch
 
 import devices
 from config import UserError
+
+FIGURES = Path(__file__).parent / "accelerators.csv"  # vendors' datasheets and product pages, collected apart from ours
 
 REPORTED = [  # name, arch, units that torch reports, GiB, bf16 TFLOP/s
     ("NVIDIA A100-SXM4-40GB", "8.0", 108, 39.4, 312),
@@ -84,9 +89,71 @@ def test_the_tables_amd_peaks_equal_units_times_clock():
             assert row.bf16_tflops == pytest.approx(row.units * clock * per_clock / 1e6, rel=2e-3), row.name
 
 
+NAMES = {  # in the collected table: here, where they differ
+    "V100-SXM2 16/32GB": ("V100 SXM 16GB", "V100 SXM 32GB"),
+    "A100-40GB SXM": ("A100 SXM 40GB",),
+    "A100-80GB SXM": ("A100 SXM 80GB",),
+    "A100-40GB PCIe": ("A100 PCIe 40GB",),
+    "A100-80GB PCIe": ("A100 PCIe 80GB",),
+    "H100 SXM5": ("H100 SXM",),
+    "GH200 (96/144GB)": ("GH200 96GB", "GH200 144GB"),
+    "B200 SXM": ("B200",),
+    "GB200 (per GPU)": ("GB200",),
+    "B300 SXM": ("B300",),
+    "MI250 (GCD)": ("MI250 GCD",),
+    "MI250X (GCD)": ("MI250X GCD",),
+}
+
+
+def test_every_figure_equals_the_collected_table():
+    """Where that gives two sizes (16/32 GB) ours is among them; of a range (170-192 W) ours is the upper end."""
+    ours, compared = {row.name: row for row in devices.TABLE}, {"H200 NVL"}  # that one is in the H200's note
+    for row in csv.DictReader(FIGURES.open()):
+        for name in () if "(card)" in row["name"] else NAMES.get(row["name"], (row["name"],)):
+            device = ours[name]
+            compared.add(name)
+            assert device.arch == row["gcnArch_or_cc"] and device.units == int(row["cu_or_sm_per_torch_device"] or 0)
+            assert (device.bf16_tflops or 0) == float(row["dense_bf16_tflops"]), name
+            assert (device.fp16_tflops or 0) == float(row["dense_fp16_tflops"]), name
+            assert f"{device.memory_gb:g}" in row["hbm_gb"].split("/"), name
+            assert device.bandwidth_gbs == float(row["bw_gbs"]), name
+            watts = re.match(r"(?:\d+-)?(\d+)", row["tdp_w"])
+            assert device.watts == (float(watts[1]) if watts else None), name
+            assert 2 * (device.link_gbs or 0) == (200 if device.per_card == 2 else float(row["interconnect_gbs_bidir"]))
+            assert row["vendor"] == "Google" or row_of_a_name_found(device, row["device_name_strings"]), name
+    assert compared == set(ours)
+
+
+def row_of_a_name_found(device, names: str) -> bool:
+    """Whether a reported name (`A|B|(a remark)`) of this device leads to it, and none to another peak."""
+    found = [devices.lookup(name, device.arch, device.units, device.memory_gb) for name in names.split("|")]
+    return device in found and all(f.fp16_tflops == pytest.approx(device.fp16_tflops, rel=5e-4) for f in found if f)
+
+
+def test_a_card_is_two_torch_devices_and_says_so():
+    for name, peak in (("mi250", 362.1), ("mi250x", 383)):
+        gcd = devices.by_name(name)
+        assert gcd.per_card == 2 and gcd.per_card * gcd.bf16_tflops == pytest.approx(peak) and gcd.watts == 560 / 2
+        with pytest.raises(UserError, match=f"'{name} card' is 2 torch devices: say {name} "):
+            devices.by_name(f"{name} card")
+    assert devices.by_name("mi300x").per_card == 1 and devices.by_name("mi300x card").name == "MI300X"
+
+
+def test_a_partition_has_its_share_and_no_known_link():
+    whole, part = devices.by_name("mi300x"), devices.lookup("AMD Instinct MI300X", "gfx942", 38)
+    assert (part.memory_gb, part.watts, part.per_card, part.link_gbs) == (192 / 8, 750 / 8, 8, None)
+    assert part.fp16_tflops == part.bf16_tflops == whole.fp16_tflops / 8
+
+
+def test_what_matmuls_reach_is_below_the_peak_or_unknown():
+    reach = {text: devices.by_name(text).reachable for text in ("a100", "h100", "mi300x", "mi250x", "b200", "tpu-v4")}
+    assert reach == {"a100": 0.87, "h100": 0.80, "mi300x": 0.51, "mi250x": 0.72, "b200": None, "tpu-v4": None}
+
+
 @pytest.mark.parametrize("text, name", [
     ("mi250", "MI250 GCD"), ("MI250X", "MI250X GCD"), ("mi300x", "MI300X"), ("a100", "A100 SXM 80GB"),
     ("h100", "H100 SXM"), ("h100-nvl", "H100 NVL"), ("A100 PCIe 40GB", "A100 PCIe 40GB"), ("7900_xtx", "RX 7900 XTX"),
+    ("tpu-v5p", "TPU v5p"), ("mi250x-gcd", "MI250X GCD"),
 ])  # fmt: skip
 def test_names_on_a_command_line(text, name):
     assert devices.by_name(text).name == name
@@ -97,8 +164,9 @@ def test_a_misspelt_name_gets_the_nearest_ones():
         devices.by_name("mi300")
     with pytest.raises(UserError, match="h100"):
         devices.by_name("h10")
-    with pytest.raises(UserError, match="a100"):
-        devices.by_name("")
+    for text in ("", "gcd", "80gb", "sxm"):  # no model
+        with pytest.raises(UserError, match="a100"):
+            devices.by_name(text)
 
 
 def test_of_reads_the_properties_that_torch_reports(monkeypatch):
@@ -108,11 +176,17 @@ def test_of_reads_the_properties_that_torch_reports(monkeypatch):
     h100 = SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=79 * 2**30
     )
-    for properties, hip, tflops in ((mi250, "6.4.4", 181.05), (h100, None, 989.4)):
+    mi100 = SimpleNamespace(
+        name="AMD Instinct MI100", gcnArchName="gfx908", multi_processor_count=120, total_memory=32 * 2**30
+    )
+    cuda = torch.device("cuda", 0)
+    for properties, hip, tflops in ((mi250, "6.4.4", 181.05), (h100, None, 989.4), (mi100, "6.4.4", 92.3)):
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
-        assert devices.of(torch.device("cuda", 0)).bf16_tflops == tflops
-        assert devices.peak_flops("auto", torch.device("cuda", 0), torch.bfloat16) == tflops * 1e12
+        assert devices.of(cuda).bf16_tflops == tflops
+        assert devices.peak_flops("auto", cuda, torch.bfloat16) == tflops * 1e12
+    assert devices.peak_flops("auto", cuda, torch.float16) == 184.6e12  # MI100: twice its bf16
+    assert devices.peak_flops("auto", cuda, torch.float32) is None  # not in the table: MFU is n/a
     assert devices.of(torch.device("cpu")) is None
 
 

@@ -1,0 +1,100 @@
+"""What a machine has measured, as inputs of speed.py: a fleet is predicted from one node.
+
+machine.json of `bench.py machine`: its matmuls, memory and links take the place of the datasheet's. A .csv table of
+`bench.py train`: one number, the pace,
+
+    pace = measured / predicted seconds of compute        geometric mean over the rows, traffic as predicted
+
+Run `python calibrate.py results.csv --device=mi250`, or give the file to plan.py. Read next: plan.py.
+"""
+
+import csv
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import config
+import devices
+import speed
+from config import MPTConfig, TrainConfig, UserError, require
+from speed import Constants, Fleet, Trainer
+
+COLUMNS = """d_model n_layers n_heads max_seq_len vocab_size microbatch_size global_batch_size sharding
+    activation_checkpointing checkpoint_every""".split()
+
+
+@dataclass
+class CalibrateArgs:
+    """What was measured."""
+
+    device: str = "auto"  # mi250, h100, ...
+    node_size: int = 8  # torch devices of a node
+    network: float = 100.0  # GB/s of a node, each way
+
+
+def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constants]:
+    """`fleet` (devices, nodes, network; how many is not read) and constants as measured. UserError if there is nothing
+    of use in the file."""
+    require(Path(path).is_file(), f"no file {path!r} to calibrate with")
+    try:
+        if path.endswith(".csv"):
+            return fleet, Constants(pace=pace(path, fleet, trainer))
+        return from_machine(json.loads(Path(path).read_text()), fleet)
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        what = "a table of `bench.py train`" if path.endswith(".csv") else "a machine.json of `bench.py machine`"
+        raise UserError(f"{path} is not {what}: {type(error).__name__} {error}") from error
+
+
+def from_machine(found: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
+    """found: machine.json, whose keys bench_machine.py describes."""
+    c, device, ranks = Constants(), fleet.device, found["ranks"]
+    reachable = max(found["matmul_tflops"]["bf16"].values()) / device.bf16_tflops
+    device = replace(device, reachable=reachable, bandwidth_gbs=found["memory_gbs"])
+    bus = {name: max(group["all_gather"].values()) / c.link for name, group in found["collectives_gbs"].items()}
+    inside = bus.get("node") or (bus.get("all") if found["nodes"] == 1 else None)
+    device = replace(device, link_gbs=inside or device.link_gbs)
+    fleet = replace(fleet, device=device, network_gbs=bus["all"] if found["nodes"] > 1 else fleet.network_gbs)
+    if ranks == 1:
+        return fleet, c
+    return fleet, replace(
+        c, hop=found["latency_us"]["all"] * 1e-6 / (2 * (ranks - 1))
+    )  # an all-reduce goes round twice
+
+
+def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
+    with open(path, newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    require(rows, f"{path} has no row with status ok")
+    return math.exp(sum(math.log(pace_of(row, fleet, trainer)) for row in rows) / len(rows))
+
+
+def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
+    """Of one line of the table."""
+    flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
+    others = [f"--{setting}" for setting in (row.get("others") or "").split()]
+    m, cfg = config.load(flags + others, MPTConfig, TrainConfig)
+    fleet = replace(fleet, devices=int(row["ranks"]), tp=1, pp=1, interleave=1)
+    seconds, found = cfg.global_batch_size * m.max_seq_len / float(row["tokens_per_second"]), 1.0
+    for _ in range(20):  # a fixed point, since traffic hides behind compute
+        found *= seconds / speed.Step(m, cfg, fleet, Constants(pace=found), trainer).parts()["step"]
+    return found
+
+
+def main(argv: list[str]) -> None:
+    paths = [text for text in argv if not text.startswith("-")]
+    require(len(paths) == 1, "which file? python calibrate.py results.csv --device=mi250")
+    (args,) = config.load([text for text in argv if text.startswith("-")], CalibrateArgs)
+    before = Fleet(devices.by_name(args.device), 1, args.node_size, args.network)
+    fleet, c = from_file(paths[0], before, speed.OURS)
+    for part in ("reachable", "bandwidth_gbs", "link_gbs"):
+        print(f"{part:<16}{getattr(fleet.device, part) or 0:>12.4g}  before: {getattr(before.device, part)}")
+    print(f"{'network_gbs':<16}{fleet.network_gbs:>12.4g}  before: {before.network_gbs}")
+    print(f"{'hop, us':<16}{c.hop * 1e6:>12.4g}  before: {Constants().hop * 1e6:.4g}")
+    print(f"{'pace':<16}{c.pace:>12.4g}  before: 1")
+
+
+if __name__ == "__main__":
+    config.run(main)
