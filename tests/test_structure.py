@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 # Each room may import those before it. `environment` makes the virtual environment, so it imports nothing at all.
 ORDER = """
     environment config
-    corpus tokenizer shards loss devices matmuls flops memory decoding speed calibrate optim launch_table flash_attention
+    corpus tokenizer shards loss optim launch_table flash_attention
+    devices matmuls flops memory decoding speed calibrate
     attention model data lora
     parallel pipeline runlog microbatch checkpoint resume resilience watch hf
     plot elastic generate icl_eval fsdp_train plan_picture plan
@@ -50,7 +51,7 @@ def test_imports_only_point_up(path):
 
 @every_file
 def test_a_leaf_imports_nothing_of_ours(path):
-    """The leaves of arithmetic stand on each other, and Triton's kernels on their table; config may be imported by all."""
+    """Leaves of arithmetic stand on each other, Triton's kernels on their table; config may be imported by all."""
     leaves = ORDER[ORDER.index("config") : ORDER.index("attention")]
     planning = "devices matmuls flops memory decoding speed calibrate".split()
     if path.stem in leaves:
