@@ -41,7 +41,7 @@ def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constan
         if path.endswith(".csv"):
             return fleet, Constants(pace=pace(path, fleet, trainer))
         return from_machine(json.loads(Path(path).read_text()), fleet)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
         what = "a table of `bench.py train`" if path.endswith(".csv") else "a machine.json of `bench.py machine`"
@@ -50,36 +50,55 @@ def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constan
 
 def from_machine(found: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
     """found: machine.json, whose keys bench_machine.py describes."""
+    same_device(found["device"], fleet.device)
     c, device, ranks = Constants(), fleet.device, found["ranks"]
-    reachable = max(found["matmul_tflops"]["bf16"].values()) / device.bf16_tflops
-    device = replace(device, reachable=reachable, bandwidth_gbs=found["memory_gbs"])
-    bus = {name: max(group["all_gather"].values()) / c.link for name, group in found["collectives_gbs"].items()}
+    reachable = positive("matmul_tflops", max(found["matmul_tflops"]["bf16"].values())) / device.bf16_tflops
+    require(reachable <= 1, f"matmuls at {reachable:.0%} of {device.name}'s peak: is --device right?")
+    device = replace(device, reachable=reachable, bandwidth_gbs=positive("memory_gbs", found["memory_gbs"]))
+    groups = {name: max(group["all_gather"].values()) for name, group in found["collectives_gbs"].items()}
+    bus = {name: positive("collectives_gbs", gbs) / c.link for name, gbs in groups.items()}
     inside = bus.get("node") or (bus.get("all") if found["nodes"] == 1 else None)
     device = replace(device, link_gbs=inside or device.link_gbs)
     fleet = replace(fleet, device=device, network_gbs=bus["all"] if found["nodes"] > 1 else fleet.network_gbs)
     if ranks == 1:
         return fleet, c
-    return fleet, replace(
-        c, hop=found["latency_us"]["all"] * 1e-6 / (2 * (ranks - 1))
-    )  # an all-reduce goes round twice
+    latency = positive("latency_us", found["latency_us"]["all"]) * 1e-6
+    return fleet, replace(c, hop=latency / (2 * (ranks - 1)))  # an all-reduce goes round twice
+
+
+def positive(what: str, number) -> float:
+    """`number` as a float, or UserError: a broken measurement would only show in an absurd plan."""
+    require(0 < float(number) < math.inf, f"{what} must be more than 0, not {number}")
+    return float(number)
+
+
+def same_device(reported: str, device: devices.Device) -> None:
+    """UserError if that is the name of something else. Many devices have names that say nothing."""
+    name = reported.lower()
+    others = [row.name for row in devices.TABLE if any(text in name for text in row.reports)]
+    fine = device.name in others or not (others or name == "cpu")
+    require(fine, f"measured on {reported!r}, not on {device.name}: set --device to that")
 
 
 def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
-    require(rows, f"{path} has no row with status ok")
+    rows = [row for row in rows if row["precision"].startswith("bf16") and not row["model"].startswith("transformers")]
+    require(rows, f"{path} has no row of this project's trainer in bf16 with status ok")
     return math.exp(sum(math.log(pace_of(row, fleet, trainer)) for row in rows) / len(rows))
 
 
 def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
     """Of one line of the table."""
+    same_device(row["device"], fleet.device)
     flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
     others = [f"--{setting}" for setting in (row.get("others") or "").split()]
     m, cfg = config.load(flags + others, MPTConfig, TrainConfig)
     fleet = replace(fleet, devices=int(row["ranks"]), tp=1, pp=1, interleave=1)
-    seconds, found = cfg.global_batch_size * m.max_seq_len / float(row["tokens_per_second"]), 1.0
+    rate, found = positive("tokens_per_second", row["tokens_per_second"]), 1.0
     for _ in range(20):  # a fixed point, since traffic hides behind compute
-        found *= seconds / speed.Step(m, cfg, fleet, Constants(pace=found), trainer).parts()["step"]
+        found *= speed.tokens_per_second(m, cfg, fleet, Constants(pace=found), trainer) / rate
+        require(0.05 < found < 20, f"{rate:g} tokens/s are {found:.2g} times the predicted time: is --device right?")
     return found
 
 

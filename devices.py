@@ -186,6 +186,8 @@ def describe(device) -> str:
 
 def by_name(text: str) -> Device:
     """The row that a person means by `mi250`, `h100-nvl`, `A100 40GB`. UserError names the nearest ones otherwise."""
+    here = text in ("auto", "cpu", "cuda", "mps")  # what a training config says
+    require(not here, f"which device? --device=mi250, not {text} (python devices.py lists them)")
     wanted = set(re.split(r"[\s_-]+", text.strip().lower()))
     for row in TABLE:
         if any(map(is_model, wanted)) and wanted - {"card"} <= set(row.name.lower().split()):

@@ -298,7 +298,11 @@ def device_lines(r: dict) -> list[str]:
     lines = [f"{r['device']}: {r['peak_tflops']:.6g} TFLOP/s peak a torch device"]
     if r["tokens_per_second"]:
         lines[0] += f", {r['tokens_per_second']:,.6g} tokens/s on {r['devices']}"
-    if r["mfu_of_reachable"]:
+    if r["hfu"] and r["hfu"] > 1:
+        lines.append(
+            "more than all of it: are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
+        )
+    elif r["mfu_of_reachable"]:
         text = "large matmuls reach {reachable:.0%} of that, this run {mfu_of_reachable:.2%} of what they reach"
         lines.append(f"{text.format(**r)} ({r['convention']})")
     return lines

@@ -42,6 +42,7 @@ NODE_WATTS = {
 OTHER_WATTS = 1.7  # node / board power elsewhere: the mean of these three
 NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
+WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
 SHARDINGS = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
 LAYOUT = ("sharding", "shard_size", "activation_checkpointing", "microbatch_size", "global_batch_size")
 WAYS = ("none", "selective", "full")  # activation checkpointing
@@ -63,8 +64,10 @@ class PlanArgs:
     microbatch_size: int | Literal["auto"] = "auto"  # sequences
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     choose: bool = False  # choose these even where a config file sets them
+    global_batch_size: int = 0  # sequences of a step (0: 256 or a little more, and at least 4 a device)
+    max_steps: int = 0  # steps of the run, for its time
     trainer: Literal["ours", "foundry"] = "ours"  # foundry: reductions in bf16, residuals in fp32, as published rows
-    tokens: float = 0.0  # to train on (0: max_steps of a config file, else 20 a parameter)
+    tokens: float = 0.0  # to train on (0: those of max_steps, else 20 a parameter)
     price: float = 0.0  # of one torch device for an hour
     watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
     calibrate: str = ""  # machine.json of bench.py machine, or a .csv of bench.py train
@@ -78,10 +81,11 @@ class PlanArgs:
         for name in ("devices", "node_size", "interleave"):
             require(getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("network", "tokens", "price", "watts", "budget"):
-            require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
+            require(0 <= getattr(self, name) < math.inf, f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("tp", "pp", "microbatch_size"):
             value = getattr(self, name)
             require(value == "auto" or value > 0, f"{name} must be at least 1 or auto, not {value}")
+        require(not (self.budget and self.sweep_devices), "--budget and --sweep_devices are two questions: ask one")
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def model_splits(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, n: int) -> list
     """(tp, pp) to try on n devices, the least parallelism first. UserError if none divides model and batch."""
     common = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)  # tensor parallelism divides them all
     tps = [args.tp] if args.tp != "auto" else divisors(common, args.node_size)
+    whole = m.n_layers % args.interleave == 0
+    require(whole, f"n_layers {m.n_layers} is not a multiple of interleave {args.interleave}")
     pps = [args.pp] if args.pp != "auto" else divisors(m.n_layers // args.interleave, n)
     pairs = [(t, p) for t, p in itertools.product(tps, pps) if n % (t * p) == 0]
     require(pairs, f"{n} devices are not a multiple of tp {args.tp} x pp {args.pp}")
@@ -145,7 +151,7 @@ def layouts(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet):
     every = SHARDINGS if fleet.pp == 1 else ("ZERO1", "DDP")  # gathers for each microbatch of a pipeline cost too much
     every = [mode for mode in every if mode != "HYBRID_SHARD" or (fleet.dp > node and fleet.dp % node == 0)]
     for mode in every if args.sharding == "auto" else [args.sharding]:
-        shard_size = (cfg.shard_size or node) if mode == "HYBRID_SHARD" else 0
+        shard_size = (cfg.shard_size or min(node, fleet.dp)) if mode == "HYBRID_SHARD" else 0
         for way in WAYS if args.activation_checkpointing == "auto" else [args.activation_checkpointing]:
             one = replace(cfg, sharding=mode, shard_size=shard_size, activation_checkpointing=way)
             if args.microbatch_size != "auto":
@@ -159,9 +165,10 @@ def make(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Consta
     """The fastest layout on `fleet` that fits, with the least tp x pp. Where all is fixed, that, though it may not fit.
     UserError if nothing fits."""
     left_open = "auto" in (args.tp, args.pp, args.sharding, args.microbatch_size, args.activation_checkpointing)
-    for tp, pp in model_splits(m, cfg, args, fleet.devices):
-        split = replace(fleet, tp=tp, pp=pp)
-        found = [evaluate(m, one, split, c, trainer(args)) for one in layouts(m, cfg, args, split)]
+    splits = model_splits(m, cfg, args, fleet.devices)
+    for _, alike in itertools.groupby(splits, key=lambda pair: pair[0] * pair[1]):
+        fleets = [replace(fleet, tp=tp, pp=pp) for tp, pp in alike]
+        found = [evaluate(m, one, at, c, trainer(args)) for at in fleets for one in layouts(m, cfg, args, at)]
         found = [one for one in found if one.fits or not left_open]
         if found:
             return max(found, key=lambda one: one.tokens_per_second)
@@ -196,22 +203,30 @@ def figures(one: Plan, args: PlanArgs) -> dict:
         "fits": one.fits,
         "tokens": tokens,
         "days": hours / 24,
-        "mwh": hours * n * watts(device, args) / 1e6,
+        "mwh": watts(device, args) and hours * n * watts(device, args) / 1e6,
         "cost": hours * n * args.price,
+        "flags": flags(one),
         "assumed": assumed(one, args),
     }
 
 
-def watts(device: Device, args: PlanArgs) -> float:
-    """Of one torch device with its share of the node."""
+def watts(device: Device, args: PlanArgs) -> float | None:
+    """Of one torch device with its share of the node. None: not known."""
     known = next((w for name, w in NODE_WATTS.items() if device.name.startswith(name)), None)
-    return args.watts or known or OTHER_WATTS * (device.watts or 0)
+    return args.watts or known or (device.watts and OTHER_WATTS * device.watts)
+
+
+def flags(one: Plan) -> str:
+    """What makes fsdp_train.py run this layout; nothing if it cannot."""
+    names = [name for name in LAYOUT if getattr(one.cfg, name)]
+    return "" if one.fleet.tp * one.fleet.pp > 1 else " ".join(f"--{name}={getattr(one.cfg, name)}" for name in names)
 
 
 def assumed(one: Plan, args: PlanArgs) -> list[str]:
     """What a plan rests on and the user did not say."""
     device, fleet = one.fleet.device, one.fleet
-    said = [f"{fleet.node_size} devices a node, link {device.link_gbs:g} GB/s each way"]
+    link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {speed.UNKNOWN_LINK:g}"
+    said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
     if fleet.devices > fleet.node_size and not args.network and not args.calibrate:
         said.append(f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant")
     if args.calibrate:
@@ -224,7 +239,13 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
         said.append(f"matmuls reach {speed.Constants().reachable:.0%} of the peak, as on no device in particular")
     if not args.tokens:
         said.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
-    if not args.watts:
+    if not args.global_batch_size:
+        said.append(f"a global batch of {one.cfg.global_batch_size} sequences: set --global_batch_size")
+    if one.m.alibi or one.m.attn_impl != "triton":
+        said.append("attention by a fused kernel that keeps no scores and, for ALiBi, needs no more columns")
+    if fleet.interleave > 1:
+        said.append("memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations")
+    if not args.watts and watts(device, args):
         known = device.name.startswith(tuple(NODE_WATTS))
         source = "of published nodes" if known else f"{OTHER_WATTS} times the board's"
         said.append(f"{watts(device, args):.0f} W a device with its share of the node, {source}")
@@ -237,11 +258,14 @@ def text(one: Plan, args: PlanArgs) -> str:
     """A plan as a person reads it."""
     f, cfg, fleet = figures(one, args), one.cfg, one.fleet
     group = f", shards of {cfg.shard_size}" if cfg.sharding == "HYBRID_SHARD" else ""
-    steps = math.ceil(cfg.global_batch_size / fleet.dp / cfg.microbatch_size)
+    rows = cfg.global_batch_size // fleet.dp
+    size = min(cfg.microbatch_size, rows)
+    most = f"{'up to ' if rows % size else ''}{size}"
+    passes = f"{fleet.dp} ranks x {rows}, microbatches of {most}: {math.ceil(rows / size)}"
     lines = [
         f"{f['n_params'] / 1e9:.3g}B parameters, sequence {one.m.max_seq_len}, {f['devices']} x {f['device']}",
         f"dp {fleet.dp} x tp {fleet.tp} x pp {fleet.pp}, {cfg.sharding}{group}, checkpointing "
-        f"{cfg.activation_checkpointing}, batch {cfg.global_batch_size} = {fleet.dp} x {cfg.microbatch_size} x {steps}",
+        f"{cfg.activation_checkpointing}, batch {cfg.global_batch_size} = {passes}",
         "",
         f"{'a step':<26}{'ms':>12}{'share':>9}    {'GB of one device':<26}{'at its peak':>12}",
     ]
@@ -249,9 +273,9 @@ def text(one: Plan, args: PlanArgs) -> str:
     parts = {name: n for name, n in one.bytes.items() if name not in ("peak", "moment")}
     right = [f"  {name:<24}{n / 1e9:>12.2f}" for name, n in parts.items()]
     right += [f"  {'all: ' + one.bytes['moment']:<24}{one.bytes['peak'] / 1e9:>12.2f}"]
-    rows = itertools.zip_longest(left, right, fillvalue="")
-    lines += [f"{a:<47}    {b}".rstrip() for a, b in rows]
+    lines += [f"{a:<47}    {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")]
     money = f", {f['cost']:,.0f} at {args.price:g} a device-hour" if args.price else ""
+    energy = f"{f['mwh']:,.3g} MWh" if f["mwh"] else "energy n/a: set --watts"
     room = "fits" if one.fits else "DOES NOT FIT"
     return "\n".join(
         [
@@ -260,7 +284,8 @@ def text(one: Plan, args: PlanArgs) -> str:
             f"memory      {f['share_of_memory']:.0%} of {fleet.device.memory_gb:g} GiB: {room}",
             f"speed       {f['tokens_per_second']:,.0f} tokens/s, {f['tflops_per_device']:.1f} TFLOP/s a device, "
             f"MFU {f['mfu']:.1%} ({f['convention']})",
-            f"the run     {f['tokens'] / 1e9:,.4g}B tokens: {f['days']:,.3g} days, {f['mwh']:,.3g} MWh{money}",
+            f"the run     {f['tokens'] / 1e9:,.4g}B tokens: {f['days']:,.3g} days, {energy}{money}",
+            *([f"its flags   {f['flags']}"] if f["flags"] else []),
             *(f"{'assumed' if i == 0 else '':<12}{line}" for i, line in enumerate(f["assumed"])),
         ]
     )
@@ -316,21 +341,27 @@ def shape(d_model: int, m: MPTConfig) -> MPTConfig:
 
 
 def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan:
-    """The largest model that sees 20 tokens a parameter within `budget` days: Chinchilla's optimum (2203.15556)."""
+    """The largest model that sees 20 tokens a parameter within `budget` days: Chinchilla's optimum (2203.15556).
 
-    def tried(width: int) -> Plan | None:
+    Not all widths can be split over the devices, so the widths are tried from the largest down. UserError if there is
+    none.
+    """
+    rate, trouble = fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400, None  # FLOPs a day at MFU 100 %
+    for width in WIDTHS:
+        one = shape(width, m)
+        if 6 * TOKENS_PER_PARAMETER * flops.n_params(one) ** 2 > args.budget * rate:
+            continue
         try:
-            one = make(shape(128 * width, m), cfg, args, fleet, c)
-        except UserError:
-            return None
-        return one if figures(one, replace(args, tokens=0))["days"] <= args.budget else None
-
-    low, high = 1, 256  # in units of 128
-    require(tried(low), f"{args.budget:g} days on {fleet.devices} x {fleet.device.name} are too few for any model")
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tried(middle) else (low, middle)
-    return tried(low)
+            found = make(one, cfg, args, fleet, c)
+        except UserError as error:  # of the smallest model that was tried
+            trouble = error
+            continue
+        if figures(found, args)["days"] <= args.budget:
+            return found
+        trouble = None
+    raise trouble or UserError(
+        f"{args.budget:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -338,9 +369,6 @@ def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Cons
 
 def fleet_of(args: PlanArgs) -> tuple[Fleet, Constants]:
     """The devices, measured if a file says so."""
-    require(
-        args.device not in ("auto", "cpu", "cuda", "mps"), "which device? --device=mi250 (python devices.py lists them)"
-    )
     fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network or NETWORK)
     fleet = replace(fleet, interleave=args.interleave)
     return calibrate.from_file(args.calibrate, fleet, trainer(args)) if args.calibrate else (fleet, Constants())
@@ -357,15 +385,22 @@ def counts_of(args: PlanArgs) -> list[int]:
 
 def main(argv: list[str]) -> None:
     m, cfg, args = config.load(argv, MPTConfig, TrainConfig, PlanArgs)
-    if args.choose:
-        args = replace(args, **dict.fromkeys(("tp", "pp", "sharding", "microbatch_size", *LAYOUT[2:3]), "auto"))
-    if args.plot and not (args.sweep_devices or args.device != "auto"):
+    require(cfg.precision != "fp32", "plans are for bf16, in which speeds were published: leave out --precision=fp32")
+    files, given = [a for a in argv if not a.startswith("-")], {a.lstrip("-").split("=")[0] for a in argv}
+    if args.plot and not files and args.device == "auto":
         return plan_picture.published(args.out)
-    m = replace(m, attn_impl="sdpa") if m.attn_impl in ("auto", "flex", "reference", "blocks") else m
-    from_file = any(not text.startswith("-") for text in argv) or any(text.startswith("--max_steps=") for text in argv)
-    if from_file and not args.tokens and not args.budget:
+    others = [*files, *(f"--{name}" for name in ("tokens", "max_steps") if name in given)]
+    require(not (args.budget and others), f"--budget finds the model and its tokens: leave out {' '.join(others)}")
+    if args.choose:
+        left = "tp pp sharding microbatch_size activation_checkpointing".split()
+        args = replace(args, **{name: "auto" for name in left if name not in given})
+    m = m if m.attn_impl == "triton" else replace(m, attn_impl="sdpa")
+    if args.max_steps and not args.tokens:
         args = replace(args, tokens=float(cfg.max_steps * cfg.global_batch_size * m.max_seq_len))
     fleet, c = fleet_of(args)
+    if not args.global_batch_size:
+        rows = max(4, math.ceil(cfg.global_batch_size / fleet.devices))  # of a device
+        cfg = replace(cfg, global_batch_size=rows * fleet.devices)
     if args.sweep_devices:
         rows = sweep(m, cfg, args, counts_of(args), fleet, c)
         print(json.dumps([sweep_json(row, args) for row in rows], indent=2) if args.json else sweep_text(rows, args))

@@ -37,7 +37,10 @@ def canvas(title: str):
 
 
 def finish(figure, path: str) -> None:
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except ValueError as error:  # an ending that is no picture's
+        raise config.UserError(f"--out={path}: {config.one_line(error)}") from error
     print(f"drawn: {path}", file=sys.stderr)
 
 
@@ -125,4 +128,4 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
 
 
 if __name__ == "__main__":
-    config.run(lambda argv: published(*(argv or ["plan.png"])))
+    config.run(lambda argv: published(argv[0] if argv else "plan.png"))

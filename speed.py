@@ -19,11 +19,12 @@ Run `python speed.py configs/mpt7b.py --device=mi250 --devices=8`. Read next: pl
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import config
 import devices
 import flops
+import memory
 from config import MPTConfig, TrainConfig, require
 from devices import Device
 
@@ -55,6 +56,7 @@ class Trainer:
     residual_bytes: int = 2  # of a number in the residual stream
 
 
+UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
 OURS, FOUNDRY = Trainer(), Trainer(reduce_bytes=2, residual_bytes=4)  # LLM Foundry under amp_bf16, PURE
 KEPT = {2: 32.2, 4: 42.25}  # bytes per token and d_model that a block keeps, by bytes of the residual: as its traffic
 
@@ -87,7 +89,7 @@ class Fleet:
     def bandwidth(self, n: int, stride: int) -> float:
         """Bytes/s of a ring of n ranks, `stride` apart: a node's network is shared by all rings that leave it."""
         inside = max(1, min(n, self.node_size // stride))  # ranks of one ring in a node
-        gbs = self.device.link_gbs or 32.0  # unknown: PCIe 4
+        gbs = self.device.link_gbs or UNKNOWN_LINK
         if inside < n:
             gbs = min(gbs, self.network_gbs * inside / min(self.node_size, self.devices))
         return gbs * 1e9
@@ -135,7 +137,9 @@ class Step:
     def memory(self) -> float:
         """Of a block's traffic a third is norms and residuals, which tensor parallelism does not divide."""
         m, c, tp = self.m, self.c, self.fleet.tp
-        traffic = c.block_bytes * KEPT[self.trainer.residual_bytes] / KEPT[4] * (1 + self.redone / 3)
+        usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)  # what was fitted
+        shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
+        traffic = c.block_bytes * shape * KEPT[self.trainer.residual_bytes] / KEPT[4] * (1 + self.redone / 3)
         blocks = self.layers * m.d_model * traffic * (1 / 3 + 2 / 3 / tp)
         gathers = self.cfg.sharding not in ("ZERO1", "DDP") and self.shard > 1
         copies = c.copy_bytes * self.n * (1 if gathers else 1 / 3)  # else gradients only
@@ -190,7 +194,8 @@ class Step:
         one["exposed traffic"] = self.hidden(compute, self.traffic())
         slot = sum(one.values())
         parts = {name: m * seconds for name, seconds in one.items()}
-        parts["exposed traffic"] += self.hidden(2 / 3 * compute, self.once())  # beside the last backward
+        last = self.hidden(compute, self.traffic() + self.once())
+        parts["exposed traffic"] += last - one["exposed traffic"]
         parts["bubble"] = (fleet.pp - 1) / fleet.interleave * slot
         parts["optimizer"] = self.c.update_bytes * self.n / self.shard / (fleet.device.bandwidth_gbs * 1e9)
         return {**parts, "step": sum(parts.values())}

@@ -25,8 +25,11 @@ def table(path, pace: float, flags=()) -> str:
         ((row,),) = bench_train.groups([CONFIG, f"--microbatch_size={size}", "--ranks=8", *flags])
         fleet, c = Fleet(MI250, 8, 8, 100), Constants(pace=pace)
         rate = speed.tokens_per_second(row.model_cfg, row.cfg, fleet, c)
-        lines.append(row.columns | {"tokens_per_second": rate})
-    lines.append(row.columns | {"status": "out of memory", "tokens_per_second": ""})
+        done = {"device": "AMD Instinct MI250X/MI250", "precision": "bf16 (auto)"}
+        lines.append(row.columns | done | {"tokens_per_second": rate})
+    lines.append(row.columns | done | {"status": "out of memory", "tokens_per_second": ""})
+    lines.append(row.columns | done | {"model": "transformers 2x32", "tokens_per_second": rate / 9})
+    lines.append(row.columns | done | {"precision": "fp32", "tokens_per_second": rate / 9})
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, lines[0])
         writer.writeheader()
@@ -44,6 +47,7 @@ def test_the_pace_of_a_table(tmp_path, pace):
 def machine(**more) -> dict:
     bus = {"all_gather": {"1048576": 10.0, "134217728": 80.0}, "reduce_scatter": {"134217728": 70.0}}
     found = {
+        "device": "AMD Instinct MI250X/MI250",
         "ranks": 8,
         "nodes": 1,
         "matmul_tflops": {"bf16": {"2048": 90.0, "8192": 120.0}, "fp32": {"8192": 30.0}},
@@ -75,15 +79,36 @@ def test_a_machine_of_two_nodes(tmp_path):
     assert many.bandwidth(64, 1) * c.link == pytest.approx(35e9)
 
 
+def broken(**more) -> str:
+    return json.dumps(machine(**more))
+
+
+OK = "status,precision,model,device,ranks,tokens_per_second\nok,bf16,x,"
+
+
 @pytest.mark.parametrize(
     "name, content, words",
     [
-        ("a.csv", "model,status\nx,ok\n", "is not a table of `bench.py train`: KeyError 'ranks'"),
-        ("a.csv", "model,status\nx,out of memory\n", "has no row with status ok"),
-        ("a.csv", "status,ranks,d_model\nok,1,seven\n", "d_model in the command line is 'seven'"),
+        ("a.csv", "model,status\nx,ok\n", "is not a table of `bench.py train`: KeyError 'precision'"),
+        ("a.csv", "model,status\nx,out of memory\n", "has no row of this project's trainer in bf16 with status ok"),
+        ("a.csv", OK + "NVIDIA A100-SXM4-80GB,8,1\n", "measured on 'NVIDIA A100-SXM4-80GB', not on MI250 GCD"),
+        ("a.csv", OK + "cpu,8,1\n", "measured on 'cpu', not on MI250 GCD"),
+        ("a.csv", OK + ",8,0\n", "tokens_per_second must be more than 0, not 0"),
+        ("a.csv", OK + ",8,nan\n", "tokens_per_second must be more than 0, not nan"),
+        ("a.csv", OK + ",8,1e12\n", "times the predicted time: is --device right?"),
+        ("a.csv", OK + ",8,1e-300\n", "times the predicted time: is --device right?"),
         ("a.json", "[]", "is not a machine.json of `bench.py machine`"),
-        ("a.json", '{"ranks": 1}', "is not a machine.json of `bench.py machine`: KeyError 'matmul_tflops'"),
+        (
+            "a.json",
+            '{"device": "", "ranks": 1}',
+            "is not a machine.json of `bench.py machine`: KeyError 'matmul_tflops'",
+        ),
         ("a.json", "nothing", "is not a machine.json of `bench.py machine`"),
+        ("a.json", broken(collectives_gbs=[]), "is not a machine.json of `bench.py machine`: AttributeError"),
+        ("a.json", broken(memory_gbs=None), "is not a machine.json of `bench.py machine`: TypeError"),
+        ("a.json", broken(matmul_tflops={"bf16": {"8192": 400}}), "matmuls at 221% of MI250 GCD's peak"),
+        ("a.json", broken(matmul_tflops={"bf16": {"8192": 0}}), "matmul_tflops must be more than 0, not 0"),
+        ("a.json", broken(device="NVIDIA H100 80GB HBM3"), "not on MI250 GCD"),
     ],
 )
 def test_mistakes_are_told(tmp_path, name, content, words):

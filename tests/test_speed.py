@@ -155,8 +155,8 @@ def test_mpt_1b_on_many_h100():
 
 
 def test_mpt_7b_on_128_mi250_from_4():
-    (row, *_) = planner.mi250_rows(Constants())
-    assert row[:2] == [3, "none"] and float(row[4]) == pytest.approx(159, rel=0.03)
+    rows = {row[0]: float(row[5]) for row in planner.mi250_rows(Constants())}
+    assert rows[3] == pytest.approx(159, rel=0.03)  # the microbatch of configs/mpt7b_mi250.py
 
 
 def test_frontiers_strong_scaling():
