@@ -20,7 +20,8 @@ columns, and the rest to `sdpa`. On a CPU it takes `blocks`, since flash attenti
 backward: forward and backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms by blocks, 46 at once, 93 by SDPA (2 cores
 with AVX512-BF16).
 
-Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query).
+Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query). With
+`sequence_ids` a row holds several documents that do not see each other: sdpa needs a mask then, the others do not.
 Run `python attention.py` to see them agree. Read next: flash_attention.py, or loss.py to skip the kernels.
 """
 
@@ -53,17 +54,20 @@ def alibi_slopes(n_heads, bias_max=8.0, device=None):
     return slopes if n2 == n_heads else torch.cat([slopes[1::2], slopes[0::2]])[:n_heads]
 
 
-def attention(q, k, v, *, impl="auto", alibi_slopes=None, causal=True, softmax_scale=None, dropout_p=0.0):
+def attention(
+    q, k, v, *, impl="auto", alibi_slopes=None, causal=True, softmax_scale=None, dropout_p=0.0, sequence_ids=None
+):
     """softmax(q k^T * softmax_scale + bias) v.
 
-    q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D) with H a multiple of Hkv; alibi_slopes: (H,) fp32 or None.
-    The queries are the last Tq of the Tk positions, as when decoding on a cache. Returns (B, H, Tq, D).
+    q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D) with H a multiple of Hkv; alibi_slopes: (H,) fp32 or None; sequence_ids:
+    (B, Tk) integers or None: documents lie one after another, a new one begins where the id changes, and none sees
+    another. The queries are the last Tq of the Tk positions, as when decoding on a cache. Returns (B, H, Tq, D).
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     impl = choose(impl, q.device.type, q.dtype, q.shape[-1], alibi_slopes is not None, dropout_p)
     if impl != "triton" and k.shape[1] != q.shape[1]:  # grouped-query: every backend takes repeated heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return IMPLEMENTATIONS[impl](q, k, v, alibi_slopes, causal, scale, dropout_p)
+    return IMPLEMENTATIONS[impl](q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
 
 
 def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
@@ -76,50 +80,54 @@ def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
     return "triton" if works and alibi and dtype in (torch.bfloat16, torch.float16) else "sdpa"
 
 
-def attention_bias(n_queries, n_keys, slopes, causal, device):
-    """What is added to the scores, fp32: (Tq, Tk), or (H, Tq, Tk) with ALiBi: -slope * |i - j|, -inf where j > i."""
+def attention_bias(n_queries, n_keys, slopes, causal, device, ids=None):
+    """What is added to the scores, fp32: (Tq, Tk), or (H, Tq, Tk) with ALiBi: -slope * |i - j|, -inf where j > i; with
+    ids (B, Tk) also where they differ, and (B, H or 1, Tq, Tk)."""
     i = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]  # (Tq, 1): positions of the queries
     j = torch.arange(n_keys, device=device)[None, :]  # (1, Tk)
     bias = torch.zeros(n_queries, n_keys, device=device)
     if slopes is not None:
         bias = -slopes[:, None, None] * (i - j).abs()
-    return bias.masked_fill(j > i, -math.inf) if causal else bias
+    if causal:
+        bias = bias.masked_fill(j > i, -math.inf)
+    if ids is not None:
+        others = ids[:, None, -n_queries:, None] != ids[:, None, None, :]  # (B, 1, Tq, Tk)
+        bias = bias.masked_fill(others, -math.inf)
+    return bias
 
 
-def reference_attention(q, k, v, slopes, causal, scale, dropout_p):
+def reference_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """The formula, as it stands in the paper."""
-    bias = attention_bias(q.shape[2], k.shape[2], slopes, causal, q.device)
+    bias = attention_bias(q.shape[2], k.shape[2], slopes, causal, q.device, ids)
     scores = (q * scale) @ k.transpose(-2, -1)  # (B, H, Tq, Tk)
     scores += bias.to(scores.dtype)  # in place: the scores are the largest tensor of a step
     probs = torch.softmax(scores, dim=-1)
     return F.dropout(probs, dropout_p) @ v
 
 
-def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p):
+def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """The formula for one block of queries after another: what causality hides costs nothing."""
     n_queries, past = q.shape[2], k.shape[2] - q.shape[2]
     if not causal or n_queries <= BLOCK:
-        return reference_attention(q, k, v, slopes, causal, scale, dropout_p)
+        return reference_attention(q, k, v, slopes, causal, scale, dropout_p, ids)
     outputs = []
     for begin in range(0, n_queries, BLOCK):
         end = min(begin + BLOCK, n_queries)
         seen = past + end  # keys
         block = q[:, :, begin:end], k[:, :, :seen], v[:, :, :seen]
-        outputs.append(reference_attention(*block, slopes, causal, scale, dropout_p))
+        block_ids = None if ids is None else ids[:, :seen]
+        outputs.append(reference_attention(*block, slopes, causal, scale, dropout_p, block_ids))
     return torch.cat(outputs, dim=2)
 
 
-def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p):
+def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """PyTorch's own choice of kernel. Plain causal training never builds a mask, with ALiBi or without."""
     n_queries, n_keys, head_dim = q.shape[2], k.shape[2], q.shape[3]
-    mask = None
     if causal and slopes is not None:
-        q, k, v = with_alibi_columns(q, k, v, slopes, scale)
-    if causal and 1 < n_queries < n_keys:
-        mask = attention_bias(n_queries, n_keys, None, causal, q.device).to(q.dtype)
-    elif not causal and slopes is not None:
-        mask = attention_bias(n_queries, n_keys, slopes, causal, q.device).to(q.dtype)
-    square = causal and n_queries == n_keys
+        q, k, v, slopes = *with_alibi_columns(q, k, v, slopes, scale), None
+    mask, square = None, causal and n_queries == n_keys and ids is None
+    if ids is not None or slopes is not None or (causal and 1 < n_queries < n_keys):
+        mask = attention_bias(n_queries, n_keys, slopes, causal, q.device, ids).to(q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=square, scale=scale)
     return out[..., :head_dim]
 
@@ -141,16 +149,18 @@ def with_alibi_columns(q, k, v, slopes, scale):
     return F.pad(q, (0, 8), value=1.0), k, F.pad(v, (0, 8))
 
 
-def flex_attention(q, k, v, slopes, causal, scale, dropout_p):
+def flex_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """FlexAttention: the bias is a function that the compiler puts into the kernel; hidden blocks are skipped."""
     require(dropout_p == 0, "attn_impl=flex has no dropout: set attn_pdrop=0 or another attn_impl")
     if q.shape[2] < k.shape[2]:  # decoding: no block to skip, and each length would be compiled anew
-        return sdpa_attention(q, k, v, slopes, causal, scale, dropout_p)
+        return sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, ids)
 
     def alibi(score, b, h, i, j):
         return score - slopes[h] * (i - j).abs()
 
     block_mask = causal_block_mask(q.shape[2], q.device) if causal else None
+    if ids is not None:
+        block_mask = document_block_mask(ids, causal)
     score_mod = None if slopes is None else alibi
     return compiled_flex()(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale)
 
@@ -174,13 +184,24 @@ def causal_block_mask(n_tokens, device):
     return create_block_mask(visible, None, None, n_tokens, n_tokens, device=device)
 
 
-def triton_attention(q, k, v, slopes, causal, scale, dropout_p):
+def document_block_mask(ids, causal):
+    """The same for documents (B, T) that do not see each other: made for each batch."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def visible(b, h, i, j):
+        return (ids[b, i] == ids[b, j]) & ((j <= i) | (not causal))
+
+    B, T = ids.shape
+    return create_block_mask(visible, B, None, T, T, device=ids.device)
+
+
+def triton_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """Our own kernels. Imported here: they need triton, which a CPU's torch does not bring."""
     require(dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
     require(HAS_TRITON, "attn_impl=triton needs triton, which torch for CUDA and ROCm brings: take attn_impl=sdpa")
     from flash_attention import flash_attention
 
-    return flash_attention(q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale)
+    return flash_attention(q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale, sequence_ids=ids)
 
 
 IMPLEMENTATIONS = {

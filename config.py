@@ -36,9 +36,12 @@ class MPTConfig:
     expansion_ratio: float = 4  # hidden width of the feed-forward / d_model
     max_seq_len: int = 2048  # tokens of one training sequence
     vocab_size: int = 50368  # rows of the embedding, at least the tokenizer's entries
-    learned_pos_emb: bool = True  # add a learned vector per position (ALiBi turns it off)
+    learned_pos_emb: bool = True  # add a learned vector per position (ALiBi and RoPE turn it off)
     alibi: bool = False  # attention with linear biases instead of learned positions
     alibi_bias_max: float = 8  # the steepest ALiBi slopes: 2^(-i * alibi_bias_max / n_heads)
+    rope: bool = False  # rotary positions: q and k are turned by angles that grow with the position
+    rope_theta: float = 10000.0  # their longest wavelength / 2 pi
+    attn_uses_sequence_id: bool = False  # the documents of one row do not see each other
     kv_n_heads: int | None = None  # heads of keys and values: None = n_heads, 1 = multi-query, between = grouped
     no_bias: bool = False  # True: no bias anywhere, the norms' included
     clip_qkv: float | None = None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv]
@@ -66,7 +69,7 @@ class MPTConfig:
 
     @property
     def learned_positions(self) -> bool:
-        return self.learned_pos_emb and not self.alibi
+        return self.learned_pos_emb and not (self.alibi or self.rope)
 
     def check(self) -> None:
         for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size", "n_kv_heads", "hidden_dim"):
@@ -76,6 +79,10 @@ class MPTConfig:
             self.n_heads % self.n_kv_heads == 0,
             f"n_heads {self.n_heads} is not a multiple of kv_n_heads {self.n_kv_heads}",
         )
+        require(not (self.rope and self.alibi), "rope and alibi are two ways to tell positions: set one of them")
+        even = not self.rope or self.head_dim % 2 == 0
+        require(even, f"rope turns pairs of numbers: a head dim of {self.head_dim} is odd, change n_heads")
+        require(self.rope_theta > 0, f"rope_theta must be more than 0, not {self.rope_theta}")
         fused = self.attn_impl in ("flex", "triton")
         require(not (fused and self.attn_pdrop), f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
         small = self.attn_impl != "triton" or self.head_dim <= 128
@@ -92,7 +99,7 @@ class TrainConfig:
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = "stdlib"  # stdlib, local files (my/*.txt, .jsonl, .parquet), or a Hub name (allenai/c4:en)
-    tokenizer: str = "gpt2"  # gpt2, bytes, or bpe-N: a BPE of N entries trained on the data set
+    tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (a BPE of N entries trained on the data set), or a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all there are)
     val_fraction: float = 0.005  # share of the documents kept for validation

@@ -35,7 +35,7 @@ import config
 import corpus
 import tokenizer as tokenizers
 from config import TrainConfig, UserError, require
-from shards import Shard, cut, write_atomically, write_ids
+from shards import Shard, cut, raise_file_limit, write_atomically, write_ids
 
 BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
 HASH_BYTES = 2**30  # data sets up to this size are hashed at every start; larger ones have their sizes checked
@@ -47,8 +47,8 @@ SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by
 
 def data_dir(cfg: TrainConfig) -> Path:
     """Where the shards are: `--data_dir`, or a name made of data set and tokenizer."""
-    name = re.sub(r"[^A-Za-z0-9.]+", "-", cfg.dataset).strip("-.")
-    return Path(cfg.data_dir or f"data/{name}-{tokenizers.canonical(cfg.tokenizer)}")
+    names = (re.sub(r"[^A-Za-z0-9.]+", "-", x).strip("-.") for x in (cfg.dataset, tokenizers.canonical(cfg.tokenizer)))
+    return Path(cfg.data_dir or f"data/{'-'.join(names)}")
 
 
 def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
@@ -325,16 +325,6 @@ def batch_hash(rows, rank: int):
     places = torch.arange(rows.numel(), device=rows.device).view_as(rows) + rank * rows.numel()
     mixed = (rows + 1) * (2 * places + 1) * 0x1E3779B97F4A7C15  # overflows, on purpose
     return (mixed ^ (mixed >> 32)).sum()
-
-
-def raise_file_limit() -> None:
-    """A memory map holds its file open, and large data sets have thousands."""
-    if sys.platform != "win32":
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def open_or_prepare(cfg: TrainConfig) -> Path:

@@ -150,7 +150,7 @@ def main(argv) -> None:
         begin, saved_at = time.perf_counter(), time.monotonic()
         for step, rows in pace.timed(data.prefetch(rows_of, skips.steps(first, cfg.max_steps), world.device)):
             collect_garbage(step - first)
-            result = start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))
+            result = runlog.start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))
             unread.append((step, result, pace.take()))
             done = step + 1
             last = done == cfg.max_steps
@@ -204,22 +204,6 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
         optimizer.step()
         optimizer.zero_grad()
     return loss, grad_norm, batch_hash
-
-
-def start_reading(loss, grad_norm, batch_hash):
-    """Start copying a step's figures to the host; returns a function that waits for them: (loss, norm, hash).
-
-    Who calls it when the next step is queued already does not let the device wait for the host.
-    """
-    figures = [x.to("cpu", non_blocking=loss.is_cuda) for x in (loss, grad_norm, batch_hash)]
-    copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
-
-    def read():
-        if copied:
-            copied.synchronize()
-        return [x.item() for x in figures]
-
-    return read
 
 
 def collect_garbage(step, interval=50):

@@ -44,6 +44,26 @@ def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum") + penalty
 
 
+@torch.no_grad()
+def score_labels(x, weight, labels, logit_scale=None):
+    """(log-probability of each label in fp32, whether it is the likeliest), both of labels' shape; 0 and False where
+    the label is IGNORE. Arguments as above. Only rows that count meet the vocabulary, a chunk at a time."""
+    scale = 1.0 if logit_scale is None else logit_scale
+    counted = labels != IGNORE
+    log_probs = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    greedy = torch.zeros_like(counted)
+    xs, wanted, rows = x[counted], labels[counted], max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+    parts = []
+    for i in range(0, len(xs), rows):
+        logits = F.linear(xs[i : i + rows], weight).to(log_probs.dtype) * scale  # (rows, V)
+        label = wanted[i : i + rows, None]
+        found = logits.gather(1, label)[:, 0]
+        parts.append((found - logits.logsumexp(-1), logits.argmax(-1) == label[:, 0]))
+    if parts:
+        log_probs[counted], greedy[counted] = (torch.cat(column) for column in zip(*parts, strict=True))
+    return log_probs, greedy
+
+
 def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     """The loss of one chunk, a scalar. Fills grad_x (rows, D) and adds to grad_w (V, D), each unless it is None.
 

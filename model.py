@@ -13,6 +13,7 @@ Run `python model.py` to build a small one and take one step. Read next: corpus.
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import alibi_slopes, attention
 from config import MPTConfig, require
-from loss import autocast_dtype, linear_cross_entropy
+from loss import autocast_dtype, linear_cross_entropy, score_labels
 
 
 class LayerNorm(nn.LayerNorm):
@@ -42,6 +43,32 @@ class LayerNorm(nn.LayerNorm):
             return F.layer_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps)
 
 
+class Positions(NamedTuple):
+    """What attention knows of positions, the same in every layer. None: not used."""
+
+    slopes: torch.Tensor | None = None  # ALiBi, (H,)
+    angles: tuple | None = None  # RoPE, cos and sin, (B or 1, 1, T, D) each
+    sequence_ids: torch.Tensor | None = None  # documents, (B, Tk)
+
+
+def rope_angles(cfg: MPTConfig, positions):
+    """cos and sin of position * theta^(-2 i / D), i < D / 2, twice (RoFormer, 2104.09864). positions: (1 or B, T)."""
+    frequencies = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2, device=positions.device) / cfg.head_dim)
+    angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # fp32
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, cos, sin):
+    """Turn each pair (x_i, x_{i + D/2}) of x (B, H, T, D) by its angle."""
+    a, b = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
+
+
+def document_ids(input_ids, separator: int):
+    """0, 1, 2 ... for the documents of each row (B, T); the id that ends a document is its last token."""
+    return F.pad((input_ids == separator).cumsum(1)[:, :-1], (1, 0))
+
+
 class Attention(nn.Module):
     """Fused q, k, v projection (rows: all q, all k, all v), attention, output projection."""
 
@@ -55,7 +82,7 @@ class Attention(nn.Module):
             self.q_ln = LayerNorm(cfg, cfg.d_model)
             self.k_ln = LayerNorm(cfg, self.kv_dim)
 
-    def forward(self, x, slopes, cache=None, layer=0):
+    def forward(self, x, positions, cache=None, layer=0):
         cfg, (B, T, _) = self.cfg, x.shape
         qkv = self.Wqkv(x)
         if cfg.clip_qkv:
@@ -64,12 +91,13 @@ class Attention(nn.Module):
         if cfg.qk_ln:
             q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
         q, k, v = (y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v))  # (B, H or Hkv, T, D)
+        if positions.angles:
+            q, k = rotate(q, *positions.angles), rotate(k, *positions.angles)
         if cache is not None:
             k, v = cache.append(layer, k, v)
         dropout_p = cfg.attn_pdrop if self.training else 0.0
-        y = attention(
-            q, k, v, impl=cfg.attn_impl, alibi_slopes=slopes, softmax_scale=cfg.softmax_scale, dropout_p=dropout_p
-        )
+        where = {"alibi_slopes": positions.slopes, "sequence_ids": positions.sequence_ids}
+        y = attention(q, k, v, impl=cfg.attn_impl, softmax_scale=cfg.softmax_scale, dropout_p=dropout_p, **where)
         return self.out_proj(y.transpose(1, 2).reshape(B, T, cfg.d_model))
 
 
@@ -97,13 +125,13 @@ class Block(nn.Module):
         self.norm_2 = LayerNorm(cfg, cfg.d_model)
         self.ffn = FFN(cfg)
 
-    def forward(self, x, slopes, cache=None, layer=0):
+    def forward(self, x, positions, cache=None, layer=0):
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.layer, x, slopes, **self.recompute)
-        return self.layer(x, slopes, cache, layer)
+            return checkpoint(self.layer, x, positions, **self.recompute)
+        return self.layer(x, positions, cache, layer)
 
-    def layer(self, x, slopes, cache=None, layer=0):
-        x = x + F.dropout(self.attn(self.norm_1(x), slopes, cache, layer), self.resid_pdrop, self.training)
+    def layer(self, x, positions, cache=None, layer=0):
+        x = x + F.dropout(self.attn(self.norm_1(x), positions, cache, layer), self.resid_pdrop, self.training)
         return x + F.dropout(self.ffn(self.norm_2(x)), self.resid_pdrop, self.training)
 
 
@@ -119,20 +147,24 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm_f = LayerNorm(cfg, cfg.d_model)
 
-    def forward(self, input_ids, cache=None):
+    def forward(self, input_ids, cache=None, sequence_ids=None):
         cfg, past = self.cfg, 0 if cache is None else cache.length
-        x = self.wte(input_ids)
+        x, end = self.wte(input_ids), past + input_ids.shape[1]
+        places = torch.arange(past, end, device=x.device)[None]  # (1 or B, T)
+        if cache is not None and cache.pad is not None:
+            places = (places - cache.pad[:, None]).clamp(min=0)
+            sequence_ids = (torch.arange(end, device=x.device) < cache.pad[:, None]).int()  # padding: a document before
         if cfg.learned_positions:
-            end = past + input_ids.shape[1]
             require(
                 end <= cfg.max_seq_len,
                 f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} (ALiBi has no such limit)",
             )
-            x = x + self.wpe(torch.arange(past, end, device=x.device))
+            x = x + self.wpe(places)
         x = F.dropout(x, cfg.emb_pdrop, self.training).to(autocast_dtype(x))  # the residual stream: bf16 under autocast
         slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, x.device) if cfg.alibi else None
+        positions = Positions(slopes, rope_angles(cfg, places) if cfg.rope else None, sequence_ids)
         for layer, block in enumerate(self.blocks):
-            x = block(x, slopes, cache, layer)
+            x = block(x, positions, cache, layer)
         if cache is not None:
             cache.length += input_ids.shape[1]
         return self.norm_f(x)
@@ -142,23 +174,29 @@ class MPT(nn.Module):
     """The language model.
 
     forward(input_ids) gives logits (B, T, vocab_size). forward(input_ids, labels) gives the sum of the token
-    cross-entropies, a scalar, and never holds all logits; label -100 does not count; z_loss: see loss.py. ids and
-    labels: int64 (B, T). With a `KVCache` the ids continue what the cache holds.
+    cross-entropies, a scalar, and never holds all logits; label -100 does not count; z_loss: see loss.py. With `score`
+    it gives (log-probability, is it the likeliest?) of each label instead, (B, T) each. ids and labels: int64 (B, T).
+    With a `KVCache` the ids continue what the cache holds.
     """
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
+        self.separator = None  # the id that ends a document, for attn_uses_sequence_id; put on from outside
         self.transformer = Transformer(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
-    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0):
-        x = self.transformer(input_ids, cache)
+    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False):
+        packed = self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None
+        documents = document_ids(input_ids, self.separator) if packed else None
+        x = self.transformer(input_ids, cache, documents)
         weight = self.transformer.wte.weight if self.cfg.tie_word_embeddings else self.lm_head.weight  # (V, d)
         scale = self.cfg.logit_scale
         if scale == "inv_sqrt_d_model":
             scale = 1 / math.sqrt(self.cfg.d_model)
+        if score:
+            return score_labels(x, weight, labels, scale)
         if labels is not None:
             return linear_cross_entropy(x, weight, labels, scale, z_loss)
         logits = F.linear(x, weight)
@@ -167,16 +205,20 @@ class MPT(nn.Module):
 
 @dataclass
 class KVCache:
-    """Keys and values of all layers for decoding, (L, B, Hkv, S, D) each, of which `length` positions are filled."""
+    """Keys and values of all layers for decoding, (L, B, Hkv, S, D) each, of which `length` positions are filled.
+
+    pad: (B,) how many tokens at the left of each row are none, so that texts of different lengths end together.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
     length: int = 0
+    pad: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype):
+    def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None):
         shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_tokens, cfg.head_dim)
-        return cls(*(torch.empty(shape, device=device, dtype=dtype) for _ in range(2)))
+        return cls(*(torch.empty(shape, device=device, dtype=dtype) for _ in range(2)), pad=pad)
 
     def append(self, layer, k, v):
         """Store k, v (B, Hkv, T, D) behind what is there; return all of this layer's, (B, Hkv, length + T, D)."""

@@ -83,6 +83,22 @@ class RunLog:
                 self.say(f"cannot write {self.path} now ({error.strerror}): its rows are kept for later")
 
 
+def start_reading(loss, grad_norm, batch_hash):
+    """Start copying a step's figures to the host; returns a function that waits for them: (loss, norm, hash).
+
+    Who calls it when the next step is queued already does not let the device wait for the host.
+    """
+    figures = [x.to("cpu", non_blocking=loss.is_cuda) for x in (loss, grad_norm, batch_hash)]
+    copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+
+    def read():
+        if copied:
+            copied.synchronize()
+        return [x.item() for x in figures]
+
+    return read
+
+
 def line(row: dict, max_steps: int) -> str:
     """A row of metrics for people."""
     head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"

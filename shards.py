@@ -10,6 +10,7 @@ Run `python shards.py data/stdlib-bpe-4096/*.bin` to list and check some. Read n
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,16 @@ class Shard:
             sha256_of(self.header, self.ids) == self.header["sha256"],
             self.damaged.format("its checksum does not match"),
         )
+
+
+def raise_file_limit() -> None:
+    """A memory map holds its file open, and large data sets have thousands."""
+    if sys.platform != "win32":
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:

@@ -42,6 +42,7 @@ END_OF_TEXT = "<|endoftext|>"
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 # The 256 single bytes in GPT-2's order: the printable ones first. Hugging Face's trainer numbers them so, too.
 BYTES = sorted((bytes([b]) for b in range(256)), key=lambda b: not chr(b[0]).isprintable() or b == b" ")
+PRINTABLE = 188  # of these
 
 
 class Tokenizer:
@@ -97,6 +98,43 @@ class Tokenizer:
         os.replace(temporary, path)
 
 
+class HuggingFace:
+    """The same for a `tokenizer.json` that came with a model, as far as it cuts text into bytes (MPT's, GPT-NeoX's).
+
+    name: the path of the file, which is read by Hugging Face's `tokenizers`. Here `eot` need not be the last id.
+    """
+
+    def __init__(self, path: str):
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise UserError(f"{path} is read by Hugging Face's: pip install -r requirements-extra.txt") from error
+        try:
+            content = Path(path).read_bytes()
+            self.library = tokenizers.Tokenizer.from_str(content.decode())
+            bytewise = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
+        except OSError as error:
+            raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
+        except Exception as error:  # the library's errors have no class of their own
+            raise UserError(f"{path} is not Hugging Face's tokenizer.json, or is damaged: {error}") from error
+        require(bytewise, f"{path} does not cut text into bytes: only byte-level tokenizers are read here")
+        self.library.encode_special_tokens = True  # `<|endoftext|>` in a text is text like any other
+        self.name, self.vocab_size = path, self.library.get_vocab_size()
+        self.eot = self.library.token_to_id(END_OF_TEXT)
+        require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which ends a document here")
+        self.dtype = np.uint16 if self.vocab_size <= 65536 else np.uint32
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+        letters = {chr(b[0]) if i < PRINTABLE else chr(256 + i - PRINTABLE): b for i, b in enumerate(BYTES)}
+        spelled = {i: word for word, i in self.library.get_vocab().items()}
+        self.bytes_of = {i: b"".join(letters.get(c, c.encode()) for c in word) for i, word in spelled.items()}
+
+    def encode(self, text: str) -> np.ndarray:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+
+    decode_bytes, decode = Tokenizer.decode_bytes, Tokenizer.decode
+
+
 def fingerprint(split: str, tokens: list[bytes]) -> str:
     """16 hexadecimal digits of the sha256 of everything that decides the ids."""
     return hashlib.sha256(repr((split, tokens, END_OF_TEXT)).encode()).hexdigest()[:16]
@@ -104,20 +142,24 @@ def fingerprint(split: str, tokens: list[bytes]) -> str:
 
 def canonical(name: str) -> str:
     """`name` as this project writes it (`bpe` is `bpe-4096`); UserError if there is no such tokenizer."""
-    if name in ("gpt2", "bytes"):
+    if name in ("gpt2", "bytes") or name.endswith(".json"):
         return name
     size = 4096 if name == "bpe" else int(name[4:]) if re.fullmatch(r"bpe-[0-9]{1,9}", name) else None
     if size is None:
         near = difflib.get_close_matches(name, ["gpt2", "bytes", "bpe-4096"], n=1)
         hint = f", did you mean {near[0]!r}?" if near else ";"
-        raise UserError(f"unknown tokenizer {name!r}{hint} choices: gpt2, bytes, bpe-N (N entries, as in bpe-4096)")
+        raise UserError(
+            f"unknown tokenizer {name!r}{hint} choices: gpt2, bytes, bpe-N (as in bpe-4096), a tokenizer.json"
+        )
     require(size > 256, f"bpe-{size} has no room for 256 bytes and end-of-text: the smallest is bpe-257")
     return f"bpe-{size}"
 
 
-def load(name: str, path: str | None = None) -> Tokenizer:
+def load(name: str, path: str | None = None) -> Tokenizer | HuggingFace:
     """The tokenizer `name`; a `bpe-N` is read from the file `path` that `save` wrote. UserError if it is not there."""
     name = canonical(name)
+    if name.endswith(".json"):
+        return HuggingFace(name)
     if name == "bytes":
         return Tokenizer(name, [bytes([b]) for b in range(256)])
     return load_gpt2() if name == "gpt2" else load_bpe(name, path)

@@ -20,7 +20,7 @@ import parallel  # noqa: E402
 import runlog  # noqa: E402
 from attention import alibi_slopes, attention  # noqa: E402
 from config import MPTConfig, TrainConfig, UserError  # noqa: E402
-from model import MPT, init_weights  # noqa: E402
+from model import MPT, Positions, init_weights  # noqa: E402
 
 LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the largest exact value
 
@@ -348,7 +348,7 @@ def forward_launches(world, save):
     try:
         contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
         block = model.transformer.blocks[0]
-        checkpoint(block, x, alibi_slopes(2), use_reentrant=False, context_fn=contexts).sum().backward()
+        checkpoint(block, x, Positions(alibi_slopes(2)), use_reentrant=False, context_fn=contexts).sum().backward()
     finally:
         room.launch = launch
     return launched.count("forward"), launched.count("dq"), launched.count("dkdv")

@@ -9,9 +9,11 @@ import torch.nn.functional as F
 
 from attention import alibi_slopes
 from config import MPTConfig, UserError
+from loss import IGNORE
 from model import MPT, KVCache, LayerNorm, init_weights, initial_weight
 
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
+SEPARATOR = 96  # the id that ends a document
 LIKE_TRANSFORMERS = dict(alibi=True, no_bias=True)  # the only MPT that transformers computes right
 
 
@@ -80,12 +82,32 @@ def linear(x, w, name):
     return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
 
+def turned(x, theta):
+    """Rotary positions as complex numbers: pair m of D / 2 at position t is multiplied by exp(i t theta^(-2 m / D))."""
+    T, D = x.shape[-2:]
+    pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :])
+    angles = torch.arange(T)[:, None] * theta ** (-2 * torch.arange(D // 2) / D)
+    pairs = pairs * torch.polar(torch.ones(()).double(), angles.double())
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def other_documents(ids):
+    """(B, T, T): i and j are in different documents, which end with SEPARATOR."""
+    B, T = ids.shape
+    hidden = torch.zeros(B, T, T, dtype=torch.bool)
+    for b in range(B):
+        for i in range(T):
+            for j in range(i):
+                hidden[b, i, j] = any(ids[b, m] == SEPARATOR for m in range(j, i))
+    return hidden
+
+
 def by_hand(w, ids, cfg):
     """MPT's logits from a dictionary of weights, step by step as the facts about MPT say."""
     T, D, d = ids.shape[1], cfg.d_model, cfg.d_model // cfg.n_heads
     kv = (cfg.kv_n_heads or cfg.n_heads) * d
     x = w["transformer.wte.weight"][ids]
-    if cfg.learned_pos_emb and not cfg.alibi:
+    if cfg.learned_pos_emb and not cfg.alibi and not cfg.rope:
         x = x + w["transformer.wpe.weight"][:T]
     i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
     for n in range(cfg.n_layers):
@@ -100,9 +122,13 @@ def by_hand(w, ids, cfg):
         for h in range(cfg.n_heads):
             g = h * (cfg.kv_n_heads or cfg.n_heads) // cfg.n_heads  # the head of keys and values that h shares
             qh, kh, vh = q[..., h * d : h * d + d], k[..., g * d : g * d + d], v[..., g * d : g * d + d]
+            if cfg.rope:
+                qh, kh = turned(qh, cfg.rope_theta), turned(kh, cfg.rope_theta)
             scores = qh @ kh.transpose(1, 2) * (cfg.softmax_scale or 1 / math.sqrt(d))
             if cfg.alibi:
                 scores = scores - alibi_slopes(cfg.n_heads, cfg.alibi_bias_max)[h].double() * (i - j)
+            if cfg.attn_uses_sequence_id:
+                scores = scores.masked_fill(other_documents(ids), -torch.inf)
             outputs.append(scores.masked_fill(j > i, -torch.inf).softmax(-1) @ vh)
         x = x + linear(torch.cat(outputs, -1), w, f"{block}.attn.out_proj")
         up = linear(norm(x, w, f"{block}.norm_2"), w, f"{block}.ffn.up_proj")
@@ -132,6 +158,12 @@ VARIANTS = [
     dict(tie_word_embeddings=False),
     dict(attn_impl="sdpa", alibi=True),
     dict(norm_type="layernorm"),
+    dict(rope=True),
+    dict(rope=True, rope_theta=500.0, qk_ln=True, kv_n_heads=2),
+    dict(attn_uses_sequence_id=True),
+    dict(attn_uses_sequence_id=True, alibi=True),
+    dict(attn_uses_sequence_id=True, rope=True, attn_impl="sdpa"),
+    dict(attn_uses_sequence_id=True, alibi=True, attn_impl="sdpa", kv_n_heads=2),
 ]
 
 
@@ -139,12 +171,15 @@ VARIANTS = [
 def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
     cfg = replace(SMALL, **variant)
     model = build(cfg, scramble=True)
+    model.separator = SEPARATOR
     weights = {name: p.detach().clone().requires_grad_() for name, p in model.state_dict().items()}
     ids = tokens(cfg, 2, 21)
+    ids[0, [0, 4, 5]] = ids[1, 12] = SEPARATOR
     logits = by_hand(weights, ids[:, :-1], cfg)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     loss.backward()
-    limit = 1e-6 if cfg.attn_impl == "sdpa" else 1e-10  # the ALiBi columns are exact to 24 bits
+    exact = cfg.attn_impl != "sdpa" and not cfg.rope  # ALiBi's columns are exact to 24 bits, angles are fp32
+    limit = 1e-10 if exact else 1e-6
     assert relative_error(model(ids[:, :-1]), logits) < limit
     ours = model(ids[:, :-1], labels=ids[:, 1:])
     ours.backward()
@@ -317,6 +352,53 @@ def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
     found = torch.cat([model(piece, cache=cache) for piece in ids.split(pieces, dim=1)], dim=1)
     assert cache.length == 20
     assert relative_error(found, model(ids)) < 1e-5
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
+@pytest.mark.parametrize("options", [dict(), dict(alibi=True), dict(rope=True), dict(rope=True, kv_n_heads=2)])
+def test_texts_of_different_lengths_share_a_cache(options, impl):
+    """Padded at the left, each gives the logits that it gives alone; what the padding holds does not matter."""
+    cfg = replace(SMALL, attn_impl=impl, **options)
+    model = build(cfg, dtype=torch.float32, scramble=True)
+    texts = [tokens(cfg, 1, n, seed=n)[0] for n in (13, 20, 5)]
+    alone = [model(text[None])[0, -6:] for text in texts]
+    pad = torch.tensor([20 - len(text) for text in texts])
+    for filler in (0, 50):
+        rows = torch.stack([F.pad(text, (20 - len(text), 0), value=filler) for text in texts])
+        cache = KVCache.empty(cfg, 3, 30, "cpu", torch.float32, pad=pad)
+        first = model(rows[:, :16], cache=cache)[:, -1:]
+        rest = [model(rows[:, i : i + 1], cache=cache) for i in range(16, 20)]  # one token at a time
+        found = torch.cat([first, *rest], dim=1)
+        for row, logits in zip(found, alone, strict=True):
+            n = min(5, len(logits))
+            assert relative_error(row[-n:], logits[-n:]) < 1e-5
+
+
+def test_documents_are_computed_as_if_alone():
+    """Under ALiBi and RoPE, which know distances only."""
+    for options in (dict(alibi=True), dict(rope=True)):
+        model = build(replace(SMALL, attn_uses_sequence_id=True, **options))
+        model.separator = SEPARATOR
+        ids = tokens(SMALL, 1, 30).clamp(max=95)
+        ids[0, 11] = SEPARATOR
+        assert relative_error(model(ids)[:, 12:], model(ids[:, 12:])) < 1e-5
+        assert relative_error(model(ids)[:, :12], model(ids[:, :12])) < 1e-5
+
+
+@pytest.mark.parametrize("options", [dict(), dict(logit_scale=0.3, tie_word_embeddings=False)])
+def test_scores_of_labels(options):
+    model = build(replace(SMALL, **options), scramble=True)
+    ids = tokens(SMALL, 3, 20)
+    labels = tokens(SMALL, 3, 20, seed=1)
+    logits = model(ids)
+    labels[0] = logits[0].argmax(-1)
+    labels[1, :7] = labels[2] = IGNORE
+    log_probs, greedy = model(ids, labels=labels, score=True)
+    wanted = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != IGNORE)
+    assert relative_error(log_probs, wanted) < 1e-12 and not log_probs.requires_grad
+    assert greedy[0].all() and not greedy[1, :7].any() and not greedy[2].any()
+    assert greedy[1, 7:].tolist() == (labels[1, 7:] == logits[1, 7:].argmax(-1)).tolist()
+    assert model(ids, labels=torch.full_like(labels, IGNORE), score=True)[0].abs().sum() == 0
 
 
 def test_longer_than_trained():

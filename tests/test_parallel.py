@@ -24,6 +24,7 @@ import data
 import fsdp_train
 import optim
 import parallel
+import runlog
 from config import MPTConfig, TrainConfig, UserError
 from loss import IGNORE
 from model import MPT, init_weights
@@ -243,7 +244,7 @@ def step_without_reading(world, cfg):
         result = fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "bf16")
     with pytest.raises(AssertionError, match="reads from the device"), NoReading():
         result[0].item()
-    return all(math.isfinite(figure) for figure in fsdp_train.start_reading(*result)())
+    return all(math.isfinite(figure) for figure in runlog.start_reading(*result)())
 
 
 @pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "ZERO1"), (2, "DDP")])
@@ -265,7 +266,7 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     try:
         torch.cuda._sleep(2 * 10**9)  # cycles: about a second
         begin = time.perf_counter()
-        read = fsdp_train.start_reading(*fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16"))
+        read = runlog.start_reading(*fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16"))
         queued = time.perf_counter() - begin
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -614,7 +615,9 @@ def dtypes_in_a_block(world):
     model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "bf16")
     parallel.materialize(model, world.device, cfg.seed)
     seen = []
-    model.transformer.blocks[0].attn.register_forward_pre_hook(lambda _, args: seen.extend(a.dtype for a in args[:2]))
+    model.transformer.blocks[0].attn.register_forward_pre_hook(
+        lambda _, args: seen.extend([args[0].dtype, args[1].slopes.dtype])
+    )
     with fsdp_train.autocast(world.device, "bf16"):
         model(torch.zeros(1, 4, dtype=torch.long))
     return seen

@@ -47,7 +47,49 @@ def gpt2():
         return load("gpt2")
 
 
-@pytest.fixture(scope="module", params=["bytes", "bpe", "gpt2"])
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    """A byte-level BPE by Hugging Face's trainer, with end-of-text first and words of spaces added, like GPT-NeoX's."""
+    hf = pytest.importorskip("tokenizers")
+    made = hf.Tokenizer(hf.models.BPE())
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = hf.decoders.ByteLevel()
+    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(stdlib(50_000), trainer)
+    made.add_tokens([hf.AddedToken(" " * n, normalized=True) for n in (2, 4, 8)])
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    made.save(str(path))
+    return load(str(path))
+
+
+def test_a_hugging_face_tokenizer(hugging_face):
+    assert hugging_face.eot == 0 and hugging_face.vocab_size == 403 and hugging_face.dtype == np.uint16
+    text = "def größe(x):\n        return x  # 日本"
+    ids = hugging_face.encode(text)
+    assert ids.tolist() == hugging_face.library.encode(text).ids and ids.max() >= 400
+    assert hugging_face.decode(ids) == hugging_face.library.decode(ids.tolist()) == text
+    assert b"".join(hugging_face.decode_bytes([i]) for i in ids) == text.encode()  # a character over several tokens
+    assert 0 not in hugging_face.encode(f"a {END_OF_TEXT} b") and hugging_face.decode([0]) == END_OF_TEXT
+    assert load(hugging_face.name).fingerprint == hugging_face.fingerprint
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [("", "is not Hugging Face's tokenizer.json"), ('{"model": 1}', "is not Hugging Face's"), (None, "cannot read")],
+)
+def test_a_broken_hugging_face_tokenizer_is_one_line(tmp_path, content, words):
+    pytest.importorskip("tokenizers")
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=words) as error:
+        load(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "gpt2", "hugging_face"])
 def any_kind(request):
     return load("bytes") if request.param == "bytes" else request.getfixturevalue(request.param)
 
@@ -58,19 +100,24 @@ def test_any_text_comes_back(any_kind, text):
     ids = any_kind.encode(text)
     assert any_kind.decode(ids) == text
     assert any_kind.decode_bytes(ids) == text.encode()
-    assert ids.dtype == np.uint16 and ids.ndim == 1 and all(ids < any_kind.eot)
+    assert ids.dtype == np.uint16 and ids.ndim == 1 and all(ids < any_kind.vocab_size) and any_kind.eot not in ids
 
 
-def test_end_of_text_is_the_last_id_and_no_text_encodes_to_it(any_kind):
+def test_end_of_text_is_the_last_of_our_ids():
+    for ours in (load("bytes"), train_bpe(stdlib(10_000), 300)):
+        assert ours.eot == ours.vocab_size - 1
+
+
+def test_no_text_encodes_to_end_of_text(any_kind):
     ids = any_kind.encode(f"a{END_OF_TEXT}b")
-    assert any_kind.eot == any_kind.vocab_size - 1 and any_kind.eot not in ids
+    assert any_kind.eot not in ids
     assert any_kind.decode(ids) == f"a{END_OF_TEXT}b"
     assert any_kind.decode([any_kind.eot]) == END_OF_TEXT
 
 
 def test_decode_replaces_what_is_no_text(any_kind):
     assert any_kind.decode([any_kind.vocab_size, -1]) == "\ufffd\ufffd"  # the padding of a vocabulary
-    first_byte = list(any_kind.tokens).index("é".encode()[:1])
+    first_byte = next(i for i, token in any_kind.bytes_of.items() if token == "é".encode()[:1])
     assert any_kind.decode([first_byte]) == "\ufffd" and any_kind.decode_bytes([first_byte]) == b"\xc3"
     assert any_kind.decode([]) == ""
 

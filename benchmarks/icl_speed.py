@@ -1,0 +1,101 @@
+"""Evaluation here beside lm-evaluation-harness's Hugging Face backend: the same weights, items, ids and threads.
+
+A randomly initialised transformers MptForCausalLM is asked PIQA-like questions through lm-eval's HFLM, at several batch
+sizes of which its best counts, and our model with its weights through icl_eval.evaluate. They take turns; the sums of
+log-probabilities must agree. Needs `pip install -r requirements-peers.txt`.
+
+Run `python benchmarks/icl_speed.py TASK.jsonl [--limit=100] [--d_model=256 --n_layers=4 --n_heads=4]`.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import config  # noqa: E402
+import icl_eval  # noqa: E402
+import icl_tasks  # noqa: E402
+import parallel  # noqa: E402
+import tokenizer as tokenizers  # noqa: E402
+from config import MPTConfig, require  # noqa: E402
+from model import MPT  # noqa: E402
+
+
+@dataclass
+class SpeedConfig:
+    """What is measured."""
+
+    limit: int = 100  # items
+    turns: int = 5  # of each side, after one that warms up
+    device: str = "auto"
+    dtype: str = "fp32"  # of both models' weights: fp32 or bf16
+
+
+def pair_of_models(cfg: MPTConfig):
+    """The same random weights in transformers' MPT and in ours."""
+    from transformers import MptConfig, MptForCausalLM
+
+    theirs_cfg = MptConfig(
+        d_model=cfg.d_model, n_heads=cfg.n_heads, n_layers=cfg.n_layers, vocab_size=cfg.vocab_size,
+        max_seq_len=cfg.max_seq_len,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs, ours = MptForCausalLM(theirs_cfg).eval(), MPT(cfg).eval()
+    ours.load_state_dict({name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"})
+    return theirs, ours
+
+
+def harness(model, max_length: int, batch_size: int):
+    """lm-eval's backend on a model that is here already. The ids are given, so its tokenizer only has to exist."""
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
+    words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
+    return HFLM(pretrained=model, tokenizer=words, batch_size=batch_size, max_length=max_length, dtype=None)
+
+
+def main(argv) -> None:
+    paths = [arg for arg in argv if not arg.startswith("-")]
+    require(len(paths) == 1, "usage: python benchmarks/icl_speed.py TASK.jsonl [--limit=100] [--d_model=256 ...]")
+    defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
+    cfg, how = config.load([*defaults, *(arg for arg in argv if arg.startswith("-"))], MPTConfig, SpeedConfig)
+    world = parallel.start(how.device)
+    tokenizer = tokenizers.load("gpt2")
+    tasks = icl_tasks.load(paths[0], limit=how.limit)
+    pairs = icl_eval.pairs_of(tasks[0], tokenizer, cfg.max_seq_len)
+    requests, _ = icl_eval.encode(pairs, tokenizer, tasks[0].name, cfg)
+    theirs, ours = (m.to(world.device, parallel.DTYPES[how.dtype]) for m in pair_of_models(cfg))
+    split = [(None, r.ids[: -r.count].tolist(), r.ids[-r.count :].tolist()) for r in requests]
+    backends = {f"lm-eval, batch {size}": harness(theirs, cfg.max_seq_len, size) for size in (1, 8, 32, 64)}
+    sides = {name: lambda lm=lm: lm._loglikelihood_tokens(split, disable_tqdm=True) for name, lm in backends.items()}
+    sides |= {
+        f"ours, {n} tokens": lambda n=n: icl_eval.score(ours, requests, world, how.dtype, n).tolist()
+        for n in (2048, 8192)
+    }
+    seconds, results = {name: [] for name in sides}, {}
+    for turn in range(how.turns + 1):
+        for name, side in sides.items():
+            begin = time.perf_counter()
+            results[name] = side()
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    reference = results["lm-eval, batch 1"]
+    for name, times in seconds.items():
+        worst = max(abs(a[0] - b[0]) for a, b in zip(results[name], reference, strict=True))
+        rate = len(requests) / statistics.median(times)
+        print(f"{name:20} {rate:8.1f} requests/s  largest difference of a sum from lm-eval's at batch 1: {worst:.1e}")
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    best = {side: min(t for name, t in medians.items() if name.startswith(side)) for side in ("lm-eval", "ours")}
+    tokens = sum(len(r.ids) - 1 for r in requests)
+    print(f"{len(requests)} requests, {tokens} tokens; ours is {best['lm-eval'] / best['ours']:.2f} times as fast")
+
+
+if __name__ == "__main__":
+    parallel.run(main)
