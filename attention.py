@@ -65,6 +65,9 @@ def attention(
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     impl = choose(impl, q.device.type, q.dtype, q.shape[-1], alibi_slopes is not None, dropout_p)
+    exact = alibi_slopes is None or k.dtype.itemsize > 2  # a bias in 16 bits is too coarse: the columns below are not
+    if q.shape[2] == 1 and causal and exact and dropout_p == 0 and impl != "reference":
+        return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
     if impl != "triton" and k.shape[1] != q.shape[1]:  # grouped-query: every backend takes repeated heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return IMPLEMENTATIONS[impl](q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
@@ -118,6 +121,18 @@ def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
         block_ids = None if ids is None else ids[:, :seen]
         outputs.append(reference_attention(*block, slopes, causal, scale, dropout_p, block_ids))
     return torch.cat(outputs, dim=2)
+
+
+def one_query_attention(q, k, v, slopes, scale, ids):
+    """The newest token on a cache sees all keys. A group's heads stand as queries of its keys: nothing is repeated."""
+    (B, H, _, D), groups, bias = q.shape, k.shape[1], None
+    if slopes is not None or ids is not None:
+        bias = attention_bias(1, k.shape[2], slopes, False, q.device, ids).to(
+            q.dtype
+        )  # (H, 1, Tk), or (B, H or 1, ...)
+        bias = bias.expand(B, H, 1, -1).reshape(B, groups, H // groups, -1)
+    out = F.scaled_dot_product_attention(q.reshape(B, groups, -1, D), k, v, attn_mask=bias, scale=scale)
+    return out.view(B, H, 1, D)
 
 
 def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):

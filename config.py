@@ -96,6 +96,7 @@ class TrainConfig:
     """The run: data, batch, optimizer, machine, checkpoints."""
 
     run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
+    init_from: str = ""  # weights to begin with: a Hugging Face folder, a Composer .pt, a run or a checkpoint
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
     dataset: str = "stdlib"  # stdlib, local files (my/*.txt, .jsonl, .parquet), or a Hub name (allenai/c4:en)
@@ -131,6 +132,9 @@ class TrainConfig:
     # evaluation, checkpoints
     eval_interval: int = 500  # steps between evaluations on the validation split (0 = only first and last)
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
+    icl_interval: int = 0  # steps between evaluations on icl_tasks (0 = never)
+    icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see icl_tasks.py
+    icl_limit: int = 0  # items of each task, at most (0 = all)
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
     save_minutes: float = 0.0  # and minutes between them, at most (0 = no limit)
     keep_last: int = 3  # newest checkpoints kept
@@ -149,7 +153,7 @@ class TrainConfig:
             value = getattr(self, name)
             require(value == "auto" or value > 0, f"{name} must be more than 0, not {value}")
         zero_is_fine = "warmup_steps save_interval eval_interval max_tokens shard_size grad_clip z_loss"
-        zero_is_fine = f"{zero_is_fine} save_minutes keep_every".split()
+        zero_is_fine = f"{zero_is_fine} save_minutes keep_every icl_interval icl_limit".split()
         for name in zero_is_fine:
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("beta1", "beta2"):
@@ -157,6 +161,7 @@ class TrainConfig:
         require(
             0 < self.val_fraction <= 0.5, f"val_fraction must be more than 0 and at most 0.5, not {self.val_fraction}"
         )
+        require(self.icl_tasks or not self.icl_interval, "icl_interval wants tasks: set --icl_tasks=piqa, or a .jsonl")
         step_ranges(self.skip_steps)
         require(
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,

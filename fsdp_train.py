@@ -19,18 +19,21 @@ import numpy as np
 import torch
 from torch.profiler import record_function
 
-import attention
 import checkpoint
 import config
 import data
 import devices
 import flops
+import hf
+import icl_eval
+import icl_tasks
 import microbatch
 import optim
 import parallel
 import resilience
 import resume
 import runlog
+import tokenizer as tokenizers
 import watch
 from config import MPTConfig, TrainConfig, require
 from loss import IGNORE
@@ -59,6 +62,10 @@ def main(argv) -> None:
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
     )
 
+    tasks = icl_tasks.load(cfg.icl_tasks, limit=cfg.icl_limit) if cfg.icl_interval else []
+    wants_text = tasks or model_cfg.attn_uses_sequence_id
+    tokenizer = tokenizers.load(cfg.tokenizer, folder / "tokenizer.json") if wants_text else None
+
     # where to begin
     found = resume.choose(cfg)
     saved = checkpoint.read_meta(found) if found else {}
@@ -75,11 +82,14 @@ def main(argv) -> None:
     with torch.device("meta"):
         model = MPT(model_cfg)
     model = parallel.parallelize(model, mesh, cfg, precision)
-    parallel.materialize(model, world.device, None if found else cfg.seed)
+    model.separator = tokenizer and tokenizer.eot
+    parallel.materialize(model, world.device, None if found or cfg.init_from else cfg.seed)
     optimizer = optim.build_optimizer(model.parameters(), cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
     if found:
         checkpoint.load(found, model, optimizer)
+    elif cfg.init_from:
+        hf.init_from(model, cfg.init_from)
 
     # what is written down
     peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
@@ -95,12 +105,18 @@ def main(argv) -> None:
         "resumed": found and str(found),
     }
     log.start(model_cfg, cfg, launch, folder / "tokenizer.json", first)
-    log.say(opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+    log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+
+    def due(every, step):
+        return every and (step % every == 0 or step == cfg.max_steps)
 
     def evaluate_now(step):
-        loss = evaluate(model, val, cfg, world, precision)
-        bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
-        log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
+        if due(cfg.eval_interval or cfg.max_steps, step):
+            loss = evaluate(model, val, cfg, world, precision)
+            bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
+            log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
+        if due(cfg.icl_interval, step):
+            log.row({"step": step, "icl": icl_eval.evaluate(model, tokenizer, tasks, world, precision)})
 
     def rows_of(step):
         return train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)
@@ -154,7 +170,7 @@ def main(argv) -> None:
             unread.append((step, result, pace.take()))
             done = step + 1
             last = done == cfg.max_steps
-            evaluates = last or (cfg.eval_interval and done % cfg.eval_interval == 0)
+            evaluates = last or due(cfg.eval_interval, done) or due(cfg.icl_interval, done)
             saves = last or any(every and done % every == 0 for every in (cfg.save_interval, cfg.keep_every))
             while unread and (len(unread) > late or evaluates or saves or met.save or met.leave):
                 met = report(*unread.popleft())
@@ -235,36 +251,6 @@ def evaluate(model, val, cfg, world, precision) -> float:
     parallel.free_gathered_weights(model)
     loss, tokens = parallel.all_sum(sums).tolist()
     return loss / tokens
-
-
-def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
-    """What is about to run, in six lines."""
-    per_rank = cfg.global_batch_size // world.size
-    passes = math.ceil(per_rank / cfg.microbatch_size)
-    impl = attention.choose(
-        model_cfg.attn_impl,
-        world.device.type,
-        parallel.DTYPES[precision],
-        model_cfg.head_dim,
-        model_cfg.alibi,
-        model_cfg.attn_pdrop,
-    )
-    how = f"going on from {found}" if found else "starting anew"
-    if first >= cfg.max_steps:
-        how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
-    known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
-    size = f"{flops.n_params(model_cfg):,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}"
-    return "\n".join(
-        [
-            f"MPT of {size}, {impl} attention",
-            f"{world.size} x {devices.describe(world.device)}, {cfg.sharding}, {precision}, {known}",
-            f"{folder}: {train.tokens:,} training tokens",
-            f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
-            f"{world.size} ranks x {per_rank} in {passes} microbatches",
-            f"{cfg.run_dir}: {how}",
-            checkpoint.space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ WEIGHTS = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 CHUNK = 2**24  # bytes that are read at once
 SHARD = 5 * 10**9  # bytes of one exported file, at most
-BPE_FILE = "bpe_tokenizer.json"  # a tokenizer of ours in their folder, where tokenizer.json is another format
+THEIR_TOKENIZER, OUR_TOKENIZER = "tokenizer.json", "bpe_tokenizer.json"  # their format, and that of our bpe-N
 
 TOP = """d_model n_heads n_layers expansion_ratio max_seq_len vocab_size learned_pos_emb no_bias logit_scale norm_type
          tie_word_embeddings emb_pdrop resid_pdrop""".split()
@@ -135,6 +135,14 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @property
+    def row_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @property
+    def bytes(self) -> int:
+        return self.shape[0] * self.row_bytes
+
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the weights of a folder, or a file itself. UserError if one is missing."""
@@ -168,13 +176,12 @@ def safetensors_layout(path: Path) -> dict[str, Stored]:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, size)))
         header.pop("__metadata__", None)
-        begin = 8 + length
-        layout, end = {}, begin
+        layout, end = {}, 8 + length
         for name, entry in header.items():
-            dtype = DTYPES.get(entry["dtype"])
-            require(dtype is not None, f"{name} in {path} is {entry['dtype']}, expected one of: {', '.join(DTYPES)}")
-            layout[name] = Stored(path, begin + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
-            end = max(end, begin + entry["data_offsets"][1])
+            kind = entry["dtype"]
+            require(kind in DTYPES, f"{name} in {path} is {kind}, expected one of: {', '.join(DTYPES)}")
+            layout[name] = Stored(path, 8 + length + entry["data_offsets"][0], DTYPES[kind], tuple(entry["shape"]))
+            end = max(end, layout[name].offset + layout[name].bytes)
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise
@@ -229,9 +236,8 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
     missing = [name for name in wanted if name not in found]
     require(not missing, f"{path} lacks {len(missing)} tensors of this model, such as {missing[:1]}")
     head = found.pop("lm_head.weight") if model.cfg.tie_word_embeddings and "lm_head.weight" in found else None
-    wte = found["transformer.wte.weight"]
-    same = head is None or ((head.dtype, head.shape) == (wte.dtype, wte.shape) and same_bytes(head, wte))
-    require(same, f"lm_head.weight in {path} differs from the embedding: its config wants tie_word_embeddings false")
+    tied = head is None or same(head, found["transformer.wte.weight"])
+    require(tied, f"lm_head.weight in {path} differs from the embedding: its config wants tie_word_embeddings false")
     strangers = [name for name in found if name not in wanted]
     require(not strangers, f"{path} holds {len(strangers)} tensors that this model lacks, such as {strangers[:1]}")
     for name, shape in wanted.items():
@@ -239,18 +245,22 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
     return found
 
 
-def same_bytes(a: Stored, b: Stored) -> bool:
-    """Whether two stored tensors are the same numbers."""
-    size = a.dtype.itemsize * math.prod(a.shape)
-    pair = [np.memmap(stored.file, np.uint8, "r", stored.offset, (size,)) for stored in (a, b)]
-    pieces = (slice(begin, begin + CHUNK) for begin in range(0, size, CHUNK))
-    return all(np.array_equal(pair[0][piece], pair[1][piece]) for piece in pieces)
+def same(a: Stored, b: Stored) -> bool:
+    """Whether two stored tensors are the same numbers in the same dtype."""
+    if a == b:  # in one place, under two names
+        return True
+
+    def piece(stored, begin):
+        return np.fromfile(stored.file, np.uint8, min(CHUNK, stored.bytes - begin), offset=stored.offset + begin)
+
+    alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+    return alike and all(np.array_equal(piece(a, i), piece(b, i)) for i in range(0, a.bytes, CHUNK))
 
 
 def read_rows(file, stored: Stored, first: int, target: torch.Tensor) -> None:
     """Read rows of a stored tensor, from `first` on, into a contiguous CPU tensor of its dtype."""
     left = memoryview(target.flatten().view(torch.uint8).numpy())
-    file.seek(stored.offset + first * stored.dtype.itemsize * math.prod(stored.shape[1:]))
+    file.seek(stored.offset + first * stored.row_bytes)
     while len(left):
         n = file.readinto(left)
         require(n, f"{stored.file} is truncated: it ends within a tensor")
@@ -271,11 +281,12 @@ def fill(param: torch.Tensor, stored: Stored) -> None:
         local, corner = param.to_local(), param.__create_chunk_list__()[0].offsets
     straight = (local.device.type, local.dtype, local.shape[1:]) == ("cpu", stored.dtype, shape[1:])
     columns = [slice(begin, begin + size) for begin, size in zip(corner[1:], local.shape[1:], strict=True)]
-    step = max(1, CHUNK // (stored.dtype.itemsize * math.prod(shape[1:])))  # rows
+    step = max(1, CHUNK // stored.row_bytes)  # rows
+    buffer = None if straight else torch.empty(min(step, len(local)), *shape[1:], dtype=stored.dtype)
     with open(stored.file, "rb", buffering=0) as file:
         for row in range(0, len(local), step):
             part = local[row : row + step]
-            rows = part if straight else torch.empty(len(part), *shape[1:], dtype=stored.dtype)
+            rows = part if straight else buffer[: len(part)]
             read_rows(file, stored, corner[0] + row, rows)
             if not straight:
                 part.copy_(rows[(slice(None), *columns)])
@@ -376,7 +387,7 @@ def published(folder: Path):
             checkpoint.sync(path)
         temporary.rename(folder)
         checkpoint.sync(folder.parent)
-    except (OSError, RuntimeError, dcp.CheckpointException) as error:  # the last is only a BaseException
+    except (OSError, dcp.CheckpointException) as error:  # the latter is only a BaseException
         reasons = getattr(error, "failures", None)  # rank -> (exception, traceback)
         reason = next(iter(reasons.values()))[0] if reasons else error
         raise UserError(f"could not write {folder}: {config.one_line(reason)}") from error
@@ -407,12 +418,19 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
             index = {"metadata": {"total_size": sum(t.nbytes for t in state.values())}, "weight_map": weight_map}
             (temporary / WEIGHTS[1]).write_text(json.dumps(index, indent=2))
         if found:
-            settings["tokenizer_name"] = checkpoint.read_meta(found)["tokenizer"]
-            if (file := found.parent.parent / "tokenizer.json").exists():
-                shutil.copy(file, temporary / BPE_FILE)
+            settings["tokenizer_name"] = copy_tokenizer(found, temporary)
         (temporary / "config.json").write_text(json.dumps(settings, indent=2))
     for setting in lost_in_transformers(cfg):
         print(f"warning: transformers' MptForCausalLM does not know {setting}: do not load it there", file=sys.stderr)
+
+
+def copy_tokenizer(path: Path, folder: Path) -> str:
+    """The name of the tokenizer of a checkpoint; if it has a file, that goes into `folder`."""
+    name, ours = checkpoint.read_meta(path)["tokenizer"], path.parent.parent / "tokenizer.json"
+    theirs = Path(name) if name.endswith(".json") else None
+    if theirs or ours.exists():
+        shutil.copy(theirs or ours, folder / (THEIR_TOKENIZER if theirs else OUR_TOKENIZER))
+    return THEIR_TOKENIZER if theirs else name
 
 
 def weights_of(path: Path) -> dict:
@@ -447,35 +465,29 @@ def write_safetensors(path: Path, tensors: dict) -> None:
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            file.write(memoryview(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy()))
+            file.write(memoryview(tensor.detach().cpu().flatten().view(torch.uint8).numpy()))
 
 
 def import_(source, run_dir, tokenizer: str | None = None) -> None:
     """Write foreign weights as a run folder with a checkpoint `step-0`, in the dtype that they have.
 
-    tokenizer: the one that the model was trained with; None: what config.json names, or gpt2 if it names none.
+    tokenizer: the one that the model was trained with; None: see `name_of_tokenizer`.
     """
     source, run_dir = Path(source), Path(run_dir)
     cfg = settings_of(source)
-    name = tokenizer or foreign_settings(source)[0].get("tokenizer_name") or "gpt2"
-    try:
-        cut = tokenizers.load(name, source / BPE_FILE)
-    except UserError as error:
-        advice = "" if tokenizer else f" ({source} names it). Other ids are other words; --tokenizer=gpt2 takes gpt2's"
-        raise UserError(f"{error}{advice}") from error
-    require(
-        cut.vocab_size <= cfg.vocab_size,
-        f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set another --tokenizer",
-    )
-    with torch.device("meta"):
-        model = MPT(cfg)
-    dtypes = {stored.dtype for stored in find_tensors(source, model).values()}
-    model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device="cpu")
-    load_into(model, source)
+    name = tokenizer or name_of_tokenizer(source)
+    cut = tokenizers.load(name, (source if source.is_dir() else source.parent) / OUR_TOKENIZER)
+    fits = cut.vocab_size <= cfg.vocab_size
+    require(fits, f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set --tokenizer")
     of_run = asdict(TrainConfig(run_dir=str(run_dir), tokenizer=name))
     meta = {"step": 0, **asdict(cfg), **of_run, "precision": "fp32", "data_fingerprint": f"imported from {source}"}
+    with torch.device("meta"):
+        model = MPT(cfg)
     with published(run_dir) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+        dtypes = {stored.dtype for stored in find_tensors(source, model).values()}
+        model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device="cpu")
+        load_into(model, source)
         step = temporary / "checkpoints" / "step-0"
         step.parent.mkdir()
         checkpoint.prepare(step, meta)
@@ -486,18 +498,33 @@ def import_(source, run_dir, tokenizer: str | None = None) -> None:
     print(f"{run_dir}: {size:,} parameters. Text is cut by {name}: a model trained with other ids writes nonsense")
 
 
+def name_of_tokenizer(source: Path) -> str:
+    """tokenizer.json if that is there, or what config.json names if that is one of ours, or gpt2 if it names none."""
+    file = (source if source.is_dir() else source.parent) / THEIR_TOKENIZER
+    named = foreign_settings(source)[0].get("tokenizer_name", "gpt2")
+    try:
+        return str(file.absolute()) if file.exists() else tokenizers.canonical(named)
+    except UserError as error:
+        raise UserError(
+            f"{source} wants the tokenizer {named}: put its tokenizer.json there, or take gpt2's ids, which to this "
+            "model are other words, with --tokenizer=gpt2"
+        ) from error
+
+
 def main(argv) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("import", "export"))
     parser.add_argument("source", help="import: a Hugging Face folder or Composer .pt; export: a run or checkpoint")
     parser.add_argument("target", help="a new folder")
-    parser.add_argument("--tokenizer", help="import: gpt2, bytes or bpe-N (default: as config.json says, else gpt2)")
+    parser.add_argument(
+        "--tokenizer", help="import: gpt2, bytes, bpe-N or a tokenizer.json (default: theirs, else gpt2)"
+    )
     args = parser.parse_args(argv)
     if args.what == "import":
         return import_(args.source, args.target, args.tokenizer)
     export(args.source, args.target)
     name = read_json(Path(args.target) / "config.json")["tokenizer_name"]
-    print(f"{args.target}: written. Its ids are those of the tokenizer {name}, which is not in the folder")
+    print(f"{args.target}: written. Its ids are those of the tokenizer {name}")
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def pairs_of(task, tokenizer, room: int) -> list[tuple]:
     """The (context, continuation) pairs of a task, each once: texts, or tuples of ids for a text's windows."""
     if task.kind == "text":
         return windows([int(i) for i in tokenizer.encode(task.text)], tokenizer.eot, room)
-    both = task.items if task.harness is task.items else task.items + task.harness
+    both = task.items + task.harness
     return list(dict.fromkeys(pair for item in both for pair in zip(item.contexts, item.continuations, strict=True)))
 
 
@@ -165,7 +165,8 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
                 if part:
                     part.add([keys[i] for i in batch], values.tolist())
             bar.update(sum(len(b) for b in batches[turn * world.size : (turn + 1) * world.size]))
-    parallel.all_sum(found)
+    if world.size > 1:
+        parallel.all_sum(found)
     for i in set(range(len(requests))) - set(open_):
         found[i] = torch.tensor(known[keys[i]])
     return found

@@ -147,9 +147,7 @@ def check(row: dict, where: str) -> None:
     texts = {key: [row[key]] for key in KINDS[kind] if key not in (listed, "gold")}
     if listed:
         choices, gold = row[listed], row["gold"]
-        require(
-            isinstance(choices, list) and len(choices) > 1, f"{where}: {listed} must be a list of two or more texts"
-        )
+        require(isinstance(choices, list) and len(choices) > 1, f"{where}: {listed} must list two or more texts")
         inside = isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(choices)
         require(inside, f"{where}: gold is {gold!r}, expected 0 to {len(choices) - 1}")
         texts[listed] = choices

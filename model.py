@@ -95,10 +95,11 @@ class Attention(nn.Module):
             q, k = rotate(q, *positions.angles), rotate(k, *positions.angles)
         if cache is not None:
             k, v = cache.append(layer, k, v)
+            q = q.to(k.dtype)  # a cache may be wider than the weights
         dropout_p = cfg.attn_pdrop if self.training else 0.0
         where = {"alibi_slopes": positions.slopes, "sequence_ids": positions.sequence_ids}
         y = attention(q, k, v, impl=cfg.attn_impl, softmax_scale=cfg.softmax_scale, dropout_p=dropout_p, **where)
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, cfg.d_model))
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, cfg.d_model).to(qkv.dtype))
 
 
 class FFN(nn.Module):

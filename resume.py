@@ -6,19 +6,25 @@
 
 What is unfit gets another name, so that its step can be saved again, and is never deleted.
 
+`opening` says what is about to run.
+
 Run `python resume.py runs/demo` to check all checkpoints of a run. Read next: resilience.py.
 """
 
 import functools
+import math
 import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
+import attention
+import devices
+import flops
 import parallel
 import runlog
-from checkpoint import find, latest, numbered, read_meta, verify
+from checkpoint import find, latest, numbered, read_meta, space, verify
 from config import MPTConfig, TrainConfig, require, step_ranges
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
@@ -100,7 +106,7 @@ def put_aside(path: Path, kind: str) -> str:
 
 def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
     """UserError unless the checkpoint is of this model, this data and this order."""
-    here = asdict(model_cfg) | asdict(cfg)
+    here, meta = asdict(model_cfg) | asdict(cfg), asdict(MPTConfig()) | meta  # settings that were not there then
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
@@ -109,6 +115,36 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
     require(
         not differ,
         f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
+    )
+
+
+def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
+    """What is about to run, in six lines."""
+    per_rank = cfg.global_batch_size // world.size
+    passes = math.ceil(per_rank / cfg.microbatch_size)
+    impl = attention.choose(
+        model_cfg.attn_impl,
+        world.device.type,
+        parallel.DTYPES[precision],
+        model_cfg.head_dim,
+        model_cfg.alibi,
+        model_cfg.attn_pdrop,
+    )
+    how = f"going on from {found}" if found else f"starting from {cfg.init_from}" if cfg.init_from else "starting anew"
+    if first >= cfg.max_steps:
+        how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
+    known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
+    size = f"{flops.n_params(model_cfg):,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}"
+    return "\n".join(
+        [
+            f"MPT of {size}, {impl} attention",
+            f"{world.size} x {devices.describe(world.device)}, {cfg.sharding}, {precision}, {known}",
+            f"{folder}: {train.tokens:,} training tokens",
+            f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
+            f"{world.size} ranks x {per_rank} in {passes} microbatches",
+            f"{cfg.run_dir}: {how}",
+            space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
+        ]
     )
 
 

@@ -5,7 +5,7 @@
     runs/demo/tokenizer.json   a copy, when the tokenizer was trained here
     runs/demo/metrics.jsonl    one line a step: step tokens loss lr grad_norm batch_hash skipped tokens_per_second mfu
                                memory_gb seconds slowest_rank slowest_by (its own seconds / those of the fastest),
-                               and one an evaluation: step val_loss val_bits_per_byte
+                               and one an evaluation: step val_loss val_bits_per_byte, or step icl {task: figures}
     runs/demo/checkpoints/     see checkpoint.py
     runs/demo/lease.json       who owns the folder, see resilience.py
     runs/demo/microbatch.json  the microbatch that fits, see microbatch.py
@@ -104,11 +104,22 @@ def line(row: dict, max_steps: int) -> str:
     head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
     if "val_loss" in row:
         return f"{head}  validation loss {row['val_loss']:.4f}  {row['val_bits_per_byte']:.3f} bits per byte"
+    if "icl" in row:
+        return f"{head}  " + "  ".join(map(task_line, *zip(*row["icl"].items(), strict=True)))
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
     left = datetime.timedelta(seconds=round((max_steps - row["step"]) * row["seconds"]))
     return (
         f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  {left} left"
+    )
+
+
+def task_line(name: str, figures: dict) -> str:
+    """A task's accuracy by LLM Foundry's scoring beside chance; of the other kinds what they have."""
+    if "foundry" in figures:
+        return f"{name} {figures['foundry']:.3f} +- {figures['foundry_stderr']:.3f} (chance {figures['chance']:.3f})"
+    return (
+        f"{name} {figures['acc']:.3f}" if "acc" in figures else f"{name} {figures['nats_per_token']:.4f} nats a token"
     )
 
 

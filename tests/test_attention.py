@@ -250,11 +250,33 @@ def test_sdpa_holds_no_t_by_t_tensor(alibi, dtype):
     assert sizes["reference"] == 2 * T * T  # the obvious version does: the measurement sees it
 
 
-def test_decoding_one_token_needs_no_mask(monkeypatch):
+def test_decoding_one_token_in_16_bits_needs_no_mask(monkeypatch):
+    """Which would round slope * distance to 8 bits."""
     monkeypatch.setattr(room, "attention_bias", None)  # a call would raise TypeError
-    q, k, v = qkv(lengths=(1, 65))
+    q, k, v = (x.bfloat16() for x in qkv(lengths=(1, 65)))
     found = attention(q, k, v, impl="sdpa", alibi_slopes=alibi_slopes(4))
-    assert relative_error(found, by_hand(q, k, v, alibi_slopes(4))) < 1e-6
+    assert relative_error(found.float(), by_hand(q.float(), k.float(), v.float(), alibi_slopes(4))) < 1e-2
+
+
+@pytest.mark.parametrize("impl", ["blocks", "sdpa"])
+@pytest.mark.parametrize("alibi", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 65), (7, 7), (300, 300), (9, 40)])
+def test_documents_do_not_see_each_other(impl, alibi, lengths):
+    """As the obvious version has it, and as each document computed on its own."""
+    (Tq, Tk), slopes = lengths, alibi_slopes(4) if alibi else None
+    q, k, v = (
+        torch.randn(2, h, t, 16, generator=torch.Generator().manual_seed(h + t)) for h, t in ((4, Tq), (2, Tk), (2, Tk))
+    )
+    first = Tk // 3  # tokens of the first document of row 0; row 1 is one document
+    ids = torch.stack([(torch.arange(Tk) >= first).int(), torch.full((Tk,), 7)])
+    found = attention(q, k, v, impl=impl, alibi_slopes=slopes, sequence_ids=ids)
+    exact = attention(*(x.double() for x in (q, k, v)), impl="reference", alibi_slopes=slopes, sequence_ids=ids)
+    assert relative_error(found, exact) < 1e-5
+    n = min(Tq, Tk - first)  # queries of the last document of row 0
+    alone = attention(q[:1, :, -n:], k[:1, :, first:], v[:1, :, first:], impl=impl, alibi_slopes=slopes)
+    assert relative_error(found[:1, :, -n:], alone) < 1e-5
+    whole = attention(q[1:], k[1:], v[1:], impl=impl, alibi_slopes=slopes)
+    assert relative_error(found[1:], whole) < 1e-5
 
 
 # --- the choice

@@ -168,6 +168,23 @@ def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
     )
 
 
+def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path):
+    """A run that begins with the weights of the finished one evaluates a task at steps 0, 2, 4 and at its end."""
+    row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
+    (tmp_path / "task.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    more = ["--run_dir=second", "--init_from=run", "--max_steps=5", "--eval_interval=3", "--icl_interval=2"]
+    done = python(*finished, *more, "--icl_tasks=task.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "second: starting from run" in done.stdout and "chance 0.500" in done.stdout
+    rows = runlog.read(tmp_path / "second")
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 5]
+    tasks = [(row["step"], row["icl"]["task"]) for row in rows if "icl" in row]
+    assert [step for step, _ in tasks] == [0, 2, 4, 5]
+    assert all(figures["n"] == 3 and figures["foundry"] in (0, 1) for _, figures in tasks)
+    ended = list(rows_by_step(tmp_path / "run")[1].values())[-1]
+    assert next(row["val_loss"] for row in rows if "val_loss" in row) == pytest.approx(ended, rel=1e-3)
+
+
 def test_more_steps_go_on_where_it_ended(python, finished, tmp_path):
     """Alone, what four ranks began."""
     before = rows_by_step(tmp_path / "run")[0]

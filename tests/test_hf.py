@@ -4,23 +4,22 @@ import datetime
 import json
 import random
 import resource
-import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import launch
+from conftest import ROOT, TORCHRUN, launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
-import config
 import generate
 import hf
 import parallel
+import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
 
@@ -75,8 +74,8 @@ def relative_error(found, exact):
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A folder of ours in their layout: two layers, four files."""
-    hf.export(build(replace(SMALL, **LIKE_TRANSFORMERS)), tmp_path / "theirs", max_bytes=30_000)
+    """A folder in their layout, in many files."""
+    hf.export(build(replace(SMALL, vocab_size=300, **LIKE_TRANSFORMERS)), tmp_path / "theirs", max_bytes=30_000)
     return tmp_path / "theirs"
 
 
@@ -147,7 +146,9 @@ SETTINGS = {
 def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
     """A warning if and only if it refuses the folder or computes other logits."""
     transformers = pytest.importorskip("transformers")
-    more = LIKE_TRANSFORMERS | {name: SETTINGS[name]} | ({"alibi": False} if name in ("rope", "learned_pos_emb") else {})
+    more = (
+        LIKE_TRANSFORMERS | {name: SETTINGS[name]} | ({"alibi": False} if name in ("rope", "learned_pos_emb") else {})
+    )
     ours = build(replace(SMALL, **more))
     hf.export(ours, tmp_path / "out")
     warned = capsys.readouterr().err
@@ -233,11 +234,11 @@ MPT_7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alib
             like_hub(alibi=False, rope=True, rope_impl="hf", rope_hf_config={"type": "no_scaling", "factor": 1.0}),
             replace(MPT_7B, alibi=False, rope=True),
         ),
-        (like_hub({"logit_scale": "inv_sqrt_d_model"}, qk_ln=True), replace(MPT_7B, logit_scale="inv_sqrt_d_model", qk_ln=True)),
+        (like_hub({"logit_scale": 0.5}, qk_ln=True), replace(MPT_7B, logit_scale=0.5, qk_ln=True)),
         ({"model_type": "mpt"}, MPTConfig()),  # LLM Foundry's defaults are ours
         ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, MPTConfig(alibi=True, no_bias=True)),
     ],
-)  # fmt: skip
+)
 def test_settings_of_published_models(settings, wanted):
     assert hf.config_from(settings) == wanted
     assert hf.config_from(json.loads(json.dumps(hf.config_to(wanted)))) == wanted
@@ -264,7 +265,7 @@ def test_every_setting_comes_back(more):
         (like_hub(alibi="yes"), "alibi in config.json is 'yes'"),
         (like_hub(rope=True), "rope and alibi"),
         (like_hub(alibi=False, rope=True, rope_dail_config={"type": "xpos"}), "rope_dail_config to 'xpos'"),
-        (like_hub(alibi=False, rope=True, rope_impl="hf", rope_hf_config={"type": "linear"}), "rope_hf_config to 'linear'"),
+        (like_hub(alibi=False, rope=True, rope_impl="hf", rope_hf_config={"type": "linear"}), "config to 'linear'"),
         (like_hub({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
         (like_hub({"embedding_fraction": 0.5}), "embedding_fraction"),
         (like_hub({"ffn_config": {"ffn_type": "mptglu"}}), "ffn_type to 'mptglu'"),
@@ -278,7 +279,7 @@ def test_every_setting_comes_back(more):
         ({"model_type": "llama", "hidden_size": 8}, "model_type 'llama'"),
         ({}, "model_type None"),
     ],
-)  # fmt: skip
+)
 def test_what_we_do_not_have_is_refused_by_name(settings, named):
     with pytest.raises(UserError, match=named) as error:
         hf.config_from(settings)
@@ -377,7 +378,12 @@ def fill_placed(world, folder, cfg):
     """Fill tensors in many placements on two mesh dimensions; those that do not hold what they should."""
     mesh, weights, wrong = init_device_mesh("cpu", (2, 2)), build(cfg).state_dict(), []
     layout = hf.find_tensors(Path(folder), MPT(cfg))
-    pairs = [(Shard(0), Shard(1)), (Shard(1), Replicate()), (Shard(0), Shard(0)), (_StridedShard(0, split_factor=2), Shard(0))]
+    pairs = [
+        (Shard(0), Shard(1)),
+        (Shard(1), Replicate()),
+        (Shard(0), Shard(0)),
+        (_StridedShard(0, split_factor=2), Shard(0)),
+    ]
     for name in ("transformer.wte.weight", "transformer.blocks.0.attn.out_proj.weight", "transformer.norm_f.bias"):
         for pair in pairs[2 * (weights[name].dim() == 1) :]:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
@@ -385,10 +391,307 @@ def fill_placed(world, folder, cfg):
             hf.fill(found, layout[name])
             if not (found.placements == pair and torch.equal(found.to_local(), wanted.to_local())):
                 wrong.append((name, pair))
-    return wrong  # fmt: skip
+    return wrong
 
 
 def test_any_placement(ranks, tmp_path):
     cfg = replace(SMALL, vocab_size=101)
     hf.export(build(cfg), tmp_path / "out")
     assert ranks(4)(fill_placed, str(tmp_path / "out"), cfg) == [[]] * 4
+
+
+MEASURE = """
+import resource, sys
+sys.path.insert(0, {root!r})
+import torch, hf, parallel
+from config import TrainConfig
+from model import MPT
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def main(argv):
+    world, cfg = parallel.start(), TrainConfig()
+    with torch.device("meta"):
+        model = MPT(hf.settings_of(argv[0]))
+    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
+    parallel.materialize(model, world.device, None)
+    hf.load_into(MPT(hf.settings_of(argv[1])), argv[1])  # what the first reading of all asks for, once
+    before = peak()
+    hf.load_into(model, argv[0])
+    sizes = [sum(p.numel() for p in model.parameters()), sum(p.to_local().numel() for p in model.parameters())]
+    print("measured", peak() - before, 4 * sizes[0], 4 * sizes[1], flush=True)
+
+parallel.run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
+def test_a_rank_never_holds_the_whole_model(safe, tmp_path):
+    """350 MB in one file, onto two ranks: each grows by its half and little more."""
+    tiny = MPT(replace(SMALL, **LIKE_TRANSFORMERS))
+    large = MPT(replace(SMALL, d_model=768, n_heads=12, n_layers=7, vocab_size=50368, **LIKE_TRANSFORMERS))
+    for name, model in (("tiny", tiny), ("large", large)):
+        hf.export(model, tmp_path / name)
+        if not safe:
+            as_bin(tmp_path / name)
+    (tmp_path / "measure.py").write_text(MEASURE.format(root=str(ROOT)))
+    done = launch([*TORCHRUN, "2"], tmp_path, ["large", "tiny"], program=tmp_path / "measure.py")
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("measured")]
+    assert len(lines) == 2, done.stderr
+    for grown, whole, part in (map(int, line) for line in lines):
+        assert whole > 3.4e8 and 0.9 * part < grown < part + 5e7 < 0.7 * whole
+
+
+# --- a run of ours from theirs, and theirs from a run of ours
+
+
+def test_import_sample_and_export(tmp_path, capsys):
+    cfg = replace(SMALL, vocab_size=300, alibi=True, max_seq_len=64)
+    model = build(cfg, dtype=torch.bfloat16)
+    hf.export(model, tmp_path / "theirs", max_bytes=40_000)
+    hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--tokenizer=bytes"])
+    assert "Text is cut by bytes" in capsys.readouterr().out
+
+    found, tokenizer, name = generate.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
+    assert tokenizer.name == "bytes" and name.endswith("step-0") and found.cfg == cfg
+    assert same_weights(found, model.float())
+    step = tmp_path / "run/checkpoints/step-0"
+    wanted = checkpoint.read_checksums(step)
+    assert {"meta.json", ".metadata"} < set(wanted)
+    assert all(checkpoint.fault(step / file, *numbers) is None for file, numbers in wanted.items())
+    weights = sum(path.stat().st_size for path in step.glob("*.distcp"))
+    assert weights < 1.2 * sum(2 * p.numel() for p in found.parameters()) + 50_000  # it keeps their dtype
+
+    hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    assert "ids are those of the tokenizer bytes" in capsys.readouterr().out
+    again = empty(hf.settings_of(tmp_path / "back"), torch.bfloat16)
+    hf.load_into(again, tmp_path / "back")
+    assert same_weights(again, model.bfloat16())
+    assert hf.read_json(tmp_path / "back/config.json")["torch_dtype"] == "bfloat16"
+    hf.import_(tmp_path / "back", tmp_path / "again")  # the tokenizer's name went along
+    assert checkpoint.read_meta(tmp_path / "again/checkpoints/step-0")["tokenizer"] == "bytes"
+
+
+def test_a_tokenizer_trained_here_goes_along(tmp_path):
+    bpe = tokenizers.train_bpe(["the cat and the dog and the cat"] * 3, 260)
+    hf.export(build(replace(SMALL, vocab_size=264)), tmp_path / "theirs")
+    bpe.save(tmp_path / "theirs" / hf.OUR_TOKENIZER)
+    hf.import_(tmp_path / "theirs", tmp_path / "run", bpe.name)
+    hf.export(tmp_path / "run", tmp_path / "back")
+    hf.import_(tmp_path / "back", tmp_path / "again")
+    _, found, _ = generate.load_for_sampling(str(tmp_path / "again"), None, torch.device("cpu"))
+    assert found.fingerprint == bpe.fingerprint and found.name == bpe.name
+
+
+def test_the_tokenizer_must_be_ours_and_fit(theirs, tmp_path):
+    hf.export(build(SMALL), tmp_path / "small")
+    settings = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}))
+    with pytest.raises(
+        UserError, match="wants the tokenizer EleutherAI/gpt-neox-20b: put its tokenizer.json there, or"
+    ):
+        hf.import_(theirs, tmp_path / "run")
+    with pytest.raises(UserError, match="bytes has 257 ids, but the model's vocab_size is 97"):
+        hf.import_(tmp_path / "small", tmp_path / "run", "bytes")
+    assert not (tmp_path / "run").exists()
+
+
+def test_their_tokenizer_is_taken(theirs, tmp_path):
+    """tokenizer.json beside the weights, cut by Hugging Face's package; it goes with the run back to their folder."""
+    library = pytest.importorskip("tokenizers")
+    made = library.ByteLevelBPETokenizer()
+    made.train_from_iterator(["the cat and the dog and the cat"], 270, special_tokens=["<|endoftext|>"])
+    made.save(str(theirs / "tokenizer.json"))
+    hf.import_(theirs, tmp_path / "run")
+    _, found, _ = generate.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
+    assert (
+        found.name == str(theirs / "tokenizer.json") and found.encode("the cat").tolist() == made.encode("the cat").ids
+    )
+    hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
+    assert (tmp_path / "back/tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+
+
+def init_from_run(world, run, cfg, other):
+    """Start from a run of ours under FSDP; then try another model: logits, and what that says."""
+    train = TrainConfig()
+    with torch.device("meta"):
+        models = [MPT(cfg), MPT(other)]
+    models = [parallel.parallelize(m, parallel.make_mesh(world, train), train, "fp32") for m in models]
+    for model in models:
+        parallel.materialize(model, world.device, None)
+    hf.init_from(models[0], run)
+    try:
+        hf.init_from(models[1], run)
+    except UserError as error:
+        with torch.no_grad():
+            return models[0](tokens(cfg)).numpy(), str(error), error.everywhere
+
+
+def test_init_from_a_run_of_ours(ranks, tmp_path):
+    """Without a process group, and on two ranks; dropout and length under ALiBi may differ, slopes may not."""
+    cfg = replace(SMALL, alibi=True, vocab_size=300)
+    model = build(cfg)
+    hf.export(model, tmp_path / "theirs")
+    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
+    free = dict(resid_pdrop=0.1, max_seq_len=20, learned_pos_emb=False, attn_impl="sdpa", kv_n_heads=6)
+    alone = empty(replace(cfg, **free))
+    hf.init_from(alone, tmp_path / "run/checkpoints/step-0")
+    assert same_weights(alone, model)
+
+    other = replace(cfg, alibi_bias_max=16, clip_qkv=6)
+    with torch.no_grad():
+        wanted = model(tokens(cfg))
+    for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
+        assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
+        assert error.endswith("of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). Set them alike")
+        assert everywhere
+
+
+@pytest.mark.parametrize("name, value", [("max_seq_len", 20), ("n_heads", 3), ("rope", True), ("alibi", True)])
+def test_another_model_is_refused(name, value, tmp_path):
+    hf.export(build(SMALL), tmp_path / "theirs")
+    with pytest.raises(UserError, match=rf"of another model: .*{name} {getattr(SMALL, name)} \(here {value}\)"):
+        hf.init_from(empty(replace(SMALL, **{name: value})), tmp_path / "theirs")
+
+
+# --- what is broken
+
+
+def shorten(path, by=100):
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - by)
+
+
+def rewrite(folder, change):
+    """Put the tensors of a folder into one file, changed."""
+    state = MPT(hf.settings_of(folder)).state_dict()
+    for path in folder.glob("model*"):
+        path.unlink()
+    change(state)
+    hf.write_safetensors(folder / "model.safetensors", state)
+
+
+def overwrite(path, at, data):
+    with open(path, "r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+BROKEN = {
+    "00001-of-.*safetensors is truncated or damaged: .* bytes instead of": lambda f: shorten(first(f)),
+    r"names \d+ files, but model-00001-of-\d+.safetensors is not there": lambda f: first(f).unlink(),
+    "cannot read .*config.json: .*No such file": lambda f: (f / "config.json").unlink(),
+    "cannot read .*config.json: Expecting": lambda f: (f / "config.json").write_text("{"),
+    "cannot read .*index.json: ": lambda f: shorten(f / "model.safetensors.index.json"),
+    "no weights in .*expected model.safetensors": lambda f: [path.unlink() for path in f.glob("model*")],
+    "is no safetensors file, or is damaged": lambda f: first(f).write_bytes(b"version https://git-lfs.github.com"),
+    "no safetensors file, or is damaged: unpack": lambda f: first(f).write_bytes(b""),
+    "no safetensors file, or is damaged: .*position": lambda f: overwrite(first(f), 0, b"\x00\x01"),
+    "model_type 'gpt2'": lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
+    r"lacks 1 tensors of this model, such as \['transformer.norm_f.weight'\]": lambda f: rewrite(
+        f, lambda state: state.pop("transformer.norm_f.weight")
+    ),
+    r"holds 1 tensors that this model lacks, such as \['transformer.wpe.weight'\]": lambda f: rewrite(
+        f, lambda state: state.update({"transformer.wpe.weight": torch.zeros(3, 48)})
+    ),
+    r"norm_f.weight is \(7,\) in .*, but \(48,\) in this model": lambda f: rewrite(
+        f, lambda state: state.update({"transformer.norm_f.weight": torch.zeros(7)})
+    ),
+    "lm_head.weight in .* differs from the embedding": lambda f: rewrite(
+        f, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"] + 1})
+    ),
+    "is I64, expected one of: F64": lambda f: overwrite_dtype(first(f)),
+    "twice, the second time in": lambda f: twice(f),
+}
+
+
+def first(folder):
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def overwrite_dtype(path):
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I64"', 1))
+
+
+def twice(folder):
+    sorted(folder.glob("*.safetensors"))[1].write_bytes(first(folder).read_bytes())
+
+
+@pytest.mark.parametrize("message", BROKEN)
+def test_what_is_broken_is_named_in_one_line(message, theirs, tmp_path):
+    BROKEN[message](theirs)
+    with pytest.raises(UserError, match=message) as error:
+        hf.import_(theirs, tmp_path / "run", "bytes")
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_broken_bin_files(tmp_path):
+    model, path = build(SMALL), tmp_path / "pytorch_model.bin"
+    (tmp_path / "config.json").write_text(json.dumps(hf.config_to(SMALL)))
+    torch.save(model.state_dict(), path)
+    shorten(path)
+    with pytest.raises(UserError, match="cannot read .*pytorch_model.bin with weights_only=True"):
+        hf.load_into(model, tmp_path)
+    torch.save(model.state_dict(), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(UserError, match="format of torch before 1.6"):
+        hf.load_into(model, tmp_path)
+    torch.save(model.state_dict() | {"transformer.wte.weight": torch.zeros(48, 97).T}, path)
+    with pytest.raises(UserError, match="wte.weight in .* is not a contiguous tensor"):
+        hf.load_into(model, tmp_path)
+    torch.save(model, path)
+    with pytest.raises(UserError, match="with weights_only=True: .*model.MPT"):
+        hf.load_into(model, tmp_path)
+    torch.save([1, 2], path)
+    with pytest.raises(UserError, match="holds no dictionary of weights"):
+        hf.load_into(model, tmp_path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(theirs):
+    model = MPT(hf.settings_of(theirs))
+    layout = hf.find_tensors(theirs, model)
+    shorten(layout["transformer.wte.weight"].file, by=10_000)
+    with pytest.raises(UserError, match="is truncated: it ends within a tensor"):
+        hf.fill(model.transformer.wte.weight, layout["transformer.wte.weight"])
+
+
+def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
+    """As older versions of transformers write it: under both names."""
+    monkeypatch.setattr(hf, "CHUNK", 1000)
+    rewrite(theirs, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"].clone()}))
+    model = empty(hf.settings_of(theirs))
+    hf.load_into(model, theirs)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_nothing_is_half_written(tmp_path, theirs):
+    """A disk that is full while files are written, in both directions; a target that is there."""
+    hf.export(build(replace(SMALL, vocab_size=300)), tmp_path / "fits")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        with pytest.raises(UserError, match="could not write .*out: .*File too large"):
+            hf.export(build(SMALL), tmp_path / "out")
+        with pytest.raises(UserError, match="could not write .*run: .*File too large"):
+            hf.import_(tmp_path / "fits", tmp_path / "run", "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(UserError, match="fits is there already"):
+        hf.export(build(SMALL), tmp_path / "fits")
+    with pytest.raises(UserError, match="fits is there already"):
+        hf.import_(tmp_path / "fits", tmp_path / "fits", "bytes")
+    with pytest.raises(UserError, match="could not write"):
+        hf.export(build(SMALL), tmp_path / "fits/config.json/out")  # a file in the way
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    (tmp_path / "empty").mkdir()
+    hf.export(build(SMALL), tmp_path / "empty")
+    assert hf.settings_of(tmp_path / "empty") == SMALL
+
+
+def test_a_mistake_is_one_line(python, tmp_path):
+    done = python("export", "nowhere", "out", program="hf.py")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: no checkpoint in 'nowhere'") and done.stderr.count("\n") == 1

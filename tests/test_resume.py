@@ -306,7 +306,17 @@ OTHER = {
     "softmax_scale": 0.5,
     "logit_scale": 2.0,
     "tie_word_embeddings": False,
+    "rope": True,
+    "rope_theta": 500.0,
+    "attn_uses_sequence_id": True,
 }
+
+
+def test_a_checkpoint_from_before_a_setting_had_its_default():
+    old = {name: value for name, value in META.items() if not name.startswith("rope")}
+    resume.check_same(Path("x"), old, MODEL, RUN, "f00")
+    with pytest.raises(UserError, match=r"another model: rope False \(here True\)"):
+        resume.check_same(Path("x"), old, replace(MODEL, rope=True), RUN, "f00")
 
 
 @pytest.mark.parametrize("key", OTHER)
