@@ -251,6 +251,7 @@ class Row:
             require(self.ranks == 1, "transformers' model is measured in one process: set --ranks=1")
             t.microbatch_size, t.activation_checkpointing = t.global_batch_size, "none"
         names = "sharding shard_size activation_checkpointing checkpoint_every compile microbatch_size".split()
+        require(t.microbatch_size != "auto", "a row has one microbatch: set --microbatch_size=NUMBER, or sweep several")
         self.columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
             "command": f"python bench.py train {shlex.join(argv)}",

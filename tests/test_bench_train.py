@@ -125,6 +125,7 @@ def test_alternating_rows_are_one_group():
         (["configs/mpt1b.py", "--sizes=125m"], "a config file or --sizes"),
         (["--ranks=3"], "global_batch_size 8 is not a multiple of the 3 ranks"),
         (["--out=results"], "the name of a .csv file"),
+        (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
         (["--rounds=0"], "rounds and steps must be at least 1"),
         (["--transformers", "--ranks=2"], "set --ranks=1"),
     ],
