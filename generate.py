@@ -80,18 +80,15 @@ class Decoder:
         self.head = functools.partial(F.linear, weight=weight)
         if can_pack(self.device, self.dtype):
             self.head = PackedLinear(weight)
-            linears = [(m, name) for m in model.transformer.modules() for name, c in m.named_children() if is_linear(c)]
-            for module, name in linears:  # one after another: a dense weight goes before the next is packed
-                dense = getattr(module, name)
-                setattr(module, name, PackedLinear(dense.weight, dense.bias))
+            for block in model.transformer.blocks:  # one after another: what was packed is freed
+                for part in (block.attn, block.ffn):
+                    for name, child in list(part.named_children()):
+                        if isinstance(child, nn.Linear):
+                            setattr(part, name, PackedLinear(child.weight, child.bias))
 
     def __call__(self, ids, cache):
         hidden = self.model.transformer(ids, cache)[:, -1]  # (B, d_model): of the prompt, too, only the end is needed
         return self.head(hidden).float() * self.scale
-
-
-def is_linear(module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 @torch.inference_mode()
@@ -175,11 +172,11 @@ class Speed:
         read += self.cached * decoding.kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
         pace = read / self.seconds / 1e9  # GB/s
         line += f"; new: {self.tokens} tokens, {self.tokens / self.seconds:,.0f} tokens/s, {self.steps} steps"
-        line += f" of {1e3 * self.seconds / self.steps:.2f} ms, in which {read / self.steps / 1e9:.3f} GB are read: "
-        found, of = devices.of(decoder.device), "this CPU's, measured by reading"
-        bandwidth, of = (found.bandwidth_gbs, found.name) if found else (None, of)
+        line += f" of {1e3 * self.seconds / self.steps:.2f} ms, in which {read / self.steps / 1e6:,.1f} MB are read: "
+        found = devices.of(decoder.device)
+        bandwidth, of = (found.bandwidth_gbs, found.name) if found else (0, "")
         if decoder.device.type == "cpu":
-            bandwidth = measure_bandwidth()
+            bandwidth, of = measure_bandwidth(), "this CPU's, measured by reading"
         share = f"{pace / bandwidth:.0%} of {bandwidth:,.0f} ({of})" if bandwidth else "share of the bandwidth n/a"
         return f"{line}{pace:.1f} GB/s, {share}"
 
@@ -226,15 +223,17 @@ def write(decoder: Decoder, texts: list[Text], speed: Speed, **how):
             begin = time.perf_counter()
 
 
-def load_for_sampling(path: str, step: int | None, device, tokenizer: str = "gpt2"):
+def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None = None):
     """The model, its tokenizer and a name, from a run folder or a checkpoint of ours (step 0: the untrained model), or
-    from a Hugging Face folder, whose ids are those of `tokenizer`."""
-    if (Path(path) / "config.json").exists() and not hf.is_ours(Path(path)):
+    from a Hugging Face folder, whose ids are those of `tokenizer` (None: of its tokenizer.json, else gpt2)."""
+    folder = Path(path)
+    if (folder / "config.json").exists() and not hf.is_ours(folder):
         with torch.device("meta"):
             model = MPT(hf.settings_of(path))
         model.to_empty(device=device)
         hf.load_into(model, path)
-        return model.eval(), tokenizers.load(tokenizer), path
+        own = str(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else "gpt2"
+        return model.eval(), tokenizers.load(tokenizer or own), path
     found = checkpoint.find(path)
     if step is not None and (step > 0 or (found.parent / "step-0").exists()):
         found = found.parent / f"step-{step}"
@@ -346,7 +345,7 @@ def parse(argv):
     parser.add_argument("--batch_size", type=int, default=8, help="texts written together")
     parser.add_argument("--json", action="store_true", help="one JSON object per text, on a line")
     parser.add_argument("--step", type=int, help="of which checkpoint (default: the newest; 0: untrained)")
-    parser.add_argument("--tokenizer", default="gpt2", help="of a Hugging Face folder (a run knows its own)")
+    parser.add_argument("--tokenizer", help="of a Hugging Face folder (default: its tokenizer.json, else gpt2)")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), default="auto", help="of the weights")
     args = parser.parse_args(argv)
     if not args.temperature >= 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.max_new_tokens < 1:
@@ -357,6 +356,8 @@ def parse(argv):
         lines = Path(args.prompts).read_text(encoding="utf-8", errors="replace").splitlines()
         require(any(lines), f"no prompt in {args.prompts}: it wants one per line")
         args.prompt += filter(None, lines)
+    mixed = args.interactive and (args.prompt or args.json)
+    require(not mixed, "--interactive asks for prompts and streams the texts: leave out --prompt, --prompts and --json")
     args.interactive |= not args.prompt and sys.stdin.isatty() and not args.json
     args.prompt = args.prompt or [""]
     return args

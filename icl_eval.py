@@ -173,12 +173,13 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
 
 
 def batched(numbers, requests, batch_tokens: int) -> list[list[int]]:
-    """Numbers of requests, longest first, in batches of at most `batch_tokens` with their padding."""
+    """Numbers of requests, longest first, in batches of at most `batch_tokens`, a quarter of them padding at most."""
     batches, width = [], 0
     for i in sorted(numbers, key=lambda i: -len(requests[i].ids)):
-        if not batches or (len(batches[-1]) + 1) * width > batch_tokens:
+        length = len(requests[i].ids) - 1
+        if not batches or (len(batches[-1]) + 1) * width > batch_tokens or length < 0.75 * width:
             batches.append([])
-            width = len(requests[i].ids) - 1
+            width = length
         batches[-1].append(i)
     return batches
 

@@ -19,6 +19,7 @@ import checkpoint
 import generate
 import hf
 import parallel
+import tensor_files
 import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
@@ -171,7 +172,7 @@ def test_dropouts_and_packing_are_warned_of():
 def test_their_package_reads_our_safetensors(tmp_path):
     safe_open = pytest.importorskip("safetensors").safe_open
     model = build(SMALL, dtype=torch.bfloat16)
-    hf.write_safetensors(tmp_path / "x.safetensors", model.state_dict())
+    tensor_files.write_safetensors(tmp_path / "x.safetensors", model.state_dict())
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert {name: file.get_tensor(name).tolist() for name in file.keys()} == {  # noqa: SIM118
@@ -306,7 +307,7 @@ def test_our_models_come_back_bit_equal(more, tmp_path):
 
 @pytest.mark.parametrize("stored, here", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float64")])
 def test_numbers_take_the_dtype_of_the_parameters(stored, here, tmp_path, monkeypatch):
-    monkeypatch.setattr(hf, "CHUNK", 1000)  # bytes: several chunks a tensor, the last one short
+    monkeypatch.setattr(tensor_files, "CHUNK", 1000)  # bytes: several chunks a tensor, the last one short
     stored, here = getattr(torch, stored), getattr(torch, here)
     model, found = build(SMALL, dtype=stored), empty(SMALL, here)
     hf.export(model, tmp_path / "out")
@@ -388,7 +389,7 @@ def fill_placed(world, folder, cfg):
         for pair in pairs[2 * (weights[name].dim() == 1) :]:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
             found = torch.full_like(wanted, torch.nan)
-            hf.fill(found, layout[name])
+            tensor_files.fill(found, layout[name])
             if not (found.placements == pair and torch.equal(found.to_local(), wanted.to_local())):
                 wrong.append((name, pair))
     return wrong
@@ -469,7 +470,7 @@ def test_import_sample_and_export(tmp_path, capsys):
     again = empty(hf.settings_of(tmp_path / "back"), torch.bfloat16)
     hf.load_into(again, tmp_path / "back")
     assert same_weights(again, model.bfloat16())
-    assert hf.read_json(tmp_path / "back/config.json")["torch_dtype"] == "bfloat16"
+    assert tensor_files.read_json(tmp_path / "back/config.json")["torch_dtype"] == "bfloat16"
     hf.import_(tmp_path / "back", tmp_path / "again")  # the tokenizer's name went along
     assert checkpoint.read_meta(tmp_path / "again/checkpoints/step-0")["tokenizer"] == "bytes"
 
@@ -570,7 +571,7 @@ def rewrite(folder, change):
     for path in folder.glob("model*"):
         path.unlink()
     change(state)
-    hf.write_safetensors(folder / "model.safetensors", state)
+    tensor_files.write_safetensors(folder / "model.safetensors", state)
 
 
 def overwrite(path, at, data):
@@ -654,12 +655,12 @@ def test_a_file_that_shrinks_while_it_is_read(theirs):
     layout = hf.find_tensors(theirs, model)
     shorten(layout["transformer.wte.weight"].file, by=10_000)
     with pytest.raises(UserError, match="is truncated: it ends within a tensor"):
-        hf.fill(model.transformer.wte.weight, layout["transformer.wte.weight"])
+        tensor_files.fill(model.transformer.wte.weight, layout["transformer.wte.weight"])
 
 
 def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
     """As older versions of transformers write it: under both names."""
-    monkeypatch.setattr(hf, "CHUNK", 1000)
+    monkeypatch.setattr(tensor_files, "CHUNK", 1000)
     rewrite(theirs, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"].clone()}))
     model = empty(hf.settings_of(theirs))
     hf.load_into(model, theirs)
