@@ -88,3 +88,10 @@ def test_an_mi250_config_fits_64_gb_by_its_own_arithmetic(name):
     comment = (FOLDER / f"{name}.py").read_text()
     assert f"= {state / 1e9:.1f} GB" in comment and f"= {saved / 1e9:.1f} GB" in comment
     assert "not measured on AMD hardware" in comment
+
+
+def test_the_finetuning_of_the_released_7b():
+    """Its shape as facts about the release say: 6,649,286,656 parameters with 50,432 ids."""
+    model, train = config.load([str(FOLDER / "finetune_mpt7b.py")], MPTConfig, TrainConfig)
+    assert flops.n_params(model) == 6_649_024_512 + (50_432 - 50_368) * 4096
+    assert train.init_from == "mpt-7b" and train.global_batch_size == 8 * train.microbatch_size

@@ -133,7 +133,7 @@ def test_greedy_means_every_token_is_the_likeliest():
 def test_batches_hold_each_request_once_and_little_padding():
     lengths = [3, 50, 2, 49, 200, 7, 7, 7, 6, 40] * 5
     requests = [Request(torch.zeros(n + 1).numpy(), 1) for n in lengths]
-    batches = icl_eval.batched(range(len(requests)), requests, 100)
+    batches = [[i for (i,) in batch] for batch in icl_eval.batched([[i] for i in range(50)], requests, 100)]
     assert sorted(i for batch in batches for i in batch) == list(range(50))
     for batch in batches:
         widths = [lengths[i] for i in batch]
@@ -456,3 +456,28 @@ def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
         assert abs(before[name] - 0.25) < 4 * before[f"{name}_stderr"]  # as good as a guess
         assert after[name] > 0.25
     assert after["foundry"] > 0.25 + 3 * after["foundry_stderr"]
+
+
+def test_a_context_is_read_once_where_that_pays():
+    def request(context, count):
+        return Request(torch.tensor([*context, *range(count)]).numpy(), count)
+
+    long, other = range(100, 120), range(200, 220)
+    requests = [
+        request(long, 3),
+        request(long, 4),
+        request(other, 3),
+        request(long, 2),
+        request(long[:4], 3),
+        request(long[:4], 3),
+    ]
+    assert icl_eval.by_context(range(6), requests, 128) == [[[0, 1, 3]], [[2], [4], [5]]]
+    assert icl_eval.by_context(range(6), requests, 23) == [[], [[0], [1], [3], [2], [4], [5]]]  # 20 + 4 do not fit
+    assert icl_eval.by_context([], requests, 128) == [[], []]
+    mpt, seen = model(alibi=True), []
+    one = icl_eval.score(mpt, requests[:1] + requests[2:3], ALONE, "fp32", 100)
+    hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    found = icl_eval.score(mpt, requests, ALONE, "fp32", 100)
+    hook.remove()
+    assert seen[:2] == [(1, 19), (3, 4)]  # the context but its last token, then that and the continuations
+    assert torch.allclose(found[[0, 2]], one, atol=1e-4)

@@ -1,5 +1,6 @@
 """Every command of the README is run, at a size that takes seconds, in a copy of the project."""
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,10 @@ import sys
 import pytest
 from conftest import ROOT, clean_environment
 
+import hf
+from config import MPTConfig
+from model import MPT
+
 README = (ROOT / "README.md").read_text()
 BLOCKS = "".join(re.findall(r"```sh\n(.*?)```", README, re.DOTALL)).splitlines()
 INLINE = re.findall(r"`((?:python|torchrun) [^`]+)`", README)
@@ -19,7 +24,7 @@ COMMANDS = sorted({line.partition("  #")[0].strip() for line in BLOCKS + INLINE}
 SMALL = (
     "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32 --dataset=my/*.txt --tokenizer=bytes "
     "--data_dir=data/small --val_fraction=0.1 --max_tokens=0 --eval_tokens=64 --max_steps=2 --warmup_steps=1 "
-    "--global_batch_size=8 --microbatch_size=2"
+    "--global_batch_size=8 --microbatch_size=2 --icl_limit=1"
 ).split()
 
 
@@ -55,6 +60,13 @@ def copy(tmp_path_factory, tiny_text):
     assert done.returncode == 0, done.stderr
     for name in ("one", "two", "moved"):  # as of make elastic
         shutil.copytree(folder / "runs/demo", folder / "runs/elastic" / name)
+    shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
+    row = json.dumps({"query": "the", "choices": ["river", "tree"], "gold": 0})
+    (folder / "words.jsonl").write_text(f"{row}\n")
+    cfg = MPTConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=32, alibi=True, no_bias=True)
+    hf.export(MPT(cfg), folder / "mpt-7b")  # as small as the commands are made here
+    settings = json.loads((folder / "mpt-7b/config.json").read_text())
+    (folder / "mpt-7b/config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
     for name in ("mi250.csv", "h100.csv"):
         shutil.copy(folder / "scaling.csv", folder / name)
     return folder
@@ -72,6 +84,8 @@ SLOW = (
     "--sweep=",
     "flash_attention.py",
     "--transformers",
+    "finetune",
+    "--icl_interval",
 )  # 10 s and more
 
 
