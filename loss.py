@@ -55,10 +55,12 @@ def score_labels(x, weight, labels, logit_scale=None):
     xs, wanted, rows = x[counted], labels[counted], max(1, CHUNK_BYTES // (4 * weight.shape[0]))
     parts = []
     for i in range(0, len(xs), rows):
-        logits = F.linear(xs[i : i + rows], weight).to(log_probs.dtype) * scale  # (rows, V)
+        logits = F.linear(xs[i : i + rows], weight).to(log_probs.dtype)  # (rows, V)
+        logits = logits if scale == 1 else logits * scale
         label = wanted[i : i + rows, None]
-        found = logits.gather(1, label)[:, 0]
-        parts.append((found - logits.logsumexp(-1), logits.argmax(-1) == label[:, 0]))
+        found, (top, likeliest) = logits.gather(1, label), logits.max(-1, keepdim=True)
+        log_z = logits.sub_(top).exp_().sum(-1, keepdim=True).log() + top  # logsumexp, in place
+        parts.append(((found - log_z)[:, 0], (likeliest == label)[:, 0]))
     if parts:
         log_probs[counted], greedy[counted] = (torch.cat(column) for column in zip(*parts, strict=True))
     return log_probs, greedy

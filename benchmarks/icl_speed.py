@@ -1,8 +1,8 @@
 """Evaluation here beside lm-evaluation-harness's Hugging Face backend: the same weights, items, ids and threads.
 
-A randomly initialised transformers MptForCausalLM is asked the questions of some files through lm-eval's HFLM, at several batch
-sizes of which its best counts, and our model with its weights through icl_eval.evaluate. They take turns; the sums of
-log-probabilities must agree. Needs `pip install -r requirements-peers.txt`.
+A randomly initialised transformers MptForCausalLM is asked the questions of some files through lm-eval's HFLM, at
+several batch sizes of which the best counts, and our model with its weights through icl_eval.score. They take turns;
+the sums of log-probabilities must agree. Needs `pip install -r requirements-peers.txt`.
 
 Run `python benchmarks/icl_speed.py A.jsonl,B.jsonl [--limit=100] [--d_model=256 --n_layers=4 --n_heads=4]`.
 """
@@ -74,32 +74,6 @@ def main(argv) -> None:
     for task in tasks:
         pairs = icl_eval.pairs_of(task, tokenizer, cfg.max_seq_len)
         requests += icl_eval.encode(pairs, tokenizer, task.name, cfg)[0]
-    theirs, ours = MptForCausalLM(theirs_cfg).eval(), MPT(cfg).eval()
-    ours.load_state_dict({name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"})
-    return theirs, ours
-
-
-def harness(model, max_length: int, batch_size: int):
-    """lm-eval's backend on a model that is here already. The ids are given, so its tokenizer only has to exist."""
-    from lm_eval.models.huggingface import HFLM
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
-    words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-    return HFLM(pretrained=model, tokenizer=words, batch_size=batch_size, max_length=max_length, dtype=None)
-
-
-def main(argv) -> None:
-    paths = [arg for arg in argv if not arg.startswith("-")]
-    require(len(paths) == 1, "usage: python benchmarks/icl_speed.py A.jsonl,B.jsonl [--limit=100] [--d_model=256 ...]")
-    defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
-    cfg, how = config.load([*defaults, *(arg for arg in argv if arg.startswith("-"))], MPTConfig, SpeedConfig)
-    world = parallel.start(how.device)
-    tokenizer = tokenizers.load("gpt2")
-    tasks = icl_tasks.load(paths[0], limit=how.limit)
-    pairs = icl_eval.pairs_of(tasks[0], tokenizer, cfg.max_seq_len)
-    requests, _ = icl_eval.encode(pairs, tokenizer, tasks[0].name, cfg)
     theirs, ours = (m.to(world.device, parallel.DTYPES[how.dtype]) for m in pair_of_models(cfg))
     split = [(None, r.ids[: -r.count].tolist(), r.ids[-r.count :].tolist()) for r in requests]
     backends = {f"lm-eval, batch {size}": harness(theirs, cfg.max_seq_len, size) for size in (1, 8, 32)}

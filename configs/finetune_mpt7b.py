@@ -1,4 +1,4 @@
-# The released MPT-7B (ALiBi, no biases, 50,432 ids) goes on training on your text. Not run: nobody here had its weights.
+# The released MPT-7B (ALiBi, no biases, 50,432 ids) goes on training with your text. Not run with its real weights.
 # mpt-7b is its folder from the Hub: config.json, tokenizer.json (see requirements-extra.txt), the weights.
 # A step: 64 sequences x 2048 = 131,072 tokens; x 500 steps = 65.5M tokens.
 # On 8 devices: 64 = 8 x microbatch 8 x 1 accumulation step.
