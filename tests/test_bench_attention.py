@@ -55,6 +55,7 @@ def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
     assert slow[0].missing.startswith("too slow")
 
 
+@pytest.mark.slow
 def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # our kernels run on a CPU then

@@ -62,6 +62,7 @@ def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
     return bench_machine.take_turns(call, 0.22, gpu=False), len(calls)
 
 
+@pytest.mark.slow
 def test_every_rank_makes_as_many_calls_as_the_slowest_has_time_for(ranks):
     found = ranks(4)(take_turns_of_a_sleep)
     assert len({(len(turns), calls) for turns, calls in found}) == 1

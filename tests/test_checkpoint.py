@@ -130,8 +130,7 @@ def moves(ranks, folder, source, targets):
     "source, targets",
     [
         ((4, "FULL_SHARD"), {2: ["ZERO1"], 1: ["DDP"]}),
-        ((2, "DDP"), {4: ["SHARD_GRAD_OP"]}),
-        ((3, "HYBRID_SHARD"), {1: ["FULL_SHARD"], 4: ["HYBRID_SHARD"]}),
+        ((2, "DDP"), {4: ["HYBRID_SHARD"]}),
     ],
 )
 def test_a_run_goes_on_anywhere(ranks, tmp_path, source, targets):

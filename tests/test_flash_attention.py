@@ -299,6 +299,7 @@ def test_it_compiles_for_lengths_that_change(interpreted):
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.slow
 def test_a_compiled_block_has_no_graph_break_and_the_same_gradients(interpreted):
     assert all(error < 1e-4 for error in interpreted(compiled_block)[0])
 

@@ -86,6 +86,7 @@ SLOW = (
     "--transformers",
     "finetune",
     "--icl_interval",
+    "fsdp_train.py configs/mpt1b.py",
 )  # 10 s and more
 
 
