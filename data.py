@@ -21,6 +21,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 import threading
 import time
@@ -132,6 +133,9 @@ def make_tokenizer(cfg: TrainConfig, folder: Path):
     """Load the tokenizer; a BPE is trained on the first documents, once."""
     path = folder / "tokenizer.json"
     name = tokenizers.canonical(cfg.tokenizer)
+    if name.endswith(".json") and not path.exists():
+        tokenizers.load(name)  # is it one?
+        shutil.copy(name, path)  # data and runs do not depend on the place of somebody else's file
     if not name.startswith("bpe") or path.exists():
         return tokenizers.load(name, path)
     print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)

@@ -26,14 +26,12 @@ import devices
 import flops
 import hf
 import icl_eval
-import icl_tasks
 import microbatch
 import optim
 import parallel
 import resilience
 import resume
 import runlog
-import tokenizer as tokenizers
 import watch
 from config import MPTConfig, TrainConfig, require
 from loss import IGNORE
@@ -45,10 +43,10 @@ def main(argv) -> None:
     signals = resilience.Signals()
     world = parallel.start(cfg.device, max(parallel.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
     log = runlog.RunLog(cfg, world.rank)
-    require(
-        cfg.global_batch_size % world.size == 0,
-        f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks",
-    )
+    rest = cfg.global_batch_size % world.size
+    require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
+    if cfg.init_from:
+        parallel.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
     lease = resilience.Lease(cfg.run_dir)
     parallel.rank_zero_decides(lease.take)
 
@@ -61,10 +59,10 @@ def main(argv) -> None:
         train.vocab_size <= model_cfg.vocab_size,
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
     )
-
-    tasks = icl_tasks.load(cfg.icl_tasks, limit=cfg.icl_limit) if cfg.icl_interval else []
-    wants_text = tasks or model_cfg.attn_uses_sequence_id
-    tokenizer = tokenizers.load(cfg.tokenizer, folder / "tokenizer.json") if wants_text else None
+    tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
+    tasks, tokenizer = icl_eval.prepare(model_cfg, cfg, tokens_file)
+    if cfg.init_from:
+        parallel.rank_zero_decides(lambda: hf.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
     # where to begin
     found = resume.choose(cfg)
@@ -104,7 +102,7 @@ def main(argv) -> None:
         "skip_steps": cfg.skip_steps,
         "resumed": found and str(found),
     }
-    log.start(model_cfg, cfg, launch, folder / "tokenizer.json", first)
+    log.start(model_cfg, cfg, launch, tokens_file, first)
     log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     def due(every, step):

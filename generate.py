@@ -227,13 +227,16 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None
     """The model, its tokenizer and a name, from a run folder or a checkpoint of ours (step 0: the untrained model), or
     from a Hugging Face folder, whose ids are those of `tokenizer` (None: of its tokenizer.json, else gpt2)."""
     folder = Path(path)
+    require(step is None or step >= 0, f"step must be 0 or more, not {step}")
     if (folder / "config.json").exists() and not hf.is_ours(folder):
+        require(step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step")
         with torch.device("meta"):
             model = MPT(hf.settings_of(path))
-        model.to_empty(device=device)
+        dtypes = {stored.dtype for stored in hf.find_tensors(folder, model).values()}
+        model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device=device)
         hf.load_into(model, path)
-        own = str(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else "gpt2"
-        return model.eval(), tokenizers.load(tokenizer or own), path
+        return model.eval(), tokenizers.load(tokenizer or hf.name_of_tokenizer(folder), folder / hf.OUR_TOKENIZER), path
+    require(not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer")
     found = checkpoint.find(path)
     if step is not None and (step > 0 or (found.parent / "step-0").exists()):
         found = found.parent / f"step-{step}"
@@ -350,7 +353,8 @@ def parse(argv):
     args = parser.parse_args(argv)
     if not args.temperature >= 0 or not 0 < args.top_p <= 1 or args.top_k < 0 or args.max_new_tokens < 1:
         raise UserError("temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more")
-    require(args.seed >= 0 and args.batch_size > 0, "seed is 0 or more, batch_size is 1 or more")
+    require(0 <= args.seed < 2**62 and args.batch_size > 0, "seed is 0 or more (below 2^62), batch_size is 1 or more")
+    require(args.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
     require(all(args.stop), "a stop string is empty")
     if args.prompts:
         lines = Path(args.prompts).read_text(encoding="utf-8", errors="replace").splitlines()

@@ -68,9 +68,11 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     """The model that a config.json of transformers or LLM Foundry describes. UserError for what we do not have."""
     model_type = settings.get("model_type")
     require(model_type == "mpt", f"{source} has model_type {model_type!r}: only 'mpt' can be read")
-    by_transformers = any(name.startswith("Mpt") for name in settings.get("architectures") or [])
+    by_transformers = any(str(name).startswith("Mpt") for name in settings.get("architectures") or [])
     values = {"no_bias": True, "alibi": True} if by_transformers else {}
     attention, ffn = settings.get("attn_config") or {}, settings.get("ffn_config") or {}
+    groups = isinstance(attention, dict) and isinstance(ffn, dict)
+    require(groups, f"{source}: attn_config and ffn_config must be objects with settings")
     hints = typing.get_type_hints(MPTConfig)
     for group, names in ((settings, TOP), (attention, ATTENTION), (ffn, ())):
         for key, value in group.items():
@@ -81,11 +83,11 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
                 require(fine, f"{source} sets {key} to {value!r}, which this project's MPT does not have")
     heads = {"multihead_attention": None, "multiquery_attention": 1}
     heads["grouped_query_attention"] = attention.get("kv_n_heads") or 0
-    kind = attention.get("attn_type", "multihead_attention")
+    kind = str(attention.get("attn_type", "multihead_attention"))
     require(kind in heads, f"{source} sets attn_type to {kind!r}, expected one of: {', '.join(heads)}")
     if values.get("rope"):
         group = f"rope_{attention.get('rope_impl', 'dail')}_config"
-        form = attention.get(group, {}).get("type", "original")
+        form = (attention.get(group) or {}).get("type", "original")
         require(form in ("original", "no_scaling"), f"{source} sets {group} to {form!r}: only plain RoPE can be read")
     cfg = MPTConfig(**values, kv_n_heads=heads[kind])
     cfg.check()
@@ -155,8 +157,9 @@ def is_ours(path: Path) -> bool:
 def foreign_settings(path: Path) -> tuple[dict, Path]:
     """What config.json says, or a Composer checkpoint that holds the same; and where it stands."""
     beside = path / "config.json" if path.is_dir() else path.parent / "config.json"
-    if path.suffix != ".pt" or beside.exists():
+    if path.is_dir() or beside.exists():
         return read_json(beside), beside
+    require(path.suffix == ".pt", f"{path} does not hold its model's settings: put its config.json beside it")
     content = read_pickle(path)
     try:
         return content["state"]["integrations"]["huggingface"]["model"]["config"]["content"], path
@@ -181,7 +184,7 @@ def init_from(model: MPT, path) -> None:
     may differ. Every rank calls it.
     """
     path = Path(path)
-    on_rank_zero(lambda: check_same_model(path, settings_of(path), model.cfg))
+    on_rank_zero(lambda: check_same_model(path, model.cfg))
     if not on_rank_zero(lambda: is_ours(path)):
         return load_into(model, path)
     found = on_rank_zero(lambda: checkpoint.find(str(path)))
@@ -190,11 +193,26 @@ def init_from(model: MPT, path) -> None:
     load_ours(found, model.state_dict())
 
 
-def check_same_model(path: Path, theirs: MPTConfig, ours: MPTConfig) -> None:
-    """UserError naming the settings in which two models differ as functions."""
-    here = meaning(ours)
-    differ = [f"{k} {value} (here {here[k]})" for k, value in meaning(theirs).items() if here.get(k, value) != value]
+def check_same_model(path, ours: MPTConfig) -> None:
+    """UserError naming the settings in which the model at `path` and `ours` differ as functions."""
+    here, theirs = meaning(ours), meaning(settings_of(path))
+    differ = [f"{k} {value} (here {here[k]})" for k, value in theirs.items() if here.get(k, value) != value]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike")
+
+
+def check_same_tokenizer(path, name: str, file) -> None:
+    """UserError if the weights at `path` were trained with other ids than those of the tokenizer `name` (its own file,
+    if it has one: `file`)."""
+    path = Path(path)
+    if is_ours(path):
+        found = checkpoint.find(str(path))
+        theirs, their_file = checkpoint.read_meta(found)["tokenizer"], found.parent.parent / "tokenizer.json"
+    else:
+        theirs, their_file = name_of_tokenizer(path), (path if path.is_dir() else path.parent) / OUR_TOKENIZER
+    same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
+    if not same:
+        same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
+    require(same, f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer")
 
 
 def meaning(cfg: MPTConfig) -> dict:
@@ -256,16 +274,18 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
         if found:
             settings["tokenizer_name"] = copy_tokenizer(found, temporary)
         (temporary / "config.json").write_text(json.dumps(settings, indent=2))
-    for setting in lost_in_transformers(cfg):
-        print(f"warning: transformers' MptForCausalLM does not know {setting}: do not load it there", file=sys.stderr)
+    if lost := lost_in_transformers(cfg):
+        lost = ", ".join(lost)
+        print(f"warning: transformers' MptForCausalLM overlooks {lost}: do not load it there", file=sys.stderr)
 
 
 def copy_tokenizer(path: Path, folder: Path) -> str:
     """The name of the tokenizer of a checkpoint; if it has a file, that goes into `folder`."""
     name, ours = checkpoint.read_meta(path)["tokenizer"], path.parent.parent / "tokenizer.json"
     theirs = name.endswith(".json")
-    file = Path(name) if theirs else ours
-    if file.exists():
+    file = ours if ours.exists() or not theirs else Path(name)
+    if theirs or name.startswith("bpe"):
+        require(file.exists(), f"{path} was trained with the tokenizer {name}, which is not there any more")
         shutil.copy(file, folder / (THEIR_TOKENIZER if theirs else OUR_TOKENIZER))
     return THEIR_TOKENIZER if theirs else name
 
@@ -305,6 +325,8 @@ def import_(source, run_dir, tokenizer: str | None = None) -> None:
         dcp.save({"model": model.state_dict()}, storage_writer=checkpoint.Writer(step), no_dist=True)
         if cut.name.startswith("bpe"):
             cut.save(temporary / "tokenizer.json")
+        elif cut.name.endswith(".json"):
+            shutil.copy(cut.name, temporary / "tokenizer.json")
     size = sum(param.numel() for param in model.parameters())
     print(f"{run_dir}: {size:,} parameters. Text is cut by {name}: a model trained with other ids writes nonsense")
 
@@ -312,7 +334,7 @@ def import_(source, run_dir, tokenizer: str | None = None) -> None:
 def name_of_tokenizer(source: Path) -> str:
     """tokenizer.json if that is there, or what config.json names if that is one of ours, or gpt2 if it names none."""
     file = (source if source.is_dir() else source.parent) / THEIR_TOKENIZER
-    named = foreign_settings(source)[0].get("tokenizer_name") or "gpt2"
+    named = str(foreign_settings(source)[0].get("tokenizer_name") or "gpt2")
     try:
         return str(file) if file.exists() else tokenizers.canonical(named)
     except UserError as error:

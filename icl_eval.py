@@ -34,7 +34,8 @@ import config
 import generate
 import icl_tasks
 import parallel
-from config import TrainConfig, require
+import tokenizer as tokenizers
+from config import MPTConfig, TrainConfig, require
 from loss import IGNORE
 from model import KVCache
 from shards import write_atomically
@@ -55,12 +56,14 @@ class EvalConfig:
 
     tasks: str = "all"  # names, .jsonl or .txt files, commas between; all: the seven of the posts' table
     data: str = ""  # folder of NAME.jsonl, looked into before the Hub
+    delimiter: str = ""  # between question and answer, \n a line break (empty = the task's, else a space)
     shots: int = 0  # solved examples above each question
     seed: int = 0  # of the choice of examples
     limit: int = 0  # of each task the first so many items (0 = all)
     batch_tokens: int = 8192  # of one forward pass of a rank, padding included, at least one sequence
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # of which checkpoint (none = the newest, 0 = untrained)
+    tokenizer: str = ""  # of a Hugging Face folder (empty = its own)
     out: str = ""  # file of all figures, JSON
 
     def check(self) -> None:
@@ -87,8 +90,9 @@ def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192
     A collective: call it on every rank with the same tasks. part: see Part. Raises UserError for a continuation that
     is longer than the model, or ids that are beyond its vocabulary.
     """
-    training = model.training
+    training, separator = model.training, model.separator
     model.eval()
+    model.separator = None  # a text is one document, behind an end-of-text
     results = {}
     for task in tasks:
         begin = time.perf_counter()
@@ -101,8 +105,18 @@ def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192
         about = {"requests": len(requests), "tokens": tokens, "contexts_cut": cut, "digest": task.digest}
         results[task.name] = {"kind": task.kind, **figures, **about, "seconds": time.perf_counter() - begin}
     model.train(training)
+    model.separator = separator
     parallel.free_gathered_weights(model)
     return results
+
+
+def prepare(m: MPTConfig, cfg: TrainConfig, file: Path):
+    """Tasks and tokenizer of a training run, [] and None if it wants none. Raises what `evaluate` would, in time."""
+    tasks = icl_tasks.load(cfg.icl_tasks, limit=cfg.icl_limit) if cfg.icl_interval else []
+    tokenizer = tokenizers.load(cfg.tokenizer, file) if tasks or m.attn_uses_sequence_id else None
+    for task in tasks:
+        encode(pairs_of(task, tokenizer, m.max_seq_len), tokenizer, task.name, m)
+    return tasks, tokenizer
 
 
 def pairs_of(task, tokenizer, room: int) -> list[tuple]:
@@ -137,7 +151,8 @@ def encode(pairs, tokenizer, name: str, cfg) -> tuple[list[Request], int]:
         before = before if len(before) else np.array([tokenizer.eot])  # nothing said: a new document begins
         require(
             len(scored) <= room,
-            f"task {name}: a continuation has {len(scored)} tokens, but max_seq_len is {room}: leave it out",
+            f"task {name}: a continuation has {len(scored)} tokens, but max_seq_len is {room}: leave out the item with "
+            f"{str(continuation)[:50]!r}",
         )
         cut += len(before) + len(scored) > room + 1
         requests.append(Request(np.concatenate([before, scored])[-(room + 1) :], len(scored)))
@@ -393,7 +408,7 @@ def finished(out: str, about: dict) -> dict:
         return {}
     try:
         earlier = json.loads(Path(out).read_text())
-        same = {key: earlier["settings"][key] for key in ("weights", "precision")}
+        same = {key: earlier["settings"][key] for key in ("weights", "precision", "ids")}
         results = earlier["tasks"]
     except (ValueError, KeyError, TypeError) as error:
         raise config.UserError(f"{out} holds no results of icl_eval.py: choose another --out") from error
@@ -403,16 +418,19 @@ def finished(out: str, about: dict) -> dict:
 
 
 def main(argv) -> None:
-    runs = argv[:1] if argv and not argv[0].startswith("-") else []
-    (cfg,) = config.load(argv[len(runs) :], EvalConfig)
-    require(runs, "usage: python icl_eval.py RUN [--tasks=...] (--help lists the settings)")
+    runs = [arg for arg in argv if not arg.startswith("-")]
+    (cfg,) = config.load([arg for arg in argv if arg.startswith("-")], EvalConfig)
+    require(len(runs) == 1, "usage: python icl_eval.py RUN [--tasks=...] (--help lists the settings)")
     require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
     world = parallel.start()
-    tasks = parallel.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, cfg.data, cfg.shots, cfg.seed, cfg.limit))
-    model, tokenizer, name = generate.load_for_sampling(runs[0], cfg.step, world.device)
+    how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
+    tasks = parallel.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))
+    model, tokenizer, name = generate.load_for_sampling(runs[0], cfg.step, world.device, cfg.tokenizer)
     precision = "fp32" if cfg.precision == "auto" and world.device.type == "cpu" else cfg.precision
     precision = parallel.choose_precision(TrainConfig(precision=precision), world.device)
     about = {**asdict(cfg), "model": name, "weights": fingerprint(model), "precision": precision}
+    about |= {"tokenizer": tokenizer.name, "ids": tokenizer.fingerprint}
+    model = model.float() if precision == "fp32" else model
     done = parallel.rank_zero_decides(lambda: finished(cfg.out, about))
     part = Part(cfg.out, f"{about['weights']}-{precision}", world.rank) if cfg.out else None
     for task in tasks:

@@ -68,21 +68,21 @@ class Task:
         return hashlib.sha256(repr((self.kind, self.items, self.harness, self.text)).encode()).hexdigest()[:16]
 
 
-def load(names: str, data: str = "", shots: int = 0, seed: int = 0, limit: int = 0) -> list[Task]:
+def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Task]:
     """The tasks that `names` lists, with commas between: names of SOURCES, files, or `all` of the seven of Table 2.
 
     data: a folder of NAME.jsonl, looked into before the Hub; shots: examples above each question; limit: keep the
     first so many items (0: all). Raises UserError if a task is unknown, cannot be had or has a wrong line.
     """
     wanted = [name.strip() for part in names.split(",") for name in (TABLE2 if part.strip() == "all" else [part])]
-    tasks = [load_one(name, data, shots, seed, limit) for name in wanted]
+    tasks = [load_one(name, data, shots, seed, limit, delimiter) for name in wanted]
     found = [task.name for task in tasks]
     twice = {name for name in found if found.count(name) > 1}
     require(not twice, f"tasks={names} names {', '.join(sorted(twice))} twice: results go by name")
     return tasks
 
 
-def load_one(name: str, data: str, shots: int, seed: int, limit: int) -> Task:
+def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter: str = "") -> Task:
     path = local_file(name, data)
     name = ALIASES.get(path.stem, path.stem) if path else ALIASES.get(name, name)
     if path and path.suffix == ".txt":
@@ -92,7 +92,7 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int) -> Task:
     near = difflib.get_close_matches(name, [*SOURCES, "all"], n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
     require(path or name in SOURCES, f"unknown task {name!r}, {hint}")
-    delimiter = SOURCES[name].delimiter if name in SOURCES else " "
+    delimiter = delimiter or (SOURCES[name].delimiter if name in SOURCES else " ")
     rows = read_jsonl(path) if path else read_hub(name)
     items = with_shots([worded(row, delimiter) for row in rows], shots, "\n", seed)
     harness = items
@@ -310,6 +310,10 @@ class MakeConfig:
     choices: int = 4  # the real continuation, and others from elsewhere in the text
     context: int = 256  # characters before the place
     length: int = 64  # characters of a continuation, at most
+
+    def check(self) -> None:
+        for name, least in {"n": 1, "choices": 2, "context": 0, "length": 1}.items():
+            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
 
 
 def continuations(text: str, n: int, seed: int = 0, choices: int = 4, context: int = 256, length: int = 64):

@@ -109,6 +109,9 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
     here, meta = asdict(model_cfg) | asdict(cfg), asdict(MPTConfig()) | meta  # settings that were not there then
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
+    imported = str(meta["data_fingerprint"]).startswith("imported from")
+    begin = f"--init_from={path.parent.parent} and another --run_dir"
+    require(not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}")
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
     if meta["data_fingerprint"] != fingerprint:
         differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")

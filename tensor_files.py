@@ -16,6 +16,7 @@ Run `python tensor_files.py path/to/model` to list what is there. Read next: hf.
 import datetime
 import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,7 @@ class Stored:
 
     @property
     def bytes(self) -> int:
-        return self.shape[0] * self.row_bytes
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def locate(path: Path) -> dict[str, Stored]:
@@ -72,7 +73,10 @@ def weight_files(path: Path) -> list[Path]:
     require(found is not None, f"no weights in {path}: expected {', '.join(WEIGHTS)}, or a .pt file")
     if found.suffix != ".json":
         return [found]
-    files = [path / name for name in sorted(set(read_json(found).get("weight_map", {}).values()))]
+    names = read_json(found).get("weight_map")
+    listed = isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
+    require(listed, f"{found} has no weight_map from names to files")
+    files = [path / name for name in sorted(set(names.values()))]
     missing = [file.name for file in files if not file.exists()]
     require(not missing, f"{found} names {len(files)} files, but {', '.join(missing[:3])} is not there")
     return files
@@ -122,7 +126,8 @@ def read_pickle(path: Path):
         with FakeTensorMode(), torch.serialization.safe_globals(safe):
             return torch.load(path, weights_only=True)
     except Exception as error:  # whatever a damaged zip or an unwanted pickle brings about
-        reason = config.one_line(str(error).split("WeightsUnpickler error:")[-1])
+        refused = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what is in there
+        reason = f"it would run {refused[1]}" if refused else config.one_line(error)
         raise UserError(f"cannot read {path} with weights_only=True: {reason}") from error
 
 

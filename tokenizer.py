@@ -101,10 +101,11 @@ class Tokenizer:
 class HuggingFace:
     """The same for a `tokenizer.json` that came with a model, as far as it cuts text into bytes (MPT's, GPT-NeoX's).
 
-    name: the path of the file, which is read by Hugging Face's `tokenizers`. Here `eot` need not be the last id.
+    name: the path that it had; path: of the file or of a copy, which Hugging Face's `tokenizers` reads. Here `eot` need
+    not be the last id.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, name: str, path: str):
         try:
             import tokenizers
         except ImportError as error:
@@ -119,7 +120,7 @@ class HuggingFace:
             raise UserError(f"{path} is not Hugging Face's tokenizer.json, or is damaged: {error}") from error
         require(bytewise, f"{path} does not cut text into bytes: only byte-level tokenizers are read here")
         self.library.encode_special_tokens = True  # `<|endoftext|>` in a text is text like any other
-        self.name, self.vocab_size = path, self.library.get_vocab_size()
+        self.name, self.vocab_size = name, self.library.get_vocab_size()
         self.eot = self.library.token_to_id(END_OF_TEXT)
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which ends a document here")
         self.dtype = np.uint16 if self.vocab_size <= 65536 else np.uint32
@@ -156,10 +157,11 @@ def canonical(name: str) -> str:
 
 
 def load(name: str, path: str | None = None) -> Tokenizer | HuggingFace:
-    """The tokenizer `name`; a `bpe-N` is read from the file `path` that `save` wrote. UserError if it is not there."""
+    """The tokenizer `name`; a `bpe-N` is read from the file `path` that `save` wrote, a tokenizer.json from its copy at
+    `path` if there is one. UserError if it is not there."""
     name = canonical(name)
     if name.endswith(".json"):
-        return HuggingFace(name)
+        return HuggingFace(name, path if path and Path(path).exists() else name)
     if name == "bytes":
         return Tokenizer(name, [bytes([b]) for b in range(256)])
     return load_gpt2() if name == "gpt2" else load_bpe(name, path)

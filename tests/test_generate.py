@@ -297,8 +297,18 @@ def test_control_c_stops_the_text_and_not_the_program(run):
 def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     hf.export(str(run), str(tmp_path / "theirs"))
     flags = ["--prompt=the river", "--precision=fp32"]
-    theirs = said(*flags, "--tokenizer=bytes", run=tmp_path / "theirs")
-    assert theirs.splitlines()[1:] == said(*flags).splitlines()[1:]
-    monkeypatch.setattr(tokenizers, "load", lambda name: tokenizers.Tokenizer("bytes", [b"x"] * 400))
+    for more in ([], ["--tokenizer=bytes"]):  # its config.json says so
+        theirs = said(*flags, *more, run=tmp_path / "theirs")
+        assert theirs.splitlines()[1:] == said(*flags).splitlines()[1:]
+    with pytest.raises(UserError, match="has no steps: leave out --step"):
+        said(*flags, "--step=3", run=tmp_path / "theirs")
+    with pytest.raises(UserError, match="is a run of ours, which has its tokenizer: leave out --tokenizer"):
+        said(*flags, "--tokenizer=bytes")
+    settings = json.loads((tmp_path / "theirs/config.json").read_text())
+    (tmp_path / "theirs/config.json").write_text(json.dumps(settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}))
+    with pytest.raises(UserError, match="wants the tokenizer EleutherAI/gpt-neox-20b"):  # not gpt2's ids instead
+        said(*flags, run=tmp_path / "theirs")
+    (tmp_path / "theirs/config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr(tokenizers, "load", lambda *_: tokenizers.Tokenizer("bytes", [b"x"] * 400))
     with pytest.raises(UserError, match="bytes has ids up to 400, but the vocabulary of .* ends at 319: set the --tok"):
         said(*flags, run=tmp_path / "theirs")

@@ -4,6 +4,7 @@ import datetime
 import json
 import random
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,7 +162,7 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
     except Exception as error:
         assert isinstance(error, ValueError | RuntimeError | TypeError) or "Validation" in type(error).__name__
         same = False
-    assert same == (f"does not know {name}={SETTINGS[name]}" not in warned) == (not warned)
+    assert same == (f"{name}={SETTINGS[name]}" not in warned) == (not warned)
 
 
 def test_dropouts_and_packing_are_warned_of():
@@ -696,3 +697,37 @@ def test_a_mistake_is_one_line(python, tmp_path):
     done = python("export", "nowhere", "out", program="hf.py")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: no checkpoint in 'nowhere'") and done.stderr.count("\n") == 1
+
+
+def test_tokenizers_of_weights_are_compared(tmp_path):
+    """By what they do, not by where they lie."""
+    ours = tokenizers.train_bpe(["a few words, and a few more words"] * 9, 260)
+    other = tokenizers.train_bpe(["quite another text, with other words"] * 9, 260)
+    for name, made in (("ours", ours), ("other", other)):
+        made.save(str(tmp_path / f"{name}.json"))
+    cfg = replace(SMALL, vocab_size=300)
+    hf.export(MPT(cfg), tmp_path / "theirs")
+    settings = json.loads((tmp_path / "theirs/config.json").read_text())
+    (tmp_path / "theirs/config.json").write_text(json.dumps(settings | {"tokenizer_name": "bpe-260"}))
+    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.OUR_TOKENIZER)
+    hf.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
+    for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
+        with pytest.raises(
+            UserError, match=f"was trained with the tokenizer bpe-260, whose ids are not those of {name}"
+        ):
+            hf.check_same_tokenizer(tmp_path / "theirs", name, file)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"attn_config": [1]}, "attn_config and ffn_config must be objects"),
+        ({"attn_config": {"attn_type": ["x"]}}, "sets attn_type to"),
+    ],
+)
+def test_odd_settings_are_told(more, words):
+    with pytest.raises(UserError, match=words):
+        hf.config_from({"model_type": "mpt"} | more)
+    assert hf.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
+    plain = {"rope": True, "rope_dail_config": None, "alibi": False}
+    assert hf.config_from({"model_type": "mpt", "attn_config": plain, "learned_pos_emb": False}).rope

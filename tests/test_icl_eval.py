@@ -163,7 +163,7 @@ def test_an_empty_context_is_the_begin_of_a_document():
 
 def test_what_does_not_fit_the_model_is_one_line(files, tmp_path):
     (task,) = icl_tasks.load(write(tmp_path / "a.jsonl", [{"context": "a", "continuation": "b" * 200}]))
-    with pytest.raises(UserError, match="task a: a continuation has 201 tokens, but max_seq_len is 128: leave it out"):
+    with pytest.raises(UserError, match="task a: a continuation has 201 tokens, but max_seq_len is 128: leave out"):
         evaluate(model(), BYTES, [task], ALONE)
     with pytest.raises(UserError, match="task mc: the tokenizer gives id 195, but the model's vocab_size is 150"):
         evaluate(model(vocab_size=150), BYTES, tasks_of(files)[:1], ALONE)
@@ -306,12 +306,14 @@ def test_a_task_that_was_cut_off_goes_on(files, ranks, tmp_path):
 
 def test_results_of_another_model_are_not_mixed(tmp_path):
     out = tmp_path / "results.json"
-    about = {"weights": "abc", "precision": "fp32"}
+    about = {"weights": "abc", "precision": "fp32", "ids": "f00"}
     assert finished(str(out), about) == finished("", about) == {}
     out.write_text(json.dumps({"settings": about, "tasks": {"a": {}}}))
     assert finished(str(out), about) == {"a": {}}
     with pytest.raises(UserError, match="holds results with weights abc, not abd: choose another --out"):
         finished(str(out), about | {"weights": "abd"})
+    with pytest.raises(UserError, match="holds results with ids f00, not ba2"):  # of another tokenizer
+        finished(str(out), about | {"ids": "ba2"})
     out.write_text("{}")
     with pytest.raises(UserError, match="holds no results of icl_eval.py"):
         finished(str(out), about)

@@ -256,3 +256,19 @@ def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_d
     assert "7 questions with 3 choices" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in 'nothing'"):
         icl_tasks.main(["nothing", "out.jsonl"])
+
+
+@pytest.mark.parametrize("flag", ["--n=0", "--choices=1", "--choices=-3", "--context=-5", "--length=0"])
+def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
+    (tmp_path / "a.txt").write_text("words " * 200)
+    with pytest.raises(UserError, match="must be at least"):
+        icl_tasks.main([str(tmp_path / "a.txt"), str(tmp_path / "a.jsonl"), flag])
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_delimiter_of_ones_own(tmp_path):
+    path = tmp_path / "piqa_val.jsonl"
+    path.write_text(json.dumps({"query": "Question: a", "choices": ["b", "c"], "gold": 0}))
+    (plain,), (named,) = icl_tasks.load(str(path)), icl_tasks.load(str(path), delimiter="\nAnswer: ")
+    assert plain.items[0].contexts[0] == "Question: a"
+    assert named.items[0].contexts[0] == "Question: a\nAnswer:" and plain.digest != named.digest

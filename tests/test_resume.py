@@ -340,6 +340,12 @@ def test_another_order_of_the_data_is_refused_by_name(change, fingerprint, names
     assert names in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_an_imported_run_says_how_to_begin_from_it():
+    with pytest.raises(UserError, match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b "):
+        imported = META | {"data_fingerprint": "imported from mpt-7b"}
+        resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
+
+
 def test_what_may_change_may_change():
     model = replace(MODEL, attn_impl="sdpa", attn_pdrop=0.1, emb_pdrop=0.1, resid_pdrop=0.1, norm_type="layernorm")
     run = TrainConfig(global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y")

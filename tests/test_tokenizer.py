@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -74,6 +75,13 @@ def test_a_hugging_face_tokenizer(hugging_face):
     assert b"".join(hugging_face.decode_bytes([i]) for i in ids) == text.encode()  # a character over several tokens
     assert 0 not in hugging_face.encode(f"a {END_OF_TEXT} b") and hugging_face.decode([0]) == END_OF_TEXT
     assert load(hugging_face.name).fingerprint == hugging_face.fingerprint
+
+
+def test_a_copy_serves_when_the_file_is_gone(hugging_face, tmp_path):
+    """A run folder holds one; what its own path leads to later does not matter."""
+    shutil.copy(hugging_face.name, tmp_path / "tokenizer.json")
+    copy = load("gone/tokenizer.json", tmp_path / "tokenizer.json")
+    assert copy.fingerprint == hugging_face.fingerprint and copy.name == "gone/tokenizer.json"
 
 
 @pytest.mark.parametrize(
