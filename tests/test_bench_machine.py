@@ -115,6 +115,7 @@ def test_alone(python, tmp_path):
     assert "bus bandwidth" not in text and "slowest" not in text
 
 
+@pytest.mark.slow
 def test_two_ranks_of_one_node(torchrun, tmp_path):
     machine, text = run(lambda *args, **more: torchrun(2, *args, **more), tmp_path)
     check_matmul_and_memory(machine)
