@@ -26,7 +26,7 @@ import parallel
 from config import MPTConfig, TrainConfig, UserError
 from fsdp_train import train_step
 
-# One sequence takes about 34 MB of scores (T x T) and what is made of them; a process before its first step 0.3 GB.
+# One sequence takes about 34 MB of scores (T x T) and what is made of them; a process before its first step 0.3 GB, of which imports are the most.
 SHAPE = "--d_model=32 --n_heads=4 --n_layers=2 --max_seq_len=512 --vocab_size=257 --alibi --attn_impl=reference"
 FLAGS = [*SHAPE.split(), "--device=cpu", "--precision=fp32", "--global_batch_size=32", "--microbatch_size=auto"]
 TIGHT = 700_000_000  # bytes: 8 fits here, 16 does not
@@ -248,7 +248,7 @@ def test_a_death_without_a_word_is_told(alone):
 
 @pytest.mark.slow
 def test_where_nothing_fits_the_line_says_what_helps(alone):
-    status, output = alone("train_step", "--global_batch_size=2", limit=300_000_000)
+    status, output = alone("train_step", "--global_batch_size=2", limit=335_000_000)
     assert status == 2 and list(sizes(output).items()) == [(2, "out of memory"), (1, "out of memory")]
     assert re.search("^error: .*activation_checkpointing.*sharding.*memory.py", output, re.MULTILINE)
 
