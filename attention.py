@@ -18,7 +18,8 @@ without a mask: q gets extra columns of ones and k gets slope * j / scale as ext
 `auto` is decided by `choose`. On a GPU ALiBi in 16-bit numbers goes to `triton`, which needs neither a mask nor extra
 columns, and the rest to `sdpa`. On a CPU it takes `blocks`, since flash attention there has the slower
 backward: forward and backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms by blocks, 46 at once, 93 by SDPA (2 cores
-with AVX512-BF16).
+with AVX512-BF16). One query on a cache is `one_query_attention`'s whatever was chosen, but for `reference`, and for
+ALiBi in 16 bits, whose bias would be too coarse.
 
 Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query). With
 `sequence_ids` a row holds several documents that do not see each other: sdpa needs a mask then, the others do not.

@@ -81,6 +81,7 @@ def same_device(reported: str, device: devices.Device) -> None:
 
 
 def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
+    """Of a table: measured / predicted seconds of compute, the geometric mean of this project's rows in bf16."""
     with open(path, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
     rows = [row for row in rows if row["precision"].startswith("bf16") and not row["model"].startswith("transformers")]
@@ -89,7 +90,7 @@ def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
 
 
 def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
-    """Of one line of the table."""
+    """Of one line of the table. UserError if it cannot be of this device."""
     same_device(row["device"], fleet.device)
     flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
     others = [f"--{setting}" for setting in (row.get("others") or "").split()]

@@ -149,6 +149,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def state_of(model: MPT, optimizer) -> dict:
+    """Weights and Adam's moments by name, sharded as they are: what DCP saves and fills."""
     model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": model_state, "optim": optim_state}
 
@@ -160,6 +161,7 @@ def prepare(path: Path, meta: dict) -> None:
 
 
 def write_json(path: Path, values: dict) -> None:
+    """`values`, on disk when this returns."""
     path.write_text(json.dumps(values, indent=2))
     sync(path)
 

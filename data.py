@@ -231,6 +231,7 @@ def write_shard(path: Path, docs: list[str], tokenizer, text_hash: str) -> None:
 
 
 def read_json(path: Path):
+    """What a file of a data folder holds, None if it is not there. UserError if it is damaged."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:

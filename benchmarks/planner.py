@@ -4,7 +4,7 @@ The rows are LLM Foundry's table of MPT on one node (scripts/train/benchmarking 
 mpt_single_node_throughput.csv: 8 A100 of 40 or 80 GB, or 8 H100. `hop`, of the network, comes from its MPT-1B on 8 to
 512 H100. Each model's rows are predicted by constants that were fitted without it.
 
-Run `python benchmarks/planner.py` (it needs scipy, see requirements-dev.txt; half a minute).
+Run `python benchmarks/planner.py` (it needs scipy, see requirements-dev.txt; some seconds).
 """
 
 import csv
