@@ -127,9 +127,11 @@ def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
 def one_query_attention(q, k, v, slopes, scale, ids):
     """The newest token on a cache sees all keys. A group's heads stand as queries of its keys: nothing is repeated."""
     (B, H, _, D), groups, n_keys = q.shape, k.shape[1], k.shape[2]
-    bias = None if slopes is None else slopes[:, None, None] * torch.arange(1 - n_keys, 1, device=q.device)  # (H, 1, Tk)
+    bias = None  # (H, 1, Tk), with ids (B, H or 1, 1, Tk)
+    if slopes is not None:
+        bias = slopes[:, None, None] * torch.arange(1 - n_keys, 1, device=q.device)
     if ids is not None:
-        others = (ids != ids[:, -1:])[:, None, None]  # (B, 1, 1, Tk)
+        others = (ids != ids[:, -1:])[:, None, None]
         bias = (q.new_zeros(1) if bias is None else bias).masked_fill(others, -math.inf)
     if bias is not None:
         bias = bias.to(q.dtype).expand(B, H, 1, n_keys).view(B, groups, -1, n_keys)

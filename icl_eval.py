@@ -7,9 +7,7 @@
     lm-evaluation-harness acc_norm  the choice with the highest sum / characters of the choice
 
 The three differ by up to 10 points on one model, so no figure means anything without its scoring, its standard error
-and the share of the most frequent answer. Requests are sorted by length and batched by tokens; rank r takes every
-n-th batch, and all ranks make equally many passes, as a sharded model needs. Padding is on the right, where a causal
-model does not see it. Where it pays, a context is read once for all its choices.
+and the share of the most frequent answer. How requests are batched, and spread over ranks: icl_score.py.
 
     python icl_eval.py runs/demo --tasks=guess.jsonl,notes.txt --out=results.json
     torchrun --nproc_per_node 4 icl_eval.py runs/my1b --tasks=all --data=icl --shots=5
@@ -27,8 +25,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
-from tqdm import tqdm
 
 import config
 import generate
@@ -36,8 +32,7 @@ import icl_tasks
 import parallel
 import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, require
-from loss import IGNORE
-from model import KVCache
+from icl_score import Request, score
 from shards import write_atomically
 
 PART_SECONDS = 30  # between two writes of what is scored so far
@@ -70,18 +65,6 @@ class EvalConfig:
         for name in ("shots", "limit"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
         require(self.batch_tokens > 0, f"batch_tokens must be at least 1, not {self.batch_tokens}")
-
-
-@dataclass
-class Request:
-    """Token ids, (n,) int64, of which the last `count` are scored."""
-
-    ids: np.ndarray
-    count: int
-
-    @property
-    def key(self) -> str:
-        return hashlib.blake2b(self.ids.tobytes() + bytes(str(self.count), "ascii"), digest_size=12).hexdigest()
 
 
 def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, part=None, progress=False) -> dict:
@@ -162,114 +145,6 @@ def encode(pairs, tokenizer, name: str, cfg) -> tuple[list[Request], int]:
         f"task {name}: the tokenizer gives id {largest}, but the model's vocab_size is {cfg.vocab_size}: take its own",
     )
     return requests, cut
-
-
-def score(model, requests, world, precision, batch_tokens, part=None, title="") -> torch.Tensor:
-    """(n, 2) float64 on every rank: sum of the log-probabilities, and 1 where each token was the likeliest."""
-    found = torch.zeros(len(requests), 2, dtype=torch.float64)
-    known = part.known if part else {}
-    keys = [request.key for request in requests] if part else []
-    open_ = [i for i in range(len(requests)) if not (part and keys[i] in known)]
-    with tqdm(desc=title, total=len(open_), unit=" requests", disable=not title or world.rank > 0) as bar:
-        for groups in by_context(open_, requests, model.cfg.max_seq_len):  # those that share a context, then the others
-            batches = batched(groups, requests, batch_tokens)
-            for turn in range(math.ceil(len(batches) / world.size)):
-                mine = turn * world.size + world.rank
-                batch = batches[min(mine, len(batches) - 1)]  # a rank without work does the last batch as well
-                values = forward(model, [[requests[i] for i in group] for group in batch], world.device, precision)
-                numbers = [i for group in batch for i in group]
-                if mine < len(batches):
-                    found[numbers] = values
-                    if part:
-                        part.add([keys[i] for i in numbers], values.tolist())
-                bar.update(sum(len(g) for b in batches[turn * world.size : (turn + 1) * world.size] for g in b))
-    if world.size > 1:
-        parallel.all_sum(found)
-    for i in set(range(len(requests))) - set(open_):
-        found[i] = torch.tensor(known[keys[i]])
-    return found
-
-
-def by_context(numbers, requests, room: int) -> list[list[list[int]]]:
-    """[groups of requests with one context, groups of a single request].
-
-    A context is shared where that saves more tokens than its continuations have (a second pass costs something), and
-    if it fits `room` tokens with each continuation of the task, which may stand beside it in a batch.
-    """
-    together, most = {}, max((requests[i].count for i in numbers), default=0)
-    for i in numbers:
-        together.setdefault(requests[i].ids[: -requests[i].count].tobytes(), []).append(i)
-    shared, alone = [], []
-    for group in together.values():
-        length = len(requests[group[0]].ids) - requests[group[0]].count
-        pays = (len(group) - 1) * length > sum(requests[i].count for i in group)
-        if pays and 1 < length <= room - most:
-            shared.append(group)
-        else:
-            alone += [[i] for i in group]
-    return [shared, alone]
-
-
-def batched(groups, requests, batch_tokens: int) -> list[list[list[int]]]:
-    """Groups of requests, longest first, in batches of at most `batch_tokens`, a quarter of them padding at most."""
-    batches, width, rows = [], 0, 0
-
-    def longest(group):
-        return max(len(requests[i].ids) for i in group) - 1
-
-    for group in sorted(groups, key=longest, reverse=True):
-        length, rows = longest(group), rows + len(group)
-        if not batches or rows * width > batch_tokens or length < 0.75 * width:
-            batches.append([])
-            width, rows = length, len(group)
-        batches[-1].append(group)
-    return batches
-
-
-@torch.no_grad()
-def forward(model, groups: list[list[Request]], device, precision) -> torch.Tensor:
-    """Scores of all requests in groups of one context: (rows, 2) float64 on the CPU, as `score`.
-
-    Groups of several requests read their context once and leave its keys and values in a cache; a second pass goes on
-    from there with the last token of the context and each continuation.
-    """
-    rows, cache, shared = [row for group in groups for row in group], None, len(groups[0]) > 1
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-        if shared:
-            dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
-            cache = read_contexts(model, groups, max(row.count for row in rows), device, dtype)
-        inputs = [row.ids[-row.count - 1 :] if shared else row.ids for row in rows]
-        ids, labels = (x.to(device) for x in padded(inputs, [row.count for row in rows]))
-        log_probs, greedy = model(ids, labels=labels, cache=cache, score=True)  # (rows, T) each
-    every = (greedy | (labels == IGNORE)).all(dim=1)
-    return torch.stack([log_probs.cpu().double().sum(dim=1), every.cpu().double()], dim=1)
-
-
-def padded(rows: list[np.ndarray], counts: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels (B, T), padded on the right; of each row the last `count` ids are labels."""
-    width = max(map(len, rows)) - 1
-    ids, labels = np.zeros((len(rows), width), np.int64), np.full((len(rows), width), IGNORE, np.int64)
-    for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        n = len(row) - 1
-        ids[number, :n] = row[:-1]
-        labels[number, n - count : n] = row[-count:]
-    return torch.from_numpy(ids), torch.from_numpy(labels)
-
-
-def read_contexts(model, groups, room: int, device, dtype) -> KVCache:
-    """Keys and values of each group's context without its last token, once for each row, and `room` for more."""
-    contexts = [group[0].ids[: -group[0].count - 1] for group in groups]
-    width = max(map(len, contexts))
-    pad = [width - len(context) for context in contexts]  # on the left, so that all end together
-    ids = np.stack([np.pad(context, (n, 0)) for context, n in zip(contexts, pad, strict=True)])
-    ids, pad = torch.from_numpy(ids).to(device), torch.tensor(pad, device=device)
-    cache = KVCache.empty(model.cfg, len(groups), width, device, dtype, pad)
-    model(ids, labels=torch.full_like(ids, IGNORE), cache=cache, score=True)
-    rows = torch.tensor([number for number, group in enumerate(groups) for _ in group], device=device)
-    copies = KVCache.empty(model.cfg, len(rows), width + room, device, dtype, pad[rows])
-    copies.k[:, :, :, :width], copies.v[:, :, :, :width] = cache.k[:, rows], cache.v[:, rows]
-    copies.length = width
-    return copies
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ tasks of the Hub are worded in lm-evaluation-harness's way as well (BoolQ withou
 empty line between examples); a local file has one wording, and both scorings use it.
 
 Run `python icl_tasks.py notes.txt guess.jsonl --n=500` to make a task from any text (or from the validation split of a
-folder of data.py): which of four continuations is the real one? Read next: icl_eval.py.
+folder of data.py): which of four continuations is the real one? Read next: icl_score.py.
 """
 
 import difflib

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 logits: 1,280 rows at V = 50368
-COLUMNS = 4096  # of a chunk's gradient at a time, for W's: their product is still in a CPU's cache when it is added
+COLUMNS = 4096  # of the vocabulary at a time, for W's gradient and for scores: what they give is in a CPU's cache then
+ROWS = 512  # scored at once: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
 
 
@@ -47,23 +48,34 @@ def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.
 @torch.no_grad()
 def score_labels(x, weight, labels, logit_scale=None):
     """(log-probability of each label in fp32, whether it is the likeliest), both of labels' shape; 0 and False where
-    the label is IGNORE. Arguments as above. Only rows that count meet the vocabulary, a chunk at a time."""
+    the label is IGNORE. Arguments as above. Only rows that count meet the vocabulary."""
     scale = 1.0 if logit_scale is None else logit_scale
     counted = labels != IGNORE
     log_probs = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     greedy = torch.zeros_like(counted)
-    xs, wanted, rows = x[counted], labels[counted], max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    parts = []
-    for i in range(0, len(xs), rows):
-        logits = F.linear(xs[i : i + rows], weight).to(log_probs.dtype)  # (rows, V)
-        logits = logits if scale == 1 else logits * scale
-        label = wanted[i : i + rows, None]
-        found, (top, likeliest) = logits.gather(1, label), logits.max(-1, keepdim=True)
-        log_z = logits.sub_(top).exp_().sum(-1, keepdim=True).log() + top  # logsumexp, in place
-        parts.append(((found - log_z)[:, 0], (likeliest == label)[:, 0]))
-    if parts:
-        log_probs[counted], greedy[counted] = (torch.cat(column) for column in zip(*parts, strict=True))
+    xs, wanted = x[counted], labels[counted][:, None]
+    chunks = [score_chunk(xs[i : i + ROWS], weight, wanted[i : i + ROWS], scale) for i in range(0, len(xs), ROWS)]
+    if chunks:
+        log_probs[counted], greedy[counted] = (torch.cat(column)[:, 0] for column in zip(*chunks, strict=True))
     return log_probs, greedy
+
+
+def score_chunk(x, weight, labels, scale):
+    """The same for x (rows, D) and labels (rows, 1), all of which count; (rows, 1) each. Of equal logits the first is
+    the likeliest. A block of the vocabulary at a time is still in a CPU's cache when its logits are summed."""
+    exact, blocks = torch.promote_types(x.dtype, torch.float32), labels // COLUMNS
+    found, first = torch.zeros_like(labels, dtype=exact), torch.zeros_like(labels, dtype=torch.bool)
+    tops, log_zs = [], []
+    for block, begin in enumerate(range(0, weight.shape[0], COLUMNS)):
+        logits = F.linear(x, weight[begin : begin + COLUMNS]).to(exact)  # (rows, COLUMNS or what is left)
+        logits = logits if scale == 1 else logits * scale
+        mine = (blocks == block)[:, 0]
+        own, place = logits[mine], labels[mine] - begin
+        found[mine], first[mine] = own.gather(1, place), own.argmax(-1, keepdim=True) == place
+        tops.append(logits.amax(-1, keepdim=True))
+        log_zs.append(logits[:, :1] - logits.log_softmax(-1)[:, :1])
+    log_z = torch.cat(log_zs, dim=1).logsumexp(1, keepdim=True)
+    return found - log_z, first & (torch.cat(tops, dim=1).argmax(1, keepdim=True) == blocks)
 
 
 def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):

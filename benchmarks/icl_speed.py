@@ -1,7 +1,7 @@
 """Evaluation here beside lm-evaluation-harness's Hugging Face backend: the same weights, items, ids and threads.
 
 A randomly initialised transformers MptForCausalLM is asked the questions of some files through lm-eval's HFLM, at
-several batch sizes of which the best counts, and our model with its weights through icl_eval.score. They take turns;
+several batch sizes of which the best counts, and our model with its weights through icl_score.score. They take turns;
 the sums of log-probabilities must agree. Needs `pip install -r requirements-peers.txt`.
 
 Run `python benchmarks/icl_speed.py A.jsonl,B.jsonl [--limit=100] [--d_model=256 --n_layers=4 --n_heads=4]`.
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import config  # noqa: E402
 import icl_eval  # noqa: E402
+import icl_score  # noqa: E402
 import icl_tasks  # noqa: E402
 import parallel  # noqa: E402
 import tokenizer as tokenizers  # noqa: E402
@@ -78,7 +79,7 @@ def main(argv) -> None:
     split = [(None, r.ids[: -r.count].tolist(), r.ids[-r.count :].tolist()) for r in requests]
     backends = {f"lm-eval, batch {size}": harness(theirs, cfg.max_seq_len, size) for size in (1, 8, 32)}
     sides = {name: lambda lm=lm: lm._loglikelihood_tokens(split, disable_tqdm=True) for name, lm in backends.items()}
-    sides["ours"] = lambda: icl_eval.score(ours, requests, world, how.dtype, how.batch_tokens).tolist()
+    sides["ours"] = lambda: icl_score.score(ours, requests, world, how.dtype, how.batch_tokens).tolist()
     seconds, results = {name: [] for name in sides}, {}
     for turn in range(how.turns + 1):
         for name, side in sides.items():

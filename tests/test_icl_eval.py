@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from conftest import ROOT, launch
 
 import icl_eval
+import icl_score
 import icl_tasks
 import parallel
 import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError
-from icl_eval import Request, evaluate, finished, table
+from icl_eval import evaluate, finished, table
 from model import MPT, init_weights
 
 SETS = ROOT.parent / "shared" / "data" / "icl"
@@ -118,28 +119,6 @@ def test_a_text_is_scored_once_in_windows_as_long_as_the_model(files):
     assert r["n"] == n == len(task.text) and r["nats_per_token"] == pytest.approx(total / n, rel=1e-5)
     assert r["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
     assert r["nats_per_byte"] == r["nats_per_token"]  # as tokens are bytes
-
-
-def test_greedy_means_every_token_is_the_likeliest():
-    mpt, ids = model(alibi=True), [5, 6, 7]
-    for _ in range(4):
-        with torch.no_grad():
-            ids.append(mpt(torch.tensor([ids]))[0, -1].argmax().item())
-    wrong = [*ids[:-2], (ids[-2] + 1) % 320, ids[-1]]
-    rows = [Request(torch.tensor(r).numpy(), 4) for r in (ids, wrong)]
-    assert icl_eval.score(mpt, rows, ALONE, "fp32", 100)[:, 1].tolist() == [1, 0]
-
-
-def test_batches_hold_each_request_once_and_little_padding():
-    lengths = [3, 50, 2, 49, 200, 7, 7, 7, 6, 40] * 5
-    requests = [Request(torch.zeros(n + 1).numpy(), 1) for n in lengths]
-    batches = [[i for (i,) in batch] for batch in icl_eval.batched([[i] for i in range(50)], requests, 100)]
-    assert sorted(i for batch in batches for i in batch) == list(range(50))
-    for batch in batches:
-        widths = [lengths[i] for i in batch]
-        assert len(batch) * max(widths) <= 100 or len(batch) == 1
-        assert min(widths) >= 0.75 * max(widths)
-    assert len(batches) < 25
 
 
 def test_long_contexts_are_cut_on_the_left_and_counted(tmp_path):
@@ -284,7 +263,7 @@ def interrupted(world, files, out):
     icl_eval.PART_SECONDS, before = -1, icl_eval.PART_SECONDS
     mpt, (task,) = model(alibi=True), tasks_of(files)[:1]
     requests, _ = icl_eval.encode(icl_eval.pairs_of(task, BYTES, 128), BYTES, "mc", mpt.cfg)
-    icl_eval.score(mpt, requests[:20], world, "fp32", 300, icl_eval.Part(out, "key", world.rank))
+    icl_score.score(mpt, requests[:20], world, "fp32", 300, icl_eval.Part(out, "key", world.rank))
     part = icl_eval.Part(out, "key", world.rank)
     other = icl_eval.Part(out, "another model", world.rank)
     icl_eval.PART_SECONDS = before
@@ -402,7 +381,7 @@ def test_lm_eval_finds_the_same(files, tmp_path):
     (ours,) = icl_tasks.load(path)
     pairs = icl_eval.pairs_of(ours, BYTES, 128)
     requests, cut = icl_eval.encode(pairs, BYTES, "mc", mpt.cfg)
-    sums = icl_eval.score(mpt, requests, ALONE, "fp32", 400).tolist()
+    sums = icl_score.score(mpt, requests, ALONE, "fp32", 400).tolist()
     scores = dict(zip(pairs, sums, strict=True))
     for item, sample in zip(ours.items, found["samples"]["mc"], strict=True):
         for context, continuation, (answer,) in zip(item.contexts, item.continuations, sample["resps"], strict=True):
@@ -458,28 +437,3 @@ def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
         assert abs(before[name] - 0.25) < 4 * before[f"{name}_stderr"]  # as good as a guess
         assert after[name] > 0.25
     assert after["foundry"] > 0.25 + 3 * after["foundry_stderr"]
-
-
-def test_a_context_is_read_once_where_that_pays():
-    def request(context, count):
-        return Request(torch.tensor([*context, *range(count)]).numpy(), count)
-
-    long, other = range(100, 120), range(200, 220)
-    requests = [
-        request(long, 3),
-        request(long, 4),
-        request(other, 3),
-        request(long, 2),
-        request(long[:4], 3),
-        request(long[:4], 3),
-    ]
-    assert icl_eval.by_context(range(6), requests, 128) == [[[0, 1, 3]], [[2], [4], [5]]]
-    assert icl_eval.by_context(range(6), requests, 23) == [[], [[0], [1], [3], [2], [4], [5]]]  # 20 + 4 do not fit
-    assert icl_eval.by_context([], requests, 128) == [[], []]
-    mpt, seen = model(alibi=True), []
-    one = icl_eval.score(mpt, requests[:1] + requests[2:3], ALONE, "fp32", 100)
-    hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
-    found = icl_eval.score(mpt, requests, ALONE, "fp32", 100)
-    hook.remove()
-    assert seen[:2] == [(1, 19), (3, 4)]  # the context but its last token, then that and the continuations
-    assert torch.allclose(found[[0, 2]], one, atol=1e-4)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loss
-from loss import IGNORE, linear_cross_entropy, reference_linear_cross_entropy
+from loss import IGNORE, linear_cross_entropy, reference_linear_cross_entropy, score_labels
 
 N, D, V = 53, 16, 211  # tokens, width, vocabulary: primes, so that the last chunk is a rest
 
@@ -187,3 +187,28 @@ def test_initial_loss_of_equal_logits_is_log_v():
     labels = torch.arange(V)
     value = linear_cross_entropy(torch.zeros(V, D, dtype=torch.double), torch.randn(V, D, dtype=torch.double), labels)
     torch.testing.assert_close(value, V * F.cross_entropy(torch.zeros(1, V, dtype=torch.double), torch.tensor([0])))
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("rows", [8, 1000])
+def test_scores_of_labels_are_those_of_all_logits(chunk, monkeypatch, rows, scale):
+    monkeypatch.setattr(loss, "ROWS", rows)
+    x, weight, labels = inputs()
+    logits = x @ weight.T
+    labels[::4] = logits[::4].argmax(-1)
+    log_probs, greedy = score_labels(x[None], weight, labels[None], scale)
+    counted = labels != IGNORE
+    expected = F.log_softmax(logits * (scale or 1), -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    assert torch.allclose(log_probs[0], expected.masked_fill(~counted, 0), atol=1e-12)
+    assert torch.equal(greedy[0], counted & (logits.argmax(-1) == labels)) and greedy.sum() >= N // 4
+    nothing = torch.full_like(labels, IGNORE)
+    assert not any(scores.any() for scores in score_labels(x, weight, nothing))
+
+
+def test_of_equal_logits_the_first_is_the_likeliest(chunk):
+    weight = torch.zeros(V, D)
+    weight[[7, 30, 120]] = 1.0  # two in one piece of the vocabulary, one in another
+    labels = torch.tensor([7, 30, 120, 5])
+    log_probs, greedy = score_labels(torch.ones(4, D), weight, labels)
+    assert greedy.tolist() == [True, False, False, False]
+    assert torch.allclose(log_probs[:3], log_probs[0]) and log_probs[3] < log_probs[0]

@@ -16,7 +16,7 @@ ORDER = """
     devices matmuls flops memory decoding speed calibrate
     attention model data lora
     parallel pipeline runlog microbatch checkpoint resume resilience watch tensor_files hf
-    plot elastic sampling generate icl_tasks icl_eval fsdp_train plan_picture plan
+    plot elastic sampling generate icl_tasks icl_score icl_eval fsdp_train plan_picture plan
     bench_team bench_compare bench_table bench_train bench_attention bench_machine bench serve
 """.split()
 LIGHT = "config corpus tokenizer shards matmuls memory decoding speed calibrate plan_picture plan".split()  # no torch
