@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import torch
 
 import config
 import generate
@@ -81,7 +82,8 @@ def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192
         begin = time.perf_counter()
         pairs = pairs_of(task, tokenizer, model.cfg.max_seq_len)
         requests, cut = encode(pairs, tokenizer, task.name, model.cfg)
-        sums = score(model, requests, world, precision, batch_tokens, part, task.name if progress else "").tolist()
+        with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled anew for many shapes
+            sums = score(model, requests, world, precision, batch_tokens, part, task.name if progress else "").tolist()
         scores = {pair: (*sums[i], requests[i].count) for i, pair in enumerate(pairs)}
         figures = summarize_text(task.text, pairs, scores) if task.kind == "text" else summarize(task, scores)
         tokens = sum(len(request.ids) - 1 for request in requests)

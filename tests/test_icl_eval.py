@@ -105,6 +105,24 @@ def test_figures_equal_those_of_one_request_at_a_time(files, more):
     assert not mpt.training
 
 
+def test_compiled_blocks_are_not_compiled_anew_for_the_many_shapes(files):
+    mpt, compiled = model(alibi=True), []
+    before = evaluate(mpt, BYTES, tasks_of(files), ALONE)
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    for block in mpt.transformer.blocks:
+        block.compile(backend=backend)
+    after = evaluate(mpt, BYTES, tasks_of(files), ALONE)
+    assert not compiled
+    for name, figures in before.items():
+        assert {**figures, "seconds": 0} == {**after[name], "seconds": 0}
+    mpt(torch.zeros(2, 9, dtype=torch.long))
+    assert compiled  # training goes on as before
+
+
 def test_a_text_is_scored_once_in_windows_as_long_as_the_model(files):
     (task,) = icl_tasks.load(str(files / "text.txt"))
     mpt, ids = model(alibi=True), torch.tensor([256, *BYTES.encode(task.text).tolist()])
