@@ -1,7 +1,7 @@
 """Loading Hugging Face files against reading them: a random MPT of 1 GB, written by hf.py's own writer.
 
-The file is read into memory that is there, and loaded into a model that is there; they take turns, once with the file in the
-system's page cache and, where this process may empty that (root on Linux), once without.
+The file is read into memory that is there, and loaded into a model that is there; they take turns, once with the file
+in the system's page cache and, where this process may empty that (root on Linux), once without.
 
 Run `python benchmarks/load_speed.py [folder]` (a minute; 1 GB in the folder, by default where temporary files are).
 """
@@ -52,7 +52,7 @@ def main() -> None:
         ways = {"reading": lambda: read_into(path, buffer), "loading": lambda: hf.load_into(model, folder)}
         for cold in (False, True) if os.access(CACHE, os.W_OK) else (False,):
             times = {way: [] for way in ways}
-            for turn in range(TURNS + 1):
+            for _ in range(TURNS + 1):
                 for way, read in ways.items():
                     times[way].append(seconds(read, cold))
             ratio = statistics.median(b / a for a, b in list(zip(*times.values(), strict=True))[1:])
