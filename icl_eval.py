@@ -56,7 +56,7 @@ class EvalConfig:
     shots: int = 0  # solved examples above each question
     seed: int = 0  # of the choice of examples
     limit: int = 0  # of each task the first so many items (0 = all)
-    batch_tokens: int = 8192  # of one forward pass of a rank, padding included, at least one sequence
+    batch_tokens: int = 8192  # of a batch of a rank, padding included (one question may have more)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # of which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)
@@ -77,12 +77,13 @@ def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192
     training, separator = model.training, model.separator
     model.eval()
     model.separator = None  # a text is one document, behind an end-of-text
+    stance = "default" if model.cfg.attn_impl == "flex" else "force_eager"  # flex needs its compiler
     results = {}
     for task in tasks:
         begin = time.perf_counter()
         pairs = pairs_of(task, tokenizer, model.cfg.max_seq_len)
         requests, cut = encode(pairs, tokenizer, task.name, model.cfg)
-        with torch.compiler.set_stance("force_eager"):  # compiled blocks would be compiled anew for many shapes
+        with torch.compiler.set_stance(stance):  # compiled blocks would be compiled anew for many shapes
             sums = score(model, requests, world, precision, batch_tokens, part, task.name if progress else "").tolist()
         scores = {pair: (*sums[i], requests[i].count) for i, pair in enumerate(pairs)}
         figures = summarize_text(task.text, pairs, scores) if task.kind == "text" else summarize(task, scores)

@@ -8,9 +8,9 @@ a second pass goes on from there with the rest of each request. A batch holds gr
 are padded on the left, so that they end together, and rests on the right, where a causal model does not see it.
 
     tokens read, padding included    one request at a time    in groups and batches    GPT-2's ids, no examples
-    ARC-Challenge                                  169,433                   82,368
-    PIQA                                           129,989                  128,223    padding takes what is shared
-    Winograd                                        10,533                    7,985
+    ARC-Challenge                                  169,433                   82,466
+    PIQA                                           129,989                  128,211    padding takes what is shared
+    Winograd                                        10,533                    8,017
 
 Rank r takes every n-th batch, and all ranks make equally many passes, as a sharded model needs. Run
 `python icl_score.py` to see the answers of a question grouped. Read next: icl_eval.py.
@@ -53,8 +53,8 @@ class Group(NamedTuple):
 def score(model, requests, world, precision, batch_tokens, part=None, title="") -> torch.Tensor:
     """(n, 2) float64 on every rank: sum of the log-probabilities, and 1 where each token was the likeliest.
 
-    A collective. batch_tokens: of one forward pass of a rank, padding included, at least one group; part: see
-    icl_eval.Part; title: of the progress bar, empty for none.
+    A collective. batch_tokens: of a batch of a rank, if each of its requests were as long as the longest (one group may
+    have more); part: see icl_eval.Part; title: of the progress bar, empty for none.
     """
     found = torch.zeros(len(requests), 2, dtype=torch.float64)
     known = part.known if part else {}
@@ -85,17 +85,20 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
 def grouped(numbers, requests, batch_tokens: int) -> list[Group]:
     """Each request in one group. In the order of their ids neighbours have most in common: a request joins the group
     before it where that saves tokens. The last id of a request is not shared: something must be left to go on with."""
-    groups = []
-    for i in sorted(numbers, key=lambda i: requests[i].ids.tolist()):
+    groups, tokens, longest = [], 0, 0  # of the last group: its requests' ids, all of them and the most that one has
+    for i in sorted(numbers, key=lambda i: requests[i].ids.astype(">u4").tobytes()):
+        ids = requests[i].ids
         if groups:
-            last = groups[-1]
-            first = requests[last.numbers[0]].ids
-            both = Group([*last.numbers, i], common(first[: last.shared or -1], requests[i].ids[:-1]))
-            size = len(both.numbers) * max(len(requests[n].ids) - 1 for n in both.numbers)
-            if size <= batch_tokens and saved(both, requests) > saved(last, requests):
-                groups[-1] = both
+            last, n = groups[-1], len(groups[-1].numbers) + 1
+            shared = common(requests[last.numbers[0]].ids[: last.shared or -1], ids[:-1])
+            fits = n * (max(longest, len(ids)) - 1) <= batch_tokens
+            if fits and shared > 1 and saved(n, shared, tokens + len(ids)) > saved(n - 1, last.shared, tokens):
+                last.numbers.append(i)
+                groups[-1] = Group(last.numbers, shared)
+                tokens, longest = tokens + len(ids), max(longest, len(ids))
                 continue
         groups.append(Group([i]))
+        tokens = longest = len(ids)
     return groups
 
 
@@ -105,34 +108,39 @@ def common(a, b) -> int:
     return int(np.argmin(np.append(a[:n] == b[:n], False)))
 
 
-def saved(group: Group, requests) -> float:
-    """Tokens that a group reads less than its requests alone, minus those of its second pass, for what that costs."""
-    if group.shared < 2:  # the last id of a beginning is read in the second pass
-        return -math.inf if len(group.numbers) > 1 else 0
-    rest = sum(len(requests[i].ids) - group.shared for i in group.numbers)
-    return (len(group.numbers) - 1) * group.shared - rest
+def saved(n: int, shared: int, tokens: int) -> int:
+    """What n requests of `tokens` ids in all save by reading `shared` of them once: the ids that are not read again,
+    less those of the second pass, since it costs something too. One request alone saves nothing."""
+    return (n - 1) * shared - (tokens - n * shared) if n > 1 else 0
+
+
+class Size(NamedTuple):
+    """Of a batch: groups, requests, their tokens, the longest beginning and the longest rest."""
+
+    groups: int = 0
+    rows: int = 0
+    tokens: int = 0
+    beginning: int = 0
+    rest: int = 0
+
+    def plus(self, shared: int, rests: list[int]):
+        tokens = self.tokens + shared + sum(rests)
+        longest = max(self.beginning, shared), max(self.rest, *rests)
+        return Size(self.groups + 1, self.rows + len(rests), tokens, *longest)
 
 
 def batched(groups, requests, batch_tokens: int, room: int) -> list[list[Group]]:
     """Batches of at most `batch_tokens`, a quarter of them padding at most, and `room` tokens wide."""
-
-    def lengths(group):
-        return [len(requests[i].ids) - group.shared for i in group.numbers]
-
-    def add(size, group):
-        n, rows, tokens, wide, longest = size  # groups, requests, their tokens, longest beginning, longest rest
-        rest = lengths(group)
-        tokens += group.shared + sum(rest)
-        return n + 1, rows + len(rest), tokens, max(wide, group.shared), max(longest, *rest)
-
-    batches, size = [], (0, 0, 0, 0, 0)
-    for group in sorted(groups, key=lambda group: (group.shared // 8, max(lengths(group))), reverse=True):
-        n, rows, tokens, wide, longest = size = add(size, group)
-        width = wide + longest - 1
-        padded = n * wide + rows * longest
-        if not batches or rows * width > batch_tokens or width > room or padded > tokens * 4 / 3:
+    rests = {group.numbers[0]: [len(requests[i].ids) - group.shared for i in group.numbers] for group in groups}
+    batches, size = [], Size()
+    for group in sorted(groups, key=lambda group: (group.shared // 8, max(rests[group.numbers[0]])), reverse=True):
+        new = group.shared, rests[group.numbers[0]]
+        size = size.plus(*new)
+        width = size.beginning + size.rest - 1
+        read = size.groups * size.beginning + size.rows * size.rest  # padding too
+        if not batches or size.rows * width > batch_tokens or width > room or read > size.tokens * 4 / 3:
             batches.append([])
-            size = add((0, 0, 0, 0, 0), group)
+            size = Size().plus(*new)
         batches[-1].append(group)
     return batches
 

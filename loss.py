@@ -11,11 +11,13 @@ matmul is done twice. The z-loss (PaLM, arXiv 2204.02311, section 5) holds logsu
 Run `python loss.py` to compare it with the obvious version. Read next: model.py, which calls it.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 logits: 1,280 rows at V = 50368
-COLUMNS = 4096  # of the vocabulary at a time, for W's gradient and for scores: what they give is in a CPU's cache then
+COLUMNS = 4096  # of the vocabulary at a time, for W's gradient and for scores: so much stays in a CPU's cache
 ROWS = 512  # scored at once: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
 
@@ -47,8 +49,8 @@ def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.
 
 @torch.no_grad()
 def score_labels(x, weight, labels, logit_scale=None):
-    """(log-probability of each label in fp32, whether it is the likeliest), both of labels' shape; 0 and False where
-    the label is IGNORE. Arguments as above. Only rows that count meet the vocabulary."""
+    """(log-probability of each label, whether it is the likeliest), both of labels' shape: fp32 (fp64 for fp64 inputs),
+    0 and False for IGNORE. Arguments as above; a label beyond the vocabulary raises or has NaN."""
     scale = 1.0 if logit_scale is None else logit_scale
     counted = labels != IGNORE
     log_probs = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -64,7 +66,7 @@ def score_chunk(x, weight, labels, scale):
     """The same for x (rows, D) and labels (rows, 1), all of which count; (rows, 1) each. Of equal logits the first is
     the likeliest. A block of the vocabulary at a time is still in a CPU's cache when its logits are summed."""
     exact, blocks = torch.promote_types(x.dtype, torch.float32), labels // COLUMNS
-    found, first = torch.zeros_like(labels, dtype=exact), torch.zeros_like(labels, dtype=torch.bool)
+    found, first = torch.full_like(labels, math.nan, dtype=exact), torch.zeros_like(labels, dtype=torch.bool)
     tops, log_zs = [], []
     for block, begin in enumerate(range(0, weight.shape[0], COLUMNS)):
         logits = F.linear(x, weight[begin : begin + COLUMNS]).to(exact)  # (rows, COLUMNS or what is left)

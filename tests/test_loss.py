@@ -203,6 +203,7 @@ def test_scores_of_labels_are_those_of_all_logits(chunk, monkeypatch, rows, scal
     assert torch.equal(greedy[0], counted & (logits.argmax(-1) == labels)) and greedy.sum() >= N // 4
     nothing = torch.full_like(labels, IGNORE)
     assert not any(scores.any() for scores in score_labels(x, weight, nothing))
+    assert score_labels(x[:2], weight, torch.tensor([10 * V, -5 * V]))[0].isnan().all()
 
 
 def test_of_equal_logits_the_first_is_the_likeliest(chunk):
