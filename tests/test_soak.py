@@ -143,6 +143,7 @@ def figures(rows: list[dict]) -> list[tuple]:
     return [(row.get("loss"), row.get("grad_norm"), row.get("val_loss")) for row in rows]
 
 
+@pytest.mark.slow
 def test_three_kills_on_two_ranks(tmp_path, tiny_data):
     calm, killed = soak(tmp_path, tiny_data, [2], kills=3)
     assert figures(killed) == figures(calm)
