@@ -10,6 +10,7 @@ def test_no_such_benchmark_is_one_line(python, words):
     assert (wrong.returncode, wrong.stderr) == (2, usage)
 
 
+@pytest.mark.slow
 def test_each_name_leads_to_its_file(python):
     assert "usage: python bench.py scaling" in python("scaling", program="bench.py").stderr
     for name, setting in {"train": "--sweep=", "attention": "--head_dims=", "machine": "--seconds="}.items():

@@ -138,6 +138,7 @@ def measure_as(world, local_ranks) -> dict:
     return bench_machine.measure(replace(world, local_rank=local_ranks[world.rank]), 0.001)
 
 
+@pytest.mark.slow
 def test_groups_of_two_nodes(ranks):
     everyone = [0, 1, 2, 3]
     even = ranks(4)(groups_of, [0, 1, 0, 1])

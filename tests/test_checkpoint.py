@@ -129,7 +129,7 @@ def moves(ranks, folder, source, targets):
 @pytest.mark.parametrize(
     "source, targets",
     [
-        ((4, "FULL_SHARD"), {2: ["ZERO1"], 1: ["DDP"]}),
+        ((2, "FULL_SHARD"), {1: ["DDP"]}),
         ((2, "DDP"), {4: ["HYBRID_SHARD"]}),
     ],
 )

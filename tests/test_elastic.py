@@ -64,6 +64,7 @@ def ranks(run) -> list[int]:
     return [json.loads(line)["ranks"] for line in (run / "launches.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line(tmp_path, tiny_data):
     """The first is found here, the second by the ranks."""
     done = launch([], tmp_path, ["--learning_rate=1"], program="elastic.py")

@@ -166,6 +166,7 @@ def equal_runs(world):
     return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.slow
 def test_two_runs_are_equal_to_the_bit(interpreted):
     assert interpreted(equal_runs) == [True, True]
 
@@ -208,6 +209,7 @@ def sweep(world, examples, seed):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.slow
 def test_random_cases(interpreted):
     assert interpreted(sweep, 8, 1) == [None, None]
 

@@ -307,6 +307,7 @@ def test_a_loss_that_is_no_number_stops_the_run(python, tiny_data, tmp_path):
     assert max(rows_by_step(tmp_path / "run")[0]) == 12 and checkpoint.latest(tmp_path / "run").name == "step-2"
 
 
+@pytest.mark.slow
 def test_mistakes_of_many_ranks_are_one_line(torchrun, tiny_data):
     done = torchrun(3, *flags(tiny_data))
     assert done.returncode != 0

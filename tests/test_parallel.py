@@ -38,6 +38,10 @@ MODES = get_args(get_type_hints(TrainConfig)["sharding"])
 EVERYWHERE = [(size, mode) for size in (1, 2, 4) for mode in MODES]
 
 
+def slowly(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def build(world, cfg, model_cfg=MODEL, precision="fp32"):
     """Model and optimizer as fsdp_train.main makes them."""
     with torch.device("meta"):
@@ -108,7 +112,10 @@ def one_rank(ranks):
     return {precision: ranks(1)(train, RUN, MODEL, precision)[0][0] for precision in ("fp32", "bf16")}
 
 
-@pytest.mark.parametrize("size, mode", EVERYWHERE)
+@pytest.mark.parametrize(
+    "size, mode",
+    [slowly(*case) if case[0] == 4 and case[1] not in ("FULL_SHARD", "ZERO1") else case for case in EVERYWHERE],
+)
 def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_rank, size, mode):
     """12 rows = 12, 2 x 6 or 4 x 3, whole or in pieces of 2, which leaves a piece of 1 on four ranks."""
     for microbatch in (12, 5) if size == 1 else (12, 2):
@@ -118,7 +125,10 @@ def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_ran
         assert_same_curve(found[0][0], one_rank["fp32"])
 
 
-@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")])
+@pytest.mark.parametrize(
+    "size, mode",
+    [(1, "FULL_SHARD"), (2, "ZERO1"), slowly(4, "FULL_SHARD"), slowly(4, "HYBRID_SHARD")],
+)
 def test_bf16_stays_near_one_rank(ranks, one_rank, size, mode):
     cfg = replace(RUN, sharding=mode, microbatch_size=2, shard_size=min(size, 2))
     curve = ranks(size)(train, cfg, MODEL, "bf16")[0][0]
@@ -459,7 +469,9 @@ def plain_evaluation(world, cfg, folder, n_windows):
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
-@pytest.mark.parametrize("size, mode", [(4, mode) for mode in MODES] + [(1, "ZERO1"), (2, "SHARD_GRAD_OP")])
+@pytest.mark.parametrize(
+    "size, mode", [slowly(4, mode) for mode in MODES] + [(1, "ZERO1"), (2, "SHARD_GRAD_OP"), (2, "HYBRID_SHARD")]
+)
 def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
     """Not the losses, not a bit of the weights; and each evaluation is right."""
     cfg = replace(RUN, sharding=mode, shard_size=min(size, 2), microbatch_size=2, eval_tokens=7 * 16, warmup_steps=0)
