@@ -150,6 +150,7 @@ def test_groups_of_two_nodes(ranks):
     assert ranks(4)(groups_of, [0, 0, 0, 0])[3] == {"all": everyone, "across": everyone}
 
 
+@pytest.mark.slow
 def test_a_node_of_three_ranks_and_one_of_one(ranks):
     rows = ranks(4)(measure_as, [0, 1, 2, 0])
     kinds = [["all", "node", "across"], ["all", "node"], ["all", "node"], ["all", "across"]]

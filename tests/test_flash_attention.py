@@ -259,6 +259,7 @@ def checked_by_pytorch(world):
     return True
 
 
+@pytest.mark.slow
 def test_pytorchs_own_checks_of_the_operator(interpreted):
     """Schema, no aliasing, shapes and strides of the fakes, autograd, compilation: torch.library.opcheck."""
     assert interpreted(checked_by_pytorch)[0]
@@ -446,6 +447,7 @@ def tuned(world):
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_tuning_prints_rows_to_paste(interpreted):
     text = interpreted(tuned)[0]
     rows = eval("{" + "".join(line for line in text.splitlines() if line[0] == " ") + "}")
