@@ -1,0 +1,116 @@
+"""Files that somebody else may have written, or that a crash cut short: nothing is believed before it is checked.
+
+    read_json        one JSON value of the wanted shape
+    read_json_lines  the good rows of a .jsonl file, and what is wrong with the bad ones
+    member           a file that another file names: a plain name, a regular file, in the same folder
+
+Two kinds of trouble are kept apart. UserError: the content is wrong, and the message names file and cause. OSError:
+the file is absent or cannot be read (permission, a node that does not see it), which says nothing about its content.
+
+Run `python files.py runs/demo/config.json` to check a file. Read next: devices.py.
+"""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+
+import config
+from config import UserError, require
+
+MAX_JSON = 2**27  # bytes; the largest JSON that we write or know of is the index of a 70B model, below 2**20
+
+
+def read_json(path, kind: type = dict, fields: dict | None = None, fix: str = ""):
+    """The JSON value in a file: a `kind` (dict, list), in which `fields` (name -> type or types) are there.
+
+    `fix` ends the message ("delete it"). Raises UserError if the content is anything else, OSError if the file
+    cannot be read.
+    """
+    return parse_json(read_bytes(path, MAX_JSON), str(path), kind, fields, fix)
+
+
+def parse_json(text: bytes, where: str, kind: type = dict, fields: dict | None = None, fix: str = ""):
+    """The JSON value in a text; `where` names it in messages. See `read_json`."""
+    fix = f": {fix}" if fix else ""
+    try:
+        value = json.loads(text.decode("utf-8-sig"))
+    except RecursionError as error:
+        raise UserError(f"{where} is damaged (JSON nested too deep){fix}") from error
+    except ValueError as error:  # UnicodeDecodeError too
+        raise UserError(f"{where} is damaged ({config.one_line(error)}){fix}") from error
+    wanted = {dict: "a JSON object", list: "a JSON list"}[kind]
+    require(isinstance(value, kind), f"{where} is damaged (not {wanted}){fix}")
+    for name, types in (fields or {}).items():
+        require(name in value, f"{where} is damaged (no {name!r}){fix}")
+        require(has_type(value[name], types), f"{where} is damaged ({name!r} is {shown(value[name])}){fix}")
+    return value
+
+
+def has_type(value, types) -> bool:
+    """isinstance, but true and false are no numbers, and a whole number is a float too."""
+    types = types if isinstance(types, tuple) else (types,)
+    if isinstance(value, bool):
+        return bool in types
+    return isinstance(value, types) or (float in types and isinstance(value, int))
+
+
+def shown(value) -> str:
+    """A value in a message, 40 characters at most."""
+    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def read_json_lines(path, fields: dict | None = None) -> tuple[list[dict], list[str]]:
+    """The rows of a .jsonl file that are objects with `fields`, and for each other line what is wrong with it."""
+    rows, bad = [], []
+    for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(parse_json(line, f"line {number}", dict, fields))
+        except UserError as error:
+            bad.append(str(error))
+    return rows, bad
+
+
+def read_bytes(path, most: float = math.inf) -> bytes:
+    """The content of a regular file of at most `most` bytes; a pipe or a device would never end."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        require(size <= most, f"{path} has {size:,} bytes, expected at most {most:,}")
+        return file.read()
+
+
+def open_regular(path):
+    """Open a file for reading in binary. UserError unless it is a regular one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block here
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(kind) else 'not a regular file'}")
+
+
+def member(folder: Path, name, source) -> Path:
+    """The file `name` in `folder`, as the file `source` names it. UserError unless that is a plain name."""
+    plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    require(plain, f"{source} names the file {shown(name)}, expected the plain name of a file beside it")
+    return Path(folder) / name
+
+
+def main(argv) -> None:
+    require(len(argv) == 1, "usage: python files.py FILE.json (or FILE.jsonl)")
+    if not argv[0].endswith(".jsonl"):
+        value = parse_json(read_bytes(argv[0], MAX_JSON), argv[0])
+        print(f"{argv[0]}: an object with {len(value)} fields")
+        return
+    rows, bad = read_json_lines(argv[0])
+    print(f"{argv[0]}: {len(rows)} good rows, {len(bad)} bad lines")
+    for line in bad:
+        print(f"  {line}")
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -1,0 +1,75 @@
+"""Reading what somebody else wrote: content that is wrong is told from files that cannot be read."""
+
+import os
+
+import pytest
+
+import files
+from config import UserError
+
+
+@pytest.mark.parametrize(
+    "content, cause",
+    [
+        (b"", "Expecting value"),
+        (b"[1, 2]", "not a JSON object"),
+        (b"7", "not a JSON object"),
+        (b"\xff\xfe{}", "codec can't decode"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"step": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"host": "a"}', "no 'step'"),
+        (b'{"step": "7"}', "'step' is '7'"),
+        (b'{"step": true}', "'step' is True"),
+        (b'{"step": [1, 2, 3]}', "'step' is list"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_cause(tmp_path, content, cause):
+    path = tmp_path / "meta.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        files.read_json(path, fields={"step": int}, fix="delete it")
+    assert str(path) in str(error.value) and cause in str(error.value) and str(error.value).endswith(": delete it")
+    assert len(str(error.value)) < 400
+
+
+def test_a_good_file_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"step": 3, "seconds": 2, "lines": []}')  # an editor's byte order mark
+    assert files.read_json(path, fields={"step": int, "seconds": float, "lines": list})["step"] == 3
+
+
+def test_what_cannot_be_read_is_no_damage(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.read_json(tmp_path / "nothing.json")
+    with pytest.raises(UserError, match="is a folder"):
+        files.read_json(tmp_path)
+
+
+def test_a_pipe_and_a_device_end_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        with pytest.raises(UserError, match="not a regular file"):
+            files.read_json(tmp_path / name)
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    with open(tmp_path / "a.json", "wb") as file:
+        file.truncate(files.MAX_JSON + 1)
+    with pytest.raises(UserError, match="expected at most"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_bad_lines_are_left_out_and_told(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\n7\n{"no": 1}\n\n{"step": 2}\n{"step": 3')
+    rows, bad = files.read_json_lines(path, {"step": int})
+    assert rows == [{"step": 1}, {"step": 2}]
+    assert [line.split(" is ")[0] for line in bad] == ["line 2", "line 3", "line 4", "line 7"]
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]])
+def test_another_folder_is_not_entered(tmp_path, name):
+    with pytest.raises(UserError, match="index.json names the file"):
+        files.member(tmp_path, name, "index.json")
+    assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
