@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
 from optim import build_optimizer
@@ -52,7 +53,7 @@ class Checkpointer:
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last, self.keep_every = keep_last, keep_every
         # Of its own: the thread that writes must not meet training's collectives.
-        self.group = dist.new_group(backend="gloo", timeout=parallel.TIMEOUT)
+        self.group = processes.new_group(parallel.TIMEOUT)
         cuda = torch.cuda.is_available()
         # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)

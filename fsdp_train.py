@@ -8,6 +8,13 @@ Loss of a step = sum of the token cross-entropies / number of counted tokens, bo
 does not matter how the batch was cut into ranks and microbatches. `--help` lists the settings.
 """
 
+import sys
+
+import startup
+
+if __name__ == "__main__":  # before the imports that take seconds
+    startup.begin(sys.argv[1:])
+
 import collections
 import gc
 import math

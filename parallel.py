@@ -22,7 +22,6 @@ import ctypes
 import functools
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -38,8 +37,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
+import processes
 from config import TrainConfig, UserError, require
 from model import MPT, init_weights
+from startup import RESUME_ME
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Outputs that selective activation checkpointing keeps: of matmuls with weights (not of batched ones, which are T x T
@@ -48,7 +49,6 @@ SAVED = {
     *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
 }
-RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program again as it was
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 
 
@@ -69,35 +69,16 @@ def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
     """
     env = os.environ
-    if "RANK" not in env and int(env.get("SLURM_NTASKS", 1)) > 1 and "SLURM_PROCID" in env:
-        if "MASTER_ADDR" not in env:
-            env["MASTER_ADDR"] = slurm_first_host()
-        # Below 32768, where Linux begins to hand out ports of its own choice.
-        env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", 0)) % 12000))
-        env |= {"RANK": env["SLURM_PROCID"], "WORLD_SIZE": env["SLURM_NTASKS"], "LOCAL_RANK": env["SLURM_LOCALID"]}
-        env["LOCAL_WORLD_SIZE"] = str(int(env["SLURM_NTASKS"]) // int(env.get("SLURM_NNODES", 1)))
+    env |= processes.slurm_variables()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device = pick_device(device_type, local_rank, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     if not dist.is_initialized():  # a benchmark starts once for each of its rows
-        try:
-            dist.init_process_group(backend, timeout=timeout, **alone)
-        except dist.DistError as error:
-            where = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
-            raise UserError(f"rank {rank} cannot meet the others at {where}: {config.one_line(error)}") from error
+        processes.join(backend, rank, size, timeout)
     if device.type == "cpu":
         keep_freed_memory()
     return World(rank, size, local_rank, local_size, device)
-
-
-def slurm_first_host() -> str:
-    try:
-        command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (KeyError, OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise UserError("cannot ask SLURM for the first node: set MASTER_ADDR to its name") from error
 
 
 def pick_device(device_type: str, local_rank: int, size: int) -> torch.device:
@@ -129,6 +110,7 @@ def run(main) -> None:
     A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
     """
     status = 0
+    processes.end_with_torchrun()
     try:
         main(sys.argv[1:])
         if dist.is_initialized():
@@ -222,7 +204,8 @@ def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh | None:
     shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or world.local_size}.get(cfg.sharding, world.size)
     require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
     shape = (1, world.size // shard, shard, 1)
-    return init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+    with processes.in_time("connect the mesh"):
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
 
 
 def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision: str) -> MPT:

@@ -11,16 +11,16 @@ ROOT = Path(__file__).parent.parent
 
 # Each room may import those before it. `environment` makes the virtual environment, so it imports nothing at all.
 ORDER = """
-    environment config files
+    environment config files startup
     corpus tokenizer shards loss optim launch_table flash_attention
     devices matmuls flops memory decoding speed calibrate
     attention model data lora
-    parallel pipeline runlog microbatch checkpoint resume resilience watch tensor_files hf
+    processes parallel pipeline runlog microbatch checkpoint resume resilience watch tensor_files hf
     plot elastic sampling generate icl_tasks icl_score icl_eval fsdp_train plan_picture plan
     bench_team bench_compare bench_table bench_train bench_attention bench_machine bench serve
 """.split()
 LIGHT = """
-    config files corpus tokenizer shards matmuls memory decoding speed calibrate plan_picture plan
+    config files startup corpus tokenizer shards matmuls memory decoding speed calibrate plan_picture plan
 """.split()  # no torch
 
 FILES = sorted(ROOT.glob("*.py"))
