@@ -12,7 +12,7 @@ memory is noted and the others go on. Rows that are compared (`--transformers`, 
 the machine does hits all; figures are medians of the turns, on random tokens. With --out rows are kept in a CSV, one
 for a machine, with tables (.md) and a picture (.png) beside it, and what is there already is not measured again. Under
 torchrun rows share their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
-ends the program: with --max-restarts and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 it goes on after that row.
+ends the program: with --max-restarts it goes on after that row.
 
 Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step that launched it,
 and while nothing runs the GPU is idle. Communication runs beside computing, so the shares may add up to more than 1.

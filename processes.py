@@ -50,7 +50,8 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
             store = open_store(host, int(port), rank)
             name = meet(store, rank, size, deadline)
         except dist.DistError as error:
-            give_up(f"{whoami(rank)} cannot meet the others at {host}:{port}: {config.one_line(error)}")
+            say(f"{whoami(rank)} cannot meet the others at {host}:{port}: {config.one_line(error)}")
+            raise SystemExit(RESUME_ME) from error
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
 
@@ -69,7 +70,7 @@ def open_store(host: str, port: int, rank: int) -> dist.Store:
 
 
 def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
-    """Wait for all ranks; the name of their group. Ends this rank with a line if they do not come.
+    """Wait for all ranks; the name of their group. SystemExit, after a line that says who is missing, if not all come.
 
     Rank 0 makes up the name. The others sign in under it, and rank 0 publishes the signatures. A rank that read an old
     name, or whose predecessor signed, does not find its own signature there: it waits for the next name.
@@ -91,7 +92,8 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
                     raise SystemExit(RESUME_ME)  # rank 0 says who
                 return name
         time.sleep(POLL)
-    give_up(f"{whoami(rank)} waited {MEETING} s in vain: rank 0 did not answer")
+    say(f"{whoami(rank)} waited {MEETING} s in vain at {store.host}:{store.port}: rank 0 did not answer")
+    raise SystemExit(RESUME_ME)
 
 
 def call_together(store: dist.Store, name: str, size: int, deadline: float) -> None:
@@ -105,9 +107,10 @@ def call_together(store: dist.Store, name: str, size: int, deadline: float) -> N
     missing = sorted(set(keys) - set(there))
     store.set(f"{name} met", json.dumps({"signatures": signatures, "missing": missing}))
     if missing:
-        time.sleep(20 * POLL)  # until the others have read it: the server may be in this process
+        time.sleep(10 * POLL)  # until the others have read it: the server may be in this process
         who = f"{len(missing)} of {size} ranks: {', '.join(map(str, missing[:20]))}{' ...' * (len(missing) > 20)}"
-        give_up(f"{whoami(0)} waited {MEETING} s in vain for {who}")
+        say(f"{whoami(0)} waited {MEETING} s in vain at {store.host}:{store.port} for {who}")
+        raise SystemExit(RESUME_ME)
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -122,7 +125,7 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 def in_time(what: str):
     """Around what all ranks do at the same time: if it takes too long, one of them is gone, and this rank ends."""
     words = f"{whoami(config.rank())} could not {what} in {MEETING} s: a rank is gone, or the network is down"
-    timer = threading.Timer(MEETING + 20 * POLL + 1, give_up, [words])
+    timer = threading.Timer(MEETING + 2, end, [words])
     timer.daemon = True
     timer.start()
     try:
@@ -131,11 +134,15 @@ def in_time(what: str):
         timer.cancel()
 
 
-def give_up(words: str) -> None:
+def end(words: str) -> None:
     """End this rank, from any thread."""
-    print(f"error: {words}", file=sys.stderr, flush=True)
+    say(words)
     sys.stdout.flush()
     os._exit(RESUME_ME)
+
+
+def say(words: str) -> None:
+    print(f"error: {words}", file=sys.stderr, flush=True)
 
 
 def whoami(rank: int) -> str:
@@ -154,7 +161,7 @@ def end_with_torchrun() -> None:
 def look_for_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
-    give_up(f"{whoami(config.rank())} ends, since torchrun (process {parent}) is gone")
+    end(f"{whoami(config.rank())} ends, since torchrun (process {parent}) is gone")
 
 
 def slurm_variables() -> dict[str, str]:

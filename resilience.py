@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import files
 import parallel
 from config import UserError, require
 from parallel import RESUME_ME
@@ -57,15 +58,16 @@ class Lease:
     def take(self) -> None:
         """Own the folder, or raise UserError naming who does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        refused = None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        except OSError:  # by another run; or this file system has no locks
-            locked = False
+        except OSError as error:  # another run has the lock (BlockingIOError); or this file system has no locks
+            refused = error
         before = read_lease(self.path)
         here = before and before["host"] == self.me["host"]
-        if not locked and here:
+        unnamed = not before and isinstance(refused, BlockingIOError)  # it has not written its name yet
+        if unnamed or (refused and here):
             os.close(self.file)
             raise UserError(self.refusal())
         if before and not here:
@@ -118,10 +120,11 @@ class Lease:
 
 
 def read_lease(path: Path) -> dict | None:
-    """Who owns a folder: host, pid, job, beat. None if nobody does."""
+    """Who owns a folder: host, pid, job, beat. None if nobody does, or if the file is damaged."""
+    fields = {"host": str, "pid": int, "job": (str, type(None)), "beat": int}
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):  # never taken
+        return files.read_json(path, dict, fields)
+    except (FileNotFoundError, UserError):  # never taken, released, cut short by a power failure
         return None
 
 

@@ -80,8 +80,7 @@ def test_what_needs_too_much_memory_is_noted_and_the_others_go_on(python, tmp_pa
 
 
 @pytest.mark.slow
-def test_under_torchrun_rows_follow_each_other_and_a_restart_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # else a restart meets stale addresses
+def test_under_torchrun_rows_follow_each_other_and_a_restart_goes_on(tmp_path):
     how = [*TORCHRUN, "2", "--max-restarts=1"]
     sweep = "--sweep=global_batch_size=4,6,100000000000,8"
     done = launch(how, tmp_path, ["train", *TINY, sweep, "--rounds=1", "--out=a.csv"], program="bench.py")

@@ -65,7 +65,7 @@ class Hosts:
         command = [*self.network(number), *of_its_own, "sh", "-c", enter, "sh", sys.executable, *torchrun]
         command += [str(ROOT / "fsdp_train.py"), *map(str, args)]
         interface = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
-        env = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | interface
+        env = clean_environment() | interface
         log = self.logs[number] = self.folder / f"{name}.log"
         with open(log, "a") as file:
             options = {"stdout": file, "stderr": file, "cwd": self.folder, "env": env}

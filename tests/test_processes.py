@@ -1,0 +1,286 @@
+"""processes.py: ranks find each other whatever an earlier start left behind, and end when that fails."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from conftest import ROOT, clean_environment
+from test_resilience import wait_for, workers
+
+import processes
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Meeting in a store
+
+
+@pytest.fixture
+def connect():
+    """`connect()`: a client of one server, as each rank has one of torchrun's."""
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=10)}
+    return lambda: dist.TCPStore("localhost", server.port, **options)
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+def meet(connect, pool, rank, size, seconds=30):
+    return pool.submit(processes.meet, connect(), rank, size, time.monotonic() + seconds)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)])
+def test_each_start_gets_one_new_name(connect, pool, order):
+    """In one store, three starts of four ranks, which come one after the other."""
+    names = []
+    for _ in range(3):
+        waiting = []
+        for rank in order:
+            waiting.append(meet(connect, pool, rank, 4))
+            time.sleep(0.03)
+        (name,) = {each.result() for each in waiting}
+        names.append(name)
+    assert len(set(names)) == 3
+
+
+def test_killed_ranks_do_not_count(connect, pool):
+    """Left in the store: the name of a rank 0 that is gone, a signature below it, and one below the new name."""
+    store = connect()
+    store.set("group", "old")
+    store.set("old rank 1", "killed")
+    store.set("old met", json.dumps({"signatures": {"1": "killed", "2": "killed"}, "missing": []}))
+    second = meet(connect, pool, 2, 3)
+    wait_for(lambda: store.check(["old rank 2"]), 10)
+    first = meet(connect, pool, 0, 3)
+    wait_for(lambda: store.get("group") != b"old", 10)
+    name = store.get("group").decode()
+    wait_for(lambda: store.check([f"{name} rank 2"]), 10)
+    store.set(f"{name} rank 2", "killed")  # rank 2 was killed after it signed, and starts again
+    third = meet(connect, pool, 2, 3)
+    wait_for(lambda: store.get(f"{name} rank 2") != b"killed", 10)
+    last = meet(connect, pool, 1, 3)
+    assert first.result() == last.result() == third.result() == name
+    assert not second.done()  # it does not take itself for the one that was admitted
+    again = [meet(connect, pool, rank, 3) for rank in (0, 1)]
+    assert {each.result() for each in [*again, second]} == {store.get("group").decode()}
+
+
+def test_who_does_not_come_is_named(connect, pool, capsys):
+    """Of four ranks 1 and 3 are missing: rank 0 says so, and the others end with the same status."""
+    second = meet(connect, pool, 2, 4)
+    first = meet(connect, pool, 0, 4, 1)
+    assert [each.exception().code for each in (first, second)] == [75, 75]
+    line = capsys.readouterr().err
+    assert line.startswith("error: rank 0 (process ") and line.endswith(" for 2 of 4 ranks: 1, 3\n")
+    alone = meet(connect, pool, 1, 4, 0.2)
+    assert alone.exception().code == 75
+    assert capsys.readouterr().err.endswith(": rank 0 did not answer\n")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Real processes
+
+# Ranks that add numbers for ever; rank 0 writes the start it belongs to into a file, again and again.
+PROGRAM = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as dist
+import parallel, processes
+from config import TrainConfig
+
+processes.MEETING = {seconds}
+
+def dying(function, victim):
+    def then(*args):
+        result = function(*args)
+        return result if os.environ["RANK"] != str(victim) else os.kill(os.getpid(), 9)
+    return then
+
+def main(argv):
+    {before}
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # all at once, however slow the imports are
+        open(f"ready {{os.environ['RANK']}}", "w").close()
+        while len([name for name in os.listdir() if name.startswith("ready")]) < {ready}:
+            time.sleep(0.01)
+    world = parallel.start("cpu")
+    {after}
+    parallel.make_mesh(world, TrainConfig())
+    processes.new_group(parallel.TIMEOUT)
+    for step in range(10**6):
+        dist.all_reduce(torch.ones(1))
+        if world.rank == 0 and step % 10 == 0:
+            with open("steps", "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+        time.sleep(0.005)
+
+parallel.run(main)
+"""
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """`launched(how)` runs PROGRAM in tmp_path; `how` goes before its name, `environment` is added."""
+    started = []
+
+    def launch(*how, seconds=60, ready=1, before="pass", after="pass", **environment):
+        program = tmp_path / f"program-{len(started)}.py"
+        settings = {"seconds": seconds, "ready": ready, "before": before, "after": after}
+        program.write_text(PROGRAM.format(root=str(ROOT), **settings))
+        env = clean_environment() | environment
+        with open(tmp_path / "log", "a") as log:
+            command = [sys.executable, *how, str(program)]
+            started.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log))
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.terminate()
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def starts(folder) -> list[str]:
+    """The process numbers of rank 0, of each start."""
+    path = folder / "steps"
+    return list(dict.fromkeys(path.read_text().split())) if path.exists() else []
+
+
+def errors(folder) -> list[str]:
+    return [line for line in (folder / "log").read_text().splitlines() if line.startswith("error")]
+
+
+def gone(pid) -> bool:
+    """Zombies are, too: their new parent may not look after them."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+KINDS = {
+    "c10d": ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+    "standalone": ["--standalone"],
+    "static": ["--master_addr=localhost", "--master_port={port}"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, kills", [("c10d", 8), ("static", 8), ("standalone", 4)])
+def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
+    """By kill -9, rank 0 and rank 1 in turns: twenty restarts in all."""
+    how = [flag.format(port=free_port()) for flag in KINDS[kind]]
+    job = launched("-m", "torch.distributed.run", *how, "--nproc_per_node=2", f"--max-restarts={kills}")
+    for number in range(kills):
+        wait_for(lambda: len(starts(tmp_path)) > number)  # noqa: B023
+        os.kill(workers(job)[number % 2], signal.SIGKILL)
+    wait_for(lambda: len(starts(tmp_path)) > kills)
+    assert job.poll() is None
+
+
+@pytest.mark.slow
+def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
+    """Both torchruns start theirs again; to the one whose rank was not killed it may be no restart that counts."""
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x"]
+    how = ["-m", "torch.distributed.run", *meeting, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2"]
+    jobs = [launched(*how), launched(*how)]
+    for number in range(2):
+        wait_for(lambda: len(starts(tmp_path)) > number)  # noqa: B023
+        os.kill(workers(jobs[number])[0], signal.SIGKILL)
+    wait_for(lambda: len(starts(tmp_path)) == 3)
+
+
+@pytest.mark.slow
+def test_ranks_end_with_torchrun(launched, tmp_path):
+    """kill -9 of torchrun: its ranks would train unsupervised, and hold the run folder."""
+    job = launched("-m", "torch.distributed.run", *KINDS["c10d"], "--nproc_per_node=2")
+    wait_for(lambda: starts(tmp_path))
+    ranks = workers(job)
+    job.kill()
+    begin = time.monotonic()
+    wait_for(lambda: all(map(gone, ranks)), 20)
+    assert time.monotonic() - begin < 10
+    assert any(f"ends, since torchrun (process {job.pid}) is gone" in line for line in errors(tmp_path))
+
+
+def shell_of_a_rank(tmp_path, variables) -> int:
+    """A rank alone, started by a shell that has left: its process number."""
+    program = tmp_path / "program.py"
+    body = "open('steps', 'w').write(str(os.getpid())); time.sleep(60)"
+    program.write_text(f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport parallel\n")
+    with open(program, "a") as file:
+        file.write(f"def main(argv):\n    {body}\nparallel.run(main)\n")
+    command = ["sh", "-c", f"nohup {sys.executable} {program} > log 2>&1 &"]
+    subprocess.run(command, cwd=tmp_path, env=clean_environment() | variables, check=True)
+    wait_for(lambda: (tmp_path / "steps").exists() and (tmp_path / "steps").read_text())
+    return int((tmp_path / "steps").read_text())
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_outlives_its_shell(tmp_path):
+    pid = shell_of_a_rank(tmp_path, {})
+    time.sleep(3)
+    assert not gone(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def variables(rank, size, port) -> dict[str, str]:
+    """As elastic.Launch and srun start ranks: nobody else watches them."""
+    who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    return who | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+
+@pytest.mark.slow
+def test_rank_0_does_not_come(launched, tmp_path):
+    port = free_port()
+    job = launched(seconds=3, **variables(1, 2, port))
+    assert job.wait(120) == 75
+    (line,) = errors(tmp_path)
+    assert line.startswith("error: rank 1 (process ") and f"localhost:{port}" in line
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        job = launched(seconds=3, **variables(0, 2, port))
+        assert job.wait(120) == 2
+    (line,) = errors(tmp_path)
+    assert f"port {port} on " in line and line.endswith("is in use: set MASTER_PORT to a free one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment, victim", [("signed in", 1), ("connected", 0), ("in a group", 1)])
+def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, moment, victim):
+    """Also where a launcher does not look: it would wait for gloo's addresses of the dead one for an hour."""
+    die = f"dist.get_rank() == {victim} and os.kill(os.getpid(), 9)"
+    steps = {
+        "signed in": {"before": f"processes.meet = dying(processes.meet, {victim})"},
+        "connected": {"after": die},
+        "in a group": {"after": f"parallel.make_mesh(world, TrainConfig()); {die}"},
+    }
+    port = free_port()
+    jobs = [launched(seconds=8, ready=2, **steps[moment], **variables(rank, 2, port)) for rank in (0, 1)]
+    assert jobs[1 - victim].wait(120) == 75, (tmp_path / "log").read_text()
+    assert jobs[victim].wait(120) == -signal.SIGKILL
+    assert len(errors(tmp_path)) == 1
