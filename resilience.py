@@ -102,7 +102,8 @@ class Lease:
     def write(self, content: dict | None) -> None:
         """In place, since the lock is on the file and not on its name; at once, so that nobody reads half of it."""
         with contextlib.suppress(OSError):  # a full disk does not stop the training
-            os.pwrite(self.file, json.dumps(content).ljust(400).encode(), 0)
+            size = os.pwrite(self.file, json.dumps(content).ljust(400).encode(), 0)
+            os.ftruncate(self.file, size)  # a damaged file may have been longer
             os.fsync(self.file)  # other machines are to see it now
 
     def __enter__(self):
