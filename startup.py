@@ -1,4 +1,4 @@
-"""What the trainer does before PyTorch is there, whose import takes seconds: it says so, and takes signals as later.
+"""What the trainer does before it imports PyTorch, which takes seconds: say so, and obey signals.
 
     fsdp_train.py, first lines:    if __name__ == "__main__": startup.begin(sys.argv[1:])
 
@@ -17,12 +17,15 @@ RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program 
 
 
 def begin(argv: list[str]) -> None:
-    """Take signals, and announce the run on rank 0. Silent if `argv` asks for help or is wrong: `main` answers that."""
+    """Obey signals as later; on rank 0 say what is loading.
+
+    Says nothing if `argv` asks for help or is wrong: fsdp_train.main answers that.
+    """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, leave)
     if config.rank() > 0 or {"--help", "-h"} & set(argv):
         return
-    with contextlib.suppress(UserError):
+    with contextlib.suppress(UserError, OSError):
         _, cfg = config.load(argv, MPTConfig, TrainConfig)
         print(f"{cfg.run_dir}: loading PyTorch", flush=True)
 

@@ -201,4 +201,5 @@ def launch(how, cwd, args, program="fsdp_train.py", largest_file=None) -> subpro
 def clean_environment() -> dict:
     """The environment without the traces of a launcher, one thread a process."""
     of_a_launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "TORCHELASTIC_")
+    of_a_launcher += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",)
     return {k: v for k, v in os.environ.items() if not k.startswith(of_a_launcher)} | {"OMP_NUM_THREADS": "1"}
