@@ -75,7 +75,7 @@ def open_store(host: str, port: int, rank: int) -> dist.Store:
 
 
 def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
-    """Wait for all ranks; returns the name of their group. SystemExit, after a line, if one is missing.
+    """Wait for all ranks; returns the name of their group. SystemExit and a line if one is missing.
 
     Rank 0 makes up the name. The others sign in under it, and rank 0 publishes the signatures. A
     rank that read an old name, or whose predecessor signed, does not find its own signature there:
@@ -205,7 +205,8 @@ def slurm_first_host() -> str:
         found = subprocess.run(command, capture_output=True, text=True, check=True)
         return found.stdout.split()[0]
     except (KeyError, OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise UserError("cannot ask SLURM for the first node: set MASTER_ADDR to its name") from error
+        fix = "set MASTER_ADDR to its name"
+        raise UserError(f"cannot ask SLURM for the first node: {fix}") from error
 
 
 def demonstrate(argv) -> None:

@@ -31,6 +31,7 @@ def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
+@pytest.mark.slow
 def test_importing_the_trainer_says_nothing_and_takes_no_signals():
     done = run("-c", "import fsdp_train, signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)")
     assert (done.stdout, done.stderr) == ("True\n", "")
