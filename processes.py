@@ -46,7 +46,7 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     known = host and port.isdigit()
     require(known, "MASTER_ADDR and MASTER_PORT must be set: set them, or start with torchrun")
-    with in_time("connect to all other ranks"):
+    with in_time(f"connect to all other ranks at {host}:{port}"):
         deadline = time.monotonic() + MEETING
         try:
             store = open_store(host, int(port), rank)
@@ -139,7 +139,7 @@ def in_time(what: str):
     """
     me = whoami(config.rank())
     words = f"{me} could not {what} in {MEETING} s: a rank or the network is gone"
-    timer = threading.Timer(MEETING + 2, end, [words])  # later than `meet`, which knows more
+    timer = threading.Timer(MEETING + 5, end, [words])  # later than `meet`, which knows more
     timer.daemon = True
     timer.start()
     try:

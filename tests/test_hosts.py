@@ -1,6 +1,8 @@
 """Two hosts, each with a network, a name and processes of its own: Linux namespaces joined by a virtual cable.
 
 They train with torchrun as slurm/train.sbatch starts it, and one of them dies, or its cable is pulled, and comes back.
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set as there: without it, torchrun (of torch 2.13) does not publish the address of
+its store again, and that of a host that comes back waits for it in vain. test_processes.py does without the variable.
 """
 
 import json
@@ -65,7 +67,7 @@ class Hosts:
         command = [*self.network(number), *of_its_own, "sh", "-c", enter, "sh", sys.executable, *torchrun]
         command += [str(ROOT / "fsdp_train.py"), *map(str, args)]
         interface = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
-        env = clean_environment() | interface
+        env = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | interface
         log = self.logs[number] = self.folder / f"{name}.log"
         with open(log, "a") as file:
             options = {"stdout": file, "stderr": file, "cwd": self.folder, "env": env}

@@ -307,4 +307,4 @@ def test_the_variables_of_each_network_are_there():
     roce = "NCCL_IB_HCA NCCL_IB_GID_INDEX GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA"
     for script in (TORCHRUN, SRUN):
         assert set(roce.split()) <= set(re.findall(r"(\w+)=", (ROOT / script).read_text()))
-        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in (ROOT / script).read_text()  # restarts do without
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (ROOT / TORCHRUN).read_text()  # see test_hosts.py
