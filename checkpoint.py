@@ -24,6 +24,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import parallel
+from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
 from optim import build_optimizer
@@ -72,7 +74,8 @@ class Checkpointer:
         self.finish()
         begin = time.perf_counter()
         path = self.folder / f"step-{step}.tmp"
-        self.attempt(step, lambda: prepare(path, {"step": step, **meta}))
+        meta = {"step": step, "optimizer": type(optimizer).__name__, **meta}
+        self.attempt(step, lambda: prepare(path, meta))
         options = {"storage_writer": Writer(path), "process_group": self.group, "async_stager": self.stager}
         self.pending = step, dcp.async_save(state_of(model, optimizer), **options)
         self.blocked_seconds = time.perf_counter() - begin
@@ -281,7 +284,13 @@ def damage_named(path: Path):
 
 
 def load(path: Path, model: MPT, optimizer) -> None:
-    """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other."""
+    """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other.
+
+    Raises UserError, on all ranks, if another kind of optimizer was saved.
+    """
+    saved, ours = read_meta(path).get("optimizer", "AdamW"), type(optimizer).__name__  # before there were others
+    words = f"{path} holds the state of {saved}, not of {ours}: go on with {saved}, or take its weights alone"
+    require(saved == ours, f"{words}, by --init_from={path} and another --run_dir")
     ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = state_of(model, optimizer)
     with damage_named(path):
@@ -291,10 +300,16 @@ def load(path: Path, model: MPT, optimizer) -> None:
         group.update(settings)  # lr, betas, decay: as configured now, not as saved
 
 
+def model_settings(path: Path) -> MPTConfig:
+    """The model of a checkpoint, for any device: an attention of its own stays, of the standard ones auto chooses."""
+    cfg = from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
+    return replace(cfg, attn_impl=function_of(cfg.attn_impl))
+
+
 def load_model(path: Path, device: torch.device) -> MPT:
     """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group."""
     with torch.device("meta"):
-        model = MPT(from_dict(MPTConfig, read_meta(path) | {"attn_impl": "auto"}))  # this may be another device
+        model = MPT(model_settings(path))
     model.to_empty(device=device)
     with warnings.catch_warnings(), damage_named(path):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended

@@ -10,7 +10,6 @@ does not matter how the batch was cut into ranks and microbatches. `--help` list
 
 import collections
 import gc
-import math
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -90,9 +89,7 @@ def main(argv) -> None:
         hf.init_from(model, cfg.init_from)
 
     # what is written down
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
-    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()  # of all ranks
-    peak = None if math.isnan(peak) else peak
+    peak = runlog.peak_of_all_ranks(cfg, world, precision)
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,
@@ -104,6 +101,8 @@ def main(argv) -> None:
     }
     log.start(model_cfg, cfg, launch, tokens_file, first)
     log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+    if not optim.skips_on_device(optimizer):
+        log.say(f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device")
 
     def due(every, step):
         return every and (step % every == 0 or step == cfg.max_steps)
@@ -194,7 +193,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     """One update from this rank's rows (B, T + 1). Returns loss, gradient norm before clipping, hash of the ids.
 
     They stay on the device: nothing is read back here, so its queue never runs dry between microbatches. If the loss or
-    the norm is not finite, on all ranks alike, weights and optimizer stay as they are.
+    the norm is not finite, on all ranks alike, weights and optimizer stay as they are: see optim.update.
     """
     torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: on as many ranks the same masks again
     ids, labels = rows[:, :-1], rows[:, 1:]
@@ -212,11 +211,9 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     with record_function("optimizer"):
         loss = parallel.all_sum(loss_sum) / tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
-        optimizer.found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()  # 1: the fused kernel changes nothing
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
-        optimizer.step()
-        optimizer.zero_grad()
+        optim.update(optimizer, loss.isfinite() & grad_norm.isfinite())
     return loss, grad_norm, batch_hash
 
 

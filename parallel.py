@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
@@ -309,7 +309,7 @@ def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
         if isinstance(p.grad, DTensor):
-            dims = tuple(i for i, placement in enumerate(p.grad.placements) if isinstance(placement, Shard))
+            dims = tuple(i for i, placement in enumerate(p.grad.placements) if not placement.is_replicate())
             groups[p.grad.device_mesh, dims].append(p.grad.to_local())
         elif p.grad is not None:
             groups[None, ()].append(p.grad)

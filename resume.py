@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import attention
+import config
 import devices
 import flops
 import parallel
@@ -28,9 +29,7 @@ from checkpoint import find, latest, numbered, read_meta, space, verify
 from config import MPTConfig, TrainConfig, require, step_ranges
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
-SAME_MODEL = [
-    f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f not in ("attn_impl", "norm_type")
-]
+SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f != "norm_type"]
 SAME_RUN = ["seed", "global_batch_size"]
 
 
@@ -106,7 +105,10 @@ def put_aside(path: Path, kind: str) -> str:
 
 def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
     """UserError unless the checkpoint is of this model, this data and this order."""
-    here, meta = asdict(model_cfg) | asdict(cfg), asdict(MPTConfig()) | meta  # settings that were not there then
+    saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
+    here, meta = asdict(model_cfg) | asdict(cfg), meta | asdict(saved)
+    for settings in (here, meta):
+        settings["attn_impl"] = attention.function_of(settings["attn_impl"])
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
     imported = str(meta["data_fingerprint"]).startswith("imported from")
