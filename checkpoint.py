@@ -38,7 +38,7 @@ import parallel
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
-from optim import build_optimizer
+from optim import ADAMW, build_optimizer, kind_of
 
 # One flat format, whatever the sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -74,10 +74,11 @@ class Checkpointer:
         self.finish()
         begin = time.perf_counter()
         path = self.folder / f"step-{step}.tmp"
-        meta = {"step": step, "optimizer": type(optimizer).__name__, **meta}
+        state = state_of(model, optimizer)
+        meta = {"step": step, "optimizer": kind_of(optimizer), **meta}
         self.attempt(step, lambda: prepare(path, meta))
         options = {"storage_writer": Writer(path), "process_group": self.group, "async_stager": self.stager}
-        self.pending = step, dcp.async_save(state_of(model, optimizer), **options)
+        self.pending = step, dcp.async_save(state, **options)
         self.blocked_seconds = time.perf_counter() - begin
 
     def settled(self) -> bool:
@@ -152,7 +153,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def state_of(model: MPT, optimizer) -> dict:
-    """Weights and Adam's moments by name, sharded as they are: what DCP saves and fills."""
+    """Weights and the optimizer's state by name, sharded as they are: what DCP saves and fills."""
     model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": model_state, "optim": optim_state}
 
@@ -286,13 +287,13 @@ def damage_named(path: Path):
 def load(path: Path, model: MPT, optimizer) -> None:
     """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other.
 
-    Raises UserError, on all ranks, if another kind of optimizer was saved.
+    Raises UserError, on all ranks, if it was saved with another optimizer.
     """
-    saved, ours = read_meta(path).get("optimizer", "AdamW"), type(optimizer).__name__  # before there were others
-    words = f"{path} holds the state of {saved}, not of {ours}: go on with {saved}, or take its weights alone"
-    require(saved == ours, f"{words}, by --init_from={path} and another --run_dir")
     ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = state_of(model, optimizer)
+    saved, here = read_meta(path).get("optimizer", ADAMW), kind_of(optimizer)
+    words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
+    require(saved == here, f"{words}, or begin with --init_from={path} and another --run_dir")
     with damage_named(path):
         dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=OPTIONS)

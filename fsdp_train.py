@@ -155,7 +155,7 @@ def main(argv) -> None:
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
     late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
     unread, step, met = collections.deque(), first, resilience.Met()
-    pace, bad_steps = resilience.Pace(model, world.device), resilience.BadSteps(cfg.max_bad_steps, saver, skips)
+    pace, bad_steps = resilience.Pace(model, world.device), resilience.BadSteps(cfg, saver, skips, first)
     signals.at_once = False
     with lease, watch.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
         if first == 0:

@@ -6,7 +6,8 @@
 PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay = decoupled_weight_decay / lr is the rule above
 exactly, and its fused kernel can be used. As in MPT's recipes, all parameters are in one group.
 
-To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer will do.
+To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
+step takes `closure=None`, as theirs do.
 
 Run `python optim.py` to see the schedules. Read next: parallel.py.
 """
@@ -46,6 +47,12 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class and what it keeps of each weight, as in ADAMW."""
+    kept = sorted({name for state in optimizer.state.values() for name in state})
+    return f"{type(optimizer).__name__} ({', '.join(kept)})"
+
+
 def learning_rate(step: int, cfg: TrainConfig) -> float:
     """The learning rate of step 0, 1, 2, ...: lr * factor(step)."""
     if cfg.lr_one_step_late:  # Composer's schedulers run after the step, so steps 0 and 1 both have factor(0)
@@ -71,6 +78,7 @@ def inv_sqrt(t, cfg):
     return min(t / warmup, math.sqrt(warmup / max(t, 1)))
 
 
+ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
 SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
 
 

@@ -136,6 +136,42 @@ def test_bf16_stays_near_one_rank(ranks, one_rank, size, mode):
     assert curve != one_rank["fp32"]
 
 
+def gradients(world, cfg, rows):
+    """The full gradient of `rows`, given to each rank as they are, in bf16; and the dtypes of its parts."""
+    model, _ = build(world, cfg, precision="bf16")
+    for begin in range(0, len(rows), cfg.microbatch_size):
+        end = begin + cfg.microbatch_size
+        parallel.before_microbatch(model, cfg, last=end >= len(rows))
+        with fsdp_train.autocast(rows.device, "bf16"):
+            loss = model(rows[begin:end, :-1], labels=rows[begin:end, 1:])
+        loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def reduced_gradients(world, cfg):
+    """The gradient of all rows, and the mean of what the ranks would have alone; how many values bf16 cannot hold."""
+    parts = global_rows(0).chunk(world.size)
+    alone = [gradients(world, cfg, part) for part in parts]  # the mean of equal ones
+    found = gradients(world, cfg, parts[world.rank])
+    wanted = {name: torch.stack([part[name] for part in alone]).mean(0) for name in found}
+    flat = torch.cat([gradient.flatten() for gradient in found.values()])
+    return found, wanted, (flat != flat.bfloat16().float()).float().mean().item()
+
+
+@pytest.mark.parametrize(
+    "size, mode, microbatch",
+    [(2, "FULL_SHARD", 6), (2, "DDP", 6), (2, "ZERO1", 3), slowly(2, "DDP", 3), slowly(4, "HYBRID_SHARD", 3)],
+)
+def test_gradients_are_reduced_in_fp32(ranks, size, mode, microbatch):
+    """What ranks compute in bf16 is added in fp32: a sum in bf16 would be rounded to 8 bits."""
+    cfg = replace(RUN, sharding=mode, shard_size=2, microbatch_size=microbatch)
+    for found, wanted, beyond_bf16 in ranks(size)(reduced_gradients, cfg):
+        assert beyond_bf16 > 0.3
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
 def train_unsharded(world):
     """fsdp_train's step on a model that parallel.py never saw."""
     model, optimizer = build_plain(RUN)

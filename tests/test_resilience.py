@@ -399,7 +399,7 @@ def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny
 
 
 def test_a_few_bad_steps_are_not_too_many():
-    seen = resilience.BadSteps(3, saver=None, skips=None)
+    seen = resilience.BadSteps(TrainConfig(max_bad_steps=3), saver=None, skips=None, begun=0)
     nan, inf = float("nan"), float("inf")
     figures = [(nan, 1), (1, nan), (1, 1), (inf, 1), (1, -inf), (2, 2)]
     assert [seen.see(n, *f, "0") for n, f in enumerate(figures)] == [True, True, False, True, True, False]
