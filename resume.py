@@ -106,7 +106,7 @@ def put_aside(path: Path, kind: str) -> str:
 def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
     """UserError unless the checkpoint is of this model, this data and this order."""
     saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
-    here, meta = asdict(model_cfg) | asdict(cfg), meta | asdict(saved)
+    here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
     for settings in (here, meta):
         settings["attn_impl"] = attention.function_of(settings["attn_impl"])
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -459,6 +460,25 @@ def test_clipping_a_mixture_of_layouts(ranks, max_norm):
         torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
         for ours, theirs in gradients:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def clip_a_strided_shard(world):
+    """As tensor parallelism under FSDP lays it out: rows cut for the second mesh dimension, then for the first."""
+    grid = init_device_mesh("cpu", (2, 2))
+    i, j = grid.get_coordinate()
+    full = torch.randn((8, 5), generator=torch.Generator().manual_seed(0))
+    mine = full.chunk(2)[j].chunk(2)[i].clone()
+    layout = [_StridedShard(0, split_factor=2), Shard(0)]
+    param = torch.nn.Parameter(DTensor.from_local(torch.zeros_like(mine), grid, layout, run_check=False))
+    param.grad = DTensor.from_local(mine, grid, layout, run_check=False)
+    norm = parallel.clip_grad_norm([param], 0.5)
+    return norm, full.norm(), param.grad.to_local(), full.chunk(2)[j].chunk(2)[i] / full.norm() / 2
+
+
+def test_clipping_a_strided_shard(ranks):
+    for norm, wanted, gradient, clipped in ranks(4)(clip_a_strided_shard):
+        torch.testing.assert_close(norm, wanted)
+        torch.testing.assert_close(gradient, clipped)
 
 
 # ---------------------------------------------------------------------------------------------------------------
