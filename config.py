@@ -179,7 +179,8 @@ class TrainConfig:
 
     def check(self) -> None:
         check_ranges(self)
-        require(self.run_dir.strip(), "run_dir is empty: set --run_dir=runs/NAME, a folder of this run's own")
+        plain = self.run_dir.strip() and self.run_dir.isprintable()
+        require(plain, f"run_dir is {shown(self.run_dir)}, expected the name of a folder, such as runs/NAME")
         taken = os.path.exists(self.run_dir) and not os.path.isdir(self.run_dir)
         require(not taken, f"run_dir {self.run_dir} is there and no folder: set another --run_dir")
         require(self.icl_tasks or not self.icl_interval, "icl_interval wants tasks: set --icl_tasks=piqa, or a .jsonl")
@@ -224,10 +225,10 @@ def step_ranges(text: str) -> list[range]:
     """`"120:140,300:310"`, counted from 1 as in metrics.jsonl -> ranges of steps counted from 0. Raises UserError."""
     ranges = []
     for part in text.split(",") if text else []:
-        ends = re.fullmatch(r"\s*(\d+):(\d+)\s*", part)
+        ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
         require(
             ends and 0 < int(ends[1]) < int(ends[2]),
-            f"skip_steps wants steps a:b, such as 120:140 for 120 to 139, not {part!r}",
+            f"skip_steps wants steps a:b, such as 120:140 for 120 to 139, not {shown(part)}",
         )
         ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
     return ranges
@@ -344,7 +345,7 @@ def unknown(key: str, source: str, value, names, values: dict) -> str:
         lr = values.get("lr", TrainConfig.lr)
         try:
             same = f"{float(value) * lr:.3g}"
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             same = "weight_decay * lr"
         return (
             f"unknown key 'weight_decay' in {source}: PyTorch multiplies it by lr, MPT's decay is decoupled from it. "

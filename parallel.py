@@ -269,7 +269,11 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
     """Give a meta-device model memory, and each rank its part of the initial weights (none if seed is None)."""
-    model.to_empty(device=device)
+    try:
+        model.to_empty(device=device)
+    except (RuntimeError, MemoryError) as error:
+        words = "the weights do not fit into the memory of a device: lower d_model or n_layers, or take more ranks"
+        raise UserError(f"{words} ({config.one_line(error)})") from error
     if seed is not None:
         with torch.no_grad():
             init_weights(model, seed, assign_full)

@@ -585,6 +585,15 @@ def test_evaluation_ends_with_the_data(ranks, tiny_data):
 # Mesh, decisions, starting
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is promised and found wanting later")
+def test_weights_that_do_not_fit_are_the_users_mistake():
+    with torch.device("meta"):
+        model = MPT(MPTConfig(d_model=2**16, n_heads=64, n_layers=1, vocab_size=2**24))  # 4 TB of embeddings
+    with pytest.raises(UserError, match="^the weights do not fit into the memory of a device: lower d_model") as caught:
+        parallel.materialize(model, torch.device("cpu"), None)
+    assert "\n" not in str(caught.value)
+
+
 def mesh_of(world, cfg, local_size):
     try:
         mesh = parallel.make_mesh(replace(world, local_size=local_size), cfg)
