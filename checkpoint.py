@@ -292,8 +292,9 @@ def load(path: Path, model: MPT, optimizer) -> None:
     ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = state_of(model, optimizer)
     saved, here = read_meta(path).get("optimizer", ADAMW), kind_of(optimizer)
-    words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
-    require(saved == here, f"{words}, or begin with --init_from={path} and another --run_dir")
+    if saved != here:
+        words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
+        raise UserError(f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True)
     with damage_named(path):
         dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=OPTIONS)

@@ -209,7 +209,7 @@ def check_ranges(settings) -> None:
     """UserError naming the first number of a dataclass that is outside its range; NaN always is."""
     for name, value in vars(settings).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            low, high = RANGES[name]
+            low, high = RANGES.get(name, (-sys.float_info.max, sys.float_info.max))
             wanted = f"{name} must be from {shown(low)} to {shown(high)}"
             require(low <= value <= high, f"{wanted}, not {shown(value)}")
 

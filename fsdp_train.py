@@ -89,7 +89,7 @@ def main(argv) -> None:
         hf.init_from(model, cfg.init_from)
 
     # what is written down
-    peak = runlog.peak_of_all_ranks(cfg, world, precision)
+    peak = resume.peak_of_all_ranks(cfg, world, precision)
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,

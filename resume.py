@@ -17,6 +17,7 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import attention
@@ -121,6 +122,13 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
         not differ,
         f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
     )
+
+
+def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
+    """FLOP/s of all devices together; None if that of one is unknown."""
+    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
+    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
+    return None if math.isnan(peak) else peak
 
 
 def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:

@@ -30,8 +30,6 @@ from pathlib import Path
 import torch
 
 import config
-import devices
-import parallel
 from config import require
 
 
@@ -149,13 +147,6 @@ def versions() -> dict:
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
     }
-
-
-def peak_of_all_ranks(cfg, world, precision: str) -> float | None:
-    """FLOP/s of all devices together; None if that of one is unknown."""
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
-    return None if math.isnan(peak) else peak
 
 
 def read(run_dir) -> list[dict]:

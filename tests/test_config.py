@@ -281,6 +281,12 @@ def test_a_number_is_finite_and_in_its_range(name, write):
             from_dict(cls, {name: value}, "x/meta.json")
 
 
+def test_a_number_that_a_forker_adds_needs_no_range_but_must_be_finite():
+    check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
+    with pytest.raises(UserError, match="dropout_of_layers must be from .*, not nan"):
+        check_ranges(types.SimpleNamespace(dropout_of_layers=math.nan))
+
+
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_ends_of_a_range_belong_to_it(name):
     for value in RANGES[name]:
