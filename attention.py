@@ -15,6 +15,9 @@ without a mask: q gets extra columns of ones and k gets slope * j / scale as ext
     flex        compiled FlexAttention                      a score_mod; GPU (on a CPU it has no backward)
     triton      flash_attention.py, to be read and changed  a vector per block of keys, inside the kernel; GPU
 
+These compute one function, so any of them may go on with what another has trained. Another function, such as a window,
+is part of the model and belongs into VARIANTS, at the end.
+
 `auto` is decided by `choose`. On a GPU ALiBi in 16-bit numbers goes to `triton`, which needs neither a mask nor extra
 columns, and the rest to `sdpa`. On a CPU it takes `blocks`, since flash attention there has the slower
 backward: forward and backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms by blocks, 46 at once, 93 by SDPA (2 cores
@@ -66,16 +69,20 @@ def attention(
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     impl = choose(impl, q.device.type, q.dtype, q.shape[-1], alibi_slopes is not None, dropout_p)
+    standard = impl not in VARIANTS and impl != "reference"
     exact = alibi_slopes is None or k.dtype.itemsize > 2  # a bias in 16 bits is too coarse: the columns below are not
-    if q.shape[2] == 1 and causal and exact and dropout_p == 0 and impl != "reference":
+    if q.shape[2] == 1 and causal and exact and dropout_p == 0 and standard:
         return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
     if impl != "triton" and k.shape[1] != q.shape[1]:  # grouped-query: every backend takes repeated heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return IMPLEMENTATIONS[impl](q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
+    function = VARIANTS.get(impl) or IMPLEMENTATIONS[impl]
+    return function(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
 
 
 def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
-    """The implementation that `auto` stands for in this case."""
+    """The implementation that `auto` stands for in this case. UserError for a name that is in neither table."""
+    known = impl in ("auto", *IMPLEMENTATIONS, *VARIANTS)
+    require(known, f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it")
     if impl != "auto":
         return impl
     if device_type == "cpu":
@@ -230,6 +237,19 @@ IMPLEMENTATIONS = {
     "flex": flex_attention,
     "triton": triton_attention,
 }
+
+
+# Attention that is another function. To add one, write its name here and in MPTConfig.attn_impl
+# (config.py). It takes what the implementations take, k and v already repeated to H heads. It must
+# handle fewer queries than keys (decoding on a cache) and sequence_ids (padding, packed documents):
+# tests/test_attention.py checks that for all that stand here.
+VARIANTS = {}
+
+
+def function_of(impl: str) -> str:
+    """What attn_impl says of the model: a variant's name, or "auto" where any implementation will do."""
+    choose(impl, "cpu", torch.float32, 1, False)  # is it known
+    return impl if impl in VARIANTS else "auto"
 
 
 def demonstrate():

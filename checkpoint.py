@@ -24,6 +24,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -35,9 +36,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import parallel
 import processes
+from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
-from optim import build_optimizer
+from optim import ADAMW, build_optimizer, kind_of
 
 # One flat format, whatever the sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -73,9 +75,11 @@ class Checkpointer:
         self.finish()
         begin = time.perf_counter()
         path = self.folder / f"step-{step}.tmp"
-        self.attempt(step, lambda: prepare(path, {"step": step, **meta}))
+        state = state_of(model, optimizer)
+        meta = {"step": step, "optimizer": kind_of(optimizer), **meta}
+        self.attempt(step, lambda: prepare(path, meta))
         options = {"storage_writer": Writer(path), "process_group": self.group, "async_stager": self.stager}
-        self.pending = step, dcp.async_save(state_of(model, optimizer), **options)
+        self.pending = step, dcp.async_save(state, **options)
         self.blocked_seconds = time.perf_counter() - begin
 
     def settled(self) -> bool:
@@ -150,7 +154,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 def state_of(model: MPT, optimizer) -> dict:
-    """Weights and Adam's moments by name, sharded as they are: what DCP saves and fills."""
+    """Weights and the optimizer's state by name, sharded as they are: what DCP saves and fills."""
     model_state, optim_state = get_state_dict(model, optimizer, options=OPTIONS)
     return {"model": model_state, "optim": optim_state}
 
@@ -282,9 +286,16 @@ def damage_named(path: Path):
 
 
 def load(path: Path, model: MPT, optimizer) -> None:
-    """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other."""
+    """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other.
+
+    Raises UserError, on all ranks, if it was saved with another optimizer.
+    """
     ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     state = state_of(model, optimizer)
+    saved, here = read_meta(path).get("optimizer", ADAMW), kind_of(optimizer)
+    if saved != here:
+        words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
+        raise UserError(f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True)
     with damage_named(path):
         dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=OPTIONS)
@@ -292,10 +303,16 @@ def load(path: Path, model: MPT, optimizer) -> None:
         group.update(settings)  # lr, betas, decay: as configured now, not as saved
 
 
+def model_settings(path: Path) -> MPTConfig:
+    """The model of a checkpoint, for any device: an attention of its own stays, of the standard ones auto chooses."""
+    cfg = from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
+    return replace(cfg, attn_impl=function_of(cfg.attn_impl))
+
+
 def load_model(path: Path, device: torch.device) -> MPT:
     """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group."""
     with torch.device("meta"):
-        model = MPT(from_dict(MPTConfig, read_meta(path) | {"attn_impl": "auto"}))  # this may be another device
+        model = MPT(model_settings(path))
     model.to_empty(device=device)
     with warnings.catch_warnings(), damage_named(path):
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended

@@ -12,18 +12,49 @@ Field names are unique over all classes, so a flag needs no prefix. Run `python 
 This file imports no torch, so that a wrong flag is answered at once. Read next: attention.py.
 """
 
+import ast
 import dataclasses
 import difflib
 import inspect
 import json
+import math
 import os
 import re
 import runpy
 import sys
+import threading
 import types
 import typing
 from dataclasses import dataclass
 from typing import Literal
+
+# What each number can be meant to be, from the smallest to the largest; anything else is a slip.
+RANGES = {
+    name: (low, high)
+    for low, high, names in [
+        (1, 2**20, "d_model"),
+        (1, 2**16, "n_heads kv_n_heads"),
+        (1, 10**4, "n_layers checkpoint_every"),
+        (1, 2**24, "max_seq_len vocab_size"),
+        (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is about the smallest fp32 number
+        (1e-9, 10**6, "softmax_scale logit_scale"),
+        (0, 0.99, "emb_pdrop attn_pdrop resid_pdrop"),
+        (0, 10**18, "seed"),
+        (1e-9, 0.5, "val_fraction"),
+        (1, 10**6, "global_batch_size microbatch_size keep_last max_bad_steps"),
+        (1, 10**15, "max_steps eval_tokens rope_theta"),
+        (0, 10**15, "max_tokens warmup_steps eval_interval icl_interval icl_limit save_interval keep_every"),
+        (1e-12, 1000, "lr"),
+        (0, 1, "alpha_f decoupled_weight_decay z_loss"),
+        (0, 0.999999, "beta1 beta2"),
+        (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where there is no gradient
+        (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
+        (1e-3, 10**6, "timeout_minutes peak_tflops"),
+    ]
+    for name in names.split()
+}
+LARGEST = 10**13  # parameters
+PATIENCE = 5  # seconds after which a config file that still runs is named
 
 
 @dataclass
@@ -44,7 +75,7 @@ class MPTConfig:
     attn_uses_sequence_id: bool = False  # the documents of one row do not see each other
     kv_n_heads: int | None = None  # heads of keys and values: None = n_heads, 1 = multi-query, between = grouped
     no_bias: bool = False  # True: no bias anywhere, the norms' included
-    clip_qkv: float | None = None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv]
+    clip_qkv: float | None = None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv] (0 or None: do not)
     qk_ln: bool = False  # LayerNorm over all of q and all of k
     softmax_scale: float | None = None  # None = 1 / sqrt(head_dim)
     logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits
@@ -72,8 +103,11 @@ class MPTConfig:
         return self.learned_pos_emb and not (self.alibi or self.rope)
 
     def check(self) -> None:
-        for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size", "n_kv_heads", "hidden_dim"):
-            require(getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}")
+        check_ranges(self)
+        require(self.hidden_dim > 0, f"expansion_ratio {self.expansion_ratio} leaves no hidden width")
+        size = self.n_layers * self.d_model * (4 * self.d_model + 2 * self.hidden_dim)
+        size += self.vocab_size * self.d_model
+        require(size <= LARGEST, f"the model has {size:.0e} parameters, expected at most {LARGEST:.0e}")
         require(self.d_model % self.n_heads == 0, f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
         require(
             self.n_heads % self.n_kv_heads == 0,
@@ -82,13 +116,10 @@ class MPTConfig:
         require(not (self.rope and self.alibi), "rope and alibi are two ways to tell positions: set one of them")
         even = not self.rope or self.head_dim % 2 == 0
         require(even, f"rope turns pairs of numbers: a head dim of {self.head_dim} is odd, change n_heads")
-        require(self.rope_theta > 0, f"rope_theta must be more than 0, not {self.rope_theta}")
         fused = self.attn_impl in ("flex", "triton")
         require(not (fused and self.attn_pdrop), f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
         small = self.attn_impl != "triton" or self.head_dim <= 128
         require(small, f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads")
-        for name in ("emb_pdrop", "attn_pdrop", "resid_pdrop"):
-            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")
 
 
 @dataclass
@@ -147,20 +178,11 @@ class TrainConfig:
     timeout_minutes: float = 30.0  # without a step (evaluation included) end the run, naming the rank that hangs
 
     def check(self) -> None:
-        positive = "global_batch_size microbatch_size max_steps checkpoint_every keep_last lr"
-        positive = f"{positive} max_bad_steps timeout_minutes"
-        for name in positive.split():
-            value = getattr(self, name)
-            require(value == "auto" or value > 0, f"{name} must be more than 0, not {value}")
-        zero_is_fine = "warmup_steps save_interval eval_interval max_tokens shard_size grad_clip z_loss"
-        zero_is_fine = f"{zero_is_fine} save_minutes keep_every icl_interval icl_limit".split()
-        for name in zero_is_fine:
-            require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1), not {getattr(self, name)}")
-        require(
-            0 < self.val_fraction <= 0.5, f"val_fraction must be more than 0 and at most 0.5, not {self.val_fraction}"
-        )
+        check_ranges(self)
+        plain = self.run_dir.strip() and self.run_dir.isprintable()
+        require(plain, f"run_dir is {shown(self.run_dir)}, expected the name of a folder, such as runs/NAME")
+        taken = os.path.exists(self.run_dir) and not os.path.isdir(self.run_dir)
+        require(not taken, f"run_dir {self.run_dir} is there and no folder: set another --run_dir")
         require(self.icl_tasks or not self.icl_interval, "icl_interval wants tasks: set --icl_tasks=piqa, or a .jsonl")
         step_ranges(self.skip_steps)
         require(
@@ -183,14 +205,30 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
+def check_ranges(settings) -> None:
+    """UserError naming the first number of a dataclass that is outside its range; NaN always is."""
+    for name, value in vars(settings).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            low, high = RANGES.get(name, (-sys.float_info.max, sys.float_info.max))
+            wanted = f"{name} must be from {shown(low)} to {shown(high)}"
+            require(low <= value <= high, f"{wanted}, not {shown(value)}")
+
+
+def shown(value) -> str:
+    """A value in a message, 80 characters at most. Python refuses to print a whole number of 5,000 digits."""
+    if type(value) is int:
+        return f"{value:,}" if abs(value) < 10**60 else f"a number of {math.log10(abs(value)):.0f} digits"
+    return repr(value)[:80]
+
+
 def step_ranges(text: str) -> list[range]:
     """`"120:140,300:310"`, counted from 1 as in metrics.jsonl -> ranges of steps counted from 0. Raises UserError."""
     ranges = []
     for part in text.split(",") if text else []:
-        ends = re.fullmatch(r"\s*(\d+):(\d+)\s*", part)
+        ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
         require(
             ends and 0 < int(ends[1]) < int(ends[2]),
-            f"skip_steps wants steps a:b, such as 120:140 for 120 to 139, not {part!r}",
+            f"skip_steps wants steps a:b, such as 120:140 for 120 to 139, not {shown(part)}",
         )
         ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
     return ranges
@@ -267,11 +305,30 @@ def load(argv: list[str], *classes: type) -> list:
 def read_file(path: str) -> dict:
     """The assignments of a config file, without helpers (`_name`) and imported modules."""
     require(os.path.isfile(path), f"no config file {path!r} (flags are written --key=value){near_file(path)}")
+    line = f"{path} is still running after {PATIENCE} s: if it does not end, press Ctrl-C\n"
+    slow = threading.Timer(PATIENCE, sys.stderr.write, [line if rank() == 0 else ""])
+    slow.daemon = True
+    slow.start()
     try:
+        refuse_annotations(path)
         names = runpy.run_path(path)
-    except Exception as error:
-        raise UserError(f"{path} does not run: {type(error).__name__}: {error}") from error
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit, too: a config file that ends the program
+        raise UserError(f"{path} does not run: {type(error).__name__}: {one_line(error)}") from error
+    finally:
+        slow.cancel()
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+
+
+def refuse_annotations(path: str) -> None:
+    """UserError for `d_model: 64`, as in YAML: to Python that is a remark on types, which sets nothing."""
+    with open(path, "rb") as file:
+        lines = ast.parse(file.read()).body
+    for line in lines:
+        if isinstance(line, ast.AnnAssign) and line.value is None:
+            name, value = ast.unparse(line.target), ast.unparse(line.annotation)
+            raise UserError(f"{path}, line {line.lineno}: '{name}: {value}' sets nothing, write {name} = {value}")
 
 
 def near_file(path: str) -> str:
@@ -288,7 +345,7 @@ def unknown(key: str, source: str, value, names, values: dict) -> str:
         lr = values.get("lr", TrainConfig.lr)
         try:
             same = f"{float(value) * lr:.3g}"
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             same = "weight_decay * lr"
         return (
             f"unknown key 'weight_decay' in {source}: PyTorch multiplies it by lr, MPT's decay is decoupled from it. "
@@ -329,12 +386,13 @@ def checked(value, hint, key: str, source: str):
                 if isinstance(value, str) and value.lower() == choice.lower():
                     return choice
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            if abs(value) <= sys.float_info.max:  # not NaN, not infinite, no whole number beyond
+                return float(value)
         elif option is int and isinstance(value, float) and value.is_integer():
             return int(value)
         elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
             return value
-    raise UserError(f"{key} in {source} is {value!r}, expected {expected(hint)}")
+    raise UserError(f"{key} in {source} is {shown(value)}, expected {expected(hint)}")
 
 
 def expected(hint) -> str:
@@ -362,9 +420,12 @@ def to_json(*configs) -> str:
     return json.dumps({k: v for c in configs for k, v in dataclasses.asdict(c).items()}, indent=2)
 
 
-def from_dict(cls: type, values: dict):
-    """An instance of `cls` from a saved dictionary; keys that belong to other classes are left out."""
-    return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values})
+def from_dict(cls: type, values: dict, source: str = "the saved settings"):
+    """An instance of `cls` from what was saved, without the keys of other classes. UserError if a value is wrong."""
+    hints = typing.get_type_hints(cls)
+    instance = cls(**{k: checked(values[k], hint, k, source) for k, hint in hints.items() if k in values})
+    instance.check()
+    return instance
 
 
 def rank() -> int:

@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import collections
 import gc
-import math
 import time
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -97,9 +96,7 @@ def main(argv) -> None:
         hf.init_from(model, cfg.init_from)
 
     # what is written down
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
-    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()  # of all ranks
-    peak = None if math.isnan(peak) else peak
+    peak = resume.peak_of_all_ranks(cfg, world, precision)
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,
@@ -111,6 +108,8 @@ def main(argv) -> None:
     }
     log.start(model_cfg, cfg, launch, tokens_file, first)
     log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+    if not optim.skips_on_device(optimizer):
+        log.say(f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device")
 
     def due(every, step):
         return every and (step % every == 0 or step == cfg.max_steps)
@@ -163,7 +162,7 @@ def main(argv) -> None:
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
     late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
     unread, step, met = collections.deque(), first, resilience.Met()
-    pace, bad_steps = resilience.Pace(model, world.device), resilience.BadSteps(cfg.max_bad_steps, saver, skips)
+    pace, bad_steps = resilience.Pace(model, world.device), resilience.BadSteps(cfg, saver, skips, first)
     signals.at_once = False
     with lease, watch.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
         if first == 0:
@@ -201,7 +200,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     """One update from this rank's rows (B, T + 1). Returns loss, gradient norm before clipping, hash of the ids.
 
     They stay on the device: nothing is read back here, so its queue never runs dry between microbatches. If the loss or
-    the norm is not finite, on all ranks alike, weights and optimizer stay as they are.
+    the norm is not finite, on all ranks alike, weights and optimizer stay as they are: see optim.update.
     """
     torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: on as many ranks the same masks again
     ids, labels = rows[:, :-1], rows[:, 1:]
@@ -219,11 +218,9 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     with record_function("optimizer"):
         loss = parallel.all_sum(loss_sum) / tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
-        optimizer.found_inf = (~(loss.isfinite() & grad_norm.isfinite())).float()  # 1: the fused kernel changes nothing
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
-        optimizer.step()
-        optimizer.zero_grad()
+        optim.update(optimizer, loss.isfinite() & grad_norm.isfinite())
     return loss, grad_norm, batch_hash
 
 

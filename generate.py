@@ -247,7 +247,7 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None
     meta = checkpoint.read_meta(found)
     own = tokenizers.load(meta["tokenizer"], found.parent.parent / "tokenizer.json")
     if step == 0 and found.name != "step-0":
-        model = MPT(config.from_dict(MPTConfig, meta | {"attn_impl": "auto"})).to(device).eval()
+        model = MPT(checkpoint.model_settings(found)).to(device).eval()
         init_weights(model, meta["seed"])
         return model, own, "before training"
     return checkpoint.load_model(found, device), own, str(found)

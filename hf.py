@@ -39,6 +39,7 @@ import checkpoint
 import config
 import parallel
 import tokenizer as tokenizers
+from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from resume import SAME_MODEL
@@ -95,7 +96,9 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
 
 
 def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
-    """What config.json says of a model, for transformers and LLM Foundry alike."""
+    """What config.json says of a model, for transformers and LLM Foundry alike. UserError for another attention."""
+    known = function_of(cfg.attn_impl) == "auto"
+    require(known, f"attn_impl={cfg.attn_impl} is another function than MPT's attention: this format cannot hold it")
     values = asdict(cfg)
     for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):  # transformers takes only whole numbers here
         values[name] = int(values[name]) if values[name] == int(values[name]) else values[name]
@@ -219,6 +222,7 @@ def meaning(cfg: MPTConfig) -> dict:
     """The settings that decide shapes and logits, without those that have no effect beside the others."""
     values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
     values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
+    values["attn_impl"] = function_of(cfg.attn_impl)
     needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
     return {name: value for name, value in values.items() if needs.get(name, True)}
 

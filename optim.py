@@ -6,6 +6,9 @@
 PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay = decoupled_weight_decay / lr is the rule above
 exactly, and its fused kernel can be used. As in MPT's recipes, all parameters are in one group.
 
+To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
+step takes `closure=None`, as theirs do.
+
 Run `python optim.py` to see the schedules. Read next: parallel.py.
 """
 
@@ -16,7 +19,7 @@ import torch
 from config import TrainConfig
 
 
-def build_optimizer(params, cfg: TrainConfig) -> torch.optim.AdamW:
+def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
     """AdamW over `params`, in one fused kernel (torch has one for CPU, CUDA, ROCm and MPS)."""
     return torch.optim.AdamW(
         params,
@@ -26,6 +29,28 @@ def build_optimizer(params, cfg: TrainConfig) -> torch.optim.AdamW:
         weight_decay=cfg.decoupled_weight_decay / cfg.lr,
         fused=True,
     )
+
+
+def update(optimizer: torch.optim.Optimizer, good) -> None:
+    """One step of the optimizer. Unless `good`, a bool on the device, weights and state stay as they are."""
+    if skips_on_device(optimizer):
+        optimizer.found_inf = (~good).float()
+        optimizer.step()
+    elif good:  # waits for the device
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Does its fused kernel change nothing where `found_inf` is 1? GradScaler asks the same."""
+    # After a bad first step the momentum of a fused SGD would be whatever its memory held before (torch 2.13).
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """Its class and what it keeps of each weight, as in ADAMW."""
+    kept = sorted({name for state in optimizer.state.values() for name in state})
+    return f"{type(optimizer).__name__} ({', '.join(kept)})"
 
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
@@ -53,6 +78,7 @@ def inv_sqrt(t, cfg):
     return min(t / warmup, math.sqrt(warmup / max(t, 1)))
 
 
+ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
 SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
 
 

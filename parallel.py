@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
@@ -252,7 +252,11 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
     """Give a meta-device model memory, and each rank its part of the initial weights (none if seed is None)."""
-    model.to_empty(device=device)
+    try:
+        model.to_empty(device=device)
+    except (RuntimeError, MemoryError) as error:
+        words = "the weights do not fit into the memory of a device: lower d_model or n_layers, or take more ranks"
+        raise UserError(f"{words} ({config.one_line(error)})") from error
     if seed is not None:
         with torch.no_grad():
             init_weights(model, seed, assign_full)
@@ -292,7 +296,7 @@ def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
         if isinstance(p.grad, DTensor):
-            dims = tuple(i for i, placement in enumerate(p.grad.placements) if isinstance(placement, Shard))
+            dims = tuple(i for i, placement in enumerate(p.grad.placements) if not placement.is_replicate())
             groups[p.grad.device_mesh, dims].append(p.grad.to_local())
         elif p.grad is not None:
             groups[None, ()].append(p.grad)

@@ -238,13 +238,16 @@ def leave(asked: int) -> None:
 class BadSteps:
     """Counts steps without a finite loss and gradient. `train_step` has left the weights alone, on all ranks."""
 
-    def __init__(self, limit: int, saver, skips):
-        self.limit, self.saver, self.skips, self.first, self.count = limit, saver, skips, 0, 0
+    def __init__(self, cfg, saver, skips, begun: int):
+        """begun: the step that the run goes on from; 0 if it is new."""
+        self.saver, self.skips, self.first, self.count = saver, skips, 0, 0
+        self.limit = cfg.max_bad_steps if begun else min(cfg.max_bad_steps, cfg.max_steps)
+        self.any_good = begun > 0
 
     def see(self, step: int, loss: float, grad_norm: float, batch_hash: str) -> bool:
         """Is step `step` (from 1) bad?"""
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.count = 0
+            self.count, self.any_good = 0, True
             return False
         self.first, self.count = self.first if self.count else step, self.count + 1
         self.last = step, f"loss {loss}, gradient norm {grad_norm}, batch {batch_hash}"
@@ -257,9 +260,13 @@ class BadSteps:
         self.saver.finish()
         step, figures = self.last
         skip = ",".join(filter(None, [self.skips.text, f"{self.first}:{step + 1}"]))
+        advice = f"If other batches fail, too, lower --lr. To go on without these: --skip_steps={skip}"
+        if not self.any_good:  # nothing has changed since the start, the learning rate was never used
+            advice = "No step was good, so it is not the batches: look at the weights that the run began with "
+            advice += "(--init_from), and at settings such as softmax_scale; or try --precision=fp32"
         raise UserError(
             f"steps {self.first} to {step} have no finite loss and gradient, and changed nothing (the last: {figures})"
-            f". {self.saver.last_good()}. To go on without these batches: --skip_steps={skip}",
+            f". {self.saver.last_good()}. {advice}",
             everywhere=True,
         )
 

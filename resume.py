@@ -17,9 +17,11 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import attention
+import config
 import devices
 import flops
 import parallel
@@ -28,9 +30,7 @@ from checkpoint import find, latest, numbered, read_meta, space, verify
 from config import MPTConfig, TrainConfig, require, step_ranges
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
-SAME_MODEL = [
-    f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f not in ("attn_impl", "norm_type")
-]
+SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f != "norm_type"]
 SAME_RUN = ["seed", "global_batch_size"]
 
 
@@ -106,7 +106,10 @@ def put_aside(path: Path, kind: str) -> str:
 
 def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
     """UserError unless the checkpoint is of this model, this data and this order."""
-    here, meta = asdict(model_cfg) | asdict(cfg), asdict(MPTConfig()) | meta  # settings that were not there then
+    saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
+    here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
+    for settings in (here, meta):
+        settings["attn_impl"] = attention.function_of(settings["attn_impl"])
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
     imported = str(meta["data_fingerprint"]).startswith("imported from")
@@ -119,6 +122,13 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
         not differ,
         f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
     )
+
+
+def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
+    """FLOP/s of all devices together; None if that of one is unknown."""
+    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
+    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
+    return None if math.isnan(peak) else peak
 
 
 def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:

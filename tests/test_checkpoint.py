@@ -32,6 +32,7 @@ from test_parallel import (
 import checkpoint
 import fsdp_train
 from config import UserError
+from optim import ADAMW
 
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}
 
@@ -462,7 +463,11 @@ def test_find_takes_a_checkpoint_or_a_run(ranks, tmp_path):
     ranks(1)(save_several, cfg, [9, 10])
     assert checkpoint.find(str(tmp_path / "run")).name == "step-10" == checkpoint.latest(tmp_path / "run").name
     older = tmp_path / "run" / "checkpoints" / "step-9"
-    assert checkpoint.find(str(older)) == older and checkpoint.read_meta(older) == {"step": 9, **META}
+    assert checkpoint.find(str(older)) == older and checkpoint.read_meta(older) == {
+        "step": 9,
+        **META,
+        "optimizer": ADAMW,
+    }
     for nothing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="no checkpoint in"):
             checkpoint.find(str(nothing))

@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import math
 import re
+import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
-from config import MPTConfig, TrainConfig, UserError, from_dict, load, to_json
+from config import RANGES, MPTConfig, TrainConfig, UserError, alternatives, check_ranges, from_dict, load, to_json
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
@@ -216,20 +220,124 @@ def test_a_whole_float_in_a_file_serves_as_an_int(value, kept, write):
     [
         (["--d_model=100", "--n_heads=16"], "d_model 100 is not a multiple of n_heads 16"),
         (["--kv_n_heads=3"], "n_heads 16 is not a multiple of kv_n_heads 3"),
-        (["--n_layers=0"], "n_layers must be at least 1, not 0"),
-        (["--resid_pdrop=1"], "resid_pdrop must be in [0, 1), not 1.0"),
+        (["--n_layers=0"], "n_layers must be from 1 to 10,000, not 0"),
+        (["--resid_pdrop=1"], "resid_pdrop must be from 0 to 0.99, not 1.0"),
         (["--max_steps=50"], "warmup_steps 100 must be below max_steps 50"),
-        (["--val_fraction=1"], "val_fraction must be more than 0 and at most 0.5, not 1.0"),
-        (["--lr=nan"], "lr must be more than 0, not nan"),
-        (["--grad_clip=-1"], "grad_clip must be 0 or more, not -1.0"),
-        (["--global_batch_size=0"], "global_batch_size must be more than 0, not 0"),
+        (["--val_fraction=1"], "val_fraction must be from 1e-09 to 0.5, not 1.0"),
+        (["--lr=nan"], "lr in the command line is nan, expected a number"),
+        (["--grad_clip=-1"], "grad_clip must be from 0 to 1,000,000, not -1.0"),
+        (["--global_batch_size=0"], "global_batch_size must be from 1 to 1,000,000, not 0"),
+        (["--d_model=10", "--n_heads=1", "--expansion_ratio=0.01"], "expansion_ratio 0.01 leaves no hidden width"),
+        (["--d_model=1e6", "--n_layers=9999"], "the model has 1e+17 parameters, expected at most 1e+13"),
+        (["--run_dir="], "run_dir is '', expected the name of a folder, such as runs/NAME"),
+        (["--run_dir= "], "run_dir is ' ', expected the name of a folder, such as runs/NAME"),
+        (["--run_dir=a\0b"], r"run_dir is 'a\x00b', expected the name of a folder, such as runs/NAME"),
+        ([f"--run_dir={__file__}"], f"run_dir {__file__} is there and no folder: set another --run_dir"),
+        (["--run_dir=/dev/null"], "run_dir /dev/null is there and no folder: set another --run_dir"),
     ],
 )
 def test_values_that_do_not_go_together(flags, message):
     assert error(*flags) == message
 
 
+NUMBERS = {
+    name: hint
+    for c in (MPTConfig, TrainConfig)
+    for name, hint in get_type_hints(c).items()
+    if set(alternatives(hint)) & {int, float}
+}
+HUGE = "9" * 5000
+
+
+def test_every_number_has_a_range_and_a_default_within():
+    assert set(NUMBERS) == set(RANGES)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_is_finite_and_in_its_range(name, write):
+    """In flags, in files, in what was saved; at once, however large it is."""
+    low, high = RANGES[name]
+    for text in (
+        "nan",
+        "inf",
+        "-inf",
+        "1e400",
+        "1e300",
+        "-1e300",
+        str(low - 1),
+        str(2 * high),
+        HUGE,
+        f"-{HUGE}",
+        "9" * 400,
+    ):
+        assert error(f"--{name}={text}").startswith((f"{name} must be from ", f"{name} in the command line is "))
+    path = write(f"{name} = 10 ** 5000\n")
+    assert error(path).startswith((f"{name} must be from ", f"{name} in {path} is a number of 5000 digits, expected"))
+    for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high, 10**5000):
+        cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
+        with pytest.raises(UserError, match=f"^{name} must be from"):
+            cls(**{name: value}).check()
+        with pytest.raises(UserError, match=f"^{name} (must be from|in x/meta.json is) "):
+            from_dict(cls, {name: value}, "x/meta.json")
+
+
+def test_a_number_that_a_forker_adds_needs_no_range_but_must_be_finite():
+    check_ranges(types.SimpleNamespace(dropout_of_layers=-1e9))
+    with pytest.raises(UserError, match="dropout_of_layers must be from .*, not nan"):
+        check_ranges(types.SimpleNamespace(dropout_of_layers=math.nan))
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_ends_of_a_range_belong_to_it(name):
+    for value in RANGES[name]:
+        others = vars(MPTConfig()) | vars(TrainConfig()) | {name: value}
+        check_ranges(types.SimpleNamespace(**others))
+
+
+def test_what_is_saved_is_checked_as_well():
+    for values, message in [
+        ({"d_model": "64"}, "d_model in m.json is '64', expected a whole number"),
+        ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
+        ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
+        ({"attn_impl": {}}, "attn_impl in m.json is {}, expected one of: auto, reference, blocks, sdpa, flex, triton"),
+        ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3"),
+    ]:
+        with pytest.raises(UserError) as caught:
+            from_dict(MPTConfig, values, "m.json")
+        assert str(caught.value) == message
+
+
 # --- files
+
+
+def test_a_file_that_looks_like_yaml(write):
+    """To Python `d_model: 64` is an annotation, which sets nothing."""
+    path = write("# our model\nd_model: 64\nalibi: true\n", "my.yaml")
+    assert error(path) == f"{path}, line 2: 'd_model: 64' sets nothing, write d_model = 64"
+    path = write("d_model: int\n")
+    assert error(path) == f"{path}, line 1: 'd_model: int' sets nothing, write d_model = int"
+    assert both(write("d_model: int = 64\nn_heads = 2\n"))["d_model"] == 64
+
+
+@pytest.mark.parametrize("line", ["import sys; sys.exit(3)", "raise SystemExit", "exit()", "raise GeneratorExit"])
+def test_a_file_that_exits_is_named(line, write):
+    path = write(f"{line}\n")
+    assert error(path).startswith(f"{path} does not run: ")
+
+
+def test_control_c_in_a_file_is_control_c(write):
+    with pytest.raises(KeyboardInterrupt):
+        both(write("raise KeyboardInterrupt\n"))
+
+
+def test_a_file_that_loops_is_named(write):
+    """In a real process, which Ctrl-C ends."""
+    path = write("while True:\n    pass\n")
+    program = "import config; config.PATIENCE = 0.1; config.run(lambda argv: config.load(argv, config.TrainConfig))"
+    looping = subprocess.Popen([sys.executable, "-c", program, path], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    assert looping.stderr.readline() == f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
+    looping.send_signal(signal.SIGINT)
+    assert looping.wait(30) == 130
 
 
 def test_a_file_that_raises(write):

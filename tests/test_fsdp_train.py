@@ -298,9 +298,22 @@ def test_damaged_data_is_one_line(python, tiny_data, tmp_path, damage):
     assert_one_line(python(*flags(folder)), str(path), "is damaged", said, "delete it and run data.py again")
 
 
-def test_a_loss_that_is_no_number_stops_the_run(python, tiny_data, tmp_path):
-    """Step 1 has lr 0, step 2 half of 1e30, so step 3 is the first with a bad loss. From then on nothing is saved."""
-    done = python(*flags(tiny_data, "--lr=1e30", "--save_interval=1", "--max_steps=50"))
+@pytest.fixture
+def steep(tmp_path):
+    """The trainer with a learning rate that no flag can set: 0, then 5e29."""
+    program = tmp_path / "steep.py"
+    program.write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import fsdp_train, optim, parallel\n"
+        "optim.learning_rate = lambda step, cfg: 5e29 * min(step, 1)\n"
+        "parallel.run(fsdp_train.main)\n"
+    )
+    return program
+
+
+def test_a_loss_that_is_no_number_stops_the_run(python, steep, tiny_data, tmp_path):
+    """Step 1 has lr 0, step 2 has 5e29, so step 3 is the first with a bad loss. From then on nothing is saved."""
+    done = python(*flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
     assert_one_line(
         done, "error: steps 3 to 12 have no finite", "loss nan", "The last good checkpoint is run/checkpoints/step-2"
     )
@@ -325,7 +338,6 @@ def test_mistakes_of_many_ranks_are_one_line(torchrun, tiny_data):
         (["--vocab_size=256"], "raise it"),
         (["--resume=nowhere"], "no checkpoint in 'nowhere'"),
         (["--sharding=HYBRID_SHARD", "--shard_size=3"], "shard_size 3 does not divide the 4 ranks"),
-        (["--lr=1e30", "--save_interval=1", "--max_steps=50"], "The last good checkpoint is run/checkpoints/step-2"),
     ],
 )
 def test_every_mistake_of_many_ranks_is_one_line(torchrun, tiny_data, mistake, part):
@@ -333,6 +345,14 @@ def test_every_mistake_of_many_ranks_is_one_line(torchrun, tiny_data, mistake, p
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
     assert done.returncode != 0 and len(lines) == 1 and part in lines[0], done.stderr
     assert 'fsdp_train.py", line' not in done.stderr  # torchrun shows a traceback of its own, not of ours
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_no_number_on_many_ranks_is_one_line(torchrun, steep, tiny_data):
+    done = torchrun(4, *flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
+    assert done.returncode != 0 and len(lines) == 1, done.stderr
+    assert "The last good checkpoint is run/checkpoints/step-2" in lines[0]
 
 
 @pytest.mark.slow

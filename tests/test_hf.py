@@ -262,7 +262,7 @@ def test_every_setting_comes_back(more):
         (like_hub(fused_qkv=False), "fused_qkv"),
         (like_hub(kv_dim=512), "kv_dim"),
         (like_hub(attn_type="sparse"), "attn_type to 'sparse'"),
-        (like_hub(attn_type="grouped_query_attention"), "kv_heads must be at least 1"),
+        (like_hub(attn_type="grouped_query_attention"), "kv_n_heads must be from 1 to 65,536, not 0"),
         (like_hub(nonsense=3), "nonsense to 3"),
         (like_hub(alibi="yes"), "alibi in config.json is 'yes'"),
         (like_hub(rope=True), "rope and alibi"),

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -134,6 +135,42 @@ def test_bf16_stays_near_one_rank(ranks, one_rank, size, mode):
     curve = ranks(size)(train, cfg, MODEL, "bf16")[0][0]
     assert_same_curve(curve, one_rank["bf16"], loss=1e-3, norm=1e-2)
     assert curve != one_rank["fp32"]
+
+
+def gradients(world, cfg, rows):
+    """The full gradient of `rows`, given to each rank as they are, in bf16; and the dtypes of its parts."""
+    model, _ = build(world, cfg, precision="bf16")
+    for begin in range(0, len(rows), cfg.microbatch_size):
+        end = begin + cfg.microbatch_size
+        parallel.before_microbatch(model, cfg, last=end >= len(rows))
+        with fsdp_train.autocast(rows.device, "bf16"):
+            loss = model(rows[begin:end, :-1], labels=rows[begin:end, 1:])
+        loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def reduced_gradients(world, cfg):
+    """The gradient of all rows, and the mean of what the ranks would have alone; how many values bf16 cannot hold."""
+    parts = global_rows(0).chunk(world.size)
+    alone = [gradients(world, cfg, part) for part in parts]  # the mean of equal ones
+    found = gradients(world, cfg, parts[world.rank])
+    wanted = {name: torch.stack([part[name] for part in alone]).mean(0) for name in found}
+    flat = torch.cat([gradient.flatten() for gradient in found.values()])
+    return found, wanted, (flat != flat.bfloat16().float()).float().mean().item()
+
+
+@pytest.mark.parametrize(
+    "size, mode, microbatch",
+    [(2, "FULL_SHARD", 6), (2, "DDP", 6), (2, "ZERO1", 3), slowly(2, "DDP", 3), slowly(4, "HYBRID_SHARD", 3)],
+)
+def test_gradients_are_reduced_in_fp32(ranks, size, mode, microbatch):
+    """What ranks compute in bf16 is added in fp32: a sum in bf16 would be rounded to 8 bits."""
+    cfg = replace(RUN, sharding=mode, shard_size=2, microbatch_size=microbatch)
+    for found, wanted, beyond_bf16 in ranks(size)(reduced_gradients, cfg):
+        assert beyond_bf16 > 0.3
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8, msg=name)
 
 
 def train_unsharded(world):
@@ -425,6 +462,25 @@ def test_clipping_a_mixture_of_layouts(ranks, max_norm):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+def clip_a_strided_shard(world):
+    """As tensor parallelism under FSDP lays it out: rows cut for the second mesh dimension, then for the first."""
+    grid = init_device_mesh("cpu", (2, 2))
+    i, j = grid.get_coordinate()
+    full = torch.randn((8, 5), generator=torch.Generator().manual_seed(0))
+    mine = full.chunk(2)[j].chunk(2)[i].clone()
+    layout = [_StridedShard(0, split_factor=2), Shard(0)]
+    param = torch.nn.Parameter(DTensor.from_local(torch.zeros_like(mine), grid, layout, run_check=False))
+    param.grad = DTensor.from_local(mine, grid, layout, run_check=False)
+    norm = parallel.clip_grad_norm([param], 0.5)
+    return norm, full.norm(), param.grad.to_local(), full.chunk(2)[j].chunk(2)[i] / full.norm() / 2
+
+
+def test_clipping_a_strided_shard(ranks):
+    for norm, wanted, gradient, clipped in ranks(4)(clip_a_strided_shard):
+        torch.testing.assert_close(norm, wanted)
+        torch.testing.assert_close(gradient, clipped)
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Initial weights, evaluation
 
@@ -527,6 +583,15 @@ def test_evaluation_ends_with_the_data(ranks, tiny_data):
 
 # ---------------------------------------------------------------------------------------------------------------
 # Mesh, decisions, starting
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is promised and found wanting later")
+def test_weights_that_do_not_fit_are_the_users_mistake():
+    with torch.device("meta"):
+        model = MPT(MPTConfig(d_model=2**16, n_heads=64, n_layers=1, vocab_size=2**24))  # 4 TB of embeddings
+    with pytest.raises(UserError, match="^the weights do not fit into the memory of a device: lower d_model") as caught:
+        parallel.materialize(model, torch.device("cpu"), None)
+    assert "\n" not in str(caught.value)
 
 
 def mesh_of(world, cfg, local_size):

@@ -422,8 +422,26 @@ def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny
     assert again[0] == 0 and list(steps_of(tmp_path)) == [1, 2, 3, 4, *range(21, 32)]
 
 
+def poisoned_always(world):
+    return poisoned(world, range(100))
+
+
+@pytest.mark.parametrize("steps, last", [(30, 3), (2, 2)])
+def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(ranks, tiny_data, tmp_path, steps, last):
+    """And ends as a failure, without a checkpoint, even if it is shorter than --max_bad_steps."""
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), f"--max_steps={steps}", "--save_interval=1"]
+    flags += ["--max_bad_steps=3", "--schedule=constant"]
+    answers = ranks(2)(train_here, flags, poisoned_always)
+    assert [status for status, *_ in answers] == [2, 2]
+    message = answers[0][1]
+    assert message.startswith(f"steps 1 to {last} have no finite loss and gradient") and "--skip_steps" not in message
+    assert "There is no checkpoint yet. No step was good, so it is not the batches: look at the weights" in message
+    assert message.endswith("or try --precision=fp32") and "\n" not in message
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 def test_a_few_bad_steps_are_not_too_many():
-    seen = resilience.BadSteps(3, saver=None, skips=None)
+    seen = resilience.BadSteps(TrainConfig(max_bad_steps=3), saver=None, skips=None, begun=0)
     nan, inf = float("nan"), float("inf")
     figures = [(nan, 1), (1, nan), (1, 1), (inf, 1), (1, -inf), (2, 2)]
     assert [seen.see(n, *f, "0") for n, f in enumerate(figures)] == [True, True, False, True, True, False]
