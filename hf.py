@@ -37,12 +37,13 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import config
+import files
 import parallel
 import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from resume import SAME_MODEL
-from tensor_files import Stored, fill, locate, read_json, read_pickle, same, weight_files, write_folder
+from tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
 SHARD = 5 * 10**9  # bytes of one exported file, at most
 THEIR_TOKENIZER, OUR_TOKENIZER = "tokenizer.json", "bpe_tokenizer.json"  # their format, and that of our bpe-N
@@ -67,8 +68,10 @@ NOTHING = [None, False, [], {}]
 def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     """The model that a config.json of transformers or LLM Foundry describes. UserError for what we do not have."""
     model_type = settings.get("model_type")
-    require(model_type == "mpt", f"{source} has model_type {model_type!r}: only 'mpt' can be read")
-    by_transformers = any(str(name).startswith("Mpt") for name in settings.get("architectures") or [])
+    require(model_type == "mpt", f"{source} has model_type {files.shown(model_type)}: only 'mpt' can be read")
+    architectures = settings.get("architectures") or []
+    require(isinstance(architectures, list), f"{source}: architectures must be a list of names")
+    by_transformers = any(isinstance(name, str) and name.startswith("Mpt") for name in architectures)
     values = {"no_bias": True, "alibi": True} if by_transformers else {}
     attention, ffn = settings.get("attn_config") or {}, settings.get("ffn_config") or {}
     groups = isinstance(attention, dict) and isinstance(ffn, dict)
@@ -77,21 +80,48 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     for group, names in ((settings, TOP), (attention, ATTENTION), (ffn, ())):
         for key, value in group.items():
             if key in names:
-                values[key] = config.checked(value, hints[key], key, source)
+                values[key] = config.checked(simple(value, key, source), hints[key], key, source)
             elif key not in IGNORED:
                 fine = value in DEFAULTS.get(key, NOTHING)
-                require(fine, f"{source} sets {key} to {value!r}, which this project's MPT does not have")
-    heads = {"multihead_attention": None, "multiquery_attention": 1}
-    heads["grouped_query_attention"] = attention.get("kv_n_heads") or 0
-    kind = str(attention.get("attn_type", "multihead_attention"))
-    require(kind in heads, f"{source} sets attn_type to {kind!r}, expected one of: {', '.join(heads)}")
-    if values.get("rope"):
-        group = f"rope_{attention.get('rope_impl', 'dail')}_config"
-        form = (attention.get(group) or {}).get("type", "original")
-        require(form in ("original", "no_scaling"), f"{source} sets {group} to {form!r}: only plain RoPE can be read")
-    cfg = MPTConfig(**values, kv_n_heads=heads[kind])
+                named = f"{source} sets {config.one_line(key)} to {files.shown(value)}"
+                require(fine, f"{named}, which this project's MPT does not have")
+    check_rope(attention, values, source)
+    cfg = MPTConfig(**values, kv_n_heads=kv_heads(attention, source))
     cfg.check()
     return cfg
+
+
+def simple(value, key: str, source: str):
+    """`value` if it is text, true, false, null or a number that fits 64 bits, else UserError."""
+    number = isinstance(value, int | float) and abs(value) < 2**63  # False for NaN
+    fine = number or isinstance(value, str | None)
+    require(fine, f"{source} sets {key} to {files.shown(value)}, expected text or a number")
+    return value
+
+
+def kv_heads(attention: dict, source: str) -> int | None:
+    """The heads of keys and values that an attn_config asks for, as MPTConfig has it."""
+    kind = attention.get("attn_type", "multihead_attention")
+    heads = {"multihead_attention": None, "multiquery_attention": 1, "grouped_query_attention": 0}
+    known = isinstance(kind, str) and kind in heads
+    require(known, f"{source} sets attn_type to {files.shown(kind)}, expected one of: {', '.join(heads)}")
+    if kind != "grouped_query_attention":
+        return heads[kind]
+    count = attention.get("kv_n_heads") or 0
+    require(type(count) is int, f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number")
+    return count
+
+
+def check_rope(attention: dict, values: dict, source: str) -> None:
+    """UserError unless the positions are those of plain RoPE, if of any."""
+    impl = attention.get("rope_impl", "dail")
+    known = not values.get("rope") or impl in ("dail", "hf")
+    require(known, f"{source} sets rope_impl to {files.shown(impl)}, expected dail or hf")
+    group = attention.get(f"rope_{impl}_config") if values.get("rope") else None
+    require(isinstance(group, dict | None), f"{source}: rope_{impl}_config must be an object with settings")
+    form = (group or {}).get("type", "original")
+    plain = form in ("original", "no_scaling")
+    require(plain, f"{source} sets rope_{impl}_config to {files.shown(form)}: only plain RoPE can be read")
 
 
 def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
@@ -158,13 +188,11 @@ def foreign_settings(path: Path) -> tuple[dict, Path]:
     """What config.json says, or a Composer checkpoint that holds the same; and where it stands."""
     beside = path / "config.json" if path.is_dir() else path.parent / "config.json"
     if path.is_dir() or beside.exists():
-        return read_json(beside), beside
+        return files.read_json(beside), beside
     require(path.suffix == ".pt", f"{path} does not hold its model's settings: put its config.json beside it")
-    content = read_pickle(path)
-    try:
-        return content["state"]["integrations"]["huggingface"]["model"]["config"]["content"], path
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold its model's settings: put its config.json beside it") from error
+    settings = inside(read_pickle(path), *"state integrations huggingface model config content".split())
+    require(isinstance(settings, dict), f"{path} does not hold its model's settings: put its config.json beside it")
+    return settings, path
 
 
 def settings_of(path) -> MPTConfig:
@@ -356,7 +384,7 @@ def main(argv) -> None:
     if args.what == "import":
         return import_(args.source, args.target, args.tokenizer)
     export(args.source, args.target)
-    name = read_json(Path(args.target) / "config.json")["tokenizer_name"]
+    name = files.read_json(Path(args.target) / "config.json")["tokenizer_name"]
     print(f"{args.target}: written. Its ids are those of the tokenizer {name}")
 
 
