@@ -171,7 +171,7 @@ def read_pickle(path: Path):
     try:
         with files.open_regular(path) as file, FakeTensorMode(), torch.serialization.safe_globals(safe):
             require(zipfile.is_zipfile(file), f"cannot read {path} with weights_only=True: {NO_ZIP}")
-            members(file)
+            members(path, file)
             return torch.load(file, weights_only=True)
     except (UserError, OSError):
         raise
@@ -184,11 +184,13 @@ def read_pickle(path: Path):
 
 
 def without_advice(error: Exception) -> str:
-    """What torch says of a pickle, without its advice to read it with `weights_only=False`."""
-    return config.one_line(error).partition("weights_only")[0].rpartition(". ")[0] or type(error).__name__
+    """What torch says of a pickle, without its advice to read it with `weights_only` set to False."""
+    text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+    text = re.split("Check the documentation|Please use|In PyTorch|This is an internal", text)[0].strip()
+    return text[:200] if text and "weights_only" not in text else type(error).__name__
 
 
-def members(file) -> dict[int, int]:
+def members(path: Path, file) -> dict[int, int]:
     """Of a zip: where the data of each member begins -> its bytes. UserError if one is compressed.
 
     torch.save never compresses: what is small here and large in memory is there to do harm.
@@ -197,7 +199,7 @@ def members(file) -> dict[int, int]:
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
-            require(stored, f"{file.name} is compressed: torch.save does not write that")
+            require(stored, f"{path} is compressed: torch.save does not write that")
             file.seek(member.header_offset + 26)  # the lengths of the name and of what follows it
             lengths = struct.unpack("<HH", file.read(4))
             found[member.header_offset + 30 + sum(lengths)] = member.file_size
@@ -212,7 +214,7 @@ def pickle_layout(path: Path) -> dict[str, Stored]:
         content = inside(content, "state", "model")
     require(isinstance(content, dict), f"{path} holds no dictionary of weights")
     with files.open_regular(path) as file:
-        room = members(file)
+        room = members(path, file)
     return {name: tensor_of(path, name, tensor, room) for name, tensor in content.items()}
 
 
