@@ -137,6 +137,35 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     return {**head, **{name: values[name] for name in TOP}, "attn_config": attention}
 
 
+def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all weights that their MPT of these settings has, whatever model.py may have by now."""
+    wide, kv = cfg.d_model, cfg.n_kv_heads * cfg.head_dim
+    layers = {"norm_1": (wide,), "norm_2": (wide,)}
+    layers |= {"attn.Wqkv": (wide + 2 * kv, wide), "attn.out_proj": (wide, wide)}
+    layers |= {"ffn.up_proj": (cfg.hidden_dim, wide), "ffn.down_proj": (wide, cfg.hidden_dim)}
+    layers |= {"attn.q_ln": (wide,), "attn.k_ln": (kv,)} if cfg.qk_ln else {}
+    shapes = {f"blocks.{i}.{name}": shape for i in range(cfg.n_layers) for name, shape in layers.items()}
+    shapes["norm_f"] = (wide,)
+    found = {f"transformer.{name}.weight": shape for name, shape in shapes.items()}
+    if not cfg.no_bias:
+        found |= {f"transformer.{name}.bias": shape[:1] for name, shape in shapes.items()}
+    found["transformer.wte.weight"] = (cfg.vocab_size, wide)
+    if cfg.learned_positions:
+        found["transformer.wpe.weight"] = (cfg.max_seq_len, wide)
+    return found if cfg.tie_word_embeddings else found | {"lm_head.weight": (cfg.vocab_size, wide)}
+
+
+def check_format(state: dict, cfg: MPTConfig) -> None:
+    """UserError naming the weights of a model that their MPT of these settings lacks, or has in another shape."""
+    wanted, held = weights_in_format(cfg), {name: tuple(tensor.shape) for name, tensor in state.items()}
+    extra = [f"{name} {shape}" for name, shape in held.items() if name not in wanted]
+    other = [f"{name} {held[name]} instead of {wanted[name]}" for name in wanted if held.get(name) != wanted[name]]
+    other = [line.replace("None instead", "missing instead") for line in other]
+    named = ", ".join((extra + other)[:3])
+    count = len(extra + other)
+    require(not count, f"this is no MPT that others can read: {count} weights are not those of the format: {named}")
+
+
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
     """The settings of a model, as `name=value`, that transformers' MptForCausalLM overlooks or its config refuses."""
     usual = MPTConfig(no_bias=True, alibi=True, clip_qkv=cfg.clip_qkv, softmax_scale=cfg.softmax_scale)
@@ -288,6 +317,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
     cfg = settings_of(found) if found else source.cfg
     state = weights_of(found) if found else source.state_dict()
+    check_format(state, cfg)
     settings = config_to(cfg, next(iter(state.values())).dtype)
 
     def read(names):

@@ -22,7 +22,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):
 
     uniform: (B,) in [0, 1), or None for torch's generator; top_k=0: no limit.
     """
-    if temperature == 0:
+    if temperature < 1e-6:  # 0, or so small that fp32 cannot divide by it
         return logits.argmax(dim=-1)
     tokens, vocab_size = None, logits.shape[-1]
     if 0 < top_k < vocab_size or top_p < 1:

@@ -5,7 +5,7 @@ import json
 import random
 import resource
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -732,3 +732,52 @@ def test_odd_settings_are_told(more, words):
     assert hf.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
     plain = {"rope": True, "rope_dail_config": None, "alibi": False}
     assert hf.config_from({"model_type": "mpt", "attn_config": plain, "learned_pos_emb": False}).rope
+
+
+@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
+def test_the_weights_of_the_format_are_those_of_our_model(more):
+    cfg = replace(SMALL, **more)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in MPT(cfg).state_dict().items()}
+    assert hf.weights_in_format(cfg) == shapes
+
+
+class Gated(torch.nn.Module):
+    """A feed-forward as a forker writes it: SwiGLU."""
+
+    def __init__(self, ffn):
+        super().__init__()
+        self.up_proj, self.down_proj = ffn.up_proj, ffn.down_proj
+        self.gate_proj = torch.nn.Linear(48, 192, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x) * torch.nn.functional.silu(self.gate_proj(x)))
+
+
+def gated(cfg):
+    model = build(cfg)
+    for block in model.transformer.blocks:
+        block.ffn = Gated(block.ffn)
+    return model
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
+    model = gated(SMALL)
+    if live:
+        with pytest.raises(UserError, match="ffn.gate_proj.weight") as error:
+            hf.export(model, tmp_path / "out")
+        assert "\n" not in str(error.value)
+    else:
+        folder = tmp_path / "checkpoints/step-3"
+        folder.parent.mkdir()
+        checkpoint.prepare(folder, {"step": 3, **asdict(SMALL), **asdict(TrainConfig(tokenizer="bytes"))})
+        writer = checkpoint.Writer(folder)
+        torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer, no_dist=True)
+        done = python("export", tmp_path, tmp_path / "out", program="hf.py")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "2 weights are not those of the format: transformer.blocks.0.ffn.gate_proj.weight" in done.stderr
+    assert not (tmp_path / "out").exists()
+    smaller = replace(SMALL, expansion_ratio=2)
+    with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
+        hf.check_format(build(SMALL).state_dict(), smaller)

@@ -68,8 +68,10 @@ def test_more_numbers_begin_with_the_same():
     assert not torch.equal(uniforms(7, 13), uniforms(8, 13))
 
 
-@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-30])
-def test_the_smallest_top_p_leaves_the_likeliest(top_p):
+@pytest.mark.parametrize(
+    "how", [{"top_p": 1e-300}, {"top_p": 1e-46}, {"top_p": 1e-30}, {"temperature": 1e-300}, {"temperature": 1e-40}]
+)
+def test_the_smallest_numbers_leave_the_likeliest(how):
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
-    drawn = sample(logits, top_p=top_p, uniform=torch.rand(64, generator=torch.Generator().manual_seed(1)))
+    drawn = sample(logits, **how, uniform=torch.rand(64, generator=torch.Generator().manual_seed(1)))
     assert torch.equal(drawn, logits.argmax(dim=-1))
