@@ -116,8 +116,14 @@ def test_headers_are_accepted_as_the_reference_accepts_them(tmp_path):
         ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [26.0, 32.0]}}, "not two whole numbers"),
         ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [False, 6]}}, "not two whole numbers"),
         ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [32, 26]}}, "has -6 bytes, but its shape"),
-        ({"c": {"dtype": "F16", "shape": [2], "data_offsets": [26, 32]}}, "has 6 bytes, but its shape and dtype need 4"),
-        ({"c": {"dtype": "F16", "shape": [2**62] * 16, "data_offsets": [26, 32]}}, "shape and dtype need 8.37116099364e+298"),
+        (
+            {"c": {"dtype": "F16", "shape": [2], "data_offsets": [26, 32]}},
+            "has 6 bytes, but its shape and dtype need 4",
+        ),
+        (
+            {"c": {"dtype": "F16", "shape": [2**62] * 16, "data_offsets": [26, 32]}},
+            "shape and dtype need 8.37116099364e+298",
+        ),
         ({"c": {"dtype": "F16", "shape": [3] * 10**5, "data_offsets": [26, 32]}}, "no list of whole numbers"),
         ({"c": 7}, "must have dtype, shape and data_offsets"),
         ({"__metadata__": {"format": 1}}, "__metadata__ must be an object of texts"),
@@ -163,7 +169,9 @@ def test_links_as_in_the_cache_of_hugging_face(tmp_path):
     assert tensor_files.locate(folder)["a"].shape == (3,)
 
 
-@pytest.mark.parametrize("name", ["../part.safetensors", "/etc/passwd", "..", "", ".", "a/b", "a\\b", "a\0", 7, None, []])
+@pytest.mark.parametrize(
+    "name", ["../part.safetensors", "/etc/passwd", "..", "", ".", "a/b", "a\\b", "a\0", 7, None, []]
+)
 def test_a_weight_map_names_files_beside_it(name, tmp_path):
     (tmp_path / "model").mkdir()
     tensor_files.write_safetensors(tmp_path / "part.safetensors", {"a": torch.ones(3)})
