@@ -6,6 +6,7 @@ One table has the columns of LLM Foundry's benchmark tables, in which the publis
 what those lack: turns, memory, where the time goes. Read next: bench_compare.py.
 """
 
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
@@ -109,17 +110,26 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+@contextlib.contextmanager
+def named(path: str):
+    """A table that lacks columns, or has text for numbers, becomes a UserError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path} is not a CSV of bench.py train ({config.one_line(error)})") from error
+
+
 def main(argv) -> None:
     require(len(argv) == 1, "usage: python bench_table.py results.csv")
     lines = read(argv[0])
     require(lines, f"{argv[0]} has no rows")
-    try:
-        print(tables(lines))
-    except (KeyError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{argv[0]} is not a CSV of bench.py train ({config.one_line(error)})") from error
     fine = [line for line in lines if line["status"] == "ok"]
-    if fine and importlib.util.find_spec("matplotlib"):
-        draw(fine, Path(argv[0]).with_suffix(".png"))
+    with named(argv[0]):
+        print(tables(lines))
+        if fine and importlib.util.find_spec("matplotlib"):
+            draw(fine, Path(argv[0]).with_suffix(".png"))
 
 
 if __name__ == "__main__":

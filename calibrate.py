@@ -43,7 +43,7 @@ def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constan
         return from_machine(files.read_json(path, fix=f"this is not {what}"), fleet)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UserError):
-            raise
+            raise UserError(str(error) if path in str(error) else f"{path}: {error}") from error
         raise UserError(f"{path} is not {what}: {type(error).__name__} {config.one_line(error)}") from error
 
 

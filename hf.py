@@ -87,7 +87,10 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
                 require(fine, f"{named}, which this project's MPT does not have")
     check_rope(attention, values, source)
     cfg = MPTConfig(**values, kv_n_heads=kv_heads(attention, source))
-    cfg.check()
+    try:
+        cfg.check()
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     return cfg
 
 
