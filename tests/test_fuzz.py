@@ -1,4 +1,4 @@
-"""Every reader of a file gets damaged and malicious versions of it: the answer is a result, or one line naming the file.
+"""Every reader of a file gets damaged and malicious versions of it: a result, or one line naming the file.
 
 A reader may raise UserError or OSError, and nothing else; it takes at most 10 s and 1.5 GB more memory. One process
 imports everything once and forks a child for each reader. A child that hangs or dies costs one case: the next child
@@ -539,7 +539,8 @@ def fuzz(name: str, folder: Path) -> list[list[str]]:
 
 def main(names) -> None:
     """Fuzz all readers, or those named, in two processes; one line of JSON for each."""
-    for room in "bench_table calibrate generate hf icl_eval microbatch plot pyarrow.parquet resilience".split():
+    rooms = "bench_table calibrate generate hf icl_eval microbatch plot resilience pyarrow.parquet torch._dynamo"
+    for room in rooms.split():
         importlib.import_module(room)  # before the forks, not in each
 
     with tempfile.TemporaryDirectory() as folder:

@@ -781,3 +781,47 @@ def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
     smaller = replace(SMALL, expansion_ratio=2)
     with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
         hf.check_format(build(SMALL).state_dict(), smaller)
+
+
+NESTED = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.mark.parametrize(
+    "value", [[1], {"a": 1}, NESTED, float("nan"), float("inf"), 10**400, -(2**63), "64", None, True]
+)
+@pytest.mark.parametrize("key", ["d_model", "n_layers", "expansion_ratio", "logit_scale", "norm_type"])
+def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
+    """A result where the format allows it (logit_scale may be null), else the name of the file and of the setting."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mpt", "attn_config": {}} | {key: value}))
+    try:
+        hf.config_from(files.read_json(file), str(file))
+    except UserError as error:
+        assert "\n" not in str(error) and str(file) in str(error) and key in str(error) and len(str(error)) < 400
+    else:
+        assert key == "logit_scale" and value is None
+
+
+@pytest.mark.parametrize("key", ["architectures", "attn_config", "ffn_config", "model_type", "what_is_this"])
+@pytest.mark.parametrize("value", [7, "x", {"a": NESTED}])
+def test_groups_of_a_wrong_type_are_one_line(key, value):
+    with pytest.raises(UserError) as error:
+        hf.config_from({"model_type": "mpt"} | {key: value}, "their/config.json")
+    assert "\n" not in str(error.value) and str(error.value).startswith("their/config.json")
+
+
+@pytest.mark.parametrize(
+    "state", [7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}, torch.ones(2)]
+)
+def test_a_composer_state_of_a_wrong_type_is_one_line(state, tmp_path):
+    path = tmp_path / "ep0.pt"
+    torch.save({"state": state}, path)
+    with pytest.raises(UserError, match="ep0.pt does not hold its model's settings"):
+        hf.settings_of(path)
+    with pytest.raises(UserError, match="ep0.pt") as error:
+        tensor_files.locate(path)
+    assert "\n" not in str(error.value)
+    held = {"integrations": {"huggingface": {"model": {"config": {"content": state}}}}}
+    torch.save({"state": held}, path)
+    with pytest.raises(UserError, match="ep0.pt"):
+        hf.settings_of(path)
