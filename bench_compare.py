@@ -12,14 +12,14 @@ the sequences of each rank. A published run stands beside them. Nothing is measu
 `python bench.py scaling` and `python bench.py compare` are the same. Read next: bench.py.
 """
 
-import csv
 import re
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import config
-from config import UserError, require
+import files
+from config import require
 
 FIGURES = "n_params max_seq_len nodes ranks global_batch_size tokens_per_second tokens_per_second_device".split()
 MAYBE = "tflops_device peak_tflops mfu".split()  # empty where they are unknown
@@ -62,14 +62,9 @@ def read(path: str) -> list[dict]:
     UserError if there is no such file, if it is another kind of file, and if no row is ok.
     """
     require(Path(path).is_file(), f"no file {path!r}: python bench.py train CONFIG --out={path} makes one")
-    try:
-        with open(path, newline="", encoding="utf-8") as file:
-            table = csv.DictReader(file, restval="")
-            missing = sorted(COLUMNS - set(table.fieldnames or ()))
-            require(not missing, f"{path} is not a CSV of bench.py train: it has no column {', '.join(missing[:3])}")
-            rows = [checked(row, f"{path}, line {table.line_num}") for row in table if row["status"] == "ok"]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is not a CSV of bench.py train: {error}") from error
+    table = files.read_csv(path, COLUMNS, "a CSV of bench.py train")
+    lines = enumerate(table, 2)
+    rows = [checked(row, f"{path}, line {number}") for number, row in lines if row["status"] == "ok"]
     require(rows, f"{path} has no row with status ok")
     return rows
 

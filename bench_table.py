@@ -6,24 +6,22 @@ One table has the columns of LLM Foundry's benchmark tables, in which the publis
 what those lack: turns, memory, where the time goes. Read next: bench_compare.py.
 """
 
-import csv
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
 
 import config
+import files
 from bench_compare import markdown
-from config import require
+from config import UserError, require
 
 PARTS = ["data", "forward", "backward", "optimizer"]  # of a step; communication goes on beside them
 
 
 def read(path: str) -> list[dict]:
     """The lines of a CSV that is there."""
-    if not os.path.exists(path):
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
+    return files.read_csv(path, ("model", "status"), "a CSV of bench.py train") if os.path.exists(path) else []
 
 
 def foundry_cells(r: dict[str, str]) -> dict[str, str]:
@@ -112,14 +110,26 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+@contextlib.contextmanager
+def named(path: str):
+    """A table that lacks columns, or has text for numbers, becomes a UserError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, ValueError, ArithmeticError) as error:
+        raise UserError(f"{path} is not a CSV of bench.py train ({config.one_line(error)})") from error
+
+
 def main(argv) -> None:
     require(len(argv) == 1, "usage: python bench_table.py results.csv")
     lines = read(argv[0])
     require(lines, f"{argv[0]} has no rows")
-    print(tables(lines))
     fine = [line for line in lines if line["status"] == "ok"]
-    if fine and importlib.util.find_spec("matplotlib"):
-        draw(fine, Path(argv[0]).with_suffix(".png"))
+    with named(argv[0]):
+        print(tables(lines))
+        if fine and importlib.util.find_spec("matplotlib"):
+            draw(fine, Path(argv[0]).with_suffix(".png"))
 
 
 if __name__ == "__main__":

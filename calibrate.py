@@ -8,14 +8,13 @@ machine.json of `bench.py machine`: its matmuls, memory and links take the place
 Run `python calibrate.py results.csv --device=mi250`, or give the file to plan.py. Read next: plan.py.
 """
 
-import csv
-import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import config
 import devices
+import files
 import speed
 from config import MPTConfig, TrainConfig, UserError, require
 from speed import Constants, Fleet, Trainer
@@ -37,21 +36,22 @@ def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constan
     """`fleet` (devices, nodes, network; how many is not read) and constants as measured. UserError if there is nothing
     of use in the file."""
     require(Path(path).is_file(), f"no file {path!r} to calibrate with")
+    what = "a table of `bench.py train`" if path.endswith(".csv") else "a machine.json of `bench.py machine`"
     try:
         if path.endswith(".csv"):
             return fleet, Constants(pace=pace(path, fleet, trainer))
-        return from_machine(json.loads(Path(path).read_text()), fleet)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return from_machine(files.read_json(path, fix=f"this is not {what}"), fleet)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UserError):
-            raise
-        what = "a table of `bench.py train`" if path.endswith(".csv") else "a machine.json of `bench.py machine`"
-        raise UserError(f"{path} is not {what}: {type(error).__name__} {error}") from error
+            raise UserError(str(error) if path in str(error) else f"{path}: {error}") from error
+        raise UserError(f"{path} is not {what}: {type(error).__name__} {config.one_line(error)}") from error
 
 
 def from_machine(found: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
     """found: machine.json, whose keys bench_machine.py describes."""
     same_device(found["device"], fleet.device)
     c, device, ranks = Constants(), fleet.device, found["ranks"]
+    require(files.has_type(ranks, int) and ranks > 0, f"ranks must be at least 1, not {files.shown(ranks)}")
     reachable = positive("matmul_tflops", max(found["matmul_tflops"]["bf16"].values())) / device.bf16_tflops
     require(reachable <= 1, f"matmuls at {reachable:.0%} of {device.name}'s peak: is --device right?")
     device = replace(device, reachable=reachable, bandwidth_gbs=positive("memory_gbs", found["memory_gbs"]))
@@ -82,8 +82,7 @@ def same_device(reported: str, device: devices.Device) -> None:
 
 def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
     """Of a table: measured / predicted seconds of compute, the geometric mean of this project's rows in bf16."""
-    with open(path, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["status"] == "ok"]
+    rows = [row for row in files.read_csv(path, ["status"], "a table of `bench.py train`") if row["status"] == "ok"]
     rows = [row for row in rows if row["precision"].startswith("bf16") and not row["model"].startswith("transformers")]
     require(rows, f"{path} has no row of this project's trainer in bf16 with status ok")
     return math.exp(sum(math.log(pace_of(row, fleet, trainer)) for row in rows) / len(rows))
@@ -93,7 +92,8 @@ def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
     """Of one line of the table. UserError if it cannot be of this device."""
     same_device(row["device"], fleet.device)
     flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
-    others = [f"--{setting}" for setting in (row.get("others") or "").split()]
+    others = [f"--{setting}" for setting in row.get("others", "").split()]
+    require("--help" not in others, "a row with the setting help")
     m, cfg = config.load(flags + others, MPTConfig, TrainConfig)
     fleet = replace(fleet, devices=int(row["ranks"]), tp=1, pp=1, interleave=1)
     rate, found = positive("tokens_per_second", row["tokens_per_second"]), 1.0

@@ -2,6 +2,7 @@
 
     read_json        one JSON value of the wanted shape
     read_json_lines  the good rows of a .jsonl file, and what is wrong with the bad ones
+    read_csv         the rows of a table
     member           a file that another file names: a plain name, a regular file, in the same folder
 
 Two kinds of trouble are kept apart. UserError: the content is wrong, and the message names file and cause. OSError:
@@ -10,6 +11,8 @@ the file is absent or cannot be read (permission, a node that does not see it), 
 Run `python files.py runs/demo/config.json` to check a file. Read next: devices.py.
 """
 
+import csv
+import io
 import json
 import math
 import os
@@ -20,6 +23,7 @@ import config
 from config import UserError, require
 
 MAX_JSON = 2**27  # bytes; the largest JSON that we write or know of is the index of a 70B model, below 2**20
+MAX_CSV = 2**24
 
 
 def read_json(path, kind: type = dict, fields: dict | None = None, fix: str = ""):
@@ -73,6 +77,20 @@ def read_json_lines(path, fields: dict | None = None) -> tuple[list[dict], list[
         except UserError as error:
             bad.append(str(error))
     return rows, bad
+
+
+def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
+    """The rows of a CSV that has `columns`: column -> text, empty where a row ends early. UserError if it is none."""
+    try:
+        text = read_bytes(path, MAX_CSV).decode("utf-8-sig")
+        table = csv.DictReader(io.StringIO(text, newline=""), restval="")
+        rows = list(table)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
+    missing = sorted(set(columns) - set(table.fieldnames or ()))
+    require(not missing, f"{path} is not {what}: it has no column {', '.join(missing[:3])}")
+    require(all(None not in row for row in rows), f"{path} is damaged (a row has more cells than there are columns)")
+    return rows
 
 
 def read_bytes(path, most: float = math.inf) -> bytes:

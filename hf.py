@@ -37,13 +37,14 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import config
+import files
 import parallel
 import tokenizer as tokenizers
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from resume import SAME_MODEL
-from tensor_files import Stored, fill, locate, read_json, read_pickle, same, weight_files, write_folder
+from tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
 SHARD = 5 * 10**9  # bytes of one exported file, at most
 THEIR_TOKENIZER, OUR_TOKENIZER = "tokenizer.json", "bpe_tokenizer.json"  # their format, and that of our bpe-N
@@ -68,8 +69,10 @@ NOTHING = [None, False, [], {}]
 def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     """The model that a config.json of transformers or LLM Foundry describes. UserError for what we do not have."""
     model_type = settings.get("model_type")
-    require(model_type == "mpt", f"{source} has model_type {model_type!r}: only 'mpt' can be read")
-    by_transformers = any(str(name).startswith("Mpt") for name in settings.get("architectures") or [])
+    require(model_type == "mpt", f"{source} has model_type {files.shown(model_type)}: only 'mpt' can be read")
+    architectures = settings.get("architectures") or []
+    require(isinstance(architectures, list), f"{source}: architectures must be a list of names")
+    by_transformers = any(isinstance(name, str) and name.startswith("Mpt") for name in architectures)
     values = {"no_bias": True, "alibi": True} if by_transformers else {}
     attention, ffn = settings.get("attn_config") or {}, settings.get("ffn_config") or {}
     groups = isinstance(attention, dict) and isinstance(ffn, dict)
@@ -78,21 +81,51 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     for group, names in ((settings, TOP), (attention, ATTENTION), (ffn, ())):
         for key, value in group.items():
             if key in names:
-                values[key] = config.checked(value, hints[key], key, source)
+                values[key] = config.checked(simple(value, key, source), hints[key], key, source)
             elif key not in IGNORED:
                 fine = value in DEFAULTS.get(key, NOTHING)
-                require(fine, f"{source} sets {key} to {value!r}, which this project's MPT does not have")
-    heads = {"multihead_attention": None, "multiquery_attention": 1}
-    heads["grouped_query_attention"] = attention.get("kv_n_heads") or 0
-    kind = str(attention.get("attn_type", "multihead_attention"))
-    require(kind in heads, f"{source} sets attn_type to {kind!r}, expected one of: {', '.join(heads)}")
-    if values.get("rope"):
-        group = f"rope_{attention.get('rope_impl', 'dail')}_config"
-        form = (attention.get(group) or {}).get("type", "original")
-        require(form in ("original", "no_scaling"), f"{source} sets {group} to {form!r}: only plain RoPE can be read")
-    cfg = MPTConfig(**values, kv_n_heads=heads[kind])
-    cfg.check()
+                named = f"{source} sets {config.one_line(key)} to {files.shown(value)}"
+                require(fine, f"{named}, which this project's MPT does not have")
+    check_rope(attention, values, source)
+    cfg = MPTConfig(**values, kv_n_heads=kv_heads(attention, source))
+    try:
+        cfg.check()
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     return cfg
+
+
+def simple(value, key: str, source: str):
+    """`value` if it is text, true, false, null or a number that fits 64 bits, else UserError."""
+    number = isinstance(value, int | float) and abs(value) < 2**63  # False for NaN
+    fine = number or isinstance(value, str | None)
+    require(fine, f"{source} sets {key} to {files.shown(value)}, expected text or a number")
+    return value
+
+
+def kv_heads(attention: dict, source: str) -> int | None:
+    """The heads of keys and values that an attn_config asks for, as MPTConfig has it."""
+    kind = attention.get("attn_type", "multihead_attention")
+    heads = {"multihead_attention": None, "multiquery_attention": 1, "grouped_query_attention": 0}
+    known = isinstance(kind, str) and kind in heads
+    require(known, f"{source} sets attn_type to {files.shown(kind)}, expected one of: {', '.join(heads)}")
+    if kind != "grouped_query_attention":
+        return heads[kind]
+    count = attention.get("kv_n_heads") or 0
+    require(type(count) is int, f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number")
+    return count
+
+
+def check_rope(attention: dict, values: dict, source: str) -> None:
+    """UserError unless the positions are those of plain RoPE, if of any."""
+    impl = attention.get("rope_impl", "dail")
+    known = not values.get("rope") or impl in ("dail", "hf")
+    require(known, f"{source} sets rope_impl to {files.shown(impl)}, expected dail or hf")
+    group = attention.get(f"rope_{impl}_config") if values.get("rope") else None
+    require(isinstance(group, dict | None), f"{source}: rope_{impl}_config must be an object with settings")
+    form = (group or {}).get("type", "original")
+    plain = form in ("original", "no_scaling")
+    require(plain, f"{source} sets rope_{impl}_config to {files.shown(form)}: only plain RoPE can be read")
 
 
 def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
@@ -108,6 +141,35 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
         attention["kv_n_heads"] = cfg.kv_n_heads
     head = {"model_type": "mpt", "architectures": ["MptForCausalLM"], "torch_dtype": str(dtype).removeprefix("torch.")}
     return {**head, **{name: values[name] for name in TOP}, "attn_config": attention}
+
+
+def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of all weights that their MPT of these settings has, whatever model.py may have by now."""
+    wide, kv = cfg.d_model, cfg.n_kv_heads * cfg.head_dim
+    layers = {"norm_1": (wide,), "norm_2": (wide,)}
+    layers |= {"attn.Wqkv": (wide + 2 * kv, wide), "attn.out_proj": (wide, wide)}
+    layers |= {"ffn.up_proj": (cfg.hidden_dim, wide), "ffn.down_proj": (wide, cfg.hidden_dim)}
+    layers |= {"attn.q_ln": (wide,), "attn.k_ln": (kv,)} if cfg.qk_ln else {}
+    shapes = {f"blocks.{i}.{name}": shape for i in range(cfg.n_layers) for name, shape in layers.items()}
+    shapes["norm_f"] = (wide,)
+    found = {f"transformer.{name}.weight": shape for name, shape in shapes.items()}
+    if not cfg.no_bias:
+        found |= {f"transformer.{name}.bias": shape[:1] for name, shape in shapes.items()}
+    found["transformer.wte.weight"] = (cfg.vocab_size, wide)
+    if cfg.learned_positions:
+        found["transformer.wpe.weight"] = (cfg.max_seq_len, wide)
+    return found if cfg.tie_word_embeddings else found | {"lm_head.weight": (cfg.vocab_size, wide)}
+
+
+def check_format(state: dict, cfg: MPTConfig) -> None:
+    """UserError naming the weights of a model that their MPT of these settings lacks, or has in another shape."""
+    wanted, held = weights_in_format(cfg), {name: tuple(tensor.shape) for name, tensor in state.items()}
+    extra = [f"{name} {shape}" for name, shape in held.items() if name not in wanted]
+    other = [f"{name} {held[name]} instead of {wanted[name]}" for name in wanted if held.get(name) != wanted[name]]
+    other = [line.replace("None instead", "missing instead") for line in other]
+    named = ", ".join((extra + other)[:3])
+    count = len(extra + other)
+    require(not count, f"this is no MPT that others can read: {count} weights are not those of the format: {named}")
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
@@ -161,13 +223,11 @@ def foreign_settings(path: Path) -> tuple[dict, Path]:
     """What config.json says, or a Composer checkpoint that holds the same; and where it stands."""
     beside = path / "config.json" if path.is_dir() else path.parent / "config.json"
     if path.is_dir() or beside.exists():
-        return read_json(beside), beside
+        return files.read_json(beside), beside
     require(path.suffix == ".pt", f"{path} does not hold its model's settings: put its config.json beside it")
-    content = read_pickle(path)
-    try:
-        return content["state"]["integrations"]["huggingface"]["model"]["config"]["content"], path
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{path} does not hold its model's settings: put its config.json beside it") from error
+    settings = inside(read_pickle(path), *"state integrations huggingface model config content".split())
+    require(isinstance(settings, dict), f"{path} does not hold its model's settings: put its config.json beside it")
+    return settings, path
 
 
 def settings_of(path) -> MPTConfig:
@@ -264,6 +324,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
     cfg = settings_of(found) if found else source.cfg
     state = weights_of(found) if found else source.state_dict()
+    check_format(state, cfg)
     settings = config_to(cfg, next(iter(state.values())).dtype)
 
     def read(names):
@@ -360,7 +421,7 @@ def main(argv) -> None:
     if args.what == "import":
         return import_(args.source, args.target, args.tokenizer)
     export(args.source, args.target)
-    name = read_json(Path(args.target) / "config.json")["tokenizer_name"]
+    name = files.read_json(Path(args.target) / "config.json")["tokenizer_name"]
     print(f"{args.target}: written. Its ids are those of the tokenizer {name}")
 
 

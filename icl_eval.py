@@ -16,6 +16,7 @@ With --out a run that was cut off goes on where it was: finished tasks are in th
 it. Read next: fsdp_train.py.
 """
 
+import contextlib
 import hashlib
 import json
 import math
@@ -28,11 +29,12 @@ import numpy as np
 import torch
 
 import config
+import files
 import generate
 import icl_tasks
 import parallel
 import tokenizer as tokenizers
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, UserError, require
 from icl_score import Request, score
 from shards import write_atomically
 
@@ -44,6 +46,13 @@ PUBLISHED = {  # zero-shot, in the order of TABLE2
     "MPT-3B, published": (0.281, 0.516, 0.528, 0.608, 0.754, 0.751, 0.607),
 }
 SCORINGS = {"foundry": "LLM Foundry", "acc": "lm-eval acc", "acc_norm": "lm-eval acc_norm"}
+CHOICE = "n contexts_cut requests majority foundry acc acc_norm foundry_stderr acc_stderr acc_norm_stderr".split()
+FIGURES = {  # of each kind, what the table prints
+    "multiple_choice": CHOICE,
+    "schema": CHOICE,
+    "language_modeling": "n contexts_cut requests acc acc_stderr perplexity".split(),
+    "text": "n contexts_cut requests nats_per_token nats_per_byte perplexity".split(),
+}
 
 
 @dataclass
@@ -253,12 +262,11 @@ class Part:
     def read(self) -> dict:
         known = {}
         for path in self.path.parent.glob(self.pattern):
-            for line in path.read_text().splitlines():
-                try:
-                    key, *values = json.loads(line)
-                except ValueError:  # the last line, cut off
-                    continue
-                known[key] = values
+            for line in files.read_bytes(path).split(b"\n"):
+                with contextlib.suppress(UserError):  # a line that was cut off
+                    key, *values = files.parse_json(line, str(path), list) or [None]
+                    if isinstance(key, str) and len(values) == 2 and all(files.has_type(v, float) for v in values):
+                        known[key] = values
         return known
 
     def add(self, keys, values) -> None:
@@ -280,18 +288,28 @@ def fingerprint(model) -> str:
     return hashlib.sha256(b"".join(heads)).hexdigest()[:16]
 
 
+def has_figures(result) -> bool:
+    """Whether an earlier result is one that `table` can print; one without a digest is computed again."""
+    if not isinstance(result, dict) or "digest" not in result:
+        return isinstance(result, dict)
+    names = FIGURES.get(result["kind"]) if isinstance(result.get("kind"), str) else None
+    return names is not None and all(files.has_type(result.get(name), float) for name in names)
+
+
 def finished(out: str, about: dict) -> dict:
     """The results in an earlier `out`. Raises UserError if they are another model's."""
     if not (out and Path(out).exists()):
         return {}
-    try:
-        earlier = json.loads(Path(out).read_text())
-        same = {key: earlier["settings"][key] for key in ("weights", "precision", "ids")}
-        results = earlier["tasks"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise config.UserError(f"{out} holds no results of icl_eval.py: choose another --out") from error
+    other = f"{out} holds no results of icl_eval.py: choose another --out"
+    earlier = files.read_json(out, dict, {"settings": dict, "tasks": dict}, "choose another --out")
+    same = {key: earlier["settings"].get(key) for key in ("weights", "precision", "ids")}
+    results = earlier["tasks"]
+    require(None not in same.values() and all(map(has_figures, results.values())), other)
     for key, value in same.items():
-        require(value == about[key], f"{out} holds results with {key} {value}, not {about[key]}: choose another --out")
+        require(
+            value == about[key],
+            f"{out} holds results with {key} {config.one_line(value)}, not {about[key]}: choose another --out",
+        )
     return results
 
 

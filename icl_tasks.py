@@ -27,6 +27,7 @@ from pathlib import Path
 
 import config
 import corpus
+import files
 import tokenizer as tokenizers
 from config import UserError, require
 from shards import Shard, write_atomically
@@ -116,15 +117,11 @@ def local_file(name: str, data: str) -> Path | None:
 def read_jsonl(path: Path) -> list[dict]:
     """The rows of a file, checked. Raises UserError with the number of the line."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, line in enumerate(files.read_bytes(path).split(b"\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where} is not JSON: {config.one_line(error)}") from error
-        require(isinstance(row, dict), f"{where}: expected one JSON object with keys, not a {type(row).__name__}")
+        row = files.parse_json(line, where)
         check(row, where)
         rows.append(row)
         kinds = [kind_of(r, where) for r in (rows[0], row)]
@@ -136,7 +133,7 @@ def read_jsonl(path: Path) -> list[dict]:
 def kind_of(row: dict, where: str) -> str:
     found = [kind for kind, keys in KINDS.items() if set(keys) <= row.keys()]
     keys = "; ".join(" ".join(keys) for keys in KINDS.values())
-    require(len(found) == 1, f"{where}: its keys {sorted(row)} must be those of exactly one kind, which are {keys}")
+    require(len(found) == 1, f"{where}: its keys {sorted(row)[:9]} must be those of exactly one kind, which are {keys}")
     return found[0]
 
 
@@ -149,7 +146,7 @@ def check(row: dict, where: str) -> None:
         choices, gold = row[listed], row["gold"]
         require(isinstance(choices, list) and len(choices) > 1, f"{where}: {listed} must list two or more texts")
         inside = isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(choices)
-        require(inside, f"{where}: gold is {gold!r}, expected 0 to {len(choices) - 1}")
+        require(inside, f"{where}: gold is {files.shown(gold)}, expected 0 to {len(choices) - 1}")
         texts[listed] = choices
     for key, values in texts.items():
         require(all(isinstance(v, str) for v in values), f"{where}: {key} must be text")
@@ -343,7 +340,9 @@ def text_of(source: str) -> str:
     made = Path(source, "dataset.json")
     if not made.is_file():
         return "\n\n".join(corpus.file_documents(source)) if Path(source).is_file() else ""
-    tokenizer = tokenizers.load(json.loads(made.read_text())["tokenizer"], Path(source, "tokenizer.json"))
+    tokenizer = tokenizers.load(
+        files.read_json(made, dict, {"tokenizer": str})["tokenizer"], Path(source, "tokenizer.json")
+    )
     ids = (Shard(path).ids for path in sorted(Path(source).glob("val-*.bin")))
     return "".join(tokenizer.decode(part) for part in ids).replace(tokenizers.END_OF_TEXT, "\n\n")
 

@@ -28,6 +28,7 @@ import parallel
 import runlog
 from checkpoint import find, latest, numbered, read_meta, space, verify
 from config import MPTConfig, TrainConfig, require, step_ranges
+from model import MPT
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f != "norm_type"]
@@ -132,7 +133,7 @@ def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
 
 
 def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
-    """What is about to run, in six lines."""
+    """What is about to run, in six lines, and a seventh if planning does not know this model."""
     per_rank = cfg.global_batch_size // world.size
     passes = math.ceil(per_rank / cfg.microbatch_size)
     impl = attention.choose(
@@ -157,8 +158,19 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
             f"{world.size} ranks x {per_rank} in {passes} microbatches",
             f"{cfg.run_dir}: {how}",
             space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
+            *unlike_formulas(model_cfg),
         ]
     )
+
+
+def unlike_formulas(model_cfg) -> list[str]:
+    """A line if the model has other parameters than the closed forms of flops.py and memory.py count, or none."""
+    with torch.device("meta"):
+        real = sum(param.numel() for param in MPT(model_cfg).parameters())
+    known = flops.n_params(model_cfg)
+    if real == known:
+        return []
+    return [f"WARNING: model.py has {real:,} parameters: memory, FLOPs and MFU are those of the MPT with {known:,}"]
 
 
 def demonstrate(argv) -> None:

@@ -22,7 +22,7 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):
 
     uniform: (B,) in [0, 1), or None for torch's generator; top_k=0: no limit.
     """
-    if temperature == 0:
+    if temperature < 1e-6:  # 0, or so small that fp32 cannot divide by it
         return logits.argmax(dim=-1)
     tokens, vocab_size = None, logits.shape[-1]
     if 0 < top_k < vocab_size or top_p < 1:
@@ -30,7 +30,9 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):
     probs = torch.softmax(logits / temperature, dim=-1)
     if top_p < 1:
         before = probs.cumsum(dim=-1) - probs  # the probability of all likelier tokens: 0 for the first, which stays
-        probs = probs.masked_fill(before >= top_p, 0)
+        cut = before >= top_p
+        cut[:, 0] = False  # also where top_p is so small that fp32 makes it 0
+        probs = probs.masked_fill(cut, 0)
     if uniform is None:
         uniform = torch.rand(len(probs), device=probs.device)
     reached = probs.cumsum(dim=-1)

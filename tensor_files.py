@@ -15,9 +15,11 @@ Run `python tensor_files.py path/to/model` to list what is there. Read next: hf.
 
 import datetime
 import json
+import logging
 import math
 import re
 import struct
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config
+import files
 import parallel
 from config import UserError, require
 
 WEIGHTS = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
 CHUNK = 2**24  # bytes that are read at once
+NO_ZIP = "it is damaged, or has the format of torch before 1.6: torch.load and torch.save it once"
+MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
 
 
 @dataclass
@@ -60,58 +65,98 @@ def locate(path: Path) -> dict[str, Stored]:
         layout = pickle_layout(file) if file.suffix in (".bin", ".pt") else safetensors_layout(file)
         for name, stored in layout.items():
             name = name.removeprefix("model.")  # Composer's
-            require(name not in found, f"{name} is in {path} twice, the second time in {file.name}")
+            require(name not in found, f"{config.one_line(name)} is in {path} twice, the second time in {file.name}")
             found[name] = stored
     return found
 
 
 def weight_files(path: Path) -> list[Path]:
     """The files that hold the weights of a folder, or a file itself. UserError if one is missing."""
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return [path]
     found = next((path / name for name in WEIGHTS if (path / name).exists()), None)
     require(found is not None, f"no weights in {path}: expected {', '.join(WEIGHTS)}, or a .pt file")
     if found.suffix != ".json":
         return [found]
-    names = read_json(found).get("weight_map")
-    listed = isinstance(names, dict) and all(isinstance(name, str) for name in names.values())
-    require(listed, f"{found} has no weight_map from names to files")
-    files = [path / name for name in sorted(set(names.values()))]
-    missing = [file.name for file in files if not file.exists()]
-    require(not missing, f"{found} names {len(files)} files, but {', '.join(missing[:3])} is not there")
-    return files
-
-
-def read_json(path: Path) -> dict:
-    """A JSON object. UserError if that is not what the file holds."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {config.one_line(error)}") from error
-    require(isinstance(values, dict), f"{path} is not a JSON object")
-    return values
+    weight_map = files.read_json(found, dict, {"weight_map": dict})["weight_map"]
+    listed = {files.member(path, name, found) for name in weight_map.values()}
+    require(listed, f"{found} names no files")
+    missing = [file.name for file in sorted(listed) if not file.exists()]
+    require(not missing, f"{found} names {len(listed)} files, but {', '.join(missing[:3])} is not there")
+    return sorted(listed)
 
 
 def safetensors_layout(path: Path) -> dict[str, Stored]:
-    """What the header of a safetensors file says. UserError if the file is not one, or not whole."""
-    size = path.stat().st_size
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, size)))
-        header.pop("__metadata__", None)
-        layout, end = {}, 8 + length
-        for name, entry in header.items():
-            kind = entry["dtype"]
-            require(kind in DTYPES, f"{name} in {path} is {kind}, expected one of: {', '.join(DTYPES)}")
-            layout[name] = Stored(path, 8 + length + entry["data_offsets"][0], DTYPES[kind], tuple(entry["shape"]))
-            end = max(end, layout[name].offset + layout[name].bytes)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} is no safetensors file, or is damaged: {config.one_line(error)}") from error
+    """What the header of a safetensors file says. UserError if the file is not one, or not whole.
+
+    As strict as the safetensors library, with its dtypes of floating point only: the tensors follow one another
+    without gap or overlap, and end where the file ends.
+    """
+    header, begin, size = read_header(path)
+    layout = {name: entry_of(path, name, entry, begin) for name, entry in header.items()}
+    end = begin
+    for name, tensor in sorted(layout.items(), key=lambda item: (item[1].offset, item[1].bytes)):
+        place = f"{config.one_line(name)} in {path} begins at byte {tensor.offset:,}"
+        require(tensor.offset == end, f"{place} instead of {end:,}: a gap, or tensors that overlap")
+        end += tensor.bytes
     require(size == end, f"{path} is truncated or damaged: {size:,} bytes instead of {end:,}")
     return layout
+
+
+def read_header(path: Path) -> tuple[dict, int, int]:
+    """The header of a safetensors file without `__metadata__`, the byte at which its data begins, and its size."""
+    with files.open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        limit = min(size - 8, MAX_HEADER)
+        require(length <= limit, f"{path} is no safetensors file, or is damaged: a header of {length:,} bytes")
+        text = file.read(length)
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is no safetensors file, or is damaged: {config.one_line(error)}") from error
+    require(isinstance(header, dict), f"{path} is no safetensors file: its header is not a JSON object")
+    metadata = header.pop("__metadata__", {})
+    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    require(texts, f"{path} is damaged: __metadata__ must be an object of texts")
+    return header, 8 + length, size
+
+
+def unique(pairs: list) -> dict:
+    """A JSON object, for json.loads. ValueError if a name is there twice, or a text holds half a surrogate pair."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name is there twice")
+    "".join(text for pair in pairs for text in pair if isinstance(text, str)).encode()
+    return values
+
+
+def refuse(constant: str):
+    raise ValueError(f"{constant} is no JSON")
+
+
+def entry_of(path: Path, name: str, entry, begin: int) -> Stored:
+    """The tensor of one entry of a header. UserError unless its bytes are those of its shape and dtype."""
+    where = f"{config.one_line(name)} in {path}"
+    keys = {"dtype", "shape", "data_offsets"}
+    require(isinstance(entry, dict) and set(entry) == keys, f"{where} must have dtype, shape and data_offsets")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    require(isinstance(kind, str), f"{where} has a dtype that is no text")
+    require(kind in DTYPES, f"{where} is {config.one_line(kind)}, expected one of: {', '.join(DTYPES)}")
+    require(whole(shape), f"{where} has a shape that is no list of whole numbers")
+    pair = whole(offsets) and len(offsets) == 2
+    require(pair, f"{where} has data_offsets that are not two whole numbers")
+    held, wanted = offsets[1] - offsets[0], DTYPES[kind].itemsize * math.prod(shape)
+    fits = held == wanted and whole([math.prod(max(1, n) for n in shape)])
+    require(fits, f"{where} has {held:,} bytes, but its shape and dtype need {wanted:.12g}")
+    return Stored(path, begin + offsets[0], DTYPES[kind], tuple(shape))
+
+
+def whole(values) -> bool:
+    """Is this a list of whole numbers from 0 to 2^63 - 1, and so short that their product is a float?"""
+    fine = isinstance(values, list) and len(values) <= 16
+    return fine and all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def read_pickle(path: Path):
@@ -122,30 +167,75 @@ def read_pickle(path: Path):
     rebuild = np.zeros(0).__reduce__()[0]
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]  # before numpy 2 and since
     safe = [datetime.timedelta, np.ndarray, np.dtype, type(np.dtype("uint32")), *((rebuild, name) for name in names)]
+    logging.disable()  # FakeTensorMode logs a traceback for a tensor of impossible shape
     try:
-        with FakeTensorMode(), torch.serialization.safe_globals(safe):
-            return torch.load(path, weights_only=True)
+        with files.open_regular(path) as file, FakeTensorMode(), torch.serialization.safe_globals(safe):
+            require(zipfile.is_zipfile(file), f"cannot read {path} with weights_only=True: {NO_ZIP}")
+            members(path, file)
+            return torch.load(file, weights_only=True)
+    except (UserError, OSError):
+        raise
     except Exception as error:  # whatever a damaged zip or an unwanted pickle brings about
         refused = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what is in there
-        reason = f"it would run {refused[1]}" if refused else config.one_line(error)
+        reason = f"it would run {refused[1]}" if refused else without_advice(error)
         raise UserError(f"cannot read {path} with weights_only=True: {reason}") from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def without_advice(error: Exception) -> str:
+    """What torch says of a pickle, without its advice to read it with `weights_only` set to False."""
+    text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
+    text = re.split("Check the documentation|Please use|In PyTorch|This is an internal", text)[0].strip()
+    return text[:200] if text and "weights_only" not in text else type(error).__name__
+
+
+def members(path: Path, file) -> dict[int, int]:
+    """Of a zip: where the data of each member begins -> its bytes. UserError if one is compressed.
+
+    torch.save never compresses: what is small here and large in memory is there to do harm.
+    """
+    found = {}
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+            require(stored, f"{path} is compressed: torch.save does not write that")
+            file.seek(member.header_offset + 26)  # the lengths of the name and of what follows it
+            lengths = struct.unpack("<HH", file.read(4))
+            found[member.header_offset + 30 + sum(lengths)] = member.file_size
+    file.seek(0)
+    return found
 
 
 def pickle_layout(path: Path) -> dict[str, Stored]:
     """Where the tensors of a .bin file lie, or those of state.model in a Composer checkpoint."""
     content = read_pickle(path)
     if isinstance(content, dict) and "state" in content:
-        content = content["state"].get("model")
+        content = inside(content, "state", "model")
     require(isinstance(content, dict), f"{path} holds no dictionary of weights")
-    layout = {}
-    for name, tensor in content.items():
-        known = isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES.values() and tensor.is_contiguous()
-        require(known, f"{name} in {path} is not a contiguous tensor of floating-point numbers")
-        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        require(begin is not None, f"{path} has the format of torch before 1.6: torch.load and torch.save it once")
-        offset = begin + tensor.storage_offset() * tensor.itemsize
-        layout[name] = Stored(path, offset, tensor.dtype, tuple(tensor.shape))
-    return layout
+    with files.open_regular(path) as file:
+        room = members(path, file)
+    return {name: tensor_of(path, name, tensor, room) for name, tensor in content.items()}
+
+
+def inside(content, *names):
+    """content[name][name]..., or None if there is no such dictionary."""
+    for name in names:
+        content = content.get(name) if isinstance(content, dict) else None
+    return content
+
+
+def tensor_of(path: Path, name, tensor, room: dict[int, int]) -> Stored:
+    """Where a tensor of a pickle lies. UserError unless that is inside of its member of the file."""
+    require(isinstance(name, str), f"{path} holds no dictionary of weights by name")
+    where = f"{config.one_line(name)} in {path}"
+    known = isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES.values() and tensor.is_contiguous()
+    require(known, f"{where} is not a contiguous tensor of floating-point numbers")
+    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)  # -1: it was made up, without a storage
+    first = tensor.storage_offset() * tensor.itemsize
+    stored = Stored(path, begin + first, tensor.dtype, tuple(tensor.shape))
+    require(first + stored.bytes <= room.get(begin, 0), f"{where} reaches beyond its storage: the file is damaged")
+    return stored
 
 
 def same(a: Stored, b: Stored) -> bool:

@@ -26,6 +26,8 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Iterable
@@ -35,7 +37,8 @@ import numpy as np
 import regex  # comes with tiktoken: Python's own re does not know \p{L}
 import tiktoken
 
-from config import UserError, require, run
+import files
+from config import UserError, one_line, require, run
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split with possessive quantifiers (++): the same pieces, but a million spaces do not exhaust the stack.
@@ -43,6 +46,20 @@ SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 # The 256 single bytes in GPT-2's order: the printable ones first. Hugging Face's trainer numbers them so, too.
 BYTES = sorted((bytes([b]) for b in range(256)), key=lambda b: not chr(b[0]).isprintable() or b == b" ")
 PRINTABLE = 188  # of these
+
+# A tokenizer.json may hold regular expressions and replacements, which take minutes a line if somebody wants it. So it
+# first encodes some text in a process of its own. 11,000 characters: words, runs of one kind, spaces, lines.
+PROBE = """
+import resource, sys, tokenizers
+if sys.platform == "linux":
+    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+words = "The quick brown fox, aged 42, doesn't jump over größe 世界 <|endoftext|>\\n\\t"
+runs = "".join(c * 300 for c in "aA1 .\\n\\t_-世") + "ab1 " * 100
+library = tokenizers.Tokenizer.from_file(sys.argv[1])
+library.no_padding()
+library.encode(words * 100 + runs, add_special_tokens=False)
+"""
+PROBE_SECONDS = 15  # a usual tokenizer takes 0.02, and Python's start up to a second
 
 
 class Tokenizer:
@@ -110,30 +127,60 @@ class HuggingFace:
             import tokenizers
         except ImportError as error:
             raise UserError(f"{path} is read by Hugging Face's: pip install -r requirements-extra.txt") from error
+        content = read(path)
+        probe(path, content)
         try:
-            content = Path(path).read_bytes()
             self.library = tokenizers.Tokenizer.from_str(content.decode())
             bytewise = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
-        except OSError as error:
-            raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
-        except Exception as error:  # the library's errors have no class of their own
-            raise UserError(f"{path} is not Hugging Face's tokenizer.json, or is damaged: {error}") from error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library's errors have no class of their own, its panics are no Exception
+            damaged = f"{path} is not Hugging Face's tokenizer.json, or is damaged"
+            raise UserError(f"{damaged}: {one_line(error)}") from error
         require(bytewise, f"{path} does not cut text into bytes: only byte-level tokenizers are read here")
         self.library.encode_special_tokens = True  # `<|endoftext|>` in a text is text like any other
-        self.name, self.vocab_size = name, self.library.get_vocab_size()
+        self.library.no_padding()
+        self.library.no_truncation()
+        spelled = {i: word for word, i in self.library.get_vocab().items()}
+        self.name, self.path, self.vocab_size = name, path, 1 + max(spelled, default=0)
         self.eot = self.library.token_to_id(END_OF_TEXT)
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which ends a document here")
         self.dtype = np.uint16 if self.vocab_size <= 65536 else np.uint32
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         letters = {chr(b[0]) if i < PRINTABLE else chr(256 + i - PRINTABLE): b for i, b in enumerate(BYTES)}
-        spelled = {i: word for word, i in self.library.get_vocab().items()}
         self.bytes_of = {i: b"".join(letters.get(c, c.encode()) for c in word) for i, word in spelled.items()}
 
     def encode(self, text: str) -> np.ndarray:
+        """The ids of `text`. UserError if the library gives up, as on a regular expression that never ends."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+        try:
+            return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            raise UserError(f"{self.path} cannot encode {text[:20]!r}: {one_line(error)}") from error
 
     decode_bytes, decode = Tokenizer.decode_bytes, Tokenizer.decode
+
+
+def read(path) -> bytes:
+    """A tokenizer's file. UserError if it cannot be read."""
+    try:
+        return files.read_bytes(path, files.MAX_JSON)
+    except OSError as error:
+        raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
+
+
+def probe(path: str, content: bytes) -> None:
+    """UserError if a tokenizer.json with patterns of its own does not encode some text within seconds and 4 GB."""
+    if not any(word in content for word in (b"Regex", b"Replace", b"Prepend")):
+        return
+    try:
+        done = subprocess.run([sys.executable, "-c", PROBE, path], capture_output=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"{path} needs more than {PROBE_SECONDS} s for some lines of text: not taken") from error
+    said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    require(done.returncode == 0, f"{path} cannot encode some lines of text: {said[:200]}")
 
 
 def fingerprint(split: str, tokens: list[bytes]) -> str:
@@ -183,16 +230,15 @@ def load_gpt2() -> Tokenizer:
 def load_bpe(name: str, path: str | None) -> Tokenizer:
     """A BPE that was trained here, from its JSON file."""
     require(path is not None, f"{name} is trained here, so load it with the path of its file")
-    try:
-        saved = json.loads(Path(path).read_bytes())
-        held, tokens = saved["name"], [word.encode("latin-1") for word in saved["tokens"]]
-        sound = saved["fingerprint"] == fingerprint(SPLIT, tokens)
-    except OSError as error:
-        raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError):
-        sound = False
-    require(sound, f"{path} is not a tokenizer file, or is damaged: remove it and train again")
-    require(held == name, f"{path} holds {held}, not {name}")
+    fix = "remove it and train again"
+    saved = files.parse_json(read(path), str(path), dict, {"name": str, "fingerprint": str, "tokens": list}, fix)
+    words = saved["tokens"]
+    texts = all(isinstance(word, str) and max(word, default="") < "\u0100" for word in words)
+    tokens = [word.encode("latin-1") for word in words] if texts else []
+    sound = len(set(tokens)) == len(tokens) and set(BYTES) <= set(tokens)
+    sound = sound and saved["fingerprint"] == fingerprint(SPLIT, tokens)
+    require(sound, f"{path} is not a tokenizer file, or is damaged: {fix}")
+    require(saved["name"] == name, f"{path} holds {one_line(saved['name'])}, not {name}")
     return Tokenizer(name, tokens)
 
 

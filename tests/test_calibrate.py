@@ -121,3 +121,23 @@ def test_mistakes_are_told(tmp_path, name, content, words):
 def test_a_missing_file_is_told():
     with pytest.raises(UserError, match="no file 'nowhere.csv' to calibrate with"):
         calibrate.from_file("nowhere.csv", FLEET, speed.OURS)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.json", "[" * 10**5),
+        ("a.json", json.dumps({"device": "MI250", "ranks": 8, "matmul_tflops": {"bf16": {"1": 10**400}}})),
+        ("a.json", json.dumps({"device": 7})),
+        ("a.csv", "status,model,precision,device,ranks,tokens_per_second,others\nok,mpt,bf16,MI250,8,9,help\n"),
+        ("a.csv", "status,model,precision\nok,mpt,bf16,more,cells\n"),
+        ("a.csv", "status\n" + "x" * 200_000),
+        ("a.csv", "status,model\nok,\0\n"),
+    ],
+)
+def test_measurements_of_a_wrong_shape_are_one_line(name, content, tmp_path):
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(UserError) as error:
+        calibrate.from_file(str(path), FLEET, speed.OURS)
+    assert "\n" not in str(error.value) and str(path) in str(error.value)

@@ -73,3 +73,18 @@ def test_another_folder_is_not_entered(tmp_path, name):
     with pytest.raises(UserError, match="index.json names the file"):
         files.member(tmp_path, name, "index.json")
     assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
+
+
+def test_tables(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
+    assert files.read_csv(path, ["a", "b"]) == [{"a": "1", "b": "ß"}, {"a": "2", "b": ""}]
+    for content, message in (
+        (b"a,b\n1,2,3\n", "is damaged .a row has more cells"),
+        (b"a\n\xff\n", "is not a table of mine: 'utf-8' codec"),
+        (b"", "is not a table of mine: it has no column a"),
+        (b"a\n" + b"x" * 200_000, "is not a table of mine: field larger"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            files.read_csv(path, ["a"], "a table of mine")

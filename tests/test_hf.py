@@ -5,7 +5,7 @@ import json
 import random
 import resource
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
+import files
 import generate
 import hf
 import parallel
@@ -471,7 +472,7 @@ def test_import_sample_and_export(tmp_path, capsys):
     again = empty(hf.settings_of(tmp_path / "back"), torch.bfloat16)
     hf.load_into(again, tmp_path / "back")
     assert same_weights(again, model.bfloat16())
-    assert tensor_files.read_json(tmp_path / "back/config.json")["torch_dtype"] == "bfloat16"
+    assert files.read_json(tmp_path / "back/config.json")["torch_dtype"] == "bfloat16"
     hf.import_(tmp_path / "back", tmp_path / "again")  # the tokenizer's name went along
     assert checkpoint.read_meta(tmp_path / "again/checkpoints/step-0")["tokenizer"] == "bytes"
 
@@ -584,12 +585,12 @@ def overwrite(path, at, data):
 BROKEN = {
     "00001-of-.*safetensors is truncated or damaged: .* bytes instead of": lambda f: shorten(first(f)),
     r"names \d+ files, but model-00001-of-\d+.safetensors is not there": lambda f: first(f).unlink(),
-    "cannot read .*config.json: .*No such file": lambda f: (f / "config.json").unlink(),
-    "cannot read .*config.json: Expecting": lambda f: (f / "config.json").write_text("{"),
-    "cannot read .*index.json: ": lambda f: shorten(f / "model.safetensors.index.json"),
+    "No such file or directory: .*config.json": lambda f: (f / "config.json").unlink(),
+    r"config.json is damaged \(Expecting": lambda f: (f / "config.json").write_text("{"),
+    r"index.json is damaged \(": lambda f: shorten(f / "model.safetensors.index.json"),
     "no weights in .*expected model.safetensors": lambda f: [path.unlink() for path in f.glob("model*")],
     "is no safetensors file, or is damaged": lambda f: first(f).write_bytes(b"version https://git-lfs.github.com"),
-    "no safetensors file, or is damaged: unpack": lambda f: first(f).write_bytes(b""),
+    "no safetensors file, or is damaged: a header of": lambda f: first(f).write_bytes(b""),
     "no safetensors file, or is damaged: .*position": lambda f: overwrite(first(f), 0, b"\x00\x01"),
     "model_type 'gpt2'": lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
     r"lacks 1 tensors of this model, such as \['transformer.norm_f.weight'\]": lambda f: rewrite(
@@ -624,7 +625,7 @@ def twice(folder):
 @pytest.mark.parametrize("message", BROKEN)
 def test_what_is_broken_is_named_in_one_line(message, theirs, tmp_path):
     BROKEN[message](theirs)
-    with pytest.raises(UserError, match=message) as error:
+    with pytest.raises((UserError, OSError), match=message) as error:
         hf.import_(theirs, tmp_path / "run", "bytes")
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
@@ -731,3 +732,96 @@ def test_odd_settings_are_told(more, words):
     assert hf.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
     plain = {"rope": True, "rope_dail_config": None, "alibi": False}
     assert hf.config_from({"model_type": "mpt", "attn_config": plain, "learned_pos_emb": False}).rope
+
+
+@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
+def test_the_weights_of_the_format_are_those_of_our_model(more):
+    cfg = replace(SMALL, **more)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in MPT(cfg).state_dict().items()}
+    assert hf.weights_in_format(cfg) == shapes
+
+
+class Gated(torch.nn.Module):
+    """A feed-forward as a forker writes it: SwiGLU."""
+
+    def __init__(self, ffn):
+        super().__init__()
+        self.up_proj, self.down_proj = ffn.up_proj, ffn.down_proj
+        self.gate_proj = torch.nn.Linear(48, 192, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(self.up_proj(x) * torch.nn.functional.silu(self.gate_proj(x)))
+
+
+def gated(cfg):
+    model = build(cfg)
+    for block in model.transformer.blocks:
+        block.ffn = Gated(block.ffn)
+    return model
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
+    model = gated(SMALL)
+    if live:
+        with pytest.raises(UserError, match="ffn.gate_proj.weight") as error:
+            hf.export(model, tmp_path / "out")
+        assert "\n" not in str(error.value)
+    else:
+        folder = tmp_path / "checkpoints/step-3"
+        folder.parent.mkdir()
+        checkpoint.prepare(folder, {"step": 3, **asdict(SMALL), **asdict(TrainConfig(tokenizer="bytes"))})
+        writer = checkpoint.Writer(folder)
+        torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer, no_dist=True)
+        done = python("export", tmp_path, tmp_path / "out", program="hf.py")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+        assert "2 weights are not those of the format: transformer.blocks.0.ffn.gate_proj.weight" in done.stderr
+    assert not (tmp_path / "out").exists()
+    smaller = replace(SMALL, expansion_ratio=2)
+    with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
+        hf.check_format(build(SMALL).state_dict(), smaller)
+
+
+NESTED = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.mark.parametrize(
+    "value", [[1], {"a": 1}, NESTED, float("nan"), float("inf"), 10**400, -(2**63), "64", None, True]
+)
+@pytest.mark.parametrize("key", ["d_model", "n_layers", "expansion_ratio", "logit_scale", "norm_type"])
+def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
+    """A result where the format allows it (logit_scale may be null), else the name of the file and of the setting."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mpt", "attn_config": {}} | {key: value}))
+    try:
+        hf.config_from(files.read_json(file), str(file))
+    except UserError as error:
+        assert "\n" not in str(error) and str(file) in str(error) and key in str(error) and len(str(error)) < 400
+    else:
+        assert key == "logit_scale" and value is None
+
+
+@pytest.mark.parametrize("key", ["architectures", "attn_config", "ffn_config", "model_type", "what_is_this"])
+@pytest.mark.parametrize("value", [7, "x", {"a": NESTED}])
+def test_groups_of_a_wrong_type_are_one_line(key, value):
+    with pytest.raises(UserError) as error:
+        hf.config_from({"model_type": "mpt"} | {key: value}, "their/config.json")
+    assert "\n" not in str(error.value) and str(error.value).startswith("their/config.json")
+
+
+@pytest.mark.parametrize(
+    "state", [7, [1], "x", None, {}, {"model": 7}, {"model": [1]}, {"model": {1: 2}}, torch.ones(2)]
+)
+def test_a_composer_state_of_a_wrong_type_is_one_line(state, tmp_path):
+    path = tmp_path / "ep0.pt"
+    torch.save({"state": state}, path)
+    with pytest.raises(UserError, match="ep0.pt does not hold its model's settings"):
+        hf.settings_of(path)
+    with pytest.raises(UserError, match="ep0.pt") as error:
+        tensor_files.locate(path)
+    assert "\n" not in str(error.value)
+    held = {"integrations": {"huggingface": {"model": {"config": {"content": state}}}}}
+    torch.save({"state": held}, path)
+    with pytest.raises(UserError, match="ep0.pt"):
+        hf.settings_of(path)

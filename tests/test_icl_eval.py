@@ -311,9 +311,31 @@ def test_results_of_another_model_are_not_mixed(tmp_path):
         finished(str(out), about | {"weights": "abd"})
     with pytest.raises(UserError, match="holds results with ids f00, not ba2"):  # of another tokenizer
         finished(str(out), about | {"ids": "ba2"})
-    out.write_text("{}")
-    with pytest.raises(UserError, match="holds no results of icl_eval.py"):
+    odd = [
+        {},
+        [],
+        {"settings": about, "tasks": []},
+        {"settings": {}, "tasks": {}},
+        {"settings": about, "tasks": {"a": 1}},
+    ]
+    odd += [{"settings": about, "tasks": {"a": {"digest": "x", "kind": kind}}} for kind in ("text", "what", [], None)]
+    for content in map(json.dumps, odd):
+        out.write_text(content)
+        with pytest.raises(UserError, match="choose another --out"):
+            finished(str(out), about)
+    out.write_text("[" * 10**5)
+    with pytest.raises(UserError, match="nested too deep"):
         finished(str(out), about)
+
+
+def test_damaged_lines_of_scores_are_left_out(tmp_path):
+    good = ["good", -1.5, 1.0]
+    lines = ["5", "null", "[]", "{}", "[[1], 2, 3]", '["a", "b", 1]', '["a"]', '["a", 1, 2, 3]', "[" * 10**5, "\x00"]
+    content = "\n".join([*lines, json.dumps(good)]).encode()
+    (tmp_path / "results.json.part-key-7").write_bytes(b"\xff\xfe\n" + content)
+    part = object.__new__(icl_eval.Part)  # without other ranks
+    part.path, part.pattern = tmp_path / "results.json.part-key-0", "results.json.part-key-*"
+    assert part.read() == {"good": good[1:]}
 
 
 def test_program_answers_mistakes_in_one_line(run):

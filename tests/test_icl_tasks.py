@@ -194,8 +194,8 @@ def test_the_real_sets(name, n, choices, most):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("{broken", "line 2 is not JSON"),
-        ("[1]", "line 2: expected one JSON object"),
+        ("{broken", "line 2 is damaged (Expecting"),
+        ("[1]", "line 2 is damaged (not a JSON object)"),
         (ICE | {"choices": []}, "line 2: choices must list two or more"),
         (ICE | {"choices": ["a", " "]}, "line 2: choices holds an empty text"),
         (ICE | {"choices": ["a", 1]}, "line 2: choices must be text"),

@@ -14,12 +14,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from test_checkpoint import META, made_up, names, save_several
 from test_parallel import MODEL, RUN, build
 
 import checkpoint
 import config
 import data
+import flops
 import fsdp_train
 import resume
 from config import MPTConfig, TrainConfig, UserError
@@ -356,3 +358,18 @@ def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
     free = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
     assert set(OTHER) | free == set(MPTConfig.__dataclass_fields__)
     assert config.from_dict(MPTConfig, META) == MODEL
+
+
+def test_the_opening_tells_of_weights_that_planning_does_not_know(monkeypatch):
+    cfg = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
+    assert resume.unlike_formulas(cfg) == []
+
+    class Gated(resume.MPT):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.gate_proj = torch.nn.Linear(48, 192, bias=False)
+
+    monkeypatch.setattr(resume, "MPT", Gated)
+    (line,) = resume.unlike_formulas(cfg)
+    known = flops.n_params(cfg)
+    assert line.startswith(f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those")

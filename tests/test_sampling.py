@@ -66,3 +66,12 @@ def test_rows_are_drawn_each_by_its_own_number():
 def test_more_numbers_begin_with_the_same():
     assert torch.equal(uniforms(7, 1000)[:13], uniforms(7, 13))
     assert not torch.equal(uniforms(7, 13), uniforms(8, 13))
+
+
+@pytest.mark.parametrize(
+    "how", [{"top_p": 1e-300}, {"top_p": 1e-46}, {"top_p": 1e-30}, {"temperature": 1e-300}, {"temperature": 1e-40}]
+)
+def test_the_smallest_numbers_leave_the_likeliest(how):
+    logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
+    drawn = sample(logits, **how, uniform=torch.rand(64, generator=torch.Generator().manual_seed(1)))
+    assert torch.equal(drawn, logits.argmax(dim=-1))

@@ -254,6 +254,11 @@ def test_a_save_that_fails_leaves_the_old_file(bpe, tmp_path, monkeypatch):
     assert load("bpe-512", path).fingerprint == bpe.fingerprint
 
 
+def forged(words):
+    made = tokenizer.fingerprint(tokenizer.SPLIT, [word.encode("latin-1") for word in words])
+    return json.dumps({"name": "bpe-512", "tokens": words, "fingerprint": made})
+
+
 def test_wrong_files_are_told_apart(bpe, tmp_path):
     path = tmp_path / "bpe.json"
     bpe.save(str(path))
@@ -264,8 +269,13 @@ def test_wrong_files_are_told_apart(bpe, tmp_path):
         ("bpe-512", json.dumps(saved), "damaged"),
         ("bpe-512", json.dumps(saved | {"tokens": ["a", "a"]}), "damaged"),
         ("bpe-512", path.read_text()[:-9], "damaged"),
-        ("bpe-512", "[]", "not a tokenizer file"),
-        ("bpe-512", '{"name": "bpe-512", "tokens": ["Ж"]}', "not a tokenizer file"),
+        ("bpe-512", "[]", "damaged"),
+        ("bpe-512", '{"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}', "not a tokenizer file"),
+        ("bpe-512", '{"name": "bpe-512", "tokens": []}', "damaged"),
+        ("bpe-512", forged(["a", "b"]), "not a tokenizer file"),  # without all bytes
+        ("bpe-512", json.dumps(saved | {"tokens": [1, None, {}]}), "not a tokenizer file"),
+        ("bpe-512", json.dumps(saved | {"name": [1]}), "damaged"),
+        ("bpe-512", "[" * 100_000, "damaged"),
     ):
         if content:
             path.write_text(content)
@@ -290,6 +300,88 @@ def test_wrong_files_are_told_apart(bpe, tmp_path):
 def test_wrong_names(name, message):
     with pytest.raises(UserError, match=message):
         load(name)
+
+
+# --- tokenizer.json of others
+
+
+GPT4 = (  # GPT-4's and Llama 3's
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+def theirs(path, pattern=None, **more):
+    """A byte-level tokenizer.json, with a pattern of its own."""
+    library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
+    byte_level = library.pre_tokenizers.ByteLevel
+    vocab = {letter: i for i, letter in enumerate(byte_level.alphabet())} | {END_OF_TEXT: 256}
+    made = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = byte_level(add_prefix_space=False)
+    if pattern:
+        split = library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
+        parts = [split, byte_level(add_prefix_space=False, use_regex=False)]
+        made.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
+    made.decoder = library.decoders.ByteLevel()
+    path.write_text(json.dumps(json.loads(made.to_str()) | more))
+    return str(path)
+
+
+def test_patterns_of_others_work(tmp_path):
+    for pattern in (None, GPT4):
+        cut = load(theirs(tmp_path / "tokenizer.json", pattern))
+        assert cut.decode(cut.encode("it's 12345 größe\n\n  x")) == "it's 12345 größe\n\n  x"
+
+
+FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whatever the text
+
+
+def test_pathological_patterns_are_refused(tmp_path, monkeypatch):
+    path = theirs(tmp_path / "tokenizer.json", r"(a+)+$")
+    with pytest.raises(UserError, match="tokenizer.json cannot encode some lines of text: .*retry-limit") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(tokenizer, "PROBE_SECONDS", 2)
+    with pytest.raises(UserError, match="tokenizer.json needs more than 2 s for some lines of text"):
+        load(theirs(tmp_path / "tokenizer.json", FOREVER))
+
+
+def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
+    """The probe has no run of q."""
+    cut = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
+    with pytest.raises(UserError, match="tokenizer.json cannot encode 'qqqq.*retry-limit"):
+        cut.encode("q" * 100 + "!")
+
+
+def test_padding_truncation_and_large_ids(tmp_path):
+    """A file may ask to fill up each text to a billion tokens, to cut it, or number a token 100,000."""
+    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padding |= {"pad_type_id": 0, "pad_token": "a"}
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    cut = load(theirs(tmp_path / "tokenizer.json", GPT4, padding=padding, truncation=truncation))
+    assert cut.encode("some words").shape == (10,)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["a"] = 100_000
+    path.write_text(json.dumps(content))
+    cut = load(str(path))
+    assert cut.vocab_size == 100_001 and cut.dtype == np.uint32 and 100_000 in cut.encode("abc")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\xff\xfe", b"[" * 10**5, b'{"decoder": 1, "version": "1.0"}', b"null"]
+)
+def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
+    pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is not Hugging Face's tokenizer.json, or is damaged") as error:
+        load(str(path))
+    assert "\n" not in str(error.value)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="not a regular file"):
+        load(str(path))
 
 
 def load_offline(cache: Path) -> subprocess.CompletedProcess:

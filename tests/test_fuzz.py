@@ -1,0 +1,574 @@
+"""Every reader of a file gets damaged and malicious versions of it: a result, or one line naming the file.
+
+A reader may raise UserError or OSError, and nothing else; it takes at most 10 s and 1.5 GB more memory. One process
+imports everything once and forks a child for each reader. A child that hangs or dies costs one case: the next child
+goes on behind it.
+
+Run `python tests/test_fuzz.py NAME` to see what one reader says of each case.
+"""
+
+import importlib
+import json
+import os
+import random
+import re
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # when it runs by itself
+
+SECONDS, BYTES = 10, 1.5e9  # of the processor
+PATIENCE = 30  # seconds on the clock: nobody else may write to a pipe
+CASES = 36  # of each reader
+TEXT = "A river under the old house.\n\nA blue tree sings, and walks slowly.\n\n" * 40
+SIZES = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 16, "vocab_size": 257}
+
+
+# --- good files: each makes what its reader needs in a folder, and returns the file that is damaged
+
+
+def prepared(folder):
+    import data
+
+    (folder / "text.txt").write_text(TEXT.replace("\n\n", "<|endoftext|>"))
+    data.prepare(train_config(folder))
+
+
+def train_config(folder):
+    from config import TrainConfig
+
+    names = {"dataset": f"{folder}/text.txt", "tokenizer": "bytes", "data_dir": f"{folder}/tokens"}
+    return TrainConfig(**names, val_fraction=0.1, run_dir=str(folder))
+
+
+def dataset_json(folder):
+    prepared(folder)
+    return folder / "tokens/dataset.json"
+
+
+def shard(folder):
+    prepared(folder)
+    return min((folder / "tokens").glob("train-*.bin"))
+
+
+def written(name, content):
+    """A maker of one file."""
+
+    def make(folder):
+        path = folder / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return make
+
+
+def run_folder(name):
+    """A maker of a run folder with metrics, of which `name` is damaged."""
+
+    def make(folder):
+        figures = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "seconds": 0.1, "tokens_per_second": 9.0, "mfu": None}
+        figures |= {"memory_gb": 0.1, "batch_hash": "a0", "microbatch_size": 4}
+        rows = [{"step": step, "tokens": 64 * step, **figures} for step in range(1, 9)]
+        rows.append({"step": 8, "val_loss": 2.4, "val_bits_per_byte": 3.5})
+        launches = [{"command": "x", "first_step": step, "ranks": step + 1, "torch": "2"} for step in (0, 4)]
+        for file, lines in (("metrics.jsonl", rows), ("launches.jsonl", launches)):
+            (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "config.json").write_text(json.dumps(asdict(train_config(folder))))
+        return folder / name
+
+    return make
+
+
+def tiny_model():
+    import torch
+
+    from config import MPTConfig
+    from model import MPT, init_weights
+
+    torch.manual_seed(0)
+    model = MPT(MPTConfig(**SIZES))
+    init_weights(model, 0)
+    return model
+
+
+def checkpoint_file(name):
+    """A maker of a checkpoint, of which the file `name` is damaged."""
+
+    def make(folder):
+        import torch.distributed.checkpoint as dcp
+
+        import checkpoint
+
+        model, path = tiny_model(), folder / "checkpoints/step-3"
+        path.parent.mkdir()
+        meta = {"step": 3, **asdict(model.cfg), **asdict(train_config(folder)), "precision": "fp32"}
+        checkpoint.prepare(path, meta | {"data_fingerprint": "0123"})
+        state = {"model": model.state_dict()}
+        dcp.save(state, storage_writer=checkpoint.Writer(path), no_dist=True)
+        return path / name
+
+    return make
+
+
+def hugging_face(name):
+    """A maker of a Hugging Face folder in shards, of which the file `name` is damaged."""
+
+    def make(folder):
+        import hf
+
+        hf.export(tiny_model(), folder / "theirs", max_bytes=10**9 if name == "model.safetensors" else 9000)
+        return folder / "theirs" / name
+
+    return make
+
+
+def pickled(name):
+    """A maker of pytorch_model.bin, or of a Composer checkpoint with its settings."""
+
+    def make(folder):
+        import torch
+
+        import hf
+
+        model = tiny_model()
+        weights, settings = model.state_dict(), hf.config_to(model.cfg)
+        if name == "composer.pt":
+            weights = {f"model.{key}": tensor for key, tensor in weights.items()}
+            held = {"huggingface": {"model": {"config": {"content": settings}}}}
+            weights = {"state": {"model": weights, "integrations": held}}
+        else:
+            (folder / "config.json").write_text(json.dumps(settings))
+        torch.save(weights, folder / name)
+        return folder / name
+
+    return make
+
+
+def their_tokenizer(folder):
+    import tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: number for number, letter in enumerate([*letters, "th", "<|endoftext|>"])}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([tokenizers.AddedToken("<|endoftext|>")])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def our_tokenizer(folder):
+    import tokenizer
+
+    tokenizer.train_bpe([TEXT], 270).save(str(folder / "bpe_tokenizer.json"))
+    return folder / "bpe_tokenizer.json"
+
+
+def parquet(folder):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXT.split("\n\n")}), folder / "text.parquet")
+    return folder / "text.parquet"
+
+
+QUESTIONS = [
+    {"query": "Ice is", "choices": ["cold", "hot"], "gold": 0},
+    {"query": "b", "choices": ["c", "d"], "gold": 1},
+]
+MACHINE = {
+    "device": "AMD Instinct MI250X",
+    "ranks": 8,
+    "nodes": 1,
+    "memory_gbs": 1300.0,
+    "matmul_tflops": {"bf16": {"4096": 120.0}},
+    "collectives_gbs": {"all": {"all_gather": {"1": 40.0}, "all_reduce": {"1": 30.0}}},
+    "latency_us": {"all": 50.0},
+}
+FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests": 1, "nats_per_token": 2.0}
+RESULTS = {"weights": "a", "precision": "fp32", "ids": "b"}
+
+
+def lines(*rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def table():
+    """A CSV of bench.py train with two rows."""
+    from bench_compare import COLUMNS, FIGURES, MAYBE
+
+    known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "precision": "bf16", "ranks": 8}
+    known |= {"d_model": 768, "n_layers": 12, "n_heads": 12, "max_seq_len": 2048, "vocab_size": 50368, "others": ""}
+    known |= {"microbatch_size": 8, "global_batch_size": 256, "sharding": "FULL_SHARD", "checkpoint_every": 1}
+    known |= {"activation_checkpointing": "none", "tokens_per_second": 200000, "hfu": 0.4, "grad_accum": 4}
+    known |= {name: 1 for name in ("fastest", "slowest", "memory_gb", "data", "forward", "backward", "optimizer")}
+    names = sorted(COLUMNS | known.keys() | {"communication", "idle"})
+    cells = [str(known.get(name, 1 if name in FIGURES + MAYBE else "")) for name in names]
+    return "\n".join([",".join(names), ",".join(cells), ",".join(cells), ""])
+
+
+# --- readers: each gets the damaged file and the folder
+
+
+def read_data(path, folder):
+    import data
+
+    cfg = train_config(folder)
+    data.open_or_prepare(cfg)
+    data.Split(folder / "tokens", "train", 16).batch(0, 0, 4)
+
+
+def read_run(path, folder):
+    import plot
+    import runlog
+
+    run = plot.read(str(folder))
+    plot.in_terminal([run])
+    runlog.summary(str(folder))
+
+
+def read_lease(path, folder):
+    import resilience
+
+    resilience.owner(resilience.read_lease(path))
+
+
+def read_microbatch(path, folder):
+    import microbatch
+
+    microbatch.write(train_config(folder), {"ranks": 1}, 4, "fits", 0)
+
+
+def read_checkpoint(path, folder):
+    """As an attacker would, with the right checksum of what was changed."""
+    import torch
+
+    import generate
+
+    table = path.parent / "checksums.json"
+    if path != table and path.is_file():
+        content = path.read_bytes()
+        sums = json.loads(table.read_text()) | {path.name: [len(content), zlib.crc32(content)]}
+        table.write_text(json.dumps(sums))
+    generate.load_for_sampling(str(folder), None, torch.device("cpu"))
+
+
+def read_weights(path, folder):
+    import hf
+
+    hf.import_(path if path.suffix == ".pt" else path.parent, folder / f"run-{time.time_ns()}", "bytes")
+
+
+def read_tokenizer(path, folder):
+    import tokenizer
+
+    cut = tokenizer.load(str(path) if path.name == "tokenizer.json" else "bpe-270", str(path))
+    cut.decode(cut.encode(TEXT))
+
+
+def read_task(path, folder):
+    import icl_tasks
+
+    icl_tasks.load(str(path))
+
+
+def read_scores(path, folder):
+    import icl_eval
+
+    part = object.__new__(icl_eval.Part)
+    part.path, part.pattern = folder / "results.json.part-key-0", "results.json.part-key-*"
+    part.read()
+
+
+def read_results(path, folder):
+    import icl_eval
+
+    found = icl_eval.finished(str(path), RESULTS)
+    icl_eval.table({name: result for name, result in found.items() if "digest" in result}, "model")
+
+
+def read_corpus(path, folder):
+    import corpus
+
+    for text in corpus.documents(str(path)):
+        assert isinstance(text, str)
+
+
+def read_measured(path, folder):
+    import calibrate
+    import devices
+    import speed
+
+    calibrate.from_file(str(path), speed.Fleet(devices.by_name("mi250"), 1, 8, 100.0), speed.OURS)
+
+
+def read_table(path, folder):
+    import bench_compare
+    import bench_table
+
+    with bench_table.named(str(path)):
+        bench_table.tables(bench_table.read(str(path)))
+    bench_compare.groups(bench_compare.read(str(path)))
+
+
+def read_config(path, folder):
+    import config
+
+    config.load([str(path)], config.MPTConfig, config.TrainConfig)
+
+
+LEASE = json.dumps({"host": "a", "pid": 3, "job": None, "beat": 2})
+RECORD = json.dumps([{"microbatch_size": 4, "reason": "fits", "circumstances": {"ranks": 2}}])
+READERS = {  # name -> (maker, reader)
+    "dataset.json": (dataset_json, read_data),
+    "shard": (shard, read_data),
+    "metrics.jsonl": (run_folder("metrics.jsonl"), read_run),
+    "launches.jsonl": (run_folder("launches.jsonl"), read_run),
+    "lease.json": (written("lease.json", LEASE), read_lease),
+    "microbatch.json": (written("microbatch.json", RECORD), read_microbatch),
+    "meta.json": (checkpoint_file("meta.json"), read_checkpoint),
+    "checksums.json": (checkpoint_file("checksums.json"), read_checkpoint),
+    ".metadata": (checkpoint_file(".metadata"), read_checkpoint),
+    "weights of a checkpoint": (checkpoint_file("__0_0.distcp"), read_checkpoint),
+    "config.json": (hugging_face("config.json"), read_weights),
+    "model.safetensors": (hugging_face("model.safetensors"), read_weights),
+    "index.json": (hugging_face("model.safetensors.index.json"), read_weights),
+    "pytorch_model.bin": (pickled("pytorch_model.bin"), read_weights),
+    "composer.pt": (pickled("composer.pt"), read_weights),
+    "tokenizer.json": (their_tokenizer, read_tokenizer),
+    "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
+    "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
+    "scores": (written("results.json.part-key-1", lines(["a", -1.5, 1.0], ["b", -2.5, 0.0])), read_scores),
+    "results.json": (
+        written(
+            "results.json",
+            json.dumps({"settings": RESULTS, "tasks": {"a": FIGURES | {"nats_per_byte": 1.0, "perplexity": 3.0}}}),
+        ),
+        read_results,
+    ),
+    "text.jsonl": (written("text.jsonl", lines({"text": "one"}, {"text": "two", "x": 1})), read_corpus),
+    "text.parquet": (parquet, read_corpus),
+    "text.txt": (written("text.txt", TEXT), read_corpus),
+    "machine.json": (written("machine.json", json.dumps(MACHINE)), read_measured),
+    "bench.csv, calibrating": (written("bench.csv", table()), read_measured),
+    "bench.csv, comparing": (written("bench.csv", table()), read_table),
+    "config.py": (written("config.py", "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"), read_config),
+    "config.yaml": (written("config.yaml", "d_model: 64\nn_heads: 2\nlr: 1e-3\n"), read_config),
+}
+ANY_NAME = {"config.py", "config.yaml"}  # a range of a setting is told without the file that sets it
+
+
+# --- what is done to a file
+
+DEEP = "[" * 900 + "]" * 900
+ODD = "null true false 0 -1 1e400 -1e400 NaN Infinity 0.5 {} [] [1] [[]] [null] 1e18 -0".split()
+ODD += ['""', '"x"', '"../x"', '"\\ud800"', '"a\\nb"', '{"a": 1}', str(2**63), str(10**30), "1" + "0" * 400, "9" * 5000]
+ODD += [DEEP, json.dumps("x" * 10**6), "[" * 10**5]
+
+
+def damages(good: bytes, draw):
+    """(what was done, content) of CASES damaged versions; content "pipe" and "folder" are no files at all."""
+    yield "empty", b""
+    yield "half", good[: len(good) // 2]
+    yield "one byte less", good[:-1]
+    yield "one byte more", good + b"\xff"
+    yield "zeros", bytes(len(good))
+    yield "noise", draw.randbytes(2000)
+    yield "not UTF-8", b"\xff\xfe" + good
+    yield "deep list", b"[" * 200_000
+    yield "deep object", b'{"a":' * 100_000
+    yield "null", b"null"
+    yield "a list", b"[]"
+    yield "a number", b"5"
+    yield "a pipe", "pipe"
+    yield "a folder", "folder"
+    for number in range(CASES - 14):
+        values = number % 3 and json_changed(good, draw)
+        yield ("JSON", values) if values else ("bytes", bytes_changed(good, draw))
+
+
+def bytes_changed(good: bytes, draw) -> bytes:
+    changed = bytearray(good)
+    for _ in range(draw.choice([1, 1, 3, 30])):
+        changed[draw.randrange(len(changed))] = draw.randrange(256)
+    return bytes(changed)
+
+
+def json_changed(good: bytes, draw) -> bytes | None:
+    """The file with one value or key of its JSON changed: a whole file, one of its lines, or a header."""
+    begin = 8 if good[8:9] == b"{" and good[:1] not in b"{[" else 0
+    text = good.decode("latin-1")
+    starts = [m.start() for m in re.finditer(r"(?m)^[{\[]", text)] if not begin else [begin]
+    try:
+        start = draw.choice(starts)
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, IndexError):
+        return None
+    new = changed_value(value, draw).encode("latin-1", "replace")
+    if begin:  # safetensors
+        return struct.pack("<Q", len(new)) + new + good[end:]
+    rest = good[end:]
+    if rest.startswith(b" " * 50):  # a shard: its header has a fixed size
+        rest = rest[max(0, len(new) - (end - start)) :]
+        new = new.ljust(end - start)
+    return good[:start] + new + rest
+
+
+def changed_value(value, draw) -> str:
+    """JSON of `value` in which a value is odd, or a key is missing, there twice, or has another name."""
+    places = [
+        (value, key) for value in containers(value) for key in (value if isinstance(value, dict) else range(len(value)))
+    ]
+    if not places:
+        return draw.choice(ODD)
+    holder, key = draw.choice(places)
+    how = draw.randrange(8)
+    if how == 0:
+        del holder[key]
+    elif how == 1 and isinstance(holder, dict):
+        holder[draw.choice([key + "x", "", "__proto__", "../x"])] = holder.pop(key)
+    elif how == 2 and isinstance(holder, dict):
+        twice = f"{json.dumps(key)}: {json.dumps(holder[key])}"
+        return json.dumps(value).replace(twice, f"{json.dumps(key)}: {draw.choice(ODD)}, {twice}", 1)
+    else:
+        holder[key] = "\0"
+        return json.dumps(value).replace('"\\u0000"', draw.choice(ODD), 1)
+    return json.dumps(value)
+
+
+def containers(value):
+    if isinstance(value, dict | list) and value:
+        yield value
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from containers(inner)
+
+
+def put(path: Path, content) -> None:
+    if path.is_dir():
+        path.rmdir()
+    path.unlink(missing_ok=True)
+    if content == "pipe":
+        os.mkfifo(path)
+    elif content == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+
+
+# --- the processes
+
+
+def judge(name: str, path: Path, folder: Path) -> str:
+    """What is wrong with the answer of a reader, or nothing."""
+    from config import UserError
+
+    try:
+        READERS[name][1](path, folder)
+    except (UserError, OSError) as error:
+        text = str(error)
+        if "\n" in text or len(text) > 1500:
+            return f"not one line: {text[:300]!r}"
+        if "weights_only=False" in text:
+            return f"advises to run it: {text[:300]!r}"
+        named = path.name in text or str(path.parent) in text or name in ANY_NAME
+        return "" if named else f"does not name the file: {text[:300]!r}"
+    except BaseException as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return ""
+
+
+def try_all(name: str, folder: Path, first: int, out) -> None:
+    """Cases from `first` on, -1 being the good file; `out` gets the number before each, and a fault behind it."""
+    path = READERS[name][0](folder)
+    good = path.read_bytes()
+    beside = {p: p.read_bytes() for p in path.parent.iterdir() if p.is_file() and p != path}
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (int(used + BYTES), int(used + BYTES)))
+    cases = [("the good file", good), *damages(good, random.Random(name))]
+    for number, (what, content) in list(enumerate(cases, -1))[first + 1 :]:
+        for other, held in beside.items():
+            other.write_bytes(held)
+        put(path, content)
+        print(number, what, sep="\t", end="\t", file=out, flush=True)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        signal.alarm(PATIENCE)
+        begin, fault = time.monotonic(), judge(name, path, folder)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.alarm(0)
+        fault = fault if number >= 0 or not fault else f"refused: {fault}"
+        print(fault, f"{time.monotonic() - begin:.2f}", sep="\t", file=out, flush=True)
+
+
+def fuzz(name: str, folder: Path) -> list[list[str]]:
+    """[number, what was done, what is wrong] of each case of a reader."""
+    answers = []
+    while len(answers) <= CASES:
+        attempt = folder / f"{len(answers)}"
+        attempt.mkdir(parents=True)
+        log = attempt / "log"
+        if not (pid := os.fork()):
+            silent = os.open(os.devnull, os.O_RDWR)
+            for descriptor in (0, 1, 2):
+                os.dup2(silent, descriptor)
+            with open(log, "w") as out:
+                try:
+                    (attempt / "files").mkdir()
+                    try_all(name, attempt / "files", len(answers) - 1, out)
+                except BaseException as error:
+                    print(f"-1\tmaking the good file\t{error!r}", file=out, flush=True)
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        answers += [line.split("\t") for line in log.read_text().splitlines()]
+        if status:
+            answers[-1][2] = f"killed by signal {status & 127}: it hung, or crashed"
+        elif len(answers) <= CASES:
+            break
+    return answers
+
+
+def main(names) -> None:
+    """Fuzz all readers, or those named, in two processes; one line of JSON for each."""
+    rooms = "bench_table calibrate generate hf icl_eval microbatch plot resilience pyarrow.parquet torch._dynamo"
+    for room in rooms.split():
+        importlib.import_module(room)  # before the forks, not in each
+
+    with tempfile.TemporaryDirectory() as folder:
+        for half in range(2):
+            if not os.fork():
+                for name in list(names or READERS)[half::2]:
+                    answers = fuzz(name, Path(folder, re.sub(r"\W", "-", name)))
+                    print(json.dumps({name: answers}), flush=True)
+                os._exit(0)
+        os.wait()
+        os.wait()
+
+
+@pytest.fixture(scope="module")
+def answers():
+    """What each reader said, {name: cases}."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {name: cases for line in done.stdout.splitlines() for name, cases in json.loads(line).items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_refused_in_one_line(name, answers):
+    wrong = [f"{what}: {fault}" for _, what, fault, *_ in answers[name] if fault]
+    assert not wrong, "\n" + "\n".join(wrong)
+    assert len(answers[name]) == CASES + 1 > 20
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
