@@ -113,7 +113,7 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python bench_table.py results.csv")
+    config.arguments(argv, "RESULTS.csv")
     lines = read(argv[0])
     require(lines, f"{argv[0]} has no rows")
     print(tables(lines))

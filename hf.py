@@ -38,6 +38,7 @@ import torch.distributed.checkpoint as dcp
 import checkpoint
 import config
 import parallel
+import program
 import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
@@ -345,7 +346,7 @@ def name_of_tokenizer(source: Path) -> str:
 
 
 def main(argv) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("import", "export"))
     parser.add_argument("source", help="import: a Hugging Face folder or Composer .pt; export: a run or checkpoint")
     parser.add_argument("target", help="a new folder")

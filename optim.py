@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from config import TrainConfig
+from config import TrainConfig, arguments, run
 
 
 def build_optimizer(params, cfg: TrainConfig) -> torch.optim.AdamW:
@@ -56,10 +56,15 @@ def inv_sqrt(t, cfg):
 SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
 
 
-if __name__ == "__main__":
+def demonstrate(argv) -> None:
+    arguments(argv)
     for name in SCHEDULES:
         c = TrainConfig(schedule=name, max_steps=1000, warmup_steps=100)
         print(name)
         for t in (0, 50, 100, 300, 600, 1000):
             rate = learning_rate(t, c)
             print(f"  step {t:4d}  lr {rate:.2e}  " + "#" * round(60 * rate / c.lr))
+
+
+if __name__ == "__main__":
+    run(demonstrate)

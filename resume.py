@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import attention
+import config
 import devices
 import flops
 import parallel
@@ -153,7 +154,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
 
 def demonstrate(argv) -> None:
     """Check every checkpoint of a run folder; under torchrun the ranks share the reading."""
-    require(len(argv) == 1, "usage: python resume.py runs/demo")
+    config.arguments(argv, "RUN_DIR")
     world = parallel.start("cpu")
     for path in numbered(Path(argv[0]) / "checkpoints"):
         damage = verify(path)
