@@ -34,16 +34,14 @@ from devices import Device
 from speed import Constants, Fleet, Step
 
 CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
-# Of a node, a torch device: 3000 / 8, 6500 / 8, 10200 / 8
-NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}
+NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}  # a device's share: 3000 / 8, 6500 / 8, 10200 / 8
 OTHER_WATTS = 1.7  # node / board power elsewhere: the mean of these three
 NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
 SHARDINGS = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
 LAYOUT = ("sharding", "shard_size", "activation_checkpointing", "microbatch_size", "global_batch_size")
-# Days until a job of each script has used its time limit and its 50 restarts.
-JOB_DAYS = {"slurm/train_srun.sbatch": 51 * 2 / 24, "slurm/train.sbatch": 51 * 12 / 24}
+JOB_DAYS = {"slurm/train_srun.sbatch": 51 * 2 / 24, "slurm/train.sbatch": 51 * 12 / 24}  # with all 50 restarts
 WAYS = ("none", "selective", "full")  # activation checkpointing
 SIZES = {128: 12, 768: 12, 1024: 24, 2048: 24, 2560: 32, 4096: 32, 5120: 40, 7168: 48, 8192: 80, 12288: 96, 32768: 160}
 
@@ -225,12 +223,11 @@ def flags(one: Plan) -> str:
 def assumed(one: Plan, args: PlanArgs) -> list[str]:
     """What a plan rests on and the user did not say."""
     device, fleet = one.fleet.device, one.fleet
+    cards = fleet.devices / device.per_card
     link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {speed.UNKNOWN_LINK:g}"
     said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
     if device.per_card > 1:
-        said.append(
-            f"a card is {device.per_card} torch devices: {fleet.devices} are {fleet.devices / device.per_card:g} cards"
-        )
+        said.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards")
     if fleet.devices > fleet.node_size and not args.network and not args.calibrate:
         said.append(f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant")
     if args.calibrate:
@@ -260,13 +257,14 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
 
 def beside_own(one: Plan, own: Plan | None) -> list[str]:
     """How the settings as they stand, `own`, would do beside the plan, if that changes them."""
-    changed = [name for name in LAYOUT if own and getattr(own.cfg, name) != getattr(one.cfg, name)]
-    if not changed and (own is None or own.fleet == one.fleet):
+    before = [name for name in LAYOUT if own and getattr(own.cfg, name) != getattr(one.cfg, name)]
+    before = [f"{name}={getattr(own.cfg, name)}" for name in before]
+    before += ["tp=1", "pp=1"] if own and own.fleet != one.fleet else []
+    if not before:
         return []
-    layout = ", ".join(f"{name}={getattr(own.cfg, name)}" for name in changed)
     gain = one.tokens_per_second / own.tokens_per_second - 1
     speed = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-    return [f"as it is    {layout}: {speed if own.fits else 'DOES NOT FIT'}"]
+    return [f"as it is    {', '.join(before)}: {speed if own.fits else 'DOES NOT FIT'}"]
 
 
 def too_long(days: float) -> list[str]:
