@@ -1,6 +1,5 @@
 """The processes of a measurement: a program of its own, on several ranks, that may die without taking us along.
 
-    config.arguments(argv)
     team = Team(Program, arguments, ranks=2, threads=1)     two processes that each make Program(*arguments)
     team.call("turn", 4)                                    [what program.turn(4) returned, of each process]
     team.stop()
@@ -157,6 +156,7 @@ class Who:
 
 
 def main(argv) -> None:
+    config.arguments(argv)
     team = Team(Who, (), ranks=3, threads=1)
     print(*team.call("rank"), sep="\n")
     try:

@@ -79,6 +79,9 @@ def show_help(settings: str = "") -> None:
 class Parser(argparse.ArgumentParser):
     """argparse with errors in one line, as everywhere else."""
 
+    def print_help(self, file=None):
+        print(self.format_help(), file=file)  # argparse's own takes a closed pipe for success
+
     def error(self, message):
         raise UserError(f"{message} (python {self.prog} --help has the flags)")
 
