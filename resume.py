@@ -155,6 +155,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
 def demonstrate(argv) -> None:
     """Check every checkpoint of a run folder; under torchrun the ranks share the reading."""
     config.arguments(argv, "RUN_DIR")
+    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
     world = parallel.start("cpu")
     for path in numbered(Path(argv[0]) / "checkpoints"):
         damage = verify(path)
