@@ -39,7 +39,7 @@ import sysconfig
 import torch
 import torch.nn.functional as F
 
-from config import require
+from config import arguments, require, run
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # torch for CUDA and ROCm brings it
 CAN_BUILD = bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")) and os.path.exists(
@@ -252,8 +252,9 @@ def function_of(impl: str) -> str:
     return impl if impl in VARIANTS else "auto"
 
 
-def demonstrate():
+def demonstrate(argv) -> None:
     """Print the distance of each fast implementation from the obvious one in fp64."""
+    arguments(argv)
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     q, k, v = (torch.randn(2, h, 600, 64, device=device, dtype=torch.bfloat16) for h in (12, 4, 4))
@@ -268,4 +269,4 @@ def demonstrate():
 
 
 if __name__ == "__main__":
-    demonstrate()
+    run(demonstrate)

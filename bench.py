@@ -10,6 +10,7 @@ Results that are kept stand in benchmarks/, with device, versions, date and comm
 measured by that file: `python data.py` (reading), `python checkpoint.py` (saving), `python generate.py` (decoding).
 """
 
+import config
 import parallel
 from bench_attention import bench_attention
 from bench_compare import compare, scaling
@@ -26,6 +27,8 @@ def main(argv) -> None:
         "scaling": scaling,
         "compare": compare,
     }
+    if config.wants_help(argv[:1]):
+        config.show_help()
     require(argv and argv[0] in benches, f"usage: python bench.py {'|'.join(benches)} [config] [--key=value]")
     benches[argv[0]](argv[1:])
 

@@ -297,6 +297,8 @@ def compare(argv: list[str]) -> None:
 
 def main(argv: list[str]) -> None:
     programs = {"scaling": scaling, "compare": compare}
+    if config.wants_help(argv[:1]):
+        config.show_help()
     require(argv and argv[0] in programs, "usage: python bench_compare.py scaling|compare FILE.csv ... [--key=value]")
     programs[argv[0]](argv[1:])
 

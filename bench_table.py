@@ -122,7 +122,7 @@ def named(path: str):
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python bench_table.py results.csv")
+    config.arguments(argv, "RESULTS.csv")
     lines = read(argv[0])
     require(lines, f"{argv[0]} has no rows")
     fine = [line for line in lines if line["status"] == "ok"]

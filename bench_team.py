@@ -156,6 +156,7 @@ class Who:
 
 
 def main(argv) -> None:
+    config.arguments(argv)
     team = Team(Who, (), ranks=3, threads=1)
     print(*team.call("rank"), sep="\n")
     try:

@@ -105,8 +105,8 @@ def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
 
 def main(argv: list[str]) -> None:
     paths = [text for text in argv if not text.startswith("-")]
-    require(len(paths) == 1, "which file? python calibrate.py results.csv --device=mi250")
     (args,) = config.load([text for text in argv if text.startswith("-")], CalibrateArgs)
+    require(len(paths) == 1, "usage: python calibrate.py results.csv --device=mi250")
     before = Fleet(devices.by_name(args.device), 1, args.node_size, args.network)
     fleet, c = from_file(paths[0], before, speed.OURS)
     for part in ("reachable", "bandwidth_gbs", "link_gbs"):

@@ -34,6 +34,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+import config
 import parallel
 import processes
 from attention import function_of
@@ -322,6 +323,7 @@ def load_model(path: Path, device: torch.device) -> MPT:
 
 def demonstrate(argv) -> None:
     """Train 50 million parameters, save and load them in a temporary folder, and print what that costs."""
+    config.arguments(argv)
     world = parallel.start()
     model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
     with torch.device("meta"):

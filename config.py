@@ -28,6 +28,9 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
+# What every room needs of program.py it takes from here.
+from program import UserError, arguments, flushed, one_line, rank, require, run, show_help, wants_help  # noqa: F401
+
 # What each number can be meant to be, from the smallest to the largest; anything else is a slip.
 RANGES = {
     name: (low, high)
@@ -191,20 +194,6 @@ class TrainConfig:
         )
 
 
-class UserError(ValueError):
-    """A mistake that the user can fix: shown as one line, from one rank, without a traceback, exit status 2."""
-
-    def __init__(self, message: str, everywhere: bool = False):
-        super().__init__(message)
-        self.everywhere = everywhere  # do all ranks raise it together?
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise `UserError(message)` unless the condition holds."""
-    if not condition:
-        raise UserError(message)
-
-
 def check_ranges(settings) -> None:
     """UserError naming the first number of a dataclass that is outside its range; NaN always is."""
     for name, value in vars(settings).items():
@@ -232,11 +221,6 @@ def step_ranges(text: str) -> list[range]:
         )
         ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
     return ranges
-
-
-def one_line(error: BaseException) -> str:
-    """What an error says, without line breaks, 200 characters at most."""
-    return " ".join(str(error).split())[:200]
 
 
 # Names that people bring from other projects, and what they are called here.
@@ -269,10 +253,8 @@ def load(argv: list[str], *classes: type) -> list:
     argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean.
     Returns one instance per class. Raises UserError naming the source, the key and the fix.
     """
-    if "--help" in argv or "-h" in argv:
-        if rank() == 0:
-            print(help_text(*classes))
-        raise SystemExit(0)
+    if wants_help(argv):
+        show_help(help_text(*classes))
     known = {f.name: f for c in classes for f in dataclasses.fields(c)}
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
     every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
@@ -403,7 +385,7 @@ def expected(hint) -> str:
 
 def help_text(*classes: type) -> str:
     """Every field with its default and the comment that stands beside it in the source."""
-    lines = ["usage: python PROGRAM.py [CONFIG_FILE ...] [--key=value ...]"]
+    lines = ["settings: --key=value, or key = value in a config file"]
     for c in classes:
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(c), re.MULTILINE))
         lines += ["", (c.__doc__ or c.__name__).strip().splitlines()[0]]
@@ -426,23 +408,6 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     instance = cls(**{k: checked(values[k], hint, k, source) for k, hint in hints.items() if k in values})
     instance.check()
     return instance
-
-
-def rank() -> int:
-    """The number of this process among those of the run, as torchrun or SLURM say; 0 when alone."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
-
-
-def run(main) -> None:
-    """Call `main(argv)`; a UserError or OSError becomes one line on rank 0 and exit status 2 on every rank."""
-    try:
-        main(sys.argv[1:])
-    except (UserError, OSError) as error:  # a full disk and a missing permission are told in one line, too
-        if rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

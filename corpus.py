@@ -110,7 +110,7 @@ def hub_documents(dataset: str):
 
 def main(argv) -> None:
     """Count the documents of a data set and show the beginning of one."""
-    dataset = argv[0] if argv else "stdlib"
+    dataset = next(iter(config.arguments(argv, "[DATASET]")), "stdlib")
     count = size = 0
     for text in documents(dataset):
         count, size = count + 1, size + len(text)

@@ -21,6 +21,7 @@ import re
 import time
 from dataclasses import dataclass, replace
 
+import config
 from config import UserError, require
 
 
@@ -244,7 +245,8 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+    config.arguments(argv)
     import torch
 
     print(table())
@@ -257,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

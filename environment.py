@@ -10,7 +10,8 @@ read-only image and Debian's "externally managed" Python too, and `rm -rf .venv`
 would show less: from an active venv, not its packages but those of the Python below it. A .pth file names the folders.)
 A `.venv` that you made is used with the torch that you put there: that is how to choose a build.
 
-`python environment.py requirements.txt` answers in 0.2 s and calls no pip if `.venv` has what that file wants.
+`python environment.py requirements.txt` answers in 0.2 s and calls no pip if `.venv` has what that file wants. Exit
+status: 0, or 2 with one line that says what to do.
 It starts on Python 3.6 too, to say that 3.10 is needed. Read next: Makefile.
 """
 
@@ -38,8 +39,14 @@ def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
 
     dev: the folder of device files; cpu_index: where torch's CPU build is. A mistake is one line and exit status 2.
     """
+    if {"--help", "-h"} & set(files):
+        print(__doc__.strip())
+        return
     if sys.version_info < (3, 10):  # noqa: UP036
         stop(f"{sys.executable} is Python {python_version()}, too old: make PYTHON=python3.12, or any from 3.10 on")
+    for name in files:
+        if not os.path.isfile(os.path.join(ROOT, name)):
+            stop(f"no requirement file {name!r} here: python environment.py requirements.txt")
     stamp = read_stamp()
     if os.path.realpath(sys.prefix) != os.path.realpath(VENV):  # else `.venv` is active, and right
         below = python_below()
@@ -129,7 +136,7 @@ def torch_index(has_torch, dev, cpu_index):
     """Where torch's build for this machine is, None = where pip looks. PyPI's for Linux is NVIDIA's: gigabytes."""
     devices = os.listdir(dev)
     nvidia = any(name.startswith(("nvidia", "dxg")) for name in devices)  # dxg: Linux on Windows
-    if sys.platform != "linux" or nvidia or shutil.which("sbatch"):  # a login node does not show the cluster's GPUs
+    if sys.platform != "linux" or nvidia:
         return None
     if "kfd" in devices and not has_torch:
         stop(
@@ -137,6 +144,10 @@ def torch_index(has_torch, dev, cpu_index):
             f"again: {sys.executable} -m venv .venv && .venv/bin/pip install torch --index-url {PYTORCH}/rocmX.Y "
             "(X.Y: see https://pytorch.org/get-started/locally; `cpu` in place of `rocmX.Y` leaves the GPU alone)"
         )
+    if shutil.which("sbatch"):  # a login node does not show the cluster's GPUs
+        if not has_torch:
+            say("SLURM without a GPU, a login node: PyPI's torch, NVIDIA's, is taken. AMD: see ROCm in INSTALL.md")
+        return None
     try:
         urllib.request.urlopen(cpu_index + "/torch/", timeout=5).close()
         return cpu_index
@@ -229,4 +240,8 @@ def stop(message):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["requirements.txt"])
+    try:
+        main(sys.argv[1:] or ["requirements.txt"])
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output has left: quiet, as program.run
+        os._exit(141)

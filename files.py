@@ -119,7 +119,7 @@ def member(folder: Path, name, source) -> Path:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python files.py FILE.json (or FILE.jsonl)")
+    config.arguments(argv, "FILE.json|FILE.jsonl")
     if not argv[0].endswith(".jsonl"):
         value = parse_json(read_bytes(argv[0], MAX_JSON), argv[0])
         print(f"{argv[0]}: an object with {len(value)} fields")

@@ -557,6 +557,8 @@ def tune(device, T: int = 4096, H: int = 16) -> None:
 
 
 def main(argv) -> None:
+    if config.wants_help(argv):
+        config.show_help()
     require(argv in ([], ["--tune"]), "usage: python flash_attention.py [--tune]")
     there = torch.cuda.is_available()
     require(there or not argv, "--tune measures a GPU, and there is none here")

@@ -34,6 +34,7 @@ import decoding
 import devices
 import hf
 import parallel
+import program
 import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, KVCache, init_weights
@@ -328,13 +329,8 @@ def write_all(decoder, texts, speed, how, args) -> None:
                 print(f"--- {number}, {text.end} ---\n{text.prompt}{text.text}", flush=True)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UserError(f"{message} (python generate.py --help has the flags)")
-
-
 def parse(argv):
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a run folder, one checkpoint in it, or a Hugging Face folder")
     parser.add_argument("--prompt", action="append", default=[], help="text to go on from (default: a new document)")
     parser.add_argument("--prompts", help="a file of prompts, one per line")

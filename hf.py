@@ -39,6 +39,7 @@ import checkpoint
 import config
 import files
 import parallel
+import program
 import tokenizer as tokenizers
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
@@ -410,7 +411,7 @@ def name_of_tokenizer(source: Path) -> str:
 
 
 def main(argv) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("import", "export"))
     parser.add_argument("source", help="import: a Hugging Face folder or Composer .pt; export: a run or checkpoint")
     parser.add_argument("target", help="a new folder")

@@ -26,7 +26,7 @@ import torch
 from tqdm import tqdm
 
 import parallel
-from config import MPTConfig
+from config import MPTConfig, arguments, run
 from loss import IGNORE
 from model import MPT, KVCache, init_weights
 
@@ -198,8 +198,9 @@ def read_beginnings(model, batch: list[Group], requests, earlier: list[int], roo
     return copies, (log_probs[owners], greedy[owners], counted)
 
 
-def demonstrate() -> None:
+def demonstrate(argv) -> None:
     """What is read of a question with four answers, and that an untrained model's scores do not change by it."""
+    arguments(argv)
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=128, alibi=True)
     model, world = MPT(cfg).eval(), parallel.World(0, 1, 0, 1, torch.device("cpu"))
     init_weights(model, seed=0)
@@ -217,4 +218,4 @@ def demonstrate() -> None:
 
 
 if __name__ == "__main__":
-    demonstrate()
+    run(demonstrate)

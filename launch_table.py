@@ -21,7 +21,7 @@ import sys
 
 import torch
 
-from config import require
+from config import arguments, require, run
 
 # (architecture, largest head dim): the row of each pass
 LAUNCH = {
@@ -90,6 +90,11 @@ def fastest(name: str, launch, time_of) -> tuple:
     return best
 
 
-if __name__ == "__main__":
+def demonstrate(argv) -> None:
+    arguments(argv)
     for (arch, dim), passes in LAUNCH.items():
         print(f"{arch:7s} heads up to {dim:3d}  " + "  ".join(f"{what} {row}" for what, row in passes.items()))
+
+
+if __name__ == "__main__":
+    run(demonstrate)

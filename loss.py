@@ -16,6 +16,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from program import arguments, run
+
 CHUNK_BYTES = 256 * 2**20  # of fp32 logits: 1,280 rows at V = 50368
 COLUMNS = 4096  # of the vocabulary at a time, for W's gradient and for scores: so much stays in a CPU's cache
 ROWS = 512  # scored at once: a block of their logits is 8 MiB in fp32
@@ -139,7 +141,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *scaled, None, None, None, None
 
 
-if __name__ == "__main__":
+def demonstrate(argv) -> None:
+    arguments(argv)
     torch.manual_seed(0)
     x, weight = torch.randn(300, 64, dtype=torch.double), torch.randn(1000, 64, dtype=torch.double)
     labels = torch.randint(0, 1000, (300,)).masked_fill(torch.rand(300) < 0.1, IGNORE)
@@ -151,3 +154,7 @@ if __name__ == "__main__":
     for name, a, b in zip(("loss", "grad x", "grad W"), *results, strict=True):
         print(f"{name:7s} largest difference from the obvious version, fp64: {(a - b).abs().max().item():.1e}")
         assert torch.allclose(a, b)
+
+
+if __name__ == "__main__":
+    run(demonstrate)

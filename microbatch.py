@@ -190,7 +190,8 @@ def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python microbatch.py runs/demo")
+    config.arguments(argv, "RUN_DIR")
+    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
     for record in read(Path(argv[0], RECORD)):
         where = "{ranks} x {device}, {precision}, {sharding}".format(**record["circumstances"])
         print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from attention import alibi_slopes, attention
-from config import MPTConfig, require
+from config import MPTConfig, arguments, require, run
 from loss import autocast_dtype, linear_cross_entropy, score_labels
 
 
@@ -257,7 +257,8 @@ def initial_weight(name, shape, cfg, seed):
     return torch.empty(shape).normal_(0, std, generator=generator)
 
 
-if __name__ == "__main__":
+def demonstrate(argv) -> None:
+    arguments(argv)
     demo_cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True)
     mpt = MPT(demo_cfg)
     init_weights(mpt, seed=0)
@@ -266,3 +267,7 @@ if __name__ == "__main__":
     loss.backward()
     print(mpt)
     print(f"logits {tuple(mpt(ids[:, :-1]).shape)}, loss {loss:.3f} nats a token, at random {math.log(256):.3f}")
+
+
+if __name__ == "__main__":
+    run(demonstrate)

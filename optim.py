@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from config import TrainConfig
+from config import TrainConfig, arguments, run
 
 
 def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -82,10 +82,15 @@ ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
 SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
 
 
-if __name__ == "__main__":
+def demonstrate(argv) -> None:
+    arguments(argv)
     for name in SCHEDULES:
         c = TrainConfig(schedule=name, max_steps=1000, warmup_steps=100)
         print(name)
         for t in (0, 50, 100, 300, 600, 1000):
             rate = learning_rate(t, c)
             print(f"  step {t:4d}  lr {rate:.2e}  " + "#" * round(60 * rate / c.lr))
+
+
+if __name__ == "__main__":
+    run(demonstrate)

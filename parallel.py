@@ -120,6 +120,8 @@ def run(main) -> None:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # the reader of the output has left
+        status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         rank = config.rank()
         if rank == 0:
@@ -138,8 +140,7 @@ def run(main) -> None:
             status = 1
     if status == 2:
         end_torchrun()  # the same mistake would come again
-    sys.stdout.flush()
-    sys.stderr.flush()
+    status = config.flushed(status)
     os._exit(status)
 
 

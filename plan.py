@@ -34,17 +34,14 @@ from devices import Device
 from speed import Constants, Fleet, Step
 
 CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
-NODE_WATTS = {
-    "MI250": 375,
-    "A100 SXM": 812,
-    "H100 SXM": 1275,
-}  # of a node, a torch device: 3000 / 8, 6500 / 8, 10200 / 8
+NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}  # a device's share: 3000 / 8, 6500 / 8, 10200 / 8
 OTHER_WATTS = 1.7  # node / board power elsewhere: the mean of these three
 NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
 SHARDINGS = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
 LAYOUT = ("sharding", "shard_size", "activation_checkpointing", "microbatch_size", "global_batch_size")
+JOB_DAYS = {"slurm/train_srun.sbatch": 51 * 2 / 24, "slurm/train.sbatch": 51 * 12 / 24}  # with all 50 restarts
 WAYS = ("none", "selective", "full")  # activation checkpointing
 SIZES = {128: 12, 768: 12, 1024: 24, 2048: 24, 2560: 32, 4096: 32, 5120: 40, 7168: 48, 8192: 80, 12288: 96, 32768: 160}
 
@@ -202,6 +199,7 @@ def figures(one: Plan, args: PlanArgs) -> dict:
         "share_of_memory": one.bytes["peak"] / (device.memory_gb * 2**30),
         "fits": one.fits,
         "tokens": tokens,
+        "max_steps": math.ceil(tokens / (one.cfg.global_batch_size * one.m.max_seq_len)),
         "days": hours / 24,
         "mwh": watts(device, args) and hours * n * watts(device, args) / 1e6,
         "cost": hours * n * args.price,
@@ -225,8 +223,11 @@ def flags(one: Plan) -> str:
 def assumed(one: Plan, args: PlanArgs) -> list[str]:
     """What a plan rests on and the user did not say."""
     device, fleet = one.fleet.device, one.fleet
+    cards = fleet.devices / device.per_card
     link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {speed.UNKNOWN_LINK:g}"
     said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
+    if device.per_card > 1:
+        said.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards")
     if fleet.devices > fleet.node_size and not args.network and not args.calibrate:
         said.append(f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant")
     if args.calibrate:
@@ -254,8 +255,27 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
     return said
 
 
-def text(one: Plan, args: PlanArgs) -> str:
-    """A plan as a person reads it."""
+def beside_own(one: Plan, own: Plan | None) -> list[str]:
+    """How the settings as they stand, `own`, would do beside the plan, if that changes them."""
+    before = [name for name in LAYOUT if own and getattr(own.cfg, name) != getattr(one.cfg, name)]
+    before = [f"{name}={getattr(own.cfg, name)}" for name in before]
+    before += ["tp=1", "pp=1"] if own and own.fleet != one.fleet else []
+    if not before:
+        return []
+    gain = one.tokens_per_second / own.tokens_per_second - 1
+    speed = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
+    return [f"as it is    {', '.join(before)}: {speed if own.fits else 'DOES NOT FIT'}"]
+
+
+def too_long(days: float) -> list[str]:
+    """The job scripts that have used their 50 restarts before the run ends."""
+    last = "{} ends after 50 restarts, {:.3g} days: submit it again then"
+    short = [last.format(name, limit) for name, limit in JOB_DAYS.items() if days > limit]
+    return [f"{'' if i else 'restarts':<12}{line}" for i, line in enumerate(short)]
+
+
+def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
+    """A plan as a person reads it, beside the settings as they stand."""
     f, cfg, fleet = figures(one, args), one.cfg, one.fleet
     group = f", shards of {cfg.shard_size}" if cfg.sharding == "HYBRID_SHARD" else ""
     rows = cfg.global_batch_size // fleet.dp
@@ -284,7 +304,10 @@ def text(one: Plan, args: PlanArgs) -> str:
             f"memory      {f['share_of_memory']:.0%} of {fleet.device.memory_gb:g} GiB: {room}",
             f"speed       {f['tokens_per_second']:,.0f} tokens/s, {f['tflops_per_device']:.1f} TFLOP/s a device, "
             f"MFU {f['mfu']:.1%} ({f['convention']})",
-            f"the run     {f['tokens'] / 1e9:,.4g}B tokens: {f['days']:,.3g} days, {energy}{money}",
+            f"the run     {f['tokens'] / 1e9:,.4g}B tokens, --max_steps={f['max_steps']}: {f['days']:,.3g} days, "
+            f"{energy}{money}",
+            *too_long(f["days"]),
+            *beside_own(one, own),
             *([f"its flags   {f['flags']}"] if f["flags"] else []),
             *(f"{'assumed' if i == 0 else '':<12}{line}" for i, line in enumerate(f["assumed"])),
         ]
@@ -367,6 +390,15 @@ def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Cons
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def as_it_stands(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan | None:
+    """What fsdp_train.py would run with these settings; None if that is not known or cannot be."""
+    shard_size = cfg.shard_size or (args.node_size if cfg.sharding == "HYBRID_SHARD" else 0)
+    try:
+        return evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
+    except UserError:  # microbatch_size=auto, or a batch that these devices do not divide
+        return None
+
+
 def fleet_of(args: PlanArgs) -> tuple[Fleet, Constants]:
     """The devices, measured if a file says so."""
     fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network or NETWORK)
@@ -398,6 +430,7 @@ def main(argv: list[str]) -> None:
     if args.max_steps and not args.tokens:
         args = replace(args, tokens=float(cfg.max_steps * cfg.global_batch_size * m.max_seq_len))
     fleet, c = fleet_of(args)
+    own = as_it_stands(m, cfg, args, fleet, c) if files else None
     if not args.global_batch_size:
         rows = max(4, math.ceil(cfg.global_batch_size / fleet.devices))  # of a device
         cfg = replace(cfg, global_batch_size=rows * fleet.devices)
@@ -408,7 +441,7 @@ def main(argv: list[str]) -> None:
             plan_picture.scaling(rows, args.out)
         return
     one = budget(m, cfg, args, fleet, c) if args.budget else make(m, cfg, args, fleet, c)
-    print(json.dumps(figures(one, args), indent=2) if args.json else text(one, args))
+    print(json.dumps(figures(one, args), indent=2) if args.json else text(one, args, own))
     if args.plot:
         plan_picture.bytes_by_sharding(one.m, one.cfg, one.fleet, args.out)
 

@@ -128,4 +128,4 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
 
 
 if __name__ == "__main__":
-    config.run(lambda argv: published(argv[0] if argv else "plan.png"))
+    config.run(lambda argv: published(*config.arguments(argv, "[OUT.png]") or ["plan.png"]))

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import config
+import program
 import runlog
 
 LETTERS = string.ascii_uppercase  # one a run, for its validation losses
@@ -273,7 +274,7 @@ def table_of_differences(runs: list[Run]) -> str:
 
 
 def main(argv) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", help="run folders")
     parser.add_argument("--what", choices=[*WHAT, "all"], default="loss", help="what is drawn (default: loss)")
     parser.add_argument("--x", choices=X, default="tokens", help="the x axis (default: tokens)")

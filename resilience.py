@@ -293,7 +293,8 @@ class Skips:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python resilience.py runs/demo")
+    config.arguments(argv, "RUN_DIR")
+    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
     lease = read_lease(Path(argv[0]) / "lease.json")
     print(f"{argv[0]} is {owner(lease)}" if lease else f"no run owns {argv[0]}")
 

@@ -175,7 +175,8 @@ def unlike_formulas(model_cfg) -> list[str]:
 
 def demonstrate(argv) -> None:
     """Check every checkpoint of a run folder; under torchrun the ranks share the reading."""
-    require(len(argv) == 1, "usage: python resume.py runs/demo")
+    config.arguments(argv, "RUN_DIR")
+    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
     world = parallel.start("cpu")
     for path in numbered(Path(argv[0]) / "checkpoints"):
         damage = verify(path)

@@ -196,7 +196,7 @@ def summary(run_dir: str, expect: str = "") -> str:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python runlog.py runs/demo")
+    config.arguments(argv, "RUN_DIR")
     rows = read(argv[0])
     settings = json.loads((Path(argv[0]) / "config.json").read_text())
     print(summary(argv[0], settings["expect"]))

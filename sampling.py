@@ -11,6 +11,8 @@ Run `python sampling.py` to see what the cuts leave of a distribution. Read next
 
 import torch
 
+from program import arguments, run
+
 
 def uniforms(seed: int, n: int) -> torch.Tensor:
     """The n numbers in [0, 1) that one text is drawn with, (n,) fp32. More of them begin with the same ones."""
@@ -41,8 +43,9 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):
     return choice if tokens is None else tokens.gather(-1, choice[:, None])[:, 0]
 
 
-def demonstrate() -> None:
+def demonstrate(argv) -> None:
     """What 100,000 draws give for six tokens."""
+    arguments(argv)
     probs = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.07, 0.03])
     logits = probs.log().repeat(100_000, 1)
     cuts = ({}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}, {"temperature": 0})
@@ -54,4 +57,4 @@ def demonstrate() -> None:
 
 
 if __name__ == "__main__":
-    demonstrate()
+    run(demonstrate)

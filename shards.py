@@ -92,7 +92,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def main(argv) -> None:
-    require(argv, "usage: python shards.py data/NAME/*.bin")
+    config.arguments(argv, "SHARD.bin ...")
     for name in argv:
         require(os.path.isfile(name), f"no shard {name!r}")
         shard = Shard(Path(name))

@@ -326,7 +326,7 @@ def write_safetensors(path: Path, tensors: dict) -> None:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python tensor_files.py path/to/model")
+    config.arguments(argv, "MODEL")
     for name, stored in locate(Path(argv[0])).items():
         print(f"{stored.file.name}  {stored.offset:>14,}  {str(stored.dtype):14}  {name} {stored.shape}")
 

@@ -38,7 +38,7 @@ import regex  # comes with tiktoken: Python's own re does not know \p{L}
 import tiktoken
 
 import files
-from config import UserError, one_line, require, run
+from config import UserError, arguments, one_line, require, run
 
 END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split with possessive quantifiers (++): the same pieces, but a million spaces do not exhaust the stack.
@@ -329,7 +329,7 @@ def learn(words: list[list[int]], counts: list[int], size: int) -> list[bytes]:
 
 def main(argv: list[str]) -> None:
     """Train or load the tokenizer that the command line names, and cut a sentence with it."""
-    name = canonical(argv[0] if argv else "bpe-512")
+    name = canonical(next(iter(arguments(argv, "[TOKENIZER]")), "bpe-512"))
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-h]*.py"))
     texts = [file.read_text(encoding="utf-8") for file in files]
     start = time.perf_counter()

@@ -176,6 +176,7 @@ def end(status: int) -> None:
 
 
 def demonstrate(argv) -> None:
+    config.arguments(argv)
     world = parallel.start("cpu")
     with Watch(world, 0.05, lambda: "This was a demonstration", halve=None):
         if world.rank == world.size - 1:

@@ -198,7 +198,7 @@ def test_peak_flops_of_a_cpu_is_what_the_user_sets_or_measures():
 
 
 def test_the_demonstration_prints_every_row(capsys):
-    devices.main()
+    devices.main([])
     out = capsys.readouterr().out
     assert all(row.name in out for row in devices.TABLE) and "this machine" in out
 

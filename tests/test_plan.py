@@ -1,6 +1,7 @@
 """plan.py: layouts that are chosen and taken, scaling, budgets, pictures, and its speed."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,6 +54,54 @@ def test_tokens_are_the_config_files_else_twenty_a_parameter(capsys):
     assert found["tokens"] == 20 * found["n_params"] and any(
         "20 tokens a parameter" in line for line in found["assumed"]
     )
+
+
+def test_tokens_become_the_steps_to_set(capsys):
+    plan.main([MPT7B, "--device=mi250", "--devices=64", "--tokens=1e9"])
+    assert "1B tokens, --max_steps=477: " in capsys.readouterr().out  # 1e9 / (1024 x 2048) = 476.8
+    assert planned(capsys, MPT7B, "--device=mi250", "--devices=64")["max_steps"] == 63900
+
+
+def test_a_plan_says_what_the_config_as_it_is_would_give(capsys):
+    """Its gain is the ratio of two plans, one with the config's own layout; the same layout needs no line."""
+    flags = [str(ROOT / "configs/mpt1b.py"), "--device=mi250", "--devices=8"]
+    own = planned(capsys, *flags, "--sharding=FULL_SHARD")["tokens_per_second"]
+    best = planned(capsys, *flags)
+    assert best["layout"]["sharding"] == "ZERO1"
+    plan.main(flags)
+    said = f"as it is    sharding=FULL_SHARD: {own:,.0f} tokens/s; this plan is "
+    assert f"{said}{best['tokens_per_second'] / own - 1:.0%} faster" in capsys.readouterr().out
+    plan.main([*flags, "--sharding=FULL_SHARD"])
+    assert "as it is" not in capsys.readouterr().out
+    plan.main(["--device=mi250"])
+    assert "as it is" not in capsys.readouterr().out
+
+
+def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
+    (tmp_path / "big.py").write_text(Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n")
+    plan.main([str(tmp_path / "big.py"), "--device=mi250", "--choose"])
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as it is")]
+    assert len(found) == 1 and "activation_checkpointing=none" in found[0] and found[0].endswith("DOES NOT FIT")
+
+
+@pytest.mark.parametrize("device, words", [("mi250", "a card is 2 torch devices: 4 are 2 cards"), ("h100", "")])
+def test_a_card_of_two_devices_is_told(capsys, device, words):
+    said = [line for line in planned(capsys, MPT7B, f"--device={device}", "--devices=4")["assumed"] if "card" in line]
+    assert words in said[0] if words else not said
+
+
+def test_runs_that_outlive_the_restarts_of_a_job_are_told(capsys):
+    for name, days in plan.JOB_DAYS.items():
+        text = (ROOT / name).read_text()
+        hours, minutes, seconds = map(int, re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", text).groups())
+        assert days == (int(re.search(r"SLURM_RESTART_COUNT:-0} >= (\d+)", text)[1]) + 1) * hours / 24
+        assert minutes == seconds == 0 and f"51 jobs of {hours} hours are {int(days)} days" in text
+    flags = [MPT7B, "--device=mi250", "--devices=64"]
+    plan.main(flags)  # 13 days
+    out = capsys.readouterr().out
+    assert "train_srun.sbatch ends after 50 restarts, 4.25 days" in out and "train.sbatch ends" not in out
+    plan.main([*flags, "--tokens=1e9"])
+    assert "restarts" not in capsys.readouterr().out
 
 
 def test_what_is_chosen_fits_and_is_at_least_as_fast(capsys):

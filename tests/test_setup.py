@@ -252,6 +252,28 @@ def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
     assert environment.torch_index(False, tmp_path, nowhere) is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for other systems is the right one")
+def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
+    """A compute node has sbatch, too: PyPI's torch would be NVIDIA's."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "dev").mkdir()
+    assert environment.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9") is None  # a login node
+    assert "login node" in capsys.readouterr().out
+    (tmp_path / "dev/kfd").touch()
+    with pytest.raises(SystemExit) as stopped:
+        environment.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9")
+    assert stopped.value.code == 2 and "an AMD GPU is here" in capsys.readouterr().err
+
+
+def test_a_requirement_file_that_is_missing_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        environment.main(["nowhere.txt"])
+    assert stopped.value.code == 2 and "no requirement file 'nowhere.txt'" in capsys.readouterr().err
+
+
 def test_every_requirement_is_pinned_and_every_pin_is_required():
     files = ["requirements.txt", "requirements-dev.txt", "requirements-extra.txt"]
     required = {environment.name_of(line) for line in environment.requirements(files)}

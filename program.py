@@ -1,0 +1,134 @@
+"""How every program here begins and ends: its arguments, --help, an error in one line, the exit status.
+
+    0     done, or --help
+    1     a bug: the traceback is printed. torchrun ends with 1 whatever its ranks ended with
+    2     your mistake, a file that is missing, a full disk: one line that says what to do
+    75    the run is not finished: start it again as it was (fsdp_train.py under torchrun or SLURM)
+    130   Ctrl-C
+    141   the reader of the output has left, as in `python plan.py ... | head -1`; a shell reports the same of `cat`
+
+    if __name__ == "__main__":
+        program.run(main)      main(argv) may raise UserError or OSError
+
+`parallel.run` does the same for a program of many ranks. Programs with settings call `config.load`, which knows --help;
+those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
+"""
+
+import argparse
+import math
+import os
+import sys
+
+
+class UserError(ValueError):
+    """A mistake that the user can fix: shown as one line, from one rank, without a traceback, exit status 2."""
+
+    def __init__(self, message: str, everywhere: bool = False):
+        super().__init__(message)
+        self.everywhere = everywhere  # do all ranks raise it together?
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UserError(message)` unless the condition holds."""
+    if not condition:
+        raise UserError(message)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, without line breaks, 200 characters at most."""
+    return " ".join(str(error).split())[:200]
+
+
+def rank() -> int:
+    """The number of this process among those of the run, as torchrun or SLURM say; 0 when alone."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def arguments(argv: list[str], names: str = "") -> list[str]:
+    """argv of a program without settings. `names` says what it takes: "RUN_DIR", "[OUT.png]", "FILE ...", or nothing.
+
+    --help prints the program's docstring and exits. Raises UserError if arguments are missing or unknown.
+    """
+    if wants_help(argv):
+        show_help()
+    wanted = names.split()
+    least = sum(not name.startswith(("[", "...")) for name in wanted)
+    most = math.inf if "..." in wanted else len(wanted)
+    flags = [text for text in argv if text.startswith("-")]
+    fine = least <= len(argv) <= most and not flags
+    require(fine, f"usage: python {os.path.basename(sys.argv[0])} {names or '(no arguments)'}")
+    return argv
+
+
+def wants_help(argv: list[str]) -> bool:
+    return "--help" in argv or "-h" in argv
+
+
+def show_help(settings: str = "") -> None:
+    """Print the docstring of the program that runs, and its settings, on one rank. Then exit with 0."""
+    if rank() == 0:
+        about = sys.modules["__main__"].__doc__ or ""
+        print(f"{about.strip()}\n\n{settings}".strip())
+    raise SystemExit(0)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with errors in one line, as everywhere else."""
+
+    def print_help(self, file=None):
+        print(self.format_help(), file=file)  # argparse's own takes a closed pipe for success
+
+    def error(self, message):
+        raise UserError(f"{message} (python {self.prog} --help has the flags)")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The end
+
+
+def run(main) -> None:
+    """Call `main(argv)`, then exit with one of the statuses above. Rank 0 prints the line of a UserError or OSError."""
+    status = 0
+    try:
+        main(sys.argv[1:])
+    except SystemExit as leaving:
+        status = leaving.code
+    except BrokenPipeError:
+        status = 141
+    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
+        if rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    status = flushed(status)
+    if status:
+        sys.exit(status)
+
+
+def flushed(status):
+    """Write what is left of the output. Returns `status`; in place of 0, 141 if the reader of the output has left, or
+    2 if the disk is full."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else the interpreter's own flush at exit fails, too, and says so
+        if isinstance(error, BrokenPipeError):
+            return status or 141
+        print(f"error: standard output: {error}", file=sys.stderr)
+        return status or 2
+    return status
+
+
+def demonstrate(argv) -> None:
+    print(f"two arguments: {arguments(argv, 'A B')}")
+
+
+if __name__ == "__main__":
+    run(demonstrate)

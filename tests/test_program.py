@@ -1,0 +1,187 @@
+"""Every program in the root: --help, wrong usage, a run folder that is missing, output that nobody reads any more."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, clean_environment
+
+import program
+
+PROGRAMS = sorted(path.name for path in ROOT.glob("*.py"))
+LIGHT = ["config.py", "environment.py", "flops.py", "plan.py", "program.py"]  # no torch: 0.1 s each
+
+# Run a case after another, each in a fork of a process that has imported torch: seconds instead of minutes.
+FORKS = """
+import json, os, runpy, sys
+import bench, generate, icl_eval, fsdp_train, elastic
+for line in sys.stdin:
+    words, out, err = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT) if out else int(sys.argv[1]), 1)
+        os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [os.path.join(ROOT, words[0]), *words[1:]]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        break
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(status, flush=True)
+"""
+
+
+def run(words, folder, read=True):
+    """A program as a user starts it: (status, output, errors). `read=False`: the reader of its output has left."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    options = {"cwd": folder, "env": clean_environment(), "stderr": subprocess.PIPE, "text": True}
+    done = subprocess.run(command, stdout=subprocess.PIPE if read else writer, **options)
+    os.close(writer)
+    return done.returncode, done.stdout or "", done.stderr
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory):
+    """`forked(words, read)` is `run` in a fork."""
+    folder = tmp_path_factory.mktemp("programs")
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"ROOT = {str(ROOT)!r}\n{FORKS}"
+    command = [sys.executable, "-c", code, str(writer)]
+    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [writer], "text": True}
+    process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
+
+    def call(words, read=True):
+        out, err = folder / "out", folder / "err"
+        for path in (out, err):
+            path.unlink(missing_ok=True)
+        process.stdin.write(json.dumps([words, str(out) if read else None, str(err)]) + "\n")
+        process.stdin.flush()
+        status = int(process.stdout.readline())
+        return status, out.read_text() if read else "", err.read_text()
+
+    yield call
+    process.stdin.close()
+    process.wait(60)
+    os.close(writer)
+
+
+def is_help(answer, name):
+    status, out, err = answer
+    begins = (ROOT / name).read_text().split('"""')[1].strip().splitlines()[0]
+    return status == 0 and begins.replace("\\", "") in out.replace("\\", "") and err == ""
+
+
+def is_one_line(answer):
+    status, out, err = answer
+    return status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_light_programs_help_complain_and_end_quietly(name, tmp_path):
+    assert is_help(run([name, "--help"], tmp_path), name)
+    wrong = run([name, "--nonsense"], tmp_path)
+    assert is_one_line(wrong), wrong
+    assert run([name, "-h"], tmp_path, read=False) == (141, "", "")
+
+
+def test_a_plan_whose_reader_has_left_ends_quietly(tmp_path):
+    plan = ["plan.py", str(ROOT / "configs/mpt7b.py"), "--device=mi250"]
+    assert run(plan, tmp_path, read=False) == (141, "", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_output_to_a_full_disk_is_one_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, ROOT / "config.py"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "No space left" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_helps_complains_and_ends_quietly(name, forked):
+    assert is_help(forked([name, "--help"]), name)
+    assert is_help(forked([name, "-h"]), name)
+    wrong = forked([name, "--nonsense"])
+    assert is_one_line(wrong), wrong
+    assert forked([name, "--help"], read=False) == (141, "", "")
+
+
+TOO_FEW = "calibrate files generate hf icl_eval icl_tasks microbatch plot resilience resume runlog shards tensor_files"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", f"{TOO_FEW} bench bench_compare bench_table".split())
+def test_without_its_arguments_a_program_says_what_it_wants(name, forked):
+    answer = forked([f"{name}.py"])
+    assert is_one_line(answer) and ("usage: python " in answer[2] or "--help has the flags" in answer[2]), answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "attention bench_team checkpoint devices loss model optim sampling watch".split())
+def test_a_program_without_arguments_refuses_one(name, forked):
+    assert forked([f"{name}.py", "runs/demo"]) == (2, "", f"error: usage: python {name}.py (no arguments)\n")
+
+
+READERS = {
+    "generate.py nowhere": "nowhere",
+    "generate.py nowhere/checkpoints/step-3": "nowhere",
+    "hf.py export nowhere out": "nowhere",
+    "hf.py import nowhere out": "nowhere",
+    "plot.py nowhere": "nowhere",
+    "runlog.py nowhere": "nowhere",
+    "resume.py nowhere": "nowhere",
+    "resilience.py nowhere": "nowhere",
+    "microbatch.py nowhere": "nowhere",
+    "icl_eval.py nowhere --tasks={words}": "nowhere",
+    "icl_tasks.py nowhere.txt out.jsonl": "nowhere.txt",
+    "tensor_files.py nowhere": "nowhere",
+    "shards.py nowhere.bin": "nowhere.bin",
+    "files.py nowhere.json": "nowhere.json",
+    "bench_table.py nowhere.csv": "nowhere.csv",
+    "bench.py scaling nowhere.csv": "nowhere.csv",
+    "bench.py compare nowhere.csv nowhere.csv": "nowhere.csv",
+    "calibrate.py nowhere.csv --device=mi250": "nowhere.csv",
+    "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
+    "corpus.py nowhere.txt": "nowhere.txt",
+    "tokenizer.py nowhere/tokenizer.json": "nowhere/tokenizer.json",
+    "fsdp_train.py configs/nowhere.py": "nowhere.py",
+    "fsdp_train.py --init_from=nowhere --data_dir={data}": "nowhere",
+    "data.py --dataset=nowhere.txt --tokenizer=bytes": "nowhere.txt",
+    "elastic.py nowhere.py": "nowhere.py",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", READERS)
+def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_data):
+    (tmp_path / "words.jsonl").write_text('{"query": "the", "choices": ["river", "tree"], "gold": 0}\n')
+    words = command.format(words=tmp_path / "words.jsonl", data=tiny_data).split()
+    if "{data}" in command:
+        made = json.loads((tiny_data / "dataset.json").read_text())
+        words += [f"--dataset={made['dataset']}", "--tokenizer=bytes"]
+    status, out, err = forked(words)
+    lines = [line for line in err.splitlines() if line and not line.startswith("tokens: ")]  # progress
+    answer = status, out, "\n".join(lines) + "\n"
+    assert is_one_line(answer) and READERS[command] in answer[2], answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["launch_table.py", "optim.py", "loss.py", "devices.py", "parallel.py", "files.py"])
+def test_any_output_may_lose_its_reader(name, forked, tmp_path):
+    (tmp_path / "a.json").write_text("{}")
+    more = {"parallel.py": ["--help"], "files.py": [str(tmp_path / "a.json")]}
+    assert forked([name, *more.get(name, [])], read=False) == (141, "", "")
+
+
+def test_the_number_of_arguments():
+    assert program.arguments(["a"], "RUN_DIR") == ["a"]
+    assert program.arguments([], "[OUT.png]") == []
+    assert program.arguments(["a", "b"], "FILE ...") == ["a", "b"]
+    for argv, names in ((["a", "b"], "[OUT.png]"), ([], "FILE ..."), (["--a"], "FILE ..."), (["a"], "")):
+        with pytest.raises(program.UserError, match="usage: python"):
+            program.arguments(argv, names)
