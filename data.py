@@ -36,7 +36,16 @@ import config
 import corpus
 import tokenizer as tokenizers
 from config import TrainConfig, UserError, require
-from shards import Shard, cut, raise_file_limit, write_atomically, write_ids
+from shards import (
+    Shard,
+    cut,
+    fingerprint,
+    raise_file_limit,
+    read_summary,
+    shard_files,
+    write_atomically,
+    write_ids,
+)
 
 BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
 HASH_BYTES = 2**30  # data sets up to this size are hashed at every start; larger ones have their sizes checked
@@ -55,7 +64,7 @@ def data_dir(cfg: TrainConfig) -> Path:
 def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
     """Make the token shards of `cfg.dataset` unless they are complete; returns their folder."""
     folder = data_dir(cfg)
-    done = read_json(folder / "dataset.json")
+    done = read_summary(folder)
     if done:
         check_made_for(cfg, done, folder)
         now = source_state(cfg.dataset), fingerprint(folder)
@@ -72,7 +81,7 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
             kept, tokens = collect(bounded_map(pool, encode_chunk, jobs, 2 * workers), cfg.max_tokens)
     else:
         kept, tokens = collect(map(encode_chunk, jobs), cfg.max_tokens)
-    for path in folder.glob("*-*.bin"):
+    for path in shard_files(folder):
         if int(path.stem.split("-")[1]) >= kept:  # encoded ahead, beyond max_tokens
             path.unlink()
     require(kept > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
@@ -111,12 +120,6 @@ def check_made_for(cfg: TrainConfig, done: dict, folder: Path) -> None:
             done[key] == value,
             f"{folder} was made with --{key}={done[key]}, not {value}: set that, or another --data_dir",
         )
-
-
-def fingerprint(folder: Path) -> str:
-    """A short hash of all shards; UserError if one is damaged so that its header cannot be read."""
-    hashes = [Shard(path).header["sha256"] for path in sorted(folder.glob("*-*.bin"))]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
 def end_with_parent() -> None:
@@ -230,16 +233,6 @@ def write_shard(path: Path, docs: list[str], tokenizer, text_hash: str) -> None:
     write_ids(path, ids, header)
 
 
-def read_json(path: Path):
-    """What a file of a data folder holds, None if it is not there. UserError if it is damaged."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: delete {path.parent} and prepare the data again") from error
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Reading: shards -> batches
 
@@ -250,7 +243,7 @@ class Split:
     def __init__(self, folder: Path, split: str, seq_len: int):
         raise_file_limit()
         self.seq_len, self.folder = seq_len, folder
-        self.shards = [Shard(p) for p in sorted(Path(folder).glob(f"{split}-*.bin"))]
+        self.shards = [Shard(path) for path in shard_files(folder, split)]
         require(self.shards, f"no {split} shards in {folder} on {platform.node()}: every node must see this folder")
         self.tokens = sum(s.header["tokens"] for s in self.shards)
         self.text_bytes = sum(s.header["text_bytes"] for s in self.shards)
@@ -335,7 +328,7 @@ def batch_hash(rows, rank: int):
 def open_or_prepare(cfg: TrainConfig) -> Path:
     """The folder of a checked data set; it is prepared first when it is missing and small. For one process to call."""
     folder = data_dir(cfg)
-    done = read_json(folder / "dataset.json")
+    done = read_summary(folder)
     if done:
         check_made_for(cfg, done, folder)
     if not done or (cfg.max_tokens and not enough(done, cfg.max_tokens)):
@@ -346,9 +339,9 @@ def open_or_prepare(cfg: TrainConfig) -> Path:
         have = f"only {done['train_tokens']:,} tokens are in {folder}" if done else f"no data set is in {folder} yet"
         require(small, f"{have}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}")
         prepare(cfg)
-        done = read_json(folder / "dataset.json")
+        done = read_summary(folder)
     require(fingerprint(folder) == done["fingerprint"], f"{folder} lacks a shard: run data.py again, which makes it")
-    shards = [Shard(p) for p in sorted(folder.glob("*-*.bin"))]
+    shards = [Shard(path) for path in shard_files(folder)]
     if sum(s.ids.nbytes for s in shards) <= HASH_BYTES:
         for shard in shards:
             shard.check_hash()

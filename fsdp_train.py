@@ -54,7 +54,7 @@ def main(argv) -> None:
     folder = parallel.rank_zero_decides(lambda: data.open_or_prepare(cfg))
     train = data.Split(folder, "train", model_cfg.max_seq_len)
     val = data.Split(folder, "val", model_cfg.max_seq_len)
-    fingerprint = data.read_json(folder / "dataset.json")["fingerprint"]
+    fingerprint = data.read_summary(folder)["fingerprint"]
     require(
         train.vocab_size <= model_cfg.vocab_size,
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",

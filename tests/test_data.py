@@ -24,7 +24,7 @@ import data
 import shards
 import tokenizer as tokenizers
 from config import TrainConfig, UserError, load
-from data import Split, open_or_prepare, permute, prefetch, prepare, read_json
+from data import Split, open_or_prepare, permute, prefetch, prepare, read_summary
 from shards import HEADER_BYTES, Shard
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +92,7 @@ def test_a_shard_is_a_header_and_raw_tokens(make):
     assert (header["format"], header["dtype"], header["vocab_size"]) == ("mpt-tokens-1", "uint16", 257)
     assert (header["tokens"], header["documents"]) == (len(expected) // 2, len(train))
     assert header["text_bytes"] == sum(len(t.encode()) for t in train)
-    summary = read_json(folder / "dataset.json")
+    summary = read_summary(folder)
     assert (summary["tokenizer"], summary["train_tokens"]) == ("bytes", header["tokens"])
 
 
@@ -132,7 +132,7 @@ def test_ids_beyond_16_bits(tmp_path):
 def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
     """In the middle of the second of four chunks; the first is as ever."""
     folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000), workers)
-    assert Split(folder, "train", 64).tokens == read_json(folder / "dataset.json")["train_tokens"] == 5_000_000
+    assert Split(folder, "train", 64).tokens == read_summary(folder)["train_tokens"] == 5_000_000
     found = files(folder)
     bins = {"train-00000.bin", "train-00001.bin", "val-00000.bin", "val-00001.bin"}
     assert {name for name in found if name.endswith(".bin")} == bins
