@@ -74,6 +74,10 @@ def main(argv) -> None:
     skips = resilience.Skips(cfg, saved.get("skip_steps", ""))
     microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
     cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=skips.text)
+    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
+    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()  # of all ranks
+    peak = None if math.isnan(peak) else peak
+    log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     # model, optimizer
     mesh = parallel.make_mesh(world, cfg)
@@ -90,9 +94,6 @@ def main(argv) -> None:
         hf.init_from(model, cfg.init_from)
 
     # what is written down
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])  # of this rank, FLOP/s or None
-    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()  # of all ranks
-    peak = None if math.isnan(peak) else peak
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,
@@ -102,8 +103,7 @@ def main(argv) -> None:
         "skip_steps": cfg.skip_steps,
         "resumed": found and str(found),
     }
-    log.start(model_cfg, cfg, launch, tokens_file, first)
-    log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+    parallel.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
 
     def due(every, step):
         return every and (step % every == 0 or step == cfg.max_steps)

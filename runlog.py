@@ -42,7 +42,7 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
     "loss": float,
     "lr": float,
     "grad_norm": float,
-    "batch_hash": str,
+    "batch_hash": (str, type(None)),
     "skipped": bool,
     "tokens_per_second": float,
     "mfu": (float, type(None)),
@@ -234,7 +234,7 @@ def read_launches(run_dir) -> list[dict]:
 
 def wrong_launch(row: dict) -> str:
     """What is wrong with a row of launches.jsonl, "" if nothing."""
-    return files.wrong_type(row, {"first_step": int, "ranks": int})
+    return files.wrong_type(row, {"first_step": int, "ranks": (int, type(None))})
 
 
 def add_line(path: Path, row: dict) -> None:
