@@ -26,7 +26,7 @@ from config import UserError, require
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".py")
 # Endings of files that are not read here; no data set of the Hub has such a name.
 OTHER = (".json", ".md", ".html", ".xml", ".pdf", ".docx", ".epub", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
-HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 MARKS = {  # at the beginning of a file in another encoding than UTF-8; UTF-32's begins as UTF-16's does
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
