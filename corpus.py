@@ -82,6 +82,7 @@ def local_files(dataset: str) -> list[str]:
         pattern = os.path.join(glob.escape(dataset), "**", "*") if folder else glob.escape(dataset)
     found = glob.glob(pattern, recursive=True)
     paths = sorted(p for p in found if p.endswith(SUFFIXES) and not os.path.isdir(p))
+    paths = [p for p in paths if not p.endswith((".csv", ".tsv"))] or paths  # a table beside texts is about them
     name = dataset.partition(":")[0]
     on_the_hub = re.fullmatch(HUB_NAME, name) and not name.lower().endswith(SUFFIXES + OTHER)
     endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"

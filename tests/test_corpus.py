@@ -152,6 +152,12 @@ def test_a_table_holds_one_document_a_row(write):
     assert list(documents(write("a.tsv", "text\tid\none\t1\ntwo, too\t2\n"))) == ["one", "two, too"]
 
 
+def test_a_folder_of_tables_is_read(write, tmp_path):
+    write("b.tsv", "text\nb\n")
+    write("a.csv", "text\na\n")
+    assert list(documents(str(tmp_path))) == ["a", "b"] and list(documents(f"{tmp_path}/*.tsv")) == ["b"]
+
+
 @pytest.mark.parametrize(
     "content, told",
     [
@@ -253,6 +259,7 @@ def test_folders_and_globs_are_read_in_sorted_order(write, tmp_path):
     write("a.jsonl", lines("a"))
     write("sub/c.py", "c = 1\n\nd = 2\n")
     write("d.md", "left out")
+    write("e.csv", "name,license\na,MIT\n")
     write_parquet(tmp_path / "aa.parquet", text=["aa"])
     assert list(documents(str(tmp_path))) == ["a", "aa", "b", "c = 1\n\nd = 2\n"]
     assert list(documents(f"{tmp_path}/*.txt")) == ["b"]
