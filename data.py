@@ -14,6 +14,7 @@ ranks and microbatches sees the same samples in the same order, each once an epo
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file. Read next: optim.py.
 """
 
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -36,11 +37,12 @@ import config
 import corpus
 import tokenizer as tokenizers
 from config import TrainConfig, UserError, require
-from shards import Shard, cut, raise_file_limit, write_atomically, write_ids
+from shards import Shard, cut, fingerprint, raise_file_limit, read_summary, shard_files, write_atomically, write_ids
 
 BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
 HASH_BYTES = 2**30  # data sets up to this size are hashed at every start; larger ones have their sizes checked
 SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by itself
+TICK = 2.0  # seconds after which the bar is drawn again
 
 # ---------------------------------------------------------------------------------------------------------------
 # Preparing: documents -> shards
@@ -55,24 +57,27 @@ def data_dir(cfg: TrainConfig) -> Path:
 def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
     """Make the token shards of `cfg.dataset` unless they are complete; returns their folder."""
     folder = data_dir(cfg)
-    done = read_json(folder / "dataset.json")
+    done = read_summary(folder)
     if done:
         check_made_for(cfg, done, folder)
-        now = source_state(cfg.dataset), fingerprint(folder)
+        now = corpus.source_state(cfg.dataset), fingerprint(folder)
         if enough(done, cfg.max_tokens) and now == (done["source"], done["fingerprint"]):
             return folder
         (folder / "dataset.json").unlink()  # more tokens are wanted, the text has changed, a shard is missing: go on
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(cfg, folder)
     stride = max(2, round(1 / cfg.val_fraction))
-    jobs = ((folder, i, first, docs, stride, tokenizer.name) for i, first, docs in chunks(cfg.dataset))
-    if workers > 1:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
-            kept, tokens = collect(bounded_map(pool, encode_chunk, jobs, 2 * workers), cfg.max_tokens)
-    else:
-        kept, tokens = collect(map(encode_chunk, jobs), cfg.max_tokens)
-    for path in folder.glob("*-*.bin"):
+    with progress(cfg.max_tokens) as bar:
+        read = counted(corpus.chunks(cfg.dataset), bar)
+        jobs = ((folder, i, first, docs, stride, tokenizer.name) for i, first, docs in read)
+        if workers > 1:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
+                results = bounded_map(pool, encode_chunk, jobs, 2 * workers)
+                kept, tokens = collect(results, cfg.max_tokens, bar)
+        else:
+            kept, tokens = collect(map(encode_chunk, jobs), cfg.max_tokens, bar)
+    for path in shard_files(folder):
         if int(path.stem.split("-")[1]) >= kept:  # encoded ahead, beyond max_tokens
             path.unlink()
     require(kept > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
@@ -81,7 +86,7 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         "dataset": cfg.dataset,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
-        "source": source_state(cfg.dataset),
+        "source": corpus.source_state(cfg.dataset),
         "max_tokens": cfg.max_tokens,
         "val_fraction": cfg.val_fraction,
         "train_tokens": tokens,
@@ -91,12 +96,6 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
     return folder
 
 
-def source_state(dataset: str) -> str:
-    """A short hash of the names and sizes of the files; empty for the Hub, whose data sets are taken to stay."""
-    files = [(path, os.path.getsize(path)) for path in corpus.files(dataset)]
-    return hashlib.sha256(repr(files).encode()).hexdigest()[:16] if files else ""
-
-
 def enough(done: dict, max_tokens: int) -> bool:
     """Does a finished preparation hold what is asked for? (0 means all there is.)"""
     everything = done["max_tokens"] == 0 or done["train_tokens"] < done["max_tokens"]
@@ -104,19 +103,11 @@ def enough(done: dict, max_tokens: int) -> bool:
 
 
 def check_made_for(cfg: TrainConfig, done: dict, folder: Path) -> None:
-    """UserError if the folder holds another data set or another tokenizer's ids."""
+    """UserError if the folder holds another data set, another tokenizer's ids or another share for validation."""
     wanted = {"dataset": cfg.dataset, "tokenizer": tokenizers.canonical(cfg.tokenizer)}
-    for key, value in wanted.items():
-        require(
-            done[key] == value,
-            f"{folder} was made with --{key}={done[key]}, not {value}: set that, or another --data_dir",
-        )
-
-
-def fingerprint(folder: Path) -> str:
-    """A short hash of all shards; UserError if one is damaged so that its header cannot be read."""
-    hashes = [Shard(path).header["sha256"] for path in sorted(folder.glob("*-*.bin"))]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+    for key, value in (wanted | {"val_fraction": cfg.val_fraction}).items():
+        made = f"{folder} was made with --{key}={done[key]}, not {value}"
+        require(done[key] == value, f"{made}: set that, or another --data_dir")
 
 
 def end_with_parent() -> None:
@@ -141,26 +132,13 @@ def make_tokenizer(cfg: TrainConfig, folder: Path):
     print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)
     texts, size = [], 0
     for text in corpus.documents(cfg.dataset):
-        texts.append(text)
+        texts.append(text[:BPE_BYTES])
         size += len(text)
         if size > BPE_BYTES:
             break
     tokenizer = tokenizers.train_bpe(texts, int(name.split("-")[1]))
     tokenizer.save(path)
     return tokenizers.load(name, path)
-
-
-def chunks(dataset: str):
-    """(chunk number, number of its first document, documents): 4 MB of text each, 64 MB once there are many."""
-    docs, size, chunk, first = [], 0, 0, 0
-    for text in corpus.documents(dataset):
-        docs.append(text)
-        size += len(text)
-        if size >= (4 if chunk < 16 else 64) * 2**20:
-            yield chunk, first, docs
-            docs, size, chunk, first = [], 0, chunk + 1, first + len(docs)
-    if size > 0:
-        yield chunk, first, docs
 
 
 def bounded_map(pool, function, items, depth):
@@ -174,18 +152,45 @@ def bounded_map(pool, function, items, depth):
         yield pending.popleft().result()
 
 
-def collect(results, max_tokens: int) -> tuple[int, int]:
+@contextlib.contextmanager
+def progress(max_tokens: int):
+    """A bar that counts tokens. Its clock goes on while a chunk is encoded: one document may take minutes."""
+    ended = threading.Event()
+    with tqdm(desc="tokens", unit=" tokens", unit_scale=True, total=max_tokens or None, mininterval=1) as bar:
+
+        def tick():
+            while not ended.wait(TICK):
+                bar.refresh()
+
+        clock = threading.Thread(target=tick, daemon=True)
+        clock.start()
+        try:
+            yield bar
+        finally:
+            ended.set()
+            clock.join()
+
+
+def counted(chunks, bar):
+    """The same chunks; the bar says how much text they hold."""
+    read = 0
+    for number, first, docs in chunks:
+        read += sum(map(len, docs))
+        bar.set_postfix_str(f"{read / 1e6:,.1f} M characters read")
+        yield number, first, docs
+
+
+def collect(results, max_tokens: int, bar) -> tuple[int, int]:
     """Count tokens as chunks finish, stop at max_tokens and cut the last chunk there. Returns (chunks, tokens)."""
     kept = total = 0
-    with tqdm(desc="tokens", unit=" tokens", unit_scale=True, total=max_tokens or None, mininterval=1) as bar:
-        for path, tokens in results:
-            kept += 1
-            total += tokens
-            bar.update(tokens)
-            if max_tokens and total >= max_tokens:
-                if total > max_tokens:
-                    cut(path, tokens - (total - max_tokens))
-                return kept, max_tokens
+    for path, tokens in results:
+        kept += 1
+        total += tokens
+        bar.update(tokens)
+        if max_tokens and total >= max_tokens:
+            if total > max_tokens:
+                cut(path, tokens - (total - max_tokens))
+            return kept, max_tokens
     return kept, total
 
 
@@ -230,16 +235,6 @@ def write_shard(path: Path, docs: list[str], tokenizer, text_hash: str) -> None:
     write_ids(path, ids, header)
 
 
-def read_json(path: Path):
-    """What a file of a data folder holds, None if it is not there. UserError if it is damaged."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: delete {path.parent} and prepare the data again") from error
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Reading: shards -> batches
 
@@ -250,14 +245,16 @@ class Split:
     def __init__(self, folder: Path, split: str, seq_len: int):
         raise_file_limit()
         self.seq_len, self.folder = seq_len, folder
-        self.shards = [Shard(p) for p in sorted(Path(folder).glob(f"{split}-*.bin"))]
+        self.shards = [Shard(path) for path in shard_files(folder, split)]
         require(self.shards, f"no {split} shards in {folder} on {platform.node()}: every node must see this folder")
         self.tokens = sum(s.header["tokens"] for s in self.shards)
         self.text_bytes = sum(s.header["text_bytes"] for s in self.shards)
         self.vocab_size = self.shards[0].header["vocab_size"]
         windows = [max(0, s.header["tokens"] - 1) // seq_len for s in self.shards]
         self.first = np.cumsum([0, *windows])  # number of each shard's first window
-        what = "lower --max_seq_len or raise --val_fraction" if split == "val" else "lower --max_seq_len"
+        what = "lower --max_seq_len"
+        if split == "val":
+            what += ", or raise --val_fraction and set another --data_dir"
         require(
             len(self) > 0,
             f"max_seq_len {seq_len} is longer than the {split} data in {folder} ({self.tokens:,} tokens): {what}",
@@ -335,7 +332,7 @@ def batch_hash(rows, rank: int):
 def open_or_prepare(cfg: TrainConfig) -> Path:
     """The folder of a checked data set; it is prepared first when it is missing and small. For one process to call."""
     folder = data_dir(cfg)
-    done = read_json(folder / "dataset.json")
+    done = read_summary(folder)
     if done:
         check_made_for(cfg, done, folder)
     if not done or (cfg.max_tokens and not enough(done, cfg.max_tokens)):
@@ -346,9 +343,9 @@ def open_or_prepare(cfg: TrainConfig) -> Path:
         have = f"only {done['train_tokens']:,} tokens are in {folder}" if done else f"no data set is in {folder} yet"
         require(small, f"{have}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}")
         prepare(cfg)
-        done = read_json(folder / "dataset.json")
+        done = read_summary(folder)
     require(fingerprint(folder) == done["fingerprint"], f"{folder} lacks a shard: run data.py again, which makes it")
-    shards = [Shard(p) for p in sorted(folder.glob("*-*.bin"))]
+    shards = [Shard(path) for path in shard_files(folder)]
     if sum(s.ids.nbytes for s in shards) <= HASH_BYTES:
         for shard in shards:
             shard.check_hash()

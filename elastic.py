@@ -20,7 +20,6 @@ Interrupted, the same command goes on. When all is done, it puts the folder asid
 Read next: fsdp_train.py.
 """
 
-import json
 import os
 import random
 import signal
@@ -102,8 +101,7 @@ def steps_done(run_dir: Path) -> int:
 
 def stage_now(run_dir: Path, stages: list, max_steps: int) -> int:
     """The run folder knows: each launch is written down, so count how often the number of ranks changed."""
-    path = run_dir / "launches.jsonl"
-    ranks = [json.loads(line)["ranks"] for line in path.read_text().splitlines()] if path.exists() else []
+    ranks = [launch["ranks"] for launch in runlog.read_launches(run_dir) if "ranks" in launch]
     number = sum(a != b for a, b in zip(ranks, ranks[1:], strict=False))
     return min(number + (steps_done(run_dir) >= stages[number][1] * max_steps), len(stages) - 1)
 

@@ -46,17 +46,29 @@ def parse_json(text: bytes, where: str, kind: type = dict, fields: dict | None =
         raise UserError(f"{where} is damaged ({config.one_line(error)}){fix}") from error
     wanted = {dict: "a JSON object", list: "a JSON list"}[kind]
     require(isinstance(value, kind), f"{where} is damaged (not {wanted}){fix}")
-    for name, types in (fields or {}).items():
-        require(name in value, f"{where} is damaged (no {name!r}){fix}")
-        require(has_type(value[name], types), f"{where} is damaged ({name!r} is {shown(value[name])}){fix}")
+    fault = missing(value, fields or {}) or wrong_type(value, fields or {})
+    require(not fault, f"{where} is damaged ({fault}){fix}")
     return value
 
 
+def missing(value: dict, fields: dict) -> str:
+    """Which of `fields` is not there, in words; "" if all are."""
+    return next((f"no {name!r}" for name in fields if name not in value), "")
+
+
+def wrong_type(value: dict, fields: dict) -> str:
+    """Which of the `fields` (name -> type or types) that are there has another type, in words; "" if none has."""
+    there = (name for name, types in fields.items() if name in value and not has_type(value[name], types))
+    return next((f"{name!r} is {shown(value[name])}" for name in there), "")
+
+
 def has_type(value, types) -> bool:
-    """isinstance, but true and false are no numbers, and a whole number is a float too."""
+    """isinstance, but true and false are no numbers, a whole number is a float too, and it has 64 bits at most."""
     types = types if isinstance(types, tuple) else (types,)
     if isinstance(value, bool):
         return bool in types
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return False
     return isinstance(value, types) or (float in types and isinstance(value, int))
 
 
@@ -66,16 +78,30 @@ def shown(value) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def read_json_lines(path, fields: dict | None = None) -> tuple[list[dict], list[str]]:
-    """The rows of a .jsonl file that are objects with `fields`, and for each other line what is wrong with it."""
+def read_json_lines(path, fields: dict | None = None, fault=None, appended=False):
+    """The rows of a .jsonl file that are objects with `fields`, and for each other line what is wrong with it.
+
+    `fault(row)` says what else is wrong with a row, "" if nothing. `appended`: the file grows by a row at a time, so a
+    crash may have cut the last one off; that is left out without a word. Returns (list of dicts, list of texts).
+    """
     rows, bad = [], []
-    for number, line in enumerate(read_bytes(path).split(b"\n"), 1):
+    lines = read_bytes(path).split(b"\n")
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"line {number}"
         try:
-            rows.append(parse_json(line, f"line {number}", dict, fields))
+            row = parse_json(line, where)
         except UserError as error:
-            bad.append(str(error))
+            cut_off = number == len(lines) and line[:1] in (b"{", b"\0")  # zeros: after a power failure
+            if not (appended and cut_off):
+                bad.append(str(error))
+            continue
+        wrong = missing(row, fields or {}) or wrong_type(row, fields or {}) or (fault(row) if fault else "")
+        if wrong:
+            bad.append(f"{where} is damaged ({wrong})")
+        else:
+            rows.append(row)
     return rows, bad
 
 

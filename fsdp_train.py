@@ -60,7 +60,7 @@ def main(argv) -> None:
     folder = parallel.rank_zero_decides(lambda: data.open_or_prepare(cfg))
     train = data.Split(folder, "train", model_cfg.max_seq_len)
     val = data.Split(folder, "val", model_cfg.max_seq_len)
-    fingerprint = data.read_json(folder / "dataset.json")["fingerprint"]
+    fingerprint = data.read_summary(folder)["fingerprint"]
     require(
         train.vocab_size <= model_cfg.vocab_size,
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
@@ -80,6 +80,8 @@ def main(argv) -> None:
     skips = resilience.Skips(cfg, saved.get("skip_steps", ""))
     microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
     cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=skips.text)
+    peak = resume.peak_of_all_ranks(cfg, world, precision)
+    log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     # model, optimizer
     mesh = parallel.make_mesh(world, cfg)
@@ -96,7 +98,6 @@ def main(argv) -> None:
         hf.init_from(model, cfg.init_from)
 
     # what is written down
-    peak = resume.peak_of_all_ranks(cfg, world, precision)
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
     launch = {
         "ranks": world.size,
@@ -106,8 +107,7 @@ def main(argv) -> None:
         "skip_steps": cfg.skip_steps,
         "resumed": found and str(found),
     }
-    log.start(model_cfg, cfg, launch, tokens_file, first)
-    log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+    parallel.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
     if not optim.skips_on_device(optimizer):
         log.say(f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device")
 

@@ -13,6 +13,7 @@ Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`; `python micr
 record. Read next: checkpoint.py.
 """
 
+import collections
 import contextlib
 import json
 import multiprocessing
@@ -30,6 +31,7 @@ import torch.distributed as dist
 import config
 import data
 import devices
+import files
 import optim
 import parallel
 import runlog
@@ -83,10 +85,25 @@ def circumstances(model_cfg, cfg, world, precision) -> dict:
 
 
 def read(path: Path) -> list[dict]:
-    try:
-        return json.loads(path.read_text()) if path.exists() else []
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: delete it") from error
+    """What is on record, nothing if there is no such file. UserError if it is damaged."""
+    if not os.path.lexists(path):
+        return []
+    records = files.read_json(path, list, fix="delete it")
+    for record in records:
+        wrong = fault(record)
+        require(not wrong, f"{path} is damaged ({wrong}): delete it")
+    return records
+
+
+def fault(record) -> str:
+    """What is wrong with a record, "" if nothing."""
+    if not isinstance(record, dict):
+        return f"a record is {files.shown(record)}"
+    fields = {"microbatch_size": int, "reason": str, "circumstances": dict}
+    if wrong := files.missing(record, fields) or files.wrong_type(record, fields):
+        return wrong
+    size = record["microbatch_size"]
+    return "" if size > 0 else f"'microbatch_size' is {size}"
 
 
 def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
@@ -191,10 +208,14 @@ def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
 
 def main(argv) -> None:
     config.arguments(argv, "RUN_DIR")
-    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
-    for record in read(Path(argv[0], RECORD)):
-        where = "{ranks} x {device}, {precision}, {sharding}".format(**record["circumstances"])
+    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")
+    records = read(Path(argv[0], RECORD))
+    for record in records:
+        known = collections.defaultdict(lambda: "?", record["circumstances"])
+        where = "{ranks} x {device}, {precision}, {sharding}".format_map(known)
         print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")
+    if not records:
+        print(f"no microbatch is on record in {argv[0]}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ largest = max |b - a|, mean = sum |b - a| / steps. Read next: generate.py.
 
 import argparse
 import itertools
-import json
 import math
 import shutil
 import string
@@ -55,10 +54,10 @@ class Run:
 def read(folder: str) -> Run:
     """A run folder with at least one finished step, else UserError."""
     rows = runlog.read(folder)
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in rows if "loss" in row and "tokens" in row]
     config.require(steps, f"{folder} has no finished step yet")
     tokens = {row["step"]: row["tokens"] for row in steps}
-    per_step = steps[0]["tokens"] // steps[0]["step"]
+    per_step = steps[0]["tokens"] // max(1, steps[0]["step"])
 
     def place(step):  # a step without a row is 0, or the one where this run was forked from another
         return {"step": step, "tokens": tokens.get(step, step * per_step)}
@@ -73,14 +72,9 @@ def restarts(folder: str) -> dict[int, str]:
 
     A launch from step n drops the rows after n, and with them the restarts there.
     """
-    path = Path(folder) / "launches.jsonl"
     ranks = {}  # by first step
-    for text in path.read_text().splitlines() if path.exists() else []:
-        try:
-            launch = json.loads(text)
-        except ValueError:  # cut off by a crash
-            break
-        first = launch["first_step"]
+    for launch in runlog.read_launches(folder):
+        first = launch.get("first_step", 0)
         ranks = {step: n for step, n in ranks.items() if step < first} | {first: launch.get("ranks")}
     labels, before = {}, None
     for first, now in ranks.items():
@@ -91,8 +85,9 @@ def restarts(folder: str) -> dict[int, str]:
 
 
 def points(rows: list[dict], x: str, key: str) -> list[tuple]:
-    """(x, value) of the rows in which it is a finite number."""
-    return [(row[x], row[key]) for row in rows if math.isfinite(math.nan if row.get(key) is None else row[key])]
+    """(x, value) of the rows in which it is a finite number, as fp32 has them: up to 3.4e38."""
+    known = (row for row in rows if row.get(key) is not None)
+    return [(row[x], row[key]) for row in known if abs(row[key]) < 3.5e38]
 
 
 def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]:
@@ -291,7 +286,7 @@ def main(argv) -> None:
     drawn = as_picture(runs, out, args.what, args.x)
     print(out if drawn else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
     for run in args.runs:
-        print(runlog.summary(run, json.loads((Path(run) / "config.json").read_text()).get("expect", "")))
+        print(runlog.summary(run, runlog.read_settings(run).get("expect")))
     if args.diff:
         print(table_of_differences(runs))
 

@@ -145,6 +145,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
         model_cfg.attn_pdrop,
     )
     how = f"going on from {found}" if found else f"starting from {cfg.init_from}" if cfg.init_from else "starting anew"
+    how += "" if found else ": making the weights, then a first evaluation"
     if first >= cfg.max_steps:
         how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
     known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"

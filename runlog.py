@@ -11,18 +11,20 @@
     runs/demo/microbatch.json  the microbatch that fits, see microbatch.py
 
 A step's row has its 1-based number, so `step` counts the updates that are done; its loss was taken before the update.
-A run that goes on from step n first drops the rows after n, so no step is there twice.
+A run that goes on from step n first drops the rows after n, so no step is there twice. Damaged lines are left out by
+every reader; a run that goes on says so and keeps the file as it was, as metrics.jsonl.damaged. A last line that a
+crash has cut off is nothing unusual, and is dropped without a word.
 
 Run `python runlog.py runs/demo` for a summary. Read next: plot.py.
 """
 
+import collections
 import datetime
 import json
 import math
 import os
 import platform
 import resource
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -30,7 +32,28 @@ from pathlib import Path
 import torch
 
 import config
-from config import require
+import files
+from config import UserError
+from shards import write_atomically
+
+COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some of the others
+    "step": int,
+    "tokens": int,
+    "loss": float,
+    "lr": float,
+    "grad_norm": float,
+    "batch_hash": (str, type(None)),
+    "skipped": bool,
+    "tokens_per_second": float,
+    "mfu": (float, type(None)),
+    "memory_gb": float,
+    "seconds": float,
+    "slowest_rank": int,
+    "slowest_by": float,
+    "val_loss": float,
+    "val_bits_per_byte": float,
+    "icl": dict,
+}
 
 
 class RunLog:
@@ -42,22 +65,25 @@ class RunLog:
         self.size, self.unwritten = 0, b""  # bytes of whole rows in the file, and those that did not go there yet
 
     def start(self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int) -> None:
-        """Write down the settings and this launch; forget metrics of steps that will be done again."""
+        """Write down the settings and this launch; forget metrics of steps that will be done again.
+
+        Raises OSError, before anything is changed, if the metrics of an earlier launch cannot be read.
+        """
         if self.rank > 0:
             return
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(config.to_json(model_cfg, cfg))
+        rows, bad = read_rows(self.path) if os.path.lexists(self.path) else ([], [])
+        write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
         if tokenizer_file.exists():
-            shutil.copy(tokenizer_file, folder / "tokenizer.json")
+            write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
         launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
-        with open(folder / "launches.jsonl", "a") as file:
-            file.write(json.dumps(launch) + "\n")
-        rows = read(folder) if self.path.exists() else []
+        add_line(folder / "launches.jsonl", launch)
+        if bad:
+            aside = keep_damaged(self.path)
+            self.say(f"{left_out(self.path, bad)}. The file as it was is kept as {aside.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        os.replace(temporary, self.path)
+        write_atomically(self.path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
         self.size = self.path.stat().st_size
 
     def say(self, text: str) -> None:
@@ -100,14 +126,16 @@ def start_reading(loss, grad_norm, batch_hash):
 
 
 def line(row: dict, max_steps: int) -> str:
-    """A row of metrics for people."""
+    """A row of metrics for people; a figure that is not there is nan."""
+    row = collections.defaultdict(lambda: math.nan, row)
     head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
     if "val_loss" in row:
         return f"{head}  validation loss {row['val_loss']:.4f}  {row['val_bits_per_byte']:.3f} bits per byte"
     if "icl" in row:
         return f"{head}  " + "  ".join(map(task_line, *zip(*row["icl"].items(), strict=True)))
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    left = datetime.timedelta(seconds=round((max_steps - row["step"]) * row["seconds"]))
+    seconds = (max_steps - row["step"]) * row["seconds"]
+    left = datetime.timedelta(seconds=round(seconds)) if abs(seconds) < 1e12 else "unknown time"
     return (
         f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  {left} left"
@@ -116,11 +144,12 @@ def line(row: dict, max_steps: int) -> str:
 
 def task_line(name: str, figures: dict) -> str:
     """A task's accuracy by LLM Foundry's scoring beside chance; of the other kinds what they have."""
+    figures = collections.defaultdict(lambda: math.nan, figures)
     if "foundry" in figures:
         return f"{name} {figures['foundry']:.3f} +- {figures['foundry_stderr']:.3f} (chance {figures['chance']:.3f})"
-    return (
-        f"{name} {figures['acc']:.3f}" if "acc" in figures else f"{name} {figures['nats_per_token']:.4f} nats a token"
-    )
+    if "acc" in figures:
+        return f"{name} {figures['acc']:.3f}"
+    return f"{name} {figures['nats_per_token']:.4f} nats a token"
 
 
 def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
@@ -150,16 +179,76 @@ def versions() -> dict:
 
 
 def read(run_dir) -> list[dict]:
-    """The rows of metrics.jsonl; a last line that was cut off by a crash is left out."""
-    path = Path(run_dir) / "metrics.jsonl"
-    require(path.exists(), f"no metrics in {str(run_dir)!r}: give a run folder, such as runs/demo")
-    rows = []
-    for text in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(text))
-        except ValueError:
-            break
-    return rows
+    """The rows of metrics.jsonl without damaged lines. UserError if there is no such file."""
+    return read_metrics(run_dir)[0]
+
+
+def read_metrics(run_dir) -> tuple[list[dict], list[str]]:
+    """The rows of metrics.jsonl, and what is wrong with its other lines. UserError if there is no such file."""
+    try:
+        return read_rows(Path(run_dir) / "metrics.jsonl")
+    except FileNotFoundError as error:
+        raise UserError(f"no metrics in {str(run_dir)!r}: give a run folder, such as runs/demo") from error
+
+
+def read_rows(path: Path) -> tuple[list[dict], list[str]]:
+    """See `read_metrics`. OSError if the file is not there or cannot be read."""
+    return files.read_json_lines(path, {"step": int}, fault, appended=True)
+
+
+def fault(row: dict) -> str:
+    """What is wrong with a row of metrics, "" if nothing."""
+    if wrong := files.wrong_type(row, COLUMNS):
+        return wrong
+    for name in ("step", "tokens"):
+        if row.get(name, 0) < 0:
+            return f"{name!r} is {row[name]}"
+    for task, figures in row.get("icl", {}).items():
+        if not isinstance(figures, dict) or not all(files.has_type(x, float) for x in figures.values()):
+            return f"the figures of {files.shown(task)} are {files.shown(figures)}"
+    return ""
+
+
+def left_out(path: Path, bad: list[str]) -> str:
+    """How many lines of a file are damaged, and which is the first."""
+    return f"{path}: {len(bad)} damaged line{'s are' if len(bad) > 1 else ' is'} left out, the first: {bad[0]}"
+
+
+def keep_damaged(path: Path) -> Path:
+    """Copy a file to NAME.damaged, or NAME.damaged-2 and so on if that is there."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    write_atomically(aside, path.read_bytes())
+    return aside
+
+
+def read_launches(run_dir) -> list[dict]:
+    """The rows of launches.jsonl that are whole, none if there is no such file."""
+    path = Path(run_dir) / "launches.jsonl"
+    if not os.path.lexists(path):
+        return []
+    return files.read_json_lines(path, fault=wrong_launch, appended=True)[0]
+
+
+def wrong_launch(row: dict) -> str:
+    """What is wrong with a row of launches.jsonl, "" if nothing."""
+    return files.wrong_type(row, {"first_step": int, "ranks": (int, type(None))})
+
+
+def add_line(path: Path, row: dict) -> None:
+    """Append to a short .jsonl file, on a line of its own even where a crash has cut off the last one."""
+    before = path.read_bytes() if path.exists() else b""
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    write_atomically(path, before + json.dumps(row).encode() + b"\n")
+
+
+def read_settings(run_dir) -> dict:
+    """config.json of a run folder. UserError if it is damaged, OSError if it is not there."""
+    fix = "the next start of the run writes it anew"
+    return files.read_json(Path(run_dir) / "config.json", fields={"max_steps": int}, fix=fix)
 
 
 def put_aside(run_dir: str) -> Path:
@@ -175,31 +264,34 @@ def put_aside(run_dir: str) -> Path:
 
 
 def summary(run_dir: str, expect: str = "") -> str:
-    """First and last validation, and what to expect, in three lines at most."""
-    rows = read(run_dir)
+    """First and last validation, and what to expect, in three lines at most; one more if metrics are damaged."""
+    rows, bad = read_metrics(run_dir)
     vals = [row for row in rows if "val_loss" in row]
     steps = [row for row in rows if "loss" in row]
     lines = [f"{run_dir}: {steps[-1]['step'] if steps else 0} steps"]
     if steps:
-        lines[0] += f", {steps[-1]['tokens']:,} tokens, {sum(row['seconds'] for row in steps):.0f} s of training"
+        seconds = sum(row.get("seconds", 0) for row in steps)
+        lines[0] += f", {steps[-1].get('tokens', 0):,} tokens, {seconds:.0f} s of training"
         skipped = sum(row.get("skipped", False) for row in steps)
         lines[0] += f", {skipped} steps without a finite loss were skipped" if skipped else ""
     if vals:
         a, b = vals[0], vals[-1]
+        bits = [row.get("val_bits_per_byte", math.nan) for row in (a, b)]
         lines.append(
             f"validation loss {a['val_loss']:.3f} -> {b['val_loss']:.3f} nats a token, "
-            f"{a['val_bits_per_byte']:.3f} -> {b['val_bits_per_byte']:.3f} bits per byte"
+            f"{bits[0]:.3f} -> {bits[1]:.3f} bits per byte"
         )
     if expect:
         lines.append(f"to expect: {expect}")
+    if bad:
+        lines.append(left_out(Path(run_dir) / "metrics.jsonl", bad))
     return "\n".join(lines)
 
 
 def main(argv) -> None:
     config.arguments(argv, "RUN_DIR")
-    rows = read(argv[0])
-    settings = json.loads((Path(argv[0]) / "config.json").read_text())
-    print(summary(argv[0], settings["expect"]))
+    rows, settings = read(argv[0]), read_settings(argv[0])
+    print(summary(argv[0], settings.get("expect")))
     print(line(rows[-1], settings["max_steps"]) if rows else "no step is done yet")
 
 

@@ -10,44 +10,78 @@ Run `python shards.py data/stdlib-bpe-4096/*.bin` to list and check some. Read n
 import hashlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 
 import config
+import files
 from config import require
 
 HEADER_BYTES = 4096  # JSON, padded with spaces
-FORMAT = "mpt-tokens-1"
-KEYS = {"tokens", "sha256", "documents", "text_bytes", "vocab_size", "text_sha256"}  # of every header
+FORMAT, DTYPES = "mpt-tokens-1", ("uint16", "uint32")
+FIX = "delete it and run data.py again, which makes only what is missing"
+FIELDS = {"format": str, "dtype": str, "sha256": str, "text_sha256": str}  # of every header
+COUNTS = {"tokens": int, "documents": int, "text_bytes": int, "vocab_size": int}  # and these, 0 or more
+MOST = 2**48  # of anything that is counted in one file
+SUMMARY = {  # of dataset.json
+    "dataset": str,
+    "tokenizer": str,
+    "source": str,
+    "max_tokens": int,
+    "val_fraction": float,
+    "train_tokens": int,
+    "fingerprint": str,
+}
 
 
 class Shard:
     """One file of tokens: `header` (a dict) and `ids`, memory-mapped."""
 
     def __init__(self, path: Path):
-        damaged = f"{path} is damaged ({{}}): delete it and run data.py again, which makes only what is missing"
-        with open(path, "rb") as file:
-            try:
-                self.header = json.loads(file.read(HEADER_BYTES))
-                self.dtype = np.dtype(self.header["dtype"])
-                fine = self.header["format"] == FORMAT and self.header.keys() >= KEYS
-            except (ValueError, KeyError, TypeError):
-                fine = False
-        require(fine, damaged.format("no header"))
-        wanted = HEADER_BYTES + self.header["tokens"] * self.dtype.itemsize
-        size = os.path.getsize(path)
-        require(size == wanted, damaged.format(f"{size:,} bytes instead of {wanted:,}"))
-        self.path, self.damaged = path, damaged
-        shape = (self.header["tokens"],)
-        self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, shape) if shape[0] else np.empty(0, self.dtype)
+        """Raises UserError if the file is damaged, OSError if it cannot be read."""
+        self.path = path
+        with files.open_regular(path) as file:
+            text, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+        self.header = files.parse_json(text, str(path), dict, FIELDS | COUNTS, FIX)
+        self.require(self.header["format"] == FORMAT, f"its format is {files.shown(self.header['format'])}")
+        self.require(self.header["dtype"] in DTYPES, f"its dtype is {files.shown(self.header['dtype'])}")
+        for name in COUNTS:
+            count = self.header[name]
+            self.require(0 <= count <= MOST, f"{name!r} is {count}")
+        self.dtype, tokens = np.dtype(self.header["dtype"]), self.header["tokens"]
+        wanted = HEADER_BYTES + tokens * self.dtype.itemsize
+        self.require(size == wanted, f"{size:,} bytes instead of {wanted:,}")
+        self.require(tokens == 0 or self.header["text_bytes"] > 0, "tokens of no text")
+        self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, (tokens,)) if tokens else np.empty(0, self.dtype)
 
     def check_hash(self) -> None:
-        require(
-            sha256_of(self.header, self.ids) == self.header["sha256"],
-            self.damaged.format("its checksum does not match"),
-        )
+        """UserError unless the tokens are those that were written."""
+        self.require(sha256_of(self.header, self.ids) == self.header["sha256"], "its checksum does not match")
+
+    def require(self, condition: bool, fault: str) -> None:
+        require(condition, f"{self.path} is damaged ({fault}): {FIX}")
+
+
+def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
+    """The shards of a data folder in order; other files there are none of our business."""
+    return sorted(p for p in Path(folder).glob("*.bin") if re.fullmatch(rf"{split}-[0-9]+\.bin", p.name))
+
+
+def fingerprint(folder: Path) -> str:
+    """A short hash of all shards. UserError if one is damaged so that its header cannot be read."""
+    hashes = [Shard(path).header["sha256"] for path in shard_files(folder)]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+def read_summary(folder: Path) -> dict | None:
+    """dataset.json of a data folder, None if it is not there. UserError if it is damaged."""
+    path = Path(folder) / "dataset.json"
+    if not os.path.lexists(path):
+        return None
+    return files.read_json(path, dict, SUMMARY, f"delete {path.parent} and prepare the data again")
 
 
 def raise_file_limit() -> None:
@@ -78,17 +112,22 @@ def cut(path: Path, tokens: int) -> None:
     """Keep the first `tokens` tokens of a shard; a later preparation that wants more makes it anew."""
     shard = Shard(path)
     share = tokens / shard.header["tokens"]
-    text = {"documents": shard.header["documents"], "text_bytes": round(shard.header["text_bytes"] * share)}
+    text_bytes = max(1, round(shard.header["text_bytes"] * share))
+    text = {"documents": shard.header["documents"], "text_bytes": text_bytes}
     write_ids(path, shard.ids[:tokens], {**text, "vocab_size": shard.header["vocab_size"], "text_sha256": "cut"})
 
 
 def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file at once or not at all. OSError, which names the file, if the disk is full."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def main(argv) -> None:

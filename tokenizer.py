@@ -46,6 +46,7 @@ SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 # The 256 single bytes in GPT-2's order: the printable ones first. Hugging Face's trainer numbers them so, too.
 BYTES = sorted((bytes([b]) for b in range(256)), key=lambda b: not chr(b[0]).isprintable() or b == b" ")
 PRINTABLE = 188  # of these
+LONGEST = 1000  # characters of a word that a BPE learns from: a join costs its length, and no language has longer ones
 
 # A tokenizer.json may hold regular expressions and replacements, which take minutes a line if somebody wants it. So it
 # first encodes some text in a process of its own. 11,000 characters: words, runs of one kind, spaces, lines.
@@ -252,7 +253,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     counts = collections.Counter()
     split = regex.compile(SPLIT)
     for text in texts:
-        counts.update(split.findall(text))
+        counts.update(piece for piece in split.findall(text) if len(piece) <= LONGEST)
     rank = {token[0]: i for i, token in enumerate(BYTES)}
     words = [[rank[b] for b in piece.encode(errors="replace")] for piece in counts]
     return Tokenizer(name, learn(words, list(counts.values()), vocab_size - 1))

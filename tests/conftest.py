@@ -175,7 +175,8 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
 def flags_for(folder) -> list[str]:
     """The flags with which a program takes the prepared data in `folder`."""
     made = json.loads((Path(folder) / "dataset.json").read_text())
-    return [f"--data_dir={folder}", f"--dataset={made['dataset']}", f"--tokenizer={made['tokenizer']}"]
+    same = [f"--{name}={made[name]}" for name in ("dataset", "tokenizer", "val_fraction")]
+    return [f"--data_dir={folder}", *same]
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -24,7 +25,7 @@ import data
 import shards
 import tokenizer as tokenizers
 from config import TrainConfig, UserError, load
-from data import Split, open_or_prepare, permute, prefetch, prepare, read_json
+from data import Split, open_or_prepare, permute, prefetch, prepare, read_summary
 from shards import HEADER_BYTES, Shard
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +93,7 @@ def test_a_shard_is_a_header_and_raw_tokens(make):
     assert (header["format"], header["dtype"], header["vocab_size"]) == ("mpt-tokens-1", "uint16", 257)
     assert (header["tokens"], header["documents"]) == (len(expected) // 2, len(train))
     assert header["text_bytes"] == sum(len(t.encode()) for t in train)
-    summary = read_json(folder / "dataset.json")
+    summary = read_summary(folder)
     assert (summary["tokenizer"], summary["train_tokens"]) == ("bytes", header["tokens"])
 
 
@@ -132,13 +133,36 @@ def test_ids_beyond_16_bits(tmp_path):
 def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
     """In the middle of the second of four chunks; the first is as ever."""
     folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000), workers)
-    assert Split(folder, "train", 64).tokens == read_json(folder / "dataset.json")["train_tokens"] == 5_000_000
+    assert Split(folder, "train", 64).tokens == read_summary(folder)["train_tokens"] == 5_000_000
     found = files(folder)
     bins = {"train-00000.bin", "train-00001.bin", "val-00000.bin", "val-00001.bin"}
     assert {name for name in found if name.endswith(".bin")} == bins
     assert found["train-00000.bin"] == undisturbed["train-00000.bin"]
     second = found["train-00001.bin"][HEADER_BYTES:]
     assert undisturbed["train-00001.bin"][HEADER_BYTES:].startswith(second)
+
+
+def test_no_token_more_than_was_asked_for(tmp_path):
+    """Every number from 1 to beyond the end of four chunks, and each chunk begins where the one before it ended."""
+    sizes, about = (5, 1, 7, 4), {"documents": 1, "text_bytes": 99, "vocab_size": 257, "text_sha256": ""}
+    ids = np.arange(sum(sizes), dtype=np.uint16)
+    for wanted in [*range(1, sum(sizes) + 3), 0]:
+        results = []
+        for number, part in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
+            shards.write_ids(tmp_path / f"train-{number:05d}.bin", part, about)
+            results.append((tmp_path / f"train-{number:05d}.bin", len(part)))
+        with data.progress(wanted) as bar:
+            kept, tokens = data.collect(iter(results), wanted, bar)
+        there = np.concatenate([Shard(path).ids for path, _ in results[:kept]])
+        right = ids[: wanted or len(ids)]
+        assert np.array_equal(there, right) and tokens == len(right), wanted
+        assert kept == np.searchsorted(np.cumsum(sizes), len(right)) + 1, wanted
+
+
+def test_one_token_more_than_is_there_is_prepared(make):
+    for asked, there in ((1000, 1000), (1001, 1001), (1000, 1001), (1002, 1002)):
+        folder = open_or_prepare(make(TEXTS, max_tokens=asked))
+        assert Split(folder, "train", 16).tokens == read_summary(folder)["train_tokens"] == there
 
 
 def test_more_tokens_later_equal_more_tokens_at_once(make):
@@ -155,6 +179,50 @@ def test_a_run_that_asks_for_more_tokens_gets_them(make):
     prepare(make(TEXTS, max_tokens=1000))
     folder = open_or_prepare(make(TEXTS, max_tokens=3000))
     assert Split(folder, "train", 16).tokens == 3000
+
+
+# --- long documents
+
+
+def test_the_bar_goes_on_while_one_document_is_encoded(make, monkeypatch, capsys):
+    """The tokenizer takes its time over the second document."""
+    monkeypatch.setattr(data, "TICK", 0.05)
+    encode, asked = tokenizers.Tokenizer.encode, threading.Event()
+
+    def slowly(self, text):
+        asked.wait(0.5 if len(text) > 10_000 else 0)
+        return encode(self, text)
+
+    monkeypatch.setattr(tokenizers.Tokenizer, "encode", slowly)
+    before = threading.active_count()
+    prepare(make(["first", "x" * 20_000, "third"]))
+    bars = capsys.readouterr().err.split("\r")
+    assert sum("0.0 M characters read" in bar for bar in bars) > 5 and threading.active_count() == before
+
+
+def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
+    """A megabyte without a space, as base64 is: learning from it took 30 minutes."""
+    chance = random.Random(0)
+    blob = "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=10**6))
+    begin = time.perf_counter()
+    folder = prepare(make(["the river and the tree " * 50, blob, "the tree"], tokenizer="bpe-280"))
+    assert time.perf_counter() - begin < 30
+    known = tokenizers.load("bpe-280", folder / "tokenizer.json").tokens
+    assert b" the" in known and len(known) <= 279
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["one line", "one word"])
+def test_a_document_of_200_mb_shows_progress_and_ends(tmp_path, kind):
+    path, words = tmp_path / "long.txt", "the river and the old tree "
+    with open(path, "w") as file:
+        file.write("short<|endoftext|>")
+        for _ in range(200):
+            file.write(words * (10**6 // len(words)) if kind == "one line" else "ab" * 500_000)
+    command = [sys.executable, str(ROOT / "data.py"), f"--dataset={path}", "--tokenizer=bpe-300", "--max_seq_len=4"]
+    done = subprocess.run([*command, f"--data_dir={tmp_path}/d"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("M characters read") > 3 and "train " in done.stdout
 
 
 # --- interrupted, in parallel, damaged
@@ -220,6 +288,16 @@ DAMAGE = {
     "one bit of the tokens": lambda path: flip(path, HEADER_BYTES + 100),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0\0"),
 }
+HEADERS = {  # what a stranger may write into a header: "the dtype is ..." and so on
+    "dtype": ["O", "object", "float32", "uint8", "int64", ">u2", "uint16,uint16", "(2,)u2", 7, None, ["u2"]],
+    "tokens": [-1, -(10**30), 2**62, 10**4000, 1.5, "7", None, True, [1], 10**9],
+    "documents": [-1, "1", 1e300],
+    "text_bytes": [0, -5, "9", float("nan")],
+    "vocab_size": [-1, "257", 2**70, None],
+    "sha256": [7, None, []],
+    "text_sha256": [7, None],
+    "format": ["other", 7, None],
+}
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -242,6 +320,66 @@ def test_a_run_finds_a_bad_shard_and_names_it(make, damage, split):
     with pytest.raises(UserError) as caught:
         open_or_prepare(make(TEXTS))
     assert str(path if damage != "deleted" else folder) in str(caught.value) and "data.py" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_header_that_cannot_be_is_named(tmp_path, name):
+    path, ids = tmp_path / "train-00000.bin", np.arange(10, dtype=np.uint16)
+    shards.write_ids(path, ids, {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""})
+    raw = path.read_bytes()
+    header = json.loads(raw[:HEADER_BYTES])
+    for value in HEADERS[name]:
+        changed = json.dumps(header | {name: value})
+        path.write_bytes(changed.encode().ljust(HEADER_BYTES)[:HEADER_BYTES] + raw[HEADER_BYTES:])
+        with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it and run data.py again") as caught:
+            Shard(path)
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("text", [b"[" * HEADER_BYTES, b"7", b"", b'{"dtype": "uint16"}', b'{"a":' * 700])
+def test_a_header_that_is_none_is_named(tmp_path, text):
+    path = tmp_path / "train-00000.bin"
+    path.write_bytes(text.ljust(HEADER_BYTES) + b"\0\0")
+    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it and run data.py again"):
+        Shard(path)
+
+
+@pytest.mark.parametrize("make_it", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_no_shard(tmp_path, make_it):
+    make_it(tmp_path / "train-00000.bin")
+    with pytest.raises(UserError, match=f"{tmp_path}/train-00000.bin is (a folder|not a regular file)"):
+        Shard(tmp_path / "train-00000.bin")
+
+
+@pytest.mark.slow
+def test_no_mutation_of_a_data_folder_is_a_traceback(make):
+    """300 mutations of a shard or of dataset.json: one line, or the tokens are the right ones."""
+    folder = prepare(make(TEXTS))
+    before, chance = files(folder), random.Random(3)
+    names = [name for name in before if name.startswith("train-") or name == "dataset.json"]
+    right = Split(folder, "train", 16).windows(np.arange(20))
+    values = ["-1", "1e999", '"7"', "null", "[]", "true", "9" * 300, "[" * 3000, "NaN", "{}"]
+    for _ in range(300):
+        name = chance.choice(names)
+        raw = before[name]
+        colon = chance.choice([i for i, byte in enumerate(raw[:HEADER_BYTES]) if byte in b":,{"])
+        place = chance.randrange(len(raw))
+        damaged = [
+            raw[:place],
+            raw[:place] + bytes([chance.randrange(256)]) + raw[place + 1 :],
+            raw[: colon + 1] + chance.choice(values).encode() + raw[raw.find(b",", colon + 1) :],
+        ]
+        (folder / name).write_bytes(chance.choice(damaged))
+        try:
+            found = Split(open_or_prepare(make(TEXTS)), "train", 16).windows(np.arange(20))
+        except UserError as error:
+            assert str(folder) in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+        else:
+            assert np.array_equal(found, right)
+        for name in files(folder):
+            (folder / name).unlink()
+        for name, content in before.items():
+            (folder / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -289,6 +427,42 @@ def test_a_damaged_summary_is_named(make):
         prepare(make(TEXTS))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": 7},
+        {"train_tokens": "many"},
+        {"max_tokens": None},
+        {"val_fraction": []},
+        {"source": {}},
+        {"tokenizer": 1},
+        {"dataset": None},
+    ],
+)
+@pytest.mark.parametrize("function", [prepare, open_or_prepare])
+def test_a_summary_of_the_wrong_shape_is_named(make, function, change):
+    folder = prepare(make(TEXTS))
+    path, (name, _) = folder / "dataset.json", *change.items()
+    right = json.loads(path.read_text())
+    without = {key: value for key, value in right.items() if key != name}
+    for content in (right | change, without, [right], 7):
+        path.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=f"{path} is damaged .*: delete {folder} and prepare the data again"):
+            function(make(TEXTS))
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="nested too deep.*: delete"):
+        function(make(TEXTS))
+
+
+def test_other_files_in_the_folder_are_left_alone(make):
+    folder = prepare(make(TEXTS, max_tokens=1000))
+    others = [folder / name for name in ("._train-00000.bin", "my-notes.bin", "train-x.bin", "val.bin")]
+    for path in others:
+        path.write_text("mine")
+    assert open_or_prepare(make(TEXTS, max_tokens=2000)) == folder
+    assert Split(folder, "train", 16).tokens == 2000 and all(path.read_text() == "mine" for path in others)
+
+
 # --- the folder holds something else
 
 
@@ -297,6 +471,17 @@ def test_another_tokenizer_is_refused(make, function):
     folder = prepare(make(TEXTS))
     with pytest.raises(UserError, match=f"{folder} was made with --tokenizer=bytes, not bpe-300: set that"):
         function(make(TEXTS, tokenizer="bpe-300"))
+
+
+@pytest.mark.parametrize("function", [prepare, open_or_prepare])
+def test_another_share_for_validation_is_refused(make, function):
+    """And the advice works: another folder, or the share that it was made with."""
+    folder = prepare(make(TEXTS))
+    with pytest.raises(UserError, match=f"{folder} was made with --val_fraction=0.1, not 0.25: set that, or another"):
+        function(make(TEXTS, val_fraction=0.25))
+    assert function(make(TEXTS, val_fraction=0.1)) == folder
+    other = function(make(TEXTS, "other", val_fraction=0.25))
+    assert documents_of(other, "val") == TEXTS[::4] and documents_of(folder, "val") == TEXTS[::10]
 
 
 @pytest.mark.parametrize("function", [prepare, open_or_prepare])
@@ -395,7 +580,7 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
 
 def test_a_sequence_longer_than_the_data(make):
     folder = prepare(make(TEXTS))
-    for name, hint in (("train", "lower --max_seq_len$"), ("val", "lower --max_seq_len or raise --val_fraction$")):
+    for name, hint in (("train", "lower --max_seq_len$"), ("val", "lower .*, or raise .* another --data_dir$")):
         with pytest.raises(UserError, match=f"max_seq_len 100000 is longer than the {name} data .*: {hint}"):
             Split(folder, name, 100_000)
 

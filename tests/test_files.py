@@ -20,6 +20,7 @@ from config import UserError
         (b'{"host": "a"}', "no 'step'"),
         (b'{"step": "7"}', "'step' is '7'"),
         (b'{"step": true}', "'step' is True"),
+        (b'{"step": 9223372036854775808}', "'step' is 9223372036854775808"),
         (b'{"step": [1, 2, 3]}', "'step' is list"),
     ],
 )
@@ -66,6 +67,28 @@ def test_bad_lines_are_left_out_and_told(tmp_path):
     rows, bad = files.read_json_lines(path, {"step": int})
     assert rows == [{"step": 1}, {"step": 2}]
     assert [line.split(" is ")[0] for line in bad] == ["line 2", "line 3", "line 4", "line 7"]
+
+
+@pytest.mark.parametrize(
+    "last, bad",
+    [
+        (b'{"step": 3, "lo', []),  # cut off by a crash
+        (b"\0" * 600, []),  # by a power failure
+        (b'{"step": 3}', []),  # only the line break is missing
+        (b'{"step": "3"}', ["line 3 is damaged ('step' is '3')"]),
+        (b"7", ["line 3 is damaged (not a JSON object)"]),
+    ],
+)
+def test_a_last_line_that_a_crash_cut_off_is_nothing_unusual(tmp_path, last, bad):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": -2}\n' + last)
+    negative = ["line 2 is damaged (it is negative)"]
+    fault = {"fault": lambda row: "it is negative" if row["step"] < 0 else ""}
+    rows, found = files.read_json_lines(path, {"step": int}, appended=True, **fault)
+    assert [row["step"] for row in rows] == ([1, 3] if last == b'{"step": 3}' else [1])
+    assert found == negative + bad
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert len(files.read_json_lines(path, {"step": int}, appended=True)[1]) == (last != b'{"step": 3}')
 
 
 @pytest.mark.parametrize("name", ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]])

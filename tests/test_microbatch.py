@@ -185,8 +185,72 @@ def test_half_of_one_says_what_else_helps(tmp_path):
 
 def test_a_damaged_record_is_named(ranks, tmp_path):
     (tmp_path / "microbatch.json").write_text("[{")
-    with pytest.raises(AssertionError, match="microbatch.json is damaged: delete it"):
+    with pytest.raises(AssertionError, match=r"microbatch.json is damaged \(Expecting.*\): delete it"):
         ranks(1)(fit, TrainConfig(run_dir=str(tmp_path)))
+
+
+RECORDS = {
+    "an object": "{}",
+    "a number": "7",
+    "a record that is none": '[["microbatch_size", 4]]',
+    "no size": '[{"reason": "it fits", "circumstances": {}}]',
+    "a size in quotes": '[{"microbatch_size": "4", "reason": "it fits", "circumstances": {}}]',
+    "half a size": '[{"microbatch_size": 4.5, "reason": "it fits", "circumstances": {}}]',
+    "a size of zero": '[{"microbatch_size": 0, "reason": "it fits", "circumstances": {}}]',
+    "a negative size": '[{"microbatch_size": -4, "reason": "it fits", "circumstances": {}}]',
+    "true for a size": '[{"microbatch_size": true, "reason": "it fits", "circumstances": {}}]',
+    "no reason": '[{"microbatch_size": 4, "circumstances": {}}]',
+    "a list of circumstances": '[{"microbatch_size": 4, "reason": "it fits", "circumstances": []}]',
+    "nested deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_of_the_wrong_shape_is_named(tmp_path, kind):
+    path = tmp_path / "microbatch.json"
+    path.write_text(RECORDS[kind])
+    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
+        microbatch.main([str(tmp_path)])
+    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
+        halve(parallel.World(0, 1, 0, 1, torch.device("cpu")), TrainConfig(run_dir=str(tmp_path)))
+    assert path.read_text() == RECORDS[kind]
+
+
+def test_what_is_on_record_of_other_layouts_stays(tmp_path):
+    """Each is halved in turn: its own record is replaced, the others stay as they are, in any order."""
+    cfg = TrainConfig(run_dir=str(tmp_path), microbatch_size=16)
+    world = parallel.World(0, 2, 0, 2, torch.device("cpu"))
+    layouts = {
+        "as it is": (SMALL, cfg, world, "fp32"),
+        "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
+        "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
+        "batch": (SMALL, replace(cfg, global_batch_size=32), world, "fp32"),
+        "ranks": (SMALL, cfg, replace(world, size=4), "fp32"),
+        "nodes": (SMALL, cfg, replace(world, local_size=1), "fp32"),
+        "precision": (SMALL, cfg, world, "bf16"),
+        "model": (replace(SMALL, n_layers=2), cfg, world, "fp32"),
+    }
+    wanted = {}
+    for size in (16, 8, 4):
+        for name, (model_cfg, settings, ranks, precision) in layouts.items():
+            microbatch.halve(model_cfg, replace(settings, microbatch_size=size), ranks, precision, step=7)
+            wanted[name] = size // 2
+            records = microbatch.read(tmp_path / "microbatch.json")
+            found = {
+                other: [r["microbatch_size"] for r in records if r["circumstances"] == microbatch.circumstances(*about)]
+                for other, about in layouts.items()
+            }
+            assert found == {other: [wanted[other]] if other in wanted else [] for other in layouts}, (size, name)
+
+
+def test_the_program_says_what_is_on_record(tmp_path, capsys):
+    with pytest.raises(UserError, match="^no run folder '.*/nowhere': give one, such as runs/demo$"):
+        microbatch.main([str(tmp_path / "nowhere")])
+    microbatch.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no microbatch is on record in {tmp_path}\n"
+    (tmp_path / "microbatch.json").write_text('[{"microbatch_size": 4, "reason": "so", "circumstances": {"ranks": 2}}]')
+    microbatch.main([str(tmp_path)])
+    assert capsys.readouterr().out == "2 x ?, ?, ?: microbatch 4, so\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------
