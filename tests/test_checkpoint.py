@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -28,6 +29,7 @@ from test_parallel import (
     rows_of,
     whole,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 
 import checkpoint
 import fsdp_train
@@ -472,8 +474,8 @@ def made_up(run, step, **meta):
     """A checkpoint without tensors: what `choose` looks at."""
     path = Path(run) / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
-    (path / ".metadata").write_bytes(b"no tensors")
-    checkpoint.write_json(path / "meta.json", {"step": step, **meta})
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    checkpoint.write_json(path / "meta.json", {"step": step, **META, **meta})
     files = (".metadata", "meta.json")
     checkpoint.write_json(path / "checksums.json", {name: checkpoint.checksum(path / name) for name in files})
     return path

@@ -18,6 +18,7 @@ from test_checkpoint import META, made_up, names, save_several
 from test_parallel import MODEL, RUN, build
 
 import checkpoint
+import checkpoint_files
 import config
 import data
 import fsdp_train
@@ -226,14 +227,14 @@ def choose_again(world, cfg, by):
 def unreadable(world, path):
     """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
     hidden = path if world.rank == 0 else path.with_name("elsewhere")
-    with mock.patch.object(checkpoint, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
+    with mock.patch.object(checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
         try:
             return checkpoint.verify(path)
         except UserError as error:
             return f"UserError: {error}"
 
 
-checkpoint_fault = checkpoint.fault
+checkpoint_fault = checkpoint_files.fault
 
 
 def test_a_node_that_does_not_see_the_folder_is_no_damage(ranks, two_saved):
