@@ -36,7 +36,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import config
 import parallel
-from checkpoint_files import checksum, damage_named, fill, read_meta, reason_of, require_sound, verify
+from checkpoint_files import (
+    checksum,
+    damage_named,
+    fill,
+    own_error,
+    read_meta,
+    reason_of,
+    require_sound,
+    verify,
+)
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from optim import build_optimizer
@@ -112,9 +121,10 @@ class Checkpointer:
             try:
                 action()
             except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
-                free = f"{free_bytes(self.folder) / 1e9:.2f} GB are free there"
+                reason = reason_of(error)
+                if not isinstance(own_error(error), UserError):
+                    reason += f" ({free_bytes(self.folder) / 1e9:.2f} GB are free there)"
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
-                reason = f"{reason_of(error)} ({free})"
                 raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
 
         parallel.rank_zero_decides(tried)
@@ -135,7 +145,7 @@ class Writer(dcp.FileSystemWriter):
         """DCP's results, which rank 0 gathers, and one more: {file name: [bytes, crc32]}."""
         for item in plan.items:
             if item.index.fqn.startswith("model."):
-                require_finite(item.index.fqn, planner.resolve_data(item))
+                require_finite(item.index.fqn.removeprefix("model."), planner.resolve_data(item))
         try:
             results = super().write_data(plan, planner).wait()
         except Exception as error:

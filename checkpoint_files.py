@@ -361,10 +361,15 @@ def damage_named(path: Path):
         raise UserError(f"cannot read {path} ({reason_of(error)}): {hint}") from error
 
 
+def own_error(error: BaseException) -> BaseException:
+    """What went wrong on the first rank that failed, from the exception in which DCP wraps it."""
+    failures = getattr(error, "failures", None)  # rank -> (exception, traceback)
+    return next(iter(failures.values()))[0] if failures else error
+
+
 def reason_of(error: BaseException) -> str:
-    """What an error says, in one line: of DCP's the first rank's own. Never advises to run what is in a file."""
-    failures = getattr(error, "failures", None)  # DCP: rank -> (exception, traceback)
-    error = next(iter(failures.values()))[0] if failures else error
+    """What an error says, in one line. Never torch's advice to run what is in a file."""
+    error = own_error(error)
     if "weights_only" not in str(error):
         return config.one_line(error) or type(error).__name__
     refused = re.search(r"GLOBAL (\S+)", str(error))
