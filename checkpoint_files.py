@@ -288,24 +288,25 @@ def check_entry(name: str, entry, places: dict) -> None:
         return
     dtype, n_pieces = entry.properties.dtype, 1
     require(dtype.is_floating_point or not name.startswith("model."), f"{files.shown(name)} is {dtype}")
-    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]  # a rank may have no rows
-    for chunk in chunks:
+    uncovered = f"the pieces of {files.shown(name)} do not cover it"
+    for chunk in entry.chunks:
+        require(len(chunk.offsets) == len(chunk.sizes) == len(entry.size), uncovered)
         place = places.get(MetadataIndex(name, chunk.offsets))
         whole = place and math.prod(chunk.sizes) * dtype.itemsize <= place.length
         require(whole, f"a piece of {files.shown(name)} is missing")
-    uncovered = f"the pieces of {files.shown(name)} do not cover it"
-    require({len(chunk.offsets) for chunk in chunks} <= {len(entry.size)}, uncovered)
-    # Along each dimension the pieces follow one another from 0 to the end; together they are a grid.
-    for dim, size in enumerate(entry.size):
-        cuts, end = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks}), 0
+    # Along each dimension the pieces follow one another from 0 to the end, and together they are a grid.
+    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]  # some ranks may have no rows
+    for dim, size in enumerate(entry.size if chunks else ()):
+        end = 0
+        cuts = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
         for begin, length in cuts:
             require(begin == end, uncovered)
             end += length
-        require(end == size or not chunks, uncovered)
+        require(end == size, uncovered)
         n_pieces *= len(cuts)
     corners = {chunk.offsets for chunk in chunks}
-    fits = len(corners) == len(chunks) == n_pieces or (not chunks and 0 in entry.size)
-    require(fits, uncovered)
+    expected = n_pieces if math.prod(entry.size) else 0
+    require(len(corners) == len(chunks) == expected, uncovered)
 
 
 # ---------------------------------------------------------------------------------------------------------------
