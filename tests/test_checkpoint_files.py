@@ -5,8 +5,11 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import asdict
@@ -15,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from conftest import ROOT, clean_environment, flags_for
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -88,7 +92,7 @@ def code_in_metadata(path, mark):
 
 def code_as_weight(path, mark, name=WEIGHT):
     """A weight that the metadata call an object: DCP's own planner reads it with weights_only=False."""
-    evil = pickle.dumps(Evil(mark, pickle.dumps(torch.zeros(32, 128))))
+    evil = pickle.dumps(Evil(mark, pickle.dumps(torch.zeros(32, 128))), protocol=2)  # as torch.save
     (path / "evil.distcp").write_bytes(evil)
 
     def swap(metadata):
@@ -345,3 +349,62 @@ def test_weights_that_are_not_finite_are_not_imported(tmp_path):
     with pytest.raises(UserError, match=r"transformer\.norm_f\.weight holds numbers that are not finite"):
         hf.import_(tmp_path / "theirs", tmp_path / "b", "bytes")
     assert not (tmp_path / "b").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The programs themselves
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, tiny_data):
+    """A folder with a run of two steps in it, and the flags that it had."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = "--d_model=32 --n_heads=4 --n_layers=1 --vocab_size=257 --max_seq_len=16 --global_batch_size=4"
+    flags = [*flags.split(), "--warmup_steps=1", "--precision=fp32", "--eval_tokens=64", *flags_for(tiny_data)]
+    done = program(folder, "fsdp_train.py", *flags, "--run_dir=run", "--max_steps=2")
+    assert done.returncode == 0, done.stderr
+    (folder / "task.txt").write_text("the blue house")
+    return folder, flags
+
+
+def program(folder, name, *flags):
+    command = [sys.executable, str(ROOT / name), *flags]
+    how = {"capture_output": True, "text": True, "timeout": 240, "env": clean_environment()}
+    return subprocess.run(command, cwd=folder, **how)
+
+
+PROGRAMS = {
+    "generate.py": ["run", "--max_new_tokens=2"],
+    "icl_eval.py": ["run", "--tasks=task.txt"],
+    "hf.py": ["export", "run", "new"],
+    "resume.py": ["run"],
+    "init_from": ["fsdp_train.py", "--init_from=run", "--run_dir=other", "--max_steps=2"],
+    "resuming": ["fsdp_train.py", "--run_dir=run", "--max_steps=3"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_program_runs_a_strangers_code(trained, tmp_path, name):
+    """Code in the metadata, and for resuming, which alone reads them, in the settings of the optimizer."""
+    source, flags = trained
+    what = [*PROGRAMS[name], *flags] if "fsdp_train.py" in PROGRAMS[name] else [name, *PROGRAMS[name]]
+    mark = tmp_path / "mark"
+    lr = "optim.param_groups.transformer.norm_f.weight.lr"
+    attacks = {
+        "metadata": lambda path: code_in_metadata(path, mark),
+        "optimizer": lambda path: code_as_weight(path, mark, lr),
+    }
+    for attack in attacks if name == "resuming" else ["metadata"]:
+        folder = shutil.copytree(source, tmp_path / attack)
+        attacks[attack](folder / "run" / "checkpoints" / "step-2")
+        done = program(folder, *what)
+        assert done.returncode == (1 if name == "resume.py" else 2), done.stderr
+        said = done.stdout + done.stderr
+        assert re.search(r"(it would run|it wants) (eval|'builtins\.eval'|__builtin__\.eval)", said), said
+        assert not mark.exists() and "weights_only" not in said and "Traceback" not in said
+        assert names_of(folder / "run" / "checkpoints") == ["step-2"]
+
+
+def names_of(folder):
+    return sorted(path.name for path in folder.iterdir())
