@@ -263,9 +263,12 @@ def without_privilege():
     if os.getuid():
         yield
         return
+    b"".decode("utf-8-sig")  # import it now: Python may lie where others cannot read
     os.seteuid(NOBODY)
-    yield
-    os.seteuid(0)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 NOBODY = 65534
@@ -280,7 +283,8 @@ def choose_as_anyone(world, cfg):
 @pytest.mark.parametrize("hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"])
 def test_what_may_not_be_read_is_neither_absent_nor_damaged(ranks, two_saved, anyones, hidden, size):
     run = shutil.copytree(two_saved, anyones / "run")
-    run.chmod(0o777)
+    for folder in (run, run / "checkpoints"):
+        folder.chmod(0o777)  # so a checkpoint could be given another name
     path = run / "checkpoints" / hidden
     before = path.stat().st_mode
     path.chmod(0)
