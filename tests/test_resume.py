@@ -1,6 +1,7 @@
 """resume.py: damage is found and named before training, what is unfit is put aside, what is of another run refused."""
 
 import binascii
+import codecs
 import contextlib
 import io
 import json
@@ -263,7 +264,7 @@ def without_privilege():
     if os.getuid():
         yield
         return
-    b"".decode("utf-8-sig")  # import it now: Python may lie where others cannot read
+    codecs.lookup("utf-8-sig")  # import it now: Python may lie where others cannot read
     os.seteuid(NOBODY)
     try:
         yield
