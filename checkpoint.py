@@ -6,6 +6,7 @@
         meta.json                                   step, settings, data fingerprint: all that a resume needs
         checksums.json                              bytes and crc32 of each of these files, written last
 
+What the files must hold, and how they are read without trusting them, is in checkpoint_files.py.
 DCP stores each tensor in pieces with their place in the whole, so another mesh reads what it needs. Nothing is ever
 written twice to one path, since a half-overwritten checkpoint looks complete. A save that fails on one rank fails on
 all of them, with the same line.
@@ -13,18 +14,16 @@ all of them, with the same line.
 Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost. Read next: resume.py.
 """
 
-import contextlib
 import json
 import os
-import platform
+import re
 import shutil
 import tempfile
 import time
 import warnings
-import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -38,6 +37,16 @@ import config
 import parallel
 import processes
 from attention import function_of
+from checkpoint_files import (
+    checksum,
+    damage_named,
+    fill,
+    own_error,
+    read_meta,
+    reason_of,
+    require_sound,
+    verify,
+)
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
 from optim import ADAMW, build_optimizer, kind_of
@@ -68,6 +77,8 @@ class Checkpointer:
 
     def sweep(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(self.folder, os.W_OK | os.X_OK)
+        require(writable, f"no permission to write in {self.folder}: change it, or set another --run_dir")
         for left_over in self.folder.glob("*.tmp"):
             shutil.rmtree(left_over, ignore_errors=True)
 
@@ -102,7 +113,7 @@ class Checkpointer:
         path.with_suffix(".tmp").rename(path)
         sync(self.folder)  # from here on the new name survives a power failure
         for old in complete(self.folder)[: -self.keep_last]:
-            if not self.keep_every or int(old.name[5:]) % self.keep_every:
+            if not self.keep_every or number(old) % self.keep_every:
                 # Under another name: half of it must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
@@ -113,11 +124,11 @@ class Checkpointer:
             try:
                 action()
             except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
-                reasons = getattr(error, "failures", None)  # DCP: rank -> (exception, traceback)
-                reason = next(iter(reasons.values()))[0] if reasons else error
-                free = f"{free_bytes(self.folder) / 1e9:.2f} GB are free there"
+                reason = reason_of(error)
+                if not isinstance(own_error(error), UserError):
+                    reason += f" ({free_bytes(self.folder) / 1e9:.2f} GB are free there)"
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
-                raise UserError(f"could not save step {step}: {reason} ({free}). {self.last_good()}") from error
+                raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
 
         parallel.rank_zero_decides(tried)
 
@@ -135,7 +146,13 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan, planner):
         """DCP's results, which rank 0 gathers, and one more: {file name: [bytes, crc32]}."""
-        results = super().write_data(plan, planner).wait()
+        for item in plan.items:
+            if item.index.fqn.startswith("model."):
+                require_finite(item.index.fqn.removeprefix("model."), planner.resolve_data(item))
+        try:
+            results = super().write_data(plan, planner).wait()
+        except Exception as error:
+            raise first_cause(error) from error
         paths = {self.path / result.storage_data.relative_path for result in results}
         with ThreadPoolExecutor() as pool:
             synced = pool.map(sync, paths)  # while the disk works, so does crc32
@@ -152,6 +169,19 @@ class Writer(dcp.FileSystemWriter):
         sync(self.path / ".metadata")
         checksums |= {name: checksum(self.path / name) for name in (".metadata", "meta.json")}
         write_json(self.path / "checksums.json", checksums)
+
+
+def require_finite(name: str, weights: torch.Tensor) -> None:
+    """UserError if there is a NaN or an infinite number: from such weights no run can go on."""
+    finite = not weights.numel() or all(bound.isfinite() for bound in weights.aminmax())
+    require(finite, f"{name} holds numbers that are not finite")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The OSError behind an error of torch.save, which reports the place in the file instead (unexpected pos 704)."""
+    while not isinstance(error, OSError) and error.__context__:
+        error = error.__context__
+    return error
 
 
 def state_of(model: MPT, optimizer) -> dict:
@@ -179,52 +209,6 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def checksum(path: Path) -> list[int]:
-    """Bytes and crc32 of a file."""
-    buffer, size, crc = memoryview(bytearray(2**20)), 0, 0
-    with open(path, "rb", buffering=0) as file:
-        while n := file.readinto(buffer):
-            size, crc = size + n, zlib.crc32(buffer[:n], crc)
-    return [size, crc]
-
-
-def verify(path: Path) -> str | None:
-    """What is wrong with a checkpoint, in a few words, or None. The ranks share the reading; all get the answer."""
-    wanted = parallel.rank_zero_decides(lambda: read_checksums(path))
-    if not wanted:
-        return "checksums.json is missing or damaged"
-    share = sorted(wanted)[dist.get_rank() :: dist.get_world_size()]
-    try:
-        mine = next(filter(None, (fault(path / name, *wanted[name]) for name in share)), None)
-    except OSError as error:  # of the file system, or of a node that does not see it: no damage
-        mine = UserError(f"rank {dist.get_rank()} on {platform.node()} cannot read {path}: {error.strerror}")
-    faults = [None] * dist.get_world_size()
-    dist.all_gather_object(faults, mine)
-    for found in faults:
-        if isinstance(found, UserError):
-            raise found
-    return next(filter(None, faults), None)
-
-
-def read_checksums(path: Path) -> dict | None:
-    """File name -> (bytes, crc32), or None if that cannot be read."""
-    try:
-        table = json.loads((path / "checksums.json").read_text())
-        return {name: (int(size), int(crc)) for name, (size, crc) in table.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return None
-
-
-def fault(path: Path, size: int, crc: int) -> str | None:
-    """What is wrong with one file, or None."""
-    if path.name not in os.listdir(path.parent):
-        return f"{path.name}: missing"
-    found = path.stat().st_size
-    if found != size:
-        return f"{path.name}: {found:,} bytes instead of {size:,}"
-    return None if checksum(path) == [size, crc] else f"{path.name}: checksum differs"
-
-
 def free_bytes(folder: Path) -> int:
     """Of the file system of a folder that may not be there."""
     folder = folder.absolute()
@@ -242,14 +226,28 @@ def space(run_dir: str, n_params: int, keep_last: int) -> str:
     return line
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, none if it is not there. OSError if it cannot be read: that says nothing about it."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def numbered(folder: Path) -> list[Path]:
     """The folders step-N, oldest first."""
-    return sorted((path for path in folder.glob("step-*") if path.name[5:].isdigit()), key=lambda p: int(p.name[5:]))
+    named = [folder / name for name in names_in(folder) if re.fullmatch("step-(0|[1-9][0-9]*)", name)]
+    return sorted(named, key=number)
+
+
+def number(path: Path) -> int:
+    """The N of step-N."""
+    return int(path.name.removeprefix("step-"))
 
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first. Whether they are sound is for `verify` to say."""
-    return [path for path in numbered(folder) if (path / ".metadata").exists()]
+    return [path for path in numbered(folder) if ".metadata" in names_in(path)]
 
 
 def latest(run_dir) -> Path | None:
@@ -266,26 +264,6 @@ def find(path: str) -> Path:
     return found
 
 
-def read_meta(path: Path) -> dict:
-    """What a checkpoint says about itself: step, settings, precision, data fingerprint."""
-    with damage_named(path):
-        return json.loads((path / "meta.json").read_text())
-
-
-@contextlib.contextmanager
-def damage_named(path: Path):
-    """What goes wrong while a checkpoint is read becomes a UserError that names it."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except (OSError, EOFError, ValueError, RuntimeError, dcp.CheckpointException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"cannot read {path} ({reason}): if it is damaged, move it away to use the one before"
-        ) from error
-
-
 def load(path: Path, model: MPT, optimizer) -> None:
     """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other.
 
@@ -297,27 +275,30 @@ def load(path: Path, model: MPT, optimizer) -> None:
     if saved != here:
         words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
         raise UserError(f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True)
+    fill(path, state)
     with damage_named(path):
-        dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=OPTIONS)
+        optim = {"optim_state_dict": state["optim"], "options": OPTIONS}
+        set_state_dict(model, optimizer, model_state_dict=state["model"], **optim)
     for group, settings in zip(optimizer.param_groups, ours, strict=True):
         group.update(settings)  # lr, betas, decay: as configured now, not as saved
 
 
-def model_settings(path: Path) -> MPTConfig:
-    """The model of a checkpoint, for any device: an attention of its own stays, of the standard ones auto chooses."""
-    cfg = from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
-    return replace(cfg, attn_impl=function_of(cfg.attn_impl))
+def settings(path: Path) -> MPTConfig:
+    """The model of a checkpoint. UserError if there can be none with its settings."""
+    return from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
 
 
 def load_model(path: Path, device: torch.device) -> MPT:
-    """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group."""
+    """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group.
+
+    UserError if the checkpoint is damaged. Where there are several ranks, all call it.
+    """
+    require_sound(path)
     with torch.device("meta"):
-        model = MPT(model_settings(path))
+        cfg = settings(path)
+        model = MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))  # this may be another device
     model.to_empty(device=device)
-    with warnings.catch_warnings(), damage_named(path):
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    fill(path, {"model": model.state_dict()})
     return model.eval()
 
 
@@ -326,6 +307,7 @@ def demonstrate(argv) -> None:
     config.arguments(argv)
     world = parallel.start()
     model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
+    meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
     with torch.device("meta"):
         model = MPT(model_cfg)
     model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
@@ -338,7 +320,7 @@ def demonstrate(argv) -> None:
 
     def clear():
         shutil.rmtree(fresh, ignore_errors=True)
-        prepare(fresh, {})
+        prepare(fresh, meta)
 
     def train():
         model(ids, labels=ids).backward()
@@ -346,7 +328,7 @@ def demonstrate(argv) -> None:
         optimizer.zero_grad()
 
     def save_while_training():
-        saver.save(len(seconds["dcp.save"]), model, optimizer, {})
+        saver.save(len(seconds["dcp.save"]), model, optimizer, meta)
         seconds["save: training waits"].append(saver.blocked_seconds)
         while not parallel.rank_zero_decides(saver.settled):
             train()

@@ -245,13 +245,12 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None
         require(
             found.exists(), f"no checkpoint of step {step} in {found.parent}: there are {there}, and 0 is untrained"
         )
+    model, name = checkpoint.load_model(found, device), str(found)  # checks it
     meta = checkpoint.read_meta(found)
-    own = tokenizers.load(meta["tokenizer"], found.parent.parent / "tokenizer.json")
     if step == 0 and found.name != "step-0":
-        model = MPT(checkpoint.model_settings(found)).to(device).eval()
         init_weights(model, meta["seed"])
-        return model, own, "before training"
-    return checkpoint.load_model(found, device), own, str(found)
+        name = "before training"
+    return model, tokenizers.load(meta["tokenizer"], found.parent.parent / "tokenizer.json"), name
 
 
 def pick_dtype(precision: str, device) -> torch.dtype:

@@ -32,16 +32,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import config
 import files
-import parallel
 import program
 import tokenizer as tokenizers
 from attention import function_of
+from checkpoint_files import fill as fill_from
+from checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from resume import SAME_MODEL
@@ -210,11 +210,6 @@ def load_into(model: MPT, path) -> None:
         fill(params[name], tensors[name])
 
 
-def on_rank_zero(decide):
-    """`decide()`, by rank 0 for all, or by a process without others."""
-    return parallel.rank_zero_decides(decide) if dist.is_initialized() else decide()
-
-
 def is_ours(path: Path) -> bool:
     """Is this a run folder or a checkpoint of this project?"""
     return path in checkpoint.complete(path.parent) or checkpoint.latest(path) is not None
@@ -235,7 +230,7 @@ def settings_of(path) -> MPTConfig:
     """The model of a Hugging Face folder, a Composer checkpoint, or a run or checkpoint of ours."""
     path = Path(path)
     if is_ours(path):
-        return config.from_dict(MPTConfig, checkpoint.read_meta(checkpoint.find(str(path))))
+        return checkpoint.settings(checkpoint.find(str(path)))
     weight_files(path)  # first of all: is it there
     settings, source = foreign_settings(path)
     return config_from(settings, str(source))
@@ -252,9 +247,8 @@ def init_from(model: MPT, path) -> None:
     if not on_rank_zero(lambda: is_ours(path)):
         return load_into(model, path)
     found = on_rank_zero(lambda: checkpoint.find(str(path)))
-    damage = checkpoint.verify(found) if dist.is_initialized() else None
-    require(not damage, f"{found} is damaged ({damage})")
-    load_ours(found, model.state_dict())
+    require_sound(found)
+    fill_from(found, {"model": model.state_dict()})
 
 
 def check_same_model(path, ours: MPTConfig) -> None:
@@ -288,13 +282,6 @@ def meaning(cfg: MPTConfig) -> dict:
     return {name: value for name, value in values.items() if needs.get(name, True)}
 
 
-def load_ours(path: Path, state: dict) -> None:
-    """Fill the tensors of `state` (name -> tensor, sharded or not) from a checkpoint of ours."""
-    with warnings.catch_warnings(), checkpoint.damage_named(path):
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        dcp.load({"model": state}, checkpoint_id=path, no_dist=not dist.is_initialized())
-
-
 @contextlib.contextmanager
 def published(folder: Path):
     """A new folder to write into; it gets its name when all is on disk, and vanishes on any error."""
@@ -310,9 +297,7 @@ def published(folder: Path):
         temporary.rename(folder)
         checkpoint.sync(folder.parent)
     except (OSError, dcp.CheckpointException) as error:  # the latter is only a BaseException
-        reasons = getattr(error, "failures", None)  # rank -> (exception, traceback)
-        reason = next(iter(reasons.values()))[0] if reasons else error
-        raise UserError(f"could not write {folder}: {config.one_line(reason)}") from error
+        raise UserError(f"could not write {folder}: {reason_of(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -323,6 +308,8 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     Only as much of a checkpoint as goes to one file, `max_bytes` or a single tensor, is in memory at a time.
     """
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
+    if found:
+        require_sound(found)
     cfg = settings_of(found) if found else source.cfg
     state = weights_of(found) if found else source.state_dict()
     check_format(state, cfg)
@@ -332,7 +319,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
         tensors = {name: state[name] for name in names}
         if found:
             tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-            load_ours(found, tensors)
+            fill_from(found, {"model": tensors})
         return tensors
 
     with published(Path(folder)) as temporary:
@@ -358,8 +345,7 @@ def copy_tokenizer(path: Path, folder: Path) -> str:
 
 def weights_of(path: Path) -> dict:
     """Name -> tensor without memory, of the weights in a checkpoint of ours."""
-    with checkpoint.damage_named(path):
-        entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    entries = read_metadata(path).state_dict_metadata
     weights = {name.removeprefix("model."): entry for name, entry in entries.items() if name.startswith("model.")}
     return {name: torch.empty(w.size, dtype=w.properties.dtype, device="meta") for name, w in weights.items()}
 

@@ -26,8 +26,9 @@ import devices
 import flops
 import parallel
 import runlog
-from checkpoint import find, latest, numbered, read_meta, space, verify
-from config import MPTConfig, TrainConfig, require, step_ranges
+from checkpoint import find, latest, number, numbered, space
+from checkpoint_files import read_meta, verify
+from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from model import MPT
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
@@ -49,21 +50,36 @@ def choose(cfg: TrainConfig) -> Path | None:
         _, reason = unfit(path, cfg)
         require(not reason, f"{path} {reason}: set --resume to another one")
         return path
-    folder, lines = Path(cfg.run_dir) / "checkpoints", []
-    while path := decides(lambda: next(reversed(numbered(folder)), None)):
+    found, unfit_ones = None, []
+    for path in decides(lambda: numbered(Path(cfg.run_dir) / "checkpoints")[::-1]):
         require(cfg.resume != "never", f"{cfg.run_dir} holds {path}: set --resume=auto to go on, or another --run_dir")
         kind, reason = unfit(path, cfg)
         if not kind:
+            found = path
             break
+        unfit_ones.append((path, kind, reason))
+    lost = not found and any(kind == "damaged" for _, kind, _ in unfit_ones)
+    if lost and restarted():
+        raise UserError(nothing_sound(cfg.run_dir, unfit_ones), everywhere=True)
+    lines = []
+    for path, kind, reason in unfit_ones:
         lines.append(f"{path} {reason}: it is kept as {decides(functools.partial(put_aside, path, kind))}")
-    again = path and cfg.resume == "again" and decides(lambda: read_meta(path)["step"]) >= cfg.max_steps
-    if again:
+    if found and cfg.resume == "again" and decides(lambda: read_meta(found)["step"]) >= cfg.max_steps:
         lines.append(f"the finished run is kept in {decides(lambda: runlog.put_aside(cfg.run_dir))}")
-    found = None if again else path
+        found = None
     if dist.get_rank() == 0:
         for line in lines:
             print(line + (f", going on from {found.name}" if found else ", starting anew"), flush=True)
     return found
+
+
+def nothing_sound(run_dir: str, unfit_ones: list) -> str:
+    """What a restart that nobody watches says, instead of beginning at step 0."""
+    path, _, reason = unfit_ones[0]
+    return (
+        f"{run_dir} has no sound checkpoint any more ({path} {reason}), and this is a restart, which does not start "
+        "anew by itself: put a sound one there, or give the command again by hand to start at step 0"
+    )
 
 
 def restarted() -> bool:
@@ -74,7 +90,7 @@ def restarted() -> bool:
 def asked_for(cfg: TrainConfig) -> Path:
     """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
     chosen, newest = find(cfg.resume), next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
-    later = newest and int(newest.name[5:]) > read_meta(chosen)["step"]
+    later = newest and number(newest) > read_meta(chosen)["step"]
     require(not later, f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir")
     return chosen
 
@@ -175,14 +191,26 @@ def unlike_formulas(model_cfg) -> list[str]:
 
 
 def demonstrate(argv) -> None:
-    """Check every checkpoint of a run folder; under torchrun the ranks share the reading."""
+    """Check every checkpoint of a run folder; under torchrun the ranks share the reading.
+
+    Exit status: 0 if all are sound, 1 if one is not, 2 if there is none.
+    """
     config.arguments(argv, "RUN_DIR")
-    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
     world = parallel.start("cpu")
-    for path in numbered(Path(argv[0]) / "checkpoints"):
-        damage = verify(path)
+    paths = parallel.rank_zero_decides(lambda: numbered(Path(argv[0]) / "checkpoints"))
+    require(paths, f"no checkpoint in {argv[0]!r}: give a run folder, such as runs/demo")
+    unsound = 0
+    for path in paths:
+        try:
+            damage = verify(path)
+        except (UserError, OSError) as error:
+            damage = str(error)
+        unsound += bool(damage)
         if world.rank == 0:
-            print(f"{path}: {damage or 'sound'}")
+            print(f"{path}: {damage or 'sound'}", flush=True)
+    dist.barrier()
+    if unsound:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

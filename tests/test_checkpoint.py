@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from conftest import flags_for
 from test_parallel import (
     MODEL,
@@ -28,9 +30,11 @@ from test_parallel import (
     rows_of,
     whole,
 )
+from torch.distributed.checkpoint.metadata import Metadata
 
 import checkpoint
 import fsdp_train
+import hf
 from config import UserError
 from optim import ADAMW
 
@@ -315,6 +319,36 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, size, rank)
     assert "File too large" in failures(ranks, size, tmp_path, small_files_on, rank)
 
 
+def save_nan(world, cfg):
+    """Step 1 is sound, step 2 has one NaN in the last row of one weight: what every rank raises."""
+    model, optimizer = build(world, cfg)
+    saver = checkpoint.Checkpointer(cfg.run_dir, 1)
+    saver.save(1, model, optimizer, META)
+    with torch.no_grad():
+        weight = model.transformer.wpe.weight
+        rows = weight.to_local() if world.size > 1 else weight
+        if world.rank == world.size - 1:
+            rows[-1, 3] = float("nan")
+    saver.save(2, model, optimizer, META)
+    text = caught(saver.finish)
+    dist.barrier()
+    return text
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_weights_that_are_not_finite_are_not_saved(ranks, tmp_path, size):
+    texts = ranks(size)(save_nan, replace(RUN, run_dir=str(tmp_path)))
+    assert (
+        texts
+        == [
+            "could not save step 2: transformer.wpe.weight holds numbers that are not finite. "
+            f"The last good checkpoint is {tmp_path}/checkpoints/step-1"
+        ]
+        * size
+    )
+    assert names(tmp_path) == ["step-1"]
+
+
 @contextlib.contextmanager
 def moved_away(world, run_dir):
     if world.rank == 0:
@@ -388,6 +422,20 @@ def test_a_full_and_a_read_only_disk(ranks, disk, size, spoil, reason):
     assert reason in failures(ranks, size, disk / "run", spoil, disk)
 
 
+def save_much(world, folder):
+    """A weight larger than any buffer, so that the disk is full in the middle of it."""
+    path = folder / "step-1"
+    checkpoint.prepare(path, META)
+    with pytest.raises(dcp.CheckpointException) as error:
+        dcp.save({"model": {"weight": torch.ones(1000, 10_000)}}, storage_writer=checkpoint.Writer(path))
+    return checkpoint.reason_of(error.value)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_weight_is_named(ranks, disk):
+    """Not "unexpected pos 704", which torch.save says then."""
+    assert ranks(1)(save_much, disk) == ["[Errno 28] No space left on device"]
+
+
 def start_on(world, folder):
     return caught(checkpoint.Checkpointer, str(folder), 3)
 
@@ -449,6 +497,24 @@ def test_a_full_disk_ends_the_run_in_one_line(python, tiny_data, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_with_nan_weights_does_not_publish_them(python, tiny_data, tmp_path):
+    """Weights that were not finite from the beginning: no step is good, and the last is not saved either."""
+    flags = [*SMALL, *FLAGS, *flags_for(tiny_data)]
+    assert python(*flags, "--max_steps=3").returncode == 0
+    model = checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-3", torch.device("cpu"))
+    with torch.no_grad():
+        model.transformer.norm_f.weight[0] = float("nan")
+    hf.export(model, tmp_path / "nan")
+    settings = json.loads((tmp_path / "nan" / "config.json").read_text())
+    (tmp_path / "nan" / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
+    more = [f"--init_from={tmp_path / 'nan'}", "--run_dir=other", "--max_steps=3"]
+    done = python(*flags, *more)
+    assert done.returncode == 2 and "transformer.norm_f.weight holds numbers that are not finite" in done.stderr
+    assert "could not save step 3: " in done.stderr and "There is no checkpoint yet" in done.stderr
+    assert names(tmp_path / "other") == []
+
+
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_of_four_ranks_in_one_line(torchrun, tiny_data, tmp_path):
     out_of_space(lambda *args, **more: torchrun(4, *args, **more), tiny_data, tmp_path)
 
@@ -477,8 +543,8 @@ def made_up(run, step, **meta):
     """A checkpoint without tensors: what `choose` looks at."""
     path = Path(run) / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
-    (path / ".metadata").write_bytes(b"no tensors")
-    checkpoint.write_json(path / "meta.json", {"step": step, **meta})
+    (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    checkpoint.write_json(path / "meta.json", {"step": step, **META, **meta})
     files = (".metadata", "meta.json")
     checkpoint.write_json(path / "checksums.json", {name: checkpoint.checksum(path / name) for name in files})
     return path

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
+import checkpoint_files
 import files
 import generate
 import hf
@@ -461,9 +462,9 @@ def test_import_sample_and_export(tmp_path, capsys):
     assert tokenizer.name == "bytes" and name.endswith("step-0") and found.cfg == cfg
     assert same_weights(found, model.float())
     step = tmp_path / "run/checkpoints/step-0"
-    wanted = checkpoint.read_checksums(step)
+    wanted = checkpoint_files.read_checksums(step)
     assert {"meta.json", ".metadata"} < set(wanted)
-    assert all(checkpoint.fault(step / file, *numbers) is None for file, numbers in wanted.items())
+    assert all(checkpoint_files.fault(step / file, *numbers) is None for file, numbers in wanted.items())
     weights = sum(path.stat().st_size for path in step.glob("*.distcp"))
     assert weights < 1.2 * sum(2 * p.numel() for p in found.parameters()) + 50_000  # it keeps their dtype
 

@@ -1,6 +1,7 @@
 """resume.py: damage is found and named before training, what is unfit is put aside, what is of another run refused."""
 
 import binascii
+import codecs
 import contextlib
 import io
 import json
@@ -8,6 +9,9 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +19,12 @@ from unittest import mock
 
 import pytest
 import torch
-from test_checkpoint import META, made_up, names, save_several
+from conftest import clean_environment, flags_for
+from test_checkpoint import FLAGS, META, SMALL, made_up, names, save_several
 from test_parallel import MODEL, RUN, build
 
 import checkpoint
+import checkpoint_files
 import config
 import data
 import flops
@@ -225,17 +231,137 @@ def choose_again(world, cfg, by):
         return resume.choose(cfg)
 
 
+def choose_after_restart(world, cfg):
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        return choose(world, cfg)
+
+
+def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_saved, tmp_path):
+    """Nobody watches: the run must not begin at step 0. Who types the command reads what happens."""
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    cfg = replace(RUN, run_dir=str(run))
+    for name in ("step-1", "step-2"):
+        flip(run / "checkpoints" / name / "__0_0.distcp", 70)
+    for _ in range(2):
+        for answer, lines in ranks(2)(choose_after_restart, cfg):
+            assert answer.startswith(f"UserError: {run} has no sound checkpoint any more ({run}/checkpoints/step-2 is ")
+            assert answer.endswith("give the command again by hand to start at step 0") and not lines
+        assert names(run) == ["step-1", "step-2"]  # nothing changed, so the next restart refuses as well
+    answer, lines = chosen(ranks, 2, cfg)
+    assert answer is None and len(lines) == 2 and names(run) == ["step-1.damaged", "step-2.damaged"]
+
+
+@pytest.fixture
+def anyones():
+    """A folder that all users can reach."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def without_privilege():
+    """As an ordinary user, whom permissions stop."""
+    if os.getuid():
+        yield
+        return
+    codecs.lookup("utf-8-sig")  # import it now: Python may lie where others cannot read
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+NOBODY = 65534
+
+
+def choose_as_anyone(world, cfg):
+    with without_privilege():
+        return choose(world, cfg)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"])
+def test_what_may_not_be_read_is_neither_absent_nor_damaged(ranks, two_saved, anyones, hidden, size):
+    run = shutil.copytree(two_saved, anyones / "run")
+    for folder in (run, run / "checkpoints"):
+        folder.chmod(0o777)  # so a checkpoint could be given another name
+    path = run / "checkpoints" / hidden
+    before = path.stat().st_mode
+    path.chmod(0)
+    answers = ranks(size)(choose_as_anyone, replace(RUN, run_dir=str(run)))
+    path.chmod(before)
+    for answer, lines in answers:
+        assert answer.startswith("UserError: ") and "Permission denied" in answer and not lines
+        assert str(run / "checkpoints") in answer
+    assert names(run) == ["step-1", "step-2"]
+
+
+def snapshot(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lease.json")
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", ["checkpoints", "checkpoints/step-4/__0_0.distcp"])
+def test_a_run_without_permission_ends_and_changes_nothing(tiny_data, tmp_path, hidden):
+    stopped = [] if os.getuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # a mortal root
+    if stopped and not shutil.which("setpriv"):
+        pytest.skip("permissions do not stop root, and there is no setpriv")
+    flags = [*SMALL, *FLAGS, *flags_for(tiny_data), "--save_interval=2"]
+    command = [*stopped, sys.executable, fsdp_train.__file__, *flags]
+    how = {"cwd": tmp_path, "env": clean_environment(), "capture_output": True, "text": True}
+    first = subprocess.run([*command, "--max_steps=4"], **how)
+    assert first.returncode == 0, first.stderr
+    before, path = snapshot(tmp_path / "run"), tmp_path / "run" / hidden
+    mode = path.stat().st_mode
+    path.chmod(0)
+    second = subprocess.run([*command, "--max_steps=8"], **how)
+    path.chmod(mode)
+    errors = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
+    assert second.returncode == 2 and len(errors) == 1 and "Traceback" not in second.stderr, second.stderr
+    assert "Permission denied" in errors[0] and "run/checkpoints" in errors[0]
+    assert snapshot(tmp_path / "run") == before
+
+
+def check_program(world, folder):
+    """The exit status of resume.py, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            resume.demonstrate([str(folder)])
+        except (SystemExit, UserError) as leaving:
+            return getattr(leaving, "code", 2), printed.getvalue() or str(leaving)
+    return 0, printed.getvalue()
+
+
+def test_the_program_says_whether_all_are_sound(ranks, two_saved, tmp_path):
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    (run / "checkpoints" / "step-²").mkdir()
+    lines = [f"{run}/checkpoints/step-{n}: sound\n" for n in (1, 2)]
+    assert ranks(1)(check_program, run) == [(0, "".join(lines))]
+    flip(run / "checkpoints" / "step-1" / "__0_0.distcp", 70)
+    lines[0] = f"{run}/checkpoints/step-1: __0_0.distcp: checksum differs\n"
+    assert [status for status, _ in ranks(2)(check_program, run)] == [1, 1]
+    assert ranks(1)(check_program, run) == [(1, "".join(lines))]
+    for nothing in (tmp_path / "nowhere", tmp_path):
+        ((status, text),) = ranks(1)(check_program, nothing)
+        assert status == 2 and text.startswith("no checkpoint in")
+
+
 def unreadable(world, path):
     """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
     hidden = path if world.rank == 0 else path.with_name("elsewhere")
-    with mock.patch.object(checkpoint, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
+    with mock.patch.object(checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
         try:
             return checkpoint.verify(path)
         except UserError as error:
             return f"UserError: {error}"
 
 
-checkpoint_fault = checkpoint.fault
+checkpoint_fault = checkpoint_files.fault
 
 
 def test_a_node_that_does_not_see_the_folder_is_no_damage(ranks, two_saved):

@@ -15,7 +15,7 @@ ORDER = """
     corpus tokenizer shards loss optim launch_table flash_attention
     devices matmuls flops memory decoding speed calibrate
     attention model data lora
-    processes parallel pipeline runlog microbatch checkpoint resume resilience watch tensor_files hf
+    processes parallel pipeline runlog microbatch checkpoint_files checkpoint resume resilience watch tensor_files hf
     plot elastic sampling generate icl_tasks icl_score icl_eval fsdp_train plan_picture plan
     bench_team bench_compare bench_table bench_train bench_attention bench_machine bench serve
 """.split()
