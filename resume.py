@@ -149,7 +149,7 @@ def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
 
 
 def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
-    """What is about to run, in six lines, and a seventh if planning does not know this model."""
+    """What is about to run, in seven lines, and a warning if planning does not know this model."""
     per_rank = cfg.global_batch_size // world.size
     passes = math.ceil(per_rank / cfg.microbatch_size)
     impl = attention.choose(
@@ -161,7 +161,6 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
         model_cfg.attn_pdrop,
     )
     how = f"going on from {found}" if found else f"starting from {cfg.init_from}" if cfg.init_from else "starting anew"
-    how += "" if found else ": making the weights, then a first evaluation"
     if first >= cfg.max_steps:
         how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
     known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
@@ -176,6 +175,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
             f"{cfg.run_dir}: {how}",
             space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
             *unlike_formulas(model_cfg),
+            "reading the weights" if found or cfg.init_from else "drawing the weights, then a first evaluation",
         ]
     )
 

@@ -204,8 +204,10 @@ def fault(row: dict) -> str:
         if row.get(name, 0) < 0:
             return f"{name!r} is {row[name]}"
     for task, figures in row.get("icl", {}).items():
-        if not isinstance(figures, dict) or not all(files.has_type(x, float) for x in figures.values()):
-            return f"the figures of {files.shown(task)} are {files.shown(figures)}"
+        shown = dict.fromkeys(("foundry", "foundry_stderr", "chance", "acc", "nats_per_token"), float)
+        wrong = files.wrong_type(figures, shown) if isinstance(figures, dict) else f"it is {files.shown(figures)}"
+        if wrong:
+            return f"the figures of {files.shown(task)}: {wrong}"
     return ""
 
 

@@ -160,6 +160,17 @@ def test_a_cut_off_last_line_is_nothing_unusual(tmp_path, capsys):
     assert not list((tmp_path / "run").glob("*.damaged*"))
 
 
+def test_a_row_of_tasks_is_kept_with_all_that_is_in_it(tmp_path, capsys):
+    """Figures are numbers; a task may say more, in words or lists."""
+    log = opened(tmp_path)
+    figures = {"kind": "choice", "digest": "0a", "foundry": 1, "foundry_stderr": 0, "chance": 0.5, "n": [3]}
+    log.row({"step": 2, "icl": {"piqa": figures}})
+    before = log.path.read_bytes()
+    capsys.readouterr()
+    opened(tmp_path, first_step=2)
+    assert log.path.read_bytes() == before and capsys.readouterr().out == ""
+
+
 def test_rows_with_nan_are_rows(tmp_path):
     log = opened(tmp_path)
     log.row(row(1, loss=math.nan, grad_norm=math.inf, skipped=True, mfu=None, batch_hash="00ff"))
