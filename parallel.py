@@ -38,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import config
 import processes
+import startup
 from config import TrainConfig, UserError, require
 from model import MPT, init_weights
 from startup import RESUME_ME
@@ -110,7 +111,7 @@ def run(main) -> None:
     A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
     """
     status = 0
-    processes.end_with_torchrun()
+    startup.end_with_torchrun()
     try:
         main(sys.argv[1:])
         if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and what ends them if that, or torchrun, fails.
+"""How the ranks of a run find each other, and what ends them if that fails.
 
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there; together they get a name that no earlier start had
@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 import config
 from config import UserError, require
-from startup import RESUME_ME
+from startup import RESUME_ME, end, say, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
@@ -146,36 +145,6 @@ def in_time(what: str):
         yield
     finally:
         timer.cancel()
-
-
-def end_with_torchrun() -> None:
-    """If torchrun started this process, end when torchrun is gone: nobody else looks after it.
-
-    Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=look_for_parent, args=[os.getppid()], daemon=True).start()
-
-
-def look_for_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    end(f"{whoami(config.rank())} ends, since torchrun (process {parent}) is gone")
-
-
-def end(words: str) -> None:
-    """End this process from any thread."""
-    say(words)
-    sys.stdout.flush()
-    os._exit(RESUME_ME)
-
-
-def say(words: str) -> None:
-    print(f"error: {words}", file=sys.stderr, flush=True)
-
-
-def whoami(rank: int) -> str:
-    return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
 def slurm_variables() -> dict[str, str]:
