@@ -126,15 +126,15 @@ def run(main) -> None:
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         rank = config.rank()
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            config.say_error(error)
         elif not getattr(error, "everywhere", False):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
             time.sleep(5)
-            print(f"error on rank {rank}: {error}", file=sys.stderr)
+            config.say_error(error, f"error on rank {rank}")
         status = 2
     except BaseException as error:
         if is_lost(error):
-            print(f"error on rank {config.rank()}: lost another rank: {config.one_line(error)}", file=sys.stderr)
+            config.say_error(f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}")
             status = RESUME_ME
         else:
             traceback.print_exc()

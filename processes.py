@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import config
 from config import UserError, require
-from startup import RESUME_ME, end, say, whoami
+from startup import RESUME_ME, end, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
@@ -52,7 +52,7 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
             name = meet(store, rank, size, deadline)
         except dist.DistError as error:
             why = config.one_line(error)
-            say(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
+            config.say_error(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
             raise SystemExit(RESUME_ME) from error
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
@@ -98,7 +98,7 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
                 return name
         time.sleep(POLL)
     where = f"{store.host}:{store.port}"
-    say(f"{whoami(rank)} waited {MEETING} s in vain at {where}: rank 0 did not answer")
+    config.say_error(f"{whoami(rank)} waited {MEETING} s in vain at {where}: rank 0 did not answer")
     raise SystemExit(RESUME_ME)
 
 
@@ -118,7 +118,7 @@ def call_together(store: dist.Store, name: str, size: int, deadline: float) -> N
     who = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
     where = f"{store.host}:{store.port}"
     who = f"{len(missing)} of {size} ranks: {who}"
-    say(f"{whoami(0)} waited {MEETING} s in vain at {where} for {who}")
+    config.say_error(f"{whoami(0)} waited {MEETING} s in vain at {where} for {who}")
     raise SystemExit(RESUME_ME)
 
 

@@ -160,9 +160,10 @@ class Signals:
         while number := int.from_bytes(self.sockets[0].recv(1), "little"):
             if self.at_once or number == self.asked == signal.SIGINT:
                 os._exit(130 if number == signal.SIGINT else RESUME_ME)
-            if number == signal.SIGINT and config.rank() == 0:
-                print("\nsaving at the end of this step; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
             self.asked = number
+            if number == signal.SIGINT and config.rank() == 0:
+                with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee`, too
+                    print("\nsaving at the end of this step; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
 
 
 class Pace:

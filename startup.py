@@ -57,13 +57,8 @@ def look_for_parent(parent: int) -> None:
 
 def end(words: str) -> None:
     """End this process from any thread."""
-    say(words)
-    sys.stdout.flush()
-    os._exit(RESUME_ME)
-
-
-def say(words: str) -> None:
-    print(f"error: {words}", file=sys.stderr, flush=True)
+    config.say_error(words)
+    os._exit(config.flushed(RESUME_ME))
 
 
 def whoami(rank: int) -> str:
