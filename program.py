@@ -121,11 +121,16 @@ def flushed(status):
         left = isinstance(error, BrokenPipeError)
         if not left:
             say_error(f"standard output: {error}")
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):  # else the interpreter's own flush at exit fails, too, and says so
-            os.dup2(nowhere, stream.fileno())
+        silence()
         return status or (141 if left else 2)
     return status
+
+
+def silence() -> None:
+    """What is left to be written, and all that follows, goes nowhere: else the interpreter's own flush fails, too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())
 
 
 def say_error(words, head: str = "error") -> None:

@@ -229,7 +229,7 @@ def leave(asked: int) -> None:
     """End this rank, all being saved, as the signal `asked`. Raises SystemExit with the status of the table above."""
     if asked == signal.SIGUSR1:  # which torchrun does not know of
         parallel.end_torchrun()
-    raise SystemExit(130 if asked == signal.SIGINT else RESUME_ME)
+    raise SystemExit({signal.SIGINT: 130, signal.SIGPIPE: 141}.get(asked, RESUME_ME))
 
 
 # ---------------------------------------------------------------------------------------------------------------
