@@ -46,7 +46,7 @@ def parse_json(text: bytes, where: str, kind: type = dict, fields: dict | None =
         raise UserError(f"{where} is damaged ({config.one_line(error)}){fix}") from error
     wanted = {dict: "a JSON object", list: "a JSON list"}[kind]
     require(isinstance(value, kind), f"{where} is damaged (not {wanted}){fix}")
-    fault = missing(value, fields or {}) or wrong_type(value, fields or {})
+    fault = wrong_type(value, fields or {}) or missing(value, fields or {})
     require(not fault, f"{where} is damaged ({fault}){fix}")
     return value
 
@@ -113,8 +113,8 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
-    missing = sorted(set(columns) - set(table.fieldnames or ()))
-    require(not missing, f"{path} is not {what}: it has no column {', '.join(missing[:3])}")
+    lacking = sorted(set(columns) - set(table.fieldnames or ()))
+    require(not lacking, f"{path} is not {what}: it has no column {', '.join(lacking[:3])}")
     require(all(None not in row for row in rows), f"{path} is damaged (a row has more cells than there are columns)")
     return rows
 

@@ -138,7 +138,7 @@ def test_mistakes_are_told(flags, words, monkeypatch):
 def test_a_file_of_something_else_is_left_alone(python, tmp_path):
     (tmp_path / "a.csv").write_text("a,b\n1,2\n")
     done = python("train", *TINY, "--out=a.csv", program="bench.py")
-    assert done.returncode == 2 and "a.csv has other columns" in done.stderr
+    assert done.returncode == 2 and "a.csv is not a CSV of bench.py train" in done.stderr
     assert (tmp_path / "a.csv").read_text() == "a,b\n1,2\n"
 
 

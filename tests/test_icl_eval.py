@@ -232,7 +232,8 @@ def make_run(world, folder):
     mpt = parallel.parallelize(mpt, parallel.make_mesh(world, cfg), cfg, "fp32")
     parallel.materialize(mpt, world.device, 0)
     saver = checkpoint.Checkpointer(cfg.run_dir, 1)
-    saver.save(3, mpt, optim.build_optimizer(mpt.parameters(), cfg), {**asdict(model_cfg), **asdict(cfg)})
+    meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
+    saver.save(3, mpt, optim.build_optimizer(mpt.parameters(), cfg), meta)
     saver.finish()
 
 

@@ -31,12 +31,12 @@ SMALL = (
 
 def shrunk(command: str) -> list[str]:
     """The command with this Python, and small."""
-    command = command.replace("step-3000", "step-1").replace("3110:3130", "1:2")  # the run that is here has 2 steps
+    command = command.replace("step-3000", "step-1").replace("3110:3130", "2:3")  # the run that is here has 2 steps
     words = shlex.split(command)
     module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
     small = []
     if "--help" not in words and any(program in words for program in ("fsdp_train.py", "data.py")):
-        small = SMALL
+        small = [*SMALL, "--max_steps=3"] if "--skip_steps=2:3" in words else SMALL
     if "bench.py" in words:
         small = {
             "attention": "--d_model=32 --head_dims=16 --tokens=32 --lengths=32 --rounds=1 --turn_ms=1 --out=.".split(),
