@@ -202,9 +202,7 @@ def members(path: Path, file) -> dict[int, int]:
             require(stored, f"{path} is compressed: torch.save does not write that")
             if member.filename.endswith("/byteorder"):
                 order = archive.read(member)
-                require(
-                    order == b"little", f"{path} was written on a machine with another byte order: convert it there"
-                )
+                require(order == b"little", f"{path} has another byte order: convert it where it was written")
             file.seek(member.header_offset + 26)  # the lengths of the name and of what follows it
             lengths = struct.unpack("<HH", file.read(4))
             found[member.header_offset + 30 + sum(lengths)] = member.file_size

@@ -773,7 +773,7 @@ def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
         folder = tmp_path / "checkpoints/step-3"
         folder.parent.mkdir()
         settings = {**asdict(SMALL), **asdict(TrainConfig(tokenizer="bytes")), "data_fingerprint": "f00"}
-            checkpoint.prepare(folder, {"step": 3, **settings})
+        checkpoint.prepare(folder, {"step": 3, **settings})
         writer = checkpoint.Writer(folder)
         torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer, no_dist=True)
         done = python("export", tmp_path, tmp_path / "out", program="hf.py")
