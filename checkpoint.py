@@ -41,10 +41,13 @@ from checkpoint_files import (
     checksum,
     damage_named,
     fill,
+    on_rank_zero,
     own_error,
     read_meta,
+    read_metadata,
     reason_of,
     require_sound,
+    require_weights,
     verify,
 )
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
@@ -79,8 +82,11 @@ class Checkpointer:
         self.folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(self.folder, os.W_OK | os.X_OK)
         require(writable, f"no permission to write in {self.folder}: change it, or set another --run_dir")
-        for left_over in self.folder.glob("*.tmp"):
-            shutil.rmtree(left_over, ignore_errors=True)
+        for left_over in self.folder.glob("step-*.tmp"):
+            if left_over.is_dir() and not left_over.is_symlink():
+                shutil.rmtree(left_over, ignore_errors=True)
+            else:
+                left_over.unlink()
 
     def save(self, step: int, model: MPT, optimizer, meta: dict) -> None:
         """Copy weights and optimizer to host memory and write them in the background."""
@@ -275,7 +281,9 @@ def load(path: Path, model: MPT, optimizer) -> None:
     if saved != here:
         words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
         raise UserError(f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True)
-    fill(path, state)
+    metadata = on_rank_zero(lambda: read_metadata(path))
+    require_weights(path, metadata, state["model"])
+    fill(path, state, metadata)
     with damage_named(path):
         optim = {"optim_state_dict": state["optim"], "options": OPTIONS}
         set_state_dict(model, optimizer, model_state_dict=state["model"], **optim)
@@ -294,11 +302,14 @@ def load_model(path: Path, device: torch.device) -> MPT:
     UserError if the checkpoint is damaged. Where there are several ranks, all call it.
     """
     require_sound(path)
+    cfg, metadata = settings(path), on_rank_zero(lambda: read_metadata(path))
+    n_tensors = len(metadata.state_dict_metadata)  # a model of thousands of layers takes a minute to make
+    require(cfg.n_layers <= n_tensors, f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers")
     with torch.device("meta"):
-        cfg = settings(path)
         model = MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))  # this may be another device
+    require_weights(path, metadata, model.state_dict())  # before there is memory for them
     model.to_empty(device=device)
-    fill(path, {"model": model.state_dict()})
+    fill(path, {"model": model.state_dict()}, metadata)
     return model.eval()
 
 

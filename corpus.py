@@ -126,8 +126,11 @@ def parquet_documents(path: str):
             columns = {field.name: str(field.type) for field in table.schema_arrow}
             right = columns.get("text") in ("string", "large_string", "string_view")
             require(right, f"{path} has no column 'text' of strings, only {columns}")
+            # One text that is written once and meant a million times stays one text in memory.
+            table = pyarrow.parquet.ParquetFile(file, read_dictionary=["text"])
             for batch in table.iter_batches(columns=["text"]):
-                yield from batch.column(0).to_pylist()
+                for text in batch.column(0):
+                    yield text.as_py()
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise UserError(f"{path} is not a whole .parquet file: {config.one_line(error)}") from error
 

@@ -24,6 +24,7 @@ from config import UserError, require
 
 MAX_JSON = 2**27  # bytes; the largest JSON that we write or know of is the index of a 70B model, below 2**20
 MAX_CSV = 2**24
+MAX_COLUMNS = 1000
 
 
 def read_json(path, kind: type = dict, fields: dict | None = None, fix: str = ""):
@@ -110,6 +111,8 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     try:
         text = read_bytes(path, MAX_CSV).decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
+        n_columns = len(table.fieldnames or ())  # each row gets all of them, however short it is
+        require(n_columns <= MAX_COLUMNS, f"{path} has {n_columns:,} columns, expected at most {MAX_COLUMNS:,}")
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error

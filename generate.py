@@ -236,7 +236,8 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None
         dtypes = {stored.dtype for stored in hf.find_tensors(folder, model).values()}
         model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device=device)
         hf.load_into(model, path)
-        return model.eval(), tokenizers.load(tokenizer or hf.name_of_tokenizer(folder), folder / hf.OUR_TOKENIZER), path
+        tokenizer = tokenizer or hf.name_of_tokenizer(folder)
+        return model.eval(), tokenizers.load(tokenizer, hf.own_file(folder, tokenizer)), path
     require(not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer")
     found = checkpoint.find(path)
     if step is not None and (step > 0 or (found.parent / "step-0").exists()):

@@ -41,7 +41,7 @@ import program
 import tokenizer as tokenizers
 from attention import function_of
 from checkpoint_files import fill as fill_from
-from checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound
+from checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound, require_weights
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from resume import SAME_MODEL
@@ -248,7 +248,9 @@ def init_from(model: MPT, path) -> None:
         return load_into(model, path)
     found = on_rank_zero(lambda: checkpoint.find(str(path)))
     require_sound(found)
-    fill_from(found, {"model": model.state_dict()})
+    metadata, state = on_rank_zero(lambda: read_metadata(found)), model.state_dict()
+    require_weights(found, metadata, state)
+    fill_from(found, {"model": state}, metadata)
 
 
 def check_same_model(path, ours: MPTConfig) -> None:
@@ -266,7 +268,8 @@ def check_same_tokenizer(path, name: str, file) -> None:
         found = checkpoint.find(str(path))
         theirs, their_file = checkpoint.read_meta(found)["tokenizer"], found.parent.parent / "tokenizer.json"
     else:
-        theirs, their_file = name_of_tokenizer(path), (path if path.is_dir() else path.parent) / OUR_TOKENIZER
+        theirs = name_of_tokenizer(path)
+        their_file = own_file(path, theirs)
     same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
     if not same:
         same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
@@ -311,7 +314,8 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     if found:
         require_sound(found)
     cfg = settings_of(found) if found else source.cfg
-    state = weights_of(found) if found else source.state_dict()
+    metadata = read_metadata(found) if found else None
+    state = weights_of(metadata) if found else source.state_dict()
     check_format(state, cfg)
     settings = config_to(cfg, next(iter(state.values())).dtype)
 
@@ -319,7 +323,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
         tensors = {name: state[name] for name in names}
         if found:
             tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-            fill_from(found, {"model": tensors})
+            fill_from(found, {"model": tensors}, metadata)
         return tensors
 
     with published(Path(folder)) as temporary:
@@ -334,18 +338,18 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
 
 def copy_tokenizer(path: Path, folder: Path) -> str:
     """The name of the tokenizer of a checkpoint; if it has a file, that goes into `folder`."""
-    name, ours = checkpoint.read_meta(path)["tokenizer"], path.parent.parent / "tokenizer.json"
+    name, file = checkpoint.read_meta(path)["tokenizer"], path.parent.parent / "tokenizer.json"
     theirs = name.endswith(".json")
-    file = ours if ours.exists() or not theirs else Path(name)
     if theirs or name.startswith("bpe"):
-        require(file.exists(), f"{path} was trained with the tokenizer {name}, which is not there any more")
+        require(not file.is_symlink(), f"{file} is a link: put the file there that it points to")
+        tokenizers.load(name, file)  # is it one?
         shutil.copy(file, folder / (THEIR_TOKENIZER if theirs else OUR_TOKENIZER))
     return THEIR_TOKENIZER if theirs else name
 
 
-def weights_of(path: Path) -> dict:
-    """Name -> tensor without memory, of the weights in a checkpoint of ours."""
-    entries = read_metadata(path).state_dict_metadata
+def weights_of(metadata) -> dict:
+    """Name -> tensor without memory, of the weights in a checkpoint of ours, from what `read_metadata` says."""
+    entries = metadata.state_dict_metadata
     weights = {name.removeprefix("model."): entry for name, entry in entries.items() if name.startswith("model.")}
     return {name: torch.empty(w.size, dtype=w.properties.dtype, device="meta") for name, w in weights.items()}
 
@@ -359,7 +363,7 @@ def import_(source, run_dir, tokenizer: str | None = None) -> None:
     cfg = settings_of(source)
     name = tokenizer or name_of_tokenizer(source)
     name = str(Path(name).absolute()) if name.endswith(".json") else name
-    cut = tokenizers.load(name, (source if source.is_dir() else source.parent) / OUR_TOKENIZER)
+    cut = tokenizers.load(name, own_file(source, name))
     fits = cut.vocab_size <= cfg.vocab_size
     require(fits, f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set --tokenizer")
     of_run = asdict(TrainConfig(run_dir=str(run_dir), tokenizer=name))
@@ -387,13 +391,21 @@ def name_of_tokenizer(source: Path) -> str:
     """tokenizer.json if that is there, or what config.json names if that is one of ours, or gpt2 if it names none."""
     file = (source if source.is_dir() else source.parent) / THEIR_TOKENIZER
     named = str(foreign_settings(source)[0].get("tokenizer_name") or "gpt2")
+    if file.exists():
+        return str(file)
     try:
-        return str(file) if file.exists() else tokenizers.canonical(named)
+        require(not named.endswith(".json"), "not beside the weights")  # a stranger may name any file
+        return tokenizers.canonical(named)
     except UserError as error:
         raise UserError(
             f"{source} wants the tokenizer {named}: put its tokenizer.json there, or take gpt2's ids, which to this "
             "model are other words, with --tokenizer=gpt2"
         ) from error
+
+
+def own_file(source: Path, name: str) -> Path | None:
+    """Where the tokenizer of a foreign folder or file lies if it is a bpe-N. A tokenizer.json is its own path."""
+    return None if name.endswith(".json") else (source if source.is_dir() else source.parent) / OUR_TOKENIZER
 
 
 def main(argv) -> None:

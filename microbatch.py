@@ -112,7 +112,9 @@ def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
     records = [record for record in read(path) if record["circumstances"] != here] + [new]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{rank}.tmp")
-    temporary.write_text(json.dumps(records, indent=2))
+    temporary.unlink(missing_ok=True)  # what a crash has left, or a stranger's link
+    with open(temporary, "x") as file:
+        json.dump(records, file, indent=2)
     os.replace(temporary, path)
 
 

@@ -17,6 +17,7 @@ largest = max |b - a|, mean = sum |b - a| / steps. Read next: generate.py.
 """
 
 import argparse
+import io
 import itertools
 import math
 import shutil
@@ -28,6 +29,7 @@ from pathlib import Path
 import config
 import program
 import runlog
+from shards import write_atomically
 
 LETTERS = string.ascii_uppercase  # one a run, for its validation losses
 DOTS = ".:+x*o%#"  # and one dot a run
@@ -173,7 +175,9 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
             draw(axes, runs, key, x, small=key != panels[0][0])
         lines = [matplotlib.lines.Line2D([], [], **handle) for handle in handles]
         figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
-        figure.savefig(path, dpi=120)
+        picture = io.BytesIO()
+        figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
+        write_atomically(path, picture.getvalue())  # not through a link that lies in a stranger's folder
     return True
 
 

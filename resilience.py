@@ -33,6 +33,7 @@ import torch.distributed as dist
 import config
 import files
 import parallel
+import runlog
 from config import UserError, require
 from parallel import RESUME_ME
 
@@ -58,6 +59,7 @@ class Lease:
     def take(self) -> None:
         """Own the folder, or raise UserError naming who does."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        runlog.require_no_links(self.run_dir)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         refused = None
         try:

@@ -75,6 +75,8 @@ class RunLog:
         if self.rank > 0:
             return
         folder = self.path.parent
+        linked = tokenizer_file.is_symlink()
+        config.require(not linked, f"{tokenizer_file} is a link: put the file there that it points to")
         folder.mkdir(parents=True, exist_ok=True)
         rows, bad = read_rows(self.path) if os.path.lexists(self.path) else ([], [])
         write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
@@ -224,6 +226,15 @@ def fault(row: dict) -> str:
 def left_out(path: Path, bad: list[str]) -> str:
     """How many lines of a file are damaged, and which is the first."""
     return f"{path}: {len(bad)} damaged line{'s are' if len(bad) > 1 else ' is'} left out, the first: {bad[0]}"
+
+
+def require_no_links(run_dir) -> None:
+    """UserError if what a run reads, replaces or deletes in its folder is a link to another place."""
+    names = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json"
+    for name in (*names.split(), "checkpoints"):
+        path = Path(run_dir) / name
+        words = f"{path} is a link, and a run changes nothing outside of its folder"
+        config.require(not path.is_symlink(), f"{words}: move there what it points to, or set another --run_dir")
 
 
 def keep_damaged(path: Path) -> Path:

@@ -118,10 +118,14 @@ def cut(path: Path, tokens: int) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all. OSError, which names the file, if the disk is full."""
+    """Write a file at once or not at all. OSError, which names the file, if the disk is full.
+
+    A link in the folder of somebody else is replaced, never followed.
+    """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)  # what a crash has left, or a link
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

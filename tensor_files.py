@@ -200,6 +200,9 @@ def members(path: Path, file) -> dict[int, int]:
         for member in archive.infolist():
             stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
             require(stored, f"{path} is compressed: torch.save does not write that")
+            if member.filename.endswith("/byteorder"):
+                order = archive.read(member)
+                require(order == b"little", f"{path} has another byte order: convert it where it was written")
             file.seek(member.header_offset + 26)  # the lengths of the name and of what follows it
             lengths = struct.unpack("<HH", file.read(4))
             found[member.header_offset + 30 + sum(lengths)] = member.file_size
@@ -230,6 +233,7 @@ def tensor_of(path: Path, name, tensor, room: dict[int, int]) -> Stored:
     require(isinstance(name, str), f"{path} holds no dictionary of weights by name")
     where = f"{config.one_line(name)} in {path}"
     known = isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES.values() and tensor.is_contiguous()
+    known = known and not tensor.is_neg()  # whose numbers in the file have the other sign
     require(known, f"{where} is not a contiguous tensor of floating-point numbers")
     begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)  # -1: it was made up, without a storage
     first = tensor.storage_offset() * tensor.itemsize

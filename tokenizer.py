@@ -109,7 +109,7 @@ class Tokenizer:
         """Write the tokens to `path` as JSON, at once or not at all: a reader never sees half a file."""
         words = [token.decode("latin-1") for token in self.tokens]  # one character a byte
         temporary = f"{path}.{os.getpid()}.tmp"
-        with open(temporary, "w") as f:
+        with open(temporary, "x") as f:  # never through a link
             json.dump({"name": self.name, "fingerprint": self.fingerprint, "tokens": words}, f)
             f.flush()
             os.fsync(f.fileno())
@@ -129,11 +129,12 @@ class HuggingFace:
         except ImportError as error:
             raise UserError(f"{path} is read by Hugging Face's: pip install -r requirements-extra.txt") from error
         content = read(path)
-        probe(path, content)
         try:
+            described = json.loads(content)
+            bytewise = "ByteLevel" in json.dumps(described["decoder"])
+            probe(path, json.dumps(described))  # written anew: in the file itself a name may be spelled with \\u0067
             self.library = tokenizers.Tokenizer.from_str(content.decode())
-            bytewise = "ByteLevel" in json.dumps(json.loads(content)["decoder"])
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, UserError):
             raise
         except BaseException as error:  # the library's errors have no class of their own, its panics are no Exception
             damaged = f"{path} is not Hugging Face's tokenizer.json, or is damaged"
@@ -172,9 +173,9 @@ def read(path) -> bytes:
         raise UserError(f"cannot read the tokenizer file {path}: {error.strerror}") from error
 
 
-def probe(path: str, content: bytes) -> None:
+def probe(path: str, content: str) -> None:
     """UserError if a tokenizer.json with patterns of its own does not encode some text within seconds and 4 GB."""
-    if not any(word in content for word in (b"Regex", b"Replace", b"Prepend")):
+    if not any(word in content for word in ("Regex", "Replace", "Prepend")):
         return
     try:
         done = subprocess.run([sys.executable, "-c", PROBE, path], capture_output=True, timeout=PROBE_SECONDS)
@@ -206,10 +207,13 @@ def canonical(name: str) -> str:
 
 def load(name: str, path: str | None = None) -> Tokenizer | HuggingFace:
     """The tokenizer `name`; a `bpe-N` is read from the file `path` that `save` wrote, a tokenizer.json from its copy at
-    `path` if there is one. UserError if it is not there."""
+    `path`, or without a `path` from `name`. UserError if it is not there.
+
+    A stranger's run may name any file: its name is a name, and what is read is the copy.
+    """
     name = canonical(name)
     if name.endswith(".json"):
-        return HuggingFace(name, path if path and Path(path).exists() else name)
+        return HuggingFace(name, name if path is None else path)
     if name == "bytes":
         return Tokenizer(name, [bytes([b]) for b in range(256)])
     return load_gpt2() if name == "gpt2" else load_bpe(name, path)

@@ -20,7 +20,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, clean_environment, flags_for
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import checkpoint
 import generate
@@ -408,3 +415,75 @@ def test_no_program_runs_a_strangers_code(trained, tmp_path, name):
 
 def names_of(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Settings of another model
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"no_bias": True}, r"weights of .*step-5 are not those of its settings, such as .*bias'"),
+        ({"alibi": True}, r"1 weights of .*step-5 are not those of its settings, such as '.*wpe\.weight'"),
+        ({"d_model": 2**18, "n_heads": 2**10}, r"are not those of its settings"),
+        ({"n_layers": 10_000}, r"holds 16 tensors, too few for 10000 layers"),
+    ],
+    ids=["bias", "positions", "huge", "layers"],
+)
+def test_weights_that_the_settings_do_not_ask_for_are_not_left_out(run, settings, message):
+    """They would be ignored in silence, and the model would be another one; or memory for terabytes would be asked."""
+    path = run / "checkpoints" / "step-5"
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | settings))
+    seal(path)
+    with pytest.raises(UserError, match=message):
+        USES["sample"](run, None)
+
+
+def test_metadata_of_many_pieces_are_read_in_seconds(tmp_path):
+    """Of 20,000: a 70B on 1,024 ranks has a hundred times as many."""
+    entries, places, n = {}, {}, 20_000
+    chunks = [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 64])) for i in range(n)]
+    entries["model.w"] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([n, 64]), chunks)
+    for i, chunk in enumerate(chunks):
+        places[MetadataIndex("model.w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 256 * i, 256)
+    (tmp_path / "__0_0.distcp").write_bytes(bytes(256 * n))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
+    begin = time.process_time()
+    assert len(read_metadata(tmp_path).storage_data) == n
+    assert time.process_time() - begin < 20  # 1 here
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# A tokenizer elsewhere
+
+
+def private_tokenizer(run, tmp_path, link: bool):
+    """The run's settings name a file of the user's, or the run's copy is a link to it."""
+    import tokenizer as tokenizers
+
+    private = tmp_path / "private.json"
+    tokenizers.Tokenizer("bpe-257", tokenizers.BYTES).save(str(private))
+    path = run / "checkpoints" / "step-5"
+    meta = json.loads((path / "meta.json").read_text())
+    (path / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bpe-257" if link else str(private)}))
+    if link:
+        (run / "tokenizer.json").symlink_to(private)
+    seal(path)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_export_copies_no_file_from_elsewhere(run, tmp_path, link):
+    private_tokenizer(run, tmp_path, link)
+    with pytest.raises(
+        UserError, match="is a link" if link else "cannot read the tokenizer file .*/run/tokenizer.json"
+    ):
+        hf.export(run, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_sampling_reads_no_tokenizer_from_elsewhere(run, tmp_path):
+    private_tokenizer(run, tmp_path, link=False)
+    with pytest.raises(UserError, match="cannot read the tokenizer file .*/run/tokenizer.json"):
+        USES["sample"](run, None)

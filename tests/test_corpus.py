@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -363,3 +364,15 @@ def test_a_subset_that_is_not_there_is_one_line(stream):
     with pytest.raises(UserError, match="dataset='owner/name:de': .*SUBSET") as caught:
         stream([{"text": "x"}], ":de")
     assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_that_says_one_text_many_times_takes_little_memory(tmp_path):
+    """400 bytes on disk; as 60,000 texts they were 12 GB at once."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 60_000, pyarrow.int32()), ["x" * 200_000])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": text}), path, store_schema=False, compression="zstd")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    documents = corpus.file_documents(str(path))
+    assert [len(next(documents)) for _ in range(3)] == [200_000] * 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB

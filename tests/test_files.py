@@ -110,3 +110,11 @@ def test_tables(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match=message):
             files.read_csv(path, ["a"], "a table of mine")
+
+
+def test_a_table_of_many_columns_is_refused(tmp_path):
+    """Each of its short rows would become a row of them all: gigabytes from a file of one megabyte."""
+    names = ",".join(f"c{i}" for i in range(50_000))
+    (tmp_path / "a.csv").write_text(names + "\n" + "1\n" * 100_000)
+    with pytest.raises(UserError, match="has 50,000 columns, expected at most 1,000"):
+        files.read_csv(tmp_path / "a.csv")

@@ -138,7 +138,7 @@ def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
     """A stranger's run folder may hold a link: what it points to is not written."""
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "lease.json").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match="lease.json"):
+    with pytest.raises(UserError, match="lease.json is a link"):
         taken(tmp_path)
     assert (tmp_path / "mine").read_text() == "precious"
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import config
+import microbatch
 import plot
 import runlog
 from config import MPTConfig, TrainConfig, UserError
@@ -353,3 +354,30 @@ def test_no_mutation_of_a_run_folder_is_a_traceback(tmp_path, monkeypatch, capsy
         for path in run.glob("*.damaged*"):
             path.unlink()
     capsys.readouterr()
+
+
+# --- links in a stranger's folder
+
+
+OURS = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json checkpoints".split()
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_run_refuses_links_to_other_places(tmp_path, name):
+    """It would replace, copy or delete what they point to."""
+    (tmp_path / "run").mkdir()
+    runlog.require_no_links(tmp_path / "run")
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=f"{name} is a link, and a run changes nothing outside"):
+        runlog.require_no_links(tmp_path / "run")
+
+
+def test_nothing_is_written_through_a_link(tmp_path):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for name in ("a.json", "microbatch.json.0"):
+        (tmp_path / f"{name}.tmp").symlink_to(precious)
+    runlog.write_atomically(tmp_path / "a.json", b"new")
+    microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits", rank=0)
+    assert precious.read_text() == "mine"
+    assert (tmp_path / "a.json").read_text() == "new" and microbatch.read(tmp_path / "microbatch.json")

@@ -263,3 +263,16 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
     with pytest.raises(UserError, match="pytorch_model.bin is compressed: torch.save does not write that"):
         tensor_files.locate(tmp_path)
     assert time.monotonic() - begin < 5
+
+
+def test_another_byte_order_and_a_hidden_sign_are_refused(tmp_path):
+    """torch.load of another byte order crashed without memory for the tensors, and the sign was lost."""
+    torch.save({"x": torch.arange(4.0)}, tmp_path / "here.bin")
+    with zipfile.ZipFile(tmp_path / "here.bin") as here, zipfile.ZipFile(tmp_path / "big.bin", "w") as big:
+        for name in here.namelist():
+            big.writestr(name, b"big" if name.endswith("byteorder") else here.read(name))
+    torch.save({"x": torch.arange(4.0)._neg_view()}, tmp_path / "negative.bin")
+    with pytest.raises(UserError, match="another byte order"):
+        tensor_files.locate(tmp_path / "big.bin")
+    with pytest.raises(UserError, match="not a contiguous tensor"):
+        tensor_files.locate(tmp_path / "negative.bin")

@@ -406,3 +406,11 @@ def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
 def test_demonstration():
     done = subprocess.run([sys.executable, "tokenizer.py"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout
+
+
+def test_a_pattern_whose_name_is_spelled_in_another_way_is_tried_too(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    theirs(path, r"(a+)+$")
+    path.write_text(path.read_text().replace('"Regex"', '"Re\\u0067ex"'))
+    with pytest.raises(UserError, match="cannot encode some lines of text"):
+        load(str(path))
