@@ -232,7 +232,8 @@ def make_run(world, folder):
     mpt = parallel.parallelize(mpt, parallel.make_mesh(world, cfg), cfg, "fp32")
     parallel.materialize(mpt, world.device, 0)
     saver = checkpoint.Checkpointer(cfg.run_dir, 1)
-    saver.save(3, mpt, optim.build_optimizer(mpt.parameters(), cfg), {**asdict(model_cfg), **asdict(cfg)})
+    meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
+    saver.save(3, mpt, optim.build_optimizer(mpt.parameters(), cfg), meta)
     saver.finish()
 
 
@@ -346,6 +347,7 @@ def test_program_answers_mistakes_in_one_line(run):
         (["run", "--shot=1"], "did you mean 'shots'"),
         (["run", "--limit=-1"], "limit must be 0 or more"),
         (["run", "--batch_tokens=0"], "batch_tokens must be at least 1"),
+        (["nowhere", "--tasks=all"], "no checkpoint in 'nowhere'"),  # the Hub is not asked
         (["run", "--out=nowhere/a.json"], "no folder for --out=nowhere/a.json"),
     ):
         with pytest.raises(UserError, match=words):
