@@ -114,8 +114,8 @@ def flushed(status):
     """Write what is left of the output. Returns `status`; in place of 0, 141 if the reader of the output has left, or
     2 if the disk is full."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller, as by `>&-`
+            stream.flush()
     except OSError as error:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # else the interpreter's own flush at exit fails, too, and says so
