@@ -19,7 +19,6 @@ counts the FLOPs and the bytes of a step, too. Nothing else but `--device=auto` 
 
 import functools
 import json
-import math
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Literal

@@ -137,7 +137,7 @@ def main(argv) -> None:
         done, rate = step + 1, tokens / seconds
         bad = bad_steps.see(done, loss, grad_norm, batch_hash)
         to_save = 0 < 60 * cfg.save_minutes < time.monotonic() - saved_at
-        met = resilience.meet(world, signals.asked, to_save, saver.settled(), own_seconds())
+        met = resilience.meet(world, signals.asked or log.asked, to_save, saver.settled(), own_seconds())
         log.row(
             {
                 "step": done,

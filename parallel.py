@@ -38,6 +38,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import config
 import processes
+import startup
 from config import TrainConfig, UserError, require
 from model import MPT, init_weights
 from startup import RESUME_ME
@@ -110,7 +111,7 @@ def run(main) -> None:
     A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
     """
     status = 0
-    processes.end_with_torchrun()
+    startup.end_with_torchrun()
     try:
         main(sys.argv[1:])
         if dist.is_initialized():
@@ -125,15 +126,15 @@ def run(main) -> None:
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         rank = config.rank()
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            config.say_error(error)
         elif not getattr(error, "everywhere", False):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
             time.sleep(5)
-            print(f"error on rank {rank}: {error}", file=sys.stderr)
+            config.say_error(error, f"error on rank {rank}")
         status = 2
     except BaseException as error:
         if is_lost(error):
-            print(f"error on rank {config.rank()}: lost another rank: {config.one_line(error)}", file=sys.stderr)
+            config.say_error(f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}")
             status = RESUME_ME
         else:
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""How the ranks of a run find each other, and what ends them if that, or torchrun, fails.
+"""How the ranks of a run find each other, and what ends them if that fails.
 
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there; together they get a name that no earlier start had
@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 import config
 from config import UserError, require
-from startup import RESUME_ME
+from startup import RESUME_ME, end, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
@@ -53,7 +52,7 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
             name = meet(store, rank, size, deadline)
         except dist.DistError as error:
             why = config.one_line(error)
-            say(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
+            config.say_error(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
             raise SystemExit(RESUME_ME) from error
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
@@ -99,7 +98,7 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
                 return name
         time.sleep(POLL)
     where = f"{store.host}:{store.port}"
-    say(f"{whoami(rank)} waited {MEETING} s in vain at {where}: rank 0 did not answer")
+    config.say_error(f"{whoami(rank)} waited {MEETING} s in vain at {where}: rank 0 did not answer")
     raise SystemExit(RESUME_ME)
 
 
@@ -119,7 +118,7 @@ def call_together(store: dist.Store, name: str, size: int, deadline: float) -> N
     who = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
     where = f"{store.host}:{store.port}"
     who = f"{len(missing)} of {size} ranks: {who}"
-    say(f"{whoami(0)} waited {MEETING} s in vain at {where} for {who}")
+    config.say_error(f"{whoami(0)} waited {MEETING} s in vain at {where} for {who}")
     raise SystemExit(RESUME_ME)
 
 
@@ -146,36 +145,6 @@ def in_time(what: str):
         yield
     finally:
         timer.cancel()
-
-
-def end_with_torchrun() -> None:
-    """If torchrun started this process, end when torchrun is gone: nobody else looks after it.
-
-    Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=look_for_parent, args=[os.getppid()], daemon=True).start()
-
-
-def look_for_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    end(f"{whoami(config.rank())} ends, since torchrun (process {parent}) is gone")
-
-
-def end(words: str) -> None:
-    """End this process from any thread."""
-    say(words)
-    sys.stdout.flush()
-    os._exit(RESUME_ME)
-
-
-def say(words: str) -> None:
-    print(f"error: {words}", file=sys.stderr, flush=True)
-
-
-def whoami(rank: int) -> str:
-    return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
 def slurm_variables() -> dict[str, str]:

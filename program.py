@@ -15,6 +15,7 @@ those without call `arguments`. Run `python program.py A B` to see a mistake. Re
 """
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -101,7 +102,7 @@ def run(main) -> None:
         status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         if rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            say_error(error)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -117,13 +118,25 @@ def flushed(status):
         for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller, as by `>&-`
             stream.flush()
     except OSError as error:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # else the interpreter's own flush at exit fails, too, and says so
-        if isinstance(error, BrokenPipeError):
-            return status or 141
-        print(f"error: standard output: {error}", file=sys.stderr)
-        return status or 2
+        left = isinstance(error, BrokenPipeError)
+        if not left:
+            say_error(f"standard output: {error}")
+        silence()
+        return status or (141 if left else 2)
     return status
+
+
+def silence() -> None:
+    """What is left to be written, and all that follows, goes nowhere: else the interpreter's own flush fails, too."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        os.dup2(nowhere, stream.fileno())
+
+
+def say_error(words, head: str = "error") -> None:
+    """One line. If nobody can read it (a full disk, a reader that has left), the exit status must do."""
+    with contextlib.suppress(OSError):
+        print(f"{head}: {words}", file=sys.stderr, flush=True)
 
 
 def demonstrate(argv) -> None:

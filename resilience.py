@@ -160,9 +160,10 @@ class Signals:
         while number := int.from_bytes(self.sockets[0].recv(1), "little"):
             if self.at_once or number == self.asked == signal.SIGINT:
                 os._exit(130 if number == signal.SIGINT else RESUME_ME)
-            if number == signal.SIGINT and config.rank() == 0:
-                print("\nsaving at the end of this step; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
             self.asked = number
+            if number == signal.SIGINT and config.rank() == 0:
+                with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee`, too
+                    print("\nsaving at the end of this step; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
 
 
 class Pace:
@@ -228,7 +229,7 @@ def leave(asked: int) -> None:
     """End this rank, all being saved, as the signal `asked`. Raises SystemExit with the status of the table above."""
     if asked == signal.SIGUSR1:  # which torchrun does not know of
         parallel.end_torchrun()
-    raise SystemExit(130 if asked == signal.SIGINT else RESUME_ME)
+    raise SystemExit({signal.SIGINT: 130, signal.SIGPIPE: 141}.get(asked, RESUME_ME))
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 
 import config
 import files
+import program
 from config import UserError
 from shards import write_atomically
 
@@ -62,6 +64,7 @@ class RunLog:
     def __init__(self, cfg, rank: int):
         self.cfg, self.rank = cfg, rank
         self.path = Path(cfg.run_dir) / "metrics.jsonl"
+        self.asked = 0  # signal.SIGPIPE once the reader of the output has left
         self.size, self.unwritten = 0, b""  # bytes of whole rows in the file, and those that did not go there yet
 
     def start(self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int) -> None:
@@ -92,10 +95,17 @@ class RunLog:
             print(text, flush=True)
 
     def row(self, row: dict) -> None:
-        """Append one line of metrics and show it. While the disk is full, the rows wait and training goes on."""
+        """Append one line of metrics and show it. While the disk is full, the rows wait and training goes on.
+
+        If the reader of the output has left, `asked` says so: Ctrl-C ends `| tee`, too, and the run is to save first.
+        """
         if self.rank > 0:
             return
-        self.say(line(row, self.cfg.max_steps))
+        try:
+            self.say(line(row, self.cfg.max_steps))
+        except BrokenPipeError:
+            self.asked = signal.SIGPIPE
+            program.silence()
         waited = bool(self.unwritten)
         self.unwritten += json.dumps(row).encode() + b"\n"
         try:

@@ -1,4 +1,5 @@
-"""What the trainer does before it imports PyTorch, which takes seconds: say so, and obey signals.
+"""What the trainer does before it imports PyTorch, which takes seconds: say so, obey signals, and
+end if torchrun is killed.
 
     fsdp_train.py, first lines:    if __name__ == "__main__": startup.begin(sys.argv[1:])
 
@@ -7,8 +8,11 @@ Run `python startup.py configs/demo.py` to see the line. Read next: processes.py
 
 import contextlib
 import os
+import platform
 import signal
 import sys
+import threading
+import time
 
 import config
 from config import MPTConfig, TrainConfig, UserError
@@ -17,12 +21,13 @@ RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program 
 
 
 def begin(argv: list[str]) -> None:
-    """Obey signals as later; on rank 0 say what is loading.
+    """Obey signals and end with torchrun, as later; on rank 0 say what is loading.
 
     Says nothing if `argv` asks for help or is wrong: fsdp_train.main answers that.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, leave)
+    end_with_torchrun()
     if config.rank() > 0 or {"--help", "-h"} & set(argv):
         return
     with contextlib.suppress(UserError, OSError):
@@ -33,6 +38,31 @@ def begin(argv: list[str]) -> None:
 def leave(number: int, frame) -> None:
     """Nothing is there to be saved yet."""
     os._exit(130 if number == signal.SIGINT else RESUME_ME)
+
+
+def end_with_torchrun() -> None:
+    """If torchrun started this process, end when torchrun is gone: nobody else looks after it.
+
+    Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=look_for_parent, args=[os.getppid()], daemon=True).start()
+
+
+def look_for_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    end(f"{whoami(config.rank())} ends, since torchrun (process {parent}) is gone")
+
+
+def end(words: str) -> None:
+    """End this process from any thread."""
+    config.say_error(words)
+    os._exit(config.flushed(RESUME_ME))
+
+
+def whoami(rank: int) -> str:
+    return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
 if __name__ == "__main__":

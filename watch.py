@@ -97,7 +97,7 @@ class Watch:
             why = "; ".join(found) or "all ranks wait for each other, so a device or the network hangs"
             with contextlib.suppress(*LOST):  # where the run folder is what hangs
                 why = f"{why}. {self.ask(self.last_good)}"
-            print(f"error: no step for {self.minutes:g} minutes: {why}", file=sys.stderr)
+            config.say_error(f"no step for {self.minutes:g} minutes: {why}")
         self.wait_for_readers()
         end(RESUME_ME)
 
@@ -118,7 +118,7 @@ class Watch:
         status = self.farewell()
         if status is None:  # the first to speak
             status = RESUME_ME
-            print(f"error: {self.name} {line}. {self.last_good()}", file=sys.stderr)
+            config.say_error(f"{self.name} {line}. {self.last_good()}")
             self.tell(status, wait=not parallel.is_lost(error))
         raise SystemExit(status) from error
 
@@ -170,9 +170,7 @@ def end(status: int) -> None:
     """Leave at once, from any thread."""
     if status == 2:
         parallel.end_torchrun()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    os._exit(config.flushed(status))
 
 
 def demonstrate(argv) -> None:

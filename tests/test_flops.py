@@ -354,7 +354,7 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--lora_rank=2 --lora_first_block=24", "below n_layers 24"),
     ("--devices=0", "devices must be at least 1"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 0 to 1e15, not -5"),
-    ("--tokens_per_second=1e300", "tokens_per_second must be from 0 to 1e15, not 1e+300"),
+    ("--tokens_per_second=1e300", "tokens_per_second must be from 0 to 1e15, not 1e.300"),
     ("--tokens_per_second=inf", "tokens_per_second in the command line is inf, expected a number"),
     ("--tokens_per_second=nan", "tokens_per_second"),
     ("--peak_tflops=0", "peak_tflops must be more than 0"),

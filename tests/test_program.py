@@ -107,6 +107,15 @@ def test_a_closed_output_is_no_bug(closed):
     assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+@pytest.mark.parametrize("arguments", ["A", "A B"])
+def test_the_exit_status_is_right_where_even_the_error_cannot_be_written(tmp_path, arguments):
+    """As with `>log 2>&1` on a full disk."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, ROOT / "program.py", *arguments.split()]
+        assert subprocess.run(command, stdout=full, stderr=full, cwd=tmp_path).returncode == 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_program_helps_complains_and_ends_quietly(name, forked):

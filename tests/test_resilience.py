@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TORCHRUN, clean_environment, flags_for
+from conftest import ROOT, TORCHRUN, clean_environment, flags_for
 
 import checkpoint
 import config
@@ -171,6 +171,24 @@ def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
         with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
             lease.check()
     assert resilience.read_lease(path)["pid"] == 8  # left alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (None, 141)])
+def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data, number, status):
+    """As when Ctrl-C in `... 2>&1 | tee log` ends tee, too; or when only the reader ends."""
+    flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, f"--run_dir={tmp_path / 'run'}"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, ROOT / "fsdp_train.py", *flags]
+    process = subprocess.Popen(command, env=clean_environment(), **streams)
+    while "loss" not in process.stdout.readline() and process.poll() is None:
+        pass
+    process.stdout.close()
+    if number:
+        process.send_signal(number)
+    assert process.wait(60) == status
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest and sorted(steps_of(tmp_path / "run"))[-1] == checkpoint.number(newest)
 
 
 # ---------------------------------------------------------------------------------------------------------------

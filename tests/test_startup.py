@@ -47,3 +47,16 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
     rest, errors = process.communicate(timeout=60)
     assert (process.returncode, rest, errors) == (status, "", "")
     assert not any(tmp_path.iterdir())  # it had not begun
+
+
+def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
+    """A shell stands for torchrun; what takes long in the rank are imports."""
+    program = "import startup, time; startup.begin(['--help']); print('here', flush=True); time.sleep(60)"
+    shell = ["sh", "-c", f'{sys.executable} -c "{program}" & wait']
+    env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen(shell, cwd=ROOT, env=env, **streams)
+    assert parent.stdout.readline() == "here\n"
+    parent.kill()
+    _, errors = parent.communicate(timeout=20)  # ends when the rank has closed its streams
+    assert errors.startswith("error: rank 1 (process ") and "torchrun" in errors

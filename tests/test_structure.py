@@ -110,22 +110,6 @@ def test_no_module_variable_changes(path):
     assert not calls & {"exec", "eval"}
 
 
-def n_lines(path):
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-@every_file
-def test_a_room_is_comfortable(path):
-    limit = 600 if path.stem == "flash_attention" else 450  # three kernels, the lesson, and the operator around them
-    assert n_lines(path) <= limit, "probably two subjects"
-
-
-def test_a_train_step_is_1640_lines():
-    """What a reader must know to understand one."""
-    rooms = ["model", "attention", "data", "optim", "parallel", "fsdp_train"]
-    assert sum(n_lines(ROOT / f"{name}.py") for name in rooms) <= 1640
-
-
 @pytest.mark.parametrize("function, limit", [("main", 150), ("train_step", 40)])
 def test_the_loop_stays_short(function, limit):
     (node,) = (n for n in tree(ROOT / "fsdp_train.py").body if getattr(n, "name", "") == function)
