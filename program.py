@@ -127,7 +127,7 @@ def flushed(status):
 
 
 def silence() -> None:
-    """What is left to be written, and all that follows, goes nowhere: else the interpreter's own flush fails, too."""
+    """Send all further output to /dev/null, or the interpreter's own flush at exit fails, too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         os.dup2(nowhere, stream.fileno())

@@ -74,7 +74,7 @@ def choose(cfg: TrainConfig) -> Path | None:
 
 
 def nothing_sound(run_dir: str, unfit_ones: list) -> str:
-    """What a restart that nobody watches says, instead of beginning at step 0."""
+    """The error of an automatic restart that finds no sound checkpoint."""
     path, _, reason = unfit_ones[0]
     return (
         f"{run_dir} has no sound checkpoint any more ({path} {reason}), and this is a restart, which does not start "
