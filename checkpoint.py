@@ -94,7 +94,7 @@ class Checkpointer:
         begin = time.perf_counter()
         path = self.folder / f"step-{step}.tmp"
         state = state_of(model, optimizer)
-        meta = {"step": step, "optimizer": kind_of(optimizer), **meta}
+        meta = meta | {"step": step, "optimizer": kind_of(optimizer)}  # even if a setting has such a name
         self.attempt(step, lambda: prepare(path, meta))
         options = {"storage_writer": Writer(path), "process_group": self.group, "async_stager": self.stager}
         self.pending = step, dcp.async_save(state, **options)

@@ -220,7 +220,7 @@ class Unpickler(pickle._Unpickler):
 
     def load_state(self):
         state = self.stack.pop()
-        require(type(self.stack[-1]) is Record, "it sets fields of what has none")
+        require(type(self.stack[-1]) is Record, "it sets fields of something that is no object")
         self.stack[-1].state = state
 
     dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in PLAIN}
@@ -238,7 +238,7 @@ def read_metadata(path: Path) -> Metadata:
             check_entry(name, entry, metadata.storage_data)
     except OSError:
         raise
-    except Exception as error:  # whatever bytes that are no such pickle bring about
+    except Exception as error:  # arbitrary bytes raise arbitrary exceptions
         reason = config.one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}"
         raise UserError(f"{path}/.metadata cannot be trusted ({reason})") from error
     return metadata

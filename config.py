@@ -287,12 +287,12 @@ def load(argv: list[str], *classes: type) -> list:
 def read_file(path: str) -> dict:
     """The assignments of a config file, without helpers (`_name`) and imported modules."""
     require(os.path.isfile(path), f"no config file {path!r} (flags are written --key=value){near_file(path)}")
-    line = f"{path} is still running after {PATIENCE} s: if it does not end, press Ctrl-C\n"
-    slow = threading.Timer(PATIENCE, sys.stderr.write, [line if rank() == 0 else ""])
+    line = f"{path} is still running after {PATIENCE} s: if it does not end, press Ctrl-C"
+    slow = threading.Timer(PATIENCE, lambda: rank() == 0 and print(line, file=sys.stderr, flush=True))
     slow.daemon = True
     slow.start()
     try:
-        refuse_annotations(path)
+        refuse_idle_lines(path)
         names = runpy.run_path(path)
     except (UserError, KeyboardInterrupt):
         raise
@@ -303,21 +303,24 @@ def read_file(path: str) -> dict:
     return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
 
 
-def refuse_annotations(path: str) -> None:
-    """UserError for `d_model: 64`, as in YAML: to Python that is a remark on types, which sets nothing."""
+def refuse_idle_lines(path: str) -> None:
+    """UserError for lines that set nothing: `d_model: 64` as in YAML, `{"d_model": 64}` as in JSON, `d_model == 64`."""
     with open(path, "rb") as file:
-        lines = ast.parse(file.read()).body
+        lines = ast.parse(file.read(), path).body
     for line in lines:
+        where = f"{path}, line {line.lineno}: "
         if isinstance(line, ast.AnnAssign) and line.value is None:
             name, value = ast.unparse(line.target), ast.unparse(line.annotation)
-            raise UserError(f"{path}, line {line.lineno}: '{name}: {value}' sets nothing, write {name} = {value}")
+            raise UserError(f"{where}'{name}: {value}' sets nothing, write {name} = {value}")
+        idle = isinstance(line, ast.Expr) and not isinstance(line.value, ast.Call | ast.Constant)
+        require(not idle, f"{where}{shown(ast.unparse(line))} sets nothing, write key = value")
 
 
 def near_file(path: str) -> str:
     """A hint with the config file whose name is nearest, or nothing."""
     folder = os.path.dirname(path) or "configs"
     there = [os.path.join(folder, f) for f in os.listdir(folder)] if os.path.isdir(folder) else []
-    near = difflib.get_close_matches(path, there, n=1)
+    near = difflib.get_close_matches(path, set(there) - {path}, n=1)
     return f", did you mean {near[0]}?" if near else ""
 
 

@@ -30,7 +30,8 @@ class DecodingArgs:
     context: int = 0  # tokens of each that are in the cache (0 = max_seq_len)
 
     def check(self) -> None:
-        require(self.batch > 0, f"batch must be at least 1, not {self.batch}")
+        fine = 0 < self.batch < 10**9
+        require(fine, f"batch must be from 1 to a billion, not {config.shown(self.batch)}")
         require(self.context >= 0, f"context must be 0 or more, not {self.context}")
 
 

@@ -197,7 +197,7 @@ def by_name(text: str) -> Device:
             return row
     words = dict.fromkeys(filter(is_model, " ".join(row.name for row in TABLE).lower().split()))
     near = difflib.get_close_matches(text.lower(), words, n=3) or list(words)
-    raise UserError(f"no accelerator {text!r} in devices.py, did you mean {' or '.join(near)}?")
+    raise UserError(f"no accelerator {config.shown(text)} in devices.py, did you mean {' or '.join(near)}?")
 
 
 def is_model(word: str) -> bool:

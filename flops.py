@@ -19,7 +19,6 @@ counts the FLOPs and the bytes of a step, too. Nothing else but `--device=auto` 
 
 import functools
 import json
-import math
 import sys
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -189,8 +188,8 @@ class FlopsArgs:
 
     def check(self) -> None:
         require(self.devices > 0, f"devices must be at least 1, not {self.devices}")
-        known = 0 <= self.tokens_per_second < math.inf
-        require(known, f"tokens_per_second must be 0 or more, not {self.tokens_per_second}")
+        known = 0 <= self.tokens_per_second < 10**15
+        require(known, f"tokens_per_second must be from 0 to 1e15, not {self.tokens_per_second:g}")
         for name in ("peak_tflops", "n_params"):
             value = getattr(self, name)
             require(not isinstance(value, int | float) or value > 0, f"{name} must be more than 0, not {value}")

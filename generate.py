@@ -224,12 +224,19 @@ def write(decoder: Decoder, texts: list[Text], speed: Speed, **how):
             begin = time.perf_counter()
 
 
+def find(path: str) -> Path:
+    """A Hugging Face folder, or a checkpoint of ours. UserError if there is neither."""
+    folder = Path(path)
+    theirs = (folder / "config.json").exists() and not hf.is_ours(folder)
+    return folder if theirs else checkpoint.find(path)
+
+
 def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None = None):
     """The model, its tokenizer and a name, from a run folder or a checkpoint of ours (step 0: the untrained model), or
     from a Hugging Face folder, whose ids are those of `tokenizer` (None: of its tokenizer.json, else gpt2)."""
-    folder = Path(path)
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
-    if (folder / "config.json").exists() and not hf.is_ours(folder):
+    folder = found = find(path)
+    if not hf.is_ours(folder):
         require(step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step")
         with torch.device("meta"):
             model = MPT(hf.settings_of(path))
@@ -239,7 +246,6 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None
         tokenizer = tokenizer or hf.name_of_tokenizer(folder)
         return model.eval(), tokenizers.load(tokenizer, hf.own_file(folder, tokenizer)), path
     require(not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer")
-    found = checkpoint.find(path)
     if step is not None and (step > 0 or (found.parent / "step-0").exists()):
         found = found.parent / f"step-{step}"
         there = ", ".join(p.name for p in checkpoint.complete(found.parent))

@@ -28,7 +28,7 @@ import shutil
 import sys
 import typing
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
@@ -44,7 +44,7 @@ from checkpoint_files import fill as fill_from
 from checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound, require_weights
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT
-from resume import SAME_MODEL
+from resume import SAME_MODEL, norm_of
 from tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
 SHARD = 5 * 10**9  # bytes of one exported file, at most
@@ -130,10 +130,19 @@ def check_rope(attention: dict, values: dict, source: str) -> None:
 
 
 def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
-    """What config.json says of a model, for transformers and LLM Foundry alike. UserError for another attention."""
+    """What config.json says of a model, for transformers and LLM Foundry alike.
+
+    UserError for a function that the format lacks: another attention or norm, a setting of your own.
+    """
+    values = asdict(cfg)
     known = function_of(cfg.attn_impl) == "auto"
     require(known, f"attn_impl={cfg.attn_impl} is another function than MPT's attention: this format cannot hold it")
-    values = asdict(cfg)
+    known = norm_of(cfg.norm_type) == "layernorm"
+    require(known, f"norm_type={cfg.norm_type} is not MPT's norm: this format cannot hold it")
+    theirs = {*TOP, *ATTENTION, "kv_n_heads", "attn_impl"}
+    own = [field for field in fields(cfg) if field.name not in theirs]
+    changed = [f"{field.name}={values[field.name]}" for field in own if values[field.name] != field.default]
+    require(not changed, f"this format cannot hold {', '.join(changed)}: the model would be another one")
     for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):  # transformers takes only whole numbers here
         values[name] = int(values[name]) if values[name] == int(values[name]) else values[name]
     kind = {None: "multihead_attention", 1: "multiquery_attention"}.get(cfg.kv_n_heads, "grouped_query_attention")
@@ -280,7 +289,7 @@ def meaning(cfg: MPTConfig) -> dict:
     """The settings that decide shapes and logits, without those that have no effect beside the others."""
     values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
     values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
-    values["attn_impl"] = function_of(cfg.attn_impl)
+    values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
     needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
     return {name: value for name, value in values.items() if needs.get(name, True)}
 

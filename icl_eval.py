@@ -318,6 +318,7 @@ def main(argv) -> None:
     (cfg,) = config.load([arg for arg in argv if arg.startswith("-")], EvalConfig)
     require(len(runs) == 1, "usage: python icl_eval.py RUN [--tasks=...] (--help lists the settings)")
     require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
+    generate.find(runs[0])  # first, since the tasks may come from the Hub, slowly
     world = parallel.start()
     how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
     tasks = parallel.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))

@@ -7,7 +7,8 @@ PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay = decoupled_weigh
 exactly, and its fused kernel can be used. As in MPT's recipes, all parameters are in one group.
 
 To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
-step takes `closure=None`, as theirs do.
+step takes `closure=None`, as theirs do. It may have several parameter groups, such as one without
+decay; each step gives all groups the same learning rate.
 
 Run `python optim.py` to see the schedules. Read next: parallel.py.
 """

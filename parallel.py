@@ -253,7 +253,12 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
 
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
-    """Give a meta-device model memory, and each rank its part of the initial weights (none if seed is None)."""
+    """Give a meta-device model memory, and each rank its part of the initial weights (none if seed is None).
+
+    UserError if that memory is too small, or if a buffer would be left with what the memory held before.
+    """
+    buffers = ", ".join(name for name, _ in model.named_buffers())
+    require(not buffers, f"nothing fills the buffers of model.py ({buffers[:80]}): compute them in forward instead")
     try:
         model.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:

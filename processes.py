@@ -98,7 +98,7 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
                 return name
         time.sleep(POLL)
     where = f"{store.host}:{store.port}"
-    config.say_error(f"{whoami(rank)} waited {MEETING} s in vain at {where}: rank 0 did not answer")
+    config.say_error(f"{whoami(rank)} waited {MEETING} s at {where}, but rank 0 did not answer")
     raise SystemExit(RESUME_ME)
 
 
@@ -118,14 +118,14 @@ def call_together(store: dist.Store, name: str, size: int, deadline: float) -> N
     who = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
     where = f"{store.host}:{store.port}"
     who = f"{len(missing)} of {size} ranks: {who}"
-    config.say_error(f"{whoami(0)} waited {MEETING} s in vain at {where} for {who}")
+    config.say_error(f"{whoami(0)} waited {MEETING} s at {where} for {who}")
     raise SystemExit(RESUME_ME)
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group of all ranks, which may come at different times. A collective."""
     if dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros(1))  # wait for all: from here on none has an excuse
+        dist.all_reduce(torch.zeros(1))  # wait for all: from here on a late rank is a lost one
     with in_time("connect a new group"):
         return dist.new_group(backend="gloo", timeout=timeout)
 

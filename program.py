@@ -115,8 +115,8 @@ def flushed(status):
     """Write what is left of the output. Returns `status`; in place of 0, 141 if the reader of the output has left, or
     2 if the disk is full."""
     try:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller, as by `>&-`
+            stream.flush()
     except OSError as error:
         left = isinstance(error, BrokenPipeError)
         if not left:
@@ -127,9 +127,9 @@ def flushed(status):
 
 
 def silence() -> None:
-    """What is left to be written, and all that follows, goes nowhere: else the interpreter's own flush fails, too."""
+    """Send all further output to /dev/null, or the interpreter's own flush at exit fails, too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         os.dup2(nowhere, stream.fileno())
 
 

@@ -32,7 +32,7 @@ from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from model import MPT
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
-SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop") and f != "norm_type"]
+SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 SAME_RUN = ["seed", "global_batch_size"]
 
 
@@ -74,7 +74,7 @@ def choose(cfg: TrainConfig) -> Path | None:
 
 
 def nothing_sound(run_dir: str, unfit_ones: list) -> str:
-    """What a restart that nobody watches says, instead of beginning at step 0."""
+    """The error of an automatic restart that finds no sound checkpoint."""
     path, _, reason = unfit_ones[0]
     return (
         f"{run_dir} has no sound checkpoint any more ({path} {reason}), and this is a restart, which does not start "
@@ -127,6 +127,7 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
     here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
     for settings in (here, meta):
         settings["attn_impl"] = attention.function_of(settings["attn_impl"])
+        settings["norm_type"] = norm_of(settings["norm_type"])
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
     imported = str(meta["data_fingerprint"]).startswith("imported from")
@@ -139,6 +140,11 @@ def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, f
         not differ,
         f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
     )
+
+
+def norm_of(norm_type: str) -> str:
+    """The function of a norm, in whatever precision: a run may change the latter when it goes on."""
+    return norm_type.removeprefix("low_precision_")
 
 
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:

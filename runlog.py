@@ -229,9 +229,12 @@ def left_out(path: Path, bad: list[str]) -> str:
 
 
 def require_no_links(run_dir) -> None:
-    """UserError if what a run reads, replaces or deletes in its folder is a link to another place."""
+    """UserError if a file that a run reads or replaces in its folder is a link to another place.
+
+    `checkpoints` may be one: people put them on a larger disk.
+    """
     names = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json"
-    for name in (*names.split(), "checkpoints"):
+    for name in names.split():
         path = Path(run_dir) / name
         words = f"{path} is a link, and a run changes nothing outside of its folder"
         config.require(not path.is_symlink(), f"{words}: move there what it points to, or set another --run_dir")

@@ -66,7 +66,7 @@ class Shard:
 
 
 def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
-    """The shards of a data folder in order; other files there are none of our business."""
+    """The shards of a data folder in order; other files are ignored."""
     return sorted(p for p in Path(folder).glob("*.bin") if re.fullmatch(rf"{split}-[0-9]+\.bin", p.name))
 
 

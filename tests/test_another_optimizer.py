@@ -134,7 +134,8 @@ def save_and_go_on(world, name, folder):
     saver = checkpoint.Checkpointer(str(folder), 1)
     for number in range(3):
         step(world, model, optimizer, number)
-    saver.save(3, model, optimizer, META)
+    own = {"optimizer": "the value of a setting that a forker gave this name"}
+    saver.save(3, model, optimizer, META | own)
     saver.finish()
     return [step(world, model, optimizer, number) for number in (3, 4)], full_weights(model)
 

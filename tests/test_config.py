@@ -319,6 +319,12 @@ def test_a_file_that_looks_like_yaml(write):
     assert both(write("d_model: int = 64\nn_heads = 2\n"))["d_model"] == 64
 
 
+@pytest.mark.parametrize("line", ['{"d_model": 64}', "d_model == 64", "d_model, 64", "-5"])
+def test_lines_that_set_nothing(line, write):
+    path = write(f'"""A docstring is fine."""\nd_model = 128\nprint("so is this")\n{line}\n')
+    assert re.fullmatch(rf"{path}, line 4: .* sets nothing, write key = value", error(path))
+
+
 @pytest.mark.parametrize("line", ["import sys; sys.exit(3)", "raise SystemExit", "exit()", "raise GeneratorExit"])
 def test_a_file_that_exits_is_named(line, write):
     path = write(f"{line}\n")

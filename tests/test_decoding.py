@@ -74,7 +74,8 @@ BAD = [
     ("--device=mi25o", "did you mean mi250"),
     ("--context=2049", "beyond max_seq_len 2048"),
     ("--context=-1", "context must be 0 or more"),
-    ("--batch=0", "batch must be at least 1"),
+    ("--batch=0", "batch must be from 1 to a billion, not 0"),
+    ("--batch=1e300", "batch must be from 1 to a billion, not a number of 300 digits"),
 ]
 
 

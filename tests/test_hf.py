@@ -5,7 +5,7 @@ import json
 import random
 import resource
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -783,6 +783,24 @@ def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
     smaller = replace(SMALL, expansion_ratio=2)
     with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
         hf.check_format(build(SMALL).state_dict(), smaller)
+
+
+@dataclass
+class Forked(MPTConfig):
+    """Settings as a forker adds them."""
+
+    window: int = 0
+    norm_type: str = "low_precision_layernorm"
+
+
+@pytest.mark.parametrize(
+    "name, value", [("window", 8), ("norm_type", "rmsnorm"), ("norm_type", "low_precision_rmsnorm")]
+)
+def test_settings_that_the_format_lacks_are_not_exported(name, value):
+    cfg = Forked(**asdict(SMALL))
+    assert hf.config_to(cfg) == hf.config_to(SMALL)
+    with pytest.raises(UserError, match=f"{name}={value}.*this format|this format.*{name}={value}"):
+        hf.config_to(replace(cfg, **{name: value}))
 
 
 NESTED = json.loads("[" * 500 + "]" * 500)

@@ -347,6 +347,7 @@ def test_program_answers_mistakes_in_one_line(run):
         (["run", "--shot=1"], "did you mean 'shots'"),
         (["run", "--limit=-1"], "limit must be 0 or more"),
         (["run", "--batch_tokens=0"], "batch_tokens must be at least 1"),
+        (["nowhere", "--tasks=all"], "no checkpoint in 'nowhere'"),  # the Hub is not asked
         (["run", "--out=nowhere/a.json"], "no folder for --out=nowhere/a.json"),
     ):
         with pytest.raises(UserError, match=words):

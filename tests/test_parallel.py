@@ -594,6 +594,14 @@ def test_weights_that_do_not_fit_are_the_users_mistake():
     assert "\n" not in str(caught.value)
 
 
+def test_a_buffer_of_your_own_is_not_left_with_garbage():
+    with torch.device("meta"):
+        model = MPT(MPTConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64))
+        model.transformer.register_buffer("cosines", torch.ones(4), persistent=False)
+    with pytest.raises(UserError, match=r"nothing fills the buffers of model.py \(transformer.cosines\)"):
+        parallel.materialize(model, torch.device("cpu"), 1)
+
+
 def mesh_of(world, cfg, local_size):
     try:
         mesh = parallel.make_mesh(replace(world, local_size=local_size), cfg)

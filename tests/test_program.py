@@ -101,6 +101,12 @@ def test_output_to_a_full_disk_is_one_line(tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "No space left" in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["1", "2"])
+def test_a_closed_output_is_no_bug(closed):
+    command = f"{sys.executable} config.py configs/demo.py {closed}>&- {3 - int(closed)}>/dev/null"
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
 @pytest.mark.parametrize("arguments", ["A", "A B"])
 def test_the_exit_status_is_right_where_even_the_error_cannot_be_written(tmp_path, arguments):

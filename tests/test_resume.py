@@ -480,6 +480,15 @@ def test_what_may_change_may_change():
     resume.check_same(Path("x"), META, model, run, "f00")
 
 
+def test_a_norm_of_your_own_is_another_model_but_its_precision_is_not():
+    for saved, here in [("layernorm", "rmsnorm"), ("low_precision_rmsnorm", "low_precision_layernorm")]:
+        with (
+            mock.patch.dict(config.MPTConfig.__annotations__, norm_type=str),
+            pytest.raises(UserError, match="another model: norm_type"),
+        ):
+            resume.check_same(Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00")
+
+
 def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
     free = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
     assert set(OTHER) | free == set(MPTConfig.__dataclass_fields__)
