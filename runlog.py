@@ -111,9 +111,9 @@ class RunLog:
         waited = bool(self.unwritten)
         self.unwritten += json.dumps(row).encode() + b"\n"
         try:
-            with open(self.path, "r+b") as file:
+            with open(self.path, "ab") as file:
+                self.size = min(self.size, file.tell())  # somebody may have cut or deleted it
                 file.truncate(self.size)  # without what an earlier try has left there
-                file.seek(self.size)
                 file.write(self.unwritten)
             self.size, self.unwritten = self.size + len(self.unwritten), b""
         except OSError as error:

@@ -49,6 +49,22 @@ def test_going_on_forgets_rows_that_will_come_again(tmp_path):
     assert launches[0]["torch"] == torch.__version__ and "pytest" in launches[0]["command"]
 
 
+def test_metrics_deleted_or_cut_during_the_run_go_on(tmp_path, capsys):
+    log = opened(tmp_path)
+    log.row(row(1))
+    log.path.unlink()
+    for step in (2, 3):
+        log.row(row(step))
+    log.path.write_text("")
+    for step in (4, 5):
+        log.row(row(step))
+    assert runlog.read(tmp_path / "run") == [row(4), row(5)]
+    log.path.unlink()
+    log.row(row(6))
+    assert log.path.read_text() == json.dumps(row(6)) + "\n"
+    assert "cannot write" not in capsys.readouterr().out
+
+
 def test_only_rank_zero_writes(tmp_path, capsys):
     log = opened(tmp_path, rank=1)
     log.row(row(1))
