@@ -29,7 +29,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 # What every room needs of program.py it takes from here.
-from program import UserError, arguments, flushed, one_line, rank, require, run, say_error, show_help, wants_help  # noqa: F401
+from program import (  # noqa: F401
+    UserError,
+    arguments,
+    flushed,
+    one_line,
+    rank,
+    require,
+    run,
+    say_error,
+    show_help,
+    wants_help,
+)
 
 # What each number can be meant to be, from the smallest to the largest; anything else is a slip.
 RANGES = {
