@@ -76,7 +76,7 @@ def test_what_needs_too_much_memory_is_noted_and_the_others_go_on(python, tmp_pa
     assert [line["sharding"] for line in lines] == ["ZERO1", "DDP"] * 2
     assert [line["global_batch_size"] for line in lines[:2]] == ["4", "4"] and lines[0]["grad_accum"] == "2"
     assert all(0 < float(line["communication"]) < 1 for line in lines[:2])
-    assert "- not measured: ZERO1, d_model 524288" in done.stdout
+    assert "- not measured: 2x524288, ZERO1: out of memory" in done.stdout
 
 
 @pytest.mark.slow
