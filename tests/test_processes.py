@@ -92,7 +92,7 @@ def test_who_does_not_come_is_named(connect, pool, capsys):
     assert line.startswith("error: rank 0 (process ") and line.endswith(" for 2 of 4 ranks: 1, 3\n")
     alone = meet(connect, pool, 1, 4, 0.2)
     assert alone.exception().code == 75
-    assert capsys.readouterr().err.endswith(": rank 0 did not answer\n")
+    assert capsys.readouterr().err.endswith(", but rank 0 did not answer\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------

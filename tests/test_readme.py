@@ -56,13 +56,13 @@ def copy(tmp_path_factory, tiny_text):
     folder = tmp_path_factory.mktemp("readme") / "project"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__", "benchmarks"))
     shutil.copytree(tiny_text, folder / "my")
+    shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
     done = run(shrunk("python fsdp_train.py configs/demo.py"), folder)
     assert done.returncode == 0, done.stderr
     done = run(shrunk("python bench.py train --out=scaling.csv"), folder)  # for the commands that read such rows
     assert done.returncode == 0, done.stderr
     for name in ("one", "two", "moved"):  # as of make elastic
         shutil.copytree(folder / "runs/demo", folder / "runs/elastic" / name)
-    shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
     row = json.dumps({"query": "the", "choices": ["river", "tree"], "gold": 0})
     (folder / "words.jsonl").write_text(f"{row}\n")
     cfg = MPTConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=32, alibi=True, no_bias=True)

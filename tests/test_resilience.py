@@ -490,19 +490,20 @@ def test_what_is_no_range_of_steps(text):
 
 
 def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
-    """A real file that cannot grow, as on a full disk: the rows are there when it can again, each once."""
-    cfg = TrainConfig(run_dir=str(tmp_path))
+    """A folder that vanishes, and a real file that cannot grow, as on a full disk: the rows are there later, once."""
+    folder = tmp_path / "run"
+    cfg = TrainConfig(run_dir=str(folder))
     log = runlog.RunLog(cfg, 0)
     log.start(config.MPTConfig(), cfg, {}, tmp_path / "none", 0)
     rows = [{"step": n, "val_loss": 1.0, "val_bits_per_byte": 2.0} for n in range(6)]
     log.row(rows[0])
-    aside = log.path.rename(tmp_path / "aside")
+    aside = folder.rename(tmp_path / "aside")
     log.row(rows[1])
     log.row(rows[2])
     assert capsys.readouterr().out.count("cannot write") == 1
-    aside.rename(log.path)
+    aside.rename(folder)
     log.row(rows[3])
-    assert runlog.read(tmp_path) == rows[:4]
+    assert runlog.read(folder) == rows[:4]
     program = (
         "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); import runlog; from config import *;"
         "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
@@ -512,5 +513,5 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); row(5)"
     )
     root = Path(runlog.__file__).parent
-    subprocess.run([sys.executable, "-c", program, tmp_path, root], check=True, capture_output=True)
-    assert runlog.read(tmp_path) == rows
+    subprocess.run([sys.executable, "-c", program, folder, root], check=True, capture_output=True)
+    assert runlog.read(folder) == rows
