@@ -509,8 +509,8 @@ def test_a_run_that_ends_with_nan_weights_does_not_publish_them(python, tiny_dat
     (tmp_path / "nan" / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
     more = [f"--init_from={tmp_path / 'nan'}", "--run_dir=other", "--max_steps=3"]
     done = python(*flags, *more)
-    assert done.returncode == 2 and "transformer.norm_f.weight holds numbers that are not finite" in done.stderr
-    assert "could not save step 3: " in done.stderr and "There is no checkpoint yet" in done.stderr
+    assert done.returncode == 2 and "No step was good" in done.stderr
+    assert "There is no checkpoint yet" in done.stderr
     assert names(tmp_path / "other") == []
 
 
