@@ -135,7 +135,7 @@ def moves(ranks, folder, source, targets):
     "source, targets",
     [
         ((2, "FULL_SHARD"), {1: ["DDP"]}),
-        ((2, "DDP"), {4: ["HYBRID_SHARD"]}),
+        pytest.param((2, "DDP"), {4: ["HYBRID_SHARD"]}, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_anywhere(ranks, tmp_path, source, targets):

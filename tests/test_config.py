@@ -392,6 +392,7 @@ def test_config_imports_no_torch():
     assert result.stdout == "False False\n"
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_said_once(torchrun):
     result = torchrun(2, "--n_layer=3")
     assert result.returncode != 0

@@ -80,6 +80,10 @@ def test_the_readme_has_the_two_commands_first():
 
 
 SLOW = (
+    "python attention.py",
+    "hf.py import",
+    "generate.py",
+    "--max_steps=1000",
     "bench.py machine",
     "bench.py attention",
     "--sizes=",

@@ -153,7 +153,8 @@ parallel.run(main)
 """
 
 
-@pytest.mark.parametrize("script, threads", [pytest.param(TORCHRUN, 8, marks=pytest.mark.slow), (SRUN, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script, threads", [(TORCHRUN, 8), (SRUN, 3)])
 def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
     """The four processes really join: parallel.start returns when all of them have met."""
     job.put("fsdp_train.py", WHO)

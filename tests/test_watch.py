@@ -63,6 +63,7 @@ def errors(folder) -> list[str]:
     return [line for line in (folder / "log").read_text().splitlines() if line.startswith("error")]
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     """The reading of rank 1 hangs, as on a dead file server; the others wait for it and then end, in time."""
     reading = "time.sleep(10**6 * (step == 9 and rank == 1))"
