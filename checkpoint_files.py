@@ -415,7 +415,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def main(argv) -> None:
-    require(len(argv) == 1, "usage: python checkpoint_files.py runs/demo/checkpoints/step-200")
+    config.arguments(argv, "CHECKPOINT")
     path = Path(argv[0])
     require_sound(path)
     for name, entry in read_metadata(path).state_dict_metadata.items():

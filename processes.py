@@ -179,6 +179,7 @@ def slurm_first_host() -> str:
 
 
 def demonstrate(argv) -> None:
+    config.arguments(argv)
     require("RANK" in os.environ, "one process is alone: torchrun --nproc_per_node 2 processes.py")
     begin = time.monotonic()
     join("gloo", config.rank(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=MEETING))

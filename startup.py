@@ -10,7 +10,6 @@ import contextlib
 import os
 import platform
 import signal
-import sys
 import threading
 import time
 
@@ -45,8 +44,10 @@ def end_with_torchrun() -> None:
 
     Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        threading.Thread(target=look_for_parent, args=[os.getppid()], daemon=True).start()
+    looking = any(thread.name == "look_for_parent" for thread in threading.enumerate())
+    if "TORCHELASTIC_RUN_ID" in os.environ and not looking:
+        options = {"name": "look_for_parent", "args": [os.getppid()], "daemon": True}
+        threading.Thread(target=look_for_parent, **options).start()
 
 
 def look_for_parent(parent: int) -> None:
@@ -65,5 +66,10 @@ def whoami(rank: int) -> str:
     return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
+def demonstrate(argv) -> None:
+    config.load(argv, MPTConfig, TrainConfig)  # answers --help and mistakes
+    begin(argv)
+
+
 if __name__ == "__main__":
-    begin(sys.argv[1:])
+    config.run(demonstrate)

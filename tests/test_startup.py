@@ -27,7 +27,7 @@ def run(*command, **environment):
     ],
 )
 def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags, rank, said):
-    done = run("startup.py", *flags, RANK=rank)
+    done = run("-c", "import startup, sys; startup.begin(sys.argv[1:])", *flags, RANK=rank)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
