@@ -4,7 +4,7 @@
 # make test-all   the slow tests
 # make lint       what ruff finds
 #
-# Each first sees to .venv: environment.py says what goes into it, and does nothing if all is there.
+# Each first sees to .venv: install.py says what goes into it, and does nothing if all is there.
 # PYTHON=... chooses the Python below it: the first python3 on the PATH, so an active conda or venv's.
 
 PYTHON ?= $(shell command -v python3 2>/dev/null || echo python)
@@ -21,7 +21,7 @@ help:
 
 train: setup
 	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
-	$(PY) plot.py runs/demo
+	$(PY) -m lifecycle.plot runs/demo
 	$(PY) generate.py runs/demo --prompt='def ' --step=0
 	$(PY) generate.py runs/demo --prompt='def '
 	@echo
@@ -31,7 +31,7 @@ train: setup
 	@echo "  $(LAUNCH) fsdp_train.py configs/stories.py"
 
 elastic: setup
-	$(PY) elastic.py $(ARGS)
+	$(PY) -m lessons.elastic $(ARGS)
 
 test: setup-test
 	$(PY) -m pytest -m "not slow" $(ARGS)
@@ -43,7 +43,7 @@ lint: setup-test
 	$(PY) -m ruff check .
 
 setup:
-	@$(PYTHON) environment.py requirements.txt
+	@$(PYTHON) install.py requirements.txt
 
 setup-test:
-	@$(PYTHON) environment.py requirements.txt requirements-dev.txt requirements-extra.txt
+	@$(PYTHON) install.py requirements.txt requirements-dev.txt requirements-extra.txt

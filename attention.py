@@ -13,7 +13,7 @@ without a mask: q gets extra columns of ones and k gets slope * j / scale as ext
                                                             with a mask (several queries on a cache, or not causal)
                                                             only the memory-efficient and math backends serve
     flex        compiled FlexAttention                      a score_mod; GPU (on a CPU it has no backward)
-    triton      flash_attention.py, to be read and changed  a vector per block of keys, inside the kernel; GPU
+    triton      gpu_kernels/flash_attention.py, to be read and changed  a vector per block of keys, inside the kernel; GPU
 
 These compute one function, so any of them may go on with what another has trained. Another function, such as a window,
 is part of the model and belongs into VARIANTS, at the end.
@@ -26,7 +26,7 @@ ALiBi in 16 bits, whose bias would be too coarse.
 
 Shapes are those of F.scaled_dot_product_attention: (B, H, T, D). k and v may have fewer heads (grouped-query). With
 `sequence_ids` a row holds several documents that do not see each other: sdpa needs a mask then, the others do not.
-Run `python attention.py` to see them agree. Read next: flash_attention.py, or loss.py to skip the kernels.
+Run `python attention.py` to see them agree. Read next: gpu_kernels/flash_attention.py, or loss.py to skip the kernels.
 """
 
 import functools
@@ -225,7 +225,7 @@ def triton_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """Our own kernels. Imported here: they need triton, which a CPU's torch does not bring."""
     require(dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
     require(HAS_TRITON, "attn_impl=triton needs triton, which torch for CUDA and ROCm brings: take attn_impl=sdpa")
-    from flash_attention import flash_attention
+    from gpu_kernels.flash_attention import flash_attention
 
     return flash_attention(q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale, sequence_ids=ids)
 

@@ -6,12 +6,12 @@
         meta.json                                   step, settings, data fingerprint: all that a resume needs
         checksums.json                              bytes and crc32 of each of these files, written last
 
-What the files must hold, and how they are read without trusting them, is in checkpoint_files.py.
+What the files must hold, and how they are read without trusting them, is in storage/checkpoint_files.py.
 DCP stores each tensor in pieces with their place in the whole, so another mesh reads what it needs. Nothing is ever
 written twice to one path, since a half-overwritten checkpoint looks complete. A save that fails on one rank fails on
 all of them, with the same line.
 
-Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost. Read next: resume.py.
+Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost. Read next: lifecycle/resume.py.
 """
 
 import json
@@ -37,7 +37,10 @@ import config
 import parallel
 import processes
 from attention import function_of
-from checkpoint_files import (
+from config import MPTConfig, TrainConfig, UserError, from_dict, require
+from model import MPT
+from optim import ADAMW, build_optimizer, kind_of
+from storage.checkpoint_files import (
     checksum,
     damage_named,
     fill,
@@ -50,9 +53,6 @@ from checkpoint_files import (
     require_weights,
     verify,
 )
-from config import MPTConfig, TrainConfig, UserError, from_dict, require
-from model import MPT
-from optim import ADAMW, build_optimizer, kind_of
 
 # One flat format, whatever the sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -178,7 +178,7 @@ class TrainConfig:
     eval_interval: int = 500  # steps between evaluations on the validation split (0 = only first and last)
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
     icl_interval: int = 0  # steps between evaluations on icl_tasks (0 = never)
-    icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see icl_tasks.py
+    icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
     icl_limit: int = 0  # items of each task, at most (0 = all)
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
     save_minutes: float = 0.0  # and minutes between them, at most (0 = no limit)
@@ -186,7 +186,7 @@ class TrainConfig:
     keep_every: int = 0  # and those of every so many steps, for good (0 = none)
     resume: str = "auto"  # auto: go on from run_dir; again: also restart a finished run; never; or a checkpoint
     expect: str = ""  # what a good run ends with: printed beside the result
-    # staying alive: see resilience.py
+    # staying alive: see lifecycle/stopping.py
     skip_steps: str = ""  # leave out these steps and their batches: 120:140 is 120 to 139, as metrics.jsonl counts
     max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient stop the run
     timeout_minutes: float = 30.0  # without a step (evaluation included) end the run, naming the rank that hangs

@@ -3,7 +3,7 @@
 Preparing. Documents are read in order, cut into chunks, and each chunk is encoded into one file of raw tokens behind
 a JSON header. Every `1 / val_fraction`-th document goes to validation, whole. A file is written under another name
 and renamed, so what is there is complete; a chunk that is already there is skipped, so an interrupted preparation
-goes on. The documents come from corpus.py.
+goes on. The documents come from text/corpus.py.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
 
@@ -34,10 +34,19 @@ import numpy as np
 from tqdm import tqdm
 
 import config
-import corpus
-import tokenizer as tokenizers
 from config import TrainConfig, UserError, require
-from shards import Shard, cut, fingerprint, raise_file_limit, read_summary, shard_files, write_atomically, write_ids
+from text import corpus
+from text import tokenizer as tokenizers
+from text.shards import (
+    Shard,
+    cut,
+    fingerprint,
+    raise_file_limit,
+    read_summary,
+    shard_files,
+    write_atomically,
+    write_ids,
+)
 
 BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
 HASH_BYTES = 2**30  # data sets up to this size are hashed at every start; larger ones have their sizes checked

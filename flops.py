@@ -25,9 +25,9 @@ from typing import Literal
 
 import config
 import devices
-import matmuls
 from config import MPTConfig, require
-from matmuls import Work
+from planning import matmuls
+from planning.matmuls import Work
 
 CONVENTION = "LLM Foundry: 6 N + 12 L d S"
 
@@ -309,7 +309,7 @@ def device_lines(r: dict) -> list[str]:
 
 def check(cfg: MPTConfig, work: Work) -> str:
     """The closed forms of FLOPs and of memory beside what torch counts."""
-    from benchmarks import flops_counted  # imports torch and most of this project
+    from bench import flops as flops_counted  # imports torch and most of this project
 
     print("torch counts a step's FLOPs and bytes on tensors without numbers, for some seconds", file=sys.stderr)
     return "\n".join([*flops_counted.compare(cfg, work), *flops_counted.compare_memory(cfg, work)])

@@ -10,7 +10,7 @@ does not matter how the batch was cut into ranks and microbatches. `--help` list
 
 import sys
 
-import startup
+from lifecycle import startup
 
 if __name__ == "__main__":  # before the imports that take seconds
     startup.begin(sys.argv[1:])
@@ -30,30 +30,26 @@ import config
 import data
 import devices
 import flops
-import hf
-import icl_eval
-import microbatch
 import optim
 import parallel
-import resilience
-import resume
-import runlog
-import watch
 from config import MPTConfig, TrainConfig, require
+from evaluation import zero_shot
+from lifecycle import microbatch, resume, runlog, stopping, watchdog
 from loss import IGNORE
 from model import MPT
+from weights import hf
 
 
 def main(argv) -> None:
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
-    signals = resilience.Signals()
+    signals = stopping.Signals()
     world = parallel.start(cfg.device, max(parallel.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
     log = runlog.RunLog(cfg, world.rank)
     rest = cfg.global_batch_size % world.size
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
         parallel.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
-    lease = resilience.Lease(cfg.run_dir)
+    lease = stopping.Lease(cfg.run_dir)
     parallel.rank_zero_decides(lease.take)
 
     # data
@@ -66,7 +62,7 @@ def main(argv) -> None:
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
     )
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
-    tasks, tokenizer = icl_eval.prepare(model_cfg, cfg, tokens_file)
+    tasks, tokenizer = zero_shot.prepare(model_cfg, cfg, tokens_file)
     if cfg.init_from:
         parallel.rank_zero_decides(lambda: hf.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
@@ -77,7 +73,7 @@ def main(argv) -> None:
         resume.check_same(found, saved, model_cfg, cfg, fingerprint)
     first = saved.get("step", 0)
     precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
-    skips = resilience.Skips(cfg, saved.get("skip_steps", ""))
+    skips = stopping.Skips(cfg, saved.get("skip_steps", ""))
     microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
     cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=skips.text)
     peak = resume.peak_of_all_ranks(cfg, world, precision)
@@ -120,7 +116,7 @@ def main(argv) -> None:
             bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
             log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
         if due(cfg.icl_interval, step):
-            log.row({"step": step, "icl": icl_eval.evaluate(model, tokenizer, tasks, world, precision)})
+            log.row({"step": step, "icl": zero_shot.evaluate(model, tokenizer, tasks, world, precision)})
 
     def rows_of(step):
         return train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)
@@ -137,7 +133,7 @@ def main(argv) -> None:
         done, rate = step + 1, tokens / seconds
         bad = bad_steps.see(done, loss, grad_norm, batch_hash)
         to_save = 0 < 60 * cfg.save_minutes < time.monotonic() - saved_at
-        met = resilience.meet(world, signals.asked or log.asked, to_save, saver.settled(), own_seconds())
+        met = stopping.meet(world, signals.asked or log.asked, to_save, saver.settled(), own_seconds())
         log.row(
             {
                 "step": done,
@@ -161,10 +157,10 @@ def main(argv) -> None:
     # the loop
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
     late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
-    unread, step, met = collections.deque(), first, resilience.Met()
-    pace, bad_steps = resilience.Pace(model, world.device), resilience.BadSteps(cfg, saver, skips, first)
+    unread, step, met = collections.deque(), first, stopping.Met()
+    pace, bad_steps = stopping.Pace(model, world.device), stopping.BadSteps(cfg, saver, skips, first)
     signals.at_once = False
-    with lease, watch.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
+    with lease, watchdog.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
         if first == 0:
             evaluate_now(0)
         begin, saved_at = time.perf_counter(), time.monotonic()
@@ -186,11 +182,11 @@ def main(argv) -> None:
                 begin = time.perf_counter()
             if last or met.leave or ((saves or met.save) and not bad_steps.count):  # good checkpoints stay
                 saver.save(done, model, optimizer, settings)
-                met, saved_at, begin = resilience.Met(leave=met.leave), time.monotonic(), time.perf_counter()
+                met, saved_at, begin = stopping.Met(leave=met.leave), time.monotonic(), time.perf_counter()
             if met.leave and not last:
                 saver.finish()
                 log.say(f"asked to leave: {saver.last_good()}. The same command goes on from there")
-                resilience.leave(met.leave)
+                stopping.leave(met.leave)
             watching.step()
         saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))

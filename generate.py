@@ -6,9 +6,9 @@
 
 A prompt goes through the model once and leaves its keys and values in a cache; then each step feeds one token. Several
 prompts are written together: shorter ones are padded on the left, and the padding is hidden from attention. A text
-ends with end-of-text, before a stop string, or after max_new_tokens. How a token is drawn: sampling.py.
+ends with end-of-text, before a stop string, or after max_new_tokens. How a token is drawn: serving/sampling.py.
 
-    seconds of a step >= (bytes of weights + bytes of keys and values) / memory bandwidth         see decoding.py
+    seconds of a step >= (bytes of weights + bytes of keys and values) / memory bandwidth         see planning/decode_time.py
 
 So the weights are kept in bf16 where that is fast, and the share of the bandwidth is printed at the end. With learned
 positions a text ends at max_seq_len; ALiBi and RoPE go on. Read next: fsdp_train.py.
@@ -30,15 +30,15 @@ import torch.nn.functional as F
 
 import checkpoint
 import config
-import decoding
 import devices
-import hf
 import parallel
 import program
-import tokenizer as tokenizers
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, KVCache, init_weights
-from sampling import sample, uniforms
+from planning import decode_time
+from serving.sampling import sample, uniforms
+from text import tokenizer as tokenizers
+from weights import hf
 
 
 class PackedLinear(nn.Module):
@@ -169,8 +169,8 @@ class Speed:
         line = f"prompts: {self.prompt_tokens} tokens, {self.prompt_tokens / (self.prompt_seconds or 1):,.0f} tokens/s"
         if not self.steps:
             return line
-        read = self.steps * decoding.weight_bytes(decoder.cfg, decoder.dtype.itemsize)
-        read += self.cached * decoding.kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
+        read = self.steps * decode_time.weight_bytes(decoder.cfg, decoder.dtype.itemsize)
+        read += self.cached * decode_time.kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
         pace = read / self.seconds / 1e9  # GB/s
         line += f"; new: {self.tokens} tokens, {self.tokens / self.seconds:,.0f} tokens/s, {self.steps} steps"
         line += f" of {1e3 * self.seconds / self.steps:.2f} ms, in which {read / self.steps / 1e6:,.1f} MB are read: "

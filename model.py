@@ -7,7 +7,7 @@
 The model does not know that it is distributed: parallel.py shards, compiles and checkpoints it from outside.
 State-dict names equal Hugging Face's MPT, so real weights load without a map.
 
-Run `python model.py` to build a small one and take one step. Read next: corpus.py.
+Run `python model.py` to build a small one and take one step. Read next: text/corpus.py.
 """
 
 import hashlib

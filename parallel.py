@@ -38,10 +38,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import config
 import processes
-import startup
 from config import TrainConfig, UserError, require
+from lifecycle import startup
+from lifecycle.startup import RESUME_ME
 from model import MPT, init_weights
-from startup import RESUME_ME
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Outputs that selective activation checkpointing keeps: of matmuls with weights (not of batched ones, which are T x T

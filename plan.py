@@ -8,12 +8,12 @@
 What a config file or a flag sets is taken; what is `auto` or not set (tp, pp, sharding, microbatch, checkpointing) is
 chosen: the least tensor and pipeline parallelism with which the model fits, and then whatever is fastest.
 
-Memory is memory.py's, seconds are speed.py's. Its constants were fitted to LLM Foundry's published runs of MPT on A100
-and H100 (benchmarks/planner.md has every row's error); any other device is extrapolated, and labelled so, until
-`--calibrate=FILE` brings a measurement: a machine.json of `bench.py machine`, or a table of `bench.py train`. The last
+Memory is planning/memory.py's, seconds are planning/step_time.py's. Its constants were fitted to LLM Foundry's published runs of MPT on A100
+and H100 (bench/results/planner.md has every row's error); any other device is extrapolated, and labelled so, until
+`--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a table of `bench train`. The last
 lines of a plan say what was assumed. fsdp_train.py itself has no tensor or pipeline parallelism yet.
 
-Read next: memory.py, speed.py.
+Read next: planning/memory.py, planning/step_time.py.
 """
 
 import itertools
@@ -22,16 +22,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import calibrate
 import config
 import devices
 import flops
-import memory
-import plan_picture
-import speed
 from config import MPTConfig, TrainConfig, UserError, require
 from devices import Device
-from speed import Constants, Fleet, Step
+from planning import calibrate, memory, picture, step_time
+from planning.step_time import Constants, Fleet, Step
 
 CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
 NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}  # a device's share: 3000 / 8, 6500 / 8, 10200 / 8
@@ -67,7 +64,7 @@ class PlanArgs:
     tokens: float = 0.0  # to train on (0: those of max_steps, else 20 a parameter)
     price: float = 0.0  # of one torch device for an hour
     watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
-    calibrate: str = ""  # machine.json of bench.py machine, or a .csv of bench.py train
+    calibrate: str = ""  # machine.json of bench machine, or a .csv of bench train
     sweep_devices: str = ""  # numbers of devices: 8,16,64
     budget: float = 0.0  # days: the Chinchilla-optimal model that these devices train in them
     plot: bool = False  # draw pictures: of the sweep, else of the published MI250 runs and of the memory by sharding
@@ -112,11 +109,11 @@ class Plan:
 # Choosing a layout
 
 
-def trainer(args: PlanArgs) -> speed.Trainer:
-    return speed.FOUNDRY if args.trainer == "foundry" else speed.OURS
+def trainer(args: PlanArgs) -> step_time.Trainer:
+    return step_time.FOUNDRY if args.trainer == "foundry" else step_time.OURS
 
 
-def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: speed.Trainer) -> Plan:
+def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: step_time.Trainer) -> Plan:
     """What this layout gives. UserError if it cannot be."""
     seconds = Step(m, cfg, fleet, c, trainer).parts()
     return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp))
@@ -224,7 +221,7 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
     """What a plan rests on and the user did not say."""
     device, fleet = one.fleet.device, one.fleet
     cards = fleet.devices / device.per_card
-    link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {speed.UNKNOWN_LINK:g}"
+    link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {step_time.UNKNOWN_LINK:g}"
     said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
     if device.per_card > 1:
         said.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards")
@@ -237,7 +234,7 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
     else:
         said.append(f"speed EXTRAPOLATED: no run on {device.name} was used, set --calibrate to bring one")
     if device.reachable is None:
-        said.append(f"matmuls reach {speed.Constants().reachable:.0%} of the peak, as on no device in particular")
+        said.append(f"matmuls reach {step_time.Constants().reachable:.0%} of the peak, as on no device in particular")
     if not args.tokens:
         said.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
     if not args.global_batch_size:
@@ -420,7 +417,7 @@ def main(argv: list[str]) -> None:
     require(cfg.precision != "fp32", "plans are for bf16, in which speeds were published: leave out --precision=fp32")
     files, given = [a for a in argv if not a.startswith("-")], {a.lstrip("-").split("=")[0] for a in argv}
     if args.plot and not files and args.device == "auto":
-        return plan_picture.published(args.out)
+        return picture.published(args.out)
     others = [*files, *(f"--{name}" for name in ("tokens", "max_steps") if name in given)]
     require(not (args.budget and others), f"--budget finds the model and its tokens: leave out {' '.join(others)}")
     if args.choose:
@@ -438,12 +435,12 @@ def main(argv: list[str]) -> None:
         rows = sweep(m, cfg, args, counts_of(args), fleet, c)
         print(json.dumps([sweep_json(row, args) for row in rows], indent=2) if args.json else sweep_text(rows, args))
         if args.plot:
-            plan_picture.scaling(rows, args.out)
+            picture.scaling(rows, args.out)
         return
     one = budget(m, cfg, args, fleet, c) if args.budget else make(m, cfg, args, fleet, c)
     print(json.dumps(figures(one, args), indent=2) if args.json else text(one, args, own))
     if args.plot:
-        plan_picture.bytes_by_sharding(one.m, one.cfg, one.fleet, args.out)
+        picture.bytes_by_sharding(one.m, one.cfg, one.fleet, args.out)
 
 
 if __name__ == "__main__":

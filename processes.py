@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 import config
 from config import UserError, require
-from startup import RESUME_ME, end, whoami
+from lifecycle.startup import RESUME_ME, end, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store

@@ -1,7 +1,7 @@
 # MPT-1B on a node of 4 x MI250: 8 torch devices of 64 GB.
 # A step: 512 sequences x 2048 = 1,048,576 tokens; x 24,800 steps = 26.0B tokens, 19.8 a parameter (1.32B).
 # On 8 devices: 512 = 8 x microbatch 8 x 8 accumulation steps.
-# Computed to fit 64 GB, not measured on AMD hardware (python memory.py configs/mpt1b_mi250.py --ranks=8):
+# Computed to fit 64 GB, not measured on AMD hardware (python -m planning.memory configs/mpt1b_mi250.py --ranks=8):
 #   16 bytes a parameter / 8 = 2.6 GB, activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 30.0 GB.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_mi250.py
 d_model = 2048

@@ -1,7 +1,7 @@
 # MPT-7B on a node of 4 x MI250: 8 torch devices of 64 GB. Global batch 1536 as in the MI250 posts.
 # A step: 1536 sequences x 2048 = 3,145,728 tokens; x 42,600 steps = 134.0B tokens, 20.1 a parameter (6.66B).
 # On 8 devices: 1536 = 8 x microbatch 3 x 64 accumulation steps.
-# Computed to fit 64 GB, not measured on AMD hardware (python memory.py configs/mpt7b_mi250.py --ranks=8):
+# Computed to fit 64 GB, not measured on AMD hardware (python -m planning.memory configs/mpt7b_mi250.py --ranks=8):
 #   16 bytes a parameter / 8 = 13.3 GB, activations 32 bytes x 6144 tokens x 4096 x 32 = 25.8 GB, at the peak 42.2 GB.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt7b_mi250.py
 d_model = 4096

@@ -11,15 +11,15 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags_for
-from test_resilience import SIZE, train_here
+from test_stopping import SIZE, train_here
 
 import attention
 import checkpoint
 import generate
-import hf
-import resume
 from config import MPTConfig, TrainConfig, UserError, load
+from lifecycle import resume
 from model import MPT, KVCache, init_weights
+from weights import hf
 
 WINDOW = 5  # keys that a query sees
 NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]

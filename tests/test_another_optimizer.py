@@ -11,7 +11,7 @@ import torch
 from conftest import flags_for
 from test_checkpoint import META
 from test_parallel import RUN, build, full_weights, global_rows, rows_of
-from test_resilience import SIZE, train_here
+from test_stopping import SIZE, train_here
 
 import checkpoint
 import fsdp_train

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import checkpoint
 import fsdp_train
-import hf
 from config import UserError
 from optim import ADAMW
+from weights import hf
 
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}
 

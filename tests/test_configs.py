@@ -9,8 +9,8 @@ import pytest
 import config
 import devices
 import flops
-import memory
 from config import MPTConfig, TrainConfig
+from planning import memory
 
 FOLDER = Path(__file__).parent.parent / "configs"
 FILES = sorted(FOLDER.glob("mpt*.py"))
@@ -96,7 +96,10 @@ def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
     sizes = (train.microbatch_size * model.max_seq_len, model.d_model, model.n_layers)
     assert tuple(map(int, said[2:5])) == sizes
     assert parts["peak"] < memory.ROOM * devices.by_name("mi250").memory_gb * 2**30
-    assert "not measured on AMD hardware" in comment and f"python memory.py configs/{name}.py --ranks=8" in comment
+    assert (
+        "not measured on AMD hardware" in comment
+        and f"python -m planning.memory configs/{name}.py --ranks=8" in comment
+    )
 
 
 @pytest.mark.parametrize("name", ["mpt30b", "mpt70b"])

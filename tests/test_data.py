@@ -22,11 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data
-import shards
-import tokenizer as tokenizers
 from config import TrainConfig, UserError, load
 from data import Split, open_or_prepare, permute, prefetch, prepare, read_summary
-from shards import HEADER_BYTES, Shard
+from text import shards
+from text import tokenizer as tokenizers
+from text.shards import HEADER_BYTES, Shard
 
 ROOT = Path(__file__).parent.parent
 EOT = 256  # of the bytes tokenizer

@@ -17,12 +17,12 @@ import config
 import devices
 import flops
 from config import MPTConfig, UserError
-from matmuls import Work
 from model import MPT
+from planning.matmuls import Work
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
-TABLE = ROOT / "benchmarks/mpt_single_node_throughput.csv"
+TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
 
 SIZES = {  # d_model, heads, layers, parameters with learned positions and biases, with ALiBi and no bias
     "125m": (768, 12, 12, 125_311_488, 123_636_480),

@@ -22,8 +22,8 @@ import checkpoint
 import config
 import data
 import fsdp_train
-import runlog
 from config import MPTConfig, TrainConfig
+from lifecycle import runlog
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=1", "--warmup_steps=2", "--max_steps=6", "--eval_tokens=2000"]

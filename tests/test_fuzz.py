@@ -124,7 +124,7 @@ def hugging_face(name):
     """A maker of a Hugging Face folder in shards, of which the file `name` is damaged."""
 
     def make(folder):
-        import hf
+        from weights import hf
 
         hf.export(tiny_model(), folder / "theirs", max_bytes=10**9 if name == "model.safetensors" else 9000)
         return folder / "theirs" / name
@@ -138,7 +138,7 @@ def pickled(name):
     def make(folder):
         import torch
 
-        import hf
+        from weights import hf
 
         model = tiny_model()
         weights, settings = model.state_dict(), hf.config_to(model.cfg)
@@ -168,7 +168,7 @@ def their_tokenizer(folder):
 
 
 def our_tokenizer(folder):
-    import tokenizer
+    from text import tokenizer
 
     tokenizer.train_bpe([TEXT], 270).save(str(folder / "bpe_tokenizer.json"))
     return folder / "bpe_tokenizer.json"
@@ -204,8 +204,8 @@ def lines(*rows):
 
 
 def table():
-    """A CSV of bench.py train with two rows."""
-    from bench_compare import COLUMNS, FIGURES, MAYBE
+    """A CSV of bench train with two rows."""
+    from bench.compare import COLUMNS, FIGURES, MAYBE
 
     known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "precision": "bf16", "ranks": 8}
     known |= {"d_model": 768, "n_layers": 12, "n_heads": 12, "max_seq_len": 2048, "vocab_size": 50368, "others": ""}
@@ -229,8 +229,7 @@ def read_data(path, folder):
 
 
 def read_run(path, folder):
-    import plot
-    import runlog
+    from lifecycle import plot, runlog
 
     run = plot.read(str(folder))
     plot.in_terminal([run])
@@ -238,13 +237,13 @@ def read_run(path, folder):
 
 
 def read_lease(path, folder):
-    import resilience
+    from lifecycle import stopping
 
-    resilience.owner(resilience.read_lease(path))
+    stopping.owner(stopping.read_lease(path))
 
 
 def read_microbatch(path, folder):
-    import microbatch
+    from lifecycle import microbatch
 
     microbatch.write(train_config(folder), {"ranks": 1}, 4, "fits", 0)
 
@@ -264,57 +263,56 @@ def read_checkpoint(path, folder):
 
 
 def read_weights(path, folder):
-    import hf
+    from weights import hf
 
     hf.import_(path if path.suffix == ".pt" else path.parent, folder / f"run-{time.time_ns()}", "bytes")
 
 
 def read_tokenizer(path, folder):
-    import tokenizer
+    from text import tokenizer
 
     cut = tokenizer.load(str(path) if path.name == "tokenizer.json" else "bpe-270", str(path))
     cut.decode(cut.encode(TEXT))
 
 
 def read_task(path, folder):
-    import icl_tasks
+    from evaluation import tasks as icl_tasks
 
     icl_tasks.load(str(path))
 
 
 def read_scores(path, folder):
-    import icl_eval
+    from evaluation import zero_shot
 
-    part = object.__new__(icl_eval.Part)
+    part = object.__new__(zero_shot.Part)
     part.path, part.pattern = folder / "results.json.part-key-0", "results.json.part-key-*"
     part.read()
 
 
 def read_results(path, folder):
-    import icl_eval
+    from evaluation import zero_shot
 
-    found = icl_eval.finished(str(path), RESULTS)
-    icl_eval.table({name: result for name, result in found.items() if "digest" in result}, "model")
+    found = zero_shot.finished(str(path), RESULTS)
+    zero_shot.table({name: result for name, result in found.items() if "digest" in result}, "model")
 
 
 def read_corpus(path, folder):
-    import corpus
+    from text import corpus
 
     for text in corpus.documents(str(path)):
         assert isinstance(text, str)
 
 
 def read_measured(path, folder):
-    import calibrate
     import devices
-    import speed
+    from planning import calibrate, step_time
 
-    calibrate.from_file(str(path), speed.Fleet(devices.by_name("mi250"), 1, 8, 100.0), speed.OURS)
+    calibrate.from_file(str(path), step_time.Fleet(devices.by_name("mi250"), 1, 8, 100.0), step_time.OURS)
 
 
 def read_table(path, folder):
-    import bench_compare
-    import bench_table
+    from bench import compare as bench_compare
+    from bench import table as bench_table
 
     with bench_table.named(str(path)):
         bench_table.tables(bench_table.read(str(path)))

@@ -13,11 +13,11 @@ import torch
 from conftest import ROOT, clean_environment, flags_for, launch
 
 import generate as program
-import hf
-import tokenizer as tokenizers
 from config import MPTConfig, UserError
 from generate import Decoder, PackedLinear, Speed, Text, generate, write
 from model import MPT, KVCache, init_weights
+from text import tokenizer as tokenizers
+from weights import hf
 
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=24)
 KINDS = {

@@ -16,7 +16,7 @@ import time
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
 
-import runlog
+from lifecycle import runlog
 
 MODEL = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32", "--precision=fp32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000"]

@@ -25,8 +25,8 @@ import data
 import fsdp_train
 import optim
 import parallel
-import runlog
 from config import MPTConfig, TrainConfig, UserError
+from lifecycle import runlog
 from loss import IGNORE
 from model import MPT, init_weights
 

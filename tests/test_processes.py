@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from conftest import ROOT, clean_environment
-from test_resilience import wait_for, workers
+from test_stopping import wait_for, workers
 
 import processes
 

@@ -11,12 +11,12 @@ from conftest import ROOT, clean_environment
 import program
 
 PROGRAMS = sorted(path.name for path in ROOT.glob("*.py"))
-LIGHT = ["config.py", "environment.py", "flops.py", "plan.py", "program.py"]  # no torch: 0.1 s each
+LIGHT = ["config.py", "install.py", "flops.py", "plan.py", "program.py"]  # no torch: 0.1 s each
 
 # Run a case after another, each in a fork of a process that has imported torch: seconds instead of minutes.
 FORKS = """
 import json, os, runpy, sys
-import bench, generate, icl_eval, fsdp_train, elastic
+import bench.__main__, generate, evaluation.zero_shot, fsdp_train, lessons.elastic
 for line in sys.stdin:
     words, out, err = json.loads(line)
     child = os.fork()
@@ -145,29 +145,29 @@ def test_a_program_without_arguments_refuses_one(name, forked):
 READERS = {
     "generate.py nowhere": "nowhere",
     "generate.py nowhere/checkpoints/step-3": "nowhere",
-    "hf.py export nowhere out": "nowhere",
-    "hf.py import nowhere out": "nowhere",
-    "plot.py nowhere": "nowhere",
-    "runlog.py nowhere": "nowhere",
-    "resume.py nowhere": "nowhere",
-    "resilience.py nowhere": "nowhere",
-    "microbatch.py nowhere": "nowhere",
-    "icl_eval.py nowhere --tasks={words}": "nowhere",
-    "icl_tasks.py nowhere.txt out.jsonl": "nowhere.txt",
-    "tensor_files.py nowhere": "nowhere",
-    "shards.py nowhere.bin": "nowhere.bin",
-    "files.py nowhere.json": "nowhere.json",
-    "bench_table.py nowhere.csv": "nowhere.csv",
-    "bench.py scaling nowhere.csv": "nowhere.csv",
-    "bench.py compare nowhere.csv nowhere.csv": "nowhere.csv",
-    "calibrate.py nowhere.csv --device=mi250": "nowhere.csv",
+    "weights/hf.py export nowhere out": "nowhere",
+    "weights/hf.py import nowhere out": "nowhere",
+    "lifecycle/plot.py nowhere": "nowhere",
+    "lifecycle/runlog.py nowhere": "nowhere",
+    "lifecycle/resume.py nowhere": "nowhere",
+    "lifecycle/stopping.py nowhere": "nowhere",
+    "lifecycle/microbatch.py nowhere": "nowhere",
+    "evaluation/zero_shot.py nowhere --tasks={words}": "nowhere",
+    "evaluation/tasks.py nowhere.txt out.jsonl": "nowhere.txt",
+    "weights/tensor_files.py nowhere": "nowhere",
+    "text/shards.py nowhere.bin": "nowhere.bin",
+    "storage/files.py nowhere.json": "nowhere.json",
+    "bench/table.py nowhere.csv": "nowhere.csv",
+    "bench scaling nowhere.csv": "nowhere.csv",
+    "bench compare nowhere.csv nowhere.csv": "nowhere.csv",
+    "planning/calibrate.py nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
-    "corpus.py nowhere.txt": "nowhere.txt",
-    "tokenizer.py nowhere/tokenizer.json": "nowhere/tokenizer.json",
+    "text/corpus.py nowhere.txt": "nowhere.txt",
+    "text/tokenizer.py nowhere/tokenizer.json": "nowhere/tokenizer.json",
     "fsdp_train.py configs/nowhere.py": "nowhere.py",
     "fsdp_train.py --init_from=nowhere --data_dir={data}": "nowhere",
     "data.py --dataset=nowhere.txt --tokenizer=bytes": "nowhere.txt",
-    "elastic.py nowhere.py": "nowhere.py",
+    "lessons/elastic.py nowhere.py": "nowhere.py",
 }
 
 
@@ -187,10 +187,12 @@ def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_da
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["launch_table.py", "optim.py", "loss.py", "devices.py", "parallel.py", "files.py"])
+@pytest.mark.parametrize(
+    "name", ["gpu_kernels/launch_table.py", "optim.py", "loss.py", "devices.py", "parallel.py", "storage/files.py"]
+)
 def test_any_output_may_lose_its_reader(name, forked, tmp_path):
     (tmp_path / "a.json").write_text("{}")
-    more = {"parallel.py": ["--help"], "files.py": [str(tmp_path / "a.json")]}
+    more = {"parallel.py": ["--help"], "storage/files.py": [str(tmp_path / "a.json")]}
     assert forked([name, *more.get(name, [])], read=False) == (141, "", "")
 
 

@@ -11,9 +11,9 @@ import sys
 import pytest
 from conftest import ROOT, clean_environment
 
-import hf
 from config import MPTConfig
 from model import MPT
+from weights import hf
 
 README = (ROOT / "README.md").read_text()
 PAGES = README + (ROOT / "TROUBLE.md").read_text()
@@ -37,12 +37,12 @@ def shrunk(command: str) -> list[str]:
     small = []
     if "--help" not in words and any(program in words for program in ("fsdp_train.py", "data.py")):
         small = [*SMALL, "--max_steps=3"] if "--skip_steps=2:3" in words else SMALL
-    if "bench.py" in words:
+    if "bench" in words:
         small = {
             "attention": "--d_model=32 --head_dims=16 --tokens=32 --lengths=32 --rounds=1 --turn_ms=1 --out=.".split(),
             "train": [*SMALL[:5], "--n_layers=1", "--rounds=1", "--steps=1"],
             "machine": ["--seconds=0.01"],
-        }.get(words[words.index("bench.py") + 1], [])
+        }.get(words[words.index("bench") + 1], [])
     return [sys.executable, *module, *words[1:], *small]
 
 
@@ -54,12 +54,12 @@ def run(command, folder, timeout=240):
 def copy(tmp_path_factory, tiny_text):
     """The project's files in another folder, with some text in my/ and a run in runs/demo."""
     folder = tmp_path_factory.mktemp("readme") / "project"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__", "benchmarks"))
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__"))
     shutil.copytree(tiny_text, folder / "my")
     shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
     done = run(shrunk("python fsdp_train.py configs/demo.py"), folder)
     assert done.returncode == 0, done.stderr
-    done = run(shrunk("python bench.py train --out=scaling.csv"), folder)  # for the commands that read such rows
+    done = run(shrunk("python -m bench train --out=scaling.csv"), folder)  # for the commands that read such rows
     assert done.returncode == 0, done.stderr
     for name in ("one", "two", "moved"):  # as of make elastic
         shutil.copytree(folder / "runs/demo", folder / "runs/elastic" / name)
@@ -81,14 +81,14 @@ def test_the_readme_has_the_two_commands_first():
 
 SLOW = (
     "python attention.py",
-    "hf.py import",
+    "weights/hf.py import",
     "generate.py",
     "--max_steps=1000",
-    "bench.py machine",
-    "bench.py attention",
+    "bench machine",
+    "bench attention",
     "--sizes=",
     "--sweep=",
-    "flash_attention.py",
+    "gpu_kernels/flash_attention.py",
     "--transformers",
     "finetune",
     "--icl_interval",
@@ -118,7 +118,7 @@ def test_slurm_script_parses_and_its_config_is_there(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_knows_the_target(command):
     done = run([*command.split(), "--dry-run"], ROOT)
-    assert done.returncode == 0 and "environment.py" in done.stdout, done.stderr
+    assert done.returncode == 0 and "install.py" in done.stdout, done.stderr
 
 
 def test_no_command_is_left_out():

@@ -18,7 +18,7 @@ import time
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
 
-import runlog
+from lifecycle import runlog
 
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
 BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from conftest import ROOT, flags_for
 
-import runlog
+from lifecycle import runlog
 
 TINY = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32 --precision=fp32 --warmup_steps=1"
 TINY = [*TINY.split(), "--global_batch_size=8", "--microbatch_size=2", "--eval_tokens=64", "--save_interval=2"]

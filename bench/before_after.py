@@ -1,0 +1,123 @@
+"""What each part of the training step is worth: the step as it is, beside the same step with one part undone.
+
+`Variant` undoes one thing in a process of its own, and the two processes take turns, as in bench train. Two shapes:
+6 layers of width 384 with 256 tokens in the vocabulary, and of width 768 with 50,368.
+
+Run `python -m bench before_after`: it prints the tables that stand in bench/results/log.md.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+import config
+import loss
+import model
+import optim
+import parallel
+from bench import train as bench_train
+from bench.team import Team, TeamError
+from config import MPTConfig, TrainConfig
+
+SHAPES = {
+    "width 384, vocabulary 256, batch 8": [],
+    "width 768, vocabulary 50,368, batch 4": [
+        *("--d_model=768", "--n_heads=12", "--vocab_size=50368", "--global_batch_size=4", "--microbatch_size=4"),
+    ],
+}
+# What is undone -> flags that undo it; the others are undone by Variant.
+FLAGS = {
+    "nothing": [],
+    "attention by blocks: SDPA with ALiBi columns instead": ["--attn_impl=sdpa"],
+    "attention by blocks: all T x T scores at once instead": ["--attn_impl=reference"],
+    "activation checkpointing: selective instead of none": ["--activation_checkpointing=selective"],
+    "activation checkpointing: full instead of none": ["--activation_checkpointing=full"],
+    "no compilation: blocks compiled instead": ["--compile"],
+}
+PATCHES = [
+    "chunked loss: all logits at once instead",
+    "pieces of the loss's weight gradient: at once instead",
+    "fused AdamW: PyTorch's loop over the parameters instead",
+    "malloc keeps freed memory: glibc's defaults instead",
+    "one rank is not sharded: fully_shard instead",
+    "autocast without a cache: with it instead",
+    "bf16: fp32 instead",
+    "one microbatch: two of half the size instead",
+]
+
+
+class Variant(bench_train.Ours):
+    """Our step with one thing undone."""
+
+    def __init__(self, undone: str, model_cfg, cfg):
+        kind = undone.partition(":")[0]
+        if kind == "chunked loss":
+            model.linear_cross_entropy = obvious_loss
+        elif kind.startswith("pieces"):
+            loss.COLUMNS = 10**9
+        elif kind == "fused AdamW":
+            optim.build_optimizer = looping_adamw
+        elif kind.startswith("malloc"):
+            parallel.keep_freed_memory = lambda: None
+        elif kind.startswith("one rank"):
+            parallel.make_mesh = mesh_of_one
+        elif kind.startswith("autocast"):
+            bench_train.fsdp_train.autocast = autocast_with_cache
+        elif kind == "one microbatch":
+            cfg.microbatch_size = cfg.global_batch_size // 2
+        elif kind == "bf16":
+            cfg.precision = "fp32"
+        super().__init__(model_cfg, cfg)
+
+
+def obvious_loss(x, weight, labels, scale, z_loss):
+    return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
+
+
+def looping_adamw(params, cfg):
+    decay = cfg.decoupled_weight_decay / cfg.lr
+    return torch.optim.AdamW(params, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, decay, foreach=False)
+
+
+def mesh_of_one(world, cfg):
+    return torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def autocast_with_cache(device, precision):
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def measure(undone: str, flags: list[str], rounds: int = 5, steps: int = 2) -> str:
+    """A line of the table: the step as it is over the step with that undone, and the peaks of both processes."""
+    teams, rates = [], ([], [])
+    for name, more in (("nothing", []), (undone, FLAGS.get(undone, []))):
+        cfgs = config.load([*bench_train.SHAPE, "--precision=bf16", *flags, *more], MPTConfig, TrainConfig)
+        teams.append(Team(Variant, (name, *cfgs), ranks=1, threads=torch.get_num_threads()))
+    for turn in range(rounds + 1):
+        for team, found in zip(teams, rates, strict=True):
+            seconds = team.call("turn", steps)[0]
+            if turn:
+                found.append(1 / seconds)
+    after, before = map(statistics.median, rates)
+    peaks = [team.call("about")[0]["memory_gb"] for team in teams]
+    for team in teams:
+        team.stop()
+    return f"| {undone} | {after / before:.2f} | {peaks[0]:.2f} / {peaks[1]:.2f} |"
+
+
+def main(argv) -> None:
+    for shape, flags in SHAPES.items():
+        print(f"\n| {shape} | as it is / undone, tokens/s | peak GB |\n|---|---|---|", flush=True)
+        for undone in [*FLAGS, *PATCHES]:
+            begin = time.perf_counter()
+            try:
+                print(measure(undone, flags), flush=True)
+            except TeamError as error:
+                print(f"| {undone} | n/a: {error} | |", flush=True)
+            print(f"  {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    config.run(main)

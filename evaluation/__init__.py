@@ -1,0 +1,1 @@
+"""Zero-shot evaluation: the tasks, how a choice is scored, and the table."""

@@ -1,0 +1,1 @@
+"""The workshop: programs that show one idea each."""

@@ -1,0 +1,1 @@
+"""What a run would take, on paper: FLOPs, memory, seconds of a step, milliseconds of a token."""

@@ -1,0 +1,178 @@
+"""What the machine does: formulas and choices by hand, then the real program alone, with two ranks and on two nodes."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bench import machine as bench_machine
+from config import UserError
+
+TINY = ["--seconds=0.001", "--device=cpu", "--out=results/machine.json"]
+COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
+
+
+def run(launch, tmp_path, *args) -> tuple[dict, str]:
+    """machine.json and what was printed."""
+    done = launch(*args, *TINY, program="bench/machine.py")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in (tmp_path / "results").iterdir()] == [
+        "machine.json"
+    ]  # nothing half-written beside it
+    assert "Warning" not in done.stderr
+    return json.loads((tmp_path / "results/machine.json").read_text()), done.stdout
+
+
+def check_matmul_and_memory(machine: dict) -> None:
+    for dtype in ("bf16", "fp32"):
+        median, best = machine["matmul_tflops"][dtype], machine["matmul_best_tflops"][dtype]
+        assert list(median) == list(best) == ["256", "512", "1024"]
+        assert all(0 < median[n] <= best[n] < 1e5 for n in median)
+    assert 0.1 < machine["memory_gbs"] < 1e4
+
+
+def check_collectives(figures: dict, latency: dict, kinds: list[str]) -> None:
+    assert list(figures) == list(latency) == kinds
+    for kind in kinds:
+        assert list(figures[kind]) == COLLECTIVES
+        for by_size in figures[kind].values():
+            assert list(by_size) == ["1048576", "4194304", "16777216"]
+            assert all(1e-4 < gbs < 1e3 for gbs in by_size.values())
+        assert 1 < latency[kind] < 1e7
+
+
+def test_bus_bandwidth_by_hand():
+    # 4 ranks, a message of 800 MB in 0.1 s: 8 GB/s, of which each rank sends 3/4, in an all-reduce twice
+    assert bench_machine.bus_gbs("all_gather", 800_000_000, 0.1, 4) == pytest.approx(6)
+    assert bench_machine.bus_gbs("reduce_scatter", 800_000_000, 0.1, 4) == pytest.approx(6)
+    assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 4) == pytest.approx(12)
+    assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 2) == pytest.approx(8)
+
+
+def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
+    calls = []
+
+    def call():
+        calls.append(1)
+        time.sleep(0.02 if world.rank == 0 else 0.002)
+
+    return bench_machine.take_turns(call, 0.22, gpu=False), len(calls)
+
+
+@pytest.mark.slow
+def test_every_rank_makes_as_many_calls_as_the_slowest_has_time_for(ranks):
+    found = ranks(4)(take_turns_of_a_sleep)
+    assert len({(len(turns), calls) for turns, calls in found}) == 1
+    assert 1 <= len(found[0][0]) <= 5 and 3 <= found[0][1] <= 2 + 0.22 / 0.02  # 2 to warm up; a fast rank alone: 110
+    assert min(found[0][0]) >= 0.02 > 0.01 > min(found[1][0]) >= 0.002
+
+
+def test_the_slowest_rank_and_figures_of_all():
+    rows = [{"rank": rank, "host": f"node{rank // 2}"} for rank in range(4)]
+    assert bench_machine.slowest(rows, [100, 110, 66, 90]) == {
+        "rank": 2,
+        "host": "node1",
+        "below_median_percent": pytest.approx(100 * (95 - 66) / 95),
+    }
+    trees = [{"node": {"all_gather": 3.0}, "all": 1}, {"all": 2}, {"node": {"all_gather": 5.0}, "all": 3}]
+    assert bench_machine.merge(trees, min) == {"node": {"all_gather": 3.0}, "all": 1}  # the second rank was alone
+
+
+def test_the_interface_is_that_of_the_longest_mask_then_of_the_lowest_metric():
+    # /proc/net/route of a little-endian machine: eth0 and wlan0 are default routes, ib0 has 10.1.0.0/16
+    routes = (
+        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
+        "wlan0\t00000000\t0102000A\t0003\t0\t0\t600\t00000000\t0\t0\t0\n"
+        "eth0\t00000000\t0102000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n"
+        "ib0\t0000010A\t00000000\t0001\t0\t0\t200\t0000FFFF\t0\t0\t0\n"
+    )
+    assert bench_machine.interface_to("0.0.0.0", routes) == "eth0"
+    assert bench_machine.interface_to("10.1.7.9", routes) == "ib0"
+    assert bench_machine.interface_to("10.2.7.9", routes) == "eth0"
+    assert bench_machine.interface_to("10.2.7.9", routes.splitlines()[0]) is None
+
+
+def test_a_variable_names_the_interface(monkeypatch):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "hsn0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for device_type, name in {"cuda": "hsn0", "cpu": "lo"}.items():
+        found = bench_machine.network(2, device_type)
+        assert found["interface"] == name and found["found_by"].endswith("_SOCKET_IFNAME")
+        assert found["speed_gbits"] is None  # no such interface here; loopback has no speed
+
+
+def test_alone(python, tmp_path):
+    machine, text = run(python, tmp_path)
+    check_matmul_and_memory(machine)
+    check_collectives(machine["collectives_gbs"], machine["latency_us"], [])
+    assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node", "device_type")] == [1, 1, 1, "cpu"]
+    assert machine["torch"] == torch.__version__ and machine["settings"]["seconds"] == 0.001
+    assert list(machine["network"]) == ["interface", "found_by", "speed_gbits", "infiniband_gbits"]
+    assert "bf16, median" in text and "GB/s of a rank" in text and "not used here" in text
+    assert "bus bandwidth" not in text and "slowest" not in text
+
+
+@pytest.mark.slow
+def test_two_ranks_of_one_node(torchrun, tmp_path):
+    machine, text = run(lambda *args, **more: torchrun(2, *args, **more), tmp_path)
+    check_matmul_and_memory(machine)
+    check_collectives(machine["collectives_gbs"], machine["latency_us"], ["all", "node"])
+    assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [2, 1, 2]
+    for what, key in {"matmul": "matmul_tflops", "memory": "memory_gbs"}.items():
+        figures = [row[key]["bf16"]["1024"] if what == "matmul" else row[key] for row in machine["by_rank"]]
+        assert machine["slowest"][what]["rank"] == figures.index(min(figures))
+        assert f"slowest in {what}: rank {figures.index(min(figures))} on " in text
+    assert "all: all_gather" in text and "node: all_reduce" in text and "across" not in text
+
+
+def groups_of(world, local_ranks) -> dict:
+    """The ranks in each group of a rank that is told that its place is another."""
+    groups = bench_machine.make_groups(replace(world, local_rank=local_ranks[world.rank]))
+    return {kind: group and dist.get_process_group_ranks(group) for kind, group in groups.items()}
+
+
+def measure_as(world, local_ranks) -> dict:
+    return bench_machine.measure(replace(world, local_rank=local_ranks[world.rank]), 0.001)
+
+
+@pytest.mark.slow
+def test_groups_of_two_nodes(ranks):
+    everyone = [0, 1, 2, 3]
+    even = ranks(4)(groups_of, [0, 1, 0, 1])
+    assert even[1] == {"all": everyone, "node": [0, 1], "across": [1, 3]}
+    assert even[2] == {"all": everyone, "node": [2, 3], "across": [0, 2]}
+    uneven = ranks(4)(groups_of, [0, 1, 2, 0])
+    assert uneven[2] == {"all": everyone, "node": [0, 1, 2], "across": None}
+    assert uneven[3] == {"all": everyone, "node": None, "across": [0, 3]}
+    assert ranks(4)(groups_of, [0, 0, 0, 0])[3] == {"all": everyone, "across": everyone}
+
+
+@pytest.mark.slow
+def test_a_node_of_three_ranks_and_one_of_one(ranks):
+    rows = ranks(4)(measure_as, [0, 1, 2, 0])
+    kinds = [["all", "node", "across"], ["all", "node"], ["all", "node"], ["all", "across"]]
+    for row, there in zip(rows, kinds, strict=True):
+        check_collectives(row["collectives_gbs"], row["latency_us"], there)
+    machine = bench_machine.summarize(rows, "cpu", bench_machine.MachineArgs())
+    assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [4, 2, 3]
+    figures = [row["collectives_gbs"]["across"]["all_reduce"]["1048576"] for row in (rows[0], rows[3])]
+    assert machine["collectives_gbs"]["across"]["all_reduce"]["1048576"] == min(figures)
+    assert "across: all_reduce" in bench_machine.report(machine)
+
+
+def test_a_wrong_setting_is_one_line(python):
+    done = python("--secs=1", program="bench/machine.py")
+    assert done.returncode == 2 and "'seconds'" in done.stderr and len(done.stderr.splitlines()) == 1
+    with pytest.raises(UserError, match="more than 0"):
+        bench_machine.bench_machine(["--seconds=0"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_in_its_queue(tmp_path, python):
+    done = python("--seconds=0.05", "--device=cuda", program="bench/machine.py")
+    assert done.returncode == 0, done.stderr
+    machine = json.loads((tmp_path / "machine.json").read_text())
+    assert 1 < machine["matmul_tflops"]["bf16"]["8192"] < 1e4 and 50 < machine["memory_gbs"] < 2e4

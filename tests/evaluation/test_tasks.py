@@ -1,0 +1,274 @@
+"""evaluation/tasks.py: wordings, examples above a question, the Hub's original fields, tasks made of a text, wrong files."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from config import UserError
+from evaluation import tasks as icl_tasks
+from evaluation.tasks import continuations, load, worded
+
+SETS = ROOT.parent / "shared" / "data" / "icl"
+ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0}
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
+    item = worded(ICE, "\nAnswer: ")
+    assert item.contexts == ["Question: Ice is\nAnswer:"] * 2
+    assert item.continuations == [" cold", " hot"] and item.example == "Question: Ice is\nAnswer: cold"
+    assert worded(ICE, " ").contexts[0] == "Question: Ice is"
+    schema = worded({"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}, " ")
+    assert (schema.contexts, schema.continuations) == (["Ann", "Joan"], [" left."] * 2)
+    assert schema.example == "Joan left."
+    plain = worded({"context": "Once upon a ", "continuation": "time"}, " ")
+    assert (plain.contexts, plain.continuations) == (["Once upon a"], [" time"])
+
+
+def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path):
+    write(tmp_path / "piqa.jsonl", ICE)
+    write(tmp_path / "winograd_wsc.jsonl", {"context_options": ["a", "b"], "continuation": "c", "gold": 0})
+    mine = write(tmp_path / "mine.jsonl", ICE, "", ICE)
+    (tmp_path / "notes.txt").write_text("some words")
+    tasks = load(f"piqa,winograd,{mine},notes.txt", str(tmp_path))
+    assert [(t.name, t.kind, len(t.items)) for t in tasks] == [
+        ("piqa", "multiple_choice", 1), ("winograd", "schema", 1), ("mine", "multiple_choice", 2), ("notes", "text", 0)
+    ]  # fmt: skip
+    assert tasks[0].items[0].contexts[0] == "Question: Ice is\nAnswer:"
+    assert tasks[2].items[0].contexts[0] == "Question: Ice is"
+    assert all(task.harness == task.items for task in tasks[:3]) and tasks[3].text == "some words"
+
+
+def letters(n):
+    return [{"query": f"Q{i}", "choices": [f"yes{i}", f"no{i}"], "gold": i % 2} for i in range(n)]
+
+
+def test_examples_are_others_with_their_answers_and_the_same_each_time(tmp_path):
+    path = write(tmp_path / "a.jsonl", *letters(12))
+    (one,), (two,), (other,) = (load(path, shots=3, seed=seed) for seed in (0, 0, 1))
+    assert one.items == two.items and one.digest == two.digest != other.digest
+    for number, item in enumerate(one.items):
+        *examples, question = item.contexts[0].split("\n")
+        assert question == f"Q{number}" and len(set(examples)) == 3
+        right = {f"Q{i} {'no' if i % 2 else 'yes'}{i}" for i in range(12) if i != number}
+        assert set(examples) <= right
+    assert len({item.contexts[0].partition("\n")[0] for item in one.items}) > 3  # not one example for all
+    (few,) = load(path, shots=3, limit=2)
+    assert few.items == one.items[:2]  # the examples come from all items
+    twins = write(tmp_path / "twins.jsonl", *letters(4), *letters(4))
+    (task,) = load(twins, shots=3)
+    assert all(item.example.count("Q") == 4 and len(set(item.example.split("\n"))) == 4 for item in task.items)
+    with pytest.raises(UserError, match="shots=4, but there are 4 different items"):
+        load(twins, shots=4)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The Hub: original rows, and what they must become
+
+ORIGINALS = {
+    "arc_easy": (
+        {"question": "What is hot?", "choices": {"text": ["Ice", "Fire"], "label": ["1", "2"]}, "answerKey": "2"},
+        [("Question: What is hot?\nAnswer:", " Ice"), ("Question: What is hot?\nAnswer:", " Fire")], 1,
+    ),
+    "boolq": (
+        {"passage": "Ice is cold.", "question": "is ice hot", "label": 0},
+        [("Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:", f" {word}") for word in ("no", "yes")], 0,
+    ),
+    "hellaswag": (
+        {"activity_label": "Cooking", "ctx_a": "A man  cooks.", "ctx_b": "he", "label": "1",
+         "endings": ["sits [step] down.", "eats [title] it."]},
+        [("Cooking: A man cooks. He", " sits down."), ("Cooking: A man cooks. He", " eats. it.")], 1,
+    ),
+    "piqa": (
+        {"goal": "boil water ", "sol1": "Heat it.", "sol2": "Cool it. ", "label": 0},
+        [("Question: boil water\nAnswer:", " Heat it."), ("Question: boil water\nAnswer:", " Cool it.")], 0,
+    ),
+    "winograd": (
+        {"text": "The man lost to the boy because he was slow.", "pronoun": "he", "pronoun_loc": 32,
+         "options": ["The man", "The boy"], "label": 0},
+        [("The man lost to the boy because the man", " was slow."),
+         ("The man lost to the boy because the boy", " was slow.")], 0,
+    ),
+    "winogrande": (
+        {"sentence": "Ann helped Joan, so _ was glad.", "option1": "Ann", "option2": "Joan", "answer": "2"},
+        [("Ann helped Joan, so Ann", " was glad."), ("Ann helped Joan, so Joan", " was glad.")], 1,
+    ),
+    "lambada": ({"text": "He took his old hat"}, [("He took his old", " hat")], 0),
+}  # fmt: skip
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Data sets laid out as on the Hub, in a local folder, for the real `datasets`."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+    def lay_out(name, rows):
+        source = icl_tasks.SOURCES[name]
+        folder = tmp_path / source.path
+        folder.mkdir(parents=True)
+        lines = ["---", "configs:", f"- config_name: {source.subset or 'default'}", "  data_files:"]
+        for split in ("train", "validation", "test"):
+            write(folder / f"{split}.jsonl", *(rows if split == source.split else rows * 2))
+            lines += [f"  - split: {split}", f"    path: {split}.jsonl"]
+        (folder / "README.md").write_text("\n".join([*lines, "---", ""]))
+
+    return lay_out
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_original_rows_become_questions(name, hub):
+    row, pairs, gold = ORIGINALS[name]
+    hub(name, [row])
+    (task,) = load(name)
+    (item,) = task.items
+    assert (list(zip(item.contexts, item.continuations, strict=True)), item.gold) == (pairs, gold)
+
+
+def test_a_possessive_pronoun_and_the_begin_of_a_sentence():
+    text = "Ann saw Joan. Her hat was red."
+    row = {"text": text, "pronoun": "Her", "pronoun_loc": 14, "options": ["The girl", "Ann"], "label": 1}
+    item = icl_tasks.winograd(row)
+    assert item["context_options"] == ["Ann saw Joan. The girl's", "Ann saw Joan. Ann's"]
+    assert item["continuation"] == " hat was red."
+
+
+@pytest.fixture(scope="module")
+def lm_eval_tasks():
+    pytest.importorskip("lm_eval", reason="pip install -r requirements-peers.txt")
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_other_wording_is_lm_evals_own(name, hub, lm_eval_tasks):
+    """What lm-eval's own task asks when it is given the same original row."""
+    hub(name, [ORIGINALS[name][0]])
+    (task,) = load(name)
+    ours = list(zip(task.harness[0].contexts, task.harness[0].continuations, strict=True))
+    their_name = {"winograd": "wsc273", "lambada": "lambada_openai"}.get(name, name)
+    (theirs,) = lm_eval_tasks.load([their_name])["tasks"].values()
+    theirs.build_all_requests(limit=1, rank=0, world_size=1)
+    assert [tuple(request.args) for request in theirs.instances] == ours
+
+
+def test_the_hub_cannot_be_reached(tmp_path):
+    """A real process that is told to stay offline, with an empty cache."""
+    pytest.importorskip("datasets")
+    code = "import sys, config; from evaluation import tasks; config.run(lambda argv: tasks.load('boolq'))"
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "cannot get task boolq (aps/super_glue) from the Hub" in done.stderr and "--data" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The real sets, mistakes, tasks of a text
+
+
+@pytest.mark.parametrize(
+    "name, n, choices, most", [("arc_challenge", 1172, 4, 311), ("piqa", 1838, 2, 928), ("winograd", 273, 2, 137)]
+)
+def test_the_real_sets(name, n, choices, most):
+    if not SETS.is_dir():
+        pytest.skip("needs the evaluation sets beside the project")
+    (task,) = load(name, str(SETS))
+    assert len(task.items) == n and {len(item.contexts) for item in task.items} == {choices}
+    gold = [item.gold for item in task.items]
+    assert max(gold.count(g) for g in set(gold)) == most
+    for item in task.items:
+        assert all(c == c.strip() for c in item.contexts)
+        assert all(c[0] == " " and c[1:] == c.strip() for c in item.continuations)
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("{broken", "line 2 is damaged (Expecting"),
+        ("[1]", "line 2 is damaged (not a JSON object)"),
+        (ICE | {"choices": []}, "line 2: choices must list two or more"),
+        (ICE | {"choices": ["a", " "]}, "line 2: choices holds an empty text"),
+        (ICE | {"choices": ["a", 1]}, "line 2: choices must be text"),
+        (ICE | {"gold": 2}, "line 2: gold is 2, expected 0 to 1"),
+        (ICE | {"gold": -1}, "line 2: gold is -1"),
+        (ICE | {"gold": "0"}, "line 2: gold is '0'"),
+        (ICE | {"gold": True}, "line 2: gold is True"),
+        ({"query": "a"}, "line 2: its keys ['query'] must be those of exactly one kind"),
+        (ICE | {"context_options": ["a", "b"], "continuation": "c"}, "exactly one kind"),
+        ({"context": "a", "continuation": " "}, "line 2: continuation holds an empty text"),
+        ({"context": "a", "continuation": "b"}, "line 2 is language_modeling, but the file began with multiple_choice"),
+    ],
+    ids=str,
+)
+def test_a_wrong_line_is_named(tmp_path, line, words):
+    path = write(tmp_path / "a.jsonl", ICE, line)
+    with pytest.raises(UserError) as caught:
+        load(path)
+    assert words in str(caught.value) and "\n" not in str(caught.value) and "a.jsonl" in str(caught.value)
+
+
+def test_a_task_that_is_not_there(tmp_path):
+    for names, data, words in (
+        ("hellaswg", "", "unknown task 'hellaswg', did you mean 'hellaswag'?"),
+        ("xyzzy", "", "unknown task 'xyzzy', choices: all, arc_challenge"),
+        ("nothing.jsonl", "", "no file 'nothing.jsonl'"),
+        ("nothing.jsonl", str(tmp_path), "neither here nor in"),
+        ("piqa", "nowhere", "no folder 'nowhere' (--data)"),
+        (write(tmp_path / "empty.jsonl"), "", "is empty"),
+        (write(tmp_path / "empty.txt"), "", "is empty"),
+        (",".join([write(tmp_path / "a.jsonl", ICE)] * 2), "", "names a twice"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(names, data)
+        assert words in str(caught.value)
+
+
+def test_continuations_are_of_the_text_and_only_one_is_real():
+    text = " ".join(f"word{i} and" for i in range(2000))
+    rows = continuations(text, 200, seed=3)
+    assert rows == continuations(text, 200, seed=3) != continuations(text, 200, seed=4)
+    golds = [row["gold"] for row in rows]
+    assert all(30 < golds.count(g) < 70 for g in range(4))  # 50 each, and 30 is 3.3 standard deviations below
+    for row in rows:
+        assert len(set(row["choices"])) == 4 and all(choice in text for choice in row["choices"])
+        follows = [f"{row['query']} {choice}" in text for choice in row["choices"]]
+        assert follows == [number == row["gold"] for number in range(4)]
+    with pytest.raises(UserError, match="too few for 4 different choices"):
+        continuations("a few words", 1)
+
+
+def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_data, capsys):
+    (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(500)))
+    for source in (str(tmp_path / "a.txt"), str(tiny_data)):
+        icl_tasks.main([source, str(tmp_path / "out.jsonl"), "--n=7", "--choices=3"])
+        (task,) = load(str(tmp_path / "out.jsonl"))
+        assert len(task.items) == 7 and len(task.items[0].contexts) == 3
+    assert "7 questions with 3 choices" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no text in 'nothing'"):
+        icl_tasks.main(["nothing", "out.jsonl"])
+
+
+@pytest.mark.parametrize("flag", ["--n=0", "--choices=1", "--choices=-3", "--context=-5", "--length=0"])
+def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
+    (tmp_path / "a.txt").write_text("words " * 200)
+    with pytest.raises(UserError, match="must be at least"):
+        icl_tasks.main([str(tmp_path / "a.txt"), str(tmp_path / "a.jsonl"), flag])
+    assert not (tmp_path / "a.jsonl").exists()
+
+
+def test_a_delimiter_of_ones_own(tmp_path):
+    path = tmp_path / "piqa_val.jsonl"
+    path.write_text(json.dumps({"query": "Question: a", "choices": ["b", "c"], "gold": 0}))
+    (plain,), (named,) = icl_tasks.load(str(path)), icl_tasks.load(str(path), delimiter="\nAnswer: ")
+    assert plain.items[0].contexts[0] == "Question: a"
+    assert named.items[0].contexts[0] == "Question: a\nAnswer:" and plain.digest != named.digest

@@ -1,0 +1,481 @@
+"""evaluation/zero_shot.py: scores against one request at a time and against lm-eval, ranks, going on, mistakes, the table."""
+
+import contextlib
+import io
+import json
+import math
+import sysconfig
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, launch
+
+import parallel
+from config import MPTConfig, TrainConfig, UserError
+from evaluation import score as icl_score
+from evaluation import tasks as icl_tasks
+from evaluation import zero_shot
+from evaluation.zero_shot import evaluate, finished, table
+from model import MPT, init_weights
+from text import tokenizer as tokenizers
+
+SETS = ROOT.parent / "shared" / "data" / "icl"
+TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=128)
+BYTES = tokenizers.load("bytes")
+ALONE = parallel.World(0, 1, 0, 1, torch.device("cpu"))
+WORDS = "river tree house blue old sings walks sees under slowly".split()
+
+
+def model(**more):
+    mpt = MPT(MPTConfig(**TINY | more))
+    init_weights(mpt, seed=0)
+    return mpt.eval()
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def choices_of(n):
+    """Questions whose choices differ in length, some with characters of several bytes."""
+    return [
+        {"query": f"Question: the {WORDS[i % 10]} {i}", "gold": i % 3,
+         "choices": [" ".join(WORDS[i % 7 : i % 7 + k]) + "é" * (i % 2) for k in (1, 3, 2)]}
+        for i in range(n)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A file of each kind, with an odd number of items."""
+    folder = tmp_path_factory.mktemp("tasks")
+    write(folder / "mc.jsonl", choices_of(11))
+    pairs = [(f"The {a} met a {b}, and the", (a, b)) for a, b in zip(WORDS, WORDS[1:], strict=False)]
+    schema = [{"context_options": [f"{text} {word}" for word in words]} for text, words in pairs]
+    write(folder / "schema.jsonl", [row | {"continuation": "left.", "gold": 0} for row in schema])
+    write(folder / "lm.jsonl", [{"context": f"The {w}", "continuation": w} for w in WORDS])
+    (folder / "text.txt").write_text(" ".join(WORDS * 9))  # 400 tokens: four windows, the last one shorter
+    return folder
+
+
+def tasks_of(files, **more):
+    return icl_tasks.load("mc.jsonl,schema.jsonl,lm.jsonl,text.txt", str(files), **more)
+
+
+def alone(mpt, context, continuation):
+    """(log-probability of each token, is it the likeliest?) of one continuation, from all logits of one sequence."""
+    before, after = (torch.tensor(BYTES.encode(text).tolist()) for text in (context, continuation))
+    with torch.no_grad():
+        logits = mpt(torch.cat([before, after])[None, :-1])[0, len(before) - 1 :].double()
+    log_probs = F.log_softmax(logits, dim=-1)
+    return log_probs.gather(1, after[:, None])[:, 0], logits.argmax(-1) == after
+
+
+@pytest.mark.parametrize("more", [{"alibi": True}, {}], ids=str)
+def test_figures_equal_those_of_one_request_at_a_time(files, more):
+    """Both scorings, in a few lines from what `alone` finds."""
+    mpt = model(**more)
+    tasks = tasks_of(files)
+    results = evaluate(mpt, BYTES, tasks, ALONE, batch_tokens=500)
+    for task in tasks[:2]:
+        right = {"foundry": 0, "acc": 0, "acc_norm": 0}
+        for item in task.items:
+            found = [alone(mpt, c, t)[0] for c, t in zip(item.contexts, item.continuations, strict=True)]
+            cross_entropies = torch.stack([-f.mean() for f in found])
+            sums = torch.stack([f.sum() for f in found])
+            characters = torch.tensor([len(t.removeprefix(" ")) for t in item.continuations])
+            right["foundry"] += cross_entropies.argmin().item() == item.gold
+            right["acc"] += sums.argmax().item() == item.gold
+            right["acc_norm"] += (sums / characters).argmax().item() == item.gold
+        n, r = len(task.items), results[task.name]
+        for name, count in right.items():
+            assert r[name] == count / n
+            outcomes = torch.tensor([1.0] * count + [0.0] * (n - count))
+            assert r[f"{name}_stderr"] == pytest.approx(outcomes.std().item() / math.sqrt(n), abs=1e-6)
+        assert r["n"] == n and r["contexts_cut"] == 0
+    assert results["mc"]["majority"] == 4 / 11 and results["mc"]["chance"] == pytest.approx(1 / 3)
+    log_probs = [alone(mpt, *pair)[0] for pair in zero_shot.pairs_of(tasks[2], BYTES, 128)]
+    assert results["lm"]["perplexity"] == pytest.approx(
+        math.exp(-sum(f.sum().item() for f in log_probs) / 10), rel=1e-4
+    )
+    assert not mpt.training
+
+
+def test_compiled_blocks_are_not_compiled_anew_for_the_many_shapes(files):
+    mpt, compiled = model(alibi=True), []
+    before = evaluate(mpt, BYTES, tasks_of(files), ALONE)
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    for block in mpt.transformer.blocks:
+        block.compile(backend=backend)
+    after = evaluate(mpt, BYTES, tasks_of(files), ALONE)
+    assert not compiled
+    for name, figures in before.items():
+        assert {**figures, "seconds": 0} == {**after[name], "seconds": 0}
+    mpt(torch.zeros(2, 9, dtype=torch.long))
+    assert compiled  # training goes on as before
+
+
+def test_a_text_is_scored_once_in_windows_as_long_as_the_model(files):
+    (task,) = icl_tasks.load(str(files / "text.txt"))
+    mpt, ids = model(alibi=True), torch.tensor([256, *BYTES.encode(task.text).tolist()])
+    (r,) = evaluate(mpt, BYTES, [task], ALONE).values()
+    total, n = 0.0, len(ids) - 1
+    for begin in range(0, n, 128):
+        end = min(begin + 128, n)
+        first = max(0, end - 128)  # the last window reaches back
+        with torch.no_grad():
+            log_probs = F.log_softmax(mpt(ids[None, first:end])[0].double(), dim=-1)
+        total -= log_probs.gather(1, ids[first + 1 : end + 1, None])[begin - first :].sum().item()
+    assert r["n"] == n == len(task.text) and r["nats_per_token"] == pytest.approx(total / n, rel=1e-5)
+    assert r["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
+    assert r["nats_per_byte"] == r["nats_per_token"]  # as tokens are bytes
+
+
+def test_long_contexts_are_cut_on_the_left_and_counted(tmp_path):
+    rows = [{"query": "a" * length + " river", "choices": ["sees", "old"], "gold": 0} for length in (400, 1)]
+    (task,) = icl_tasks.load(write(tmp_path / "long.jsonl", rows))
+    mpt = model(alibi=True)
+    requests, cut = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "long", mpt.cfg)
+    assert cut == 2 and [len(r.ids) for r in requests] == [129, 129, 12, 11]
+    assert bytes(requests[0].ids.astype("uint8")).endswith(b"a river sees") and requests[0].count == 5
+    results = evaluate(mpt, BYTES, [task], ALONE)
+    assert results["long"]["contexts_cut"] == 2
+    assert "long: 2 of 4 contexts were cut on the left" in table(results, "tiny")
+
+
+def test_an_empty_context_is_the_begin_of_a_document():
+    (request,), _ = zero_shot.encode([("", " a")], BYTES, "t", MPTConfig(**TINY))
+    assert request.ids.tolist() == [BYTES.eot, 32, 97] and request.count == 2
+    (request,), _ = zero_shot.encode([("a ", " b")], BYTES, "t", MPTConfig(**TINY))  # a trailing space is scored
+    assert request.ids.tolist() == [97, 32, 32, 98] and request.count == 3
+
+
+def test_what_does_not_fit_the_model_is_one_line(files, tmp_path):
+    (task,) = icl_tasks.load(write(tmp_path / "a.jsonl", [{"context": "a", "continuation": "b" * 200}]))
+    with pytest.raises(UserError, match="task a: a continuation has 201 tokens, but max_seq_len is 128: leave out"):
+        evaluate(model(), BYTES, [task], ALONE)
+    with pytest.raises(UserError, match="task mc: the tokenizer gives id 195, but the model's vocab_size is 150"):
+        evaluate(model(vocab_size=150), BYTES, tasks_of(files)[:1], ALONE)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+def figures(results):
+    """The numbers that do not depend on the clock."""
+    return {
+        name: {k: v for k, v in r.items() if k != "seconds" and not isinstance(v, str)} for name, r in results.items()
+    }
+
+
+def evaluate_sharded(world, files, sharding):
+    """On a live model, as the trainer does, between two passes with gradients."""
+    cfg = TrainConfig(sharding=sharding)
+    with torch.device("meta"):
+        mpt = MPT(MPTConfig(**TINY, alibi=True))
+    mpt = parallel.parallelize(mpt, parallel.make_mesh(world, cfg), cfg, "fp32")
+    parallel.materialize(mpt, world.device, 0)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    mpt(ids, labels=ids).backward()
+    results = evaluate(mpt.train(), BYTES, tasks_of(files), world, batch_tokens=700)
+    mpt(ids, labels=ids).backward()
+    return figures(results), mpt.training
+
+
+def evaluate_plain(world, files):
+    return figures(evaluate(model(alibi=True), BYTES, tasks_of(files)[:2], world, batch_tokens=10_000))
+
+
+def close(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name] == pytest.approx(b[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "ZERO1"])
+def test_two_ranks_with_a_sharded_model_find_what_one_finds(files, ranks, sharding):
+    one = figures(evaluate(model(alibi=True), BYTES, tasks_of(files), ALONE))
+    (first, training), (second, _) = ranks(2)(evaluate_sharded, files, sharding)
+    assert first == second and training
+    close(first, one)
+
+
+def test_a_rank_without_work(files, ranks):
+    """All requests fit one batch, so the second rank has none."""
+    one = figures(evaluate(model(alibi=True), BYTES, tasks_of(files)[:2], ALONE))
+    first, second = ranks(2)(evaluate_plain, files)
+    assert first == second
+    close(first, one)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The program
+
+
+def make_run(world, folder):
+    """A run folder with one checkpoint of an untrained model over bytes."""
+    import checkpoint
+    import optim
+
+    cfg, model_cfg = TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes"), MPTConfig(**TINY, alibi=True)
+    with torch.device("meta"):
+        mpt = MPT(model_cfg)
+    mpt = parallel.parallelize(mpt, parallel.make_mesh(world, cfg), cfg, "fp32")
+    parallel.materialize(mpt, world.device, 0)
+    saver = checkpoint.Checkpointer(cfg.run_dir, 1)
+    meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
+    saver.save(3, mpt, optim.build_optimizer(mpt.parameters(), cfg), meta)
+    saver.finish()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, ranks):
+    folder = tmp_path_factory.mktemp("icl")
+    ranks(2)(make_run, folder)
+    return folder
+
+
+def program(world, *argv):
+    """icl_eval.main in a rank, as under torchrun: what it printed."""
+    environment = {
+        "RANK": world.rank,
+        "LOCAL_RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_WORLD_SIZE": world.size,
+    }
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
+        zero_shot.main(list(argv))
+    return printed.getvalue()
+
+
+def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
+    out = run / "results.json"
+    argv = [str(run / "run"), "--tasks=mc.jsonl,schema.jsonl,text.txt", f"--data={files}", f"--out={out}"]
+    first, silent = ranks(2)(program, *argv)
+    assert "LLM Foundry" in first and "text: " in first and silent == ""
+    saved = json.loads(out.read_text())
+    close(figures(saved["tasks"]), figures(evaluate(model(alibi=True), BYTES, icl_tasks.load(
+        "mc.jsonl,schema.jsonl,text.txt", str(files)), ALONE)))  # fmt: skip
+    assert saved["settings"]["model"].endswith("step-3") and saved["settings"]["shots"] == 0
+    again = ranks(2)(program, *argv[:1], "--tasks=mc.jsonl,lm.jsonl,text.txt", *argv[2:])[0]
+    assert "lm: every token" in again
+    later = json.loads(out.read_text())["tasks"]
+    assert list(later) == ["mc", "schema", "text", "lm"] and {k: later[k] for k in saved["tasks"]} == saved["tasks"]
+    ranks(2)(program, *argv, "--shots=2")  # other questions under the same names
+    assert json.loads(out.read_text())["tasks"]["mc"]["digest"] != later["mc"]["digest"]
+    assert not list(run.glob("*.part*"))
+
+
+def interrupted(world, files, out):
+    """Score half of a task, then begin anew with what was kept; how many requests were forwarded then?"""
+    zero_shot.PART_SECONDS, before = -1, zero_shot.PART_SECONDS
+    mpt, (task,) = model(alibi=True), tasks_of(files)[:1]
+    requests, _ = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "mc", mpt.cfg)
+    icl_score.score(mpt, requests[:20], world, "fp32", 300, zero_shot.Part(out, "key", world.rank))
+    part = zero_shot.Part(out, "key", world.rank)
+    other = zero_shot.Part(out, "another model", world.rank)
+    zero_shot.PART_SECONDS = before
+    seen = []
+    hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    results = figures(evaluate(mpt, BYTES, [task], world, batch_tokens=100, part=part))
+    hook.remove()
+    return len(part.known), len(other.known), sum(seen), len(requests), results
+
+
+def test_a_task_that_was_cut_off_goes_on(files, ranks, tmp_path):
+    out = str(tmp_path / "results.json")
+    (tmp_path / "results.json.part-key-7").write_text('["half a line')  # of a rank that was killed
+    found = ranks(2)(interrupted, files, out)
+    assert [f[:2] for f in found] == [(20, 0)] * 2
+    assert 13 <= sum(f[2] for f in found) < 13 + 8 and found[0][3] == 33  # a last batch may be done twice
+    close(found[0][4], figures(evaluate(model(alibi=True), BYTES, tasks_of(files)[:1], ALONE)))
+
+
+def test_results_of_another_model_are_not_mixed(tmp_path):
+    out = tmp_path / "results.json"
+    about = {"weights": "abc", "precision": "fp32", "ids": "f00"}
+    assert finished(str(out), about) == finished("", about) == {}
+    out.write_text(json.dumps({"settings": about, "tasks": {"a": {}}}))
+    assert finished(str(out), about) == {"a": {}}
+    with pytest.raises(UserError, match="holds results with weights abc, not abd: choose another --out"):
+        finished(str(out), about | {"weights": "abd"})
+    with pytest.raises(UserError, match="holds results with ids f00, not ba2"):  # of another tokenizer
+        finished(str(out), about | {"ids": "ba2"})
+    odd = [
+        {},
+        [],
+        {"settings": about, "tasks": []},
+        {"settings": {}, "tasks": {}},
+        {"settings": about, "tasks": {"a": 1}},
+    ]
+    odd += [{"settings": about, "tasks": {"a": {"digest": "x", "kind": kind}}} for kind in ("text", "what", [], None)]
+    for content in map(json.dumps, odd):
+        out.write_text(content)
+        with pytest.raises(UserError, match="choose another --out"):
+            finished(str(out), about)
+    out.write_text("[" * 10**5)
+    with pytest.raises(UserError, match="nested too deep"):
+        finished(str(out), about)
+
+
+def test_damaged_lines_of_scores_are_left_out(tmp_path):
+    good = ["good", -1.5, 1.0]
+    lines = ["5", "null", "[]", "{}", "[[1], 2, 3]", '["a", "b", 1]', '["a"]', '["a", 1, 2, 3]', "[" * 10**5, "\x00"]
+    content = "\n".join([*lines, json.dumps(good)]).encode()
+    (tmp_path / "results.json.part-key-7").write_bytes(b"\xff\xfe\n" + content)
+    part = object.__new__(zero_shot.Part)  # without other ranks
+    part.path, part.pattern = tmp_path / "results.json.part-key-0", "results.json.part-key-*"
+    assert part.read() == {"good": good[1:]}
+
+
+def test_program_answers_mistakes_in_one_line(run):
+    wrong = launch([], run, ["run", "--tasks=hellaswg"], program="evaluation/zero_shot.py")
+    assert wrong.returncode == 2 and wrong.stderr == "error: unknown task 'hellaswg', did you mean 'hellaswag'?\n"
+    for argv, words in (
+        ([], "usage: python -m evaluation RUN"),
+        (["run", "--shot=1"], "did you mean 'shots'"),
+        (["run", "--limit=-1"], "limit must be 0 or more"),
+        (["run", "--batch_tokens=0"], "batch_tokens must be at least 1"),
+        (["nowhere", "--tasks=all"], "no checkpoint in 'nowhere'"),  # the Hub is not asked
+        (["run", "--out=nowhere/a.json"], "no folder for --out=nowhere/a.json"),
+    ):
+        with pytest.raises(UserError, match=words):
+            zero_shot.main(argv)
+
+
+def test_the_table_is_that_of_the_posts():
+    values = dict(zip(icl_tasks.TABLE2, zero_shot.PUBLISHED["MPT-1B, published"], strict=True))
+    result = {"kind": "multiple_choice", "n": 100, "majority": 0.5, "contexts_cut": 0, "requests": 200}
+    keys = [k + more for k in zero_shot.SCORINGS for more in ("", "_stderr")]
+    results = {task: result | dict.fromkeys(keys, value) for task, value in values.items()}
+    rows = {
+        r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]] for r in table(results, "mine").splitlines()
+    }
+    assert rows[""] == ["ARC-c", "ARC-e", "BoolQ", "HellaSwag", "PIQA", "Winograd", "Winogrande", "mean"]
+    assert rows["mine, LLM Foundry"] == rows["MPT-1B, published"]
+    assert rows["mine, lm-eval acc_norm"][-1] == "0.537"
+    assert rows["MPT-3B, published"][-1] == "0.578" and rows["Cerebras-GPT-1.3B, published"][-1] == "0.496"
+    some = table({"piqa": results["piqa"], "own": results["piqa"]}, "mine").splitlines()
+    assert [c.strip() for c in some[0].split("|")[2:-1]] == ["PIQA", "mean", "own"] and "0.754" in some[-1]
+    assert "published" not in table({"own": results["piqa"]}, "mine")
+
+
+@pytest.mark.parametrize("name", ["arc_challenge", "piqa", "winograd"])
+def test_the_real_sets_are_scored(name):
+    if not SETS.is_dir():
+        pytest.skip("needs the evaluation sets beside the project")
+    (task,) = icl_tasks.load(name, str(SETS), limit=12)
+    (r,) = evaluate(model(alibi=True, max_seq_len=512), BYTES, [task], ALONE).values()
+    assert r["n"] == 12 and 0 <= r["foundry"] <= 1 and r["requests"] == 12 * (4 if "arc" in name else 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# lm-evaluation-harness
+
+
+def words_of_bytes():
+    """Our bytes tokenizer as one of Hugging Face's: the same ids."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    shown = {
+        token[0]: token.decode("latin-1") if i < 188 else chr(256 + i - 188) for i, token in enumerate(tokenizers.BYTES)
+    }
+    words = Tokenizer(models.BPE({shown[b]: b for b in range(256)} | {"<|endoftext|>": 256}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+
+
+def test_lm_eval_finds_the_same(files, tmp_path):
+    """lm-eval's own loop, backend and metrics on a transformers MPT, and ours with its weights."""
+    pytest.importorskip("lm_eval", reason="pip install -r requirements-peers.txt")
+    pytest.importorskip("accelerate", reason="pip install -r requirements-peers.txt")
+    import lm_eval
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.models.huggingface import HFLM
+    from transformers import MptConfig, MptForCausalLM
+
+    torch.manual_seed(0)
+    MptForCausalLM(MptConfig(**TINY)).save_pretrained(tmp_path / "mpt")
+    theirs = MptForCausalLM.from_pretrained(tmp_path / "mpt").eval()
+    mpt = MPT(MPTConfig(**TINY, alibi=True, no_bias=True)).eval()
+    mpt.load_state_dict({k: v for k, v in theirs.state_dict().items() if k != "lm_head.weight"})
+    harness = HFLM(pretrained=theirs, tokenizer=words_of_bytes(), max_length=128, batch_size=4, device="cpu")
+    long = {"query": "x" * 200, "choices": ["a", "bb", "ccc"], "gold": 1}  # cut on the left
+    path = write(tmp_path / "mc.jsonl", [*choices_of(40), long])
+    task = ConfigurableTask(config={
+        "task": "mc", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": path}}, "test_split": "test",
+        "output_type": "multiple_choice", "doc_to_text": "{{query}}", "doc_to_choice": "{{choices}}",
+        "doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    })  # fmt: skip
+    found = lm_eval.simple_evaluate(harness, tasks=[task], bootstrap_iters=1, log_samples=True)
+    (ours,) = icl_tasks.load(path)
+    pairs = zero_shot.pairs_of(ours, BYTES, 128)
+    requests, cut = zero_shot.encode(pairs, BYTES, "mc", mpt.cfg)
+    sums = icl_score.score(mpt, requests, ALONE, "fp32", 400).tolist()
+    scores = dict(zip(pairs, sums, strict=True))
+    for item, sample in zip(ours.items, found["samples"]["mc"], strict=True):
+        for context, continuation, (answer,) in zip(item.contexts, item.continuations, sample["resps"], strict=True):
+            assert scores[context, continuation][0] == pytest.approx(answer[0], abs=1e-3)
+            assert bool(scores[context, continuation][1]) == answer[1]
+    r = evaluate(mpt, BYTES, [ours], ALONE)["mc"]
+    for name in ("acc", "acc_norm"):
+        assert r[name] == found["results"]["mc"][f"{name},none"] != 0
+        assert r[f"{name}_stderr"] == pytest.approx(found["results"]["mc"][f"{name}_stderr,none"], rel=1e-6)
+    assert cut == 3
+    text = (files / "text.txt").read_text()
+    request = lm_eval.api.instance.Instance("loglikelihood_rolling", {}, (text,), 0)
+    (rolling,) = harness.loglikelihood_rolling([request], disable_tqdm=True)
+    (task,) = icl_tasks.load(str(files / "text.txt"))
+    assert evaluate(mpt, BYTES, [task], ALONE)["text"]["nats_per_token"] == pytest.approx(
+        -rolling / len(text), rel=1e-5
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# It shows something real
+
+
+def learn(world):
+    """Figures before and after half a minute on Python's library, about modules of it that were held out."""
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    seen, held_out = [text for i, text in enumerate(texts) if i % 10], "\n\n".join(texts[::10])
+    bpe = tokenizers.train_bpe(seen[:40], 1024)
+    ids = torch.tensor([i for text in seen for i in [*bpe.encode(text).tolist(), bpe.eot]])
+    mpt = model(d_model=128, vocab_size=1024, alibi=True)
+    rows = icl_tasks.continuations(held_out, 1000, context=128, length=16)
+    items = [icl_tasks.worded(row, " ") for row in rows]
+    task = icl_tasks.Task("guess", "multiple_choice", items, items)
+    before = evaluate(mpt, bpe, [task], world)["guess"]
+    optimizer = torch.optim.AdamW(mpt.parameters(), 3e-3, weight_decay=0)
+    torch.manual_seed(0)
+    for step in range(300):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50) * (1 - step / 300)
+        batch = torch.stack([ids[begin : begin + 129] for begin in torch.randint(len(ids) - 129, (8,))])
+        (mpt(batch[:, :-1], labels=batch[:, 1:]) / 1024).backward()
+        torch.nn.utils.clip_grad_norm_(mpt.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, evaluate(mpt, bpe, [task], world)["guess"]
+
+
+@pytest.mark.slow
+def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
+    ((before, after),) = ranks(1)(learn)
+    assert before["chance"] == 0.25 and before["majority"] < 0.3
+    for name in zero_shot.SCORINGS:
+        assert abs(before[name] - 0.25) < 4 * before[f"{name}_stderr"]  # as good as a guess
+        assert after[name] > 0.25
+    assert after["foundry"] > 0.25 + 3 * after["foundry_stderr"]

@@ -1,0 +1,554 @@
+"""gpu_kernels/flash_attention.py in Triton's interpreter, against a float64 formula of its own; on a GPU the same on the device.
+
+The interpreter is chosen when a kernel is decorated, so these kernels run in other processes: `interpreted`.
+"""
+
+import itertools
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, flags_for
+
+pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
+
+import parallel  # noqa: E402
+from attention import alibi_slopes, attention  # noqa: E402
+from config import MPTConfig, TrainConfig, UserError  # noqa: E402
+from gpu_kernels import flash_attention as room  # noqa: E402
+from gpu_kernels import launch_table  # noqa: E402
+from lifecycle import runlog  # noqa: E402
+from model import MPT, Positions, init_weights  # noqa: E402
+
+LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the largest exact value
+
+
+# --- the formula, and one case
+
+
+def by_hand(q, k, v, slopes, causal, scale, ids):
+    """Attention in the inputs' dtype. What sees what is written out pair by pair."""
+    (H, n_queries), (Hkv, n_keys) = q.shape[1:3], k.shape[1:3]
+    positions = range(n_keys - n_queries, n_keys)
+    seen = torch.tensor([[[j <= i or not causal for j in range(n_keys)] for i in positions]] * len(q))
+    for row, document in zip(seen, [] if ids is None else ids.tolist(), strict=False):
+        number = [sum(a != b for a, b in itertools.pairwise(document[: j + 1])) for j in range(n_keys)]
+        row &= torch.tensor([[number[i] == number[j] for j in range(n_keys)] for i in positions])
+    distance = torch.tensor([[abs(i - j) for j in range(n_keys)] for i in positions], dtype=q.dtype)
+    heads = []
+    for h in range(H):
+        scores = q[:, h] @ k[:, h * Hkv // H].mT * scale
+        if slopes is not None:
+            scores = scores - slopes[h].to(q.dtype) * distance
+        p = torch.exp(scores - scores.amax(-1, keepdim=True)) * seen
+        heads.append(p / p.sum(-1, keepdim=True).clamp_min(1e-300) @ v[:, h * Hkv // H])
+    return torch.stack(heads, 1)
+
+
+DEFAULT = {
+    **dict(lengths=(65, 65), heads=(2, 2), D=32, batch=1, dtype="float32", alibi=True, causal=True, documents=False),
+    **dict(scale=None, layout="fused", row=None),
+}
+
+
+def tensors_of(case, device="cpu"):
+    """q, k, v as the case lays them out, slopes, ids, and the incoming gradient."""
+    generator = torch.Generator().manual_seed(case.get("seed", 0))
+    (H, Hkv), (Tq, Tk), D, B, dtype = case["heads"], case["lengths"], case["D"], case["batch"], case["dtype"]
+    dtype = getattr(torch, dtype)
+    if case["layout"] == "fused":  # views of one Wqkv output, as in the model; the queries are its last rows
+        wide = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=generator).to(device, dtype)
+        q, k, v = wide.split([H * D, Hkv * D, Hkv * D], dim=-1)
+        q, k, v = (x[:, len(x[0]) - T :] for x, T in ((q, Tq), (k, Tk), (v, Tk)))
+        q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v))
+    elif case["layout"] == "cache":  # keys and values are the beginning of a longer buffer
+        q, k, v = (
+            torch.randn(B, heads, T + extra, D, generator=generator).to(device, dtype)[:, :, :T]
+            for heads, T, extra in ((H, Tq, 0), (Hkv, Tk, 30), (Hkv, Tk, 30))
+        )
+    else:  # head dim is not the innermost
+        q, k, v = (
+            torch.randn(B, heads, D, T, generator=generator).to(device, dtype).mT
+            for heads, T in ((H, Tq), (Hkv, Tk), (Hkv, Tk))
+        )
+    slopes = alibi_slopes(H, device=device) if case["alibi"] else None
+    ids = None
+    if case["documents"]:
+        ids = torch.randint(0, 4, (B, Tk), generator=generator).sort(1).values.to(device)
+        ids[:, : Tk // 8] = 9  # sorted or not: what counts is where the number changes
+    do = torch.randn(B, H, Tq, D, generator=generator).to(device, dtype)
+    return q, k, v, slopes, ids, do
+
+
+def run(case, tensors):
+    """[out, dq, dk, dv] of our kernels."""
+    *qkv, slopes, ids, do = tensors
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = room.flash_attention(
+        *leaves, alibi_slopes=slopes, causal=case["causal"], softmax_scale=case["scale"], sequence_ids=ids
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, do)]
+
+
+def errors_of(case, device="cpu"):
+    """Error of out, dq, dk, dv against float64, relative to the largest exact value."""
+    case = DEFAULT | case
+    row, launch_table.row_for = launch_table.row_for, (lambda *_: case["row"]) if case["row"] else launch_table.row_for
+    try:
+        tensors = tensors_of(case, device)
+        found = run(case, tensors)
+    finally:
+        launch_table.row_for = row
+    q, k, v, slopes, ids, do = (x if x is None else x.cpu() for x in tensors)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = by_hand(*leaves, slopes, case["causal"], case["scale"] or q.shape[3] ** -0.5, ids)
+    exact = [exact.detach(), *torch.autograd.grad(exact, leaves, do.double())]
+    assert all(x.isfinite().all() for x in found)
+    assert [x.dtype for x in found] == [q.dtype] * 4
+    largest = [b.abs().max().item() for b in exact]
+    largest = [x if x > 1e-12 else 1 for x in largest]  # with one key to see, dq and dk are zero
+    return [(a.cpu() - b).abs().max().item() / x for a, b, x in zip(found, exact, largest, strict=True)]
+
+
+# --- the grid
+
+FLAGS = [dict(alibi=a, causal=c, documents=d) for a in (True, False) for c in (True, False) for d in (False, True)]
+LENGTHS = [(1, 1), (17, 17), (127, 127), (200, 200), (1, 65), (17, 200), (65, 127)]
+MORE_QUERIES = [(65, 17), (127, 1)]  # the first rows see no key when causal
+ROWS = [(128, 64, 4, 1), (64, 128, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
+CASES = FLAGS + [dict(lengths=n) for n in LENGTHS + MORE_QUERIES]
+CASES += [dict(lengths=n, causal=False) for n in [(17, 200), *MORE_QUERIES]]
+CASES += [dict(lengths=n, documents=True, causal=c) for n in [(17, 200), (127, 127)] for c in (True, False)]
+CASES += [dict(D=d, heads=(1, 1)) for d in (16, 17, 40, 48, 64, 72, 80, 96, 112, 128)]
+CASES += [dict(heads=h, D=16) for h in ((1, 1), (6, 6), (7, 7), (12, 12), (6, 3), (12, 4), (7, 1))]
+CASES += [dict(lengths=(200, 200), row=row, documents=d) for row in ROWS for d in (False, True)]
+CASES += [dict(lengths=(127, 200), row=row, causal=False) for row in ROWS[:3]]
+CASES += [dict(layout=layout, batch=2) for layout in ("fused", "cache", "transposed")]
+CASES += [dict(scale=0.5), dict(scale=0.01, alibi=False), dict(batch=3, documents=True, D=16)]
+FEW = [*FLAGS[:4], dict(D=96), dict(D=128, heads=(7, 1)), dict(lengths=(17, 200)), dict(lengths=(65, 17))]
+CASES += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
+
+
+def name(case):
+    return "-".join(f"{k}={v}".replace(" ", "") for k, v in case.items())
+
+
+def share(world, cases):
+    """The errors of every second case, or what it raised."""
+    results = {}
+    for case in cases[world.rank :: world.size]:
+        try:
+            results[name(case)] = errors_of(case)
+        except Exception as error:
+            results[name(case)] = repr(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def measured(interpreted):
+    """{name of a case: errors}, the cases shared by two processes."""
+    return {key: errors for part in interpreted(share, CASES) for key, errors in part.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
+    errors = measured[name(case)]
+    assert isinstance(errors, list), errors
+    assert max(errors) < LIMITS[case.get("dtype", "float32")], errors
+
+
+def equal_runs(world):
+    cases = [FLAGS[1], dict(lengths=(65, 127), heads=(3, 1)), dict(dtype="bfloat16", D=96)]
+    tensors = [tensors_of(DEFAULT | case) for case in cases]
+    runs = [[x for case, t in zip(cases, tensors, strict=True) for x in run(DEFAULT | case, t)] for _ in range(2)]
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.slow
+def test_two_runs_are_equal_to_the_bit(interpreted):
+    assert interpreted(equal_runs) == [True, True]
+
+
+def sweep(world, examples, seed):
+    """Random cases of everything at once: None, or what was wrong with one."""
+    from hypothesis import Phase, given, settings
+    from hypothesis import seed as seeded
+    from hypothesis import strategies as st
+
+    some_keys = st.integers(8, 140)  # with one or two, dq and dk are nearly zero: no value to be relative to
+
+    @seeded(seed + world.rank)
+    @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate])
+    @given(
+        st.fixed_dictionaries(
+            {
+                "lengths": st.tuples(st.integers(1, 140), some_keys),
+                "heads": st.sampled_from([(1, 1), (2, 2), (3, 1), (4, 2)]),
+                "D": st.integers(8, 128),
+                "batch": st.integers(1, 2),
+                "alibi": st.booleans(),
+                "causal": st.booleans(),
+                "documents": st.booleans(),
+                "scale": st.sampled_from([None, 0.05]),
+                "layout": st.sampled_from(["fused", "cache", "transposed"]),
+                "row": st.sampled_from([None, (16, 64, 4, 1), *ROWS]),
+                "seed": st.integers(0, 5),
+            }
+        )
+    )
+    def check(case):
+        if case["lengths"][0] > case["lengths"][1]:
+            case["documents"] = False
+        assert max(errors_of(case)) < LIMITS["float32"], case
+
+    try:
+        check()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.slow
+def test_random_cases(interpreted):
+    assert interpreted(sweep, 8, 1) == [None, None]
+
+
+@pytest.mark.slow
+def test_many_random_cases(interpreted):
+    assert interpreted(sweep, 120, 3) == [None, None]
+
+
+def rows_without_keys(world):
+    q, k, v = (torch.randn(1, 1, T, 16).requires_grad_() for T in (40, 8, 8))
+    out = room.flash_attention(q, k, v, alibi_slopes=alibi_slopes(1))
+    dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
+    none = room.flash_attention(q, k[:, :, :0], v[:, :, :0])
+    return out[0, 0, :32], dq[0, 0, :32], none, all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+def test_rows_that_see_no_key_are_zero_and_their_gradients_too(interpreted):
+    out, dq, none, finite = interpreted(rows_without_keys)[0]
+    assert not out.any() and not dq.any() and not none.any() and finite
+
+
+def hidden_blocks(world):
+    """What the last query gives when all that it may not see is NaN: hidden blocks are not even read."""
+    q, k, v = (torch.randn(1, 1, 256, 16) for _ in range(3))
+    ids = torch.arange(256)[None] // 128
+    whole = room.flash_attention(q, k, v, sequence_ids=ids)
+    k[:, :, :128] = v[:, :, :128] = math.nan
+    second = room.flash_attention(q, k, v, sequence_ids=ids)
+    return torch.equal(whole[:, :, 128:], second[:, :, 128:]), second[:, :, :128].isnan().all().item()
+
+
+def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
+    assert interpreted(hidden_blocks)[0] == (True, True)
+
+
+# --- the operator
+
+
+def checked_by_pytorch(world):
+    q, k, v, slopes, ids, _ = tensors_of(DEFAULT | dict(lengths=(20, 20), D=16, heads=(2, 1), documents=True))
+    bounds = room.document_bounds(ids)
+    for grad in (False, True):
+        inputs = [x.detach().requires_grad_(grad) for x in (q, k, v)]
+        for extra in ((slopes, bounds), (None, None)):
+            torch.library.opcheck(room.forward_operator, (*inputs, *extra, True, 0.25))
+    return True
+
+
+@pytest.mark.slow
+def test_pytorchs_own_checks_of_the_operator(interpreted):
+    """Schema, no aliasing, shapes and strides of the fakes, autograd, compilation: torch.library.opcheck."""
+    assert interpreted(checked_by_pytorch)[0]
+
+
+SMALL = dict(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=48, alibi=True)
+
+
+def model_with(impl, **settings):
+    model = MPT(MPTConfig(**SMALL, attn_impl=impl, **settings))
+    init_weights(model, seed=0)
+    return model
+
+
+def loss_and_gradients(model, ids):
+    loss = model(ids[:, :-1], labels=ids[:, 1:])
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def compiled_block(world):
+    torch._dynamo.reset()
+    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
+    plain, compiled = model_with("triton"), model_with("triton")
+    for block in compiled.transformer.blocks:
+        block.compile(fullgraph=True)  # a break in the graph raises
+    found, exact = (loss_and_gradients(model, ids) for model in (compiled, plain))
+    return [(a - b).abs().max().item() for a, b in zip(found, exact, strict=True)]
+
+
+def compiled_for_any_length(world):
+    torch._dynamo.reset()
+    function = torch.compile(room.flash_attention, dynamic=True, fullgraph=True)
+    rows = [torch.randn(1, 2, T, 16) for T in (20, 33, 47)]
+    return [(function(x, x, x) - room.flash_attention(x, x, x)).abs().max().item() for x in rows]
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+def test_it_compiles_for_lengths_that_change(interpreted):
+    assert all(error < 1e-6 for error in interpreted(compiled_for_any_length)[0])
+
+
+@pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.slow
+def test_a_compiled_block_has_no_graph_break_and_the_same_gradients(interpreted):
+    assert all(error < 1e-4 for error in interpreted(compiled_block)[0])
+
+
+def in_a_model(world, impl, settings):
+    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
+    return loss_and_gradients(model_with(impl, **settings), ids)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_n_heads": 1, "qk_ln": True, "clip_qkv": 0.5}], ids=str)
+def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, interpreted):
+    ours, sdpa = (interpreted(in_a_model, impl, settings)[0] for impl in ("triton", "sdpa"))
+    assert (ours[0] - sdpa[0]).abs() <= 5e-6 * sdpa[0]
+    largest = max(b.abs().max() for b in sdpa[1:])
+    assert all((a - b).abs().max() <= 1e-5 * largest for a, b in zip(ours[1:], sdpa[1:], strict=True))
+
+
+def counted_flops(world):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q, k, v = (torch.randn(2, heads, T, 16).requires_grad_() for heads, T in ((6, 32), (3, 64), (3, 64)))
+    with FlopCounterMode(display=False) as counter:
+        room.flash_attention(q, k, v).sum().backward()
+    return counter.get_total_flops()
+
+
+def test_flop_counter_mode_counts_it_as_pytorch_counts_sdpa(interpreted):
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    q, k = (2, 6, 32, 16), (2, 6, 64, 16)
+    sdpa = sdpa_flop_count(q, k, k) + sdpa_backward_flop_count(q, q, k, k)
+    assert interpreted(counted_flops)[0] == sdpa == 7 * 2 * 2 * 6 * 32 * 64 * 16  # seven matmuls of 2 B H Tq Tk D
+
+
+def forward_launches(world, save):
+    """How often the forward kernel runs in a step of a checkpointed block, when `save` says to keep its output."""
+    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+    def policy(ctx, function, *args, **kwargs):
+        keep = save and function == torch.ops.mpt.flash_attention.default
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    model = model_with("triton")
+    launched, launch = [], room.launch
+    room.launch = lambda what, *args: (launched.append(what), launch(what, *args))
+    x = torch.randn(1, 20, 32, requires_grad=True)
+    try:
+        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
+        block = model.transformer.blocks[0]
+        checkpoint(block, x, Positions(alibi_slopes(2)), use_reentrant=False, context_fn=contexts).sum().backward()
+    finally:
+        room.launch = launch
+    return launched.count("forward"), launched.count("dq"), launched.count("dkdv")
+
+
+def test_selective_checkpointing_can_keep_its_output(interpreted):
+    assert interpreted(forward_launches, True)[0] == (1, 1, 1)
+    assert interpreted(forward_launches, False)[0] == (2, 1, 1)
+
+
+def autocast_dtypes(world):
+    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
+    q, v = q.requires_grad_(), v.bfloat16()
+    slopes = alibi_slopes(2) * 1.0001  # needs more bits than bf16 has
+    with torch.autocast("cpu", torch.bfloat16):
+        out = room.flash_attention(q, k, v, alibi_slopes=slopes)
+    out.sum().backward()
+    exact = room.reference_attention(*(x.detach().bfloat16().double() for x in (q, k, v)), slopes)
+    return out.dtype, q.grad.dtype, (out - exact).abs().max().item()
+
+
+def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
+    dtype, grad, error = interpreted(autocast_dtypes)[0]
+    assert dtype == torch.bfloat16 and grad == torch.float32 and error < 3e-2
+
+
+def sharded_step(world, impl, precision):
+    """Loss and gradient norm of a step under FULL_SHARD on two ranks."""
+    cfg = TrainConfig(sharding="FULL_SHARD")
+    with torch.device("meta"):
+        model = MPT(MPTConfig(**SMALL, attn_impl=impl))
+    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
+    parallel.materialize(model, world.device, 0)
+    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.rank))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        loss = model(ids[:, :-1], labels=ids[:, 1:]) / 160 * world.size
+    loss.backward()
+    return loss.item(), parallel.clip_grad_norm(model.parameters(), 0).item()
+
+
+@pytest.mark.parametrize("precision, limit", [("fp32", 5e-6), ("bf16", 1e-2)])
+def test_under_fsdp_it_gives_the_step_of_sdpa(precision, limit, interpreted):
+    ours, sdpa = (interpreted(sharded_step, impl, precision) for impl in ("triton", "sdpa"))
+    for a, b in zip(ours, sdpa, strict=True):
+        assert a == pytest.approx(b, rel=limit)
+
+
+@pytest.mark.slow
+def test_the_demo_trains_with_it_as_with_sdpa(interpreted, python, tiny_data, tmp_path, monkeypatch):
+    """Three steps of configs/demo.py, narrower, from the same weights and batches."""
+    small = "--n_layers=1 --max_seq_len=48 --global_batch_size=2 --max_steps=3 --warmup_steps=1 --eval_tokens=96"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    losses = {}
+    for impl in ("triton", "sdpa"):
+        flags = [*small.split(), *flags_for(tiny_data), "--precision=fp32", f"--attn_impl={impl}", f"--run_dir={impl}"]
+        done = python(ROOT / "configs/demo.py", *flags)
+        assert done.returncode == 0, done.stderr
+        assert f"{impl} attention" in done.stdout
+        losses[impl] = [row["loss"] for row in runlog.read(tmp_path / impl) if "loss" in row]
+    assert len(losses["sdpa"]) == 3 and losses["triton"] == pytest.approx(losses["sdpa"], rel=5e-6)
+
+
+def addresses(world):
+    """Of the inputs, and of what the forward kernel reads: views of one fused tensor, and of a longer cache."""
+    found, launch = [], room.launch
+    room.launch = lambda what, tensors, *args: found.append([tensors[name].data_ptr() for name in "qkv"])
+    try:
+        for layout in ("fused", "cache"):
+            q, k, v, *_ = tensors_of(DEFAULT | dict(layout=layout, heads=(4, 2)))
+            room.flash_attention(q, k, v)
+            found.append([q.data_ptr(), k.data_ptr(), v.data_ptr()])
+    finally:
+        room.launch = launch
+    return found
+
+
+def test_strided_inputs_are_read_where_they_lie(interpreted):
+    read, fused, read_cache, cache = interpreted(addresses)[0]
+    assert read == fused and read_cache == cache
+
+
+def tuned(world):
+    """What --tune prints when the second row is the fastest; here it cannot measure, so a counter is its clock."""
+    import contextlib
+    import io
+
+    clock = itertools.cycle([2.0, 1.0, 3.0])
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(launch_table, "candidates", lambda: [(64, 32, 4, 1), (32, 64, 4, 1)])
+        patch.setattr(room.triton.testing, "do_bench", lambda run: (run(), next(clock))[1])
+        room.tune(torch.device("cpu"), T=16, H=1)
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_tuning_prints_rows_to_paste(interpreted):
+    text = interpreted(tuned)[0]
+    rows = eval("{" + "".join(line for line in text.splitlines() if line[0] == " ") + "}")
+    best = dict.fromkeys(("forward", "dq", "dkdv"), (32, 64, 4, 1))
+    assert rows == {("cpu", 64): best, ("cpu", 128): best}
+    assert text.count("takes 1.000 ms, the row of the table 3.000") == 6
+
+
+# --- bad input
+
+
+def refusals(world):
+    q = torch.randn(2, 4, 8, 16)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    wrong = {
+        "4 query heads are not a multiple of 3": dict(k=q[:, :3], v=q[:, :3]),
+        "wants q (B, H, Tq, D)": dict(k=q[0], v=q[0]),
+        "all bf16, fp16 or fp32": dict(k=q.bfloat16()),
+        "torch.float64": dict(q=q.double(), k=q.double(), v=q.double()),
+        "head dims up to 128, not 160: take attn_impl=sdpa": {n: torch.randn(1, 1, 8, 160) for n in "qkv"},
+        "alibi_slopes must be (4,) fp32": dict(alibi_slopes=torch.ones(3)),
+        "alibi_slopes(n_heads": dict(alibi_slopes=torch.ones(4).bfloat16()),
+        "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
+        "not (2, 8) torch.float32": dict(sequence_ids=ids.float()),
+        "no more queries than keys": dict(k=q[:, :, :6], v=q[:, :, :6], sequence_ids=ids[:, :6]),
+    }
+    said = {}
+    for message, change in wrong.items():
+        given = dict(q=q, k=q, v=q) | change
+        try:
+            room.flash_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+            said[message] = "nothing"
+        except ValueError as error:
+            said[message] = str(error)
+    return said
+
+
+def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
+    said = interpreted(refusals)[0]
+    assert len(said) == 10 and all(message in text and "\n" not in text for message, text in said.items()), said
+
+
+def test_a_cpu_tensor_without_the_interpreter_is_refused():
+    assert os.environ.get("TRITON_INTERPRET") != "1"
+    q = torch.randn(1, 1, 8, 16)
+    with pytest.raises(UserError, match="take attn_impl=sdpa or blocks, or set TRITON_INTERPRET=1"):
+        attention(q, q, q, impl="triton")
+    with pytest.raises(UserError, match="attn_pdrop=0"):
+        attention(q, q, q, impl="triton", dropout_p=0.1)
+
+
+def test_the_program_refuses_other_flags_and_tuning_without_a_gpu(python):
+    wrong = python("--tun", program="gpu_kernels/flash_attention.py")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: usage: python -m gpu_kernels.flash_attention")
+    if not torch.cuda.is_available():
+        wrong = python("--tune", program="gpu_kernels/flash_attention.py")
+        assert wrong.returncode == 2 and "there is none here" in wrong.stderr
+
+
+# --- small pieces
+
+
+@pytest.mark.parametrize(
+    "head_dim, widths",
+    [(8, (16, 0)), (16, (16, 0)), (17, (32, 0)), (48, (32, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16))]
+    + [(96, (64, 32)), (100, (128, 0)), (112, (128, 0)), (128, (128, 0))],
+)
+def test_a_head_is_held_with_little_waste(head_dim, widths):
+    assert room.split(head_dim) == widths
+
+
+def test_where_documents_begin_and_end():
+    bounds = room.document_bounds(torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]]))
+    assert bounds.tolist() == [[[0, 0, 2, 2, 2, 5], [2, 2, 5, 5, 5, 6]], [[0] * 6, [6] * 6]]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_obvious_version_is_the_formula(documents, causal):
+    q, k, v, slopes, ids, _ = tensors_of(DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents))
+    q, k, v = (x.double() for x in (q, k, v))
+    exact = by_hand(q, k, v, slopes, causal, 0.3, ids)
+    assert (room.reference_attention(q, k, v, slopes, causal, 0.3, ids) - exact).abs().max() < 1e-12
+
+
+# --- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in CASES if not c.get("row")], ids=name)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_on_the_device(case, dtype):
+    errors = errors_of(case | dict(dtype=dtype), "cuda")
+    assert max(errors) < LIMITS[dtype], errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_a_hundred_runs_on_the_device_are_equal_to_the_bit(D):
+    case = DEFAULT | dict(lengths=(1000, 1000), heads=(8, 2), D=D, batch=4, dtype="bfloat16", documents=True)
+    tensors = tensors_of(case, "cuda")
+    first = run(case, tensors)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(first, run(case, tensors), strict=True))

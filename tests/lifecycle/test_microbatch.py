@@ -1,0 +1,353 @@
+"""Memory that runs out for real: a limit of the kernel on the bytes of a process, which its children inherit.
+
+This file is a program as well, which calls `fit` as fsdp_train.py does, with one of the steps below:
+`python tests/test_microbatch.py STEP --flags`.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PATIENCE, ROOT, clean_environment, flags_for
+
+import config
+import parallel
+from config import MPTConfig, TrainConfig, UserError
+from fsdp_train import train_step
+from lifecycle import microbatch
+
+# One sequence takes about 68 MB of scores (T x T) and what is made of them; a process before its
+# first step 0.3 GB. Between two runs or two machines the whole differs by up to 0.1 GB.
+SHAPE = "--d_model=32 --n_heads=4 --n_layers=4 --max_seq_len=512 --vocab_size=257 --alibi --attn_impl=reference"
+FLAGS = [*SHAPE.split(), "--device=cpu", "--precision=fp32", "--global_batch_size=32", "--microbatch_size=auto"]
+TIGHT = 950_000_000  # bytes: 8 fits here, 16 does not
+SMALL = MPTConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=64)
+
+
+def killed_step(model, optimizer, rows, step, cfg, world, precision):
+    """As by the kernel's OOM killer: rank 1 above 4, while rank 0 waits for it."""
+    if world.rank == 1 and cfg.microbatch_size > 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(model, optimizer, rows, step, cfg, world, precision)
+
+
+def wrong_step(model, optimizer, rows, step, cfg, world, precision):
+    if world.rank == 1:
+        raise ValueError("the step is wrong")
+    return train_step(model, optimizer, rows, step, cfg, world, precision)
+
+
+def leaving_step(*args):
+    os._exit(7)
+
+
+def endless_step(model, optimizer, rows, step, cfg, world, precision):
+    Path("child").write_text(str(os.getpid()))
+    time.sleep(PATIENCE)
+
+
+STEPS = {f.__name__: f for f in (train_step, killed_step, wrong_step, leaving_step, endless_step)}
+
+
+def main(argv):
+    model_cfg, cfg = config.load(argv[1:], MPTConfig, TrainConfig)
+    world = parallel.start(cfg.device)
+    print(f"takes {microbatch.fit(model_cfg, cfg, world, 'fp32', STEPS[argv[0]])}", flush=True)
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """`begin(step, *flags, limit=, **env)` starts this file as a program, in tmp_path."""
+    started = []
+
+    def begin(step, *flags, limit=None, **env):
+        command = [sys.executable, __file__, step, *FLAGS, *flags]
+        before = limit and (lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        env = clean_environment() | {"PYTHONPATH": str(ROOT)} | env
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=before, **pipes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+
+
+@pytest.fixture
+def alone(begin):
+    """Status and output of one process."""
+
+    def alone(*args, **more):
+        process = begin(*args, **more)
+        output = process.communicate(timeout=PATIENCE)[0]
+        return process.returncode, output
+
+    return alone
+
+
+@pytest.fixture
+def two(begin):
+    """Statuses and outputs of two ranks; `limits` are theirs."""
+
+    def two(*args, limits=(None, None)):
+        with socket.create_server(("", 0)) as server:
+            port = str(server.getsockname()[1])
+        both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        ranks = [begin(*args, limit=limits[r], RANK=str(r), LOCAL_RANK=str(r), **both) for r in range(2)]
+        outputs = [rank.communicate(timeout=PATIENCE)[0] for rank in ranks]
+        return [rank.returncode for rank in ranks], outputs
+
+    return two
+
+
+def sizes(output):
+    """What was tried, and the end of it: {16: "out of memory", 8: "fits, ..."}."""
+    return {int(size): words for size, words in re.findall(r"^microbatch (\d+): (.*)$", output, re.MULTILINE)}
+
+
+def record(tmp_path):
+    """The sizes on record, in the default run folder."""
+    return [r["microbatch_size"] for r in json.loads((tmp_path / TrainConfig.run_dir / "microbatch.json").read_text())]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is a want of memory
+
+
+def error_of(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+
+
+def test_the_cpu_s_want_of_memory_is_known():
+    assert microbatch.out_of_memory(error_of(lambda: torch.empty(2**48)))
+    assert microbatch.out_of_memory(error_of(lambda: bytearray(2**48)))
+
+
+@pytest.mark.gpu
+def test_an_accelerator_s_want_of_memory_is_known():
+    assert microbatch.out_of_memory(error_of(lambda: torch.empty(2**48, device="cuda")))
+
+
+def test_words_alone_are_none():
+    assert not microbatch.out_of_memory(RuntimeError("CUDA out of memory"))
+    assert not microbatch.out_of_memory(ValueError("can't allocate memory"))
+    assert not microbatch.out_of_memory(error_of(lambda: torch.ones(2) @ torch.ones(3)))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The record
+
+
+def fit(world, cfg, model_cfg=SMALL, precision="fp32"):
+    return microbatch.fit(model_cfg, cfg, world, precision, None)  # no step: a trial would fail
+
+
+def halve(world, cfg, step=123):
+    return microbatch.halve(SMALL, cfg, world, "fp32", step)
+
+
+def test_half_is_taken_at_the_next_start_under_the_same_circumstances(ranks, tmp_path):
+    cfg = TrainConfig(run_dir=str(tmp_path / "run"), microbatch_size=12, device="cpu")
+    pool = ranks(2)
+    assert pool(fit, cfg) == [12, 12]
+    assert pool(halve, cfg) == [6, 6]  # both at once
+    for given, taken in ((12, 6), ("auto", 6), (6, 6), (4, 4)):
+        assert pool(fit, replace(cfg, microbatch_size=given)) == [taken, taken]
+    for other in ({"sharding": "DDP"}, {"activation_checkpointing": "full"}, {"run_dir": str(tmp_path)}):
+        assert pool(fit, replace(cfg, **other)) == [12, 12]
+    assert pool(fit, cfg, replace(SMALL, n_layers=2)) == [12, 12]
+    assert pool(fit, cfg, SMALL, "bf16") == [12, 12]
+    assert ranks(1)(fit, cfg) == [12]
+    assert pool(halve, replace(cfg, microbatch_size=6)) == [3, 3]
+    assert pool(fit, cfg) == [3, 3]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["microbatch.json"]
+
+
+def test_half_of_one_says_what_else_helps(tmp_path):
+    world = parallel.World(3, 4, 3, 4, torch.device("cpu"))
+    cfg = TrainConfig(run_dir=str(tmp_path / "run"), microbatch_size=1)
+    with pytest.raises(
+        UserError, match="at step 123 on rank 3 .*activation_checkpointing.*sharding.*planning/memory.py"
+    ):
+        halve(world, cfg)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_record_is_named(ranks, tmp_path):
+    (tmp_path / "microbatch.json").write_text("[{")
+    with pytest.raises(AssertionError, match=r"microbatch.json is damaged \(Expecting.*\): delete it"):
+        ranks(1)(fit, TrainConfig(run_dir=str(tmp_path)))
+
+
+RECORDS = {
+    "an object": "{}",
+    "a number": "7",
+    "a record that is none": '[["microbatch_size", 4]]',
+    "no size": '[{"reason": "it fits", "circumstances": {}}]',
+    "a size in quotes": '[{"microbatch_size": "4", "reason": "it fits", "circumstances": {}}]',
+    "half a size": '[{"microbatch_size": 4.5, "reason": "it fits", "circumstances": {}}]',
+    "a size of zero": '[{"microbatch_size": 0, "reason": "it fits", "circumstances": {}}]',
+    "a negative size": '[{"microbatch_size": -4, "reason": "it fits", "circumstances": {}}]',
+    "true for a size": '[{"microbatch_size": true, "reason": "it fits", "circumstances": {}}]',
+    "no reason": '[{"microbatch_size": 4, "circumstances": {}}]',
+    "a list of circumstances": '[{"microbatch_size": 4, "reason": "it fits", "circumstances": []}]',
+    "nested deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_of_the_wrong_shape_is_named(tmp_path, kind):
+    path = tmp_path / "microbatch.json"
+    path.write_text(RECORDS[kind])
+    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
+        microbatch.main([str(tmp_path)])
+    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
+        halve(parallel.World(0, 1, 0, 1, torch.device("cpu")), TrainConfig(run_dir=str(tmp_path)))
+    assert path.read_text() == RECORDS[kind]
+
+
+def test_what_is_on_record_of_other_layouts_stays(tmp_path):
+    """Each is halved in turn: its own record is replaced, the others stay as they are, in any order."""
+    cfg = TrainConfig(run_dir=str(tmp_path), microbatch_size=16)
+    world = parallel.World(0, 2, 0, 2, torch.device("cpu"))
+    layouts = {
+        "as it is": (SMALL, cfg, world, "fp32"),
+        "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
+        "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
+        "batch": (SMALL, replace(cfg, global_batch_size=32), world, "fp32"),
+        "ranks": (SMALL, cfg, replace(world, size=4), "fp32"),
+        "nodes": (SMALL, cfg, replace(world, local_size=1), "fp32"),
+        "precision": (SMALL, cfg, world, "bf16"),
+        "model": (replace(SMALL, n_layers=2), cfg, world, "fp32"),
+    }
+    wanted = {}
+    for size in (16, 8, 4):
+        for name, (model_cfg, settings, ranks, precision) in layouts.items():
+            microbatch.halve(model_cfg, replace(settings, microbatch_size=size), ranks, precision, step=7)
+            wanted[name] = size // 2
+            records = microbatch.read(tmp_path / "microbatch.json")
+            found = {
+                other: [r["microbatch_size"] for r in records if r["circumstances"] == microbatch.circumstances(*about)]
+                for other, about in layouts.items()
+            }
+            assert found == {other: [wanted[other]] if other in wanted else [] for other in layouts}, (size, name)
+
+
+def test_the_program_says_what_is_on_record(tmp_path, capsys):
+    with pytest.raises(UserError, match="^no run folder '.*/nowhere': give one, such as runs/demo$"):
+        microbatch.main([str(tmp_path / "nowhere")])
+    microbatch.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no microbatch is on record in {tmp_path}\n"
+    (tmp_path / "microbatch.json").write_text('[{"microbatch_size": 4, "reason": "so", "circumstances": {"ranks": 2}}]')
+    microbatch.main([str(tmp_path)])
+    assert capsys.readouterr().out == "2 x ?, ?, ?: microbatch 4, so\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The trial
+
+
+@pytest.mark.slow
+def test_what_fits_is_found_and_kept(alone, tmp_path):
+    """16 does not fit into the limit, 8 does; the second start tries nothing."""
+    status, output = alone("train_step", "--global_batch_size=16", limit=TIGHT)
+    assert status == 0, output
+    assert list(sizes(output)) == [16, 8] and sizes(output)[16] == "out of memory"
+    assert re.fullmatch(r"fits, 0\.\d GB at the peak", sizes(output)[8])
+    assert output.endswith("takes 8\n") and record(tmp_path) == [8]
+    status, output = alone("train_step", "--global_batch_size=16", limit=TIGHT)
+    assert status == 0 and not sizes(output)
+    assert "microbatch 8, not auto: the largest that fits" in output and output.endswith("takes 8\n")
+
+
+@pytest.mark.slow
+def test_other_circumstances_are_tried_anew(alone, tmp_path):
+    assert alone("train_step", "--global_batch_size=8")[1].endswith("takes 8\n")
+    status, output = alone("train_step", "--global_batch_size=8", "--activation_checkpointing=full")
+    assert list(sizes(output)) == [8] and record(tmp_path) == [8, 8]
+
+
+@pytest.mark.slow
+def test_one_rank_s_want_of_memory_is_everybody_s(two, tmp_path):
+    """Rank 0 has no limit and would wait forever in a collective."""
+    statuses, (output, other) = two("train_step", limits=(None, TIGHT))
+    assert statuses == [0, 0], output + other
+    tried = sizes(output)
+    assert tried[16] == "out of memory on rank 1" and list(tried.values())[-1].startswith("fits")
+    found = list(tried)[-1]
+    assert found < 16 and output.endswith(f"takes {found}\n") and other.endswith(f"takes {found}\n")
+    assert record(tmp_path) == [found] and not sizes(other)
+
+
+@pytest.mark.slow
+def test_one_that_the_kernel_kills_had_no_memory(two):
+    statuses, (output, other) = two("killed_step", "--global_batch_size=16")
+    assert statuses == [0, 0], output + other
+    assert sizes(output)[8] == "out of memory on rank 1" and sizes(output)[4].startswith("fits")
+
+
+@pytest.mark.slow
+def test_another_failure_is_told_as_it_is(two, tmp_path):
+    statuses, (output, _) = two("wrong_step")
+    assert statuses == [2, 2]
+    assert "error: the step fails on trial: ValueError: the step is wrong\n" in output
+    assert not sizes(output) and not (tmp_path / TrainConfig.run_dir).exists()
+
+
+@pytest.mark.slow
+def test_a_death_without_a_word_is_told(alone):
+    status, output = alone("leaving_step")
+    assert status == 2 and "status 7" in output and not sizes(output)
+
+
+@pytest.mark.slow
+def test_where_nothing_fits_the_line_says_what_helps(alone):
+    status, output = alone("train_step", "--global_batch_size=2", limit=335_000_000)
+    assert status == 2 and list(sizes(output).items()) == [(2, "out of memory"), (1, "out of memory")]
+    assert re.search("^error: .*activation_checkpointing.*sharding.*planning/memory.py", output, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_run_finds_and_keeps_it(torchrun, tiny_data, tmp_path, capsys):
+    """fsdp_train.py under torchrun; its settings, launch and record all say 2, and the second start tries nothing."""
+    flags = [*FLAGS, *flags_for(tiny_data), "--global_batch_size=6", "--warmup_steps=1", "--eval_tokens=1024"]
+    first, second = (torchrun(2, *flags, f"--max_steps={steps}", "--run_dir=run") for steps in (2, 3))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert list(sizes(first.stdout)) == [2] and not sizes(second.stdout)
+    assert "microbatch 2, not auto: the largest that fits" in second.stdout
+    assert json.loads((tmp_path / "run/config.json").read_text())["microbatch_size"] == 2
+    microbatch.main([str(tmp_path / "run")])
+    assert capsys.readouterr().out == "2 x cpu, fp32, FULL_SHARD: microbatch 2, the largest that fits\n"
+
+
+def test_a_killed_parent_leaves_no_child(begin, tmp_path):
+    parent = begin("endless_step")
+    pid = wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+    assert Path(f"/proc/{pid}").exists()
+    parent.kill()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + PATIENCE
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.1)
+    return value
+
+
+if __name__ == "__main__":
+    parallel.run(main)

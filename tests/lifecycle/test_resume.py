@@ -1,0 +1,510 @@
+"""lifecycle/resume.py: damage is found and named before training, what is unfit is put aside, what is of another run refused."""
+
+import binascii
+import codecs
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import clean_environment, flags_for
+from test_checkpoint import FLAGS, META, SMALL, made_up, names, save_several
+from test_parallel import MODEL, RUN, build
+
+import checkpoint
+import config
+import data
+import flops
+import fsdp_train
+from config import MPTConfig, TrainConfig, UserError
+from lifecycle import resume
+from storage import checkpoint_files
+
+# ---------------------------------------------------------------------------------------------------------------
+# Damage is found before training
+
+
+def verify(world, path):
+    return checkpoint.verify(path)
+
+
+def choose(world, cfg):
+    """What resume.choose answers or raises on this rank, and the lines that it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            answer = resume.choose(cfg)
+        except UserError as error:
+            answer = f"UserError: {error}"
+    return answer, printed.getvalue().splitlines()
+
+
+def chosen(ranks, size, cfg):
+    """The answer, which all ranks must share, and the lines, which only rank 0 may print."""
+    (answer, lines), *others = ranks(size)(choose, cfg)
+    assert all(other == (answer, []) for other in others)
+    return answer, lines
+
+
+@pytest.fixture(scope="module")
+def two_saved(ranks, tmp_path_factory):
+    """A run of two ranks with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("sound")
+    ranks(2)(save_several, replace(RUN, run_dir=str(folder)), [1, 2])
+    return folder
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 4
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "truncated": (lambda p: os.truncate(p / "__1_0.distcp", 4096), r"__1_0\.distcp: 4,096 bytes instead of [\d,]+"),
+    "emptied": (lambda p: os.truncate(p / "__0_0.distcp", 0), r"__0_0\.distcp: 0 bytes instead of [\d,]+"),
+    "flipped": (lambda p: flip(p / "__1_0.distcp", 100_000), r"__1_0\.distcp: checksum differs"),
+    "first byte": (lambda p: flip(p / "__0_0.distcp", 0), r"__0_0\.distcp: checksum differs"),
+    "last byte": (lambda p: flip(p / "__0_0.distcp", -1), r"__0_0\.distcp: checksum differs"),
+    "no shard": (lambda p: (p / "__0_0.distcp").unlink(), r"__0_0\.distcp: missing"),
+    "no .metadata": (lambda p: (p / ".metadata").unlink(), r"\.metadata: missing"),
+    "flipped .metadata": (lambda p: flip(p / ".metadata", 50), r"\.metadata: checksum differs"),
+    "flipped meta.json": (lambda p: flip(p / "meta.json", 30), r"meta\.json: checksum differs"),
+    "no checksums": (lambda p: (p / "checksums.json").unlink(), r"checksums\.json is missing or damaged"),
+    "half of them": (lambda p: os.truncate(p / "checksums.json", 40), r"checksums\.json is missing or damaged"),
+    "none of them": (lambda p: (p / "checksums.json").write_text("{}"), r"checksums\.json is missing or damaged"),
+    "flipped ones": (lambda p: flip(p / "checksums.json", 0), r"checksums\.json is missing or damaged"),
+    "nothing left": (lambda p: [f.unlink() for f in p.iterdir()], r"checksums\.json is missing or damaged"),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_one_is_named_and_the_one_before_is_used(ranks, two_saved, tmp_path, damage, size):
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    spoil, fault = DAMAGES[damage]
+    spoil(run / "checkpoints" / "step-2")
+    answer, lines = chosen(ranks, size, replace(RUN, run_dir=str(run)))
+    assert answer == run / "checkpoints" / "step-1"
+    (line,) = lines
+    start = re.escape(f"{run}/checkpoints/step-2 is damaged (")
+    assert re.fullmatch(start + fault + r"\): it is kept as step-2\.damaged, going on from step-1", line), line
+    assert names(run) == ["step-1", "step-2.damaged"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sound_one_is_sound(ranks, two_saved, size):
+    assert ranks(size)(verify, two_saved / "checkpoints" / "step-2") == [None] * size
+    assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (two_saved / "checkpoints" / "step-2", [])
+
+
+def test_every_file_has_its_checksum(two_saved):
+    path = two_saved / "checkpoints" / "step-2"
+    files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "checksums.json"}
+    assert set(files) == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
+    wanted = {name: [len(content), binascii.crc32(content)] for name, content in files.items()}
+    assert json.loads((path / "checksums.json").read_text()) == wanted
+
+
+def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
+    """And if that is damaged in turn, it is kept beside the first; when all are, the run starts anew."""
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    cfg = replace(RUN, run_dir=str(run))
+    for kept in ("step-2.damaged", "step-2.damaged-2"):
+        (run / "checkpoints" / "step-2" / ".metadata").unlink()
+        assert chosen(ranks, 2, cfg)[0].name == "step-1"
+        assert kept in names(run)
+        ranks(2)(save_several, cfg, [2])
+        assert chosen(ranks, 2, cfg) == (run / "checkpoints" / "step-2", [])
+    for name in ("step-1", "step-2"):
+        flip(run / "checkpoints" / name / "meta.json", 5)
+    answer, lines = chosen(ranks, 2, cfg)
+    assert answer is None and len(lines) == 2 and all(line.endswith(", starting anew") for line in lines)
+    assert not checkpoint.complete(run / "checkpoints")
+
+
+def test_a_damaged_one_that_was_asked_for_is_an_error(ranks, two_saved, tmp_path):
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    newest = run / "checkpoints" / "step-2"
+    assert chosen(ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(newest))) == (newest, [])
+    flip(newest / "__1_0.distcp", 70)
+    for asked in (run, newest):
+        answer, lines = chosen(ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(asked)))
+        assert answer.startswith(f"UserError: {newest} is damaged (__1_0.distcp: checksum differs): ") and not lines
+    assert names(run) == ["step-1", "step-2"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Where to begin
+
+
+def test_the_rules_of_resume(ranks, tmp_path):
+    run = tmp_path / "run"
+    cfg = replace(RUN, run_dir=str(run), max_steps=20)
+    for asked in ("auto", "again", "never"):
+        assert chosen(ranks, 2, replace(cfg, resume=asked)) == (None, [])
+    paths = [made_up(run, step) for step in (9, 10)]
+    for asked in ("auto", "again"):
+        assert chosen(ranks, 2, replace(cfg, resume=asked)) == (paths[1], [])
+    answer, _ = chosen(ranks, 2, replace(cfg, resume="never"))
+    assert answer.startswith(f"UserError: {run} holds {paths[1]}: set --resume=auto")
+    answer, _ = chosen(ranks, 2, replace(cfg, resume=str(paths[0])))
+    assert answer.startswith(f"UserError: {run} holds {paths[1]}, which is later than {paths[0]}")
+    answer, _ = chosen(ranks, 2, replace(cfg, resume=str(tmp_path)))
+    assert answer.startswith("UserError: no checkpoint in")
+    elsewhere = replace(cfg, run_dir=str(tmp_path / "other"), resume=str(paths[0]))
+    assert chosen(ranks, 2, elsewhere) == (paths[0], [])
+    assert names(run) == ["step-10", "step-9"]
+    finished = replace(cfg, max_steps=10)
+    assert chosen(ranks, 2, finished) == (paths[1], [])
+    assert chosen(ranks, 2, replace(finished, resume="again")) == (
+        None,
+        [f"the finished run is kept in {run}-1, starting anew"],
+    )
+    assert names(tmp_path / "run-1") == ["step-10", "step-9"]
+
+
+@pytest.mark.parametrize(
+    "skip, usable",
+    [
+        ("", 160),  # of 100, 119, 120, 130, and 160, which has skipped 140:150
+        ("160:170", 130),
+        ("161:170", 160),
+        ("140:150", 160),
+        ("142:145", 160),
+        ("140:150,155:158", 130),
+        ("140:151", 130),
+        ("139:150", 130),
+        ("131:133", 130),
+        ("130:133", 120),
+        ("121:123", 120),
+        ("120:140", 119),
+        ("120:140,101:102", 100),
+        ("100:101", None),
+        ("1:2", None),
+    ],
+)
+def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usable):
+    """Step n of skip_steps is the n-th update, which checkpoint n has seen and n - 1 has not."""
+    for step in (100, 119, 120, 130):
+        made_up(tmp_path, step, skip_steps="")
+    made_up(tmp_path, 160, skip_steps="140:150")
+    answer, lines = chosen(ranks, 1, replace(RUN, run_dir=str(tmp_path), max_steps=200, skip_steps=skip))
+    assert answer == (usable and tmp_path / "checkpoints" / f"step-{usable}")
+    replaced = [step for step in (160, 130, 120, 119, 100) if step > (usable or 0)]
+    end = f"going on from step-{usable}" if usable else "starting anew"
+    assert lines == [
+        f"{tmp_path}/checkpoints/step-{step} has learned from the steps {skip}: "
+        f"it is kept as step-{step}.replaced, {end}"
+        for step in replaced
+    ]
+    assert len(checkpoint.complete(tmp_path / "checkpoints")) == 5 - len(replaced)
+
+
+@pytest.mark.parametrize("by", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, by):
+    """The same command again: what --resume meant is done. A finished run is not put aside, either."""
+    run, old = tmp_path / "run", made_up(tmp_path / "old", 3)
+    assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [old]  # not done yet
+    for asked in ("never", "again", str(old)):
+        cfg = replace(RUN, run_dir=str(run), resume=asked, max_steps=9)
+        if asked != "again":
+            newest = made_up(run, 9 if asked == "never" else 10)
+            assert chosen(ranks, 1, cfg)[0].startswith("UserError: ")
+        assert ranks(1)(choose_again, cfg, by) == [newest]
+
+
+def choose_again(world, cfg, by):
+    with mock.patch.dict(os.environ, {by: "1"}):
+        return resume.choose(cfg)
+
+
+def choose_after_restart(world, cfg):
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        return choose(world, cfg)
+
+
+def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_saved, tmp_path):
+    """Nobody watches: the run must not begin at step 0. Who types the command reads what happens."""
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    cfg = replace(RUN, run_dir=str(run))
+    for name in ("step-1", "step-2"):
+        flip(run / "checkpoints" / name / "__0_0.distcp", 70)
+    for _ in range(2):
+        for answer, lines in ranks(2)(choose_after_restart, cfg):
+            assert answer.startswith(f"UserError: {run} has no sound checkpoint any more ({run}/checkpoints/step-2 is ")
+            assert answer.endswith("give the command again by hand to start at step 0") and not lines
+        assert names(run) == ["step-1", "step-2"]  # nothing changed, so the next restart refuses as well
+    answer, lines = chosen(ranks, 2, cfg)
+    assert answer is None and len(lines) == 2 and names(run) == ["step-1.damaged", "step-2.damaged"]
+
+
+@pytest.fixture
+def anyones():
+    """A folder that all users can reach."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def without_privilege():
+    """As an ordinary user, whom permissions stop."""
+    if os.getuid():
+        yield
+        return
+    codecs.lookup("utf-8-sig")  # import it now: Python may lie where others cannot read
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+NOBODY = 65534
+
+
+def choose_as_anyone(world, cfg):
+    with without_privilege():
+        return choose(world, cfg)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"])
+def test_what_may_not_be_read_is_neither_absent_nor_damaged(ranks, two_saved, anyones, hidden, size):
+    run = shutil.copytree(two_saved, anyones / "run")
+    for folder in (run, run / "checkpoints"):
+        folder.chmod(0o777)  # so a checkpoint could be given another name
+    path = run / "checkpoints" / hidden
+    before = path.stat().st_mode
+    path.chmod(0)
+    answers = ranks(size)(choose_as_anyone, replace(RUN, run_dir=str(run)))
+    path.chmod(before)
+    for answer, lines in answers:
+        assert answer.startswith("UserError: ") and "Permission denied" in answer and not lines
+        assert str(run / "checkpoints") in answer
+    assert names(run) == ["step-1", "step-2"]
+
+
+def snapshot(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lease.json")
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hidden", ["checkpoints", "checkpoints/step-4/__0_0.distcp"])
+def test_a_run_without_permission_ends_and_changes_nothing(tiny_data, tmp_path, hidden):
+    stopped = [] if os.getuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # a mortal root
+    if stopped and not shutil.which("setpriv"):
+        pytest.skip("permissions do not stop root, and there is no setpriv")
+    flags = [*SMALL, *FLAGS, *flags_for(tiny_data), "--save_interval=2"]
+    command = [*stopped, sys.executable, fsdp_train.__file__, *flags]
+    how = {"cwd": tmp_path, "env": clean_environment(), "capture_output": True, "text": True}
+    first = subprocess.run([*command, "--max_steps=4"], **how)
+    assert first.returncode == 0, first.stderr
+    before, path = snapshot(tmp_path / "run"), tmp_path / "run" / hidden
+    mode = path.stat().st_mode
+    path.chmod(0)
+    second = subprocess.run([*command, "--max_steps=8"], **how)
+    path.chmod(mode)
+    errors = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
+    assert second.returncode == 2 and len(errors) == 1 and "Traceback" not in second.stderr, second.stderr
+    assert "Permission denied" in errors[0] and "run/checkpoints" in errors[0]
+    assert snapshot(tmp_path / "run") == before
+
+
+def check_program(world, folder):
+    """The exit status of lifecycle/resume.py, and what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            resume.demonstrate([str(folder)])
+        except (SystemExit, UserError) as leaving:
+            return getattr(leaving, "code", 2), printed.getvalue() or str(leaving)
+    return 0, printed.getvalue()
+
+
+def test_the_program_says_whether_all_are_sound(ranks, two_saved, tmp_path):
+    run = shutil.copytree(two_saved, tmp_path / "run")
+    (run / "checkpoints" / "step-²").mkdir()
+    lines = [f"{run}/checkpoints/step-{n}: sound\n" for n in (1, 2)]
+    assert ranks(1)(check_program, run) == [(0, "".join(lines))]
+    flip(run / "checkpoints" / "step-1" / "__0_0.distcp", 70)
+    lines[0] = f"{run}/checkpoints/step-1: __0_0.distcp: checksum differs\n"
+    assert [status for status, _ in ranks(2)(check_program, run)] == [1, 1]
+    assert ranks(1)(check_program, run) == [(1, "".join(lines))]
+    for nothing in (tmp_path / "nowhere", tmp_path):
+        ((status, text),) = ranks(1)(check_program, nothing)
+        assert status == 2 and text.startswith("no checkpoint in")
+
+
+def unreadable(world, path):
+    """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
+    hidden = path if world.rank == 0 else path.with_name("elsewhere")
+    with mock.patch.object(checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
+        try:
+            return checkpoint.verify(path)
+        except UserError as error:
+            return f"UserError: {error}"
+
+
+checkpoint_fault = checkpoint_files.fault
+
+
+def test_a_node_that_does_not_see_the_folder_is_no_damage(ranks, two_saved):
+    path = two_saved / "checkpoints" / "step-2"
+    answers = ranks(2)(unreadable, path)
+    assert len(set(answers)) == 1
+    assert re.fullmatch(rf"UserError: rank 1 on \S+ cannot read {path}: No such file or directory", answers[0])
+
+
+def test_damage_and_steps_to_skip_together(ranks, tmp_path):
+    paths = {step: made_up(tmp_path, step) for step in (5, 10, 15, 20)}
+    (paths[10] / "meta.json").unlink()
+    cfg = replace(RUN, run_dir=str(tmp_path), max_steps=20, skip_steps="13:14", resume="again")
+    answer, lines = chosen(ranks, 2, cfg)
+    assert answer == paths[5] and len(lines) == 3
+    assert names(tmp_path) == ["step-10.damaged", "step-15.replaced", "step-20.replaced", "step-5"]
+    elsewhere = replace(cfg, run_dir=str(tmp_path / "new"), resume=str(made_up(tmp_path / "old", 15)))
+    assert chosen(ranks, 2, elsewhere)[0].startswith(f"UserError: {tmp_path}/old/checkpoints/step-15 has learned from")
+
+
+def resume_seconds(world, cfg, folder, model_cfg):
+    """How long it takes from the choice of a checkpoint to the end of the first step after it."""
+    begin = time.perf_counter()
+    found = resume.choose(cfg)
+    first = checkpoint.read_meta(found)["step"]
+    model, optimizer = build(world, cfg, model_cfg)
+    checkpoint.load(found, model, optimizer)
+    split = data.Split(folder, "train", model_cfg.max_seq_len)
+    steps = data.prefetch(lambda step: split.batch(cfg.seed, step, 12, 0, 1), range(first, 2 * 10**9), world.device)
+    step, rows = next(iter(steps))
+    loss, *_ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+    assert step == first and math.isfinite(loss.item())
+    return time.perf_counter() - begin
+
+
+def save_at(world, cfg, step, model_cfg):
+    model, optimizer = build(world, cfg, model_cfg)
+    saver = checkpoint.Checkpointer(cfg.run_dir, 1)
+    saver.save(step, model, optimizer, META)
+    saver.finish()
+
+
+def test_a_resume_at_step_10_to_the_9_is_no_slower(ranks, tmp_path, tiny_data):
+    model_cfg, seconds = replace(MODEL, vocab_size=257), {}
+    for step in (0, 10**9):
+        cfg = replace(RUN, run_dir=str(tmp_path / str(step)), max_steps=2 * 10**9)
+        ranks(1)(save_at, cfg, step, model_cfg)
+        seconds[step] = min(ranks(1)(resume_seconds, cfg, tiny_data, model_cfg)[0] for _ in range(5))
+    assert seconds[10**9] < 1.5 * seconds[0] + 0.05, seconds  # replaying so many steps would take months
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Whether it fits
+
+
+OTHER = {
+    "d_model": 84,
+    "n_heads": 3,
+    "n_layers": 5,
+    "expansion_ratio": 2.0,
+    "max_seq_len": 16,
+    "vocab_size": 98,
+    "learned_pos_emb": False,
+    "alibi": True,
+    "alibi_bias_max": 4.0,
+    "kv_n_heads": 2,
+    "no_bias": True,
+    "clip_qkv": 6.0,
+    "qk_ln": True,
+    "softmax_scale": 0.5,
+    "logit_scale": 2.0,
+    "tie_word_embeddings": False,
+    "rope": True,
+    "rope_theta": 500.0,
+    "attn_uses_sequence_id": True,
+}
+
+
+def test_a_checkpoint_from_before_a_setting_had_its_default():
+    old = {name: value for name, value in META.items() if not name.startswith("rope")}
+    resume.check_same(Path("x"), old, MODEL, RUN, "f00")
+    with pytest.raises(UserError, match=r"another model: rope False \(here True\)"):
+        resume.check_same(Path("x"), old, replace(MODEL, rope=True), RUN, "f00")
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_another_model_is_refused_by_name(key):
+    with pytest.raises(UserError, match=rf"another model: {key} {META[key]} \(here {OTHER[key]}\)\. "):
+        resume.check_same(Path("x"), META, replace(MODEL, **{key: OTHER[key]}), RUN, "f00")
+
+
+@pytest.mark.parametrize(
+    "change, fingerprint, names",
+    [
+        ({"seed": 3}, "f00", "seed 1337 (here 3)"),
+        ({"global_batch_size": 24}, "f00", "global_batch_size 12 (here 24)"),
+        ({}, "ba2", "data f00 (here ba2)"),
+        ({"seed": 3}, "ba2", "seed 1337 (here 3), data f00 (here ba2)"),
+    ],
+)
+def test_another_order_of_the_data_is_refused_by_name(change, fingerprint, names):
+    with pytest.raises(UserError) as caught:
+        resume.check_same(Path("x"), META, MODEL, replace(RUN, **change), fingerprint)
+    assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_imported_run_says_how_to_begin_from_it():
+    with pytest.raises(UserError, match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b "):
+        imported = META | {"data_fingerprint": "imported from mpt-7b"}
+        resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
+
+
+def test_what_may_change_may_change():
+    model = replace(MODEL, attn_impl="sdpa", attn_pdrop=0.1, emb_pdrop=0.1, resid_pdrop=0.1, norm_type="layernorm")
+    run = TrainConfig(global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y")
+    resume.check_same(Path("x"), META, model, run, "f00")
+
+
+def test_a_norm_of_your_own_is_another_model_but_its_precision_is_not():
+    for saved, here in [("layernorm", "rmsnorm"), ("low_precision_rmsnorm", "low_precision_layernorm")]:
+        with (
+            mock.patch.dict(config.MPTConfig.__annotations__, norm_type=str),
+            pytest.raises(UserError, match="another model: norm_type"),
+        ):
+            resume.check_same(Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00")
+
+
+def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
+    free = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
+    assert set(OTHER) | free == set(MPTConfig.__dataclass_fields__)
+    assert config.from_dict(MPTConfig, META) == MODEL
+
+
+def test_the_opening_tells_of_weights_that_planning_does_not_know(monkeypatch):
+    cfg = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
+    assert resume.unlike_formulas(cfg) == []
+
+    class Gated(resume.MPT):
+        def __init__(self, cfg):
+            super().__init__(cfg)
+            self.gate_proj = torch.nn.Linear(48, 192, bias=False)
+
+    monkeypatch.setattr(resume, "MPT", Gated)
+    (line,) = resume.unlike_formulas(cfg)
+    known = flops.n_params(cfg)
+    assert line.startswith(f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those")

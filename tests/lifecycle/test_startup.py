@@ -1,0 +1,62 @@
+"""lifecycle/startup.py: what the trainer does before PyTorch is imported."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, clean_environment
+
+LINE = "runs/x: loading PyTorch\n"
+RIGHT = ["--run_dir=runs/x", "--max_steps=200"]
+
+
+def run(*command, **environment):
+    env = clean_environment() | environment
+    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "flags, rank, said",
+    [
+        (RIGHT, "0", LINE),
+        (RIGHT, "1", ""),
+        ([*RIGHT, "--help"], "0", ""),
+        ([*RIGHT, "--no_such_key=1"], "0", ""),
+        ([*RIGHT, "--max_steps=none"], "0", ""),
+    ],
+)
+def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags, rank, said):
+    done = run("-c", "import sys; from lifecycle import startup; startup.begin(sys.argv[1:])", *flags, RANK=rank)
+    assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
+
+
+@pytest.mark.slow
+def test_importing_the_trainer_says_nothing_and_takes_no_signals():
+    done = run("-c", "import fsdp_train, signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)")
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
+    command = [sys.executable, str(ROOT / "fsdp_train.py"), *RIGHT]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), **streams)
+    assert process.stdout.readline() == LINE
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    assert (process.returncode, rest, errors) == (status, "", "")
+    assert not any(tmp_path.iterdir())  # it had not begun
+
+
+def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
+    """A shell stands for torchrun; what takes long in the rank are imports."""
+    program = "import time; from lifecycle import startup; startup.begin(['--help']); print('here', flush=True); time.sleep(60)"
+    shell = ["sh", "-c", f'{sys.executable} -c "{program}" & wait']
+    env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    parent = subprocess.Popen(shell, cwd=ROOT, env=env, **streams)
+    assert parent.stdout.readline() == "here\n"
+    parent.kill()
+    _, errors = parent.communicate(timeout=20)  # ends when the rank has closed its streams
+    assert errors.startswith("error: rank 1 (process ") and "torchrun" in errors

@@ -1,0 +1,516 @@
+"""lifecycle/stopping.py: one run per folder, leaving when asked, steps that went bad, batches left out; all of it for real."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT, TORCHRUN, clean_environment, flags_for
+
+import checkpoint
+import config
+import fsdp_train
+from config import TrainConfig, UserError
+from lessons.elastic import Launch, steps_done
+from lifecycle import runlog, stopping
+
+SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
+BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=0"]
+FLAGS = [*SIZE, *BATCH, "--device=cpu", "--precision=fp32", "--keep_last=9"]
+FOREVER = ["--max_steps=1000000", "--schedule=constant"]
+
+
+def train_here(world, flags, prepare=None):
+    """fsdp_train.main in a rank that is there already: exit status, message, what it printed."""
+    env = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.rank, "LOCAL_WORLD_SIZE": world.size}
+    out = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {k: str(v) for k, v in env.items()}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(out),
+        prepare(world) if prepare else contextlib.nullcontext(),
+    ):
+        try:
+            fsdp_train.main(flags)
+            return 0, "", out.getvalue()
+        except UserError as error:
+            return 2, str(error), out.getvalue()
+        except SystemExit as leaving:
+            return leaving.code, "", out.getvalue()
+
+
+def steps_of(run_dir) -> dict:
+    """step -> row, of the steps in metrics.jsonl, each of which is there once."""
+    rows = [row for row in runlog.read(run_dir) if "loss" in row]
+    assert len({row["step"] for row in rows}) == len(rows)
+    return {row["step"]: row for row in rows}
+
+
+def wait_for(condition, seconds=60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def started(tmp_path, tiny_data):
+    """`started(ranks, *flags)`: processes of fsdp_train.py on tmp_path/run, as elastic.Launch; ended with the test."""
+    launches = []
+
+    def start(ranks, *flags):
+        run = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), *flags]
+        launches.append(Launch(run, ranks, tmp_path / "log"))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.send(signal.SIGKILL)
+        launch.left(30)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The lease
+
+
+def taken(run_dir, **other) -> stopping.Lease:
+    lease = stopping.Lease(str(run_dir))
+    lease.me |= other
+    lease.take()
+    return lease
+
+
+def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):
+    """Refused in one line that says who is there; the first is not disturbed; when killed it is no hindrance."""
+    first = started(1, *FOREVER, "--save_interval=2")
+    wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
+    second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
+    assert second.returncode == 2 and second.stdout == "run: loading PyTorch\n"
+    assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
+    assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
+    seen = steps_done(tmp_path / "run")
+    wait_for(lambda: steps_done(tmp_path / "run") > seen + 1)
+    assert first.status() is None
+    first.send(signal.SIGKILL)
+    assert first.left(10)
+    with taken(tmp_path / "run"):  # at once
+        pass
+
+
+def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
+    with taken(tmp_path, host="elsewhere"):
+        assert stopping.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
+        stopping.main([str(tmp_path)])
+        assert capsys.readouterr().out == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+    begin = time.monotonic()
+    with taken(tmp_path):
+        assert time.monotonic() - begin < 1
+    stopping.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""])
+def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
+    """As a power failure or a stranger leaves it; but while another run has the lock, the folder is not free."""
+    path = tmp_path / "lease.json"
+    path.write_text(text, encoding="latin-1")
+    stopping.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
+    with taken(tmp_path) as lease:
+        assert stopping.read_lease(path)["pid"] == os.getpid()
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(UserError, match="is owned by another run: wait for that run"):
+            taken(tmp_path)
+        lease.check()
+
+
+def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
+    """A stranger's run folder may hold a link: what it points to is not written."""
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "lease.json").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="lease.json is a link"):
+        taken(tmp_path)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
+    """As where the file system shares no locks: whose heart beats is the owner, whose has stopped was killed."""
+    monkeypatch.setattr(stopping, "BEAT", 0.1)
+    path, closed = tmp_path / "lease.json", threading.Event()
+
+    def live():
+        for beat in range(10**9):
+            path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "job": "42", "beat": beat}))
+            if closed.wait(0.05):
+                return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        wait_for(path.exists)
+        with pytest.raises(UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"):
+            taken(tmp_path)
+    finally:
+        closed.set()
+        thread.join()
+    with taken(tmp_path) as lease:  # three beats without a sign of life
+        assert stopping.read_lease(path)["host"] == lease.me["host"]
+        lease.check()
+        path.write_text(json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0}))  # taken over in turn
+        wait_for(lambda: lease.lost)
+        with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
+            lease.check()
+    assert stopping.read_lease(path)["pid"] == 8  # left alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (None, 141)])
+def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data, number, status):
+    """As when Ctrl-C in `... 2>&1 | tee log` ends tee, too; or when only the reader ends."""
+    flags = [*FLAGS, *flags_for(tiny_data), *FOREVER, f"--run_dir={tmp_path / 'run'}"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, ROOT / "fsdp_train.py", *flags]
+    process = subprocess.Popen(command, env=clean_environment(), **streams)
+    while "loss" not in process.stdout.readline() and process.poll() is None:
+        pass
+    process.stdout.close()
+    if number:
+        process.send_signal(number)
+    assert process.wait(60) == status
+    newest = checkpoint.latest(tmp_path / "run")
+    assert newest and sorted(steps_of(tmp_path / "run"))[-1] == checkpoint.number(newest)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Leaving when asked
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, number):
+    """Status 75, a checkpoint of the very last step; started again it does what an undisturbed run does, bit by bit."""
+    run, flags = tmp_path / "run", [*FOREVER, "--save_interval=0"]
+    first = started(2, *flags)
+    wait_for(lambda: steps_done(run) >= 3)
+    first.send(number, 1)
+    assert first.left(20)
+    assert [process.returncode for process in first.processes] == [stopping.RESUME_ME] * 2
+    last = steps_done(run)
+    assert checkpoint.latest(run).name == f"step-{last}"
+    assert (
+        f"asked to leave: The last good checkpoint is {run}/checkpoints/step-{last}. " in (tmp_path / "log").read_text()
+    )
+    assert stopping.read_lease(run / "lease.json") is None
+    end = [f"--max_steps={last + 3}", *FOREVER[1:]]
+    for folder in (run, tmp_path / "straight"):
+        assert ranks(2)(train_here, [f"--run_dir={folder}", *FLAGS, *flags_for(tiny_data), *end])[0][0] == 0
+    found, wanted = steps_of(run), steps_of(tmp_path / "straight")
+    for key in ("loss", "grad_norm", "batch_hash", "tokens", "lr"):
+        assert [row[key] for row in found.values()] == [row[key] for row in wanted.values()]
+
+
+def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
+    job = started(1, *FOREVER, "--save_interval=0")
+    wait_for(lambda: steps_done(tmp_path / "run") >= 2)
+    job.send(signal.SIGINT)
+    assert job.left(20) and job.status() == 130
+    assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
+    assert "Ctrl-C again leaves at once" in (tmp_path / "log").read_text()
+
+
+def test_the_second_ctrl_c(tmp_path):
+    """In a step that lasts, and in which Python's own handlers do not run."""
+    program = "import hashlib; from lifecycle import stopping; stopping.Signals().at_once = False; print(flush=True); "
+    program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
+    env = os.environ | {"PYTHONPATH": str(Path(stopping.__file__).parent)}
+    process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
+
+
+@pytest.mark.slow
+def test_saving_by_the_clock(ranks, tiny_data, tmp_path):
+    """Every 0.6 s by --save_minutes, on both ranks at the same step, beside every 40 steps by --save_interval."""
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=100", "--save_interval=40"]
+    flags += ["--save_minutes=0.01", "--keep_last=1000"]
+    assert [status for status, *_ in ranks(2)(train_here, flags, slow_steps)] == [0, 0]
+    saved = [int(path.name[5:]) for path in checkpoint.complete(tmp_path / "checkpoints")]
+    seconds = {step: row["seconds"] for step, row in steps_of(tmp_path).items()}
+    assert {40, 80, 100} < set(saved)
+    for a, b in zip([0, *saved], saved, strict=False):  # steps between two saves
+        assert sum(seconds[step] for step in range(a + 1, b)) < 0.6 + 0.3
+    assert len(saved) <= sum(seconds.values()) / 0.6 + 3
+
+
+@contextlib.contextmanager
+def slow_steps(world):
+    step = fsdp_train.train_step
+    with mock.patch.object(fsdp_train, "train_step", lambda *args: time.sleep(0.02) or step(*args)):
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# torchrun
+
+
+@pytest.fixture
+def restarting(tmp_path, tiny_data):
+    """`restarting(*flags)`: torchrun --max-restarts=4 with 2 ranks on tmp_path/run, and a file with what they say."""
+    started = []
+
+    def start(*flags):
+        command = [sys.executable, *TORCHRUN, "2", "--max-restarts=4", fsdp_train.__file__]
+        run = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), *flags]
+        env = clean_environment()
+        with open(tmp_path / "log", "w") as log:
+            started.append(subprocess.Popen([*command, *run], stdout=log, stderr=log, env=env))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.terminate()
+        process.wait(60)
+
+
+def workers(torchrun) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path):
+    """Four times one of the two ranks is killed; the curve is that of a run that was left in peace."""
+    flags, run = ["--max_steps=500", "--save_interval=10"], tmp_path / "run"
+    job = restarting(*flags)
+    for number in range(4):
+        wait_for(lambda: launches(run) == number + 1 and steps_done(run) > 60 * (number + 1), 120)  # noqa: B023
+        os.kill(workers(job)[number % 2], signal.SIGKILL)
+    assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert launches(run) == 5
+    ranks(2)(train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags])
+    found, wanted = steps_of(run), steps_of(tmp_path / "straight")
+    assert [row["loss"] for row in found.values()] == [row["loss"] for row in wanted.values()]
+
+
+def launches(run) -> int:
+    path = run / "launches.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tmp_path):
+    job = restarting(*FOREVER)
+    wait_for(lambda: steps_done(tmp_path / "run") >= 2)
+    os.kill(workers(job)[1], signal.SIGUSR1)  # as the scripts in slurm/ do
+    assert job.wait(40) == 1 and launches(tmp_path / "run") == 1
+    assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
+    job = restarting(*FOREVER, "--seed=2")  # of another order
+    assert job.wait(60) == 1
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sum(line.startswith("error:") for line in lines) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Meeting after a step
+
+
+def meet(world, values):
+    return vars(stopping.meet(world, *values[world.rank]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_one_rank_wants_happens_on_all(ranks, size):
+    def met(*values):
+        answers = ranks(size)(meet, (values * size)[:size])
+        assert all(answer == answers[0] for answer in answers)
+        return answers[0]
+
+    calm = (0, False, True, 0.5)
+    assert met(calm) == {"leave": 0, "save": False, "settled": True, "slowest_rank": size - 1, "slowest_by": 1.0}
+    if size > 1:
+        assert met(calm, (signal.SIGTERM, False, True, 0.1))["leave"] == signal.SIGTERM
+        assert met(calm, (0, True, False, 0.1))["save"] and not met(calm, (0, True, False, 0.1))["settled"]
+        found = met((0, False, True, 30.0), calm)  # seconds of even and odd ranks
+        assert found["slowest_rank"] == size - 2 and found["slowest_by"] == 60
+
+
+@contextlib.contextmanager
+def slow_rank_1(world):
+    """Its norm takes 20 ms more than the others'."""
+    forward = torch.nn.functional.layer_norm
+
+    def slower(x, *args):
+        time.sleep(0.02 * (world.rank == 1))
+        return forward(x, *args)
+
+    with mock.patch.object(torch.nn.functional, "layer_norm", slower):
+        yield
+
+
+def test_the_slowest_rank_is_named(ranks, tiny_data, tmp_path):
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=6", "--sharding=FULL_SHARD"]
+    ranks(2)(train_here, flags, slow_rank_1)
+    rows = list(steps_of(tmp_path).values())[2:]
+    assert all(row["slowest_rank"] == 1 and row["slowest_by"] > 1.5 for row in rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Bad numbers
+
+
+@contextlib.contextmanager
+def poisoned(world, steps):
+    """Rank 1's loss of these steps (from 0) is not a number, in its last microbatch: so are all its gradients."""
+    step = fsdp_train.train_step
+
+    def train_step(model, optimizer, rows, number, *args):
+        forward = model.forward
+        factor = float("nan") if number in steps and world.rank == 1 else 1.0
+        with mock.patch.object(model, "forward", lambda *a, **k: forward(*a, **k) * factor):
+            return step(model, optimizer, rows, number, *args)
+
+    with mock.patch.object(fsdp_train, "train_step", train_step):
+        yield
+
+
+def poisoned_4(world):
+    return poisoned(world, {4})
+
+
+def poisoned_4_to_20(world):
+    return poisoned(world, set(range(4, 20)))
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "DDP"])
+def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(ranks, tiny_data, tmp_path, sharding):
+    flags = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), "--max_steps=8", f"--sharding={sharding}"]
+    flags += ["--save_interval=1"]
+    status, _, printed = ranks(2)(train_here, flags, poisoned_4)[0]
+    assert status == 0 and "1 steps without a finite loss were skipped" in printed
+    rows = steps_of(tmp_path / "run")
+    assert [step for step, row in rows.items() if row["skipped"]] == [5]
+    assert not (tmp_path / "run/checkpoints/step-5").exists()  # good checkpoints are not displaced
+    whole = [f"--run_dir={tmp_path / 'without'}", *flags[1:], "--skip_steps=5:6"]
+    assert ranks(2)(train_here, whole)[0][0] == 0
+    a, b = (load(checkpoint.latest(tmp_path / name)) for name in ("run", "without"))
+    assert same(a, b)  # Adam's own step count did not go on, either
+
+
+def load(path):
+    return checkpoint.load_model(path, torch.device("cpu")).state_dict()
+
+
+def same(a, b) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny_data, tmp_path):
+    """The message names steps, batch and checkpoint, and the flag that helps; what was skipped stays skipped."""
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=30", "--save_interval=2"]
+    flags += ["--max_bad_steps=3", "--schedule=constant"]
+    answers = ranks(2)(train_here, flags, poisoned_4_to_20)
+    assert [status for status, *_ in answers] == [2, 2]
+    message, rows = answers[0][1], steps_of(tmp_path)
+    assert message.startswith("steps 5 to 7 have no finite loss and gradient, and changed nothing (the last: loss nan")
+    assert f"batch {rows[7]['batch_hash']}). The last good checkpoint is {tmp_path}/checkpoints/step-4" in message
+    assert message.endswith("--skip_steps=5:8") and max(rows) == 7 and rows[7]["skipped"]
+    status, message, printed = ranks(2)(train_here, [*flags, "--skip_steps=5:21"], poisoned_4_to_20)[0]
+    assert status == 0 and f"going on from {tmp_path}/checkpoints/step-4" in printed
+    rows = steps_of(tmp_path)
+    assert list(rows) == [1, 2, 3, 4, *range(21, 31)]
+    assert [rows[step]["tokens"] for step in (4, 21, 30)] == [4 * 256, 5 * 256, 14 * 256]
+    assert json.loads((tmp_path / "config.json").read_text())["skip_steps"] == "5:21"
+    assert json.loads((tmp_path / "launches.jsonl").read_text().splitlines()[-1])["skip_steps"] == "5:21"
+    straight = [flag.replace(str(tmp_path), str(tmp_path / "straight")) for flag in flags]
+    ranks(2)(train_here, [*straight, "--max_steps=21", "--save_interval=0"])
+    assert steps_of(tmp_path / "straight")[21]["batch_hash"] == rows[21]["batch_hash"]  # its own batch, not the fifth
+    again = ranks(2)(train_here, [*flags, "--max_steps=31"])[0]  # without the flag: the checkpoint remembers
+    assert again[0] == 0 and list(steps_of(tmp_path)) == [1, 2, 3, 4, *range(21, 32)]
+
+
+def poisoned_always(world):
+    return poisoned(world, range(100))
+
+
+@pytest.mark.parametrize("steps, last", [(30, 3), (2, 2)])
+def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(ranks, tiny_data, tmp_path, steps, last):
+    """And ends as a failure, without a checkpoint, even if it is shorter than --max_bad_steps."""
+    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), f"--max_steps={steps}", "--save_interval=1"]
+    flags += ["--max_bad_steps=3", "--schedule=constant"]
+    answers = ranks(2)(train_here, flags, poisoned_always)
+    assert [status for status, *_ in answers] == [2, 2]
+    message = answers[0][1]
+    assert message.startswith(f"steps 1 to {last} have no finite loss and gradient") and "--skip_steps" not in message
+    assert "There is no checkpoint yet. No step was good, so it is not the batches: look at the weights" in message
+    assert message.endswith("or try --precision=fp32") and "\n" not in message
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_few_bad_steps_are_not_too_many():
+    seen = stopping.BadSteps(TrainConfig(max_bad_steps=3), saver=None, skips=None, begun=0)
+    nan, inf = float("nan"), float("inf")
+    figures = [(nan, 1), (1, nan), (1, 1), (inf, 1), (1, -inf), (2, 2)]
+    assert [seen.see(n, *f, "0") for n, f in enumerate(figures)] == [True, True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "text, first, end, steps",
+    [("", 2, 6, [2, 3, 4, 5]), ("3:5", 0, 6, [0, 1, 4, 5]), ("2:4, 4:5", 0, 6, [0, 4, 5]), ("2:5,3:6", 3, 7, [5, 6])],
+)
+def test_steps_that_are_left_out(text, first, end, steps):
+    skips = stopping.Skips(TrainConfig(max_steps=100, skip_steps=text), saved="")
+    assert list(skips.steps(first, end)) == steps
+    for step in range(8):
+        assert skips.before(step) == step - len(list(skips.steps(0, step)))
+
+
+def test_skips_of_the_checkpoint_and_of_the_flags_add_up():
+    skips = stopping.Skips(TrainConfig(max_steps=100, skip_steps="7:9,3:5"), saved="3:5")
+    assert skips.text == "3:5,7:9" and list(skips.steps(0, 9)) == [0, 1, 4, 5, 8]
+    with pytest.raises(UserError, match="leaves out the last step: set --max_steps=98"):
+        stopping.Skips(TrainConfig(max_steps=100, skip_steps="99:101"), saved="")
+
+
+@pytest.mark.parametrize("text", ["5", "5:", "9:5", "0:3", "a:b", "1:2;3:4", "5:5"])
+def test_what_is_no_range_of_steps(text):
+    with pytest.raises(UserError, match="skip_steps wants steps a:b"):
+        config.load([f"--skip_steps={text}"], TrainConfig)
+
+
+def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
+    """A folder that vanishes, and a real file that cannot grow, as on a full disk: the rows are there later, once."""
+    folder = tmp_path / "run"
+    cfg = TrainConfig(run_dir=str(folder))
+    log = runlog.RunLog(cfg, 0)
+    log.start(config.MPTConfig(), cfg, {}, tmp_path / "none", 0)
+    rows = [{"step": n, "val_loss": 1.0, "val_bits_per_byte": 2.0} for n in range(6)]
+    log.row(rows[0])
+    aside = folder.rename(tmp_path / "aside")
+    log.row(rows[1])
+    log.row(rows[2])
+    assert capsys.readouterr().out.count("cannot write") == 1
+    aside.rename(folder)
+    log.row(rows[3])
+    assert runlog.read(folder) == rows[:4]
+    program = (
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); from lifecycle import runlog; from config import *;"
+        "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
+        "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (log.size + 20, hard)); row(4);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); row(5)"
+    )
+    root = Path(runlog.__file__).parent
+    subprocess.run([sys.executable, "-c", program, folder, root], check=True, capture_output=True)
+    assert runlog.read(folder) == rows

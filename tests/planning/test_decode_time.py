@@ -1,0 +1,87 @@
+"""planning/decode_time.py against published figures, arithmetic by hand, and the cache that decoding really fills."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import devices
+from config import MPTConfig, UserError
+from model import MPT, KVCache
+from planning import decode_time
+
+MPT7B = str(Path(__file__).parent.parent / "configs" / "mpt7b.py")
+A100 = devices.by_name("a100-80gb")
+SMALL = MPTConfig(d_model=64, n_heads=4, n_layers=3, vocab_size=512, max_seq_len=128, kv_n_heads=2)
+
+
+def test_bytes_of_keys_and_values_are_the_published_ones():
+    opt_13b = MPTConfig(d_model=5120, n_heads=40, n_layers=40)
+    assert decode_time.kv_bytes_per_token(opt_13b) == 800 * 1024  # Kwon et al. (2309.06180), section 3
+    llama2_70b = MPTConfig(d_model=8192, n_heads=64, n_layers=80, kv_n_heads=8)
+    assert decode_time.kv_bytes_per_token(llama2_70b) == 2 * 80 * 8 * 128 * 2  # grouped heads: an eighth
+
+
+@pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_the_cache_has_the_bytes_that_are_estimated(dtype, width):
+    cache = KVCache.empty(SMALL, 5, 7, "meta", dtype)
+    assert cache.k.nbytes + cache.v.nbytes == 5 * 7 * decode_time.kv_bytes_per_token(SMALL, width)
+
+
+@pytest.mark.parametrize("tied, alibi", [(True, True), (True, False), (False, False)])
+def test_every_weight_is_read_but_what_is_looked_up(tied, alibi):
+    m = dataclasses.replace(SMALL, tie_word_embeddings=tied, alibi=alibi)
+    with torch.device("meta"):
+        weights = dict(MPT(m).named_parameters())
+    looked_up = ["transformer.wpe.weight"] + ([] if tied else ["transformer.wte.weight"])
+    assert decode_time.weight_bytes(m) == 2 * sum(p.numel() for name, p in weights.items() if name not in looked_up)
+
+
+def test_milliseconds_by_hand():
+    """MPT-7B: 6,658,859,008 parameters, of which 2,048 x 4,096 are positions; 524,288 bytes of cache a token."""
+    m = MPTConfig(d_model=4096, n_heads=32, n_layers=32)
+    read = 2 * (6_658_859_008 - 2048 * 4096) + 8 * 1000 * 2 * 32 * 4096 * 2
+    assert decode_time.ms_per_token(m, 8, 1000, 2039) == pytest.approx(read / 2039e9 * 1e3)
+    assert decode_time.ms_per_token(m, 8, 1000, 2039, width=4) == pytest.approx(2 * read / 2039e9 * 1e3)
+
+
+def test_the_batch_at_which_multiplying_takes_as_long_as_reading():
+    limit = decode_time.compute_bound_batch(A100.bf16_tflops, A100.bandwidth_gbs)
+    assert limit == pytest.approx(312e12 / 2039e9) == pytest.approx(153.0, abs=0.05)
+    flops = 2 * limit * decode_time.weight_bytes(SMALL) / 2
+    assert flops / 312e12 * 1e3 == pytest.approx(decode_time.ms_per_token(SMALL, int(limit), 0, A100.bandwidth_gbs))
+    assert decode_time.compute_bound_batch(312, 2039, width=1) == pytest.approx(
+        limit / 2
+    )  # 8 bits: half as much to read
+
+
+def test_the_program_says_what_a_token_takes(capsys):
+    decode_time.main([MPT7B, "--device=a100", "--batch=8", "--context=1000"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "8 x 1000 tokens of 524,288 bytes" in text
+    assert "weights 13.301 6.523 keys and values 4.194 2.057 all 17.495 8.580" in text  # GB, ms
+    assert "116.5 tokens/s of a sequence, 932.4 of all" in text
+    assert "from a batch of 153" in text and "does not fit" not in text
+    decode_time.main([MPT7B, "--device=rtx-4090", "--batch=8"])
+    assert "does not fit" not in capsys.readouterr().out
+    decode_time.main([MPT7B, "--device=v100-16gb", "--batch=8"])
+    text = capsys.readouterr().out
+    assert "does not fit: 20.4 GiB, the device has 16" in text and "matmuls" not in text  # no bf16 there
+    decode_time.main([MPT7B])
+    assert "set --device=mi250" in capsys.readouterr().out
+
+
+BAD = [
+    ("--device=mi25o", "did you mean mi250"),
+    ("--context=2049", "beyond max_seq_len 2048"),
+    ("--context=-1", "context must be 0 or more"),
+    ("--batch=0", "batch must be from 1 to a billion, not 0"),
+    ("--batch=1e300", "batch must be from 1 to a billion, not a number of 300 digits"),
+]
+
+
+@pytest.mark.parametrize("flag, message", BAD)
+def test_what_cannot_be_is_refused(flag, message):
+    with pytest.raises(UserError, match=message):
+        decode_time.main([MPT7B, flag])

@@ -1,0 +1,120 @@
+"""Reading what somebody else wrote: content that is wrong is told from files that cannot be read."""
+
+import os
+
+import pytest
+
+from config import UserError
+from storage import files
+
+
+@pytest.mark.parametrize(
+    "content, cause",
+    [
+        (b"", "Expecting value"),
+        (b"[1, 2]", "not a JSON object"),
+        (b"7", "not a JSON object"),
+        (b"\xff\xfe{}", "codec can't decode"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"step": ' + b"9" * 5000 + b"}", "digits"),
+        (b'{"host": "a"}', "no 'step'"),
+        (b'{"step": "7"}', "'step' is '7'"),
+        (b'{"step": true}', "'step' is True"),
+        (b'{"step": 9223372036854775808}', "'step' is 9223372036854775808"),
+        (b'{"step": [1, 2, 3]}', "'step' is list"),
+    ],
+)
+def test_a_damaged_file_is_named_with_its_cause(tmp_path, content, cause):
+    path = tmp_path / "meta.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:
+        files.read_json(path, fields={"step": int}, fix="delete it")
+    assert str(path) in str(error.value) and cause in str(error.value) and str(error.value).endswith(": delete it")
+    assert len(str(error.value)) < 400
+
+
+def test_a_good_file_is_read(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"step": 3, "seconds": 2, "lines": []}')  # an editor's byte order mark
+    assert files.read_json(path, fields={"step": int, "seconds": float, "lines": list})["step"] == 3
+
+
+def test_what_cannot_be_read_is_no_damage(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        files.read_json(tmp_path / "nothing.json")
+    with pytest.raises(UserError, match="is a folder"):
+        files.read_json(tmp_path)
+
+
+def test_a_pipe_and_a_device_end_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/zero")
+    for name in ("pipe", "device"):
+        with pytest.raises(UserError, match="not a regular file"):
+            files.read_json(tmp_path / name)
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    with open(tmp_path / "a.json", "wb") as file:
+        file.truncate(files.MAX_JSON + 1)
+    with pytest.raises(UserError, match="expected at most"):
+        files.read_json(tmp_path / "a.json")
+
+
+def test_bad_lines_are_left_out_and_told(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xff\n7\n{"no": 1}\n\n{"step": 2}\n{"step": 3')
+    rows, bad = files.read_json_lines(path, {"step": int})
+    assert rows == [{"step": 1}, {"step": 2}]
+    assert [line.split(" is ")[0] for line in bad] == ["line 2", "line 3", "line 4", "line 7"]
+
+
+@pytest.mark.parametrize(
+    "last, bad",
+    [
+        (b'{"step": 3, "lo', []),  # cut off by a crash
+        (b"\0" * 600, []),  # by a power failure
+        (b'{"step": 3}', []),  # only the line break is missing
+        (b'{"step": "3"}', ["line 3 is damaged ('step' is '3')"]),
+        (b"7", ["line 3 is damaged (not a JSON object)"]),
+    ],
+)
+def test_a_last_line_that_a_crash_cut_off_is_nothing_unusual(tmp_path, last, bad):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": -2}\n' + last)
+    negative = ["line 2 is damaged (it is negative)"]
+    fault = {"fault": lambda row: "it is negative" if row["step"] < 0 else ""}
+    rows, found = files.read_json_lines(path, {"step": int}, appended=True, **fault)
+    assert [row["step"] for row in rows] == ([1, 3] if last == b'{"step": 3}' else [1])
+    assert found == negative + bad
+    path.write_bytes(path.read_bytes() + b"\n")
+    assert len(files.read_json_lines(path, {"step": int}, appended=True)[1]) == (last != b'{"step": 3}')
+
+
+@pytest.mark.parametrize("name", ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]])
+def test_another_folder_is_not_entered(tmp_path, name):
+    with pytest.raises(UserError, match="index.json names the file"):
+        files.member(tmp_path, name, "index.json")
+    assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
+
+
+def test_tables(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
+    assert files.read_csv(path, ["a", "b"]) == [{"a": "1", "b": "ß"}, {"a": "2", "b": ""}]
+    for content, message in (
+        (b"a,b\n1,2,3\n", "is damaged .a row has more cells"),
+        (b"a\n\xff\n", "is not a table of mine: 'utf-8' codec"),
+        (b"", "is not a table of mine: it has no column a"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            files.read_csv(path, ["a"], "a table of mine")
+
+
+def test_a_table_of_many_columns_is_refused(tmp_path):
+    """Each of its short rows would become a row of them all: gigabytes from a file of one megabyte."""
+    names = ",".join(f"c{i}" for i in range(50_000))
+    (tmp_path / "a.csv").write_text(names + "\n" + "1\n" * 100_000)
+    with pytest.raises(UserError, match="has 50,000 columns, expected at most 1,000"):
+        files.read_csv(tmp_path / "a.csv")

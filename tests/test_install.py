@@ -1,0 +1,280 @@
+"""The set-up, for real: make, venv and pip on small stand-in packages, without a network."""
+
+import functools
+import hashlib
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+
+import pytest
+
+import install
+
+FILES = ["Makefile", "install.py", "constraints.txt"]
+FILES += ["requirements.txt", "requirements-dev.txt", "requirements-extra.txt"]
+ROCM = {"torch": "2.9.0+rocm6.4", "pytorch-triton-rocm": "3.5.0"}
+TORCH = {
+    "torch/__init__.py": "import os\nclass cuda:\n    device_count = lambda: int(os.environ['DEVICES'])\n",
+    "torch/distributed/__init__.py": "",
+    "torch/distributed/run.py": "import subprocess, sys\n"
+    "script = [a for a in sys.argv[1:] if not a.startswith('--rdzv') and not a.startswith('--nproc')]\n"
+    "def main(): sys.exit(subprocess.call([sys.executable, *script]))\n"
+    "if __name__ == '__main__': main()\n",
+}
+CONTENTS = {"torch": TORCH, "pytorch-triton-rocm": {"triton/__init__.py": ""}}
+CONTENTS["pytest"] = {"pytest/__init__.py": "", "pytest/__main__.py": "import sys; print('pytest', sys.argv[1:])"}
+NEEDS = {"datasets": ["torch", "tqdm"]}  # so that pip meets torch on the way
+
+
+def wheel(folder, name, version):
+    """A real wheel of a stand-in package. Returns its path."""
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
+    files = dict(CONTENTS.get(name, {f"{name}/__init__.py": f"version = {version!r}"}))
+    needs = "".join(f"Requires-Dist: {other}\n" for other in NEEDS.get(name, []))
+    files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    if name == "torch":
+        files[f"{info}/entry_points.txt"] = "[console_scripts]\ntorchrun = torch.distributed.run:main\n"
+    files[f"{info}/RECORD"] = "".join(f"{f},,\n" for f in [*files, f"{info}/RECORD"])
+    os.makedirs(folder, exist_ok=True)
+    path = os.path.join(folder, f"{info.removesuffix('.dist-info')}-py3-none-any.whl")
+    with zipfile.ZipFile(path, "w") as z:
+        for file, text in files.items():
+            z.writestr(file, text)
+    return path
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory):
+    """A folder with a wheel for each line of constraints.txt: PyPI's torch and triton are in it, as bait."""
+    folder = tmp_path_factory.mktemp("wheels")
+    for line in install.lines("constraints.txt"):
+        wheel(folder, *line.partition(";")[0].split("=="))
+    return str(folder)
+
+
+class Project:
+    """A copy of the set-up with stand-in programs, run under a clean environment."""
+
+    def __init__(self, folder, house):
+        self.folder = str(folder / "project")
+        os.makedirs(self.folder + "/dev")
+        for name in FILES:
+            shutil.copy(os.path.join(install.ROOT, name), self.folder)
+        for name in ("fsdp_train.py", "lifecycle/plot.py", "generate.py"):
+            self.write(name, "import sys; print('ran', sys.argv); sys.exit('--fail' in sys.argv)")
+        self.log = self.folder + "/pip.log"
+        self.env = dict(PATH=os.environ["PATH"], HOME=self.folder, DEVICES="0", PYTHONDONTWRITEBYTECODE="1")
+        self.env |= dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=house, PIP_LOG=self.log)
+
+    def write(self, name, text):
+        with open(os.path.join(self.folder, name), "w") as f:
+            f.write(text)
+
+    def run(self, *command, status=0, **env):
+        """Standard output, and standard error after it."""
+        r = subprocess.run(command, cwd=self.folder, env=self.env | env, capture_output=True, text=True)
+        assert r.returncode == status, r.stdout + r.stderr
+        return r.stdout + r.stderr
+
+    def make(self, *arguments, python, **options):
+        return self.run("make", f"PYTHON={python}", *arguments, **options)
+
+    def versions(self, *names, python=".venv/bin/python"):
+        code = f"from importlib.metadata import version; print(*map(version, {names}))"
+        return self.run(python, "-c", code).split()
+
+    def pip_calls(self):
+        """How often pip ran until now, by pip's own log."""
+        if not os.path.exists(self.log):
+            return 0
+        with open(self.log) as f:
+            return f.read().count("Using pip ")
+
+
+@pytest.fixture
+def project(tmp_path, house):
+    return Project(tmp_path, house)
+
+
+def python(folder, versions=(), pip=False):
+    """A Python of its own in `folder`, with some packages: its executable."""
+    subprocess.run([sys.executable, "-m", "venv", folder] + ["--without-pip"] * (not pip), check=True)
+    for name in versions:
+        put(folder, name, versions[name])
+    return str(folder / "bin" / "python")
+
+
+def put(folder, name, version):
+    with zipfile.ZipFile(wheel(folder / "wheels", name, version)) as z:
+        z.extractall(packages(folder))
+
+
+def packages(folder):
+    return folder / "lib" / f"python{install.python_version()}" / "site-packages"
+
+
+def contents(folder):
+    """Every file and what is in it, without Python's own caches."""
+    return {
+        os.path.join(where, name): hashlib.sha256(open(os.path.join(where, name), "rb").read()).hexdigest()
+        for where, _, names in os.walk(folder)
+        for name in names
+        if "__pycache__" not in where
+    }
+
+
+@pytest.mark.slow
+def test_a_torch_that_is_there_is_used_and_stays_as_it_is(project, tmp_path):
+    below = python(tmp_path / "rocm", ROCM | {"tqdm": "4.66.0"}, pip=True)
+    before = contents(tmp_path / "rocm")
+    project.make("test", python=below)
+    assert contents(tmp_path / "rocm") == before
+    assert project.versions("torch", "pytorch-triton-rocm", "tqdm") == ["2.9.0+rocm6.4", "3.5.0", "4.66.0"]
+    assert project.versions("tiktoken") == ["0.14.0"] and "tiktoken" in project.run(".venv/bin/pip", "list")
+    where = project.run(
+        ".venv/bin/python", "-c", "import torch, triton, tiktoken; print(torch.__file__, triton.__file__)"
+    )
+    assert where.count(str(tmp_path / "rocm")) == 2
+    here = os.listdir(packages(tmp_path / "project" / ".venv"))
+    assert not [name for name in here if name.startswith(("torch", "triton", "tqdm"))]
+
+    calls = project.pip_calls()
+    assert project.make("setup", "setup-test", python=below) == ""
+    assert project.make("setup", python=".venv/bin/python") == ""  # as after `source .venv/bin/activate`
+    assert project.pip_calls() == calls
+
+    shutil.rmtree(packages(tmp_path / "rocm") / "torch-2.9.0+rocm6.4.dist-info")
+    put(tmp_path / "rocm", "torch", "2.10.0+rocm7.0")  # a new torch below: a new .venv over it
+    project.make("setup", python=below)
+    assert project.versions("torch") == ["2.10.0+rocm7.0"] and project.pip_calls() == calls + 1
+
+
+@pytest.mark.slow
+def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
+    below = python(tmp_path / "plain", {"torch": "2.4.0"})  # too old counts as none
+    wheel(tmp_path / "served" / "cpu" / "torch", "torch", "2.13.0+cpu")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path / "served")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}/cpu"
+    del project.env["PIP_NO_INDEX"]
+    project.env["PIP_INDEX_URL"] = f"http://127.0.0.1:{server.server_port}/none"
+    code = f"import install; install.main(['requirements.txt'], dev='dev', cpu_index={url!r})"
+    project.run(below, "-c", code)
+    local = "+cpu" if sys.platform == "linux" and not shutil.which("sbatch") else ""
+    assert project.versions("torch", "tiktoken", "tqdm") == [f"2.13.0{local}", "0.14.0", "4.70.1"]
+    calls = project.pip_calls()
+    assert calls == (2 if local else 1) and project.run(below, "-c", code) == "" and project.pip_calls() == calls
+
+    wheel(project.env["PIP_FIND_LINKS"], "newcomer", "1.0")
+    project.write("requirements.txt", install.read("requirements.txt") + "newcomer\n")
+    project.run(below, "-c", code)
+    assert project.versions("newcomer", "torch") == ["1.0", f"2.13.0{local}"] and project.pip_calls() > calls
+    server.shutdown()
+
+
+@pytest.mark.slow
+def test_your_own_venv_is_used_with_its_torch(project, tmp_path):
+    yours = tmp_path / "project" / ".venv"
+    python(yours, ROCM)  # without pip, as uv makes them
+    project.env |= dict(PIP_UPGRADE="1", PIP_UPGRADE_STRATEGY="eager")  # pip is told to take every newer version
+    for _ in range(2):
+        project.make("setup", python=sys.executable)
+        assert project.versions("torch", "pytorch-triton-rocm", "tiktoken") == ["2.9.0+rocm6.4", "3.5.0", "0.14.0"]
+    assert project.pip_calls() == 1
+
+
+@pytest.mark.slow
+def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, tmp_path):
+    below = python(tmp_path / "below", ROCM)
+    out = project.make("train", "ARGS=--lr=1e-3", python=below)
+    launch = next(line for line in out.splitlines() if "torchrun" in line)
+    threads = max(1, os.cpu_count() // 2)
+    assert launch == (
+        f"OMP_NUM_THREADS={threads} .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 "
+        "--nproc_per_node=2 fsdp_train.py configs/demo.py --lr=1e-3"
+    )
+    assert project.run("sh", "-c", launch) == "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
+    ran = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
+    assert ran == ["fsdp_train.py", "lifecycle/plot.py", "generate.py", "generate.py"]
+    assert "--nproc_per_node=2 " in project.make("train", python=below, DEVICES="3")
+    assert "--nproc_per_node=8 " in project.make("train", python=below, DEVICES="16")
+    out = project.make("train", "ARGS=--fail", python=below, status=2)
+    assert out.count("ran ") == 1 and "lifecycle/plot.py" not in out
+    assert "pytest ['-m', 'not slow']" in project.make("test", python=below)
+    assert "pytest ['-m', 'slow']" in project.make("test-all", python=below)
+
+
+@pytest.mark.slow
+def test_pip_that_fails_is_not_taken_for_done(project, tmp_path):
+    below = python(tmp_path / "below", ROCM)
+    project.env["PIP_FIND_LINKS"] = str(tmp_path)
+    for _ in range(2):
+        assert "error: pip failed" in project.make("setup", python=below, status=2)
+    assert project.pip_calls() == 2
+
+
+@pytest.mark.parametrize(
+    "trick, message",
+    [
+        ("sys.version_info = (3, 9, 1, 'final', 0)", "is Python 3.9, too old: make PYTHON=python3.12"),
+        ("sys.modules['ensurepip'] = None", f"sudo apt install python{install.python_version()}-venv"),
+    ],
+)
+def test_a_python_that_will_not_do_is_one_line_with_the_fix(project, tmp_path, trick, message):
+    below = python(tmp_path / "below")
+    os.mkdir(tmp_path / "trick")
+    (tmp_path / "trick" / "sitecustomize.py").write_text("import sys\n" + trick)
+    out = project.run(below, "install.py", status=2, PYTHONPATH=str(tmp_path / "trick"))
+    assert message in out
+    assert [line for line in out.splitlines() if not line.startswith("environment: ")] == [out.splitlines()[-1]]
+    assert not os.path.exists(project.folder + "/.venv")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for other systems is the right one")
+def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    nowhere = "http://127.0.0.1:9"
+    assert install.torch_index(False, tmp_path, nowhere) is None
+    (tmp_path / "kfd").touch()
+    with pytest.raises(SystemExit) as stopped:
+        install.torch_index(False, tmp_path, nowhere)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1 and ".venv/bin/pip install torch --index-url" in message
+    assert install.torch_index(True, tmp_path, nowhere) is None  # ROCm's torch is there by now
+    (tmp_path / "nvidia0").touch()
+    assert install.torch_index(False, tmp_path, nowhere) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for other systems is the right one")
+def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
+    """A compute node has sbatch, too: PyPI's torch would be NVIDIA's."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "bin/sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "dev").mkdir()
+    assert install.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9") is None  # a login node
+    assert "login node" in capsys.readouterr().out
+    (tmp_path / "dev/kfd").touch()
+    with pytest.raises(SystemExit) as stopped:
+        install.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9")
+    assert stopped.value.code == 2 and "an AMD GPU is here" in capsys.readouterr().err
+
+
+def test_a_requirement_file_that_is_missing_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        install.main(["nowhere.txt"])
+    assert stopped.value.code == 2 and "no requirement file 'nowhere.txt'" in capsys.readouterr().err
+
+
+def test_every_requirement_is_pinned_and_every_pin_is_required():
+    files = ["requirements.txt", "requirements-dev.txt", "requirements-extra.txt"]
+    required = {install.name_of(line) for line in install.requirements(files)}
+    assert {install.name_of(line) for line in install.lines("constraints.txt")} == required

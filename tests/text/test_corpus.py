@@ -1,0 +1,378 @@
+"""text/corpus.py: text in any form becomes documents, in an order that is always the same; a mistake names the file."""
+
+import json
+import os
+import random
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import UserError
+from text import corpus
+from text.corpus import documents
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(name, content) makes a file, of text or of bytes, and returns its path."""
+
+    def write(name, content):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def lines(*texts):
+    return "".join(json.dumps({"text": t, "other": 1}) + "\n" for t in texts)
+
+
+def write_parquet(path, **columns):
+    parquet = pytest.importorskip("pyarrow.parquet")  # comes with `datasets`
+    parquet.write_table(pytest.importorskip("pyarrow").table(columns), path)
+    return str(path)
+
+
+def error(dataset):
+    """The message of the UserError that reading this data set raises; always one line."""
+    with pytest.raises(UserError) as caught:
+        list(documents(str(dataset)))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# --- the standard library
+
+
+def test_the_standard_library_is_a_corpus():
+    texts = list(documents("stdlib"))
+    assert texts == list(documents("stdlib"))
+    assert len(texts) > 300 and sum(map(len, texts)) > 5e6
+    assert len(set(texts)) > 0.9 * len(texts)
+    parts = {part for path in corpus.stdlib_files() for part in Path(path).parts}
+    assert not parts & {"test", "idle_test", "site-packages"} or "site-packages" in sys.prefix
+
+
+# --- .txt
+
+
+def test_txt_is_split_at_end_of_text(write):
+    path = write("a.txt", "one\n\nstill one\n<|endoftext|>\ntwo<|endoftext|>  \n<|endoftext|>three")
+    assert list(documents(path)) == ["one\n\nstill one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "one short note",
+        "".join(f"paragraph {i}: " + "word " * (i % 700) + "\n\n" for i in range(200)),
+        "no blank line anywhere " * 5000,
+        "\n \n\t\n" * 3000 + "x" * 40000 + "\n\n" + "y" * 20000 + "\n",
+        "größe – 東京\n\n" * 4000,
+    ],
+    ids=["short", "paragraphs", "one long line", "blank lines", "not ascii"],
+)
+def test_txt_without_end_of_text_is_cut_at_blank_lines_and_loses_nothing(write, text):
+    pieces = list(documents(write("a.txt", text)))
+    assert "".join(pieces) == text
+    assert all(p.endswith("\n") and p.strip(" \t") != p.rstrip() for p in pieces[:-1])  # each ends after a blank line
+    assert all(len(p) > 16000 for p in pieces[:-1])
+
+
+def test_many_paragraphs_make_several_documents(write):
+    pieces = list(documents(write("a.txt", ("word " * 100 + "\n\n") * 400)))
+    assert 10 <= len(pieces) <= 13 and max(map(len, pieces)) < 17000  # 200 kB, about 16 kB each
+
+
+# --- encodings
+
+BAD = {  # content -> the byte that is named, and its offset
+    "Latin-1": (b"one\ntwo\ncaf\xe9 noir\n", "0xe9 at offset 11"),
+    "Latin-1 after a BOM": (b"\xef\xbb\xbfcaf\xe9", "0xe9 at offset 6"),
+    "cut in a letter": ("größe".encode()[:3], "0xc3 at offset 2"),
+    "zip": (b"PK\x03\x04\x14\0\0\0\x08\xf3", "0x00 at offset 5"),
+    "png": (b"\x89PNG\r\n\x1a\n\0\0", "0x89 at offset 0"),
+    "UTF-16 without a mark": ("text\n".encode("utf-16-le"), "0x00 at offset 1"),
+    "far behind": (b"line\n" * 100_000 + b"\xff", "0xff at offset 500,000"),
+}
+
+
+@pytest.mark.parametrize("suffix", ["txt", "py", "jsonl", "csv", "tsv"])
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_not_utf8_is_named_with_its_place(write, bad, suffix):
+    """A table and .jsonl are read by lines: the offset is that in the file."""
+    before = {"jsonl": lines("fine").encode(), "csv": b"text\n", "tsv": b"text\n"}.get(suffix, b"")
+    content, place = BAD[bad]
+    mark = content[:3] if content.startswith(b"\xef\xbb\xbf") else b""
+    offset = int(place.split()[-1].replace(",", "")) + len(before)
+    path = write(f"a.{suffix}", mark + before + content[len(mark) :])
+    wanted = f"{path} is not UTF-8 text: byte {place.split()[0]} at offset {offset:,}. Convert it with iconv"
+    told = error(path)
+    assert told.startswith(wanted) or (suffix == "jsonl" and told.startswith(f"{path}, line 2: expected one JSON"))
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
+def test_another_unicode_is_named(write, encoding, suffix):
+    path = write(f"a.{suffix}", "text\n".encode(encoding))
+    assert error(path) == f"{path} is {encoding}, not UTF-8: convert it with iconv -f {encoding} -t UTF-8"
+
+
+def test_a_byte_order_mark_is_no_text(write):
+    mark = b"\xef\xbb\xbf"
+    for name, content in (("a.txt", "größe"), ("a.py", "größe"), ("a.jsonl", lines("größe")), ("a.csv", "text\ngröße")):
+        assert list(documents(write(name, mark + content.encode()))) == ["größe"], name
+
+
+def test_python_s_own_library_is_taken_as_it_is(write, monkeypatch):
+    """Whatever is in it: the demo's data set must not depend on whether a file is in Latin-1."""
+    path = write("a.py", b"\xef\xbb\xbf# caf\xe9\r\nx = 1\r")
+    monkeypatch.setattr(corpus, "stdlib_files", lambda: [path])
+    assert list(documents("stdlib")) == ["\ufeff# caf\ufffd\nx = 1\n"]
+
+
+def test_line_ends_are_one_kind(write):
+    assert list(documents(write("a.txt", b"one\r\ntwo\rthree\n"))) == ["one\ntwo\nthree\n"]
+
+
+# --- .csv and .tsv
+
+
+def test_a_table_holds_one_document_a_row(write):
+    big = "word " * 60_000  # 300 kB: csv's own limit is 128
+    content = f'id,text,more\n1,one,x\n2,"zwei, ""2""\n\nzwei",y\n\n3,,z\n4,"{big}",\n'
+    texts = ["one", 'zwei, "2"\n\nzwei', big]
+    assert list(documents(write("a.csv", content))) == texts
+    assert list(documents(write("a.tsv", "text\tid\none\t1\ntwo, too\t2\n"))) == ["one", "two, too"]
+
+
+def test_a_folder_of_tables_is_read(write, tmp_path):
+    write("b.tsv", "text\nb\n")
+    write("a.csv", "text\na\n")
+    assert list(documents(str(tmp_path))) == ["a", "b"] and list(documents(f"{tmp_path}/*.tsv")) == ["b"]
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ("id;text\n1;one\n", " has no column 'text', only ['id;text']"),
+        ("", " has no column 'text', only []"),
+        ("id,text\n1,one\n2\n", ", line 3: no column 'text' in this row"),
+        ('id,text\n1,"one\n2,two\n', ", line 3: unexpected end of data"),
+        ('id,text\n1,"one"two\n', ", line 2: ',' expected after '\"'"),
+    ],
+)
+def test_a_bad_table_is_named(write, content, told):
+    path = write("a.csv", content)
+    assert error(path) == path + told
+
+
+# --- damaged parts
+
+
+def test_a_line_of_jsonl_that_is_nested_deep_is_named(write):
+    path = write("a.jsonl", lines("fine") + "[" * 100_000 + "\n")
+    assert error(path) == f'{path}, line 2: expected one JSON object with a field "text"'
+
+
+def test_a_parquet_file_with_other_bytes_than_text(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    bad = pyarrow.array([b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
+    path = write_parquet(tmp_path / "a.parquet", text=bad)
+    assert error(path).startswith(f"{path} is not a whole .parquet file: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
+def test_no_mutation_of_a_file_is_a_traceback(tmp_path, name):
+    """150 mutations: documents, or one line."""
+    chance, path = random.Random(2), tmp_path / name
+    texts = ["one", "größe\n\n", "three, four"] * 5
+    if name.endswith(".parquet"):
+        write_parquet(path, text=texts)
+    else:
+        path.write_text(lines(*texts) if name.endswith(".jsonl") else "text\n" + "\n".join(f'"{t}"' for t in texts))
+    before = path.read_bytes()
+    for _ in range(150):
+        place, byte, kind = chance.randrange(len(before)), chance.randrange(256), chance.randrange(3)
+        after = [before[:place], before[:place] + bytes([byte]) + before[place + 1 :], before[:place] + before][kind]
+        path.write_bytes(after)
+        try:
+            list(documents(str(path)))
+        except UserError as mistake:
+            assert str(path) in str(mistake) and "\n" not in str(mistake)
+
+
+# --- .jsonl and .parquet
+
+
+def test_jsonl_and_parquet_hold_one_document_a_row(write, tmp_path):
+    texts = ["one", "zwei\n\nzwei", "<|endoftext|> is text here"]
+    assert list(documents(write("a.jsonl", lines(*texts)))) == texts
+    assert list(documents(write_parquet(tmp_path / "a.parquet", text=texts, other=[1, 2, 3]))) == texts
+
+
+def test_empty_documents_are_left_out(write, tmp_path):
+    texts = ["one", "", None, "two"]
+    assert list(documents(write("a.jsonl", lines(*texts)))) == ["one", "two"]
+    assert list(documents(write_parquet(tmp_path / "a.parquet", text=texts))) == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": "half', '{"content": "x"}', '["text"]', "plain text", "7", '{"text": 5}', "null"],
+    ids=["half", "no field", "a list", "no json", "a number", "not text", "null"],
+)
+def test_a_bad_line_of_jsonl_is_named(write, line):
+    path = write("a.jsonl", lines("fine").encode() + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    assert error(path) == f'{path}, line 2: expected one JSON object with a field "text"'
+
+
+def test_a_parquet_file_without_text(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", content=["x"])
+    assert error(path) == f"{path} has no column 'text' of strings, only {{'content': 'string'}}"
+
+
+def test_a_parquet_column_that_holds_no_text(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet", text=[1, 2])
+    assert path in error(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1 but not really PAR1"], ids=["empty", "damaged"])
+def test_a_damaged_parquet_file_is_named(write, content):
+    pytest.importorskip("pyarrow")
+    path = write("a.parquet", content)
+    assert path in error(path)
+
+
+# --- several files
+
+
+def test_folders_and_globs_are_read_in_sorted_order(write, tmp_path):
+    write("b.txt", "b")
+    write("a.jsonl", lines("a"))
+    write("sub/c.py", "c = 1\n\nd = 2\n")
+    write("d.md", "left out")
+    write("e.csv", "name,license\na,MIT\n")
+    write_parquet(tmp_path / "aa.parquet", text=["aa"])
+    assert list(documents(str(tmp_path))) == ["a", "aa", "b", "c = 1\n\nd = 2\n"]
+    assert list(documents(f"{tmp_path}/*.txt")) == ["b"]
+    assert list(documents(f"{tmp_path}/[ab].*")) == ["a", "b"]
+
+
+def test_a_name_with_brackets_is_a_name_where_it_exists(write):
+    path = write("run[1]/notes[2].txt", "found")
+    assert list(documents(path)) == ["found"]
+    assert list(documents(os.path.dirname(path))) == ["found"]
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "*.jsonl", "nowhere/*.parquet", "."])
+def test_nothing_there(tmp_path, name):
+    assert "no .txt, .jsonl, .parquet, .csv, .tsv or .py file is there" in error(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["my/stories.md", "stories", "stories.json", "stories.TXT", "my/stories.txt.gz"])
+def test_a_file_of_another_kind_is_never_sought_on_the_hub(write, tmp_path, monkeypatch, name):
+    write(name, "text")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=f"dataset='{name}': no .txt, .* or .py file is there"):
+        corpus.files(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["my/stories.csv", "stories.md", "a.json", "/data/c4", "./c4", "a/b/c", "a b", "", "~/texts"]
+)
+def test_what_cannot_be_the_name_of_a_hub_data_set_is_an_error_at_once(name):
+    with pytest.raises(UserError, match="file is there"):
+        corpus.files(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["allenai/c4:en", "wikitext:wikitext-103-raw-v1", "wikimedia/wikipedia:20231101.en", "bigcode/stack-v1.2"],
+)
+def test_the_name_of_a_hub_data_set_is_no_file(name):
+    assert corpus.files(name) == []
+
+
+def run(*argv, **environment):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "text/corpus.py"), *argv],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_an_empty_file_is_said_by_the_program(write):
+    result = run(path := write("a.txt", ""))
+    assert (result.returncode, result.stderr) == (2, f"error: dataset={path!r} holds no document\n")
+
+
+def test_the_program_counts(write):
+    result = run(path := write("a.jsonl", lines("one", "three")))
+    assert result.returncode == 0
+    assert result.stdout == f"{path}: 2 documents, 8 characters; the last begins 'three'\n"
+
+
+# --- the Hub
+
+
+def test_the_hub_cannot_be_reached(tmp_path):
+    """A real process that is told to stay offline, with an empty cache."""
+    pytest.importorskip("datasets")
+    result = run("allenai/c4:en", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert result.returncode == 2
+    wanted = "error: cannot reach the Hub for dataset='allenai/c4:en': use local files"
+    assert result.stderr.startswith(wanted) and result.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def stream(tmp_path, monkeypatch):
+    """stream(rows, subset="") streams a data set laid out as on the Hub, from a local folder: no network."""
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+    def stream(rows, subset=""):
+        (tmp_path / "owner" / "name").mkdir(parents=True)
+        (tmp_path / "owner" / "name" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return list(corpus.hub_documents("owner/name" + subset))
+
+    return stream
+
+
+def test_a_stream_gives_the_rows_in_order(stream):
+    texts = [f"document {i}" for i in range(100)]
+    assert stream([{"text": t, "url": "x"} for t in texts]) == texts
+
+
+def test_a_stream_without_text(stream):
+    with pytest.raises(UserError, match=r"data set owner/name has no field 'text', only \['content'\]"):
+        stream([{"content": "x"}])
+
+
+def test_a_subset_that_is_not_there_is_one_line(stream):
+    with pytest.raises(UserError, match="dataset='owner/name:de': .*SUBSET") as caught:
+        stream([{"text": "x"}], ":de")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_parquet_file_that_says_one_text_many_times_takes_little_memory(tmp_path):
+    """400 bytes on disk; as 60,000 texts they were 12 GB at once."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 60_000, pyarrow.int32()), ["x" * 200_000])
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": text}), path, store_schema=False, compression="zstd")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    documents = corpus.file_documents(str(path))
+    assert [len(next(documents)) for _ in range(3)] == [200_000] * 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB

@@ -1,0 +1,422 @@
+"""text/tokenizer.py: every text comes back, training equals Hugging Face's, and a missing file is one clear line."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config import UserError
+from text import tokenizer
+from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for vocab.bpe: the sha1 of its address
+GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(ROOT.parent / "shared" / "data" / "tiktoken_cache")
+
+
+def stdlib(characters: int) -> list[str]:
+    """Files of Python's standard library, about this many characters."""
+    texts, total = [], 0
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        texts.append(path.read_text(encoding="utf-8"))
+        total += len(texts[-1])
+        if total > characters:
+            break
+    return texts
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(stdlib(100_000), 512)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    if not os.path.isfile(os.path.join(GPT2_FILES, VOCAB_BPE)):
+        pytest.skip("GPT-2's tokenizer files are not here: set TIKTOKEN_CACHE_DIR to a folder that holds them")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", GPT2_FILES)
+        return load("gpt2")
+
+
+@pytest.fixture(scope="module")
+def hugging_face(tmp_path_factory):
+    """A byte-level BPE by Hugging Face's trainer, with end-of-text first and words of spaces added, like GPT-NeoX's."""
+    hf = pytest.importorskip("tokenizers")
+    made = hf.Tokenizer(hf.models.BPE())
+    made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = hf.decoders.ByteLevel()
+    alphabet = hf.pre_tokenizers.ByteLevel.alphabet()
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(stdlib(50_000), trainer)
+    made.add_tokens([hf.AddedToken(" " * n, normalized=True) for n in (2, 4, 8)])
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    made.save(str(path))
+    return load(str(path))
+
+
+def test_a_hugging_face_tokenizer(hugging_face):
+    assert hugging_face.eot == 0 and hugging_face.vocab_size == 403 and hugging_face.dtype == np.uint16
+    text = "def größe(x):\n        return x  # 日本"
+    ids = hugging_face.encode(text)
+    assert ids.tolist() == hugging_face.library.encode(text).ids and ids.max() >= 400
+    assert hugging_face.decode(ids) == hugging_face.library.decode(ids.tolist()) == text
+    assert b"".join(hugging_face.decode_bytes([i]) for i in ids) == text.encode()  # a character over several tokens
+    assert 0 not in hugging_face.encode(f"a {END_OF_TEXT} b") and hugging_face.decode([0]) == END_OF_TEXT
+    assert load(hugging_face.name).fingerprint == hugging_face.fingerprint
+
+
+def test_a_copy_serves_when_the_file_is_gone(hugging_face, tmp_path):
+    """A run folder holds one; what its own path leads to later does not matter."""
+    shutil.copy(hugging_face.name, tmp_path / "tokenizer.json")
+    copy = load("gone/tokenizer.json", tmp_path / "tokenizer.json")
+    assert copy.fingerprint == hugging_face.fingerprint and copy.name == "gone/tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [("", "is not Hugging Face's tokenizer.json"), ('{"model": 1}', "is not Hugging Face's"), (None, "cannot read")],
+)
+def test_a_broken_hugging_face_tokenizer_is_one_line(tmp_path, content, words):
+    pytest.importorskip("tokenizers")
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=words) as error:
+        load(str(tmp_path / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "gpt2", "hugging_face"])
+def any_kind(request):
+    return load("bytes") if request.param == "bytes" else request.getfixturevalue(request.param)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_comes_back(any_kind, text):
+    ids = any_kind.encode(text)
+    assert any_kind.decode(ids) == text
+    assert any_kind.decode_bytes(ids) == text.encode()
+    assert ids.dtype == np.uint16 and ids.ndim == 1 and all(ids < any_kind.vocab_size) and any_kind.eot not in ids
+
+
+def test_end_of_text_is_the_last_of_our_ids():
+    for ours in (load("bytes"), train_bpe(stdlib(10_000), 300)):
+        assert ours.eot == ours.vocab_size - 1
+
+
+def test_no_text_encodes_to_end_of_text(any_kind):
+    ids = any_kind.encode(f"a{END_OF_TEXT}b")
+    assert any_kind.eot not in ids
+    assert any_kind.decode(ids) == f"a{END_OF_TEXT}b"
+    assert any_kind.decode([any_kind.eot]) == END_OF_TEXT
+
+
+def test_decode_replaces_what_is_no_text(any_kind):
+    assert any_kind.decode([any_kind.vocab_size, -1]) == "\ufffd\ufffd"  # the padding of a vocabulary
+    first_byte = next(i for i, token in any_kind.bytes_of.items() if token == "é".encode()[:1])
+    assert any_kind.decode([first_byte]) == "\ufffd" and any_kind.decode_bytes([first_byte]) == b"\xc3"
+    assert any_kind.decode([]) == ""
+
+
+def test_half_a_surrogate_pair_is_replaced(any_kind):
+    assert any_kind.decode(any_kind.encode("a\ud800b")) == "a\ufffdb"
+
+
+def test_long_runs_of_one_character(any_kind):
+    for character in " \na-":
+        assert any_kind.decode(any_kind.encode(character * 1_000_000)) == character * 1_000_000
+
+
+def test_bytes_are_the_bytes():
+    assert load("bytes").encode("é\n").tolist() == [0xC3, 0xA9, 10]
+    assert load("bytes").vocab_size == 257
+
+
+def test_gpt2_ids(gpt2):
+    assert gpt2.vocab_size == 50257
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.encode("hello  world\n\n\n don't 123").tolist() == [31373, 220, 995, 628, 198, 836, 470, 17031]
+    assert gpt2.encode(END_OF_TEXT).tolist() == [27, 91, 437, 1659, 5239, 91, 29]  # tiktoken's documentation
+
+
+def test_our_split_is_tiktokens(gpt2):
+    """We rebuild GPT-2's encoding from its tokens and our own SPLIT: the ids are those of tiktoken's."""
+    import tiktoken
+
+    text = "".join(stdlib(200_000)) + " \x0b\x0c\x1c\x85\u200b\u3000ßЖ  中文²½Ⅷ٣ 'S 're\t\t x \r\n\r\n "
+    assert gpt2.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(text)
+
+
+def test_fingerprints_are_stable(gpt2):
+    """Prepared data is refused under another fingerprint, so a change of these must be meant."""
+    assert load("bytes").fingerprint == "fdf46046baa81ed0"
+    assert gpt2.fingerprint == "e70b36628c3174d8"
+
+
+def huggingface_bpe(texts: list[str], tokens: int):
+    """A tokenizer of `tokens` entries by Hugging Face's trainer, and their bytes in order of id."""
+    hf = pytest.importorskip("tokenizers")
+    level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    model = hf.Tokenizer(hf.models.BPE())
+    model.pre_tokenizer = level
+    trainer = hf.trainers.BpeTrainer(
+        vocab_size=tokens, min_frequency=2, initial_alphabet=level.alphabet(), show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    letter = {c: BYTES[i] for i, c in enumerate(sorted(level.alphabet()))}  # one printable character for each byte
+    words = sorted(model.get_vocab(), key=model.get_vocab().get)
+    return model, [b"".join(letter[c] for c in word) for word in words]
+
+
+def test_training_equals_hugging_face():
+    texts = stdlib(300_000)
+    model, tokens = huggingface_bpe(texts, 2047)
+    ours = train_bpe(texts, 2048)
+    assert ours.tokens == tokens and ours.vocab_size == 2048
+    text = stdlib(1_000_000)[-1]
+    assert ours.encode(text).tolist() == model.encode(text).ids
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.text(alphabet="aabc é", max_size=40), max_size=8), size=st.integers(257, 300))
+def test_ties_and_overlaps_equal_hugging_face_and_the_slow_version(texts, size):
+    ours = train_bpe(texts, size).tokens
+    assert ours == huggingface_bpe(texts, size - 1)[1]
+    words = [[BYTES.index(bytes([b])) for b in piece.encode()] for t in texts for piece in t.split("b")]
+    counts = [1 + i % 3 for i in range(len(words))]
+    assert tokenizer.learn_slowly(words, counts, size) == tokenizer.learn([*words], counts, size)
+
+
+def test_fast_learning_equals_the_slow_one():
+    letters = random.Random(0)
+    words = [[letters.randrange(6) for _ in range(letters.randrange(1, 12))] for _ in range(300)]
+    counts = [letters.randrange(1, 50) for _ in words]
+    assert tokenizer.learn_slowly(words, counts, 500) == tokenizer.learn([*words], counts, 500)
+
+
+def test_training_depends_on_the_corpus_only(bpe):
+    texts = stdlib(100_000)
+    assert train_bpe(reversed(texts), 512).fingerprint == bpe.fingerprint
+    assert train_bpe(texts[1:], 512).fingerprint != bpe.fingerprint
+    runs = [
+        subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from text import tokenizer as t; print(t.train_bpe(['in an inn an ant'] * 2, 300).tokens)",
+            ],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in "12"
+    ]
+    assert runs[0] == runs[1] and b" an" in runs[0]
+
+
+def test_vocabulary_of_a_small_corpus():
+    assert train_bpe([], 4096).vocab_size == 257
+    tiny = train_bpe(["low low lower"], 4096)
+    assert tiny.name == "bpe-4096"
+    assert tiny.tokens[256:] == [b"lo", b"low", b" low"]
+    assert tiny.decode(tiny.encode("lowest ß")) == "lowest ß"
+
+
+def test_save_and_load(bpe, tmp_path):
+    path = str(tmp_path / "bpe.json")
+    bpe.save(path)
+    again = load("bpe-512", path)
+    text = stdlib(1000)[0]
+    assert again.fingerprint == bpe.fingerprint and again.name == "bpe-512" and again.vocab_size == 512
+    assert again.encode(text).tolist() == bpe.encode(text).tolist()
+    assert os.listdir(tmp_path) == ["bpe.json"]
+
+
+def test_a_save_that_fails_leaves_the_old_file(bpe, tmp_path, monkeypatch):
+    path = str(tmp_path / "bpe.json")
+    bpe.save(path)
+
+    def disk_full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", disk_full)
+    with pytest.raises(OSError):
+        train_bpe(["another"], 512).save(path)
+    assert load("bpe-512", path).fingerprint == bpe.fingerprint
+
+
+def forged(words):
+    made = tokenizer.fingerprint(tokenizer.SPLIT, [word.encode("latin-1") for word in words])
+    return json.dumps({"name": "bpe-512", "tokens": words, "fingerprint": made})
+
+
+def test_wrong_files_are_told_apart(bpe, tmp_path):
+    path = tmp_path / "bpe.json"
+    bpe.save(str(path))
+    saved = json.loads(path.read_text())
+    saved["tokens"][300], saved["tokens"][301] = saved["tokens"][301], saved["tokens"][300]
+    for name, content, message in (
+        ("bpe", None, "holds bpe-512, not bpe-4096"),
+        ("bpe-512", json.dumps(saved), "damaged"),
+        ("bpe-512", json.dumps(saved | {"tokens": ["a", "a"]}), "damaged"),
+        ("bpe-512", path.read_text()[:-9], "damaged"),
+        ("bpe-512", "[]", "damaged"),
+        ("bpe-512", '{"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}', "not a tokenizer file"),
+        ("bpe-512", '{"name": "bpe-512", "tokens": []}', "damaged"),
+        ("bpe-512", forged(["a", "b"]), "not a tokenizer file"),  # without all bytes
+        ("bpe-512", json.dumps(saved | {"tokens": [1, None, {}]}), "not a tokenizer file"),
+        ("bpe-512", json.dumps(saved | {"name": [1]}), "damaged"),
+        ("bpe-512", "[" * 100_000, "damaged"),
+    ):
+        if content:
+            path.write_text(content)
+        with pytest.raises(UserError, match=message):
+            load(name, str(path))
+    with pytest.raises(UserError, match="cannot read .*nowhere.json: No such file"):
+        load("bpe", str(tmp_path / "nowhere.json"))
+    with pytest.raises(UserError, match="path"):
+        load("bpe")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("gtp2", "did you mean 'gpt2'.*choices: gpt2, bytes, bpe-N"),
+        ("byte", "did you mean 'bytes'"),
+        ("bpe4096", "did you mean 'bpe-4096'"),
+        ("qwerty", "unknown tokenizer 'qwerty'"),
+        ("bpe-256", "smallest is bpe-257"),
+    ],
+)
+def test_wrong_names(name, message):
+    with pytest.raises(UserError, match=message):
+        load(name)
+
+
+# --- tokenizer.json of others
+
+
+GPT4 = (  # GPT-4's and Llama 3's
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
+
+def theirs(path, pattern=None, **more):
+    """A byte-level tokenizer.json, with a pattern of its own."""
+    library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
+    byte_level = library.pre_tokenizers.ByteLevel
+    vocab = {letter: i for i, letter in enumerate(byte_level.alphabet())} | {END_OF_TEXT: 256}
+    made = library.Tokenizer(library.models.BPE(vocab=vocab, merges=[]))
+    made.pre_tokenizer = byte_level(add_prefix_space=False)
+    if pattern:
+        split = library.pre_tokenizers.Split(library.Regex(pattern), "isolated")
+        parts = [split, byte_level(add_prefix_space=False, use_regex=False)]
+        made.pre_tokenizer = library.pre_tokenizers.Sequence(parts)
+    made.decoder = library.decoders.ByteLevel()
+    path.write_text(json.dumps(json.loads(made.to_str()) | more))
+    return str(path)
+
+
+def test_patterns_of_others_work(tmp_path):
+    for pattern in (None, GPT4):
+        cut = load(theirs(tmp_path / "tokenizer.json", pattern))
+        assert cut.decode(cut.encode("it's 12345 größe\n\n  x")) == "it's 12345 größe\n\n  x"
+
+
+FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whatever the text
+
+
+def test_pathological_patterns_are_refused(tmp_path, monkeypatch):
+    path = theirs(tmp_path / "tokenizer.json", r"(a+)+$")
+    with pytest.raises(UserError, match="tokenizer.json cannot encode some lines of text: .*retry-limit") as error:
+        load(path)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(tokenizer, "PROBE_SECONDS", 2)
+    with pytest.raises(UserError, match="tokenizer.json needs more than 2 s for some lines of text"):
+        load(theirs(tmp_path / "tokenizer.json", FOREVER))
+
+
+def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
+    """The probe has no run of q."""
+    cut = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
+    with pytest.raises(UserError, match="tokenizer.json cannot encode 'qqqq.*retry-limit"):
+        cut.encode("q" * 100 + "!")
+
+
+def test_padding_truncation_and_large_ids(tmp_path):
+    """A file may ask to fill up each text to a billion tokens, to cut it, or number a token 100,000."""
+    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padding |= {"pad_type_id": 0, "pad_token": "a"}
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    cut = load(theirs(tmp_path / "tokenizer.json", GPT4, padding=padding, truncation=truncation))
+    assert cut.encode("some words").shape == (10,)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["a"] = 100_000
+    path.write_text(json.dumps(content))
+    cut = load(str(path))
+    assert cut.vocab_size == 100_001 and cut.dtype == np.uint32 and 100_000 in cut.encode("abc")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[1]", b"\xff\xfe", b"[" * 10**5, b'{"decoder": 1, "version": "1.0"}', b"null"]
+)
+def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
+    pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is not Hugging Face's tokenizer.json, or is damaged") as error:
+        load(str(path))
+    assert "\n" not in str(error.value)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="not a regular file"):
+        load(str(path))
+
+
+def load_offline(cache: Path) -> subprocess.CompletedProcess:
+    """`python -m text.tokenizer gpt2` with this cache and with a network on which nothing answers."""
+    nothing = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")}
+    env = {**os.environ, **nothing, "NO_PROXY": "", "no_proxy": "", "TIKTOKEN_CACHE_DIR": str(cache)}
+    return subprocess.run(
+        [sys.executable, "text/tokenizer.py", "gpt2"], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("damaged_file", [False, True])
+def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
+    if damaged_file:
+        (tmp_path / VOCAB_BPE).write_text("#version: 0.2\n")
+    done = load_offline(tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: GPT-2's tokenizer files") and done.stderr.count("\n") == 1
+    for way_out in ("TIKTOKEN_CACHE_DIR", "--tokenizer=bpe-4096", "--tokenizer=bytes"):
+        assert way_out in done.stderr
+    assert not os.listdir(tmp_path)  # tiktoken removes a damaged file
+
+
+def test_demonstration():
+    done = subprocess.run([sys.executable, "text/tokenizer.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout
+
+
+def test_a_pattern_whose_name_is_spelled_in_another_way_is_tried_too(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    theirs(path, r"(a+)+$")
+    path.write_text(path.read_text().replace('"Regex"', '"Re\\u0067ex"'))
+    with pytest.raises(UserError, match="cannot encode some lines of text"):
+        load(str(path))

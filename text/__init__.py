@@ -1,0 +1,1 @@
+"""From text to tokens on disk: the documents, the tokenizer, the shards that data.py reads."""
