@@ -48,7 +48,7 @@ RANGES = {
     for low, high, names in [
         (1, 2**20, "d_model"),
         (1, 2**16, "n_heads kv_n_heads"),
-        (1, 10**4, "n_layers checkpoint_every"),
+        (1, 10**4, "n_layers recompute_every"),
         (1, 2**24, "max_seq_len vocab_size"),
         (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is about the smallest fp32 number
         (1e-9, 10**6, "softmax_scale logit_scale"),
@@ -171,7 +171,7 @@ class TrainConfig:
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "FULL_SHARD"  # see parallel.py
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel.py
-    checkpoint_every: int = 1  # activation checkpointing of every k-th block
+    recompute_every: int = 1  # activation checkpointing of every k-th block
     compile: bool = False  # torch.compile each block
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # of one device, for MFU; auto: the table of devices.py
     # evaluation, checkpoints

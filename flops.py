@@ -110,7 +110,7 @@ def by_matmuls(cfg: MPTConfig, work: Work | None = None) -> float:
 
 def by_matmuls_and_again(cfg: MPTConfig, work: Work | None = None) -> float:
     """`by_matmuls` with full activation checkpointing whatever `work` says."""
-    return by_matmuls(cfg, replace(work or Work(), activation_checkpointing="full", checkpoint_every=1))
+    return by_matmuls(cfg, replace(work or Work(), activation_checkpointing="full", recompute_every=1))
 
 
 def chinchilla(cfg: MPTConfig, work: Work | None = None) -> float:
@@ -166,7 +166,7 @@ def hfu(cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_che
     for every so-and-so-many-th; None if the peak is. "selective" computes no matmul again."""
     if peak_flops is None:
         return None
-    work = Work(activation_checkpointing=activation_checkpointing, checkpoint_every=every)
+    work = Work(activation_checkpointing=activation_checkpointing, recompute_every=every)
     return by_n(cfg, work) * tokens_per_second / (n_devices * peak_flops)
 
 

@@ -232,7 +232,7 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
 
 
 def recompute(model: MPT, cfg: TrainConfig) -> None:
-    """Activation checkpointing of every `checkpoint_every`-th block. What a block keeps for its backward:
+    """Activation checkpointing of every `recompute_every`-th block. What a block keeps for its backward:
 
     none        whatever its operations need: 32 bytes per token and d_model in bf16
     selective   its input, and what SAVED computes; norms, GELU and sums are done again, which is cheap
@@ -248,7 +248,7 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
     arguments = {"use_reentrant": False}
     if cfg.activation_checkpointing == "selective":
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
-    for block in model.transformer.blocks[:: cfg.checkpoint_every]:
+    for block in model.transformer.blocks[:: cfg.recompute_every]:
         block.recompute = arguments
 
 

@@ -25,7 +25,7 @@ FIGURES = "n_params max_seq_len nodes ranks global_batch_size tokens_per_second 
 MAYBE = "tflops_device peak_tflops mfu".split()  # empty where they are unknown
 USUAL = "device precision sharding activation_checkpointing microbatch_size".split()
 OTHERS = (
-    "n_params d_model n_layers n_heads vocab_size threads torch shard_size checkpoint_every compile attn_impl".split()
+    "n_params d_model n_layers n_heads vocab_size threads torch shard_size recompute_every compile attn_impl".split()
 )
 COLUMNS = {"status", "model", "convention", *FIGURES, *MAYBE, *USUAL, *OTHERS}
 

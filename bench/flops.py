@@ -28,7 +28,7 @@ def count(cfg: MPTConfig, work: Work, backward: bool = True, change=lambda model
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(replace(cfg, attn_impl="reference"))
         change(model)
-        how = {name: getattr(work, name) for name in ("activation_checkpointing", "checkpoint_every")}
+        how = {name: getattr(work, name) for name in ("activation_checkpointing", "recompute_every")}
         parallel.recompute(model, TrainConfig(**how))
         logits = model(torch.zeros(1, cfg.max_seq_len, dtype=torch.int64))
         if backward:
@@ -59,7 +59,7 @@ def closed_form(cfg: MPTConfig, passes) -> dict[str, float]:
 def compare(cfg: MPTConfig, work: Work) -> list[str]:
     """Lines of a table: GFLOP of training on one sequence in closed form, counted, and the difference."""
     how, plain, S = work.activation_checkpointing, Work(), cfg.max_seq_len
-    known = work == Work(activation_checkpointing=how, checkpoint_every=work.checkpoint_every)
+    known = work == Work(activation_checkpointing=how, recompute_every=work.recompute_every)
     require(known, "torch counts a model whose weights all train, on the whole square: leave out the other settings")
     forward, both = (by_part(count(cfg, plain, backward)) for backward in (False, True))
     counted = {"forward": forward, "backward": {part: n - forward[part] for part, n in both.items()}}

@@ -65,7 +65,7 @@ def our_cells(name: str, r: dict[str, str], base: float) -> dict[str, str]:
 
 def names_of(lines: list[dict[str, str]]) -> list[str]:
     """A name for each row: what it does not share with all others."""
-    asked = "model ranks threads precision sharding activation_checkpointing checkpoint_every compile attn_impl".split()
+    asked = "model ranks threads precision sharding activation_checkpointing recompute_every compile attn_impl".split()
     asked += ["microbatch_size", "global_batch_size", "max_seq_len"]
     told = [line for line in lines if line["status"] == "ok"] or lines  # the others may not know what `auto` stood for
     differ = [key for key in asked if len({line[key].partition(" (")[0] for line in lines}) > 1]

@@ -250,7 +250,7 @@ class Row:
         if program is Theirs:
             require(self.ranks == 1, "transformers' model is measured in one process: set --ranks=1")
             t.microbatch_size, t.activation_checkpointing = t.global_batch_size, "none"
-        names = "sharding shard_size activation_checkpointing checkpoint_every compile microbatch_size".split()
+        names = "sharding shard_size activation_checkpointing recompute_every compile microbatch_size".split()
         require(t.microbatch_size != "auto", "a row has one microbatch: set --microbatch_size=NUMBER, or sweep several")
         self.columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -308,7 +308,7 @@ class Row:
             self.team.stop()
             about, rate = abouts[0], statistics.median(self.rates[1:])  # the first turn is to warm up
             one = (self.model_cfg, rate, self.ranks, about["peak"])
-            saving = self.cfg.activation_checkpointing, self.cfg.checkpoint_every
+            saving = self.cfg.activation_checkpointing, self.cfg.recompute_every
             self.columns |= {name: about[name] for name in ("device", "nodes", "precision", "attn_impl")}
             self.columns |= {"tokens_per_second": rate, "fastest": max(self.rates[1:]), "slowest": min(self.rates[1:])}
             self.columns |= {

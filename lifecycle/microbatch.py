@@ -79,7 +79,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def circumstances(model_cfg, cfg, world, precision) -> dict:
     """What the memory of a step depends on besides the microbatch."""
-    names = "global_batch_size sharding shard_size activation_checkpointing checkpoint_every compile"
+    names = "global_batch_size sharding shard_size activation_checkpointing recompute_every compile"
     ranks = {"ranks": world.size, "ranks_of_a_node": world.local_size, "device": devices.describe(world.device)}
     return ranks | {k: getattr(cfg, k) for k in names.split()} | {"precision": precision, "model": asdict(model_cfg)}
 

@@ -20,7 +20,7 @@ from planning.step_time import Constants, Fleet, Trainer
 from storage import files
 
 COLUMNS = """d_model n_layers n_heads max_seq_len vocab_size microbatch_size global_batch_size sharding
-    activation_checkpointing checkpoint_every""".split()
+    activation_checkpointing recompute_every""".split()
 
 
 @dataclass

@@ -41,12 +41,12 @@ class Work:
     lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linears of a block that have an adapter
     lora_first_block: int = 0  # blocks before this one have no adapters, so they need no backward
     activation_checkpointing: Literal["none", "selective", "full"] = "none"  # full: a block's forward is done again
-    checkpoint_every: int = 1  # of every k-th block
+    recompute_every: int = 1  # of every k-th block
 
     def check(self) -> None:
         for name in ("window", "document", "lora_rank", "lora_first_block"):
             require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
-        require(self.checkpoint_every > 0, f"checkpoint_every must be at least 1, not {self.checkpoint_every}")
+        require(self.recompute_every > 0, f"recompute_every must be at least 1, not {self.recompute_every}")
         for target in self.targets:
             require_known("LoRA target", target, LINEARS)
 
@@ -61,7 +61,7 @@ class Work:
     def recomputes(self, i: int) -> bool:
         """Whether block i's forward is done again. "selective" does no matmul again."""
         starts = i >= self.lora_first_block or not self.lora_rank  # below that there is no backward
-        return self.activation_checkpointing == "full" and i % self.checkpoint_every == 0 and starts
+        return self.activation_checkpointing == "full" and i % self.recompute_every == 0 and starts
 
 
 def require_known(what: str, name: str, names) -> None:

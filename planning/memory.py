@@ -123,7 +123,7 @@ class Step:
         self.table, self.root, self.block = self.params(pp)
         self.n = self.root + self.layers * self.block
         mode, blocks = cfg.activation_checkpointing, range(stage * self.layers, (stage + 1) * self.layers)
-        self.again = [mode != "none" and i % cfg.checkpoint_every == 0 for i in blocks]  # recomputed
+        self.again = [mode != "none" and i % cfg.recompute_every == 0 for i in blocks]  # recomputed
         self.saved = self.tokens * kept_by_block(m, "none", precision, tp)
         recomputed = self.tokens * kept_by_block(m, mode, precision, tp)
         self.kept = [recomputed if again else self.saved for again in self.again]

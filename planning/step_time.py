@@ -113,7 +113,7 @@ class Step:
         self.n = flops.n_params(m) / (fleet.tp * fleet.pp)  # parameters of a device before sharding
         sharing = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or max(1, fleet.node_size // fleet.tp)}
         self.shard = min(fleet.dp, sharing.get(cfg.sharding, fleet.dp))
-        mode, every = cfg.activation_checkpointing, cfg.checkpoint_every
+        mode, every = cfg.activation_checkpointing, cfg.recompute_every
         self.again = {"none": 0.0, "selective": 0.0, "full": 1 / every}[mode]  # forwards of blocks done twice
         self.redone = self.again if mode != "selective" else 1 / every  # norms and GELU of blocks, too
 

@@ -364,12 +364,12 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--n_params=1e9 --d_model=64", "leave out it or --d_model=64"),
     ("--n_params=1e9 configs/mpt1b.py", "leave out it or configs/mpt1b.py"),
     ("--n_params=1e9 --lora_rank=2", "leave out it or --lora_rank=2"),
-    ("--n_params=1e9 --checkpoint_every=2", "leave out it or --checkpoint_every=2"),
+    ("--n_params=1e9 --recompute_every=2", "leave out it or --recompute_every=2"),
     ("--n_params=1e9 --convention=megatron", "wants a model"),
     ("--n_params=1e9 --check", "wants a model"),
     ("--d_model=-8", "d_model must be from 1 to 1,048,576, not -8"),
     ("--check --lora_rank=2", "weights all train"),
-    ("--checkpoint_every=0", "checkpoint_every must be at least 1"),
+    ("--recompute_every=0", "recompute_every must be at least 1"),
     ("--attention=half", "expected one of: full, causal, flash"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):

@@ -209,7 +209,7 @@ def table():
 
     known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "precision": "bf16", "ranks": 8}
     known |= {"d_model": 768, "n_layers": 12, "n_heads": 12, "max_seq_len": 2048, "vocab_size": 50368, "others": ""}
-    known |= {"microbatch_size": 8, "global_batch_size": 256, "sharding": "FULL_SHARD", "checkpoint_every": 1}
+    known |= {"microbatch_size": 8, "global_batch_size": 256, "sharding": "FULL_SHARD", "recompute_every": 1}
     known |= {"activation_checkpointing": "none", "tokens_per_second": 200000, "hfu": 0.4, "grad_accum": 4}
     known |= {name: 1 for name in ("fastest", "slowest", "memory_gb", "data", "forward", "backward", "optimizer")}
     names = sorted(COLUMNS | known.keys() | {"communication", "idle"})

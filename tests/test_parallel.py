@@ -230,7 +230,7 @@ def test_recomputing_the_blocks_changes_nothing(ranks, mode, every):
     model = replace(MODEL, resid_pdrop=0.1, emb_pdrop=0.1, attn_pdrop=0.1)
     cfg = replace(RUN, microbatch_size=4)
     kept = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
-    cfg = replace(cfg, activation_checkpointing=mode, checkpoint_every=every)
+    cfg = replace(cfg, activation_checkpointing=mode, recompute_every=every)
     again = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
     assert kept[0] == again[0] and equal(kept[1], again[1])
 
@@ -260,7 +260,7 @@ class Count(TorchDispatchMode):
 def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
     """Four blocks; forward 4 matmuls with weights, a GELU and an attention each; backward as well, of other names."""
     model = MPT(replace(MODEL, attn_impl="sdpa", no_bias=True, alibi=True))
-    parallel.recompute(model, replace(RUN, activation_checkpointing=mode, checkpoint_every=every))
+    parallel.recompute(model, replace(RUN, activation_checkpointing=mode, recompute_every=every))
     rows = global_rows(0)
     with torch.no_grad(), Count() as evaluation:
         model(rows[:, :-1], labels=rows[:, 1:])

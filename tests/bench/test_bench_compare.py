@@ -18,7 +18,7 @@ H100 = {
     **dict(model="mpt1b", n_params=1315950592, d_model=2048, n_layers=24, n_heads=16, max_seq_len=2048),
     **dict(vocab_size=50368, device="NVIDIA H100 80GB HBM3", nodes=1, ranks=8, threads=8, torch="2.13.0"),
     **dict(precision="bf16", sharding="FULL_SHARD", shard_size=8, activation_checkpointing="none"),
-    **dict(checkpoint_every=1, compile=False, attn_impl="sdpa", microbatch_size=14, grad_accum=1),
+    **dict(recompute_every=1, compile=False, attn_impl="sdpa", microbatch_size=14, grad_accum=1),
     **dict(global_batch_size=112, tokens_per_second=363640, fastest=364000, slowest=363000),
     **dict(tokens_per_second_device=45455, tflops_device=413, peak_tflops=989.5, mfu=0.4182, hfu=0.4182),
     **dict(convention=CONVENTION, memory_gb=60, data=0, forward=0.3, backward=0.6, optimizer=0.05, communication=0.05),

@@ -10,7 +10,7 @@ H100 = dict(
     **dict(status="ok", model="1b", n_params="1315950592", max_seq_len="2048", device="h100_80gb", ranks="8"),
     **dict(mfu="0.41817", hfu="0.41817", tflops_device="413.76", microbatch_size="14", grad_accum="1"),
     **dict(global_batch_size="112", tokens_per_second="363640", tokens_per_second_device="45455", precision="bf16"),
-    **dict(sharding="FULL_SHARD", activation_checkpointing="none", checkpoint_every="1", compile="False"),
+    **dict(sharding="FULL_SHARD", activation_checkpointing="none", recompute_every="1", compile="False"),
     **dict(attn_impl="auto (triton)", threads="1", fastest="364000", slowest="363000", memory_gb="71.25"),
     **dict(data="0.001", forward="0.3", backward="0.6", optimizer="0.05", communication="0.2", idle="0.05"),
 )

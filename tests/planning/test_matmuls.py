@@ -54,7 +54,7 @@ def test_every_part_of_a_step_is_what_torch_counts(more):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_full_checkpointing_does_all_again_but_the_last_matmul(every):
-    cfg, work = small(kv_n_heads=3), Work(activation_checkpointing="full", checkpoint_every=every)
+    cfg, work = small(kv_n_heads=3), Work(activation_checkpointing="full", recompute_every=every)
     again = flops_counted.count(cfg, work).get_total_flops()
     assert again == closed(cfg, work)
     blocks, d = len(range(0, 2, every)), 48

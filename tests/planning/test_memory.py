@@ -81,7 +81,7 @@ def test_more_of_this_means_more_of_that():
     m = mpt1b()
     peaks = [peak(m, run(batch)) for batch in (1, 2, 4, 8)]
     assert peaks == sorted(set(peaks))
-    ways = [{"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "checkpoint_every": 2}]
+    ways = [{"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "recompute_every": 2}]
     ways += [{"activation_checkpointing": "selective"}, {}]
     peaks = [peak(m, run(microbatches=2, **way)) for way in ways]
     assert peaks == sorted(set(peaks))
@@ -274,7 +274,7 @@ RECOMPUTED = [
     {},
     {"activation_checkpointing": "full"},
     {"activation_checkpointing": "selective"},
-    {"activation_checkpointing": "full", "checkpoint_every": 2},
+    {"activation_checkpointing": "full", "recompute_every": 2},
 ]
 
 

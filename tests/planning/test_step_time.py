@@ -41,7 +41,7 @@ def test_compute_of_one_device_by_hand():
 
 def test_recomputation_is_a_forward_more_of_the_blocks():
     none, full, half, selective = (
-        Step(M, run(activation_checkpointing=way, checkpoint_every=every), Fleet(A100), EASY)
+        Step(M, run(activation_checkpointing=way, recompute_every=every), Fleet(A100), EASY)
         for way, every in (("none", 1), ("full", 1), ("full", 2), ("selective", 1))
     )
     forward = 2 * 4 * 512 * BLOCKS / (0.87 * 312e12)
