@@ -237,6 +237,7 @@ def read_run(path, folder):
 
 
 def read_lease(path, folder):
+    from lifecycle import lease
 
     lease.owner(lease.read_lease(path))
 
