@@ -409,7 +409,8 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
     log.row(rows[3])
     assert runlog.read(folder) == rows[:4]
     program = (
-        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); from lifecycle import runlog; from config import *;"
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); "
+        "from lifecycle import runlog; from config import *;"
         "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
         "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"
