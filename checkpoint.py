@@ -68,7 +68,7 @@ class Checkpointer:
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last, self.keep_every = keep_last, keep_every
         # Of its own: the thread that writes must not meet training's collectives.
-        self.group = processes.new_group(parallel.TIMEOUT)
+        self.group = processes.new_group(processes.TIMEOUT)
         cuda = torch.cuda.is_available()
         # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
@@ -76,7 +76,7 @@ class Checkpointer:
         self.pending = None  # (step, future)
         self.blocked_seconds = 0.0  # how long the last save kept the training thread
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 says so of its own code
-        parallel.rank_zero_decides(self.sweep)
+        processes.rank_zero_decides(self.sweep)
 
     def sweep(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +136,7 @@ class Checkpointer:
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
                 raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
 
-        parallel.rank_zero_decides(tried)
+        processes.rank_zero_decides(tried)
 
     def last_good(self) -> str:
         """A sentence that names the newest complete checkpoint."""
@@ -316,7 +316,7 @@ def load_model(path: Path, device: torch.device) -> MPT:
 def demonstrate(argv) -> None:
     """Train 50 million parameters, save and load them in a temporary folder, and print what that costs."""
     config.arguments(argv)
-    world = parallel.start()
+    world = processes.start()
     model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
     with torch.device("meta"):
@@ -324,7 +324,7 @@ def demonstrate(argv) -> None:
     model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
     parallel.materialize(model, world.device, cfg.seed)
     optimizer = build_optimizer(model.parameters(), cfg)
-    folder = parallel.rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
+    folder = processes.rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
     saver = Checkpointer(folder, keep_last=1)
     ids = torch.zeros(1, 64, dtype=torch.long, device=world.device)
     fresh = folder / "fresh"  # for what saves at once
@@ -341,7 +341,7 @@ def demonstrate(argv) -> None:
     def save_while_training():
         saver.save(len(seconds["dcp.save"]), model, optimizer, meta)
         seconds["save: training waits"].append(saver.blocked_seconds)
-        while not parallel.rank_zero_decides(saver.settled):
+        while not processes.rank_zero_decides(saver.settled):
             train()
         saver.finish()
 
@@ -356,7 +356,7 @@ def demonstrate(argv) -> None:
     for _ in range(5):
         train()
         for name, action in actions.items():
-            parallel.rank_zero_decides(clear)
+            processes.rank_zero_decides(clear)
             begin = time.perf_counter()
             action()
             dist.barrier()
@@ -372,4 +372,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(demonstrate)
+    processes.run(demonstrate)

@@ -32,6 +32,7 @@ import devices
 import flops
 import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, require
 from evaluation import zero_shot
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
@@ -43,17 +44,17 @@ from weights import hf
 def main(argv) -> None:
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
-    world = parallel.start(cfg.device, max(parallel.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
+    world = processes.start(cfg.device, max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
     log = runlog.RunLog(cfg, world.rank)
     rest = cfg.global_batch_size % world.size
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
-        parallel.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
+        processes.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
     lease = stopping.Lease(cfg.run_dir)
-    parallel.rank_zero_decides(lease.take)
+    processes.rank_zero_decides(lease.take)
 
     # data
-    folder = parallel.rank_zero_decides(lambda: data.open_or_prepare(cfg))
+    folder = processes.rank_zero_decides(lambda: data.open_or_prepare(cfg))
     train = data.Split(folder, "train", model_cfg.max_seq_len)
     val = data.Split(folder, "val", model_cfg.max_seq_len)
     fingerprint = data.read_summary(folder)["fingerprint"]
@@ -64,7 +65,7 @@ def main(argv) -> None:
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
     tasks, tokenizer = zero_shot.prepare(model_cfg, cfg, tokens_file)
     if cfg.init_from:
-        parallel.rank_zero_decides(lambda: hf.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
+        processes.rank_zero_decides(lambda: hf.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
     # where to begin
     found = resume.choose(cfg)
@@ -103,7 +104,7 @@ def main(argv) -> None:
         "skip_steps": cfg.skip_steps,
         "resumed": found and str(found),
     }
-    parallel.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
+    processes.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
     if not optim.skips_on_device(optimizer):
         log.say(f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device")
 
@@ -201,7 +202,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: on as many ranks the same masks again
     ids, labels = rows[:, :-1], rows[:, 1:]
     counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.rank)])
-    tokens, batch_hash = parallel.all_sum(counted)  # over the global batch
+    tokens, batch_hash = processes.all_sum(counted)  # over the global batch
     loss_sum = torch.zeros((), device=rows.device)
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
@@ -212,7 +213,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
             (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
         loss_sum += loss.detach()
     with record_function("optimizer"):
-        loss = parallel.all_sum(loss_sum) / tokens
+        loss = processes.all_sum(loss_sum) / tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
@@ -247,9 +248,9 @@ def evaluate(model, val, cfg, world, precision) -> float:
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)
-    loss, tokens = parallel.all_sum(sums).tolist()
+    loss, tokens = processes.all_sum(sums).tolist()
     return loss / tokens
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

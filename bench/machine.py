@@ -49,6 +49,7 @@ import torch.distributed as dist
 import config
 import devices
 import parallel
+import processes
 from config import require
 from lifecycle import runlog
 
@@ -318,12 +319,12 @@ def conclude(rows: list[dict], device_type: str, args) -> None:
 def bench_machine(argv) -> None:
     """`bench machine`."""
     (args,) = config.load(argv, MachineArgs)
-    world = parallel.start(args.device)
+    world = processes.start(args.device)
     require(world.device.type in SIZES, f"{world.device.type} is not measured: set --device=cpu")
-    parallel.rank_zero_decides(lambda: Path(args.out).parent.mkdir(parents=True, exist_ok=True))
+    processes.rank_zero_decides(lambda: Path(args.out).parent.mkdir(parents=True, exist_ok=True))
     rows = gather(measure(world, args.seconds))
-    parallel.rank_zero_decides(lambda: conclude(rows, world.device.type, args))
+    processes.rank_zero_decides(lambda: conclude(rows, world.device.type, args))
 
 
 if __name__ == "__main__":
-    parallel.run(bench_machine)
+    processes.run(bench_machine)

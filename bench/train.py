@@ -47,10 +47,12 @@ import flops
 import fsdp_train
 import optim
 import parallel
+import processes
 from bench.table import PARTS, draw, read, tables
 from bench.team import KILLED, Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
+from lifecycle.startup import RESUME_ME
 from model import MPT
 
 SHAPE = [
@@ -93,7 +95,7 @@ class Ours:
     """This project's training step on random tokens."""
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
-        self.model_cfg, self.cfg, self.world = model_cfg, cfg, parallel.start(cfg.device)
+        self.model_cfg, self.cfg, self.world = model_cfg, cfg, processes.start(cfg.device)
         self.precision = parallel.choose_precision(cfg, self.world.device)
         self.peak = devices.peak_flops(cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision])
         if self.world.device.type == "cuda":
@@ -416,8 +418,8 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
             append(args.out, row.columns)
         if launched() and not row.fine():  # these processes may be in different collectives now
             print(f"{row.columns['model']}: start it again, it goes on with the other rows", file=sys.stderr)
-            raise SystemExit(parallel.RESUME_ME)
+            raise SystemExit(RESUME_ME)
 
 
 if __name__ == "__main__":
-    parallel.run(bench_train)
+    processes.run(bench_train)

@@ -33,6 +33,7 @@ import data
 import devices
 import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import runlog
 from model import MPT
@@ -44,13 +45,13 @@ INTERVAL, GRACE = 0.3, 3.0  # seconds between two looks at the children; for the
 HELP = "set --activation_checkpointing=full, or --sharding=FULL_SHARD on more ranks; python -m planning.memory tells what helps"
 
 
-def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: parallel.World, precision: str, train_step) -> int:
+def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step) -> int:
     """The microbatch size to train with: cfg.microbatch_size, unless that is auto or more than what is on record.
 
     train_step: fsdp_train's. A collective, called before anything big is in memory. UserError if nothing fits.
     """
     here, asked = circumstances(model_cfg, cfg, world, precision), cfg.microbatch_size
-    for record in parallel.rank_zero_decides(lambda: read(Path(cfg.run_dir, RECORD))):
+    for record in processes.rank_zero_decides(lambda: read(Path(cfg.run_dir, RECORD))):
         size = record["microbatch_size"]
         if record["circumstances"] == here and (asked == "auto" or size < asked):
             if world.rank == 0:
@@ -59,11 +60,11 @@ def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: parallel.World, precision
     if asked != "auto":
         return asked
     size = search(model_cfg, cfg, world, precision, train_step)
-    parallel.rank_zero_decides(lambda: write(cfg, here, size, "the largest that fits", world.rank))
+    processes.rank_zero_decides(lambda: write(cfg, here, size, "the largest that fits", world.rank))
     return size
 
 
-def halve(model_cfg: MPTConfig, cfg: TrainConfig, world: parallel.World, precision: str, step: int) -> int:
+def halve(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, step: int) -> int:
     """Record half of cfg.microbatch_size and return it. On any rank, not a collective. UserError if it is 1 already."""
     reason = f"out of memory at step {step} on rank {world.rank} with microbatch {cfg.microbatch_size}"
     require(cfg.microbatch_size > 1, f"{reason}: {HELP}")
@@ -132,7 +133,7 @@ def search(model_cfg, cfg, world, precision, train_step) -> int:
 def attempt(cfg, world, others) -> tuple[bool, str]:
     """Whether a child of each rank, all together, can take a step; and that in words."""
     with socket.create_server(("", 0)) as server:
-        port = parallel.rank_zero_decides(lambda: server.getsockname()[1])  # free on the host of rank 0
+        port = processes.rank_zero_decides(lambda: server.getsockname()[1])  # free on the host of rank 0
     pipe, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=trial, args=(theirs, port, cfg, *others))
     child.start()
@@ -192,7 +193,7 @@ def trial(pipe, port, cfg, model_cfg, precision, train_step) -> None:
 def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
     """The peak of this rank in GB, and " of so many". In the second step Adam's state is there, and in its second
     microbatch the gradients of the first. Weights of 0.01 take as much memory as drawn ones, and less time."""
-    world = parallel.start(cfg.device)
+    world = processes.start(cfg.device)
     with torch.device("meta"):
         model = MPT(model_cfg)
     model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)

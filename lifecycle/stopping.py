@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 
 import config
-import parallel
+import processes
 from config import UserError, require
 from lifecycle import runlog
-from parallel import RESUME_ME
+from lifecycle.startup import RESUME_ME
 from storage import files
 
 BEAT = 10  # seconds between two heartbeats of a lease
@@ -230,7 +230,7 @@ def meet(world, leave: int, save: bool, settled: bool, seconds: float) -> Met:
 def leave(asked: int) -> None:
     """End this rank, all being saved, as the signal `asked`. Raises SystemExit with the status of the table above."""
     if asked == signal.SIGUSR1:  # which torchrun does not know of
-        parallel.end_torchrun()
+        processes.end_torchrun()
     raise SystemExit({signal.SIGINT: 130, signal.SIGPIPE: 141}.get(asked, RESUME_ME))
 
 

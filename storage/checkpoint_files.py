@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import config
-import parallel
+import processes
 from config import UserError, require
 from storage import files
 
@@ -135,7 +135,7 @@ def require_sound(path: Path) -> None:
 
 def on_rank_zero(decide):
     """`decide()`, by rank 0 for all, or by a process without others."""
-    return parallel.rank_zero_decides(decide) if dist.is_initialized() else decide()
+    return processes.rank_zero_decides(decide) if dist.is_initialized() else decide()
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def damage_named(path: Path):
     except (UserError, OSError, torch.OutOfMemoryError):
         raise
     except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
-        if parallel.is_lost(error):
+        if processes.is_lost(error):
             raise
         hint = "if it is damaged, move it away to use the one before"
         raise UserError(f"cannot read {path} ({reason_of(error)}): {hint}") from error

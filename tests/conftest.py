@@ -95,6 +95,7 @@ def work(rank: int, size: int, store: str, pipe) -> None:
     import torch.distributed as dist
 
     import parallel
+    import processes
 
     torch.set_num_threads(1)
     # Each mesh makes groups, whose threads poll for ever: equal calls share one.
@@ -102,7 +103,7 @@ def work(rank: int, size: int, store: str, pipe) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
-    world = parallel.World(rank, size, rank, size, torch.device("cpu"))
+    world = processes.World(rank, size, rank, size, torch.device("cpu"))
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

@@ -304,9 +304,9 @@ def steep(tmp_path):
     program = tmp_path / "steep.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import fsdp_train, optim, parallel\n"
+        "import fsdp_train, optim, processes\n"
         "optim.learning_rate = lambda step, cfg: 5e29 * min(step, 1)\n"
-        "parallel.run(fsdp_train.main)\n"
+        "processes.run(fsdp_train.main)\n"
     )
     return program
 
@@ -357,7 +357,7 @@ def test_a_loss_that_is_no_number_on_many_ranks_is_one_line(torchrun, steep, tin
 
 @pytest.mark.slow
 def test_launches_end_well_ten_times(torchrun, tiny_data, tmp_path):
-    """With gloo a rank now and then aborts while the interpreter shuts down: parallel.run must not let it."""
+    """With gloo a rank now and then aborts while the interpreter shuts down: processes.run must not let it."""
     for number in range(10):
         done = torchrun(2, *flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3"))
         assert done.returncode == 0, done.stderr

@@ -25,6 +25,7 @@ import data
 import fsdp_train
 import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import runlog
 from loss import IGNORE
@@ -304,7 +305,7 @@ def test_a_step_never_waits_for_the_device(ranks, size, mode):
 def test_a_step_on_a_gpu_is_only_queued(ranks):
     """The driver itself tells of waiting; and figures are read when they are there, not before."""
     device = torch.device("cuda")
-    model_cfg, world = replace(MODEL, d_model=96, attn_impl="auto"), parallel.World(0, 1, 0, 1, device)
+    model_cfg, world = replace(MODEL, d_model=96, attn_impl="auto"), processes.World(0, 1, 0, 1, device)
     model, optimizer = build(world, RUN, model_cfg, "bf16")
     rows = global_rows(0).to(device)
     fsdp_train.train_step(model, optimizer, rows, 0, RUN, world, "bf16")
@@ -642,7 +643,7 @@ def decide(world, good):
         return {"path": Path("a/b"), "step": 3}
 
     try:
-        return parallel.rank_zero_decides(decision)
+        return processes.rank_zero_decides(decision)
     except UserError as error:
         return f"UserError: {error}"
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conftest import ROOT, launch
 
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
@@ -25,7 +26,7 @@ from text import tokenizer as tokenizers
 SETS = ROOT.parent / "shared" / "data" / "icl"
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=128)
 BYTES = tokenizers.load("bytes")
-ALONE = parallel.World(0, 1, 0, 1, torch.device("cpu"))
+ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 WORDS = "river tree house blue old sings walks sees under slowly".split()
 
 

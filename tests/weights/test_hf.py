@@ -405,7 +405,7 @@ def test_any_placement(ranks, tmp_path):
 MEASURE = """
 import resource, sys
 sys.path.insert(0, {root!r})
-import torch, parallel
+import torch, parallel, processes
 from weights import hf
 from config import TrainConfig
 from model import MPT
@@ -414,7 +414,7 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def main(argv):
-    world, cfg = parallel.start(), TrainConfig()
+    world, cfg = processes.start(), TrainConfig()
     with torch.device("meta"):
         model = MPT(hf.settings_of(argv[0]))
     model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
@@ -425,7 +425,7 @@ def main(argv):
     sizes = [sum(p.numel() for p in model.parameters()), sum(p.to_local().numel() for p in model.parameters())]
     print("measured", peak() - before, 4 * sizes[0], 4 * sizes[1], flush=True)
 
-parallel.run(main)
+processes.run(main)
 """
 
 
