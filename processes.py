@@ -31,8 +31,7 @@ import torch.distributed as dist
 
 import config
 from config import UserError, require
-from lifecycle import startup
-from lifecycle.startup import RESUME_ME, end, whoami
+from program import RESUME_ME, end, end_with_torchrun, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
@@ -243,7 +242,7 @@ def run(main) -> None:
     A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
     """
     status = 0
-    startup.end_with_torchrun()
+    end_with_torchrun()
     try:
         main(sys.argv[1:])
         if dist.is_initialized():

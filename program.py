@@ -18,7 +18,12 @@ import argparse
 import contextlib
 import math
 import os
+import platform
 import sys
+import threading
+import time
+
+RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program again as it was
 
 
 class UserError(ValueError):
@@ -137,6 +142,37 @@ def say_error(words, head: str = "error") -> None:
     """One line. If nobody can read it (a full disk, a reader that has left), the exit status must do."""
     with contextlib.suppress(OSError):
         print(f"{head}: {words}", file=sys.stderr, flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks: one process of several
+
+
+def end_with_torchrun() -> None:
+    """If torchrun started this process, end when torchrun is gone: nobody else looks after it.
+
+    Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
+    """
+    looking = any(thread.name == "look_for_parent" for thread in threading.enumerate())
+    if "TORCHELASTIC_RUN_ID" in os.environ and not looking:
+        options = {"name": "look_for_parent", "args": [os.getppid()], "daemon": True}
+        threading.Thread(target=look_for_parent, **options).start()
+
+
+def look_for_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    end(f"{whoami(rank())} ends, since torchrun (process {parent}) is gone")
+
+
+def end(words: str) -> None:
+    """End this process from any thread."""
+    say_error(words)
+    os._exit(flushed(RESUME_ME))
+
+
+def whoami(rank: int) -> str:
+    return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
 def demonstrate(argv) -> None:

@@ -52,8 +52,8 @@ from bench.table import PARTS, draw, read, tables
 from bench.team import KILLED, Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
-from lifecycle.startup import RESUME_ME
 from model import MPT
+from program import RESUME_ME
 
 SHAPE = [
     *("--n_layers=6", "--n_heads=6", "--d_model=384", "--max_seq_len=256", "--vocab_size=256", "--alibi", "--no_bias"),

@@ -34,7 +34,7 @@ import config
 import processes
 from config import UserError, require
 from lifecycle import runlog
-from lifecycle.startup import RESUME_ME
+from program import RESUME_ME
 from storage import files
 
 BEAT = 10  # seconds between two heartbeats of a lease

@@ -27,7 +27,7 @@ import config
 import processes
 from config import UserError
 from lifecycle import microbatch
-from lifecycle.startup import RESUME_ME
+from program import RESUME_ME
 
 PATIENCE = 5  # seconds in which a living thread answers
 WAITS = "waits"

@@ -12,7 +12,7 @@ import checkpoint
 import processes
 from lessons.elastic import Launch, steps_done
 from lifecycle import watchdog
-from lifecycle.startup import RESUME_ME
+from program import RESUME_ME
 
 # fsdp_train.py with a fault: `reading` runs when a rank reads the rows of a step (from 0), `stepping` when it takes it.
 PROGRAM = """
