@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import config
 from config import TrainConfig, UserError, require
+from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
 from text.shards import (
@@ -44,7 +45,6 @@ from text.shards import (
     raise_file_limit,
     read_summary,
     shard_files,
-    write_atomically,
     write_ids,
 )
 
@@ -101,7 +101,7 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         "train_tokens": tokens,
         "fingerprint": fingerprint(folder),
     }
-    write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
+    files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
     return folder
 
 

@@ -52,6 +52,7 @@ import parallel
 import processes
 from config import require
 from lifecycle import runlog
+from storage import files
 
 TURNS = 5  # of a measurement, at most
 MIB = 2**20
@@ -310,9 +311,7 @@ def conclude(rows: list[dict], device_type: str, args) -> None:
     """Print, then write the file: whole or not at all."""
     machine, path = summarize(rows, device_type, args), Path(args.out)
     print(report(machine), flush=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(machine, indent=1))
-    os.replace(temporary, path)
+    files.write_atomically(path, json.dumps(machine, indent=1).encode())
     print(f"written: {path}", file=sys.stderr)
 
 

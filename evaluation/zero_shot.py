@@ -37,7 +37,6 @@ from evaluation import tasks as icl_tasks
 from evaluation.score import Request, score
 from storage import files
 from text import tokenizer as tokenizers
-from text.shards import write_atomically
 
 PART_SECONDS = 30  # between two writes of what is scored so far
 NAMES = dict(zip(icl_tasks.TABLE2, "ARC-c ARC-e BoolQ HellaSwag PIQA Winograd Winogrande".split(), strict=True))
@@ -336,7 +335,7 @@ def main(argv) -> None:
             continue
         done |= evaluate(model, tokenizer, [task], world, precision, cfg.batch_tokens, part, progress=True)
         if cfg.out and world.rank == 0:
-            write_atomically(Path(cfg.out), json.dumps({"settings": about, "tasks": done}, indent=2).encode())
+            files.write_atomically(Path(cfg.out), json.dumps({"settings": about, "tasks": done}, indent=2).encode())
     if world.rank == 0:
         if part:
             part.remove()

@@ -112,11 +112,7 @@ def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
     path, new = Path(cfg.run_dir, RECORD), {"microbatch_size": size, "reason": reason, "circumstances": here}
     records = [record for record in read(path) if record["circumstances"] != here] + [new]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{rank}.tmp")
-    temporary.unlink(missing_ok=True)  # what a crash has left, or a stranger's link
-    with open(temporary, "x") as file:
-        json.dump(records, file, indent=2)
-    os.replace(temporary, path)
+    files.write_atomically(path, json.dumps(records, indent=2).encode(), writer=rank)
 
 
 def search(model_cfg, cfg, world, precision, train_step) -> int:
