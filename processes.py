@@ -14,9 +14,11 @@ Run `torchrun --nproc_per_node 2 processes.py` to see two ranks meet. Read next:
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import program
 from config import UserError, require
 from program import RESUME_ME, end, end_with_torchrun, whoami
 
@@ -233,6 +236,58 @@ def slurm_first_host() -> str:
     except (KeyError, OSError, subprocess.CalledProcessError, IndexError) as error:
         fix = "set MASTER_ADDR to its name"
         raise UserError(f"cannot ask SLURM for the first node: {fix}") from error
+
+
+# ---------------------------------------------------------------------------------------------------
+# Starting ranks on this machine
+
+
+def free_port() -> int:
+    """A port of this machine at which nobody listens now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun would set for one of `size` processes that are all on this machine.
+
+    Rank 0 serves the store at `port` itself, whether or not there is a torchrun around us.
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def spawn(target, *args, environment: dict[str, str] | None = None):
+    """Start `target(pipe, *args)` in a new process, which ends when this one does.
+
+    `environment` is added to what the process inherits. Returns (process, our end of the pipe).
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    job = (environment or {}, target, theirs, *args)
+    process = context.Process(target=spawned, args=job, daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def spawned(environment: dict[str, str], target, *args) -> None:
+    """The life of a process that `spawn` started."""
+    program.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
+    os.environ |= environment
+    target(*args)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The end
 
 
 def run(main) -> None:

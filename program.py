@@ -165,6 +165,17 @@ def look_for_parent(parent: int) -> None:
     end(f"{whoami(rank())} ends, since torchrun (process {parent}) is gone")
 
 
+def end_with_parent() -> None:
+    """Worker processes end when the one that started them is killed."""
+    import multiprocessing  # here: programs that answer at once have no workers
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def end(words: str) -> None:
     """End this process from any thread."""
     say_error(words)

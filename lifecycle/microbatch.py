@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import textwrap
 import time
 from dataclasses import asdict, replace
@@ -29,7 +28,6 @@ import torch
 import torch.distributed as dist
 
 import config
-import data
 import devices
 import optim
 import parallel
@@ -128,12 +126,10 @@ def search(model_cfg, cfg, world, precision, train_step) -> int:
 
 def attempt(cfg, world, others) -> tuple[bool, str]:
     """Whether a child of each rank, all together, can take a step; and that in words."""
-    with socket.create_server(("", 0)) as server:
-        port = processes.rank_zero_decides(lambda: server.getsockname()[1])  # free on the host of rank 0
-    pipe, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=trial, args=(theirs, port, cfg, *others))
-    child.start()
-    theirs.close()
+    port = processes.rank_zero_decides(processes.free_port)  # on the host of rank 0
+    # The rest of the environment is ours: the child is the same rank, but not of a torchrun around us.
+    environment = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    child, pipe = processes.spawn(trial, cfg, *others, environment=environment)
     try:
         return agree(child, pipe, world)
     finally:
@@ -169,14 +165,12 @@ def listen(child, pipe) -> tuple[str, float, str]:
     return verdict, 0.0, f"its process ended with status {child.exitcode}"
 
 
-def trial(pipe, port, cfg, model_cfg, precision, train_step) -> None:
+def trial(pipe, cfg, model_cfg, precision, train_step) -> None:
     """The life of a child: two steps and an answer. Then it waits to be killed: the others may still need it."""
-    data.end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent's business
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the parent's business
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # not Linux. Else the kernel, when it must kill, kills the child, not the parent
         Path("/proc/self/oom_score_adj").write_text("1000")
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # not of a torchrun around us
     try:
         answer = FITS, *two_steps(model_cfg, cfg, precision, train_step)
     except Exception as error:
