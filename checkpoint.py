@@ -39,7 +39,7 @@ import processes
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
-from optim import ADAMW, build_optimizer, kind_of
+from optim import ADAMW, kind_of
 from storage.checkpoint_files import (
     checksum,
     damage_named,
@@ -319,11 +319,7 @@ def demonstrate(argv) -> None:
     world = processes.start()
     model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
-    parallel.materialize(model, world.device, cfg.seed)
-    optimizer = build_optimizer(model.parameters(), cfg)
+    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     folder = processes.rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
     saver = Checkpointer(folder, keep_last=1)
     ids = torch.zeros(1, 64, dtype=torch.long, device=world.device)

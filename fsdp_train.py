@@ -38,7 +38,6 @@ from evaluation import zero_shot
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
 from lifecycle.lease import Lease
 from loss import IGNORE
-from model import MPT
 from weights import hf
 
 
@@ -82,13 +81,9 @@ def main(argv) -> None:
     log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     # model, optimizer
-    mesh = parallel.make_mesh(world, cfg)
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, mesh, cfg, precision)
+    seed = None if found or cfg.init_from else cfg.seed
+    model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed)
     model.separator = tokenizer and tokenizer.eot
-    parallel.materialize(model, world.device, None if found or cfg.init_from else cfg.seed)
-    optimizer = optim.build_optimizer(model.parameters(), cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
     if found:
         checkpoint.load(found, model, optimizer)
@@ -208,7 +203,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
-        with record_function("forward"), autocast(rows.device, precision):
+        with record_function("forward"), parallel.autocast(rows.device, precision):
             loss = model(ids[begin:end], labels=labels[begin:end], z_loss=cfg.z_loss)  # a sum over tokens
         with record_function("backward"):
             (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
@@ -229,11 +224,6 @@ def collect_garbage(step, interval=50):
         gc.collect()
 
 
-def autocast(device, precision):
-    """bf16 matmuls over fp32 weights, or nothing at all. A forward uses each weight once, so no cast is cached."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
-
-
 @torch.no_grad()
 def evaluate(model, val, cfg, world, precision) -> float:
     """Mean loss in nats a token over the first windows of the validation split, shared by the ranks."""
@@ -245,7 +235,7 @@ def evaluate(model, val, cfg, world, precision) -> float:
         rows = torch.from_numpy(val.windows(np.minimum(numbers, n_windows - 1))).to(world.device)
         ids, labels = rows[:, :-1], rows[:, 1:].clone()
         labels[torch.from_numpy(numbers >= n_windows)] = IGNORE  # every rank makes the same number of passes
-        with autocast(rows.device, precision):
+        with parallel.autocast(rows.device, precision):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)

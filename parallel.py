@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
+import optim
 import processes
-from config import TrainConfig, UserError, require
+from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, init_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -66,6 +67,25 @@ def faster_precision(n: int = 512, turns: int = 10) -> str:
             a @ a
             best[name] = min(best[name], time.perf_counter() - begin)
     return min(best, key=best.get)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """bf16 matmuls over fp32 weights, or nothing at all. A forward uses each weight once, so no cast is cached."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+
+
+def build(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, seed: int | None):
+    """This rank's part of a model, and its optimizer, as training has them.
+
+    No rank ever holds the whole model. seed: of the initial weights; None leaves them as the memory
+    was, for whoever fills them next. Returns (model, optimizer). A collective.
+    """
+    mesh = make_mesh(world, cfg)
+    with torch.device("meta"):
+        model = MPT(model_cfg)
+    model = parallelize(model, mesh, cfg, precision)
+    materialize(model, world.device, seed)
+    return model, optim.build_optimizer(model.parameters(), cfg)
 
 
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:

@@ -65,7 +65,7 @@ class Variant(bench_train.Ours):
         elif kind.startswith("one rank"):
             parallel.make_mesh = mesh_of_one
         elif kind.startswith("autocast"):
-            bench_train.fsdp_train.autocast = autocast_with_cache
+            parallel.autocast = autocast_with_cache
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":

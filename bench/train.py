@@ -45,14 +45,12 @@ import data
 import devices
 import flops
 import fsdp_train
-import optim
 import parallel
 import processes
 from bench.table import PARTS, draw, read, tables
 from bench.team import KILLED, Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
-from model import MPT
 from program import RESUME_ME
 
 SHAPE = [
@@ -106,12 +104,8 @@ class Ours:
         self.batches = data.prefetch(lambda step: random, itertools.count(), self.world.device)
 
     def build(self):
-        cfg, world = self.cfg, self.world
-        with torch.device("meta"):
-            model = MPT(self.model_cfg)
-        self.model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, self.precision)
-        parallel.materialize(model, world.device, cfg.seed)
-        self.optimizer = optim.build_optimizer(model.parameters(), cfg)
+        how = (self.cfg, self.world, self.precision, self.cfg.seed)
+        self.model, self.optimizer = parallel.build(self.model_cfg, *how)
 
     def step(self, number, rows):
         """One update; returns the loss, which is still on the device."""
@@ -175,7 +169,7 @@ class Theirs(Ours):
         return f"{self.model_cfg.attn_impl} (its own)"
 
     def step(self, number, rows):
-        with record_function("forward"), fsdp_train.autocast(self.world.device, self.precision):
+        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
             loss = self.model(rows[:, :-1], labels=rows[:, :-1]).loss  # it shifts the labels itself
         with record_function("backward"):
             loss.backward()

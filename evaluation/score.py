@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import parallel
 import processes
 from config import MPTConfig, arguments, run
 from loss import IGNORE
@@ -153,7 +154,7 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
     rests = [row.ids[max(0, n - 1) :] for row, n in zip(rows, shared, strict=True)]  # the last shared id, and the rest
     counts = [min(row.count, len(row.ids) - n) for row, n in zip(rows, shared, strict=True)]
     cache, before = None, []
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+    with parallel.autocast(device, precision):
         if batch[0].shared:
             dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
             earlier = [row.count - n for row, n in zip(rows, counts, strict=True)]

@@ -29,12 +29,10 @@ import torch.distributed as dist
 
 import config
 import devices
-import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import runlog
-from model import MPT
 from storage import files
 
 RECORD, SIZES = "microbatch.json", (32, 16, 8, 4, 2, 1)
@@ -184,13 +182,9 @@ def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
     """The peak of this rank in GB, and " of so many". In the second step Adam's state is there, and in its second
     microbatch the gradients of the first. Weights of 0.01 take as much memory as drawn ones, and less time."""
     world = processes.start(cfg.device)
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
-    parallel.materialize(model, world.device, None)
+    model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
     for p in model.parameters():
         torch.nn.init.constant_(p, 0.01)
-    optimizer = optim.build_optimizer(model.parameters(), cfg)
     n_rows = min(2 * cfg.microbatch_size, cfg.global_batch_size // world.size)
     rows = torch.randint(model_cfg.vocab_size, (n_rows, model_cfg.max_seq_len + 1), device=world.device)
     for step in range(2):

@@ -46,11 +46,7 @@ def slowly(*values):
 
 def build(world, cfg, model_cfg=MODEL, precision="fp32"):
     """Model and optimizer as fsdp_train.main makes them."""
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
-    parallel.materialize(model, world.device, cfg.seed)
-    return model, optim.build_optimizer(model.parameters(), cfg)
+    return parallel.build(model_cfg, cfg, world, precision, cfg.seed)
 
 
 def build_plain(cfg, model_cfg=MODEL):
@@ -144,7 +140,7 @@ def gradients(world, cfg, rows):
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
-        with fsdp_train.autocast(rows.device, "bf16"):
+        with parallel.autocast(rows.device, "bf16"):
             loss = model(rows[begin:end, :-1], labels=rows[begin:end, 1:])
         loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -696,15 +692,12 @@ def test_srun_without_torchrun(tmp_path):
 def dtypes_in_a_block(world):
     """What a block gets under FSDP and bf16: (residual stream, ALiBi slopes)."""
     cfg, model_cfg = TrainConfig(), MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True)
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "bf16")
-    parallel.materialize(model, world.device, cfg.seed)
+    model, _ = build(world, cfg, model_cfg, "bf16")
     seen = []
     model.transformer.blocks[0].attn.register_forward_pre_hook(
         lambda _, args: seen.extend([args[0].dtype, args[1].slopes.dtype])
     )
-    with fsdp_train.autocast(world.device, "bf16"):
+    with parallel.autocast(world.device, "bf16"):
         model(torch.zeros(1, 4, dtype=torch.long))
     return seen
 

@@ -415,10 +415,7 @@ def peak():
 
 def main(argv):
     world, cfg = processes.start(), TrainConfig()
-    with torch.device("meta"):
-        model = MPT(hf.settings_of(argv[0]))
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
-    parallel.materialize(model, world.device, None)
+    model, _ = parallel.build(hf.settings_of(argv[0]), cfg, world, "fp32", seed=None)
     hf.load_into(MPT(hf.settings_of(argv[1])), argv[1])  # what the first reading of all asks for, once
     before = peak()
     hf.load_into(model, argv[0])
