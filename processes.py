@@ -346,7 +346,9 @@ def end_torchrun() -> None:
 
 
 def rank_zero_decides(decide):
-    """`decide()` on rank 0; every rank gets its result, or its UserError."""
+    """`decide()` on rank 0; every rank gets its result, or its UserError. A process alone decides."""
+    if not dist.is_initialized():
+        return decide()
     box = [None]
     if dist.get_rank() == 0:
         try:

@@ -26,11 +26,11 @@ import devices
 import flops
 import parallel
 import processes
-from checkpoint import find, latest, number, numbered, space
+from checkpoint import find, latest, number, numbered, space, verify
 from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from lifecycle import runlog
 from model import MPT
-from storage.checkpoint_files import read_meta, verify
+from storage.checkpoint_files import read_meta
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
