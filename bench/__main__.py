@@ -11,7 +11,7 @@ measured by that file: `python data.py` (reading), `python checkpoint.py` (savin
 """
 
 import config
-import parallel
+import processes
 from bench.attention import bench_attention
 from bench.compare import compare, scaling
 from bench.machine import bench_machine
@@ -34,4 +34,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

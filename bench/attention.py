@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attention
 import config
 import devices
-import parallel
+import processes
 from config import require
 from lifecycle import runlog
 
@@ -253,10 +253,10 @@ def numbers(name: str, text: str) -> list[int]:
 def bench_attention(argv) -> None:
     """The tables of `bench attention`, and its files: those of figures are written anew after every shape."""
     (args,) = config.load(argv, AttentionArgs)
-    device = parallel.pick_device(args.device, 0, 1)
+    device = processes.pick_device(args.device, 0, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
     require(args.rounds > 0, f"rounds must be at least 1, not {args.rounds}")
-    parallel.keep_freed_memory()  # as training on a CPU does
+    processes.keep_freed_memory()  # as training on a CPU does
     given = (args.lengths, args.tokens, args.d_model)
     lengths, tokens, d_model = (a or b for a, b in zip(given, SIZES[device.type], strict=True))
     lengths, head_dims = numbers("lengths", lengths), numbers("head_dims", args.head_dims)
@@ -294,4 +294,4 @@ def bench_attention(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(bench_attention)
+    processes.run(bench_attention)

@@ -17,6 +17,7 @@ import loss
 import model
 import optim
 import parallel
+import processes
 from bench import train as bench_train
 from bench.team import Team, TeamError
 from config import MPTConfig, TrainConfig
@@ -60,11 +61,11 @@ class Variant(bench_train.Ours):
         elif kind == "fused AdamW":
             optim.build_optimizer = looping_adamw
         elif kind.startswith("malloc"):
-            parallel.keep_freed_memory = lambda: None
+            processes.keep_freed_memory = lambda: None
         elif kind.startswith("one rank"):
             parallel.make_mesh = mesh_of_one
         elif kind.startswith("autocast"):
-            bench_train.fsdp_train.autocast = autocast_with_cache
+            parallel.autocast = autocast_with_cache
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":

@@ -15,6 +15,7 @@ import torch
 
 import config
 import parallel
+import processes
 from config import MPTConfig, require
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
@@ -64,7 +65,7 @@ def main(argv) -> None:
     require(len(paths) == 1, "usage: python -m bench evaluation A.jsonl,B.jsonl [--limit=100] [--d_model=256 ...]")
     defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
     cfg, how = config.load([*defaults, *(arg for arg in argv if arg.startswith("-"))], MPTConfig, SpeedConfig)
-    world = parallel.start(how.device)
+    world = processes.start(how.device)
     tokenizer = tokenizers.load("gpt2")
     tasks = icl_tasks.load(paths[0], limit=how.limit)
     requests = []
@@ -95,4 +96,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

@@ -49,8 +49,10 @@ import torch.distributed as dist
 import config
 import devices
 import parallel
+import processes
 from config import require
 from lifecycle import runlog
+from storage import files
 
 TURNS = 5  # of a measurement, at most
 MIB = 2**20
@@ -309,21 +311,19 @@ def conclude(rows: list[dict], device_type: str, args) -> None:
     """Print, then write the file: whole or not at all."""
     machine, path = summarize(rows, device_type, args), Path(args.out)
     print(report(machine), flush=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(machine, indent=1))
-    os.replace(temporary, path)
+    files.write_atomically(path, json.dumps(machine, indent=1).encode())
     print(f"written: {path}", file=sys.stderr)
 
 
 def bench_machine(argv) -> None:
     """`bench machine`."""
     (args,) = config.load(argv, MachineArgs)
-    world = parallel.start(args.device)
+    world = processes.start(args.device)
     require(world.device.type in SIZES, f"{world.device.type} is not measured: set --device=cpu")
-    parallel.rank_zero_decides(lambda: Path(args.out).parent.mkdir(parents=True, exist_ok=True))
+    processes.rank_zero_decides(lambda: Path(args.out).parent.mkdir(parents=True, exist_ok=True))
     rows = gather(measure(world, args.seconds))
-    parallel.rank_zero_decides(lambda: conclude(rows, world.device.type, args))
+    processes.rank_zero_decides(lambda: conclude(rows, world.device.type, args))
 
 
 if __name__ == "__main__":
-    parallel.run(bench_machine)
+    processes.run(bench_machine)

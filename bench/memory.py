@@ -29,6 +29,7 @@ import config
 import fsdp_train
 import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig
 from model import MPT
 from planning import memory
@@ -222,7 +223,7 @@ def two_steps(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, mode, 
     each stepped(optimizer)."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        world = parallel.World(0, ranks, 0, ranks, torch.device("cpu"))
+        world = processes.World(0, ranks, 0, ranks, torch.device("cpu"))
         mesh = parallel.make_mesh(world, cfg)
         with FakeTensorMode():
             model = parallel.parallelize(MPT(m), mesh, cfg, precision)
@@ -271,7 +272,7 @@ def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
     """The peak of a second step on real tensors, one rank, as torch's profiler saw the CPU's allocator: bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        world = parallel.World(0, 1, 0, 1, torch.device("cpu"))
+        world = processes.World(0, 1, 0, 1, torch.device("cpu"))
         model = parallel.parallelize(MPT(m), None, cfg, "bf16")
         optimizer = optim.build_optimizer(model.parameters(), cfg)
         rows = torch.zeros(cfg.global_batch_size, m.max_seq_len + 1, dtype=torch.int64)

@@ -12,11 +12,8 @@ Run `python -m bench team` to see three processes tell their ranks. Read next: b
 """
 
 import gc
-import multiprocessing
 import os
 import re
-import signal
-import socket
 import textwrap
 from multiprocessing.connection import wait
 
@@ -24,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import processes
 
 KILLED = "killed (for want of memory?)"
 
@@ -35,18 +33,13 @@ class Team:
     """
 
     def __init__(self, program, arguments: tuple, ranks: int, threads: int):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
         self.processes, self.pipes = [], []
+        port = processes.free_port()
         for rank in range(ranks):
-            here, there = context.Pipe()
-            job = (there, program, arguments, rank, ranks, threads, port)
-            self.processes.append(context.Process(target=member, args=job, daemon=True))
-            self.processes[-1].start()
-            there.close()
-            self.pipes.append(here)
+            environment = processes.torchrun_variables(rank, ranks, port)
+            process, pipe = processes.spawn(member, program, arguments, threads, environment=environment)
+            self.processes.append(process)
+            self.pipes.append(pipe)
         self.answers()
 
     def call(self, method: str, *args) -> list:
@@ -80,12 +73,8 @@ class Team:
             pipe.close()
 
 
-def member(pipe, program, arguments, rank, ranks, threads, port) -> None:
+def member(pipe, program, arguments, threads) -> None:
     """The life of one process of a team."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(threads)
     try:
         made = program(*arguments)

@@ -45,13 +45,13 @@ import data
 import devices
 import flops
 import fsdp_train
-import optim
 import parallel
+import processes
 from bench.table import PARTS, draw, read, tables
 from bench.team import KILLED, Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
-from model import MPT
+from program import RESUME_ME
 
 SHAPE = [
     *("--n_layers=6", "--n_heads=6", "--d_model=384", "--max_seq_len=256", "--vocab_size=256", "--alibi", "--no_bias"),
@@ -93,7 +93,7 @@ class Ours:
     """This project's training step on random tokens."""
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
-        self.model_cfg, self.cfg, self.world = model_cfg, cfg, parallel.start(cfg.device)
+        self.model_cfg, self.cfg, self.world = model_cfg, cfg, processes.start(cfg.device)
         self.precision = parallel.choose_precision(cfg, self.world.device)
         self.peak = devices.peak_flops(cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision])
         if self.world.device.type == "cuda":
@@ -104,12 +104,8 @@ class Ours:
         self.batches = data.prefetch(lambda step: random, itertools.count(), self.world.device)
 
     def build(self):
-        cfg, world = self.cfg, self.world
-        with torch.device("meta"):
-            model = MPT(self.model_cfg)
-        self.model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, self.precision)
-        parallel.materialize(model, world.device, cfg.seed)
-        self.optimizer = optim.build_optimizer(model.parameters(), cfg)
+        how = (self.cfg, self.world, self.precision, self.cfg.seed)
+        self.model, self.optimizer = parallel.build(self.model_cfg, *how)
 
     def step(self, number, rows):
         """One update; returns the loss, which is still on the device."""
@@ -173,7 +169,7 @@ class Theirs(Ours):
         return f"{self.model_cfg.attn_impl} (its own)"
 
     def step(self, number, rows):
-        with record_function("forward"), fsdp_train.autocast(self.world.device, self.precision):
+        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
             loss = self.model(rows[:, :-1], labels=rows[:, :-1]).loss  # it shifts the labels itself
         with record_function("backward"):
             loss.backward()
@@ -416,8 +412,8 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
             append(args.out, row.columns)
         if launched() and not row.fine():  # these processes may be in different collectives now
             print(f"{row.columns['model']}: start it again, it goes on with the other rows", file=sys.stderr)
-            raise SystemExit(parallel.RESUME_ME)
+            raise SystemExit(RESUME_ME)
 
 
 if __name__ == "__main__":
-    parallel.run(bench_train)
+    processes.run(bench_train)

@@ -19,6 +19,7 @@ import fsdp_train
 import model as room
 import optim
 import parallel
+import processes
 from bench.before_after import looping_adamw, obvious_loss
 from config import MPTConfig, TrainConfig
 from loss import linear_cross_entropy
@@ -70,7 +71,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main(argv) -> None:
-    world = parallel.start("cpu")
+    world = processes.start("cpu")
     on, off = (curve(world, optimised, "fp32", 1337, FP32_STEPS) for optimised in (True, False))
     apart = max(abs(a - b) / b for a, b in zip(on, off, strict=True))
     print(f"fp32, {FP32_STEPS} steps: largest relative difference of the loss, on and off: {apart:.1e}")
@@ -88,4 +89,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

@@ -30,7 +30,7 @@ from config import UserError, require
 from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
-from text.shards import Shard, write_atomically
+from text.shards import Shard
 
 KINDS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -354,7 +354,7 @@ def main(argv: list[str]) -> None:
     text = text_of(paths[0])
     require(text.strip(), f"no text in {paths[0]!r}: give a file of text or a folder of data.py")
     rows = continuations(text, made.n, made.seed, made.choices, made.context, made.length)
-    write_atomically(Path(paths[1]), "".join(json.dumps(row) + "\n" for row in rows).encode())
+    files.write_atomically(Path(paths[1]), "".join(json.dumps(row) + "\n" for row in rows).encode())
     print(
         f"{paths[1]}: {len(rows)} questions with {made.choices} choices; the first is about {rows[0]['query'][-50:]!r}"
     )

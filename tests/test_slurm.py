@@ -142,21 +142,21 @@ def job(tmp_path):
 
 WHO = """
 import os
-import parallel
+import processes
 
 def main(argv):
-    world = parallel.start("cpu")
+    world = processes.start("cpu")
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"{world.rank}/{world.size} {world.local_rank}/{world.local_size} {threads} {argv}\\n", end="", flush=True)
 
-parallel.run(main)
+processes.run(main)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script, threads", [(TORCHRUN, 8), (SRUN, 3)])
 def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
-    """The four processes really join: parallel.start returns when all of them have met."""
+    """The four processes really join: processes.start returns when all of them have met."""
     job.put("fsdp_train.py", WHO)
     job.submit(script, "configs/a.py", "--run_dir=with space", nodes=2)
     assert job.end() == 0, job.said()

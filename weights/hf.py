@@ -41,9 +41,9 @@ from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle.resume import SAME_MODEL, norm_of
 from model import MPT
+from processes import rank_zero_decides
 from storage import files
-from storage.checkpoint_files import fill as fill_from
-from storage.checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound, require_weights
+from storage.checkpoint_files import read_metadata, reason_of, require_weights
 from text import tokenizer as tokenizers
 from weights.tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
@@ -213,7 +213,7 @@ def load_into(model: MPT, path) -> None:
 
     Every rank calls it. Numbers are converted to the parameters' dtype. UserError unless each fits.
     """
-    tensors = on_rank_zero(lambda: find_tensors(Path(path), model))
+    tensors = rank_zero_decides(lambda: find_tensors(Path(path), model))
     params = dict(model.named_parameters())
     for name in sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].offset)):
         fill(params[name], tensors[name])
@@ -252,14 +252,14 @@ def init_from(model: MPT, path) -> None:
     may differ. Every rank calls it.
     """
     path = Path(path)
-    on_rank_zero(lambda: check_same_model(path, model.cfg))
-    if not on_rank_zero(lambda: is_ours(path)):
+    rank_zero_decides(lambda: check_same_model(path, model.cfg))
+    if not rank_zero_decides(lambda: is_ours(path)):
         return load_into(model, path)
-    found = on_rank_zero(lambda: checkpoint.find(str(path)))
-    require_sound(found)
-    metadata, state = on_rank_zero(lambda: read_metadata(found)), model.state_dict()
+    found = rank_zero_decides(lambda: checkpoint.find(str(path)))
+    checkpoint.require_sound(found)
+    metadata, state = rank_zero_decides(lambda: read_metadata(found)), model.state_dict()
     require_weights(found, metadata, state)
-    fill_from(found, {"model": state}, metadata)
+    checkpoint.fill(found, {"model": state}, metadata)
 
 
 def check_same_model(path, ours: MPTConfig) -> None:
@@ -321,7 +321,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     """
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
     if found:
-        require_sound(found)
+        checkpoint.require_sound(found)
     cfg = settings_of(found) if found else source.cfg
     metadata = read_metadata(found) if found else None
     state = weights_of(metadata) if found else source.state_dict()
@@ -332,7 +332,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
         tensors = {name: state[name] for name in names}
         if found:
             tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-            fill_from(found, {"model": tensors}, metadata)
+            checkpoint.fill(found, {"model": tensors}, metadata)
         return tensors
 
     with published(Path(folder)) as temporary:

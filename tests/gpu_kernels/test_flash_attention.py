@@ -382,10 +382,7 @@ def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
 def sharded_step(world, impl, precision):
     """Loss and gradient norm of a step under FULL_SHARD on two ranks."""
     cfg = TrainConfig(sharding="FULL_SHARD")
-    with torch.device("meta"):
-        model = MPT(MPTConfig(**SMALL, attn_impl=impl))
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
-    parallel.materialize(model, world.device, 0)
+    model, _ = parallel.build(MPTConfig(**SMALL, attn_impl=impl), cfg, world, precision, seed=0)
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.rank))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = model(ids[:, :-1], labels=ids[:, 1:]) / 160 * world.size

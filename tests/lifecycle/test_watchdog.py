@@ -9,10 +9,10 @@ from conftest import ROOT, flags_for
 from test_stopping import FLAGS, FOREVER, steps_of, wait_for
 
 import checkpoint
-import parallel
+import processes
 from lessons.elastic import Launch, steps_done
 from lifecycle import watchdog
-from parallel import RESUME_ME
+from program import RESUME_ME
 
 # fsdp_train.py with a fault: `reading` runs when a rank reads the rows of a step (from 0), `stepping` when it takes it.
 PROGRAM = """
@@ -32,7 +32,7 @@ def take(model, optimizer, rows, step, cfg, *args):
     return train_step(model, optimizer, rows, step, cfg, *args)
 
 data.Split.batch, fsdp_train.train_step = read, take
-parallel.run(fsdp_train.main)
+processes.run(fsdp_train.main)
 """
 
 
@@ -147,6 +147,6 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
 
 
 def test_whose_fault_it_is():
-    assert parallel.is_lost(torch.distributed.DistNetworkError("x"))
-    assert not parallel.is_lost(RuntimeError("shapes differ")) and not parallel.is_lost(KeyError("x"))
+    assert processes.is_lost(torch.distributed.DistNetworkError("x"))
+    assert not processes.is_lost(RuntimeError("shapes differ")) and not processes.is_lost(KeyError("x"))
     assert watchdog.whereabouts().startswith("lifecycle/watchdog.py, line ")
