@@ -37,7 +37,7 @@ from evaluation import zero_shot
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
 from loss import IGNORE
 from model import MPT
-from weights import hf
+from weights import load
 
 
 def main(argv) -> None:
@@ -48,7 +48,7 @@ def main(argv) -> None:
     rest = cfg.global_batch_size % world.size
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
-        parallel.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
+        parallel.rank_zero_decides(lambda: load.check_same_model(cfg.init_from, model_cfg))
     lease = stopping.Lease(cfg.run_dir)
     parallel.rank_zero_decides(lease.take)
 
@@ -64,13 +64,13 @@ def main(argv) -> None:
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
     tasks, tokenizer = zero_shot.prepare(model_cfg, cfg, tokens_file)
     if cfg.init_from:
-        parallel.rank_zero_decides(lambda: hf.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
+        parallel.rank_zero_decides(lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
     # where to begin
     found = resume.choose(cfg)
     saved = checkpoint.read_meta(found) if found else {}
     if found:
-        resume.check_same(found, saved, model_cfg, cfg, fingerprint)
+        load.check_same(found, saved, model_cfg, cfg, fingerprint)
     first = saved.get("step", 0)
     precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
     skips = stopping.Skips(cfg, saved.get("skip_steps", ""))
@@ -91,7 +91,7 @@ def main(argv) -> None:
     if found:
         checkpoint.load(found, model, optimizer)
     elif cfg.init_from:
-        hf.init_from(model, cfg.init_from)
+        load.init_from(model, cfg.init_from)
 
     # what is written down
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}

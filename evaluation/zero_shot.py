@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 import config
-import generate
 import parallel
 from config import MPTConfig, TrainConfig, UserError, require
 from evaluation import tasks as icl_tasks
@@ -37,6 +36,7 @@ from evaluation.score import Request, score
 from storage import files
 from text import tokenizer as tokenizers
 from text.shards import write_atomically
+from weights import load
 
 PART_SECONDS = 30  # between two writes of what is scored so far
 NAMES = dict(zip(icl_tasks.TABLE2, "ARC-c ARC-e BoolQ HellaSwag PIQA Winograd Winogrande".split(), strict=True))
@@ -318,11 +318,11 @@ def main(argv) -> None:
     (cfg,) = config.load([arg for arg in argv if arg.startswith("-")], EvalConfig)
     require(len(runs) == 1, "usage: python -m evaluation RUN [--tasks=...] (--help lists the settings)")
     require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
-    generate.find(runs[0])  # first, since the tasks may come from the Hub, slowly
+    load.find(runs[0])  # first, since the tasks may come from the Hub, slowly
     world = parallel.start()
     how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
     tasks = parallel.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))
-    model, tokenizer, name = generate.load_for_sampling(runs[0], cfg.step, world.device, cfg.tokenizer)
+    model, tokenizer, name = load.load_for_sampling(runs[0], cfg.step, world.device, cfg.tokenizer)
     precision = "fp32" if cfg.precision == "auto" and world.device.type == "cpu" else cfg.precision
     precision = parallel.choose_precision(TrainConfig(precision=precision), world.device)
     about = {**asdict(cfg), "model": name, "weights": fingerprint(model), "precision": precision}

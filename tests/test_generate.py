@@ -14,8 +14,9 @@ from conftest import ROOT, clean_environment, flags_for, launch
 
 import generate as program
 from config import MPTConfig, UserError
-from generate import Decoder, PackedLinear, Speed, Text, generate, write
 from model import MPT, KVCache, init_weights
+from serving.decoder import Decoder, PackedLinear, can_pack, generate
+from serving.stream import Speed, Text, write
 from text import tokenizer as tokenizers
 from weights import hf
 
@@ -91,7 +92,7 @@ def test_packed_weights_are_the_same_weights(dtype, tolerance):
     mpt = model(alibi=True).to(dtype)
     decode, ids = decoder(mpt, vocab_size=61), torch.arange(10)[None]
     packed = sum(isinstance(module, PackedLinear) for module in [decode.head, *decode.model.modules()])
-    assert packed == (4 * 2 + 1 if program.can_pack(torch.device("cpu"), dtype) else 0)
+    assert packed == (4 * 2 + 1 if can_pack(torch.device("cpu"), dtype) else 0)
     with torch.inference_mode():
         logits = decode(ids, KVCache.empty(mpt.cfg, 1, 10, "cpu", dtype))
         torch.testing.assert_close(logits, mpt(ids)[:, -1, :61].float(), atol=tolerance, rtol=tolerance)

@@ -39,11 +39,10 @@ import config
 import program
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
-from lifecycle.resume import SAME_MODEL, norm_of
-from model import MPT
+from model import MPT, norm_of
 from storage import files
 from storage.checkpoint_files import fill as fill_from
-from storage.checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound, require_weights
+from storage.checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound
 from text import tokenizer as tokenizers
 from weights.tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
@@ -219,9 +218,12 @@ def load_into(model: MPT, path) -> None:
         fill(params[name], tensors[name])
 
 
-def is_ours(path: Path) -> bool:
-    """Is this a run folder or a checkpoint of this project?"""
-    return path in checkpoint.complete(path.parent) or checkpoint.latest(path) is not None
+def settings_of(path) -> MPTConfig:
+    """The model of a Hugging Face folder or a Composer checkpoint."""
+    path = Path(path)
+    weight_files(path)  # first of all: is it there
+    settings, source = foreign_settings(path)
+    return config_from(settings, str(source))
 
 
 def foreign_settings(path: Path) -> tuple[dict, Path]:
@@ -233,65 +235,6 @@ def foreign_settings(path: Path) -> tuple[dict, Path]:
     settings = inside(read_pickle(path), *"state integrations huggingface model config content".split())
     require(isinstance(settings, dict), f"{path} does not hold its model's settings: put its config.json beside it")
     return settings, path
-
-
-def settings_of(path) -> MPTConfig:
-    """The model of a Hugging Face folder, a Composer checkpoint, or a run or checkpoint of ours."""
-    path = Path(path)
-    if is_ours(path):
-        return checkpoint.settings(checkpoint.find(str(path)))
-    weight_files(path)  # first of all: is it there
-    settings, source = foreign_settings(path)
-    return config_from(settings, str(source))
-
-
-def init_from(model: MPT, path) -> None:
-    """Start from weights trained elsewhere: fill a model of any sharding from whatever `settings_of` can read.
-
-    UserError if these are of another model. Dropouts, attn_impl, packing, and a max_seq_len without learned positions
-    may differ. Every rank calls it.
-    """
-    path = Path(path)
-    on_rank_zero(lambda: check_same_model(path, model.cfg))
-    if not on_rank_zero(lambda: is_ours(path)):
-        return load_into(model, path)
-    found = on_rank_zero(lambda: checkpoint.find(str(path)))
-    require_sound(found)
-    metadata, state = on_rank_zero(lambda: read_metadata(found)), model.state_dict()
-    require_weights(found, metadata, state)
-    fill_from(found, {"model": state}, metadata)
-
-
-def check_same_model(path, ours: MPTConfig) -> None:
-    """UserError naming the settings in which the model at `path` and `ours` differ as functions."""
-    here, theirs = meaning(ours), meaning(settings_of(path))
-    differ = [f"{k} {value} (here {here[k]})" for k, value in theirs.items() if here.get(k, value) != value]
-    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike")
-
-
-def check_same_tokenizer(path, name: str, file) -> None:
-    """UserError if the weights at `path` were trained with other ids than those of the tokenizer `name` (its own file,
-    if it has one: `file`)."""
-    path = Path(path)
-    if is_ours(path):
-        found = checkpoint.find(str(path))
-        theirs, their_file = checkpoint.read_meta(found)["tokenizer"], found.parent.parent / "tokenizer.json"
-    else:
-        theirs = name_of_tokenizer(path)
-        their_file = own_file(path, theirs)
-    same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
-    if not same:
-        same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
-    require(same, f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer")
-
-
-def meaning(cfg: MPTConfig) -> dict:
-    """The settings that decide shapes and logits, without those that have no effect beside the others."""
-    values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
-    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
-    values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
-    needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
-    return {name: value for name, value in values.items() if needs.get(name, True)}
 
 
 @contextlib.contextmanager
@@ -322,7 +265,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
     if found:
         require_sound(found)
-    cfg = settings_of(found) if found else source.cfg
+    cfg = checkpoint.settings(found) if found else source.cfg
     metadata = read_metadata(found) if found else None
     state = weights_of(metadata) if found else source.state_dict()
     check_format(state, cfg)

@@ -31,6 +31,7 @@ import fsdp_train
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import resume
 from storage import checkpoint_files
+from weights import load
 
 # ---------------------------------------------------------------------------------------------------------------
 # Damage is found before training
@@ -442,15 +443,15 @@ OTHER = {
 
 def test_a_checkpoint_from_before_a_setting_had_its_default():
     old = {name: value for name, value in META.items() if not name.startswith("rope")}
-    resume.check_same(Path("x"), old, MODEL, RUN, "f00")
+    load.check_same(Path("x"), old, MODEL, RUN, "f00")
     with pytest.raises(UserError, match=r"another model: rope False \(here True\)"):
-        resume.check_same(Path("x"), old, replace(MODEL, rope=True), RUN, "f00")
+        load.check_same(Path("x"), old, replace(MODEL, rope=True), RUN, "f00")
 
 
 @pytest.mark.parametrize("key", OTHER)
 def test_another_model_is_refused_by_name(key):
     with pytest.raises(UserError, match=rf"another model: {key} {META[key]} \(here {OTHER[key]}\)\. "):
-        resume.check_same(Path("x"), META, replace(MODEL, **{key: OTHER[key]}), RUN, "f00")
+        load.check_same(Path("x"), META, replace(MODEL, **{key: OTHER[key]}), RUN, "f00")
 
 
 @pytest.mark.parametrize(
@@ -464,20 +465,20 @@ def test_another_model_is_refused_by_name(key):
 )
 def test_another_order_of_the_data_is_refused_by_name(change, fingerprint, names):
     with pytest.raises(UserError) as caught:
-        resume.check_same(Path("x"), META, MODEL, replace(RUN, **change), fingerprint)
+        load.check_same(Path("x"), META, MODEL, replace(RUN, **change), fingerprint)
     assert names in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_imported_run_says_how_to_begin_from_it():
     with pytest.raises(UserError, match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b "):
         imported = META | {"data_fingerprint": "imported from mpt-7b"}
-        resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
+        load.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
 
 
 def test_what_may_change_may_change():
     model = replace(MODEL, attn_impl="sdpa", attn_pdrop=0.1, emb_pdrop=0.1, resid_pdrop=0.1, norm_type="layernorm")
     run = TrainConfig(global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y")
-    resume.check_same(Path("x"), META, model, run, "f00")
+    load.check_same(Path("x"), META, model, run, "f00")
 
 
 def test_a_norm_of_your_own_is_another_model_but_its_precision_is_not():
@@ -486,7 +487,7 @@ def test_a_norm_of_your_own_is_another_model_but_its_precision_is_not():
             mock.patch.dict(config.MPTConfig.__annotations__, norm_type=str),
             pytest.raises(UserError, match="another model: norm_type"),
         ):
-            resume.check_same(Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00")
+            load.check_same(Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00")
 
 
 def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():

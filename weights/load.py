@@ -1,0 +1,156 @@
+"""A model from a path: a run folder or a checkpoint of ours, or a Hugging Face folder.
+
+Run `python -m weights.load RUN`. Read next: generate.py.
+"""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import config
+from attention import function_of
+from config import MPTConfig, TrainConfig, require
+from model import MPT, init_weights, norm_of
+from storage.checkpoint_files import fill, on_rank_zero, read_metadata, require_sound, require_weights
+from text import tokenizer as tokenizers
+from weights import hf
+
+# What must be the same when a run goes on: the function that the weights mean, and the order of the data.
+SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
+SAME_RUN = ["seed", "global_batch_size"]
+
+
+def find(path: str) -> Path:
+    """A Hugging Face folder, or a checkpoint of ours. UserError if there is neither."""
+    folder = Path(path)
+    theirs = (folder / "config.json").exists() and not is_ours(folder)
+    return folder if theirs else checkpoint.find(path)
+
+
+def is_ours(path: Path) -> bool:
+    """Is this a run folder or a checkpoint of this project?"""
+    return path in checkpoint.complete(path.parent) or checkpoint.latest(path) is not None
+
+
+def settings_of(path) -> MPTConfig:
+    """The model of a Hugging Face folder, a Composer checkpoint, or a run or checkpoint of ours."""
+    path = Path(path)
+    return checkpoint.settings(checkpoint.find(str(path))) if is_ours(path) else hf.settings_of(path)
+
+
+def load_model(path: Path, device: torch.device) -> MPT:
+    """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group.
+
+    UserError if the checkpoint is damaged. Where there are several ranks, all call it.
+    """
+    require_sound(path)
+    cfg, metadata = checkpoint.settings(path), on_rank_zero(lambda: read_metadata(path))
+    n_tensors = len(metadata.state_dict_metadata)  # a model of thousands of layers takes a minute to make
+    require(cfg.n_layers <= n_tensors, f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers")
+    with torch.device("meta"):
+        model = MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))  # this may be another device
+    require_weights(path, metadata, model.state_dict())  # before there is memory for them
+    model.to_empty(device=device)
+    fill(path, {"model": model.state_dict()}, metadata)
+    return model.eval()
+
+
+def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None = None):
+    """The model, its tokenizer and a name, from a run folder or a checkpoint of ours (step 0: the untrained model), or
+    from a Hugging Face folder, whose ids are those of `tokenizer` (None: of its tokenizer.json, else gpt2)."""
+    require(step is None or step >= 0, f"step must be 0 or more, not {step}")
+    folder = found = find(path)
+    if not is_ours(folder):
+        require(step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step")
+        with torch.device("meta"):
+            model = MPT(hf.settings_of(path))
+        dtypes = {stored.dtype for stored in hf.find_tensors(folder, model).values()}
+        model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device=device)
+        hf.load_into(model, path)
+        tokenizer = tokenizer or hf.name_of_tokenizer(folder)
+        return model.eval(), tokenizers.load(tokenizer, hf.own_file(folder, tokenizer)), path
+    require(not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer")
+    if step is not None and (step > 0 or (found.parent / "step-0").exists()):
+        found = found.parent / f"step-{step}"
+        there = ", ".join(p.name for p in checkpoint.complete(found.parent))
+        require(
+            found.exists(), f"no checkpoint of step {step} in {found.parent}: there are {there}, and 0 is untrained"
+        )
+    model, name = load_model(found, device), str(found)  # checks it
+    meta = checkpoint.read_meta(found)
+    if step == 0 and found.name != "step-0":
+        init_weights(model, meta["seed"])
+        name = "before training"
+    return model, tokenizers.load(meta["tokenizer"], found.parent.parent / "tokenizer.json"), name
+
+
+def init_from(model: MPT, path) -> None:
+    """Start from weights trained elsewhere: fill a model of any sharding from whatever `settings_of` can read.
+
+    UserError if these are of another model. Dropouts, attn_impl, packing, and a max_seq_len without learned positions
+    may differ. Every rank calls it.
+    """
+    path = Path(path)
+    on_rank_zero(lambda: check_same_model(path, model.cfg))
+    if not on_rank_zero(lambda: is_ours(path)):
+        return hf.load_into(model, path)
+    found = on_rank_zero(lambda: checkpoint.find(str(path)))
+    require_sound(found)
+    metadata, state = on_rank_zero(lambda: read_metadata(found)), model.state_dict()
+    require_weights(found, metadata, state)
+    fill(found, {"model": state}, metadata)
+
+
+def check_same_model(path, ours: MPTConfig) -> None:
+    """UserError naming the settings in which the model at `path` and `ours` differ as functions."""
+    here, theirs = meaning(ours), meaning(settings_of(path))
+    differ = [f"{k} {value} (here {here[k]})" for k, value in theirs.items() if here.get(k, value) != value]
+    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike")
+
+
+def meaning(cfg: MPTConfig) -> dict:
+    """The settings that decide shapes and logits, without those that have no effect beside the others."""
+    values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
+    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
+    values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
+    needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
+    return {name: value for name, value in values.items() if needs.get(name, True)}
+
+
+def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
+    """UserError unless the checkpoint is of this model, this data and this order."""
+    saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
+    here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
+    for settings in (here, meta):
+        settings["attn_impl"] = function_of(settings["attn_impl"])
+        settings["norm_type"] = norm_of(settings["norm_type"])
+    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
+    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
+    imported = str(meta["data_fingerprint"]).startswith("imported from")
+    begin = f"--init_from={path.parent.parent} and another --run_dir"
+    require(not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}")
+    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
+    if meta["data_fingerprint"] != fingerprint:
+        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
+    require(
+        not differ,
+        f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
+    )
+
+
+def check_same_tokenizer(path, name: str, file) -> None:
+    """UserError if the weights at `path` were trained with other ids than those of the tokenizer `name` (its own file,
+    if it has one: `file`)."""
+    path = Path(path)
+    if is_ours(path):
+        found = checkpoint.find(str(path))
+        theirs, their_file = checkpoint.read_meta(found)["tokenizer"], found.parent.parent / "tokenizer.json"
+    else:
+        theirs = hf.name_of_tokenizer(path)
+        their_file = hf.own_file(path, theirs)
+    same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
+    if not same:
+        same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
+    require(same, f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer")
