@@ -70,7 +70,7 @@ def main(argv) -> None:
     found = resume.choose(cfg)
     saved = checkpoint.read_meta(found) if found else {}
     if found:
-        load.check_same(found, saved, model_cfg, cfg, fingerprint)
+        load.check_same_run(found, saved, model_cfg, cfg, fingerprint)
     first = saved.get("step", 0)
     precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
     skips = stopping.Skips(cfg, saved.get("skip_steps", ""))

@@ -1,7 +1,7 @@
 """MPT weights from and to other people's files: Hugging Face's (transformers, LLM Foundry) and Composer's.
 
-    python -m weights.hf import path/to/theirs runs/theirs       their folder or .pt file -> a run folder of ours
-    python -m weights.hf export runs/demo path/to/new            a run or checkpoint of ours -> their folder
+    python -m weights.hf import path/to/theirs runs/theirs     their folder or Composer's .pt -> a new run folder
+    python -m weights.hf export runs/demo path/to/new          a run or checkpoint of ours -> a new folder of theirs
 
 Names are the same everywhere (`transformer.blocks.0.attn.Wqkv.weight`; Composer puts `model.` before them), so there is
 no map. How tensors lie in files, and how a rank reads its part of them, is in weights/tensor_files.py.
@@ -17,10 +17,9 @@ no map. How tensors lie in files, and how a rank reads its part of them, is in w
     attn_impl, init_config, torch_dtype and the like      left out: they change no logits
     any other                                             refused by name, unless it stands at its default
 
-fsdp_train.py calls `init_from` for --init_from. Read next: generate.py.
+Read next: weights/load.py.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,7 +27,7 @@ import shutil
 import sys
 import typing
 import warnings
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -36,7 +35,6 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import config
-import program
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, norm_of
@@ -226,6 +224,17 @@ def settings_of(path) -> MPTConfig:
     return config_from(settings, str(source))
 
 
+def load_model(path, device) -> MPT:
+    """The model of a Hugging Face folder or a Composer checkpoint, in the dtype that its tensors share, else fp32."""
+    path = Path(path)
+    with torch.device("meta"):
+        model = MPT(settings_of(path))
+    dtypes = {stored.dtype for stored in find_tensors(path, model).values()}
+    model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device=device)
+    load_into(model, path)
+    return model.eval()
+
+
 def foreign_settings(path: Path) -> tuple[dict, Path]:
     """What config.json says, or a Composer checkpoint that holds the same; and where it stands."""
     beside = path / "config.json" if path.is_dir() else path.parent / "config.json"
@@ -306,10 +315,10 @@ def weights_of(metadata) -> dict:
     return {name: torch.empty(w.size, dtype=w.properties.dtype, device="meta") for name, w in weights.items()}
 
 
-def import_(source, run_dir, tokenizer: str | None = None) -> None:
+def import_(source, run_dir, tokenizer: str = "") -> None:
     """Write foreign weights as a run folder with a checkpoint `step-0`, in the dtype that they have.
 
-    tokenizer: the one that the model was trained with; None: see `name_of_tokenizer`.
+    tokenizer: the one that the model was trained with; empty: see `name_of_tokenizer`.
     """
     source, run_dir = Path(source), Path(run_dir)
     cfg = settings_of(source)
@@ -320,13 +329,9 @@ def import_(source, run_dir, tokenizer: str | None = None) -> None:
     require(fits, f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set --tokenizer")
     of_run = asdict(TrainConfig(run_dir=str(run_dir), tokenizer=name))
     meta = {"step": 0, **asdict(cfg), **of_run, "precision": "fp32", "data_fingerprint": f"imported from {source}"}
-    with torch.device("meta"):
-        model = MPT(cfg)
     with published(run_dir) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        dtypes = {stored.dtype for stored in find_tensors(source, model).values()}
-        model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device="cpu")
-        load_into(model, source)
+        model = load_model(source, "cpu")
         step = temporary / "checkpoints" / "step-0"
         step.parent.mkdir()
         checkpoint.prepare(step, meta)
@@ -360,20 +365,21 @@ def own_file(source: Path, name: str) -> Path | None:
     return None if name.endswith(".json") else (source if source.is_dir() else source.parent) / OUR_TOKENIZER
 
 
+@dataclass
+class ImportSettings:
+    """What is known of a model that is imported."""
+
+    tokenizer: str = ""  # gpt2, bytes, bpe-N or a tokenizer.json (empty = theirs, else gpt2)
+
+
 def main(argv) -> None:
-    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("import", "export"))
-    parser.add_argument("source", help="import: a Hugging Face folder or Composer .pt; export: a run or checkpoint")
-    parser.add_argument("target", help="a new folder")
-    parser.add_argument(
-        "--tokenizer", help="import: gpt2, bytes, bpe-N or a tokenizer.json (default: theirs, else gpt2)"
-    )
-    args = parser.parse_args(argv)
-    if args.what == "import":
-        return import_(args.source, args.target, args.tokenizer)
-    export(args.source, args.target)
-    name = files.read_json(Path(args.target) / "config.json")["tokenizer_name"]
-    print(f"{args.target}: written. Its ids are those of the tokenizer {name}")
+    (what, source, target), cfg = config.load(argv, ImportSettings, takes="import|export SOURCE TARGET")
+    require(what in ("import", "export"), f"{what!r} is neither import nor export (--help shows both)")
+    if what == "import":
+        return import_(source, target, cfg.tokenizer)
+    export(source, target)
+    name = files.read_json(Path(target) / "config.json")["tokenizer_name"]
+    print(f"{target}: written. Its ids are those of the tokenizer {name}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,21 @@
-"""A model from a path: a run folder or a checkpoint of ours, or a Hugging Face folder.
+"""A model from a path, and whether it is the model that a run needs.
 
-Run `python -m weights.load RUN`. Read next: generate.py.
+    path                                    what is loaded
+    runs/demo                               the newest complete checkpoint of a run
+    runs/demo/checkpoints/step-200          this one
+    path/to/mpt-7b                          a Hugging Face folder (weights/hf.py)
+
+`load_for_sampling` gives generate.py and evaluation a model with its tokenizer. `init_from` fills a
+model that is about to train, sharded or not. Before that, the settings are compared:
+
+    check_same_run          going on with a run: the same model, the same data in the same order
+    check_same_model        beginning from other weights (--init_from): the same function of the ids
+    check_same_tokenizer    and the same ids
+
+Run `python -m weights.load runs/demo` to see what is at a path. Read next: evaluation/tasks.py.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +23,7 @@ import torch
 import checkpoint
 import config
 from attention import function_of
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, arguments, require, run
 from model import MPT, init_weights, norm_of
 from storage.checkpoint_files import fill, on_rank_zero, read_metadata, require_sound, require_weights
 from text import tokenizer as tokenizers
@@ -57,20 +69,19 @@ def load_model(path: Path, device: torch.device) -> MPT:
     return model.eval()
 
 
-def load_for_sampling(path: str, step: int | None, device, tokenizer: str | None = None):
-    """The model, its tokenizer and a name, from a run folder or a checkpoint of ours (step 0: the untrained model), or
-    from a Hugging Face folder, whose ids are those of `tokenizer` (None: of its tokenizer.json, else gpt2)."""
+def load_for_sampling(path: str, step: int | None, device, tokenizer: str = ""):
+    """The model, its tokenizer and a name, from whatever `find` finds.
+
+    step: of a run of ours (None: the newest, 0: the untrained model).
+    tokenizer: the one that a Hugging Face folder was trained with (empty: its tokenizer.json, else gpt2).
+    """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
-    folder = found = find(path)
-    if not is_ours(folder):
+    found = find(path)
+    if not is_ours(found):
         require(step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step")
-        with torch.device("meta"):
-            model = MPT(hf.settings_of(path))
-        dtypes = {stored.dtype for stored in hf.find_tensors(folder, model).values()}
-        model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device=device)
-        hf.load_into(model, path)
-        tokenizer = tokenizer or hf.name_of_tokenizer(folder)
-        return model.eval(), tokenizers.load(tokenizer, hf.own_file(folder, tokenizer)), path
+        model = hf.load_model(found, device)
+        tokenizer = tokenizer or hf.name_of_tokenizer(found)
+        return model, tokenizers.load(tokenizer, hf.own_file(found, tokenizer)), path
     require(not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer")
     if step is not None and (step > 0 or (found.parent / "step-0").exists()):
         found = found.parent / f"step-{step}"
@@ -119,7 +130,7 @@ def meaning(cfg: MPTConfig) -> dict:
     return {name: value for name, value in values.items() if needs.get(name, True)}
 
 
-def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
+def check_same_run(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
     """UserError unless the checkpoint is of this model, this data and this order."""
     saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
     here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
@@ -154,3 +165,26 @@ def check_same_tokenizer(path, name: str, file) -> None:
     if not same:
         same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
     require(same, f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer")
+
+
+def demonstrate(argv) -> None:
+    """What is at a path. Its weights are not read, so this takes no longer for a large model."""
+    (path,) = arguments(argv, "RUN")
+    found = find(path)
+    cfg = settings_of(found)
+    if is_ours(found):
+        meta = checkpoint.read_meta(found)
+        kind, tokenizer = f"a checkpoint of ours, step {meta['step']}", meta["tokenizer"]
+    else:
+        kind, tokenizer = "a Hugging Face folder", hf.name_of_tokenizer(found)
+    with torch.device("meta"):
+        n_params = sum(param.numel() for param in MPT(cfg).parameters())
+    print(f"{found}: {kind}")
+    print(f"{n_params:,} parameters, tokenizer {tokenizer}")
+    for field in fields(cfg):
+        value = getattr(cfg, field.name)
+        print(f"  {field.name:24}{value}" + (" (default)" if value == field.default else ""))
+
+
+if __name__ == "__main__":
+    run(demonstrate)
