@@ -348,16 +348,12 @@ def text_of(source: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    paths = [arg for arg in argv if not arg.startswith("-")]
-    (made,) = config.load([arg for arg in argv if arg.startswith("-")], MakeConfig)
-    require(len(paths) == 2, "usage: python -m evaluation.tasks TEXT OUT.jsonl [--n=500] [--seed=0]")
-    text = text_of(paths[0])
-    require(text.strip(), f"no text in {paths[0]!r}: give a file of text or a folder of data.py")
+    (source, out), made = config.load(argv, MakeConfig, takes="TEXT OUT.jsonl")
+    text = text_of(source)
+    require(text.strip(), f"no text in {source!r}: give a file of text or a folder of data.py")
     rows = continuations(text, made.n, made.seed, made.choices, made.context, made.length)
-    write_atomically(Path(paths[1]), "".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(
-        f"{paths[1]}: {len(rows)} questions with {made.choices} choices; the first is about {rows[0]['query'][-50:]!r}"
-    )
+    write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows).encode())
+    print(f"{out}: {len(rows)} questions with {made.choices} choices; the first is about {rows[0]['query'][-50:]!r}")
 
 
 if __name__ == "__main__":

@@ -314,15 +314,13 @@ def finished(out: str, about: dict) -> dict:
 
 
 def main(argv) -> None:
-    runs = [arg for arg in argv if not arg.startswith("-")]
-    (cfg,) = config.load([arg for arg in argv if arg.startswith("-")], EvalConfig)
-    require(len(runs) == 1, "usage: python -m evaluation RUN [--tasks=...] (--help lists the settings)")
+    (run,), cfg = config.load(argv, EvalConfig, takes="RUN")
     require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
-    load.find(runs[0])  # first, since the tasks may come from the Hub, slowly
+    load.find(run)  # first, since the tasks may come from the Hub, slowly
     world = parallel.start()
     how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
     tasks = parallel.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))
-    model, tokenizer, name = load.load_for_sampling(runs[0], cfg.step, world.device, cfg.tokenizer)
+    model, tokenizer, name = load.load_for_sampling(run, cfg.step, world.device, cfg.tokenizer)
     precision = "fp32" if cfg.precision == "auto" and world.device.type == "cpu" else cfg.precision
     precision = parallel.choose_precision(TrainConfig(precision=precision), world.device)
     about = {**asdict(cfg), "model": name, "weights": fingerprint(model), "precision": precision}

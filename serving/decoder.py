@@ -1,22 +1,27 @@
 """The decoder: a model made ready to write, and the loop that draws one token after another.
 
-A prompt goes through the model once and leaves its keys and values in a cache; then each step feeds one token.
+A prompt goes through the model once and leaves its keys and values in a cache; then each step feeds
+one token. Each step reads all weights and the whole cache, so memory bandwidth is the limit:
 
-    seconds of a step >= (bytes of weights + bytes of keys and values) / memory bandwidth         see planning/decode_time.py
+    seconds of a step >= (bytes of weights + bytes of keys and values) / memory bandwidth
 
-Run `python -m serving.decoder`. Read next: serving/stream.py.
+So the weights are kept in bf16 where that is fast (`pick_dtype`), and a CPU gets them in the order in
+which its kernels read them (`PackedLinear`). planning/decode_time.py predicts the time of a step.
+
+Run `python -m serving.decoder` to see what the cache saves. Read next: serving/stream.py.
 """
 
 import functools
 import math
+import time
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 import parallel
-from config import TrainConfig
-from model import MPT, KVCache
+from config import MPTConfig, TrainConfig, arguments, run
+from model import MPT, KVCache, init_weights
 from serving.sampling import sample
 
 
@@ -94,3 +99,35 @@ def pick_dtype(precision: str, device) -> torch.dtype:
     on_cpu = "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
     known = on_cpu if device.type == "cpu" else None
     return parallel.DTYPES[parallel.choose_precision(TrainConfig(precision=precision), device, known)]
+
+
+@torch.inference_mode()
+def generate_without_cache(model: MPT, ids, max_new_tokens):
+    """What `generate` does at temperature 0, the obvious way: each token reads the whole text again."""
+    for _ in range(max_new_tokens):
+        token = model(ids)[:, -1].argmax(dim=-1)
+        yield token
+        ids = torch.cat([ids, token[:, None]], dim=1)
+
+
+def demonstrate(argv) -> None:
+    """Milliseconds a token with and without a cache, of a model of random weights."""
+    arguments(argv)
+    model = MPT(MPTConfig(d_model=128, n_heads=4, n_layers=4, vocab_size=512, alibi=True)).eval()
+    init_weights(model, seed=0)
+    prompt, n = torch.arange(64)[None], 32
+
+    def timed(name, tokens):
+        begin = time.perf_counter()
+        written = torch.stack(list(tokens))
+        print(f"{name:32}{1e3 * (time.perf_counter() - begin) / n:6.2f} ms a token")
+        return written
+
+    obvious = timed("the whole text for each token", generate_without_cache(model, prompt, n))
+    decoder = Decoder(model, vocab_size=512)  # from here on its weights are packed
+    cached = timed("one token, and a cache", generate(decoder, prompt, n, temperature=0))
+    print(f"equal tokens: {(obvious == cached).sum()} of {n}")
+
+
+if __name__ == "__main__":
+    run(demonstrate)

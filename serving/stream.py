@@ -1,6 +1,15 @@
-"""The stream of text: what of a text can be shown while it is written, and several texts written together.
+"""The stream of text: what can be shown while it is written, and several texts written together.
 
-Run `python -m serving.stream`. Read next: generate.py.
+    token  text  shown
+       99  c     c
+      195  c     c       half of a character: its second byte is missing
+      169  cé    cé
+       69  céE   cé      this may be the beginning of the stop string "END"
+       33  céE!  céE!    it was not
+
+Texts are written in one batch; when half of them have ended, the others go on in a smaller one.
+
+Run `python -m serving.stream` to see such a table. Read next: generate.py.
 """
 
 import codecs
@@ -12,10 +21,11 @@ from dataclasses import dataclass
 import torch
 
 import devices
-from config import MPTConfig, require
+from config import MPTConfig, arguments, require, run
 from planning import decode_time
 from serving.decoder import Decoder, generate
 from serving.sampling import uniforms
+from text import tokenizer as tokenizers
 
 
 class Text:
@@ -132,7 +142,7 @@ def write(decoder: Decoder, texts: list[Text], speed: Speed, **how):
             begin = time.perf_counter()
 
 
-def stream(decoder, text, speed, how) -> None:
+def print_stream(decoder, text, speed, how) -> None:
     """Print a text while it is written."""
     print(text.prompt, end="", flush=True)
     for _, piece in write(decoder, [text], speed, **how):
@@ -140,3 +150,21 @@ def stream(decoder, text, speed, how) -> None:
     print(flush=True)
     if text.end == "max_seq_len":
         print(f"ended at max_seq_len {text.positions}, where learned positions end", file=sys.stderr)
+
+
+def demonstrate(argv) -> None:
+    """Which characters of a text each of its tokens, here bytes, lets show."""
+    arguments(argv)
+    text = Text("", tokenizers.load("bytes"), MPTConfig(alibi=True), max_new_tokens=20, stops=["END"])
+    print("token  text    shown")
+    shown = ""
+    for token in "céE! END of it".encode():
+        shown += text.add(token)
+        print(f"{token:5}  {text.text:8}{shown}")
+        if text.end:
+            break
+    print(f"ended by: {text.end}")
+
+
+if __name__ == "__main__":
+    run(demonstrate)

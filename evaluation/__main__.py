@@ -1,0 +1,13 @@
+"""Zero-shot evaluation of a model: the door to evaluation/zero_shot.py, whose settings these are.
+
+python -m evaluation runs/demo --tasks=guess.jsonl,notes.txt
+torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --shots=5
+"""
+
+import parallel
+from evaluation import zero_shot
+
+__doc__ = f"{__doc__}\n{zero_shot.__doc__}"  # what --help prints
+
+if __name__ == "__main__":
+    parallel.run(zero_shot.main)
