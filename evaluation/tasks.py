@@ -12,8 +12,9 @@ context = query + delimiter without trailing space, continuation = " " + choice;
 tasks of the Hub are worded in lm-evaluation-harness's way as well (BoolQ without "Passage: ", nothing stripped, an
 empty line between examples); a local file has one wording, and both scorings use it.
 
-Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from the validation split of a
-folder of data.py): which of four continuations is the real one? Read next: evaluation/score.py.
+Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
+the validation split of a folder of data.py): which of four continuations is the real one?
+Read next: evaluation/score.py.
 """
 
 import difflib
