@@ -33,11 +33,10 @@ import flops
 import optim
 import parallel
 from config import MPTConfig, TrainConfig, require
-from evaluation import zero_shot
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
+from lifecycle.lease import Lease
 from loss import IGNORE
 from model import MPT
-from weights import load
 
 
 def main(argv) -> None:
@@ -48,8 +47,10 @@ def main(argv) -> None:
     rest = cfg.global_batch_size % world.size
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
+        from weights import load  # here, since most runs do without
+
         parallel.rank_zero_decides(lambda: load.check_same_model(cfg.init_from, model_cfg))
-    lease = stopping.Lease(cfg.run_dir)
+    lease = Lease(cfg.run_dir)
     parallel.rank_zero_decides(lease.take)
 
     # data
@@ -62,7 +63,7 @@ def main(argv) -> None:
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
     )
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
-    tasks, tokenizer = zero_shot.prepare(model_cfg, cfg, tokens_file)
+    tasks, tokenizer = tasks_and_tokenizer(model_cfg, cfg, tokens_file)
     if cfg.init_from:
         parallel.rank_zero_decides(lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
@@ -70,7 +71,7 @@ def main(argv) -> None:
     found = resume.choose(cfg)
     saved = checkpoint.read_meta(found) if found else {}
     if found:
-        load.check_same_run(found, saved, model_cfg, cfg, fingerprint)
+        resume.check_same(found, saved, model_cfg, cfg, fingerprint)
     first = saved.get("step", 0)
     precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
     skips = stopping.Skips(cfg, saved.get("skip_steps", ""))
@@ -116,6 +117,8 @@ def main(argv) -> None:
             bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
             log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
         if due(cfg.icl_interval, step):
+            from evaluation import zero_shot  # `tasks_and_tokenizer` did so
+
             log.row({"step": step, "icl": zero_shot.evaluate(model, tokenizer, tasks, world, precision)})
 
     def rows_of(step):
@@ -190,6 +193,15 @@ def main(argv) -> None:
             watching.step()
         saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
+
+
+def tasks_and_tokenizer(model_cfg, cfg, tokens_file):
+    """For evaluation on tasks, and for packed documents. Most runs do without both, so they import nothing."""
+    if not (cfg.icl_interval or model_cfg.attn_uses_sequence_id):
+        return [], None
+    from evaluation import zero_shot
+
+    return zero_shot.prepare(model_cfg, cfg, tokens_file)
 
 
 def train_step(model, optimizer, rows, step, cfg, world, precision):

@@ -25,11 +25,6 @@ from config import MPTConfig, arguments, require, run
 from loss import autocast_dtype, linear_cross_entropy, score_labels
 
 
-def norm_of(norm_type: str) -> str:
-    """The function of a norm, in whatever precision: a run may change the latter when it goes on."""
-    return norm_type.removeprefix("low_precision_")
-
-
 class LayerNorm(nn.LayerNorm):
     """LayerNorm whose dtype under autocast is chosen: autocast's own, so that the residual stream stays in it (the
     sums are fp32 in the kernel), or fp32."""

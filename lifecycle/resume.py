@@ -8,13 +8,13 @@ What is unfit gets another name, so that its step can be saved again, and is nev
 
 `opening` says what is about to run.
 
-Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/stopping.py.
+Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/lease.py.
 """
 
 import functools
 import math
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,10 +26,14 @@ import devices
 import flops
 import parallel
 from checkpoint import find, latest, number, numbered, space
-from config import TrainConfig, UserError, require, step_ranges
+from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from lifecycle import runlog
 from model import MPT
 from storage.checkpoint_files import read_meta, verify
+
+# What must be the same when a run goes on: the function that the weights mean, and the order of the data.
+SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
+SAME_RUN = ["seed", "global_batch_size"]
 
 
 def choose(cfg: TrainConfig) -> Path | None:
@@ -117,6 +121,32 @@ def put_aside(path: Path, kind: str) -> str:
     return path.rename(aside).name
 
 
+def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
+    """UserError unless the checkpoint is of this model, this data and this order."""
+    saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
+    here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
+    for settings in (here, meta):
+        settings["attn_impl"] = attention.function_of(settings["attn_impl"])
+        settings["norm_type"] = norm_of(settings["norm_type"])
+    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
+    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
+    imported = str(meta["data_fingerprint"]).startswith("imported from")
+    begin = f"--init_from={path.parent.parent} and another --run_dir"
+    require(not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}")
+    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
+    if meta["data_fingerprint"] != fingerprint:
+        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
+    require(
+        not differ,
+        f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
+    )
+
+
+def norm_of(norm_type: str) -> str:
+    """The function of a norm, in whatever precision: a run may change the latter when it goes on."""
+    return norm_type.removeprefix("low_precision_")
+
+
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     """FLOP/s of all devices together; None if that of one is unknown."""
     peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
@@ -157,7 +187,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
 
 
 def unlike_formulas(model_cfg) -> list[str]:
-    """A line if the model has other parameters than the closed forms of flops.py and planning/memory.py count, or none."""
+    """A line if the model has other parameters than flops.py and planning/memory.py count, or none."""
     with torch.device("meta"):
         real = sum(param.numel() for param in MPT(model_cfg).parameters())
     known = flops.n_params(model_cfg)

@@ -16,10 +16,11 @@ from test_stopping import SIZE, train_here
 import attention
 import checkpoint
 from config import MPTConfig, TrainConfig, UserError, load
+from lifecycle import resume
 from model import MPT, KVCache, init_weights
 from serving.decoder import Decoder
 from weights import hf
-from weights.load import check_same_model, check_same_run, load_for_sampling, load_model
+from weights.load import check_same_model, load_for_sampling, load_model
 
 WINDOW = 5  # keys that a query sees
 NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]
@@ -151,7 +152,7 @@ def test_the_standard_ones_stay_exchangeable():
     for saved in ("auto", *attention.IMPLEMENTATIONS):
         for here in ("auto", *attention.IMPLEMENTATIONS):
             cfg = MPTConfig(attn_impl=here)
-            check_same_run(Path("x"), meta | {"attn_impl": saved}, cfg, TrainConfig(), "f00")
+            resume.check_same(Path("x"), meta | {"attn_impl": saved}, cfg, TrainConfig(), "f00")
             assert "attn_impl" not in json.dumps(hf.config_to(cfg))
 
 

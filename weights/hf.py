@@ -37,7 +37,8 @@ import checkpoint
 import config
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
-from model import MPT, norm_of
+from lifecycle.resume import norm_of
+from model import MPT
 from storage import files
 from storage.checkpoint_files import fill as fill_from
 from storage.checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound

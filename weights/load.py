@@ -1,4 +1,4 @@
-"""A model from a path, and whether it is the model that a run needs.
+"""A model from a path, and whether it is the model that a run wants to begin with.
 
     path                                    what is loaded
     runs/demo                               the newest complete checkpoint of a run
@@ -6,32 +6,26 @@
     path/to/mpt-7b                          a Hugging Face folder (weights/hf.py)
 
 `load_for_sampling` gives generate.py and evaluation a model with its tokenizer. `init_from` fills a
-model that is about to train, sharded or not. Before that, the settings are compared:
-
-    check_same_run          going on with a run: the same model, the same data in the same order
-    check_same_model        beginning from other weights (--init_from): the same function of the ids
-    check_same_tokenizer    and the same ids
+model that is about to train, sharded or not (--init_from); before that, `check_same_model` compares
+what both models compute, and `check_same_tokenizer` their ids. lifecycle/resume.py has the stricter
+check of a run that goes on.
 
 Run `python -m weights.load runs/demo` to see what is at a path. Read next: evaluation/tasks.py.
 """
 
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 import checkpoint
-import config
 from attention import function_of
-from config import MPTConfig, TrainConfig, arguments, require, run
-from model import MPT, init_weights, norm_of
+from config import MPTConfig, arguments, require, run
+from lifecycle.resume import SAME_MODEL, norm_of
+from model import MPT, init_weights
 from storage.checkpoint_files import fill, on_rank_zero, read_metadata, require_sound, require_weights
 from text import tokenizer as tokenizers
 from weights import hf
-
-# What must be the same when a run goes on: the function that the weights mean, and the order of the data.
-SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
-SAME_RUN = ["seed", "global_batch_size"]
 
 
 def find(path: str) -> Path:
@@ -128,27 +122,6 @@ def meaning(cfg: MPTConfig) -> dict:
     values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
     needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
     return {name: value for name, value in values.items() if needs.get(name, True)}
-
-
-def check_same_run(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
-    """UserError unless the checkpoint is of this model, this data and this order."""
-    saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
-    here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
-    for settings in (here, meta):
-        settings["attn_impl"] = function_of(settings["attn_impl"])
-        settings["norm_type"] = norm_of(settings["norm_type"])
-    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
-    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
-    imported = str(meta["data_fingerprint"]).startswith("imported from")
-    begin = f"--init_from={path.parent.parent} and another --run_dir"
-    require(not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}")
-    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
-    if meta["data_fingerprint"] != fingerprint:
-        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
-    require(
-        not differ,
-        f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
-    )
 
 
 def check_same_tokenizer(path, name: str, file) -> None:

@@ -1,4 +1,4 @@
-"""lifecycle/resume.py: damage is found and named before training, what is unfit is put aside, what is of another run refused."""
+"""lifecycle/resume.py: damage is found before training, the unfit is put aside, another run's is refused."""
 
 import binascii
 import codecs
@@ -24,10 +24,11 @@ from test_checkpoint import FLAGS, META, SMALL, made_up, names, save_several
 from test_parallel import MODEL, RUN, build
 
 import checkpoint
+import config
 import data
 import flops
 import fsdp_train
-from config import MPTConfig, UserError
+from config import MPTConfig, TrainConfig, UserError
 from lifecycle import resume
 from storage import checkpoint_files
 
@@ -414,6 +415,84 @@ def test_a_resume_at_step_10_to_the_9_is_no_slower(ranks, tmp_path, tiny_data):
 
 # ---------------------------------------------------------------------------------------------------------------
 # Whether it fits
+
+
+OTHER = {
+    "d_model": 84,
+    "n_heads": 3,
+    "n_layers": 5,
+    "expansion_ratio": 2.0,
+    "max_seq_len": 16,
+    "vocab_size": 98,
+    "learned_pos_emb": False,
+    "alibi": True,
+    "alibi_bias_max": 4.0,
+    "kv_n_heads": 2,
+    "no_bias": True,
+    "clip_qkv": 6.0,
+    "qk_ln": True,
+    "softmax_scale": 0.5,
+    "logit_scale": 2.0,
+    "tie_word_embeddings": False,
+    "rope": True,
+    "rope_theta": 500.0,
+    "attn_uses_sequence_id": True,
+}
+
+
+def test_a_checkpoint_from_before_a_setting_had_its_default():
+    old = {name: value for name, value in META.items() if not name.startswith("rope")}
+    resume.check_same(Path("x"), old, MODEL, RUN, "f00")
+    with pytest.raises(UserError, match=r"another model: rope False \(here True\)"):
+        resume.check_same(Path("x"), old, replace(MODEL, rope=True), RUN, "f00")
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_another_model_is_refused_by_name(key):
+    with pytest.raises(UserError, match=rf"another model: {key} {META[key]} \(here {OTHER[key]}\)\. "):
+        resume.check_same(Path("x"), META, replace(MODEL, **{key: OTHER[key]}), RUN, "f00")
+
+
+@pytest.mark.parametrize(
+    "change, fingerprint, names",
+    [
+        ({"seed": 3}, "f00", "seed 1337 (here 3)"),
+        ({"global_batch_size": 24}, "f00", "global_batch_size 12 (here 24)"),
+        ({}, "ba2", "data f00 (here ba2)"),
+        ({"seed": 3}, "ba2", "seed 1337 (here 3), data f00 (here ba2)"),
+    ],
+)
+def test_another_order_of_the_data_is_refused_by_name(change, fingerprint, names):
+    with pytest.raises(UserError) as caught:
+        resume.check_same(Path("x"), META, MODEL, replace(RUN, **change), fingerprint)
+    assert names in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_imported_run_says_how_to_begin_from_it():
+    with pytest.raises(UserError, match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b "):
+        imported = META | {"data_fingerprint": "imported from mpt-7b"}
+        resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
+
+
+def test_what_may_change_may_change():
+    model = replace(MODEL, attn_impl="sdpa", attn_pdrop=0.1, emb_pdrop=0.1, resid_pdrop=0.1, norm_type="layernorm")
+    run = TrainConfig(global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y")
+    resume.check_same(Path("x"), META, model, run, "f00")
+
+
+def test_a_norm_of_your_own_is_another_model_but_its_precision_is_not():
+    for saved, here in [("layernorm", "rmsnorm"), ("low_precision_rmsnorm", "low_precision_layernorm")]:
+        with (
+            mock.patch.dict(config.MPTConfig.__annotations__, norm_type=str),
+            pytest.raises(UserError, match="another model: norm_type"),
+        ):
+            resume.check_same(Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00")
+
+
+def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
+    free = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
+    assert set(OTHER) | free == set(MPTConfig.__dataclass_fields__)
+    assert config.from_dict(MPTConfig, META) == MODEL
 
 
 def test_the_opening_tells_of_weights_that_planning_does_not_know(monkeypatch):
