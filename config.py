@@ -21,6 +21,7 @@ import math
 import os
 import re
 import runpy
+import shlex
 import sys
 import threading
 import types
@@ -258,19 +259,23 @@ ELSEWHERE = {
 }
 
 
-def load(argv: list[str], *classes: type) -> list:
+def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     """Fill `classes` from defaults < config files < flags.
 
-    argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean.
-    Returns one instance per class. Raises UserError naming the source, the key and the fix.
+    argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean,
+    and a list grows each time that its flag is given.
+    takes: what a program wants in place of config files, as in `arguments`: "RUN", "FILE OUT".
+    Returns one instance per class; with `takes`, the list of those arguments comes first.
+    Raises UserError naming the source, the key and the fix.
     """
     if wants_help(argv):
-        show_help(help_text(*classes))
+        show_help(help_text(*classes, files=takes is None))
     known = {f.name: f for c in classes for f in dataclasses.fields(c)}
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
     every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
     values, strangers = {}, []
-    for path in [a for a in argv if not a.startswith("-")]:
+    words = [a for a in argv if not a.startswith("-")]
+    for path in words if takes is None else []:
         for key, value in read_file(path).items():
             if key in known:
                 values[key] = checked(value, types_[key], key, path)
@@ -281,18 +286,34 @@ def load(argv: list[str], *classes: type) -> list:
             strangers.append((key, "the command line", text))
             continue
         if not equals:
-            require(types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})")
+            like = f"--{key}={behind(f'--{key}', argv)}"
+            require(types_[key] is bool, f"--{key} wants a value: {like} ({expected(types_[key])})")
             text = "true"
-        values[key] = checked(parse(text, types_[key]), types_[key], key, "the command line")
+        value = checked(parse(text, types_[key]), types_[key], key, "the command line")
+        values[key] = values.get(key, []) + value if types_[key] == list[str] else value
     for key, source, value in strangers:
         raise UserError(unknown(key, source, value, known if source == "the command line" else every, values))
-    instances = []
+    instances = [] if takes is None else [with_usage(words, takes)]
     for c in classes:
         instance = c(**{f.name: values[f.name] for f in dataclasses.fields(c) if f.name in values})
         if hasattr(instance, "check"):
             instance.check()
         instances.append(instance)
     return instances
+
+
+def behind(flag: str, argv: list[str]) -> str:
+    """The value that was meant by `--key value`, quoted for a shell, or `...` if none follows."""
+    after = dict(zip(argv, argv[1:], strict=False)).get(flag, "-")
+    return "..." if after.startswith("-") else shlex.quote(after)
+
+
+def with_usage(words: list[str], takes: str) -> list[str]:
+    """`arguments` of a program that has settings, too."""
+    try:
+        return arguments(words, takes)
+    except UserError as error:
+        raise UserError(f"{error} [--key=value ...] (--help lists the settings)") from error
 
 
 def read_file(path: str) -> dict:
@@ -359,6 +380,8 @@ def alternatives(hint) -> tuple:
 def parse(text: str, hint):
     """Text of a flag -> a Python value of the first type of `hint` that takes it, else the text itself."""
     options = alternatives(hint)
+    if hint == list[str]:
+        return [text]
     if text.lower() == "none" and type(None) in options:
         return None
     if bool in options and text.lower() in ("true", "false", "1", "0", "yes", "no"):
@@ -381,6 +404,9 @@ def checked(value, hint, key: str, source: str):
             for choice in typing.get_args(option):
                 if isinstance(value, str) and value.lower() == choice.lower():
                     return choice
+        elif option == list[str]:
+            if isinstance(value, list) and all(isinstance(text, str) for text in value):
+                return value
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             if abs(value) <= sys.float_info.max:  # not NaN, not infinite, no whole number beyond
                 return float(value)
@@ -394,18 +420,23 @@ def checked(value, hint, key: str, source: str):
 def expected(hint) -> str:
     """A type in a user's words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    words[list[str]] = "text"
     return " or ".join(words.get(o) or "one of: " + ", ".join(typing.get_args(o)) for o in alternatives(hint))
 
 
-def help_text(*classes: type) -> str:
-    """Every field with its default and the comment that stands beside it in the source."""
-    lines = ["settings: --key=value, or key = value in a config file"]
+def help_text(*classes: type, files: bool = True) -> str:
+    """Every field with its default and the comment that stands beside it in the source.
+
+    files: does the program take config files?
+    """
+    lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
     for c in classes:
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(c), re.MULTILINE))
         lines += ["", (c.__doc__ or c.__name__).strip().splitlines()[0]]
         for f in dataclasses.fields(c):
             hint = typing.get_type_hints(c)[f.name]
-            lines.append(f"  --{f.name}={f.default}".ljust(40) + f" {comments.get(f.name, '')}")
+            default = f.default if f.default is not dataclasses.MISSING else ""  # an empty list
+            lines.append(f"  --{f.name}={default}".ljust(40) + f" {comments.get(f.name, '')}")
             if "one of" in expected(hint):
                 lines.append(" " * 41 + f"[{expected(hint)}]")
     return "\n".join(lines)

@@ -14,7 +14,6 @@
 those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -80,16 +79,6 @@ def show_help(settings: str = "") -> None:
         about = sys.modules["__main__"].__doc__ or ""
         print(f"{about.strip()}\n\n{settings}".strip())
     raise SystemExit(0)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors in one line, as everywhere else."""
-
-    def print_help(self, file=None):
-        print(self.format_help(), file=file)  # argparse's own takes a closed pipe for success
-
-    def error(self, message):
-        raise UserError(f"{message} (python {self.prog} --help has the flags)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from config import MPTConfig
-from generate import Decoder, generate
 from model import MPT, init_weights
+from serving.decoder import Decoder, generate
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -380,6 +380,67 @@ def test_help_lists_every_field_with_its_default_and_comment():
     assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Programs that take something else than config files
+
+
+@dataclasses.dataclass
+class Texts:
+    """Texts to write."""
+
+    prompt: list[str] = dataclasses.field(default_factory=list)  # what to go on from
+    n: int = 3  # tokens
+    quiet: bool = False  # say nothing
+
+
+def test_a_program_may_take_something_else_than_config_files():
+    words, texts = load(["runs/a", "--n=5", "runs/b"], Texts, takes="RUN ...")
+    assert words == ["runs/a", "runs/b"] and texts == Texts(n=5)
+    for argv in ([], ["a", "b"]):
+        with pytest.raises(UserError, match=r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"):
+            load(argv, Texts, takes="RUN")
+
+
+def test_a_list_grows_with_each_flag():
+    flags = ["--prompt=a", "--n=2", "--prompt=", "--prompt=x=y, none", "--prompt=1"]
+    assert load(flags, Texts)[0] == Texts(prompt=["a", "", "x=y, none", "1"], n=2)
+    assert load([], Texts)[0].prompt == [] and Texts().prompt is not Texts().prompt
+
+
+def test_a_config_file_may_hold_a_list(tmp_path):
+    (tmp_path / "a.py").write_text("prompt = ['a', 'b']\n")
+    assert load([str(tmp_path / "a.py"), "--prompt=c"], Texts)[0].prompt == ["a", "b", "c"]
+    (tmp_path / "b.py").write_text("prompt = ['a', 1]\n")
+    with pytest.raises(UserError, match=r"prompt in .*b\.py is \['a', 1\], expected text"):
+        load([str(tmp_path / "b.py")], Texts)
+
+
+@pytest.mark.parametrize(
+    "argv, meant",
+    [
+        (["RUN", "--prompt", "def main("], "--prompt='def main(' (text)"),
+        (["--n", "5", "RUN"], "--n=5 (a whole number)"),
+        (["RUN", "--prompt"], "--prompt=... (text)"),
+        (["RUN", "--n", "--quiet"], "--n=... (a whole number)"),
+    ],
+)
+def test_a_value_behind_a_space_is_answered_with_what_to_write(argv, meant):
+    with pytest.raises(UserError) as error:
+        load(argv, Texts, takes="RUN")
+    assert str(error.value).endswith(f" wants a value: {meant}")
+
+
+def test_help_names_config_files_only_where_they_are_taken(capsys):
+    for takes, begin in (("RUN", "settings: --key=value\n"), (None, "settings: --key=value, or key = value in a")):
+        with pytest.raises(SystemExit):
+            load(["--help"], Texts, takes=takes)
+        shown = capsys.readouterr().out
+        assert begin in shown and re.search(r"--prompt= +what to go on from\n", shown)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+
+
 def test_a_mistake_is_one_line_and_exit_status_2():
     result = run("config.py", "--n_layer=3")
     assert result.returncode == 2 and result.stdout == ""

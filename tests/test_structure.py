@@ -71,7 +71,9 @@ def ours(path) -> set[str]:
 @every_file
 def test_imports_only_point_to_what_stands_earlier(path):
     if path.stem == "install":
-        assert {name.split(".")[0] for name in imported(path)} <= sys.stdlib_module_names  # it makes the virtual environment
+        assert {
+            name.split(".")[0] for name in imported(path)
+        } <= sys.stdlib_module_names  # it makes the virtual environment
         return
     here = place_of(module_of(path))
     assert here in ORDER, f"{path.name} is new: give it its place in ORDER"

@@ -21,6 +21,7 @@ import fsdp_train
 from config import TrainConfig, UserError
 from lessons.elastic import Launch, steps_done
 from lifecycle import lease, runlog, stopping
+from weights.load import load_model
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=0"]
@@ -313,7 +314,7 @@ def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(ranks, tiny_dat
 
 
 def load(path):
-    return checkpoint.load_model(path, torch.device("cpu")).state_dict()
+    return load_model(path, torch.device("cpu")).state_dict()
 
 
 def same(a, b) -> bool:
