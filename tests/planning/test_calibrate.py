@@ -14,7 +14,7 @@ from planning.step_time import Constants, Fleet
 
 MI250 = devices.by_name("mi250")
 FLEET = Fleet(MI250, 8, 8, 100)
-CONFIG = str(Path(__file__).parent.parent / "configs/mpt1b_mi250.py")
+CONFIG = str(Path(__file__).parent.parent.parent / "configs/mpt1b_mi250.py")
 
 
 def table(path, pace: float, flags=()) -> str:

@@ -20,7 +20,7 @@ from config import MPTConfig, UserError
 from model import MPT
 from planning.matmuls import Work
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = ROOT / "configs"
 TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
 

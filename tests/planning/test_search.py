@@ -16,7 +16,7 @@ from config import MPTConfig, TrainConfig, UserError
 from plan import PlanArgs
 from planning import memory
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))
 
 
