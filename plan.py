@@ -26,13 +26,11 @@ import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig, UserError, require
-from devices import Device
+from devices import NODE_OVER_BOARD, NODE_WATTS, Device
 from planning import calibrate, memory, picture, step_time
 from planning.step_time import Constants, Fleet, Step
 
 CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
-NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}  # a device's share: 3000 / 8, 6500 / 8, 10200 / 8
-OTHER_WATTS = 1.7  # node / board power elsewhere: the mean of these three
 NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
@@ -208,7 +206,7 @@ def figures(one: Plan, args: PlanArgs) -> dict:
 def watts(device: Device, args: PlanArgs) -> float | None:
     """Of one torch device with its share of the node. None: not known."""
     known = next((w for name, w in NODE_WATTS.items() if device.name.startswith(name)), None)
-    return args.watts or known or (device.watts and OTHER_WATTS * device.watts)
+    return args.watts or known or (device.watts and NODE_OVER_BOARD * device.watts)
 
 
 def flags(one: Plan) -> str:
@@ -245,7 +243,7 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
         said.append("memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations")
     if not args.watts and watts(device, args):
         known = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if known else f"{OTHER_WATTS} times the board's"
+        source = "of published nodes" if known else f"{NODE_OVER_BOARD} times the board's"
         said.append(f"{watts(device, args):.0f} W a device with its share of the node, {source}")
     if fleet.tp * fleet.pp > 1:
         said.append("fsdp_train.py has no tensor and pipeline parallelism yet")
@@ -389,7 +387,9 @@ def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Cons
 
 def as_it_stands(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan | None:
     """What fsdp_train.py would run with these settings; None if that is not known or cannot be."""
-    shard_size = cfg.shard_size or (args.node_size if cfg.sharding == "HYBRID_SHARD" else 0)
+    if "auto" in (cfg.sharding, cfg.activation_checkpointing):
+        return None
+    shard_size = cfg.shard_size or (args.node_size if cfg.sharding_mode.over == "group" else 0)
     try:
         return evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
     except UserError:  # microbatch_size=auto, or a batch that these devices do not divide

@@ -18,11 +18,7 @@ from pathlib import Path
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import (
-    memory,
-    picture,
-    step_time,
-)
+from planning import memory, picture, step_time
 from planning.step_time import Constants, Fleet, Step, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,7 +137,7 @@ GPU. Tokens/s depend on the software as well: the rows are LLM Foundry's of 2023
 ## Fitted constants
 
 Least squares in the logarithm over the {n} rows below, and over MPT-1B's slowdown on 128 to 512 H100. `planning/step_time.py` holds
-them rounded. What else stands in `speed.Constants` was set before the fit, from counting bytes or from datasheets.
+them rounded. What else stands in `step_time.Constants` was set before the fit, from counting bytes or from datasheets.
 
 {constants}
 
@@ -196,7 +192,7 @@ def percent(x: float) -> str:
 
 def mi250_rows(c: Constants) -> list[list]:
     """Every microbatch that a rank of 128 cards can take: it has 6 sequences."""
-    rows, (first, published), room = [], picture.PUBLISHED.values(), 64 * 2**30
+    rows, (first, published), room = [], devices.PUBLISHED_MI250.values(), 64 * 2**30
     for microbatch in (1, 2, 3, 6):
         cfg = replace(picture.POSTS, microbatch_size=microbatch)
         pace, peak = picture.published_pace(cfg), memory.bytes_by_part(picture.MPT7B, cfg, 8)["peak"]

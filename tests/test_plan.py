@@ -77,6 +77,13 @@ def test_a_plan_says_what_the_config_as_it_is_would_give(capsys):
     assert "as it is" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("flag", ["--sharding=auto", "--activation_checkpointing=auto"])
+def test_what_is_left_open_is_not_how_the_config_stands(capsys, flag):
+    plan.main([MPT7B, "--device=mi250", flag])
+    out = capsys.readouterr().out
+    assert "its flags" in out and "as it is" not in out
+
+
 def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
     (tmp_path / "big.py").write_text(Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n")
     plan.main([str(tmp_path / "big.py"), "--device=mi250", "--choose"])
