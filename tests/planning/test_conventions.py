@@ -1,104 +1,25 @@
-"""flops.py against published figures: MPT's sizes, LLM Foundry's throughput tables, the MI250 posts, PaLM, GPT-3."""
+"""planning/conventions.py against published figures: PaLM, GPT-3, Megatron-LM, Chinchilla, a thread on LoRA."""
 
-import csv
 import json
-import math
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_flops import SIZES, mpt, shapes
 
-import config
 import devices
 import flops
 from config import MPTConfig, UserError
-from model import MPT
+from planning import conventions
+from planning.conventions import ConventionArgs
 from planning.matmuls import Work
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = ROOT / "configs"
-TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
-
-SIZES = {  # d_model, heads, layers, parameters with learned positions and biases, with ALiBi and no bias
-    "125m": (768, 12, 12, 125_311_488, 123_636_480),
-    "350m": (1024, 16, 24, 355_985_408, 353_616_896),
-    "760m": (1536, 12, 24, 760_470_528, 756_917_760),
-    "1b": (2048, 16, 24, 1_315_950_592, 1_311_213_568),
-    "3b": (2560, 20, 32, 2_651_837_440, 2_645_690_880),
-    "7b": (4096, 32, 32, 6_658_859_008, 6_649_024_512),
-    "13b": (5120, 40, 40, 12_853_954_560, 12_841_210_880),
-    "30b": (7168, 56, 48, 29_975_214_080, 29_956_742_144),
-    "70b": (8192, 64, 80, 64_862_437_376, 64_838_443_008),
-}
-
-
-def mpt(size: str, **more) -> MPTConfig:
-    d, heads, layers, *_ = SIZES[size]
-    return MPTConfig(d_model=d, n_heads=heads, n_layers=layers, **more)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_parameters_of_the_nine_sizes(size):
-    assert flops.n_params(mpt(size)) == SIZES[size][3]
-    assert flops.n_params(mpt(size, alibi=True, no_bias=True)) == SIZES[size][4]
-
-
-def test_parameters_with_grouped_heads_qk_norms_and_an_untied_head():
-    cfg = MPTConfig(
-        d_model=8, n_heads=4, n_layers=2, expansion_ratio=3, max_seq_len=16, vocab_size=32,
-        kv_n_heads=2, qk_ln=True, tie_word_embeddings=False,
-    )  # fmt: skip
-    assert flops.params_by_part(cfg) == {
-        "wte": 32 * 8,
-        "wpe": 16 * 8,
-        "Wqkv": 2 * 8 * (8 + 4 + 4),
-        "out_proj": 2 * 8 * 8,
-        "up_proj": 2 * 8 * 24,
-        "down_proj": 2 * 24 * 8,
-        "norms": 2 * (8 + 8 + 8 + 4) + 8,  # norm_1, norm_2, q_ln, k_ln; norm_f
-        "biases": 2 * (16 + 8 + 24 + 8 + 8 + 8 + 8 + 4) + 8,
-        "lm_head": 32 * 8,
-    }
-    assert flops.flops_by_term(cfg)["weights"] == 6 * (flops.n_params(cfg) - 32 * 8)  # the input embedding is a lookup
-    cfg.no_bias = True
-    assert flops.params_by_part(cfg)["biases"] == 0
-
-
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
-def test_parameters_of_every_config_are_those_of_the_model(path):
-    (cfg,) = config.load([str(path)], MPTConfig)
-    with torch.device("meta"):
-        model = MPT(cfg)
-    assert flops.n_params(cfg) == sum(p.numel() for p in model.parameters())
-
-
-@st.composite
-def shapes(draw) -> MPTConfig:
-    """Models of any shape, small."""
-    head_dim, groups, kv = draw(st.integers(1, 8)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    flags = {name: draw(st.booleans()) for name in ("alibi", "no_bias", "qk_ln", "tie_word_embeddings")}
-    return MPTConfig(
-        d_model=head_dim * groups * kv, n_heads=groups * kv, kv_n_heads=kv, n_layers=draw(st.integers(1, 4)),
-        expansion_ratio=draw(st.integers(1, 5)), max_seq_len=draw(st.integers(1, 64)),
-        vocab_size=draw(st.integers(1, 99)), **flags,
-    )  # fmt: skip
-
-
-@given(shapes())
-@settings(max_examples=25, deadline=None)
-def test_parameters_by_part_are_those_of_the_model(cfg):
-    with torch.device("meta"):
-        state = dict(MPT(cfg).named_parameters())
-    parts = flops.params_by_part(cfg)
-    for name in ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "lm_head"):
-        assert parts[name] == sum(p.numel() for key, p in state.items() if f"{name}.weight" in key), name
-    assert parts["biases"] == sum(p.numel() for key, p in state.items() if key.endswith("bias"))
-    assert flops.n_params(cfg) == sum(p.numel() for p in state.values())
 
 
 BIGGER = {"n_layers": 1, "d_model": 0, "max_seq_len": 1, "vocab_size": 1, "expansion_ratio": 1, "kv_n_heads": 0}
@@ -113,60 +34,10 @@ def test_every_size_makes_every_count_larger(cfg, how, rank):
         larger = replace(cfg, **{name: getattr(cfg, name) + step})
         same = step == 0
         assert (flops.n_params(larger) > flops.n_params(cfg)) or same or (name == "max_seq_len" and cfg.alibi)
-        for convention, count in flops.CONVENTIONS.items():
+        for convention, count in conventions.CONVENTIONS.items():
             smaller = count(cfg, work)
             free = same or (name == "max_seq_len" and convention == "6nd" and cfg.alibi)
             assert count(larger, work) > smaller > 0 or free, (convention, name)
-
-
-# LLM Foundry's throughput tables (scripts/train/benchmarking): size, sequence, peak TFLOP/s, checkpointing,
-# TFLOP/s a GPU, MFU %, tokens/s a GPU. All on 8 GPUs.
-PUBLISHED = [
-    ("30b", 8192, 989.5, "full", 296, 29.92, 1384),
-    ("13b", 2048, 989.5, "none", 393, 39.79, 4792),
-    ("7b", 65536, 989.5, "full", 282, 28.59, 1956),
-    ("7b", 2048, 989.5, "none", 459, 46.44, 10643),
-    ("3b", 512, 989.5, "none", 458, 46.32, 27965),
-    ("1b", 2048, 989.5, "none", 413, 41.82, 45455),
-    ("760m", 32768, 989.5, "none", 315, 31.84, 16291),
-    ("30b", 2048, 312, "full", 172, 55.3, 916),
-    ("13b", 32768, 312, "full", 161, 51.69, 1016),
-    ("7b", 2048, 312, "none", 200, 64.23, 4641),
-    ("3b", 16384, 312, "none", 178, 57.13, 5529),
-    ("1b", 1024, 312, "none", 187, 60.15, 22112),
-    ("350m", 65536, 312, "none", 164, 52.7, 7524),
-    ("125m", 2048, 312, "none", 139, 44.79, 142830),
-    ("125m", 512, 312, "none", 125, 40.26, 156735),
-]
-
-
-@pytest.mark.parametrize("size, seq, peak, checkpointing, tflops, mfu, speed", PUBLISHED)
-def test_mfu_equals_the_published_one(size, seq, peak, checkpointing, tflops, mfu, speed):
-    cfg = mpt(size, max_seq_len=seq)
-    ours, more = (flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1))
-    assert 100 * ours - 0.005 <= mfu <= 100 * more + 0.005  # tokens/s are cut to whole ones, MFU is rounded
-    assert 100 * ours == pytest.approx(mfu, abs=0.045)
-    assert ours * peak == pytest.approx(tflops, abs=1)  # the tables cut or round these to whole numbers
-    recomputed = 4 / 3 if checkpointing == "full" else 1
-    assert flops.hfu(cfg, 8 * speed, 8, peak * 1e12, checkpointing) == pytest.approx(recomputed * ours)
-
-
-def test_all_142_published_rows():
-    """MFU and TFLOP/s from tokens/s, which are cut to whole ones: within 0.05 %, or one token/s where that is more."""
-    rows = list(csv.DictReader(TABLE.read_text().splitlines()))
-    assert len(rows) == 142
-    for row in rows:
-        cfg = MPTConfig(
-            d_model=int(row["d_model"]), n_heads=int(row["heads"]), n_layers=int(row["layers"]),
-            max_seq_len=int(row["seq"]),
-        )  # fmt: skip
-        assert flops.n_params(cfg) == int(row["params"])
-        speed, peak, mfu = int(row["tokens_s_gpu"]), float(row["peak_tflops"]), float(row["mfu_pct"])
-        ours, more = (100 * flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1))
-        assert ours - 0.005 <= mfu <= more + 0.005, row  # printed with two decimals
-        assert ours == pytest.approx(mfu, rel=max(5e-4, 1 / speed + 0.005 / mfu)), row
-        low, high = (math.floor(share * peak / 100) for share in (ours, more))
-        assert low <= float(row["tflops_per_gpu"]) <= high, row  # cut to whole ones
 
 
 def test_palm_540b():
@@ -174,14 +45,14 @@ def test_palm_540b():
     shape = MPTConfig(d_model=48 * 256, n_heads=48, n_layers=118, max_seq_len=2048)  # all heads together: 12288 wide
     rate = 238.3e3 / (6144 * devices.by_name("tpu v4").bf16_tflops * 1e12)
     assert f"{6 * 540.35e9 * rate:.1%}" == "45.7%"
-    assert f"{(6 * 540.35e9 + flops.flops_by_term(shape)['attention']) * rate:.1%}" == "46.2%"
+    assert f"{(6 * 540.35e9 + conventions.flops_by_term(shape)['attention']) * rate:.1%}" == "46.2%"
 
 
 def test_gpt3_3_14e23_flops():
     """GPT-3: 300e9 tokens, 6 N D. The table in its appendix D says 3.14e23, for 174.6e9 parameters."""
     gpt3 = MPTConfig(d_model=12288, n_heads=96, n_layers=96, max_seq_len=2048, vocab_size=50257)
     assert f"{flops.n_params(gpt3) / 1e9:.1f}" == "174.6"
-    assert f"{flops.CONVENTIONS['6nd'](gpt3) * 300e9:.2e}" == "3.14e+23"
+    assert f"{conventions.CONVENTIONS['6nd'](gpt3) * 300e9:.2e}" == "3.14e+23"
 
 
 @pytest.mark.parametrize("size", ["125m", "7b", "70b"])
@@ -189,10 +60,12 @@ def test_megatrons_formulas(size):
     """arXiv 2104.04473, eq. 3, with all blocks computed again; arXiv 2205.05198, app. A, without. B s tokens."""
     h, _, n, *_ = SIZES[size]
     s, V, cfg = 2048, 50368, mpt(size)
-    assert flops.CONVENTIONS["megatron"](cfg) == pytest.approx(72 * n * h**2 * (1 + s / (6 * h) + V / (12 * n * h)))
+    assert conventions.CONVENTIONS["megatron"](cfg) == pytest.approx(
+        72 * n * h**2 * (1 + s / (6 * h) + V / (12 * n * h))
+    )
     again = 96 * n * h**2 * (1 + s / (6 * h) + V / (16 * n * h))
-    assert flops.CONVENTIONS["megatron_recompute"](cfg) == pytest.approx(again)
-    assert flops.by_matmuls(cfg, Work(activation_checkpointing="full")) == pytest.approx(again)
+    assert conventions.CONVENTIONS["megatron_recompute"](cfg) == pytest.approx(again)
+    assert conventions.by_matmuls(cfg, Work(activation_checkpointing="full")) == pytest.approx(again)
 
 
 # arXiv 2203.15556, table A4: layers, d_model, heads, FLOPs by appendix F / 6 N D. N: with relative positions, d^2 a
@@ -211,7 +84,7 @@ CHINCHILLA = [
 def test_chinchillas_ratios_to_6nd(layers, d, heads, ratio):
     """They come out without the embedding and the logits that appendix F lists, the first within 0.005 of rounding."""
     cfg = MPTConfig(d_model=d, n_heads=heads, n_layers=layers, max_seq_len=2048, vocab_size=32000)
-    blocks = flops.chinchilla(cfg) - 3 * 2 * (2 * 32000 * d)
+    blocks = conventions.chinchilla(cfg) - 3 * 2 * (2 * 32000 * d)
     assert blocks / (6 * (12 * layers * d**2 + 32000 * d + layers * d**2)) == pytest.approx(ratio, abs=0.0055)
 
 
@@ -220,17 +93,7 @@ def test_chinchilla_counts_what_appendix_f_lists():
     S, d, V, heads, ffw = 5, 8, 7, 2, 16
     attention = 2 * 3 * S * d * d + 2 * S * S * d + 3 * heads * S * S + 2 * S * S * d + 2 * S * d * d
     forward = 2 * S * V * d + 3 * (attention + 2 * S * (d * ffw + d * ffw)) + 2 * S * d * V
-    assert S * flops.CONVENTIONS["chinchilla"](cfg) == 3 * forward
-
-
-def test_mi250_posts():
-    """166 and 159 TFLOP/s a card are 45.9 and 43.9 % of its 362, and the same share of one of its two torch devices."""
-    gcd = devices.by_name("mi250")
-    for tflops, share in ((166, "45.9%"), (159, "43.9%")):
-        assert f"{tflops / 362:.1%}" == share
-        speed = tflops * 1e12 / flops.train_flops_per_token(mpt("7b"))  # tokens/s a card
-        ours = flops.mfu(mpt("7b"), speed, gcd.per_card, gcd.bf16_tflops * 1e12)
-        assert ours == pytest.approx(tflops / 362, rel=3e-4)  # 362.1 a card
+    assert S * conventions.CONVENTIONS["chinchilla"](cfg) == 3 * forward
 
 
 def test_the_lora_thread():
@@ -242,42 +105,31 @@ def test_the_lora_thread():
 def test_conventions_of_one_model():
     cfg, n = mpt("7b"), SIZES["7b"][3]
     LdS = 32 * 4096 * 2048
-    counts = {name: count(cfg) for name, count in flops.CONVENTIONS.items()}
+    counts = {name: count(cfg) for name, count in conventions.CONVENTIONS.items()}
     assert counts["foundry"] == counts["palm"] == flops.train_flops_per_token(cfg) == 6 * n + 12 * LdS
     assert counts["causal"] == 6 * n + 6 * LdS and counts["lingua"] == 6 * n + 7 * LdS
     assert counts["flopcounter"] == 6 * n + 14 * LdS and counts["6nd"] == 6 * n
-    assert set(flops.FORMULAS) == set(counts)
-
-
-def test_hfu_of_no_selective_and_full_checkpointing():
-    of = (mpt("7b"), 1000, 1, 1e15)
-    once = flops.mfu(*of)
-    assert flops.hfu(*of, "none") == flops.hfu(*of, "selective") == once
-    assert flops.hfu(*of, "full") == pytest.approx(once * 4 / 3)
-    assert flops.hfu(*of, "full", 5) == pytest.approx(once * (1 + 7 / 32 / 3))  # blocks 0, 5, .., 30
+    assert set(conventions.FORMULAS) == set(counts)
 
 
 def test_frozen_weights_and_adapters():
     """4 N: no gradient of a weight. Attention as ever. An adapter of rank r on a linear of i x o has r (i + o)."""
     cfg, d, L = mpt("1b"), 2048, 24
     n, attention = SIZES["1b"][3], 12 * L * d * 2048
-    assert flops.by_n(cfg, Work(frozen=True)) == 4 * n + attention
+    assert conventions.by_n(cfg, Work(frozen=True)) == 4 * n + attention
     lora = Work(lora_rank=16, lora_targets="Wqkv,down_proj")
     n_lora = L * 16 * (d + 3 * d + 4 * d + d)
-    assert flops.by_n(cfg, lora) == 4 * n + attention + 6 * n_lora
-    again = flops.by_n(cfg, replace(lora, activation_checkpointing="full")) - flops.by_n(cfg, lora)
+    assert conventions.by_n(cfg, lora) == 4 * n + attention + 6 * n_lora
+    again = conventions.by_n(cfg, replace(lora, activation_checkpointing="full")) - conventions.by_n(cfg, lora)
     assert again == 2 * n + attention / 3 + 2 * n_lora
     top = replace(lora, lora_first_block=18)  # 18 of 24 blocks: forward only
-    assert flops.by_n(cfg, top) == 4 * n - 2 * 18 * 12 * d**2 + attention * (6 / 24 + 18 / 24 / 3) + 6 * n_lora / 4
-
-
-def test_an_unknown_peak_gives_no_utilization():
-    assert flops.mfu(mpt("1b"), 1000, 1, None) is None
-    assert flops.hfu(mpt("1b"), 1000, 1, None, "full") is None
+    assert (
+        conventions.by_n(cfg, top) == 4 * n - 2 * 18 * 12 * d**2 + attention * (6 / 24 + 18 / 24 / 3) + 6 * n_lora / 4
+    )
 
 
 def shown(capsys, *argv) -> str:
-    flops.main(list(argv))
+    conventions.main(list(argv))
     return capsys.readouterr().out
 
 
@@ -298,8 +150,8 @@ def test_json_has_the_same_figures(capsys):
     figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
     assert figures["n_params"] == sum(figures["params"].values()) == 1_315_950_592
     assert figures["mfu"] == figures["hfu"] == pytest.approx(0.5986, abs=1e-4)
-    assert "LLM Foundry" in figures["convention"] and set(figures["conventions"]) == set(flops.CONVENTIONS)
-    assert figures["conventions"]["megatron"]["flops_per_token"] == flops.by_matmuls(mpt("1b"))
+    assert "LLM Foundry" in figures["convention"] and set(figures["conventions"]) == set(conventions.CONVENTIONS)
+    assert figures["conventions"]["megatron"]["flops_per_token"] == conventions.by_matmuls(mpt("1b"))
 
 
 def test_the_share_of_what_matmuls_reach(capsys):
@@ -366,35 +218,44 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--n_params=1e9 --lora_rank=2", "leave out it or --lora_rank=2"),
     ("--n_params=1e9 --recompute_every=2", "leave out it or --recompute_every=2"),
     ("--n_params=1e9 --convention=megatron", "wants a model"),
-    ("--n_params=1e9 --check", "wants a model"),
     ("--d_model=-8", "d_model must be from 1 to 1,048,576, not -8"),
-    ("--check --lora_rank=2", "weights all train"),
     ("--recompute_every=0", "recompute_every must be at least 1"),
     ("--attention=half", "expected one of: full, causal, flash"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=message) as error:
-        flops.main(flags.split())
+        conventions.main(flags.split())
     assert "\n" not in str(error.value)
 
 
 def test_the_answer_comes_without_torch():
     """Importing it is most of the time of a single question."""
     code = (
-        "import sys, flops; "
-        "flops.main(['configs/mpt7b.py', '--device=mi250', '--tokens_per_second=1922']); "
+        "import sys; from planning import conventions; "
+        "conventions.main(['configs/mpt7b.py', '--device=mi250', '--tokens_per_second=1922']); "
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "45.83%" in done.stdout, done.stderr
 
 
-def test_check_compares_with_what_torch_counts(capsys):
-    flags = "--d_model=64 --n_heads=4 --n_layers=2 --vocab_size=128 --max_seq_len=64 --activation_checkpointing=full"
-    flops.main([*flags.split(), "--check"])
-    out = capsys.readouterr().out
-    rows = [line for line in out.splitlines() if line.endswith("%")]
-    assert len(rows) == 6 + 6 + 2 + 1 and "full checkpointing" in out
-    assert all(line.endswith("  0.00%") for line in rows[:-1])  # FLOPs exactly
-    assert abs(float(rows[-1].split()[-1].rstrip("%"))) < 5  # bytes
+def test_an_untied_input_embedding_is_a_lookup():
+    cfg = MPTConfig(d_model=8, n_heads=4, n_layers=2, vocab_size=32, tie_word_embeddings=False)
+    assert conventions.flops_by_term(cfg)["weights"] == 6 * (flops.n_params(cfg) - 32 * 8)
+
+
+@given(shapes(), st.sampled_from(["none", "selective", "full"]), st.integers(1, 3))
+@settings(max_examples=50, deadline=None)
+def test_foundry_and_causal_are_those_of_flops(cfg, how, every):
+    work = Work(activation_checkpointing=how, recompute_every=every)
+    for name in flops.FORMULAS:
+        ours = flops.hardware_flops_per_token(cfg, how, every, name)
+        assert conventions.CONVENTIONS[name](cfg, work) == ours
+        assert conventions.CONVENTIONS[name](cfg) == flops.train_flops_per_token(cfg, name)
+
+
+def test_flops_names_this_program_for_every_flag_that_it_does_not_have():
+    here = {field.name for field in fields(Work) + fields(ConventionArgs)}
+    there = {field.name for field in fields(flops.Recomputation) + fields(flops.FlopsArgs)}
+    assert set(flops.CONVENTION_FLAGS) == here - there
