@@ -21,7 +21,6 @@ from planning.matmuls import Work
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = ROOT / "configs"
 
-
 BIGGER = {"n_layers": 1, "d_model": 0, "max_seq_len": 1, "vocab_size": 1, "expansion_ratio": 1, "kv_n_heads": 0}
 
 
@@ -60,9 +59,8 @@ def test_megatrons_formulas(size):
     """arXiv 2104.04473, eq. 3, with all blocks computed again; arXiv 2205.05198, app. A, without. B s tokens."""
     h, _, n, *_ = SIZES[size]
     s, V, cfg = 2048, 50368, mpt(size)
-    assert conventions.CONVENTIONS["megatron"](cfg) == pytest.approx(
-        72 * n * h**2 * (1 + s / (6 * h) + V / (12 * n * h))
-    )
+    once = 72 * n * h**2 * (1 + s / (6 * h) + V / (12 * n * h))
+    assert conventions.CONVENTIONS["megatron"](cfg) == pytest.approx(once)
     again = 96 * n * h**2 * (1 + s / (6 * h) + V / (16 * n * h))
     assert conventions.CONVENTIONS["megatron_recompute"](cfg) == pytest.approx(again)
     assert conventions.by_matmuls(cfg, Work(activation_checkpointing="full")) == pytest.approx(again)
@@ -123,9 +121,8 @@ def test_frozen_weights_and_adapters():
     again = conventions.by_n(cfg, replace(lora, activation_checkpointing="full")) - conventions.by_n(cfg, lora)
     assert again == 2 * n + attention / 3 + 2 * n_lora
     top = replace(lora, lora_first_block=18)  # 18 of 24 blocks: forward only
-    assert (
-        conventions.by_n(cfg, top) == 4 * n - 2 * 18 * 12 * d**2 + attention * (6 / 24 + 18 / 24 / 3) + 6 * n_lora / 4
-    )
+    weights, share = 4 * n - 2 * 18 * 12 * d**2, 6 / 24 + 18 / 24 / 3
+    assert conventions.by_n(cfg, top) == weights + attention * share + 6 * n_lora / 4
 
 
 def shown(capsys, *argv) -> str:
