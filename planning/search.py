@@ -1,85 +1,50 @@
-"""What a run will need, how fast it will be and how it will scale, before it is launched.
+"""The search for a layout: every way to put a model on a fleet that was left open, and the fastest that fits.
 
-    python plan.py configs/mpt7b.py --device=mi250 --devices=64 --network=100     a layout, and what it gives
-    python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,64,256       strong and weak scaling
-    python plan.py --device=h100 --devices=64 --budget=7                          the best model of seven days
-    python plan.py --plot                                                         pictures: scaling, memory
+    for tp x pp, the least parallelism first      what divides heads, vocabulary and hidden width; layers
+        for every sharding mode, and every way of activation checkpointing
+            for microbatches of all sequences that fit, of a half, a quarter, and of one
+                bytes of a rank (memory.py), seconds of a step (step_time.py)
+        if any of these fits: the fastest is the answer, and no more parallelism is tried
 
-What a config file or a flag sets is taken; what is `auto` or not set (tp, pp, sharding, microbatch, checkpointing) is
-chosen: the least tensor and pipeline parallelism with which the model fits, and then whatever is fastest.
+`fastest` is asked about one fleet, `sweep` about several, and `budget` finds the largest model that a
+fleet trains in so many days. plan.py asks the questions and prints the answers.
 
-Memory is planning/memory.py's, seconds are planning/step_time.py's. Its constants were fitted to LLM Foundry's published runs of MPT on A100
-and H100 (bench/results/planner.md has every row's error); any other device is extrapolated, and labelled so, until
-`--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a table of `bench train`. The last
-lines of a plan say what was assumed. fsdp_train.py itself has no tensor or pipeline parallelism yet.
-
-Read next: planning/memory.py, planning/step_time.py.
+Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`: all
+layouts side by side. Read next: planning/picture.py.
 """
 
 import itertools
-import json
 import math
+import typing
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import config
 import devices
 import flops
-from config import MPTConfig, TrainConfig, UserError, require
-from devices import Device
-from planning import calibrate, memory, picture, step_time
-from planning.step_time import Constants, Fleet, Step
+from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, UserError, require
+from planning import memory, step_time
+from planning.step_time import Constants, Fleet, Step, Trainer
 
-CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
-NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}  # a device's share: 3000 / 8, 6500 / 8, 10200 / 8
-OTHER_WATTS = 1.7  # node / board power elsewhere: the mean of these three
-NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
-SHARDINGS = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
-LAYOUT = ("sharding", "shard_size", "activation_checkpointing", "microbatch_size", "global_batch_size")
-JOB_DAYS = {"slurm/train_srun.sbatch": 51 * 2 / 24, "slurm/train.sbatch": 51 * 12 / 24}  # with all 50 restarts
-WAYS = ("none", "selective", "full")  # activation checkpointing
 SIZES = {128: 12, 768: 12, 1024: 24, 2048: 24, 2560: 32, 4096: 32, 5120: 40, 7168: 48, 8192: 80, 12288: 96, 32768: 160}
 
 
-@dataclass
-class PlanArgs:
-    """The fleet, the layout, the question."""
+@dataclass(frozen=True)
+class LayoutArgs:
+    """The layout. What is auto is chosen."""
 
-    device: str = "auto"  # the kind: mi250, h100, ... (python devices.py lists them); one torch device each
-    devices: int = 8  # how many torch devices
-    node_size: int = 8  # torch devices of a node
-    network: float = 0.0  # GB/s of a node's network, each way (0: 100 is assumed where there is more than one node)
     tp: int | Literal["auto"] = "auto"  # tensor parallelism
     pp: int | Literal["auto"] = "auto"  # pipeline stages
-    interleave: int = 1  # pieces of the model on each stage
-    sharding: Literal["auto", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "auto"
+    sharding: Literal["auto", Sharding] = "auto"  # see parallel.py
     microbatch_size: int | Literal["auto"] = "auto"  # sequences
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    choose: bool = False  # choose these even where a config file sets them
-    global_batch_size: int = 0  # sequences of a step (0: 256 or a little more, and at least 4 a device)
-    max_steps: int = 0  # steps of the run, for its time
-    trainer: Literal["ours", "foundry"] = "ours"  # foundry: reductions in bf16, residuals in fp32, as published rows
-    tokens: float = 0.0  # to train on (0: those of max_steps, else 20 a parameter)
-    price: float = 0.0  # of one torch device for an hour
-    watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
-    calibrate: str = ""  # machine.json of bench machine, or a .csv of bench train
-    sweep_devices: str = ""  # numbers of devices: 8,16,64
-    budget: float = 0.0  # days: the Chinchilla-optimal model that these devices train in them
-    plot: bool = False  # draw pictures: of the sweep, else of the published MI250 runs and of the memory by sharding
-    out: str = "plan.png"  # where
-    json: bool = False  # print JSON
+    activation_checkpointing: Literal["auto", Checkpointing] = "auto"  # see parallel.py
 
     def check(self) -> None:
-        for name in ("devices", "node_size", "interleave"):
-            require(getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("network", "tokens", "price", "watts", "budget"):
-            require(0 <= getattr(self, name) < math.inf, f"{name} must be 0 or more, not {getattr(self, name)}")
         for name in ("tp", "pp", "microbatch_size"):
             value = getattr(self, name)
             require(value == "auto" or value > 0, f"{name} must be at least 1 or auto, not {value}")
-        require(not (self.budget and self.sweep_devices), "--budget and --sweep_devices are two questions: ask one")
 
 
 @dataclass(frozen=True)
@@ -104,16 +69,16 @@ class Plan:
     def mfu(self) -> float:
         return flops.mfu(self.m, self.tokens_per_second, self.fleet.devices, self.fleet.device.bf16_tflops * 1e12)
 
+    def hours(self, tokens: float) -> float:
+        """To train on so many."""
+        return tokens / self.tokens_per_second / 3600
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Choosing a layout
 
 
-def trainer(args: PlanArgs) -> step_time.Trainer:
-    return step_time.FOUNDRY if args.trainer == "foundry" else step_time.OURS
-
-
-def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: step_time.Trainer) -> Plan:
+def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
     """What this layout gives. UserError if it cannot be."""
     seconds = Step(m, cfg, fleet, c, trainer).parts()
     return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp))
@@ -123,15 +88,16 @@ def divisors(n: int, at_most: int) -> list[int]:
     return [i for i in range(1, min(n, at_most) + 1) if n % i == 0]
 
 
-def model_splits(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, n: int) -> list[tuple[int, int]]:
-    """(tp, pp) to try on n devices, the least parallelism first. UserError if none divides model and batch."""
+def model_splits(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet) -> list[tuple[int, int]]:
+    """(tp, pp) to try, the least parallelism first. UserError if none divides model and batch."""
+    n, interleave = fleet.devices, fleet.interleave
     common = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)  # tensor parallelism divides them all
-    tps = [args.tp] if args.tp != "auto" else divisors(common, args.node_size)
-    whole = m.n_layers % args.interleave == 0
-    require(whole, f"n_layers {m.n_layers} is not a multiple of interleave {args.interleave}")
-    pps = [args.pp] if args.pp != "auto" else divisors(m.n_layers // args.interleave, n)
+    tps = [asked.tp] if asked.tp != "auto" else divisors(common, fleet.node_size)
+    whole = m.n_layers % interleave == 0
+    require(whole, f"n_layers {m.n_layers} is not a multiple of interleave {interleave}")
+    pps = [asked.pp] if asked.pp != "auto" else divisors(m.n_layers // interleave, n)
     pairs = [(t, p) for t, p in itertools.product(tps, pps) if n % (t * p) == 0]
-    require(pairs, f"{n} devices are not a multiple of tp {args.tp} x pp {args.pp}")
+    require(pairs, f"{n} devices are not a multiple of tp {asked.tp} x pp {asked.pp}")
     whole = [(t, p) for t, p in pairs if cfg.global_batch_size % (n // (t * p)) == 0]
     require(
         whole, f"global_batch_size {cfg.global_batch_size} is not a multiple of the data-parallel ranks on {n} devices"
@@ -139,30 +105,39 @@ def model_splits(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, n: int) -> list
     return sorted(whole, key=lambda pair: (pair[0] * pair[1], pair[1]))
 
 
-def layouts(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet):
+def layouts(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet):
     """Configs to try: every sharding and way of checkpointing that is left open, with microbatches that fit."""
     node = max(1, fleet.node_size // fleet.tp)  # data-parallel ranks of a node
-    every = SHARDINGS if fleet.pp == 1 else ("ZERO1", "DDP")  # gathers for each microbatch of a pipeline cost too much
-    every = [mode for mode in every if mode != "HYBRID_SHARD" or (fleet.dp > node and fleet.dp % node == 0)]
-    for mode in every if args.sharding == "auto" else [args.sharding]:
-        shard_size = (cfg.shard_size or min(node, fleet.dp)) if mode == "HYBRID_SHARD" else 0
-        for way in WAYS if args.activation_checkpointing == "auto" else [args.activation_checkpointing]:
+    several = fleet.dp > node and fleet.dp % node == 0  # nodes, each of which can hold a copy
+    every = [mode for mode, facts in SHARDING_MODES.items() if several or facts.over != "group"]
+    if fleet.pp > 1:  # gathers for each microbatch of a pipeline cost too much
+        every = [mode for mode in every if SHARDING_MODES[mode].reduces_late]
+    for mode in every if asked.sharding == "auto" else [asked.sharding]:
+        in_groups = SHARDING_MODES[mode].over == "group"
+        shard_size = (cfg.shard_size or min(node, fleet.dp)) if in_groups else 0
+        ways = typing.get_args(Checkpointing)
+        for way in ways if asked.activation_checkpointing == "auto" else [asked.activation_checkpointing]:
             one = replace(cfg, sharding=mode, shard_size=shard_size, activation_checkpointing=way)
-            if args.microbatch_size != "auto":
-                yield replace(one, microbatch_size=args.microbatch_size)
+            if asked.microbatch_size != "auto":
+                yield replace(one, microbatch_size=asked.microbatch_size)
                 continue
             most = memory.largest_microbatch(m, one, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp)
             yield from (replace(one, microbatch_size=b) for b in {most, most // 2, most // 4, 1} if b > 0)
 
 
-def make(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan:
-    """The fastest layout on `fleet` that fits, with the least tp x pp. Where all is fixed, that, though it may not fit.
-    UserError if nothing fits."""
-    left_open = "auto" in (args.tp, args.pp, args.sharding, args.microbatch_size, args.activation_checkpointing)
-    splits = model_splits(m, cfg, args, fleet.devices)
+def plans(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer):
+    """A list of plans, one of every layout, for each degree tp x pp, the least first."""
+    splits = model_splits(m, cfg, asked, fleet)
     for _, alike in itertools.groupby(splits, key=lambda pair: pair[0] * pair[1]):
         fleets = [replace(fleet, tp=tp, pp=pp) for tp, pp in alike]
-        found = [evaluate(m, one, at, c, trainer(args)) for at in fleets for one in layouts(m, cfg, args, at)]
+        yield [evaluate(m, one, at, c, trainer) for at in fleets for one in layouts(m, cfg, asked, at)]
+
+
+def fastest(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
+    """The fastest layout on `fleet` that fits, with the least tp x pp. Where all is fixed, that, though it may not fit.
+    UserError if nothing fits."""
+    left_open = "auto" in vars(asked).values()
+    for found in plans(m, cfg, asked, fleet, c, trainer):
         found = [one for one in found if one.fits or not left_open]
         if found:
             return max(found, key=lambda one: one.tokens_per_second)
@@ -173,182 +148,23 @@ def make(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Consta
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a plan says
-
-
-def figures(one: Plan, args: PlanArgs) -> dict:
-    """All that a plan predicts."""
-    device, n, rate = one.fleet.device, one.fleet.devices, one.tokens_per_second
-    tokens = args.tokens or TOKENS_PER_PARAMETER * flops.n_params(one.m)
-    hours = tokens / rate / 3600
-    layout = {name: getattr(one.cfg, name) for name in LAYOUT} | {"tp": one.fleet.tp, "pp": one.fleet.pp}
-    return {
-        "n_params": flops.n_params(one.m),
-        "device": device.name,
-        "devices": n,
-        "layout": {**layout, "dp": one.fleet.dp, "interleave": one.fleet.interleave},
-        "seconds": one.seconds,
-        "tokens_per_second": rate,
-        "tflops_per_device": rate * flops.train_flops_per_token(one.m) / n / 1e12,
-        "mfu": one.mfu,
-        "convention": flops.CONVENTION,
-        "bytes": one.bytes,
-        "share_of_memory": one.bytes["peak"] / (device.memory_gb * 2**30),
-        "fits": one.fits,
-        "tokens": tokens,
-        "max_steps": math.ceil(tokens / (one.cfg.global_batch_size * one.m.max_seq_len)),
-        "days": hours / 24,
-        "mwh": watts(device, args) and hours * n * watts(device, args) / 1e6,
-        "cost": hours * n * args.price,
-        "flags": flags(one),
-        "assumed": assumed(one, args),
-    }
-
-
-def watts(device: Device, args: PlanArgs) -> float | None:
-    """Of one torch device with its share of the node. None: not known."""
-    known = next((w for name, w in NODE_WATTS.items() if device.name.startswith(name)), None)
-    return args.watts or known or (device.watts and OTHER_WATTS * device.watts)
-
-
-def flags(one: Plan) -> str:
-    """What makes fsdp_train.py run this layout; nothing if it cannot."""
-    names = [name for name in LAYOUT if getattr(one.cfg, name)]
-    return "" if one.fleet.tp * one.fleet.pp > 1 else " ".join(f"--{name}={getattr(one.cfg, name)}" for name in names)
-
-
-def assumed(one: Plan, args: PlanArgs) -> list[str]:
-    """What a plan rests on and the user did not say."""
-    device, fleet = one.fleet.device, one.fleet
-    cards = fleet.devices / device.per_card
-    link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {step_time.UNKNOWN_LINK:g}"
-    said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
-    if device.per_card > 1:
-        said.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards")
-    if fleet.devices > fleet.node_size and not args.network and not args.calibrate:
-        said.append(f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant")
-    if args.calibrate:
-        said.append(f"speed calibrated by {args.calibrate}")
-    elif device.name.startswith(CALIBRATED):
-        said.append("speed as LLM Foundry's on this device; our trainer was not measured on it")
-    else:
-        said.append(f"speed EXTRAPOLATED: no run on {device.name} was used, set --calibrate to bring one")
-    if device.reachable is None:
-        said.append(f"matmuls reach {step_time.Constants().reachable:.0%} of the peak, as on no device in particular")
-    if not args.tokens:
-        said.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
-    if not args.global_batch_size:
-        said.append(f"a global batch of {one.cfg.global_batch_size} sequences: set --global_batch_size")
-    if one.m.alibi or one.m.attn_impl != "triton":
-        said.append("attention by a fused kernel that keeps no scores and, for ALiBi, needs no more columns")
-    if fleet.interleave > 1:
-        said.append("memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations")
-    if not args.watts and watts(device, args):
-        known = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if known else f"{OTHER_WATTS} times the board's"
-        said.append(f"{watts(device, args):.0f} W a device with its share of the node, {source}")
-    if fleet.tp * fleet.pp > 1:
-        said.append("fsdp_train.py has no tensor and pipeline parallelism yet")
-    return said
-
-
-def beside_own(one: Plan, own: Plan | None) -> list[str]:
-    """How the settings as they stand, `own`, would do beside the plan, if that changes them."""
-    before = [name for name in LAYOUT if own and getattr(own.cfg, name) != getattr(one.cfg, name)]
-    before = [f"{name}={getattr(own.cfg, name)}" for name in before]
-    before += ["tp=1", "pp=1"] if own and own.fleet != one.fleet else []
-    if not before:
-        return []
-    gain = one.tokens_per_second / own.tokens_per_second - 1
-    speed = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-    return [f"as it is    {', '.join(before)}: {speed if own.fits else 'DOES NOT FIT'}"]
-
-
-def too_long(days: float) -> list[str]:
-    """The job scripts that have used their 50 restarts before the run ends."""
-    last = "{} ends after 50 restarts, {:.3g} days: submit it again then"
-    short = [last.format(name, limit) for name, limit in JOB_DAYS.items() if days > limit]
-    return [f"{'' if i else 'restarts':<12}{line}" for i, line in enumerate(short)]
-
-
-def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
-    """A plan as a person reads it, beside the settings as they stand."""
-    f, cfg, fleet = figures(one, args), one.cfg, one.fleet
-    group = f", shards of {cfg.shard_size}" if cfg.sharding == "HYBRID_SHARD" else ""
-    rows = cfg.global_batch_size // fleet.dp
-    size = min(cfg.microbatch_size, rows)
-    most = f"{'up to ' if rows % size else ''}{size}"
-    passes = f"{fleet.dp} ranks x {rows}, microbatches of {most}: {math.ceil(rows / size)}"
-    lines = [
-        f"{f['n_params'] / 1e9:.3g}B parameters, sequence {one.m.max_seq_len}, {f['devices']} x {f['device']}",
-        f"dp {fleet.dp} x tp {fleet.tp} x pp {fleet.pp}, {cfg.sharding}{group}, checkpointing "
-        f"{cfg.activation_checkpointing}, batch {cfg.global_batch_size} = {passes}",
-        "",
-        f"{'a step':<26}{'ms':>12}{'share':>9}    {'GB of one device':<26}{'at its peak':>12}",
-    ]
-    left = [f"  {name:<24}{1e3 * s:>12,.1f}{s / one.seconds['step']:>9.1%}" for name, s in one.seconds.items()]
-    parts = {name: n for name, n in one.bytes.items() if name not in ("peak", "moment")}
-    right = [f"  {name:<24}{n / 1e9:>12.2f}" for name, n in parts.items()]
-    right += [f"  {'all: ' + one.bytes['moment']:<24}{one.bytes['peak'] / 1e9:>12.2f}"]
-    lines += [f"{a:<47}    {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")]
-    money = f", {f['cost']:,.0f} at {args.price:g} a device-hour" if args.price else ""
-    energy = f"{f['mwh']:,.3g} MWh" if f["mwh"] else "energy n/a: set --watts"
-    room = "fits" if one.fits else "DOES NOT FIT"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"memory      {f['share_of_memory']:.0%} of {fleet.device.memory_gb:g} GiB: {room}",
-            f"speed       {f['tokens_per_second']:,.0f} tokens/s, {f['tflops_per_device']:.1f} TFLOP/s a device, "
-            f"MFU {f['mfu']:.1%} ({f['convention']})",
-            f"the run     {f['tokens'] / 1e9:,.4g}B tokens, --max_steps={f['max_steps']}: {f['days']:,.3g} days, "
-            f"{energy}{money}",
-            *too_long(f["days"]),
-            *beside_own(one, own),
-            *([f"its flags   {f['flags']}"] if f["flags"] else []),
-            *(f"{'assumed' if i == 0 else '':<12}{line}" for i, line in enumerate(f["assumed"])),
-        ]
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Sweep and budget
 
 
-def sweep(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, counts: list[int], fleet: Fleet, c: Constants) -> list[dict]:
+def sweep(
+    m: MPTConfig, cfg: TrainConfig, counts: list[int], asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer
+) -> list[dict]:
     """Strong scaling (the global batch stays) and weak (it grows with the devices) from the smallest count."""
     rows, first = [], min(counts)
     for n in sorted(counts):
-        strong = make(m, cfg, args, replace(fleet, devices=n), c)
-        weak = make(m, replace(cfg, global_batch_size=cfg.global_batch_size * n // first), args, strong.fleet, c)
+        strong = fastest(m, cfg, asked, replace(fleet, devices=n), c, trainer)
+        larger = replace(cfg, global_batch_size=cfg.global_batch_size * n // first)
+        weak = fastest(m, larger, asked, strong.fleet, c, trainer)
         rates = [one.tokens_per_second / n for one in (strong, weak)]
         base = rows[0]["rates"] if rows else rates
         rows.append({"devices": n, "strong": strong, "weak": weak, "rates": rates})
         rows[-1]["efficiency"] = [rate / before for rate, before in zip(rates, base, strict=True)]
     return rows
-
-
-def sweep_json(row: dict, args: PlanArgs) -> dict:
-    plans = {name: figures(row[name], args) for name in ("strong", "weak")}
-    return {"devices": row["devices"], "efficiency": dict(zip(plans, row["efficiency"], strict=True)), **plans}
-
-
-def sweep_text(rows: list[dict], args: PlanArgs) -> str:
-    head = f"{'':<10}{'strong scaling':^44}  {'weak scaling':^44}"
-    names = f"{'tokens/s':>13}{'TFLOP/s':>9}{'MFU':>8}{'efficiency':>12}  "
-    lines = [head, f"{'devices':>8}  {names}{names}  layout (strong)"]
-    for row in rows:
-        cells = ""
-        for one, efficiency in zip((row["strong"], row["weak"]), row["efficiency"], strict=True):
-            tflops = one.mfu * one.fleet.device.bf16_tflops
-            cells += f"{one.tokens_per_second:>13,.0f}{tflops:>9.1f}{one.mfu:>8.1%}{efficiency:>12.1%}  "
-        cfg, fleet = row["strong"].cfg, row["strong"].fleet
-        split = f"tp {fleet.tp} pp {fleet.pp} " if fleet.tp * fleet.pp > 1 else ""
-        how = f"{split}{cfg.sharding}, {cfg.microbatch_size}, {cfg.activation_checkpointing}"
-        lines.append(f"{row['devices']:>8}  {cells}  {how}")
-    lines += ["", f"MFU: {flops.CONVENTION}"]
-    lines += [f"assumed: {line}" for line in assumed(rows[-1]["strong"], args)]
-    return "\n".join(lines)
 
 
 def shape(d_model: int, m: MPTConfig) -> MPTConfig:
@@ -360,8 +176,10 @@ def shape(d_model: int, m: MPTConfig) -> MPTConfig:
     return replace(m, d_model=d_model, n_heads=d_model // 128, kv_n_heads=None, n_layers=layers)
 
 
-def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan:
-    """The largest model that sees 20 tokens a parameter within `budget` days: Chinchilla's optimum (2203.15556).
+def budget(
+    m: MPTConfig, cfg: TrainConfig, days: float, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer
+) -> Plan:
+    """The largest model that sees 20 tokens a parameter within `days`: Chinchilla's optimum (2203.15556).
 
     Not all widths can be split over the devices, so the widths are tried from the largest down. UserError if there is
     none.
@@ -369,78 +187,54 @@ def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Cons
     rate, trouble = fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400, None  # FLOPs a day at MFU 100 %
     for width in WIDTHS:
         one = shape(width, m)
-        if 6 * TOKENS_PER_PARAMETER * flops.n_params(one) ** 2 > args.budget * rate:
+        tokens = TOKENS_PER_PARAMETER * flops.n_params(one)
+        if 6 * tokens * flops.n_params(one) > days * rate:
             continue
         try:
-            found = make(one, cfg, args, fleet, c)
+            found = fastest(one, cfg, asked, fleet, c, trainer)
         except UserError as error:  # of the smallest model that was tried
             trouble = error
             continue
-        if figures(found, args)["days"] <= args.budget:
+        if found.hours(tokens) / 24 <= days:
             return found
         trouble = None
-    raise trouble or UserError(
-        f"{args.budget:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
-    )
+    raise trouble or UserError(f"{days:g} days on {fleet.devices} x {fleet.device.name} are too few for any model")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The program
 
 
-def as_it_stands(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan | None:
-    """What fsdp_train.py would run with these settings; None if that is not known or cannot be."""
-    shard_size = cfg.shard_size or (args.node_size if cfg.sharding == "HYBRID_SHARD" else 0)
-    try:
-        return evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
-    except UserError:  # microbatch_size=auto, or a batch that these devices do not divide
-        return None
+@dataclass
+class SearchArgs:
+    """Where."""
+
+    device: str = "auto"  # mi250, h100, ...
+    devices: int = 8  # torch devices in all
+    node_size: int = 8  # torch devices of a node
+    network: float = 100.0  # GB/s of a node, each way
 
 
-def fleet_of(args: PlanArgs) -> tuple[Fleet, Constants]:
-    """The devices, measured if a file says so."""
-    fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network or NETWORK)
-    fleet = replace(fleet, interleave=args.interleave)
-    return calibrate.from_file(args.calibrate, fleet, trainer(args)) if args.calibrate else (fleet, Constants())
-
-
-def counts_of(args: PlanArgs) -> list[int]:
-    try:
-        counts = sorted({int(n) for n in args.sweep_devices.split(",")})
-    except ValueError as error:
-        raise UserError(f"--sweep_devices wants numbers: 8,16,64, not {args.sweep_devices!r}") from error
-    require(counts[0] > 0, f"--sweep_devices wants numbers above 0, not {counts[0]}")
-    return counts
+def table(found: list[Plan]) -> str:
+    """The fastest first."""
+    lines = [f"{'tokens/s':>12}{'MFU':>8}{'memory':>9}  tp  pp  microbatch  checkpointing  sharding"]
+    for one in sorted(found, key=lambda one: -one.tokens_per_second):
+        share = one.bytes["peak"] / (one.fleet.device.memory_gb * 2**30)
+        line = f"{one.tokens_per_second:>12,.0f}{one.mfu:>8.1%}{share:>9.0%}"
+        line += f"{one.fleet.tp:>4}{one.fleet.pp:>4}{one.cfg.microbatch_size:>12}"
+        line += f"  {one.cfg.activation_checkpointing:<13}  {one.cfg.sharding}"
+        lines.append(line if one.fits else f"{line}  DOES NOT FIT")
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
-    m, cfg, args = config.load(argv, MPTConfig, TrainConfig, PlanArgs)
-    require(cfg.precision != "fp32", "plans are for bf16, in which speeds were published: leave out --precision=fp32")
-    files, given = [a for a in argv if not a.startswith("-")], {a.lstrip("-").split("=")[0] for a in argv}
-    if args.plot and not files and args.device == "auto":
-        return picture.published(args.out)
-    others = [*files, *(f"--{name}" for name in ("tokens", "max_steps") if name in given)]
-    require(not (args.budget and others), f"--budget finds the model and its tokens: leave out {' '.join(others)}")
-    if args.choose:
-        left = "tp pp sharding microbatch_size activation_checkpointing".split()
-        args = replace(args, **{name: "auto" for name in left if name not in given})
-    m = m if m.attn_impl == "triton" else replace(m, attn_impl="sdpa")
-    if args.max_steps and not args.tokens:
-        args = replace(args, tokens=float(cfg.max_steps * cfg.global_batch_size * m.max_seq_len))
-    fleet, c = fleet_of(args)
-    own = as_it_stands(m, cfg, args, fleet, c) if files else None
-    if not args.global_batch_size:
-        rows = max(4, math.ceil(cfg.global_batch_size / fleet.devices))  # of a device
-        cfg = replace(cfg, global_batch_size=rows * fleet.devices)
-    if args.sweep_devices:
-        rows = sweep(m, cfg, args, counts_of(args), fleet, c)
-        print(json.dumps([sweep_json(row, args) for row in rows], indent=2) if args.json else sweep_text(rows, args))
-        if args.plot:
-            picture.scaling(rows, args.out)
-        return
-    one = budget(m, cfg, args, fleet, c) if args.budget else make(m, cfg, args, fleet, c)
-    print(json.dumps(figures(one, args), indent=2) if args.json else text(one, args, own))
-    if args.plot:
-        picture.bytes_by_sharding(one.m, one.cfg, one.fleet, args.out)
+    m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, SearchArgs)
+    fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network)
+    for found in plans(m, cfg, asked, fleet, Constants(), step_time.OURS):
+        if any(one.fits for one in found):
+            break
+    print(f"{flops.n_params(m) / 1e9:.3g}B parameters, {args.devices} x {fleet.device.name}\n")
+    print(table(found))
 
 
 if __name__ == "__main__":

@@ -1,285 +1,92 @@
-"""plan.py: layouts that are chosen and taken, scaling, budgets, pictures, and its speed."""
+"""planning/search.py: all layouts side by side, the fastest of them, MPT's proportions."""
 
-import json
-import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import config
-import flops
-import plan
+import devices
 from config import MPTConfig, TrainConfig, UserError
-from plan import PlanArgs
-from planning import memory
+from planning import search, step_time
+from planning.search import LayoutArgs
+from planning.step_time import Constants, Fleet
 
 ROOT = Path(__file__).parent.parent.parent
-MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))
-
-
-def planned(capsys, *argv) -> dict:
-    plan.main([*argv, "--json"])
-    return json.loads(capsys.readouterr().out)
-
-
-def test_what_a_config_says_is_taken(capsys):
-    found = planned(capsys, MPT7B, "--device=mi250", "--devices=64", "--network=100")
-    layout = found["layout"]
-    assert (layout["sharding"], layout["microbatch_size"], layout["activation_checkpointing"]) == ("ZERO1", 8, "full")
-    assert (layout["dp"], layout["tp"], layout["pp"]) == (64, 1, 1)
-    assert found["n_params"] == 6_658_859_008 and found["fits"]
-    assert found["seconds"]["step"] == pytest.approx(sum(v for k, v in found["seconds"].items() if k != "step"))
-    assert found["tokens_per_second"] == pytest.approx(1024 * 2048 / found["seconds"]["step"])
-
-
-def test_figures_follow_from_each_other(capsys):
-    flags = ["--device=mi250", "--devices=64", "--price=2", "--watts=300", "--tokens=1e11"]
-    found = planned(capsys, MPT7B, *flags)
-    hours = 1e11 / found["tokens_per_second"] / 3600
-    assert found["days"] == pytest.approx(hours / 24) and found["cost"] == pytest.approx(hours * 64 * 2)
-    assert found["mwh"] == pytest.approx(hours * 64 * 300 / 1e6)
-    m = MPTConfig(d_model=4096, n_heads=32, n_layers=32)
-    per_device = found["tokens_per_second"] * flops.train_flops_per_token(m) / 64
-    assert found["tflops_per_device"] == pytest.approx(per_device / 1e12)
-    assert found["mfu"] == pytest.approx(per_device / 181.05e12)
-
-
-def test_tokens_are_the_config_files_else_twenty_a_parameter(capsys):
-    found = planned(capsys, MPT7B, "--device=h100")
-    assert found["tokens"] == 63900 * 1024 * 2048 and not any("tokens a parameter" in line for line in found["assumed"])
-    found = planned(capsys, "--device=h100")
-    assert found["tokens"] == 20 * found["n_params"] and any(
-        "20 tokens a parameter" in line for line in found["assumed"]
-    )
-
-
-def test_tokens_become_the_steps_to_set(capsys):
-    plan.main([MPT7B, "--device=mi250", "--devices=64", "--tokens=1e9"])
-    assert "1B tokens, --max_steps=477: " in capsys.readouterr().out  # 1e9 / (1024 x 2048) = 476.8
-    assert planned(capsys, MPT7B, "--device=mi250", "--devices=64")["max_steps"] == 63900
-
-
-def test_a_plan_says_what_the_config_as_it_is_would_give(capsys):
-    """Its gain is the ratio of two plans, one with the config's own layout; the same layout needs no line."""
-    flags = [str(ROOT / "configs/mpt1b.py"), "--device=mi250", "--devices=8"]
-    own = planned(capsys, *flags, "--sharding=FULL_SHARD")["tokens_per_second"]
-    best = planned(capsys, *flags)
-    assert best["layout"]["sharding"] == "ZERO1"
-    plan.main(flags)
-    said = f"as it is    sharding=FULL_SHARD: {own:,.0f} tokens/s; this plan is "
-    assert f"{said}{best['tokens_per_second'] / own - 1:.0%} faster" in capsys.readouterr().out
-    plan.main([*flags, "--sharding=FULL_SHARD"])
-    assert "as it is" not in capsys.readouterr().out
-    plan.main(["--device=mi250"])
-    assert "as it is" not in capsys.readouterr().out
-
-
-def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
-    (tmp_path / "big.py").write_text(Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n")
-    plan.main([str(tmp_path / "big.py"), "--device=mi250", "--choose"])
-    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as it is")]
-    assert len(found) == 1 and "activation_checkpointing=none" in found[0] and found[0].endswith("DOES NOT FIT")
-
-
-@pytest.mark.parametrize("device, words", [("mi250", "a card is 2 torch devices: 4 are 2 cards"), ("h100", "")])
-def test_a_card_of_two_devices_is_told(capsys, device, words):
-    said = [line for line in planned(capsys, MPT7B, f"--device={device}", "--devices=4")["assumed"] if "card" in line]
-    assert words in said[0] if words else not said
-
-
-def test_runs_that_outlive_the_restarts_of_a_job_are_told(capsys):
-    for name, days in plan.JOB_DAYS.items():
-        text = (ROOT / name).read_text()
-        hours, minutes, seconds = map(int, re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", text).groups())
-        assert days == (int(re.search(r"SLURM_RESTART_COUNT:-0} >= (\d+)", text)[1]) + 1) * hours / 24
-        assert minutes == seconds == 0 and f"51 jobs of {hours} hours are {int(days)} days" in text
-    flags = [MPT7B, "--device=mi250", "--devices=64"]
-    plan.main(flags)  # 13 days
-    out = capsys.readouterr().out
-    assert "train_srun.sbatch ends after 50 restarts, 4.25 days" in out and "train.sbatch ends" not in out
-    plan.main([*flags, "--tokens=1e9"])
-    assert "restarts" not in capsys.readouterr().out
-
-
-def test_what_is_chosen_fits_and_is_at_least_as_fast(capsys):
-    taken = planned(capsys, MPT7B, "--device=mi250", "--devices=64")
-    chosen = planned(capsys, MPT7B, "--device=mi250", "--devices=64", "--choose")
-    assert chosen["fits"] and chosen["share_of_memory"] <= memory.ROOM
-    assert chosen["tokens_per_second"] >= taken["tokens_per_second"]
-
-
-def test_the_least_model_parallelism_that_fits(capsys):
-    big = ["--d_model=12288", "--n_heads=96", "--n_layers=96", "--vocab_size=51200", "--global_batch_size=1024"]
-    found = planned(capsys, *big, "--device=mi250x", "--devices=1024", "--sharding=ZERO1")
-    layout = found["layout"]
-    assert layout["tp"] * layout["pp"] > 1 and found["fits"]
-    assert layout["dp"] * layout["tp"] * layout["pp"] == 1024
-    assert any("no tensor and pipeline parallelism yet" in line for line in found["assumed"])
-    m, cfg, _ = config.load([*big, "--attn_impl=sdpa"], MPTConfig, TrainConfig, PlanArgs)
-    cfg = replace(cfg, sharding="ZERO1", activation_checkpointing="full", microbatch_size=1)
-    for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)):
-        if tp * pp < layout["tp"] * layout["pp"]:
-            peak = memory.bytes_by_part(m, cfg, 1024, "bf16", tp, pp)["peak"]
-            assert peak > memory.ROOM * 64 * 2**30, (tp, pp)
-
-
-def test_a_layout_that_is_all_given_is_told_though_it_does_not_fit(capsys):
-    fixed = ["--tp=1", "--pp=1", "--sharding=DDP", "--microbatch_size=4", "--activation_checkpointing=none"]
-    found = planned(capsys, MPT7B, *fixed, "--device=mi250", "--devices=8")
-    assert not found["fits"] and found["share_of_memory"] > 1
-    plan.main([MPT7B, *fixed, "--device=mi250", "--devices=8"])
-    assert "DOES NOT FIT" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "device, words", [("mi250", "EXTRAPOLATED"), ("mi300x", "EXTRAPOLATED"), ("h100", "as LLM Foundry's")]
-)
-def test_a_device_that_was_not_measured_is_labelled(capsys, device, words):
-    (line,) = [line for line in planned(capsys, MPT7B, f"--device={device}")["assumed"] if line.startswith("speed")]
-    assert words in line
-
-
-def test_the_network_is_an_assumption_only_between_nodes(capsys):
-    def said(*flags):
-        return any("network" in line for line in planned(capsys, MPT7B, "--device=mi250", *flags)["assumed"])
-
-    assert not said("--devices=8") and said("--devices=16") and not said("--devices=16", "--network=50")
-
-
-def test_a_sweep(capsys):
-    flags = [MPT7B, "--device=mi250", "--network=100"]
-    rows = planned(capsys, *flags, "--sweep_devices=64,8,256")
-    assert [row["devices"] for row in rows] == [8, 64, 256]
-    assert rows[0]["efficiency"] == {"strong": 1, "weak": 1}
-    for row in rows:
-        assert row["strong"]["layout"]["global_batch_size"] == 1024
-        assert row["weak"]["layout"]["global_batch_size"] == 1024 * row["devices"] // 8
-        for name in ("strong", "weak"):
-            rate, first = row[name]["tokens_per_second"] / row["devices"], rows[0][name]["tokens_per_second"] / 8
-            assert row["efficiency"][name] == pytest.approx(rate / first)
-    alone = planned(capsys, *flags, "--devices=64")
-    assert alone["seconds"] == rows[1]["strong"]["seconds"]
-
-
-def test_a_table_of_a_sweep(capsys):
-    plan.main([MPT7B, "--device=mi250", "--sweep_devices=8,16,32"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"] and "100.0%" in lines[2]
-    assert any(line.startswith("assumed: network") for line in lines)
-
-
-@pytest.mark.parametrize("device, n, days", [("h100", 64, 7), ("mi250", 8, 30), ("h100", 512, 7)])
-def test_a_budget_is_used_up(capsys, device, n, days):
-    flags = [f"--device={device}", f"--devices={n}", "--network=200"]
-    found = planned(capsys, *flags, f"--budget={days}")
-    assert found["tokens"] == 20 * found["n_params"] and 0.6 * days < found["days"] <= days
-    more = planned(capsys, *flags, f"--budget={4 * days}")  # cost grows with the square of the size
-    assert 1.3 < more["n_params"] / found["n_params"] < 2.2
-
-
-def test_a_budget_finds_the_largest_of_all_widths(capsys):
-    """By trying every one."""
-    flags = ["--device=a100", "--devices=16", "--network=200"]
-    found = planned(capsys, *flags, "--budget=2")
-    sizes = []
-    for width in plan.WIDTHS:
-        if width > 4096:
-            continue
-        m = plan.shape(width, MPTConfig())
-        model = [f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers")]
-        one = planned(capsys, *flags, *model)
-        sizes += [one["n_params"]] if one["days"] <= 2 else []
-    assert found["n_params"] == max(sizes)
-
-
-def test_of_equal_parallelism_the_faster_is_taken(capsys):
-    flags = ["--d_model=12288", "--n_heads=96", "--n_layers=96", "--device=h100", "--devices=64", "--network=400"]
-    flags += ["--global_batch_size=1024", "--vocab_size=51200"]
-    found = planned(capsys, *flags)
-    tp, pp = found["layout"]["tp"], found["layout"]["pp"]
-    for other in (1, 2, 4, 8):
-        if tp * pp % other == 0 and other != tp:
-            try:
-                rate = planned(capsys, *flags, f"--tp={other}", f"--pp={tp * pp // other}")["tokens_per_second"]
-            except UserError:
-                continue  # that does not fit
-            assert rate <= found["tokens_per_second"]
-
-
-def test_the_flags_of_a_plan_launch_it(capsys):
-    found = planned(capsys, MPT7B, "--device=mi250", "--devices=16", "--choose", "--sharding=HYBRID_SHARD")
-    assert "--sharding=HYBRID_SHARD --shard_size=8" in found["flags"]
-    _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
-    assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
-
-
-def test_what_is_not_known_is_not_made_up(capsys):
-    found = planned(capsys, MPT7B, "--device=tpu-v5p", "--devices=64")
-    assert found["mwh"] is None
-    found = planned(capsys, MPT7B, "--device=tpu-v3")
-    assert "link not known, so 32 GB/s" in found["assumed"][0]
+MPT7B = str(ROOT / "configs/mpt7b.py")
 
 
 def test_shapes_are_mpts():
     for width, heads, layers in ((1024, 8, 24), (2048, 16, 24), (2560, 20, 32), (4096, 32, 32), (7168, 56, 48)):
-        m = plan.shape(width, MPTConfig())
+        m = search.shape(width, MPTConfig())
         assert (m.n_heads, m.n_layers) == (heads, layers)
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ([MPT7B], "which device?"),
-        ([MPT7B, "--device=mi520"], "did you mean mi250"),
-        ([MPT7B, "--device=v100"], "no bf16 peak known for V100"),
-        ([MPT7B, "--device=mi250", "--devices=0"], "devices must be at least 1, not 0"),
-        ([MPT7B, "--device=mi250", "--devices=-8"], "devices must be at least 1, not -8"),
-        ([MPT7B, "--device=mi250", "--devices=8", "--tp=3"], "8 devices are not a multiple of tp 3"),
-        ([MPT7B, "--device=mi250", "--devices=24", "--tp=3", "--pp=1"], "n_heads 32 is not a multiple of tp 3"),
-        ([MPT7B, "--device=mi250", "--devices=40", "--pp=5", "--tp=1"], "n_layers 32 is not a multiple of pp"),
-        (
-            [MPT7B, "--device=mi250", "--devices=7"],
-            "global_batch_size 1024 is not a multiple of the data-parallel ranks",
-        ),
-        ([MPT70B, "--device=mi250", "--devices=4", "--choose"], "64.9B parameters fit 4 x MI250 GCD in no layout"),
-        ([MPT7B, "--device=mi250", "--sweep_devices=8,x"], "--sweep_devices wants numbers"),
-        ([MPT7B, "--device=mi250", "--sweep_devices=0,8"], "--sweep_devices wants numbers above 0"),
-        (["--device=mi250", "--budget=0.0001"], "0.0001 days on 8 x MI250 GCD are too few"),
-        ([MPT7B, "--device=mi250", "--budget=7"], "--budget finds the model and its tokens: leave out "),
-        (["--device=mi250", "--budget=7", "--tokens=1e9"], "leave out --tokens"),
-        (["--device=mi250", "--devices=61", "--budget=7", "--global_batch_size=256"], "global_batch_size 256 is not a"),
-        (["--device=mi250", "--budget=7", "--sweep_devices=8"], "--budget and --sweep_devices are two questions"),
-        ([MPT7B, "--device=mi250", "--tokens=inf"], "tokens in the command line is inf, expected a number"),
-        ([MPT7B, "--device=mi250", "--precision=fp32"], "plans are for bf16"),
-        ([MPT7B, "--device=mi250", "--interleave=64"], "n_layers 32 is not a multiple of interleave 64"),
-        ([MPT7B, "--plot"], "which device?"),
-        (["--plot", "--out=plan.foo"], "--out=plan.foo: "),
-        ([MPT7B, "--device=mi250", "--network=-1"], "network must be 0 or more, not -1"),
-        ([MPT7B, "--device=mi250", "--interleave=0"], "interleave must be at least 1, not 0"),
-    ],
-)
-def test_mistakes_are_told(flags, words):
-    with pytest.raises(UserError) as error:
-        plan.main(flags)
-    assert words in str(error.value) and "\n" not in str(error.value)
+def of_mpt1b(asked: LayoutArgs, n: int = 16) -> tuple:
+    """What the search is asked: MPT-1B on n devices of MI250."""
+    m, cfg = MPTConfig(), TrainConfig(global_batch_size=256)
+    return m, cfg, asked, Fleet(devices.by_name("mi250"), n), Constants(), step_time.OURS
 
 
-@pytest.mark.parametrize(
-    "flags", [[], [MPT7B, "--device=mi250", "--devices=16"], [MPT7B, "--device=h100", "--sweep_devices=8,64"]]
-)
-def test_pictures(tmp_path, flags):
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
-    out = tmp_path / "plan.png"
-    plan.main([*flags, "--plot", f"--out={out}"])
-    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 20_000
+def test_the_fastest_is_the_fastest_of_all_that_fit():
+    of = of_mpt1b(LayoutArgs())
+    first = next(search.plans(*of))
+    modes = {one.cfg.sharding for one in first}
+    assert modes == {"FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"}
+    assert {one.cfg.activation_checkpointing for one in first} == {"none", "selective", "full"}
+    rates = [one.tokens_per_second for one in first if one.fits]
+    assert search.fastest(*of).tokens_per_second == max(rates) and min(rates) < max(rates)
 
 
-def test_answers_come_without_torch():
-    """So in a tenth of a second: importing torch alone takes one or more."""
-    code = (
-        f"import sys, plan; plan.main([{MPT7B!r}, '--device=mi250', '--devices=64']); sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0
+def test_what_is_asked_is_kept_and_groups_need_several_nodes():
+    asked = LayoutArgs(tp=2, pp=1, microbatch_size=2, activation_checkpointing="full")
+    (found,) = search.plans(*of_mpt1b(asked))
+    assert {(one.fleet.tp, one.fleet.pp, one.cfg.microbatch_size) for one in found} == {(2, 1, 2)}
+    assert {one.cfg.shard_size for one in found if one.cfg.sharding == "HYBRID_SHARD"} == {4}
+    (found,) = search.plans(*of_mpt1b(asked, n=8))
+    assert "HYBRID_SHARD" not in {one.cfg.sharding for one in found}
+    (found,) = search.plans(*of_mpt1b(LayoutArgs(tp=1, pp=2, microbatch_size=2)))
+    assert {one.cfg.sharding for one in found} == {"ZERO1", "DDP"}
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "microbatch_size"])
+def test_a_layout_is_of_whole_numbers_above_0(name):
+    with pytest.raises(UserError, match=f"{name} must be at least 1 or auto, not 0"):
+        LayoutArgs(**{name: 0}).check()
+
+
+def test_the_program_prints_all_layouts_the_fastest_first(capsys):
+    search.main([MPT7B, "--device=mi250", "--devices=64", "--sharding=auto"])
+    title, _, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == "6.66B parameters, 64 x MI250 GCD" and head.split()[0] == "tokens/s"
+    rates = [int(row.split()[0].replace(",", "")) for row in rows]
+    assert len(rows) == 5 and rates == sorted(rates, reverse=True)
+    assert [row.split()[7] for row in rows if row.endswith("DOES NOT FIT")] == ["DDP"]
+
+
+def test_where_nothing_fits_the_layouts_say_so(capsys):
+    search.main([str(ROOT / "configs/mpt70b.py"), "--device=mi250", "--devices=4"])
+    rows = capsys.readouterr().out.splitlines()[3:]
+    assert rows and all(row.endswith("DOES NOT FIT") for row in rows)
+
+
+PROGRAMS = "conventions matmuls memory step_time decode_time calibrate search picture".split()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_of_planning_helps_and_complains_without_torch(name):
+    """One concept in the first line, flags where there are any; a wrong flag is one line."""
+    blocked = "import runpy, sys; sys.modules['torch'] = None; name = sys.argv.pop(1); "
+    code = blocked + "runpy.run_module(name, run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", code, f"planning.{name}"]
+    first = (ROOT / f"planning/{name}.py").read_text().split('"""')[1].splitlines()[0]
+    done = subprocess.run([*command, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and first in done.stdout and done.stderr == ""
+    done = subprocess.run([*command, "--nonsense"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_the_programs_are_all_of_the_folder():
+    there = {path.stem for path in (ROOT / "planning").glob("*.py")} - {"__init__"}
+    assert there == set(PROGRAMS)
