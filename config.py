@@ -144,7 +144,7 @@ Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"
 class ShardingMode:
     """What a mode shards, and when. parallel.py does it, planning counts its bytes and seconds."""
 
-    over: Literal["all", "group", "none"]  # the data-parallel ranks that share one copy of the weights
+    over: Literal["all", "group", "none"]  # data-parallel ranks that share one copy of the weights
     frees_weights: bool  # a block's gathered weights go after its forward, and are gathered again
     reduces_late: bool  # gradients are reduced at the last microbatch of a step only
 
@@ -231,7 +231,8 @@ class TrainConfig:
         return SHARDING_MODES[self.sharding]
 
     def shard_ranks(self, ranks: int, node: int) -> int:
-        """How many of `ranks` data-parallel ranks share one copy of the weights. node: those of one node."""
+        """How many of `ranks` data-parallel ranks share one copy of the weights.
+        node: how many of them a node has."""
         return {"all": ranks, "group": self.shard_size or node, "none": 1}[self.sharding_mode.over]
 
 

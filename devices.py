@@ -90,7 +90,8 @@ TABLE = [
 # global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
 PUBLISHED_MI250 = {4: 166, 128: 159}
 
-# Rated watts of a published node / its torch devices, by how a row's name begins: 4 cards of two, 8 and 8 GPUs.
+# Rated watts of a published node / its torch devices (4 cards of two, 8 and 8 GPUs), by how the name
+# of a row begins.
 NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
 NODE_OVER_BOARD = 1.7  # node / board power elsewhere: the mean of these three
 

@@ -7,15 +7,16 @@ width of all heads together; S the sequence. A matmul weight costs 2 FLOPs a tok
 (4 N if it is frozen). Attention costs 2 S d for q.k and 2 S d for p.v a layer and token forward, three times that with
 backward: 12 L d S. This is LLM Foundry's convention, in which the published MPT throughput stands, and PaLM's (arXiv
 2204.02311, app. B): the whole S x S square counts though half of it is masked, and recomputation does not count.
-Megatron-LM leaves out the masked half: 6 N + 6 L d S, "causal" here. A share of the peak says little
-without its convention; planning/conventions.py has nine, and counts LoRA, windows and documents.
+Megatron-LM leaves out the masked half: 6 N + 6 L d S, "causal" here. A share of the peak says
+little without its convention; planning/conventions.py has nine, and counts LoRA, windows, documents.
 
     MFU = FLOPs per token x tokens/s / (devices x peak)             model FLOPs utilization: useful work only
     HFU = 4/3 MFU under full activation checkpointing, else MFU     hardware FLOPs: the forward is done twice
 
 Run `python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922`, or without a model
-`python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`. `python -m bench flops` compares
-with what torch counts. Only `--device=auto` imports torch. Read next: attention.py.
+`python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`.
+`python -m bench flops` compares with what torch counts. Only `--device=auto` imports torch.
+Read next: attention.py.
 """
 
 import json
@@ -28,7 +29,7 @@ from config import Checkpointing, MPTConfig, UserError, require
 
 CONVENTION = "LLM Foundry: 6 N + 12 L d S"
 FORMULAS = {"foundry": CONVENTION, "causal": "Megatron-LM today: 6 N + 6 L d S"}
-ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of the forward of attention / d S, of a layer and token
+ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of its forward / d S, of a layer and token
 
 # Flags of other programs that look as if they belonged here.
 CONVENTION_FLAGS = """convention attention window document frozen
@@ -178,8 +179,8 @@ def counts(cfg: MPTConfig | None, how: Recomputation, args: FlopsArgs) -> dict[s
 
 
 def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: FlopsArgs) -> dict:
-    """All figures. `flops_per_token`, `mfu` and `hfu` follow the first convention of `counted`, which
-    is what `counts` returns. mode: of activation checkpointing."""
+    """All figures. `flops_per_token`, `mfu` and `hfu` follow the first convention of `counted`,
+    which is what `counts` returns. mode: of activation checkpointing."""
     device, peak, reachable = find_peak(args)
     rate = args.tokens_per_second / args.devices
     rows = {
@@ -217,7 +218,8 @@ def table(cfg: MPTConfig | None, r: dict) -> str:
 
 def model_lines(cfg: MPTConfig, r: dict) -> list[str]:
     """The model's shape, and its parameters by part."""
-    lines = [f"d_model {cfg.d_model}, {cfg.n_layers} layers, {cfg.n_heads} heads, sequence {cfg.max_seq_len}", ""]
+    shape = f"{cfg.n_layers} layers, {cfg.n_heads} heads, sequence {cfg.max_seq_len}"
+    lines = [f"d_model {cfg.d_model}, {shape}", ""]
     lines += [f"{'parameters':<24}{'number':>18}{'share':>9}"]
     for name, n in [*r["params"].items(), ("all (N)", r["n_params"])]:
         lines += [f"  {name:<22}{n:>18,}{n / r['n_params']:>9.2%}"] if n else []

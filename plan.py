@@ -8,9 +8,9 @@
 What a config file or a flag sets is taken; what is `auto` or not set (tp, pp, sharding, microbatch, checkpointing) is
 chosen: the least tensor and pipeline parallelism with which the model fits, and then whatever is fastest.
 
-planning/search.py chooses, with the bytes of planning/memory.py and the seconds of planning/step_time.py.
-The constants of the latter were fitted to LLM Foundry's published runs of MPT on A100 and H100
-(bench/results/planner.md has every row's error); any other device is extrapolated, and labelled so, until
+planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
+planning/step_time.py. Its constants were fitted to LLM Foundry's published runs of MPT on A100 and H100
+(bench/results/planner.md has every row's error); any other device is extrapolated, and says so, until
 `--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a table of `bench train`. The last
 lines of a plan say what was assumed. fsdp_train.py itself has no tensor or pipeline parallelism yet.
 

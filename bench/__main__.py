@@ -5,7 +5,7 @@
     python -m bench machine                    bench/machine.py: matmul, memory and links of this machine
     python -m bench scaling results.csv        bench/compare.py: what rows of `train` say of more and more nodes
     python -m bench compare a.csv b.csv        bench/compare.py: which of two machines is faster, and cheaper
-    python -m bench flops configs/mpt1b.py     bench/flops.py: closed forms of FLOPs and bytes beside torch's count
+    python -m bench flops configs/mpt1b.py     bench/flops.py: closed forms beside torch's count
 
 Results that are kept stand in bench/results/, with device, versions, date and command. What concerns one file alone is
 measured by that file: `python data.py` (reading), `python checkpoint.py` (saving), `python generate.py` (decoding).

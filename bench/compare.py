@@ -31,9 +31,10 @@ OTHERS = (
 COLUMNS = {"status", "model", "convention", *FIGURES, *MAYBE, *USUAL, *OTHERS}
 
 PUBLISHED_TEXT = (
-    "Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, global batch 1536: "
-    f"{PUBLISHED_MI250[4]} TFLOP/s a card on 4 cards, {PUBLISHED_MI250[128]} on 128 (45.9 % and 43.9 % of 362): an "
-    f"efficiency of {PUBLISHED_MI250[128] / PUBLISHED_MI250[4]:.1%}. A card is two torch devices."
+    "Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, "
+    f"global batch 1536: {PUBLISHED_MI250[4]} TFLOP/s a card on 4 cards, "
+    f"{PUBLISHED_MI250[128]} on 128 (45.9 % and 43.9 % of 362): "
+    f"an efficiency of {PUBLISHED_MI250[128] / PUBLISHED_MI250[4]:.1%}. A card is two torch devices."
 )
 
 # A word of the name that a device reports, and what NODE_WATTS calls it.

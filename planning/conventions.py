@@ -1,8 +1,8 @@
-"""Training FLOPs per token as nine conventions count them; an MFU says little without its convention.
+"""Training FLOPs per token as nine conventions count them: an MFU says little without its own.
 
     foundry, palm         6 N + 12 L d S       the whole S x S square of scores
     causal                6 N +  6 L d S       what the mask leaves of it
-    lingua, flopcounter   6 N +  7, 14 L d S   with the scores that flash attention's backward does again
+    lingua, flopcounter   6 N +  7, 14 L d S   with the scores that the flash backward does again
     6nd                   6 N                  no attention
     megatron              every matmul, the logits' too and no embedding: see `by_matmuls`
     megatron_recompute    the same with the forward of all blocks twice
@@ -134,7 +134,8 @@ def counts(cfg: MPTConfig | None, work: Work, first: str, args: FlopsArgs) -> di
         return {"6nd": (formula("6nd", work), factor * n, (factor + 2 * work.recomputes(0)) * n)}
     names = dict.fromkeys([first, *CONVENTIONS])
     names = [name for name in names if work.trains_all or name != "chinchilla"]  # that one knows no frozen weights
-    require(first in names, "convention=chinchilla counts models whose weights all train, take foundry")
+    words = "convention=chinchilla counts models whose weights all train, take foundry"
+    require(first in names, words)
     return {name: (formula(name, work, cfg), *(CONVENTIONS[name](cfg, how) for how in (once, work))) for name in names}
 
 

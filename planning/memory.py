@@ -90,7 +90,8 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tupl
     of = "ranks" if tp * pp == 1 else f"data-parallel ranks: {ranks} / (tp {tp} x pp {pp})"
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {dp} {of}")
     shard = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
-    require(shard, f"sharding={cfg.sharding} wants --shard_size here, by default the ranks of a node")
+    unknown = f"sharding={cfg.sharding} wants --shard_size here, by default the ranks of a node"
+    require(shard, unknown)
     require(dp % shard == 0, f"shard_size {shard} does not divide the {dp} {of}")
     return shard, rows
 
@@ -130,7 +131,7 @@ class Step:
         in_flight = min((pp - stage) * cfg.microbatch_size, rows) * m.max_seq_len  # tokens, as many as the batch has
         self.others = sum(self.kept) * (in_flight - self.tokens) // self.tokens  # what their blocks keep
         accumulates = rows > cfg.microbatch_size  # the gradients of earlier microbatches are there
-        late = ranks > 1 and cfg.sharding_mode.reduces_late  # and whole: they are reduced at the last one only
+        late = ranks > 1 and cfg.sharding_mode.reduces_late  # and whole until they are reduced
         self.held = (4 if late else 4 / self.shard) if accumulates else 0  # bytes a parameter
         self.grad_w = self.w if ranks > 1 else 4  # bytes a number: the gradient of the loss's weight has its dtype
         in_place = accumulates and ranks == 1 and not m.tie_word_embeddings  # added to .grad at once

@@ -1,16 +1,17 @@
-"""The search for a layout: every way to put a model on a fleet that was left open, and the fastest that fits.
+"""The search for a layout: every way to put a model on a fleet, and the fastest that fits.
 
-    for tp x pp, the least parallelism first      what divides heads, vocabulary and hidden width; layers
+    for tp x pp, the least parallelism first      they divide heads, vocabulary, width; layers
         for every sharding mode, and every way of activation checkpointing
             for microbatches of all sequences that fit, of a half, a quarter, and of one
                 bytes of a rank (memory.py), seconds of a step (step_time.py)
         if any of these fits: the fastest is the answer, and no more parallelism is tried
 
-`fastest` is asked about one fleet, `sweep` about several, and `budget` finds the largest model that a
-fleet trains in so many days. plan.py asks the questions and prints the answers.
+What a config or a flag sets is kept, what is `auto` is tried. `fastest` is asked about one fleet,
+`sweep` about several, and `budget` finds the largest model that a fleet trains in so many days.
+plan.py asks the questions and prints the answers.
 
-Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`: all
-layouts side by side. Read next: planning/picture.py.
+Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`
+for all layouts side by side. Read next: planning/picture.py.
 """
 
 import itertools
@@ -22,7 +23,15 @@ from typing import Literal
 import config
 import devices
 import flops
-from config import SHARDING_MODES, Checkpointing, MPTConfig, Sharding, TrainConfig, UserError, require
+from config import (
+    SHARDING_MODES,
+    Checkpointing,
+    MPTConfig,
+    Sharding,
+    TrainConfig,
+    UserError,
+    require,
+)
 from planning import memory, step_time
 from planning.step_time import Constants, Fleet, Step, Trainer
 
@@ -88,7 +97,12 @@ def divisors(n: int, at_most: int) -> list[int]:
     return [i for i in range(1, min(n, at_most) + 1) if n % i == 0]
 
 
-def model_splits(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet) -> list[tuple[int, int]]:
+def model_splits(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    asked: LayoutArgs,
+    fleet: Fleet,
+) -> list[tuple[int, int]]:
     """(tp, pp) to try, the least parallelism first. UserError if none divides model and batch."""
     n, interleave = fleet.devices, fleet.interleave
     common = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)  # tensor parallelism divides them all
@@ -115,8 +129,8 @@ def layouts(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet):
     for mode in every if asked.sharding == "auto" else [asked.sharding]:
         in_groups = SHARDING_MODES[mode].over == "group"
         shard_size = (cfg.shard_size or min(node, fleet.dp)) if in_groups else 0
-        ways = typing.get_args(Checkpointing)
-        for way in ways if asked.activation_checkpointing == "auto" else [asked.activation_checkpointing]:
+        fixed = asked.activation_checkpointing
+        for way in typing.get_args(Checkpointing) if fixed == "auto" else [fixed]:
             one = replace(cfg, sharding=mode, shard_size=shard_size, activation_checkpointing=way)
             if asked.microbatch_size != "auto":
                 yield replace(one, microbatch_size=asked.microbatch_size)
@@ -125,15 +139,30 @@ def layouts(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet):
             yield from (replace(one, microbatch_size=b) for b in {most, most // 2, most // 4, 1} if b > 0)
 
 
-def plans(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer):
-    """A list of plans, one of every layout, for each degree tp x pp, the least first."""
+def plans(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
+):
+    """For each degree tp x pp, the least first: a list of plans, one of every layout."""
     splits = model_splits(m, cfg, asked, fleet)
     for _, alike in itertools.groupby(splits, key=lambda pair: pair[0] * pair[1]):
         fleets = [replace(fleet, tp=tp, pp=pp) for tp, pp in alike]
-        yield [evaluate(m, one, at, c, trainer) for at in fleets for one in layouts(m, cfg, asked, at)]
+        tried = [(one, at) for at in fleets for one in layouts(m, cfg, asked, at)]
+        yield [evaluate(m, one, at, c, trainer) for one, at in tried]
 
 
-def fastest(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
+def fastest(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
+) -> Plan:
     """The fastest layout on `fleet` that fits, with the least tp x pp. Where all is fixed, that, though it may not fit.
     UserError if nothing fits."""
     left_open = "auto" in vars(asked).values()
@@ -152,7 +181,13 @@ def fastest(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: 
 
 
 def sweep(
-    m: MPTConfig, cfg: TrainConfig, counts: list[int], asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer
+    m: MPTConfig,
+    cfg: TrainConfig,
+    counts: list[int],
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
 ) -> list[dict]:
     """Strong scaling (the global batch stays) and weak (it grows with the devices) from the smallest count."""
     rows, first = [], min(counts)
@@ -177,9 +212,16 @@ def shape(d_model: int, m: MPTConfig) -> MPTConfig:
 
 
 def budget(
-    m: MPTConfig, cfg: TrainConfig, days: float, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer
+    m: MPTConfig,
+    cfg: TrainConfig,
+    days: float,
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
 ) -> Plan:
-    """The largest model that sees 20 tokens a parameter within `days`: Chinchilla's optimum (2203.15556).
+    """The largest model that sees 20 tokens a parameter within `days`: Chinchilla's optimum
+    (2203.15556).
 
     Not all widths can be split over the devices, so the widths are tried from the largest down. UserError if there is
     none.
@@ -198,7 +240,8 @@ def budget(
         if found.hours(tokens) / 24 <= days:
             return found
         trouble = None
-    raise trouble or UserError(f"{days:g} days on {fleet.devices} x {fleet.device.name} are too few for any model")
+    where = f"{fleet.devices} x {fleet.device.name}"
+    raise trouble or UserError(f"{days:g} days on {where} are too few for any model")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,7 +260,8 @@ class SearchArgs:
 
 def table(found: list[Plan]) -> str:
     """The fastest first."""
-    lines = [f"{'tokens/s':>12}{'MFU':>8}{'memory':>9}  tp  pp  microbatch  checkpointing  sharding"]
+    head = f"{'tokens/s':>12}{'MFU':>8}{'memory':>9}"
+    lines = [f"{head}  tp  pp  microbatch  checkpointing  sharding"]
     for one in sorted(found, key=lambda one: -one.tokens_per_second):
         share = one.bytes["peak"] / (one.fleet.device.memory_gb * 2**30)
         line = f"{one.tokens_per_second:>12,.0f}{one.mfu:>8.1%}{share:>9.0%}"

@@ -380,8 +380,8 @@ def test_the_nearest_file_in_configs(monkeypatch):
 
 def test_every_sharding_mode_says_what_it_shards_and_when():
     assert tuple(SHARDING_MODES) == get_args(Sharding)
-    ranks = {mode: TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES}
-    assert ranks == {"FULL_SHARD": 16, "SHARD_GRAD_OP": 16, "HYBRID_SHARD": 8, "ZERO1": 16, "DDP": 1}
+    ranks = [TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES]
+    assert ranks == [16, 16, 8, 16, 1]
     assert TrainConfig(sharding="HYBRID_SHARD", shard_size=4).shard_ranks(16, node=8) == 4
     late = [mode for mode, facts in SHARDING_MODES.items() if facts.reduces_late]
     assert late == ["ZERO1", "DDP"]

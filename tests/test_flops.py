@@ -1,4 +1,4 @@
-"""flops.py against published figures: MPT's sizes, LLM Foundry's throughput tables, the MI250 posts."""
+"""flops.py against published figures: MPT's sizes, LLM Foundry's throughput, the MI250 posts."""
 
 import csv
 import json
@@ -203,7 +203,8 @@ def test_json_has_the_same_figures(capsys):
     figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
     assert figures["n_params"] == sum(figures["params"].values()) == 1_315_950_592
     assert figures["mfu"] == figures["hfu"] == pytest.approx(0.5986, abs=1e-4)
-    assert "LLM Foundry" in figures["convention"] and set(figures["conventions"]) == {"foundry", "causal"}
+    assert "LLM Foundry" in figures["convention"]
+    assert set(figures["conventions"]) == {"foundry", "causal"}
 
 
 def test_the_share_of_what_matmuls_reach(capsys):
@@ -243,7 +244,7 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--device=mi250-card", "2 torch devices: say mi250"),
     ("--n_layer=3", "did you mean 'n_layers'"),
     ("--convention=palm", "python -m planning.conventions --convention=palm$"),
-    ("configs/mpt7b.py --lora_rank=8", "--lora_rank .*planning.conventions configs/mpt7b.py --lora_rank=8$"),
+    ("configs/mpt7b.py --lora_rank=8", "-m planning.conventions configs/mpt7b.py --lora_rank=8$"),
     ("--n_params=405e9 --frozen", "python -m planning.conventions --n_params=405e9 --frozen$"),
     ("--devices=0", "devices must be at least 1"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 0 to 1e15, not -5"),
@@ -258,7 +259,7 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--n_params=1e9 configs/mpt1b.py", "leave out it or configs/mpt1b.py"),
     ("--n_params=1e9 --recompute_every=2", "leave out it or --recompute_every=2"),
     ("--n_params=1e9 --check", "python -m bench flops configs/mpt1b.py$"),
-    ("configs/mpt7b.py --check --device=mi250", "--check is a program: python -m bench flops configs/mpt7b.py$"),
+    ("configs/mpt7b.py --check --devices=8", "-m bench flops configs/mpt7b.py$"),
     ("--d_model=-8", "d_model must be from 1 to 1,048,576, not -8"),
     ("--recompute_every=0", "recompute_every must be at least 1"),
     ("--activation_checkpointing=half", "expected one of: none, selective, full"),
