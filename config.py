@@ -137,6 +137,28 @@ class MPTConfig:
         require(small, f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads")
 
 
+Checkpointing = Literal["none", "selective", "full"]  # of activations: see parallel.py
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"]
+
+
+@dataclass(frozen=True)
+class ShardingMode:
+    """What a mode shards, and when. parallel.py does it, planning counts its bytes and seconds."""
+
+    over: Literal["all", "group", "none"]  # data-parallel ranks that share one copy of the weights
+    frees_weights: bool  # a block's gathered weights go after its forward, and are gathered again
+    reduces_late: bool  # gradients are reduced at the last microbatch of a step only
+
+
+SHARDING_MODES = {
+    "FULL_SHARD": ShardingMode(over="all", frees_weights=True, reduces_late=False),
+    "SHARD_GRAD_OP": ShardingMode(over="all", frees_weights=False, reduces_late=False),
+    "HYBRID_SHARD": ShardingMode(over="group", frees_weights=True, reduces_late=False),
+    "ZERO1": ShardingMode(over="all", frees_weights=False, reduces_late=True),
+    "DDP": ShardingMode(over="none", frees_weights=False, reduces_late=True),
+}
+
+
 @dataclass
 class TrainConfig:
     """The run: data, batch, optimizer, machine, checkpoints."""
@@ -169,9 +191,9 @@ class TrainConfig:
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # cuda is ROCm too
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
-    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "FULL_SHARD"  # see parallel.py
+    sharding: Sharding = "FULL_SHARD"  # see parallel.py
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel.py
+    activation_checkpointing: Checkpointing = "none"  # see parallel.py
     recompute_every: int = 1  # activation checkpointing of every k-th block
     compile: bool = False  # torch.compile each block
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # of one device, for MFU; auto: the table of devices.py
@@ -204,6 +226,15 @@ class TrainConfig:
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,
             f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}",
         )
+
+    @property
+    def sharding_mode(self) -> ShardingMode:
+        return SHARDING_MODES[self.sharding]
+
+    def shard_ranks(self, ranks: int, node: int) -> int:
+        """How many of `ranks` data-parallel ranks share one copy of the weights.
+        node: how many of them a node has."""
+        return {"all": ranks, "group": self.shard_size or node, "none": 1}[self.sharding_mode.over]
 
 
 def check_ranges(settings) -> None:

@@ -92,7 +92,7 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp. None for one process alone."""
     if world.size == 1:
         return None
-    shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or world.local_size}.get(cfg.sharding, world.size)
+    shard = cfg.shard_ranks(world.size, world.local_size)
     require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
     shape = (1, world.size // shard, shard, 1)
     with processes.in_time("connect the mesh"):
@@ -107,14 +107,14 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
             block.compile()
     if mesh is None:
         return model
-    shard_only = cfg.sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
+    shard_only = cfg.sharding_mode.over == "all"
     low = torch.bfloat16 if precision == "bf16" else None
     options = {
         "mesh": mesh["dp_shard"] if shard_only else mesh["dp_replicate", "dp_shard"],
         # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
-    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+    free = cfg.sharding_mode.frees_weights
     for block in model.transformer.blocks:
         fully_shard(block, reshard_after_forward=free, **options)
     return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
@@ -169,10 +169,10 @@ def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
     """What waits for the last microbatch of a step: see the table above."""
     if not isinstance(model, FSDPModule):
         return
-    if cfg.sharding in ("ZERO1", "DDP"):
+    if cfg.sharding_mode.reduces_late:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
-    elif cfg.sharding == "HYBRID_SHARD":
+    elif cfg.sharding_mode.over == "group":
         model.set_requires_all_reduce(last)  # the slow links between nodes are used once a step
 
 

@@ -5,6 +5,7 @@
     python -m bench machine                    bench/machine.py: matmul, memory and links of this machine
     python -m bench scaling results.csv        bench/compare.py: what rows of `train` say of more and more nodes
     python -m bench compare a.csv b.csv        bench/compare.py: which of two machines is faster, and cheaper
+    python -m bench flops configs/mpt1b.py     bench/flops.py: closed forms beside torch's count
 
 Results that are kept stand in bench/results/, with device, versions, date and command. What concerns one file alone is
 measured by that file: `python data.py` (reading), `python checkpoint.py` (saving), `python generate.py` (decoding).
@@ -14,6 +15,7 @@ import config
 import processes
 from bench.attention import bench_attention
 from bench.compare import compare, scaling
+from bench.flops import main as flops
 from bench.machine import bench_machine
 from bench.train import bench_train
 from config import require
@@ -26,6 +28,7 @@ def main(argv) -> None:
         "machine": bench_machine,
         "scaling": scaling,
         "compare": compare,
+        "flops": flops,
     }
     if config.wants_help(argv[:1]):
         config.show_help()

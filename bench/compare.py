@@ -19,6 +19,7 @@ from pathlib import Path
 
 import config
 from config import require
+from devices import NODE_WATTS, PUBLISHED_MI250
 from storage import files
 
 FIGURES = "n_params max_seq_len nodes ranks global_batch_size tokens_per_second tokens_per_second_device".split()
@@ -29,16 +30,15 @@ OTHERS = (
 )
 COLUMNS = {"status", "model", "convention", *FIGURES, *MAYBE, *USUAL, *OTHERS}
 
-# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards.
-PUBLISHED = {4: 166, 128: 159}  # MI250 cards: TFLOP/s of one card, which is two torch devices
 PUBLISHED_TEXT = (
-    f"Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, global batch 1536: {PUBLISHED[4]} "
-    f"TFLOP/s a card on 4 cards, {PUBLISHED[128]} on 128 (45.9 % and 43.9 % of 362): an efficiency of "
-    f"{PUBLISHED[128] / PUBLISHED[4]:.1%}. A card is two torch devices."
+    "Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, "
+    f"global batch 1536: {PUBLISHED_MI250[4]} TFLOP/s a card on 4 cards, "
+    f"{PUBLISHED_MI250[128]} on 128 (45.9 % and 43.9 % of 362): "
+    f"an efficiency of {PUBLISHED_MI250[128] / PUBLISHED_MI250[4]:.1%}. A card is two torch devices."
 )
 
-# Rated watts of a node / its torch devices, by a word of the device's name: 4 cards of two, 8 and 8 GPUs.
-WATTS = {"MI250": 3000 / 8, "A100-SXM4": 6500 / 8, "H100 80GB HBM3": 10200 / 8}
+# A word of the name that a device reports, and what NODE_WATTS calls it.
+REPORTED = {"MI250": "MI250", "A100-SXM4": "A100 SXM", "H100 80GB HBM3": "H100 SXM"}
 
 
 @dataclass
@@ -160,7 +160,8 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
 
     figure = Figure(figsize=(9, 5 + 0.3 * len(tables)), layout="constrained")
     axes = figure.subplots()
-    devices, shares = [2 * cards for cards in PUBLISHED], [tflops / PUBLISHED[4] for tflops in PUBLISHED.values()]
+    devices = [2 * cards for cards in PUBLISHED_MI250]
+    shares = [tflops / PUBLISHED_MI250[4] for tflops in PUBLISHED_MI250.values()]
     axes.plot(devices, shares, "s:", color="grey", label="Published: MPT-7B on 4 to 128 MI250 cards, strong scaling")
     for title, members in tables.items():
         ranks, style = [row["ranks"] for row in members], "o-" if title.startswith("Strong") else "^--"
@@ -226,7 +227,8 @@ def watts_of(row: dict) -> float | None:
     """
     if "MI250X" in row["device"] and abs((row["peak_tflops"] or 0) - 181.05) > 0.1:
         return None
-    return next((watts for word, watts in WATTS.items() if re.search(rf"\b{word}\b", row["device"])), None)
+    names = (name for word, name in REPORTED.items() if re.search(rf"\b{word}\b", row["device"]))
+    return next((NODE_WATTS[name] for name in names), None)
 
 
 def pair(name: str, text: str) -> list:

@@ -30,7 +30,7 @@ import fsdp_train
 import optim
 import parallel
 import processes
-from config import MPTConfig, TrainConfig
+from config import SHARDING_MODES, MPTConfig, TrainConfig
 from model import MPT
 from planning import memory
 
@@ -41,7 +41,6 @@ COPIES, BLOCKS, LOSS = "copies of the weights", "blocks' activations", "final no
 WORKSPACE = "backward's workspace"
 VARYING = (COPIES, BLOCKS, LOSS, WORKSPACE)
 HOW = ("none", "selective", "full")
-MODES = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
 
 DOCUMENT = """# Memory of a training step: estimated and counted
 
@@ -362,13 +361,17 @@ def main(argv: list[str]) -> None:
         ),
         sharded=table(
             f"mode, {peak}",
-            [peak_row([mode], models["mpt1b"], settings(4, 2, how, 8, mode), 8) for mode in MODES for how in HOW],
+            [
+                peak_row([mode], models["mpt1b"], settings(4, 2, how, 8, mode), 8)
+                for mode in SHARDING_MODES
+                for how in HOW
+            ],
         ),
         tracker=table(
             "ranks, mode, checkpointing, peak at, estimate, counted, MemTracker, to the count, to MemTracker",
             [
                 tracker_row(models["mpt1b"], settings(4, 1, how, ranks, mode), ranks)
-                for ranks, mode in [(1, "DDP"), *((8, mode) for mode in MODES)]
+                for ranks, mode in [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
                 for how in ("none", "full")
             ],
         ),

@@ -9,11 +9,23 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
-from config import RANGES, MPTConfig, TrainConfig, UserError, alternatives, check_ranges, from_dict, load, to_json
+from config import (
+    RANGES,
+    SHARDING_MODES,
+    MPTConfig,
+    Sharding,
+    TrainConfig,
+    UserError,
+    alternatives,
+    check_ranges,
+    from_dict,
+    load,
+    to_json,
+)
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
@@ -364,6 +376,15 @@ def test_a_file_that_is_not_there(write, tmp_path):
 def test_the_nearest_file_in_configs(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert error("mpt7b.py").endswith("did you mean configs/mpt7b.py?")
+
+
+def test_every_sharding_mode_says_what_it_shards_and_when():
+    assert tuple(SHARDING_MODES) == get_args(Sharding)
+    ranks = [TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES]
+    assert ranks == [16, 16, 8, 16, 1]
+    assert TrainConfig(sharding="HYBRID_SHARD", shard_size=4).shard_ranks(16, node=8) == 4
+    late = [mode for mode, facts in SHARDING_MODES.items() if facts.reduces_late]
+    assert late == ["ZERO1", "DDP"]
 
 
 # --- real processes
