@@ -193,10 +193,28 @@ def torchrun(tmp_path):
 
 def launch(how, cwd, args, program="fsdp_train.py", largest_file=None) -> subprocess.CompletedProcess:
     """Run a program to its end. `largest_file`: no file may grow beyond so many bytes, as if the disk were full."""
-    command = [sys.executable, *how, str(ROOT / program), *map(str, args)]
+    command = [sys.executable, *how, *words_of(program), *map(str, args)]
     limit = largest_file and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)))
-    run = {"cwd": cwd, "env": clean_environment(), "preexec_fn": limit, "timeout": PATIENCE}
+    run = {"cwd": cwd, "env": rooms_on_path(), "preexec_fn": limit, "timeout": PATIENCE}
     return subprocess.run(command, capture_output=True, text=True, **run)
+
+
+def words_of(program) -> list[str]:
+    """What `python` or torchrun takes for a program: the path of a file in the root, or `-m` and a module.
+
+    "plan.py" -> ROOT/plan.py    "lifecycle/plot.py" -> -m lifecycle.plot    "bench train" -> -m bench train
+    """
+    if isinstance(program, Path):
+        return [str(program)]
+    name, *rest = program.split()
+    if name.endswith(".py") and "/" not in name:
+        return [str(ROOT / name), *rest]
+    return ["-m", name.removesuffix(".py").replace("/", "."), *rest]
+
+
+def rooms_on_path() -> dict:
+    """`clean_environment`, in which `python -m room.file` works from any folder."""
+    return clean_environment() | {"PYTHONPATH": str(ROOT)}
 
 
 def clean_environment() -> dict:

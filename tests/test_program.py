@@ -1,4 +1,4 @@
-"""Every program in the root: --help, wrong usage, a run folder that is missing, output that nobody reads any more."""
+"""Every program: --help, wrong usage, a run folder that is missing, output that nobody reads any more."""
 
 import json
 import os
@@ -6,12 +6,26 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import ROOT, rooms_on_path, words_of
 
 import program
 
-PROGRAMS = sorted(path.name for path in ROOT.glob("*.py"))
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 LIGHT = ["config.py", "install.py", "flops.py", "plan.py", "program.py"]  # no torch: 0.1 s each
+
+
+def programs() -> dict:
+    """What is typed after `python` or `python -m`, and the file that it runs."""
+    found = {path.name: path for path in sorted(ROOT.glob("*.py"))}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).glob("[a-z]*.py")):
+            found[f"{folder} {path.stem}" if folder == "bench" else f"{folder}.{path.stem}"] = path
+        if (ROOT / folder / "__main__.py").exists():
+            found[folder] = ROOT / folder / "__main__.py"
+    return found
+
+
+PROGRAMS = programs()
 
 # Run a case after another, each in a fork of a process that has imported torch: seconds instead of minutes.
 FORKS = """
@@ -23,8 +37,9 @@ for line in sys.stdin:
     if child == 0:
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT) if out else int(sys.argv[1]), 1)
         os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
-        sys.argv = [os.path.join(ROOT, words[0]), *words[1:]]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.argv = words[1:] if words[0] == "-m" else words
+        start = runpy.run_module if words[0] == "-m" else runpy.run_path
+        start(sys.argv[0], run_name="__main__", **({"alter_sys": True} if words[0] == "-m" else {}))
         break
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(status, flush=True)
@@ -35,8 +50,8 @@ def run(words, folder, read=True):
     """A program as a user starts it: (status, output, errors). `read=False`: the reader of its output has left."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, str(ROOT / words[0]), *words[1:]]
-    options = {"cwd": folder, "env": clean_environment(), "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, *words_of(words[0]), *words[1:]]
+    options = {"cwd": folder, "env": rooms_on_path(), "stderr": subprocess.PIPE, "text": True}
     done = subprocess.run(command, stdout=subprocess.PIPE if read else writer, **options)
     os.close(writer)
     return done.returncode, done.stdout or "", done.stderr
@@ -50,7 +65,7 @@ def forked(tmp_path_factory):
     os.close(reader)
     code = f"ROOT = {str(ROOT)!r}\n{FORKS}"
     command = [sys.executable, "-c", code, str(writer)]
-    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    env = rooms_on_path()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [writer], "text": True}
     process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
 
@@ -58,7 +73,9 @@ def forked(tmp_path_factory):
         out, err = folder / "out", folder / "err"
         for path in (out, err):
             path.unlink(missing_ok=True)
-        process.stdin.write(json.dumps([words, str(out) if read else None, str(err)]) + "\n")
+        process.stdin.write(
+            json.dumps([[*words_of(words[0]), *words[1:]], str(out) if read else None, str(err)]) + "\n"
+        )
         process.stdin.flush()
         status = int(process.stdout.readline())
         return status, out.read_text() if read else "", err.read_text()
@@ -71,7 +88,7 @@ def forked(tmp_path_factory):
 
 def is_help(answer, name):
     status, out, err = answer
-    begins = (ROOT / name).read_text().split('"""')[1].strip().splitlines()[0]
+    begins = PROGRAMS[name].read_text().split('"""')[1].strip().splitlines()[0]
     return status == 0 and begins.replace("\\", "") in out.replace("\\", "") and err == ""
 
 
@@ -126,48 +143,57 @@ def test_every_program_helps_complains_and_ends_quietly(name, forked):
     assert forked([name, "--help"], read=False) == (141, "", "")
 
 
-TOO_FEW = "calibrate files generate hf icl_eval icl_tasks microbatch plot resilience resume runlog shards tensor_files"
+TOO_FEW = """
+    planning.calibrate storage.files generate.py weights.hf evaluation evaluation.tasks lifecycle.microbatch
+    lifecycle.plot lifecycle.stopping lifecycle.resume lifecycle.runlog text.shards weights.tensor_files
+    bench
+"""
+BENCHES = ["bench compare", "bench table"]
+ALONE = """
+    attention.py checkpoint.py devices.py loss.py model.py optim.py serving.sampling lifecycle.watchdog
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", f"{TOO_FEW} bench bench_compare bench_table".split())
+@pytest.mark.parametrize("name", [*TOO_FEW.split(), *BENCHES])
 def test_without_its_arguments_a_program_says_what_it_wants(name, forked):
-    answer = forked([f"{name}.py"])
+    answer = forked([name])
     assert is_one_line(answer) and ("usage: python " in answer[2] or "--help has the flags" in answer[2]), answer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", "attention bench_team checkpoint devices loss model optim sampling watch".split())
+@pytest.mark.parametrize("name", ["bench team", *ALONE.split()])
 def test_a_program_without_arguments_refuses_one(name, forked):
-    assert forked([f"{name}.py", "runs/demo"]) == (2, "", f"error: usage: python {name}.py (no arguments)\n")
+    how = name if name.endswith(".py") else f"-m {name}"
+    assert forked([name, "runs/demo"]) == (2, "", f"error: usage: python {how} (no arguments)\n")
 
 
 READERS = {
     "generate.py nowhere": "nowhere",
     "generate.py nowhere/checkpoints/step-3": "nowhere",
-    "weights/hf.py export nowhere out": "nowhere",
-    "weights/hf.py import nowhere out": "nowhere",
-    "lifecycle/plot.py nowhere": "nowhere",
-    "lifecycle/runlog.py nowhere": "nowhere",
-    "lifecycle/resume.py nowhere": "nowhere",
-    "lifecycle/stopping.py nowhere": "nowhere",
-    "lifecycle/microbatch.py nowhere": "nowhere",
-    "evaluation/zero_shot.py nowhere --tasks={words}": "nowhere",
-    "evaluation/tasks.py nowhere.txt out.jsonl": "nowhere.txt",
-    "weights/tensor_files.py nowhere": "nowhere",
-    "text/shards.py nowhere.bin": "nowhere.bin",
-    "storage/files.py nowhere.json": "nowhere.json",
-    "bench/table.py nowhere.csv": "nowhere.csv",
+    "weights.hf export nowhere out": "nowhere",
+    "weights.hf import nowhere out": "nowhere",
+    "lifecycle.plot nowhere": "nowhere",
+    "lifecycle.runlog nowhere": "nowhere",
+    "lifecycle.resume nowhere": "nowhere",
+    "lifecycle.stopping nowhere": "nowhere",
+    "lifecycle.microbatch nowhere": "nowhere",
+    "evaluation nowhere --tasks={words}": "nowhere",
+    "evaluation.tasks nowhere.txt out.jsonl": "nowhere.txt",
+    "weights.tensor_files nowhere": "nowhere",
+    "text.shards nowhere.bin": "nowhere.bin",
+    "storage.files nowhere.json": "nowhere.json",
+    "bench table nowhere.csv": "nowhere.csv",
     "bench scaling nowhere.csv": "nowhere.csv",
     "bench compare nowhere.csv nowhere.csv": "nowhere.csv",
-    "planning/calibrate.py nowhere.csv --device=mi250": "nowhere.csv",
+    "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
-    "text/corpus.py nowhere.txt": "nowhere.txt",
-    "text/tokenizer.py nowhere/tokenizer.json": "nowhere/tokenizer.json",
+    "text.corpus nowhere.txt": "nowhere.txt",
+    "text.tokenizer nowhere/tokenizer.json": "nowhere/tokenizer.json",
     "fsdp_train.py configs/nowhere.py": "nowhere.py",
     "fsdp_train.py --init_from=nowhere --data_dir={data}": "nowhere",
     "data.py --dataset=nowhere.txt --tokenizer=bytes": "nowhere.txt",
-    "lessons/elastic.py nowhere.py": "nowhere.py",
+    "lessons.elastic nowhere.py": "nowhere.py",
 }
 
 
@@ -188,11 +214,11 @@ def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_da
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpu_kernels/launch_table.py", "optim.py", "loss.py", "devices.py", "parallel.py", "storage/files.py"]
+    "name", ["gpu_kernels.launch_table", "optim.py", "loss.py", "devices.py", "parallel.py", "storage.files"]
 )
 def test_any_output_may_lose_its_reader(name, forked, tmp_path):
     (tmp_path / "a.json").write_text("{}")
-    more = {"parallel.py": ["--help"], "storage/files.py": [str(tmp_path / "a.json")]}
+    more = {"parallel.py": ["--help"], "storage.files": [str(tmp_path / "a.json")]}
     assert forked([name, *more.get(name, [])], read=False) == (141, "", "")
 
 

@@ -81,14 +81,14 @@ def test_the_readme_has_the_two_commands_first():
 
 SLOW = (
     "python attention.py",
-    "weights/hf.py import",
+    "weights.hf import",
     "generate.py",
     "--max_steps=1000",
     "bench machine",
     "bench attention",
     "--sizes=",
     "--sweep=",
-    "gpu_kernels/flash_attention.py",
+    "gpu_kernels.flash_attention",
     "--transformers",
     "finetune",
     "--icl_interval",
@@ -126,7 +126,7 @@ def test_no_command_is_left_out():
 
 
 def test_every_file_that_the_readme_names_is_there():
-    named = re.findall(r"`((?:configs/|tests/|slurm/)?\w+\.(?:py|md|txt|sbatch))[`: ]", README)
+    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|md|txt|sbatch))[`: ]", README)
     assert len(named) > 15 and all((ROOT / name).exists() for name in named), named
     missing = [p.name for p in ROOT.glob("*.py") if f"`{p.name}`" not in README]
     assert not missing, f"the reading order lacks {missing}"

@@ -1,7 +1,7 @@
 """Memory that runs out for real: a limit of the kernel on the bytes of a process, which its children inherit.
 
 This file is a program as well, which calls `fit` as fsdp_train.py does, with one of the steps below:
-`python tests/test_microbatch.py STEP --flags`.
+`PYTHONPATH=.:tests python tests/lifecycle/test_microbatch.py STEP --flags`.
 """
 
 import json
@@ -74,7 +74,7 @@ def begin(tmp_path):
         command = [sys.executable, __file__, step, *FLAGS, *flags]
         before = limit and (lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)))
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        env = clean_environment() | {"PYTHONPATH": str(ROOT)} | env
+        env = clean_environment() | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests"} | env
         started.append(subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=before, **pipes))
         return started[-1]
 
@@ -179,9 +179,7 @@ def test_half_is_taken_at_the_next_start_under_the_same_circumstances(ranks, tmp
 def test_half_of_one_says_what_else_helps(tmp_path):
     world = parallel.World(3, 4, 3, 4, torch.device("cpu"))
     cfg = TrainConfig(run_dir=str(tmp_path / "run"), microbatch_size=1)
-    with pytest.raises(
-        UserError, match="at step 123 on rank 3 .*activation_checkpointing.*sharding.*planning/memory.py"
-    ):
+    with pytest.raises(UserError, match="at step 123 on rank 3 .*activation_checkpointing.*sharding.*planning.memory"):
         halve(world, cfg)
     assert not (tmp_path / "run").exists()
 
@@ -317,7 +315,7 @@ def test_a_death_without_a_word_is_told(alone):
 def test_where_nothing_fits_the_line_says_what_helps(alone):
     status, output = alone("train_step", "--global_batch_size=2", limit=335_000_000)
     assert status == 2 and list(sizes(output).items()) == [(2, "out of memory"), (1, "out of memory")]
-    assert re.search("^error: .*activation_checkpointing.*sharding.*planning/memory.py", output, re.MULTILINE)
+    assert re.search("^error: .*activation_checkpointing.*sharding.*planning.memory", output, re.MULTILINE)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import math
 import xml.etree.ElementTree
 
 import pytest
-from conftest import launch
+from conftest import ROOT, launch
 
 from config import UserError
 from lifecycle import plot
@@ -238,7 +238,7 @@ def test_program_overlays_two_runs(run, tmp_path):
 def test_without_matplotlib_the_terminal_has_it_all(run, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
     command = "import sys; sys.path[:0] = sys.argv[1:]; from lifecycle import plot; plot.main(['run', 'run', '--what=all', '--diff'])"
-    done = launch(["-c", command, str(tmp_path)], tmp_path, [], program=".")  # argv[2] is this project
+    done = launch(["-c", command, str(tmp_path)], tmp_path, [], program=ROOT)
     assert done.returncode == 0, done.stderr
     for words in ("loss (nats a token)   5,000 tokens", "MFU: not known", "requirements-extra.txt", "50 of 50"):
         assert words in done.stdout

@@ -2,9 +2,9 @@
 
 import csv
 import json
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import devices
 from bench import train as bench_train
@@ -14,7 +14,7 @@ from planning.step_time import Constants, Fleet
 
 MI250 = devices.by_name("mi250")
 FLEET = Fleet(MI250, 8, 8, 100)
-CONFIG = str(Path(__file__).parent.parent / "configs/mpt1b_mi250.py")
+CONFIG = str(ROOT / "configs/mpt1b_mi250.py")
 
 
 def table(path, pace: float, flags=()) -> str:

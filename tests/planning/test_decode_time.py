@@ -1,17 +1,17 @@
 """planning/decode_time.py against published figures, arithmetic by hand, and the cache that decoding really fills."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 import devices
 from config import MPTConfig, UserError
 from model import MPT, KVCache
 from planning import decode_time
 
-MPT7B = str(Path(__file__).parent.parent / "configs" / "mpt7b.py")
+MPT7B = str(ROOT / "configs" / "mpt7b.py")
 A100 = devices.by_name("a100-80gb")
 SMALL = MPTConfig(d_model=64, n_heads=4, n_layers=3, vocab_size=512, max_seq_len=128, kv_n_heads=2)
 

@@ -4,9 +4,9 @@ import dataclasses
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import config
 import devices
@@ -15,7 +15,7 @@ from bench import memory as memory_measured
 from config import MPTConfig, TrainConfig, UserError
 from planning import memory
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = ROOT / "configs"
 N_1B = 1_315_950_592  # parameters of MPT-1B: 24 (12 d^2 + 13 d) + 2 d + (50,368 + 2,048) d, d = 2,048
 MID = MPTConfig(d_model=256, n_heads=4, n_layers=3, vocab_size=4096, max_seq_len=512, attn_impl="sdpa")
 

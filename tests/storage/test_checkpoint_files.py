@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, clean_environment, flags_for
+from conftest import flags_for, rooms_on_path, words_of
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -375,16 +375,16 @@ def trained(tmp_path_factory, tiny_data):
 
 
 def program(folder, name, *flags):
-    command = [sys.executable, str(ROOT / name), *flags]
-    how = {"capture_output": True, "text": True, "timeout": 240, "env": clean_environment()}
+    command = [sys.executable, *words_of(name), *flags]
+    how = {"capture_output": True, "text": True, "timeout": 240, "env": rooms_on_path()}
     return subprocess.run(command, cwd=folder, **how)
 
 
 PROGRAMS = {
     "generate.py": ["run", "--max_new_tokens=2"],
-    "evaluation/zero_shot.py": ["run", "--tasks=task.txt"],
-    "weights/hf.py": ["export", "run", "new"],
-    "lifecycle/resume.py": ["run"],
+    "evaluation.zero_shot": ["run", "--tasks=task.txt"],
+    "weights.hf": ["export", "run", "new"],
+    "lifecycle.resume": ["run"],
     "init_from": ["fsdp_train.py", "--init_from=run", "--run_dir=other", "--max_steps=2"],
     "resuming": ["fsdp_train.py", "--run_dir=run", "--max_steps=3"],
 }
@@ -406,7 +406,7 @@ def test_no_program_runs_a_strangers_code(trained, tmp_path, name):
         folder = shutil.copytree(source, tmp_path / attack)
         attacks[attack](folder / "run" / "checkpoints" / "step-2")
         done = program(folder, *what)
-        assert done.returncode == (1 if name == "lifecycle/resume.py" else 2), done.stderr
+        assert done.returncode == (1 if name == "lifecycle.resume" else 2), done.stderr
         said = done.stdout + done.stderr
         assert re.search(r"(it would run|it wants) (eval|'builtins\.eval'|__builtin__\.eval)", said), said
         assert not mark.exists() and "weights_only" not in said and "Traceback" not in said

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import rooms_on_path, words_of
 
 from config import UserError
 from text import corpus
 from text.corpus import documents
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -304,8 +303,8 @@ def test_the_name_of_a_hub_data_set_is_no_file(name):
 
 def run(*argv, **environment):
     return subprocess.run(
-        [sys.executable, str(ROOT / "text/corpus.py"), *argv],
-        env=os.environ | environment,
+        [sys.executable, *words_of("text.corpus"), *argv],
+        env=rooms_on_path() | environment,
         capture_output=True,
         text=True,
         timeout=120,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from config import UserError
 from text import tokenizer
 from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
 
-ROOT = Path(__file__).resolve().parent.parent
 VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for vocab.bpe: the sha1 of its address
 GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(ROOT.parent / "shared" / "data" / "tiktoken_cache")
 
@@ -393,7 +393,7 @@ def load_offline(cache: Path) -> subprocess.CompletedProcess:
     nothing = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")}
     env = {**os.environ, **nothing, "NO_PROXY": "", "no_proxy": "", "TIKTOKEN_CACHE_DIR": str(cache)}
     return subprocess.run(
-        [sys.executable, "text/tokenizer.py", "gpt2"], env=env, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "text.tokenizer", "gpt2"], env=env, cwd=ROOT, capture_output=True, text=True
     )
 
 
@@ -410,7 +410,7 @@ def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
 
 
 def test_demonstration():
-    done = subprocess.run([sys.executable, "text/tokenizer.py"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", "text.tokenizer"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout
 
 
