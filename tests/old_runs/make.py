@@ -1,4 +1,4 @@
-"""Make the files of this folder with the code of commit e0c057d, before it moved into rooms. See README.md.
+"""Make the files of this folder with the code of commit e0c057d. See README.md.
 
     git worktree add /tmp/old e0c057d
     python tests/old_runs/make.py /tmp/old
@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-CODE = "../code"  # a link beside the folders in which the programs run, so that no path of a machine is kept
+CODE = "../code"  # a link beside the folder of the run, so that no path of a machine is kept
 TRAIN = [f"{CODE}/fsdp_train.py", "settings.py"]
-UNLIKE = "tokens_per_second mfu memory_gb seconds slowest_rank slowest_by".split()  # columns that no two runs share
+# Columns in which no two runs are alike.
+UNLIKE = "tokens_per_second mfu memory_gb seconds slowest_rank slowest_by".split()
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
 WORDS = "the a river tree house blue old sings walks sees under slowly".split()
 PROMPT = "the old river"
@@ -40,10 +41,9 @@ def write_inputs(work: Path) -> None:
     for number in range(2):
         documents = [" ".join(words.choices(WORDS, k=120)) for _ in range(20)]
         (work / "text" / f"{number}.txt").write_text("<|endoftext|>".join(documents))
-    questions = [
-        {"query": f"the {WORDS[i]} river", "choices": ["sings slowly", "under", "sees a tree"], "gold": i % 3}
-        for i in range(4)
-    ]
+    choices = ["sings slowly", "under", "sees a tree"]
+    gold = {WORDS[i]: i % 3 for i in range(4)}
+    questions = [{"query": f"the {w} river", "choices": choices, "gold": gold[w]} for w in gold]
     (work / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     shutil.copy(HERE / "settings.py", work)
 
@@ -51,7 +51,8 @@ def write_inputs(work: Path) -> None:
 def expected(metrics: Path) -> str:
     """The rows of the resumed part of a run, without the columns that differ from run to run."""
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    rows = [{name: row[name] for name in row if name not in UNLIKE} for row in rows if row["step"] > 6]
+    rows = [row for row in rows if row["step"] > 6]
+    rows = [{name: row[name] for name in row if name not in UNLIKE} for row in rows]
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -73,12 +74,13 @@ def make(work: Path) -> None:
 
     write_inputs(work)
     python(*TRAIN)
-    shutil.rmtree(work / "run" / "checkpoints" / "step-12")  # as if it was killed before this was there
+    shutil.rmtree(work / "run" / "checkpoints" / "step-12")  # as if killed before it was there
     resumed(1)
     two = resumed(2)
     shutil.copy(two / "run" / "microbatch.json", work / "run")  # on record for 1 rank and for 2
     greedy = "--temperature=0 --precision=fp32 --max_new_tokens=8 --json".split()
-    (work / "greedy.json").write_text(python(f"{CODE}/generate.py", "run", "--prompt", PROMPT, *greedy))
+    text = python(f"{CODE}/generate.py", "run", "--prompt", PROMPT, *greedy)
+    (work / "greedy.json").write_text(text)
     (work / "logits.json").write_text(python("-c", LOGITS))
     asked = "--tasks=questions.jsonl --precision=fp32 --out=evaluation.json".split()
     python(f"{CODE}/icl_eval.py", "run", *asked)
