@@ -81,6 +81,7 @@ def test_a_config_file_and_what_was_saved_mean_the_same_as_before(old, capsys):
     assert capsys.readouterr().err == note
     meta = checkpoint.read_meta(Path("run/checkpoints/step-6"))
     for saved in (runlog.read_settings("run"), meta):
+        assert saved["recompute_every"] == 2
         assert from_dict(MPTConfig, saved) == model_cfg
         assert vars(from_dict(TrainConfig, saved)) == vars(cfg) | {"microbatch_size": 8}
     assert capsys.readouterr().err == ""  # every name in them is known
