@@ -92,7 +92,16 @@ def read(path: Path) -> list[dict]:
     for record in records:
         wrong = fault(record)
         require(not wrong, f"{path} is damaged ({wrong}): delete it")
+        record["circumstances"] = todays_circumstances(record["circumstances"], path)
     return records
+
+
+def todays_circumstances(saved: dict, path: Path) -> dict:
+    """Circumstances with settings under today's names, those of the model included."""
+    saved = config.renamed(saved, f"{path}")
+    if isinstance(saved.get("model"), dict):
+        saved["model"] = config.renamed(saved["model"], f"{path}")
+    return saved
 
 
 def fault(record) -> str:
