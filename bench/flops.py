@@ -1,10 +1,11 @@
-"""The FLOPs of a training step as torch counts them: what planning/matmuls.py has in closed form.
+"""The FLOPs of a training step as torch counts them, beside the closed form of planning/matmuls.py.
 
-FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors are fake, shapes
-without numbers, so MPT-70B needs no memory. Attention is the obvious one, two matmuls on the whole square of scores,
-since the counter knows no CPU kernel of attention.
+    python -m bench flops configs/mpt7b.py --activation_checkpointing=full
 
-Run `python -m bench flops configs/mpt7b.py --activation_checkpointing=full`.
+FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors
+are fake, shapes without numbers, so MPT-70B needs no memory. Attention is the obvious one, two
+matmuls on the whole square of scores, since the counter knows no CPU kernel of attention. Read
+next: bench/memory.py.
 """
 
 import re
