@@ -35,6 +35,7 @@ import parallel
 from config import MPTConfig, TrainConfig, require
 from evaluation import zero_shot
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
+from lifecycle.lease import Lease
 from loss import IGNORE
 from model import MPT
 from weights import hf
@@ -49,7 +50,7 @@ def main(argv) -> None:
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
         parallel.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
-    lease = stopping.Lease(cfg.run_dir)
+    lease = Lease(cfg.run_dir)
     parallel.rank_zero_decides(lease.take)
 
     # data

@@ -8,7 +8,7 @@ What is unfit gets another name, so that its step can be saved again, and is nev
 
 `opening` says what is about to run.
 
-Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/stopping.py.
+Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/lease.py.
 """
 
 import functools
@@ -187,7 +187,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
 
 
 def unlike_formulas(model_cfg) -> list[str]:
-    """A line if the model has other parameters than the closed forms of flops.py and planning/memory.py count, or none."""
+    """A line if the model has other parameters than flops.py and planning/memory.py count, or none."""
     with torch.device("meta"):
         real = sum(param.numel() for param in MPT(model_cfg).parameters())
     known = flops.n_params(model_cfg)

@@ -7,7 +7,7 @@
                                memory_gb seconds slowest_rank slowest_by (its own seconds / those of the fastest),
                                and one an evaluation: step val_loss val_bits_per_byte, or step icl {task: figures}
     runs/demo/checkpoints/     see checkpoint.py
-    runs/demo/lease.json       who owns the folder, see lifecycle/stopping.py
+    runs/demo/lease.json       who owns the folder, see lifecycle/lease.py
     runs/demo/microbatch.json  the microbatch that fits, see lifecycle/microbatch.py
 
 A step's row has its 1-based number, so `step` counts the updates that are done; its loss was taken before the update.

@@ -237,9 +237,9 @@ def read_run(path, folder):
 
 
 def read_lease(path, folder):
-    from lifecycle import stopping
+    from lifecycle import lease
 
-    stopping.owner(stopping.read_lease(path))
+    lease.owner(lease.read_lease(path))
 
 
 def read_microbatch(path, folder):

@@ -145,12 +145,13 @@ def test_every_program_helps_complains_and_ends_quietly(name, forked):
 
 TOO_FEW = """
     planning.calibrate storage.files generate.py weights.hf evaluation evaluation.tasks lifecycle.microbatch
-    lifecycle.plot lifecycle.stopping lifecycle.resume lifecycle.runlog text.shards weights.tensor_files
+    lifecycle.plot lifecycle.lease lifecycle.resume lifecycle.runlog text.shards weights.tensor_files
     bench
 """
 BENCHES = ["bench compare", "bench table"]
 ALONE = """
-    attention.py checkpoint.py devices.py loss.py model.py optim.py serving.sampling lifecycle.watchdog
+    attention.py checkpoint.py devices.py loss.py model.py optim.py serving.sampling lifecycle.stopping
+    lifecycle.watchdog
 """
 
 
@@ -176,7 +177,7 @@ READERS = {
     "lifecycle.plot nowhere": "nowhere",
     "lifecycle.runlog nowhere": "nowhere",
     "lifecycle.resume nowhere": "nowhere",
-    "lifecycle.stopping nowhere": "nowhere",
+    "lifecycle.lease nowhere": "nowhere",
     "lifecycle.microbatch nowhere": "nowhere",
     "evaluation nowhere --tasks={words}": "nowhere",
     "evaluation.tasks nowhere.txt out.jsonl": "nowhere.txt",

@@ -1,4 +1,4 @@
-"""lifecycle/stopping.py: one run per folder, leaving when asked, steps that went bad, batches left out; all of it for real."""
+"""lifecycle/stopping.py: leaving when asked, steps that went bad, batches left out; all for real."""
 
 import contextlib
 import io
@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -21,7 +20,7 @@ import config
 import fsdp_train
 from config import TrainConfig, UserError
 from lessons.elastic import Launch, steps_done
-from lifecycle import runlog, stopping
+from lifecycle import lease, runlog, stopping
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=0"]
@@ -79,97 +78,7 @@ def started(tmp_path, tiny_data):
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The lease
-
-
-def taken(run_dir, **other) -> stopping.Lease:
-    lease = stopping.Lease(str(run_dir))
-    lease.me |= other
-    lease.take()
-    return lease
-
-
-def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):
-    """Refused in one line that says who is there; the first is not disturbed; when killed it is no hindrance."""
-    first = started(1, *FOREVER, "--save_interval=2")
-    wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
-    second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
-    assert second.returncode == 2 and second.stdout == "run: loading PyTorch\n"
-    assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
-    assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
-    seen = steps_done(tmp_path / "run")
-    wait_for(lambda: steps_done(tmp_path / "run") > seen + 1)
-    assert first.status() is None
-    first.send(signal.SIGKILL)
-    assert first.left(10)
-    with taken(tmp_path / "run"):  # at once
-        pass
-
-
-def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
-    with taken(tmp_path, host="elsewhere"):
-        assert stopping.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
-        stopping.main([str(tmp_path)])
-        assert capsys.readouterr().out == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
-    begin = time.monotonic()
-    with taken(tmp_path):
-        assert time.monotonic() - begin < 1
-    stopping.main([str(tmp_path)])
-    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
-
-
-@pytest.mark.parametrize("text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""])
-def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
-    """As a power failure or a stranger leaves it; but while another run has the lock, the folder is not free."""
-    path = tmp_path / "lease.json"
-    path.write_text(text, encoding="latin-1")
-    stopping.main([str(tmp_path)])
-    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
-    with taken(tmp_path) as lease:
-        assert stopping.read_lease(path)["pid"] == os.getpid()
-        path.write_text(text, encoding="latin-1")
-        with pytest.raises(UserError, match="is owned by another run: wait for that run"):
-            taken(tmp_path)
-        lease.check()
-
-
-def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
-    """A stranger's run folder may hold a link: what it points to is not written."""
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / "lease.json").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match="lease.json is a link"):
-        taken(tmp_path)
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
-    """As where the file system shares no locks: whose heart beats is the owner, whose has stopped was killed."""
-    monkeypatch.setattr(stopping, "BEAT", 0.1)
-    path, closed = tmp_path / "lease.json", threading.Event()
-
-    def live():
-        for beat in range(10**9):
-            path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "job": "42", "beat": beat}))
-            if closed.wait(0.05):
-                return
-
-    thread = threading.Thread(target=live)
-    thread.start()
-    try:
-        wait_for(path.exists)
-        with pytest.raises(UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"):
-            taken(tmp_path)
-    finally:
-        closed.set()
-        thread.join()
-    with taken(tmp_path) as lease:  # three beats without a sign of life
-        assert stopping.read_lease(path)["host"] == lease.me["host"]
-        lease.check()
-        path.write_text(json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0}))  # taken over in turn
-        wait_for(lambda: lease.lost)
-        with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
-            lease.check()
-    assert stopping.read_lease(path)["pid"] == 8  # left alone
+# Leaving when asked
 
 
 @pytest.mark.slow
@@ -190,10 +99,6 @@ def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data,
     assert newest and sorted(steps_of(tmp_path / "run"))[-1] == checkpoint.number(newest)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Leaving when asked
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, number):
     """Status 75, a checkpoint of the very last step; started again it does what an undisturbed run does, bit by bit."""
@@ -208,7 +113,7 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     assert (
         f"asked to leave: The last good checkpoint is {run}/checkpoints/step-{last}. " in (tmp_path / "log").read_text()
     )
-    assert stopping.read_lease(run / "lease.json") is None
+    assert lease.read_lease(run / "lease.json") is None
     end = [f"--max_steps={last + 3}", *FOREVER[1:]]
     for folder in (run, tmp_path / "straight"):
         assert ranks(2)(train_here, [f"--run_dir={folder}", *FLAGS, *flags_for(tiny_data), *end])[0][0] == 0
@@ -504,7 +409,8 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
     log.row(rows[3])
     assert runlog.read(folder) == rows[:4]
     program = (
-        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); from lifecycle import runlog; from config import *;"
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); "
+        "from lifecycle import runlog; from config import *;"
         "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
         "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"

@@ -1,0 +1,105 @@
+"""lifecycle/lease.py: one run per folder, on one machine and between machines."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+from conftest import flags_for
+from test_stopping import FLAGS, FOREVER, started, wait_for  # noqa: F401 (a fixture)
+
+from config import UserError
+from lessons.elastic import steps_done
+from lifecycle import lease as leases
+
+
+def taken(run_dir, **other) -> leases.Lease:
+    lease = leases.Lease(str(run_dir))
+    lease.me |= other
+    lease.take()
+    return lease
+
+
+def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):  # noqa: F811
+    """Refused in one line that says who is there; the first is not disturbed; when killed it is no hindrance."""
+    first = started(1, *FOREVER, "--save_interval=2")
+    wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
+    second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
+    assert second.returncode == 2 and second.stdout == "run: loading PyTorch\n"
+    assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
+    assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
+    seen = steps_done(tmp_path / "run")
+    wait_for(lambda: steps_done(tmp_path / "run") > seen + 1)
+    assert first.status() is None
+    first.send(signal.SIGKILL)
+    assert first.left(10)
+    with taken(tmp_path / "run"):  # at once
+        pass
+
+
+def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
+    with taken(tmp_path, host="elsewhere"):
+        assert leases.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
+        leases.main([str(tmp_path)])
+        assert capsys.readouterr().out == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+    begin = time.monotonic()
+    with taken(tmp_path):
+        assert time.monotonic() - begin < 1
+    leases.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""])
+def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
+    """As a power failure or a stranger leaves it; but while another run has the lock, the folder is not free."""
+    path = tmp_path / "lease.json"
+    path.write_text(text, encoding="latin-1")
+    leases.main([str(tmp_path)])
+    assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
+    with taken(tmp_path) as lease:
+        assert leases.read_lease(path)["pid"] == os.getpid()
+        path.write_text(text, encoding="latin-1")
+        with pytest.raises(UserError, match="is owned by another run: wait for that run"):
+            taken(tmp_path)
+        lease.check()
+
+
+def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
+    """A stranger's run folder may hold a link: what it points to is not written."""
+    (tmp_path / "mine").write_text("precious")
+    (tmp_path / "lease.json").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="lease.json is a link"):
+        taken(tmp_path)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
+    """As where the file system shares no locks: whose heart beats is the owner, whose has stopped was killed."""
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    path, closed = tmp_path / "lease.json", threading.Event()
+
+    def live():
+        for beat in range(10**9):
+            path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "job": "42", "beat": beat}))
+            if closed.wait(0.05):
+                return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    try:
+        wait_for(path.exists)
+        with pytest.raises(UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"):
+            taken(tmp_path)
+    finally:
+        closed.set()
+        thread.join()
+    with taken(tmp_path) as lease:  # three beats without a sign of life
+        assert leases.read_lease(path)["host"] == lease.me["host"]
+        lease.check()
+        path.write_text(json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0}))  # taken over in turn
+        wait_for(lambda: lease.lost)
+        with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
+            lease.check()
+    assert leases.read_lease(path)["pid"] == 8  # left alone
