@@ -34,7 +34,7 @@ import config
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import plot, runlog
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 SETTINGS = """--run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
     --save_interval=20 --resume=auto --peak_tflops=auto --expect="""
 # name -> its stages: ranks, the share of the steps after which it ends, the signal that ends it
@@ -52,7 +52,7 @@ class Launch:
     They find each other as under torchrun: by RANK, WORLD_SIZE and the address of rank 0, in the environment.
     """
 
-    def __init__(self, flags: list[str], ranks: int, log: Path, program: Path = HERE / "fsdp_train.py"):
+    def __init__(self, flags: list[str], ranks: int, log: Path, program: Path = ROOT / "fsdp_train.py"):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]
@@ -162,7 +162,7 @@ def check(runs: list[Path], max_steps: int) -> None:
 
 def main(argv) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the ranks are ended, too
-    flags = [f"{HERE}/configs/demo.py", *SETTINGS.split(), *argv]
+    flags = [f"{ROOT}/configs/demo.py", *SETTINGS.split(), *argv]
     model_cfg, cfg = config.load(flags, MPTConfig, TrainConfig)
     runs = [Path(cfg.run_dir, name) for name in RUNS]
     if all(finished(run, cfg.max_steps) for run in runs):

@@ -303,9 +303,8 @@ def test_slurm_script_times_every_size_and_prints_the_table(tmp_path):
     strong, weak = [(n, n, "256") for n in "124"], [("2", "2", "512"), ("4", "4", "1024")]
     assert sorted(sizes) == sorted(strong + weak)
     for line in lines:
-        assert f" -m bench train {ROOT}/configs/mpt1b.py --sharding=ZERO1" in line and line.endswith(
-            "--out=scaling.csv"
-        )
+        assert f" -m bench train {ROOT}/configs/mpt1b.py --sharding=ZERO1" in line
+        assert line.endswith("--out=scaling.csv")
         assert word(line, "ntasks") == word(line, "nodes") and word(line, "cpus-per-task") == "64"
         assert word(line, "rdzv_endpoint").startswith("node1:")
     assert len({word(line, "rdzv_endpoint") for line in lines}) == len({word(line, "rdzv_id") for line in lines}) == 5

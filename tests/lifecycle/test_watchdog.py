@@ -1,4 +1,4 @@
-"""lifecycle/watchdog.py: a rank that stands still is named, one that has to leave takes the others along; injected for real."""
+"""A rank that stands still is named, one that fails takes the others along: injected for real."""
 
 import signal
 import time
