@@ -88,9 +88,9 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
 def test_a_rank_that_hangs_in_a_room_is_named_with_the_line(started, tmp_path):
     """The innermost line of ours counts, in whatever folder: not the loop that led there."""
     hangs = "(time.sleep(10**6) for _ in 'a')"
-    reading = f"(step, rank) == (3, 1) and tokenizer.train_bpe({hangs}, 300)"
-    job = started(2, *FOREVER, "--timeout_minutes=0.1", reading=reading)
-    assert job.left(90) and statuses(job) == [RESUME_ME] * 2
+    stepping = f"(step, rank) == (3, 1) and tokenizer.train_bpe({hangs}, 300)"
+    job = started(2, *FOREVER, "--timeout_minutes=0.1", stepping=stepping)
+    assert job.left(200) and statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert f"rank 1 (process {job.processes[1].pid} on " in line
     assert " hangs at text/tokenizer.py, line " in line and ", in train_bpe" in line
