@@ -1,12 +1,13 @@
 """The FLOPs and bytes of a training step as torch counts them, beside the closed forms of planning/.
 
-FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors are fake, shapes
-without numbers, so MPT-70B needs no memory. Attention is the obvious one, two matmuls on the whole square of scores,
-since the counter knows no CPU kernel of attention.
+    python -m bench flops configs/mpt7b.py --activation_checkpointing=full
 
-planning/matmuls.py has the closed form of FLOPs, planning/memory.py of bytes (bench/memory.py counts those).
+FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors
+are fake, shapes without numbers, so MPT-70B needs no memory. Attention is the obvious one, two
+matmuls on the whole square of scores, since the counter knows no CPU kernel of attention.
 
-Run `python -m bench flops configs/mpt7b.py --activation_checkpointing=full`.
+planning/matmuls.py has the closed form of FLOPs, planning/memory.py of bytes. Read next:
+bench/memory.py, which counts those.
 """
 
 import re

@@ -1,10 +1,11 @@
-"""The bytes of real training steps, counted without the memory: what planning/memory.py estimates.
+"""The bytes of real training steps, counted without the memory, beside planning/memory.py.
 
-`fsdp_train.train_step` runs on fake tensors: each operation is dispatched as ever, in the forward, the backward and the
-update, but a tensor is a shape without numbers. `Live` stands below and sums the storages that are alive. The
-collectives of 8 ranks are those of a fake process group. So MPT-1B needs no memory, and no GPU.
+    python -m bench memory [OUT.md]        estimates beside counts, to bench/results/memory.md
 
-Run `python -m bench memory`: it writes estimates beside counts to bench/results/memory.md.
+`fsdp_train.train_step` runs on fake tensors: each operation is dispatched as ever, in the forward,
+the backward and the update, but a tensor is a shape without numbers. `Live`, below, sums the
+storages that are alive. The collectives of 8 ranks are those of a fake process group. So MPT-1B
+needs no memory, and no GPU. Read next: bench/planner.py.
 """
 
 import collections
@@ -337,6 +338,7 @@ def table(names: str, rows) -> str:
 
 
 def main(argv: list[str]) -> None:
+    (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/memory.md"]
     begin = time.perf_counter()
     models = {name: config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)[0] for name in ("mpt125m", "mpt1b")}
     models = {name: dataclasses.replace(m, attn_impl="sdpa") for name, m in models.items()}
@@ -381,7 +383,7 @@ def main(argv: list[str]) -> None:
         ),
         seconds=round(time.perf_counter() - begin),
     )
-    (ROOT / "bench/results/memory.md").write_text(text, encoding="utf-8")
+    Path(out).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
