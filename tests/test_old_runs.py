@@ -19,7 +19,8 @@ import generate
 from bench import compare, table, train
 from config import MPTConfig, TrainConfig, from_dict, load
 from lifecycle import microbatch, plot, resume, runlog
-from parallel import World
+from processes import World
+from weights import load as load_weights
 
 OLD = ROOT / "tests" / "old_runs"
 CPU = torch.device("cpu")
@@ -145,7 +146,7 @@ def test_the_data_folder_is_taken_as_it_is(old, capfd):
 
 
 def test_the_logits_are_those_of_before(old):
-    model, _, _ = generate.load_for_sampling("run", None, CPU)
+    model, _, _ = load_weights.load_for_sampling("run", None, CPU)
     with torch.no_grad():
         logits = model(torch.arange(3, 27)[None])[0, -1]
     expected = torch.tensor(json.loads((old / "logits.json").read_text()))
@@ -154,7 +155,7 @@ def test_the_logits_are_those_of_before(old):
 
 def test_generate_writes_the_text_of_before(old, capsys):
     kept = json.loads((old / "greedy.json").read_text())
-    flags = ["--prompt", kept["prompt"], "--temperature=0", "--precision=fp32"]
+    flags = [f"--prompt={kept['prompt']}", "--temperature=0", "--precision=fp32"]
     generate.main(["run", *flags, f"--max_new_tokens={kept['tokens']}", "--json"])
     assert json.loads(capsys.readouterr().out) == kept
 
@@ -231,7 +232,7 @@ def test_the_evaluation_of_before(old):
     kept = json.loads(Path("evaluation.json").read_text())
     ask = ["run", "--tasks=questions.jsonl", "--precision=fp32"]
     for out in ("new.json", "evaluation.json"):
-        done = launch([], old, [*ask, f"--out={out}"], program="evaluation/zero_shot.py")
+        done = launch([], old, [*ask, f"--out={out}"], program="evaluation")
         assert done.returncode == 0, done.stderr
     new = json.loads(Path("new.json").read_text())["tasks"]["questions"]
     old_figures = kept["tasks"]["questions"]
