@@ -14,8 +14,10 @@ all of them, with the same line.
 Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost. Read next: lifecycle/resume.py.
 """
 
+import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import tempfile
@@ -30,6 +32,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -38,19 +41,10 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
-from optim import ADAMW, build_optimizer, kind_of
-from storage.checkpoint_files import (
-    checksum,
-    damage_named,
-    fill,
-    on_rank_zero,
-    own_error,
-    read_meta,
-    read_metadata,
-    reason_of,
-    require_weights,
-    verify,
-)
+from optim import ADAMW, kind_of
+from processes import rank_zero_decides
+from storage import checkpoint_files
+from storage.checkpoint_files import cause_of, checksum, read_meta, read_metadata, reason_of, require_weights
 
 # One flat format, whatever the sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -66,7 +60,7 @@ class Checkpointer:
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last, self.keep_every = keep_last, keep_every
         # Of its own: the thread that writes must not meet training's collectives.
-        self.group = processes.new_group(parallel.TIMEOUT)
+        self.group = processes.new_group(processes.TIMEOUT)
         cuda = torch.cuda.is_available()
         # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
         options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
@@ -74,7 +68,7 @@ class Checkpointer:
         self.pending = None  # (step, future)
         self.blocked_seconds = 0.0  # how long the last save kept the training thread
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 says so of its own code
-        parallel.rank_zero_decides(self.sweep)
+        rank_zero_decides(self.sweep)
 
     def sweep(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,12 +123,12 @@ class Checkpointer:
                 action()
             except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
                 reason = reason_of(error)
-                if not isinstance(own_error(error), UserError):
+                if not isinstance(cause_of(error), UserError):
                     reason += f" ({free_bytes(self.folder) / 1e9:.2f} GB are free there)"
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
                 raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
 
-        parallel.rank_zero_decides(tried)
+        rank_zero_decides(tried)
 
     def last_good(self) -> str:
         """A sentence that names the newest complete checkpoint."""
@@ -156,7 +150,7 @@ class Writer(dcp.FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except Exception as error:
-            raise first_cause(error) from error
+            raise cause_of(error) from error
         paths = {self.path / result.storage_data.relative_path for result in results}
         with ThreadPoolExecutor() as pool:
             synced = pool.map(sync, paths)  # while the disk works, so does crc32
@@ -179,13 +173,6 @@ def require_finite(name: str, weights: torch.Tensor) -> None:
     """UserError if there is a NaN or an infinite number: from such weights no run can go on."""
     finite = not weights.numel() or all(bound.isfinite() for bound in weights.aminmax())
     require(finite, f"{name} holds numbers that are not finite")
-
-
-def first_cause(error: BaseException) -> BaseException:
-    """The OSError behind an error of torch.save, which reports the place in the file instead (unexpected pos 704)."""
-    while not isinstance(error, OSError) and error.__context__:
-        error = error.__context__
-    return error
 
 
 def state_of(model: MPT, optimizer) -> dict:
@@ -268,6 +255,67 @@ def find(path: str) -> Path:
     return found
 
 
+# -------------------------------------------------------------------------------------------------
+# Checking and loading
+
+
+def verify(path: Path) -> str | None:
+    """What is damaged in a checkpoint, in a few words, or None.
+
+    If there are several ranks, all call it, share the reading and get the same answer. UserError or OSError if it
+    cannot be read: no permission, a node that does not see it, or undamaged files that hold what we do not read.
+    """
+    wanted = rank_zero_decides(lambda: checkpoint_files.read_checksums(path))
+    if lacking := checkpoint_files.incomplete(wanted):
+        return lacking
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = sorted(wanted)[rank::size]
+    try:
+        mine = checkpoint_files.first_fault(path, wanted, share)
+    except OSError as error:  # of the file system, or of a node that does not see it: no damage
+        mine = UserError(f"rank {rank} on {platform.node()} cannot read {path}: {error.strerror}", True)
+    faults = [mine] * size
+    if dist.is_initialized():
+        dist.all_gather_object(faults, mine)
+    for found in faults:
+        if isinstance(found, UserError):
+            raise found
+    damage = next(filter(None, faults), None)
+    return damage or rank_zero_decides(lambda: checkpoint_files.contradiction(path, wanted))
+
+
+def require_sound(path: Path) -> None:
+    """UserError if a checkpoint is damaged. Every rank calls it."""
+    checkpoint_files.require_undamaged(path, verify(path))
+
+
+def fill(path: Path, state: dict, metadata: Metadata | None = None) -> None:
+    """Fill the tensors of a nested dict, sharded in any way or not, from a checkpoint. Every rank calls it.
+
+    metadata: what `read_metadata` said, if it is known already: for many weights reading it takes minutes. UserError if
+    the tensors are not in there, or cannot be read. This is the only way in which a checkpoint is loaded.
+    """
+    metadata = metadata or rank_zero_decides(lambda: read_metadata(path))
+    with warnings.catch_warnings(), damage_named(path):
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+        how = {"planner": checkpoint_files.Planner(), "no_dist": not dist.is_initialized()}
+        dcp.load(state, storage_reader=checkpoint_files.Reader(path, metadata), **how)
+
+
+@contextlib.contextmanager
+def damage_named(path: Path):
+    """What goes wrong while a checkpoint is read becomes a UserError that names it."""
+    try:
+        yield
+    except (UserError, OSError, torch.OutOfMemoryError):
+        raise
+    except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
+        if processes.is_lost(error):
+            raise
+        hint = "if it is damaged, move it away to use the one before"
+        raise UserError(f"cannot read {path} ({reason_of(error)}): {hint}") from error
+
+
 def load(path: Path, model: MPT, optimizer) -> None:
     """Fill a model and its optimizer, sharded in any way, from a checkpoint saved in any other.
 
@@ -279,7 +327,7 @@ def load(path: Path, model: MPT, optimizer) -> None:
     if saved != here:
         words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
         raise UserError(f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True)
-    metadata = on_rank_zero(lambda: read_metadata(path))
+    metadata = rank_zero_decides(lambda: read_metadata(path))
     require_weights(path, metadata, state["model"])
     fill(path, state, metadata)
     with damage_named(path):
@@ -297,15 +345,11 @@ def settings(path: Path) -> MPTConfig:
 def demonstrate(argv) -> None:
     """Train 50 million parameters, save and load them in a temporary folder, and print what that costs."""
     config.arguments(argv)
-    world = parallel.start()
+    world = processes.start()
     model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
-    parallel.materialize(model, world.device, cfg.seed)
-    optimizer = build_optimizer(model.parameters(), cfg)
-    folder = parallel.rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
+    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
+    folder = rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
     saver = Checkpointer(folder, keep_last=1)
     ids = torch.zeros(1, 64, dtype=torch.long, device=world.device)
     fresh = folder / "fresh"  # for what saves at once
@@ -322,7 +366,7 @@ def demonstrate(argv) -> None:
     def save_while_training():
         saver.save(len(seconds["dcp.save"]), model, optimizer, meta)
         seconds["save: training waits"].append(saver.blocked_seconds)
-        while not parallel.rank_zero_decides(saver.settled):
+        while not rank_zero_decides(saver.settled):
             train()
         saver.finish()
 
@@ -337,7 +381,7 @@ def demonstrate(argv) -> None:
     for _ in range(5):
         train()
         for name, action in actions.items():
-            parallel.rank_zero_decides(clear)
+            rank_zero_decides(clear)
             begin = time.perf_counter()
             action()
             dist.barrier()
@@ -353,4 +397,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(demonstrate)
+    processes.run(demonstrate)

@@ -34,7 +34,9 @@ import numpy as np
 from tqdm import tqdm
 
 import config
+import program
 from config import TrainConfig, UserError, require
+from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
 from text.shards import (
@@ -44,7 +46,6 @@ from text.shards import (
     raise_file_limit,
     read_summary,
     shard_files,
-    write_atomically,
     write_ids,
 )
 
@@ -81,7 +82,7 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         jobs = ((folder, i, first, docs, stride, tokenizer.name) for i, first, docs in read)
         if workers > 1:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
+            with ProcessPoolExecutor(workers, context, initializer=program.end_with_parent) as pool:
                 results = bounded_map(pool, encode_chunk, jobs, 2 * workers)
                 kept, tokens = collect(results, cfg.max_tokens, bar)
         else:
@@ -101,7 +102,7 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         "train_tokens": tokens,
         "fingerprint": fingerprint(folder),
     }
-    write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
+    files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
     return folder
 
 
@@ -117,16 +118,6 @@ def check_made_for(cfg: TrainConfig, done: dict, folder: Path) -> None:
     for key, value in (wanted | {"val_fraction": cfg.val_fraction}).items():
         made = f"{folder} was made with --{key}={done[key]}, not {value}"
         require(done[key] == value, f"{made}: set that, or another --data_dir")
-
-
-def end_with_parent() -> None:
-    """Worker processes end when the one that started them is killed."""
-
-    def wait():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def make_tokenizer(cfg: TrainConfig, folder: Path):

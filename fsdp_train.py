@@ -32,29 +32,29 @@ import devices
 import flops
 import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, require
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
 from lifecycle.lease import Lease
 from loss import IGNORE
-from model import MPT
 
 
 def main(argv) -> None:
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
-    world = parallel.start(cfg.device, max(parallel.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
+    world = processes.start(cfg.device, max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
     log = runlog.RunLog(cfg, world.rank)
     rest = cfg.global_batch_size % world.size
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 
-        parallel.rank_zero_decides(lambda: load.check_same_model(cfg.init_from, model_cfg))
+        processes.rank_zero_decides(lambda: load.check_same_model(cfg.init_from, model_cfg))
     lease = Lease(cfg.run_dir)
-    parallel.rank_zero_decides(lease.take)
+    processes.rank_zero_decides(lease.take)
 
     # data
-    folder = parallel.rank_zero_decides(lambda: data.open_or_prepare(cfg))
+    folder = processes.rank_zero_decides(lambda: data.open_or_prepare(cfg))
     train = data.Split(folder, "train", model_cfg.max_seq_len)
     val = data.Split(folder, "val", model_cfg.max_seq_len)
     fingerprint = data.read_summary(folder)["fingerprint"]
@@ -65,7 +65,7 @@ def main(argv) -> None:
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
     tasks, tokenizer = tasks_and_tokenizer(model_cfg, cfg, tokens_file)
     if cfg.init_from:
-        parallel.rank_zero_decides(lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
+        processes.rank_zero_decides(lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
     # where to begin
     found = resume.choose(cfg)
@@ -81,13 +81,9 @@ def main(argv) -> None:
     log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
 
     # model, optimizer
-    mesh = parallel.make_mesh(world, cfg)
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, mesh, cfg, precision)
+    seed = None if found or cfg.init_from else cfg.seed
+    model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed)
     model.separator = tokenizer and tokenizer.eot
-    parallel.materialize(model, world.device, None if found or cfg.init_from else cfg.seed)
-    optimizer = optim.build_optimizer(model.parameters(), cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
     if found:
         checkpoint.load(found, model, optimizer)
@@ -104,7 +100,7 @@ def main(argv) -> None:
         "skip_steps": cfg.skip_steps,
         "resumed": found and str(found),
     }
-    parallel.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
+    processes.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
     if not optim.skips_on_device(optimizer):
         log.say(f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device")
 
@@ -213,18 +209,18 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: on as many ranks the same masks again
     ids, labels = rows[:, :-1], rows[:, 1:]
     counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.rank)])
-    tokens, batch_hash = parallel.all_sum(counted)  # over the global batch
+    tokens, batch_hash = processes.all_sum(counted)  # over the global batch
     loss_sum = torch.zeros((), device=rows.device)
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
-        with record_function("forward"), autocast(rows.device, precision):
+        with record_function("forward"), parallel.autocast(rows.device, precision):
             loss = model(ids[begin:end], labels=labels[begin:end], z_loss=cfg.z_loss)  # a sum over tokens
         with record_function("backward"):
             (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
         loss_sum += loss.detach()
     with record_function("optimizer"):
-        loss = parallel.all_sum(loss_sum) / tokens
+        loss = processes.all_sum(loss_sum) / tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
@@ -239,11 +235,6 @@ def collect_garbage(step, interval=50):
         gc.collect()
 
 
-def autocast(device, precision):
-    """bf16 matmuls over fp32 weights, or nothing at all. A forward uses each weight once, so no cast is cached."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
-
-
 @torch.no_grad()
 def evaluate(model, val, cfg, world, precision) -> float:
     """Mean loss in nats a token over the first windows of the validation split, shared by the ranks."""
@@ -255,13 +246,13 @@ def evaluate(model, val, cfg, world, precision) -> float:
         rows = torch.from_numpy(val.windows(np.minimum(numbers, n_windows - 1))).to(world.device)
         ids, labels = rows[:, :-1], rows[:, 1:].clone()
         labels[torch.from_numpy(numbers >= n_windows)] = IGNORE  # every rank makes the same number of passes
-        with autocast(rows.device, precision):
+        with parallel.autocast(rows.device, precision):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)
-    loss, tokens = parallel.all_sum(sums).tolist()
+    loss, tokens = processes.all_sum(sums).tolist()
     return loss / tokens
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

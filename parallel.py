@@ -17,17 +17,9 @@ One process alone has nothing to shard: it trains the plain model, under autocas
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh. Read next: checkpoint.py.
 """
 
-import contextlib
-import ctypes
 import functools
-import os
-import signal
-import sys
 import time
-import traceback
 from collections import defaultdict
-from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -37,10 +29,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
+import optim
 import processes
-from config import TrainConfig, UserError, require
-from lifecycle import startup
-from lifecycle.startup import RESUME_ME
+from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, init_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,127 +41,6 @@ SAVED = {
     *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
 }
-TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
-
-
-@dataclass
-class World:
-    """Who am I: one of `size` processes, the `local_rank`-th of `local_size` on this machine, with one device."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    device: torch.device
-
-
-def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
-    """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
-
-    device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
-    """
-    env = os.environ
-    env |= processes.slurm_variables()
-    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-    device = pick_device(device_type, local_rank, size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
-    if not dist.is_initialized():  # a benchmark starts once for each of its rows
-        processes.join(backend, rank, size, timeout)
-    if device.type == "cpu":
-        keep_freed_memory()
-    return World(rank, size, local_rank, local_size, device)
-
-
-def pick_device(device_type: str, local_rank: int, size: int) -> torch.device:
-    """The device of this rank. Several ranks on a Mac use the CPU: MPS has no collectives."""
-    there = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    if device_type == "auto":
-        device_type = "cpu" if there == "mps" and size > 1 else there
-    require(device_type in ("cpu", there), f"device={device_type}, but this machine has {there}: set --device={there}")
-    require(device_type != "mps" or size == 1, "MPS has no collectives: start one process, or set --device=cpu")
-    if device_type != "cuda":
-        return torch.device(device_type)
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each rank one device only
-    torch.cuda.set_device(device)
-    return device
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed buffers: else every step returns its memory to the kernel and faults it in again."""
-    with contextlib.suppress(OSError, AttributeError):  # no glibc
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def run(main) -> None:
-    """Call `main(argv)` as a program of many processes, and leave in a way that keeps the exit status.
-
-    With gloo a rank may abort while the interpreter shuts down, so the process ends by os._exit, after a barrier.
-    A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
-    """
-    status = 0
-    startup.end_with_torchrun()
-    try:
-        main(sys.argv[1:])
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-    except KeyboardInterrupt:
-        status = 130
-    except BrokenPipeError:  # the reader of the output has left
-        status = 141
-    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-        rank = config.rank()
-        if rank == 0:
-            config.say_error(error)
-        elif not getattr(error, "everywhere", False):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
-            time.sleep(5)
-            config.say_error(error, f"error on rank {rank}")
-        status = 2
-    except BaseException as error:
-        if is_lost(error):
-            config.say_error(f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}")
-            status = RESUME_ME
-        else:
-            traceback.print_exc()
-            status = 1
-    if status == 2:
-        end_torchrun()  # the same mistake would come again
-    status = config.flushed(status)
-    os._exit(status)
-
-
-def is_lost(error: BaseException) -> bool:
-    """Did a collective fail because another rank has gone?"""
-    # gloo has no class of its own: its errors begin with the path of its source
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
-
-
-def end_torchrun() -> None:
-    """Where torchrun would start this rank again, and that is not wanted: end torchrun."""
-    env = os.environ
-    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-    if restarts > 0 and env["LOCAL_RANK"] == "0" and os.getppid() > 1:
-        os.kill(os.getppid(), signal.SIGTERM)
-
-
-def rank_zero_decides(decide):
-    """`decide()` on rank 0; every rank gets its result, or its UserError."""
-    box = [None]
-    if dist.get_rank() == 0:
-        try:
-            box = [decide()]
-        except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-            box = [UserError(str(error), everywhere=True)]
-    dist.broadcast_object_list(box, device=torch.device("cpu"))
-    if isinstance(box[0], UserError):
-        raise box[0]
-    return box[0]
 
 
 def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
@@ -184,7 +54,7 @@ def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None =
         return "fp32"  # V100 and older
     if device.type != "cpu":
         return "bf16"
-    return rank_zero_decides(faster_precision)
+    return processes.rank_zero_decides(faster_precision)
 
 
 def faster_precision(n: int = 512, turns: int = 10) -> str:
@@ -199,11 +69,30 @@ def faster_precision(n: int = 512, turns: int = 10) -> str:
     return min(best, key=best.get)
 
 
-def make_mesh(world: World, cfg: TrainConfig) -> DeviceMesh | None:
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """bf16 matmuls over fp32 weights, or nothing at all. A forward uses each weight once, so no cast is cached."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+
+
+def build(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, seed: int | None):
+    """This rank's part of a model, and its optimizer, as training has them.
+
+    No rank ever holds the whole model. seed: of the initial weights; None leaves them as the memory
+    was, for whoever fills them next. Returns (model, optimizer). A collective.
+    """
+    mesh = make_mesh(world, cfg)
+    with torch.device("meta"):
+        model = MPT(model_cfg)
+    model = parallelize(model, mesh, cfg, precision)
+    materialize(model, world.device, seed)
+    return model, optim.build_optimizer(model.parameters(), cfg)
+
+
+def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp. None for one process alone."""
     if world.size == 1:
         return None
-    shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or world.local_size}.get(cfg.sharding, world.size)
+    shard = cfg.shard_ranks(world.size, world.local_size)
     require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
     shape = (1, world.size // shard, shard, 1)
     with processes.in_time("connect the mesh"):
@@ -218,14 +107,14 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
             block.compile()
     if mesh is None:
         return model
-    shard_only = cfg.sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1")
+    shard_only = cfg.sharding_mode.over == "all"
     low = torch.bfloat16 if precision == "bf16" else None
     options = {
         "mesh": mesh["dp_shard"] if shard_only else mesh["dp_replicate", "dp_shard"],
         # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
-    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+    free = cfg.sharding_mode.frees_weights
     for block in model.transformer.blocks:
         fully_shard(block, reshard_after_forward=free, **options)
     return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
@@ -280,10 +169,10 @@ def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
     """What waits for the last microbatch of a step: see the table above."""
     if not isinstance(model, FSDPModule):
         return
-    if cfg.sharding in ("ZERO1", "DDP"):
+    if cfg.sharding_mode.reduces_late:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
-    elif cfg.sharding == "HYBRID_SHARD":
+    elif cfg.sharding_mode.over == "group":
         model.set_requires_all_reduce(last)  # the slow links between nodes are used once a step
 
 
@@ -321,16 +210,9 @@ def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
     return norm
 
 
-def all_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, in place."""
-    if dist.get_world_size() > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
 def demonstrate(argv) -> None:
     (cfg,) = config.load(argv, TrainConfig)
-    world = start(cfg.device)
+    world = processes.start(cfg.device)
     mesh = make_mesh(world, cfg)
     require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
@@ -338,4 +220,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    run(demonstrate)
+    processes.run(demonstrate)

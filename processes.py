@@ -12,24 +12,84 @@ Run `torchrun --nproc_per_node 2 processes.py` to see two ranks meet. Read next:
 """
 
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import platform
+import signal
+import socket
 import subprocess
+import sys
 import threading
 import time
+import traceback
 import uuid
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 import config
+import program
 from config import UserError, require
-from lifecycle.startup import RESUME_ME, end, whoami
+from program import RESUME_ME, end, end_with_torchrun, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
+TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
+
+
+@dataclass
+class World:
+    """Who am I: one of `size` processes, the `local_rank`-th of `local_size` on this machine, with one device."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+
+def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
+    """Join the other  Works under torchrun, under srun without torchrun, and alone.
+
+    device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
+    """
+    env = os.environ
+    env |= slurm_variables()
+    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    device = pick_device(device_type, local_rank, size)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
+    if not dist.is_initialized():  # a benchmark starts once for each of its rows
+        join(backend, rank, size, timeout)
+    if device.type == "cpu":
+        keep_freed_memory()
+    return World(rank, size, local_rank, local_size, device)
+
+
+def pick_device(device_type: str, local_rank: int, size: int) -> torch.device:
+    """The device of this rank. Several ranks on a Mac use the CPU: MPS has no collectives."""
+    there = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    if device_type == "auto":
+        device_type = "cpu" if there == "mps" and size > 1 else there
+    require(device_type in ("cpu", there), f"device={device_type}, but this machine has {there}: set --device={there}")
+    require(device_type != "mps" or size == 1, "MPS has no collectives: start one process, or set --device=cpu")
+    if device_type != "cuda":
+        return torch.device(device_type)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each rank one device only
+    torch.cuda.set_device(device)
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Tell glibc to keep freed buffers: else every step returns its memory to the kernel and faults it in again."""
+    with contextlib.suppress(OSError, AttributeError):  # no glibc
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -176,6 +236,136 @@ def slurm_first_host() -> str:
     except (KeyError, OSError, subprocess.CalledProcessError, IndexError) as error:
         fix = "set MASTER_ADDR to its name"
         raise UserError(f"cannot ask SLURM for the first node: {fix}") from error
+
+
+# ---------------------------------------------------------------------------------------------------
+# Starting ranks on this machine
+
+
+def free_port() -> int:
+    """A port of this machine at which nobody listens now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun would set for one of `size` processes that are all on this machine.
+
+    Rank 0 serves the store at `port` itself, whether or not there is a torchrun around us.
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def spawn(target, *args, environment: dict[str, str] | None = None):
+    """Start `target(pipe, *args)` in a new process, which ends when this one does.
+
+    `environment` is added to what the process inherits. Returns (process, our end of the pipe).
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    job = (environment or {}, target, theirs, *args)
+    process = context.Process(target=spawned, args=job, daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def spawned(environment: dict[str, str], target, *args) -> None:
+    """The life of a process that `spawn` started."""
+    program.end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
+    os.environ |= environment
+    target(*args)
+
+
+# ---------------------------------------------------------------------------------------------------
+# The end
+
+
+def run(main) -> None:
+    """Call `main(argv)` as a program of many processes, and leave in a way that keeps the exit status.
+
+    With gloo a rank may abort while the interpreter shuts down, so the process ends by os._exit, after a barrier.
+    A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
+    """
+    status = 0
+    end_with_torchrun()
+    try:
+        main(sys.argv[1:])
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # the reader of the output has left
+        status = 141
+    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
+        rank = config.rank()
+        if rank == 0:
+            config.say_error(error)
+        elif not getattr(error, "everywhere", False):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
+            time.sleep(5)
+            config.say_error(error, f"error on rank {rank}")
+        status = 2
+    except BaseException as error:
+        if is_lost(error):
+            config.say_error(f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}")
+            status = RESUME_ME
+        else:
+            traceback.print_exc()
+            status = 1
+    if status == 2:
+        end_torchrun()  # the same mistake would come again
+    status = config.flushed(status)
+    os._exit(status)
+
+
+def is_lost(error: BaseException) -> bool:
+    """Did a collective fail because another rank has gone?"""
+    # gloo has no class of its own: its errors begin with the path of its source
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def end_torchrun() -> None:
+    """Where torchrun would start this rank again, and that is not wanted: end torchrun."""
+    env = os.environ
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    if restarts > 0 and env["LOCAL_RANK"] == "0" and os.getppid() > 1:
+        os.kill(os.getppid(), signal.SIGTERM)
+
+
+def rank_zero_decides(decide):
+    """`decide()` on rank 0; every rank gets its result, or its UserError. A process alone decides."""
+    if not dist.is_initialized():
+        return decide()
+    box = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [decide()]
+        except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
+            box = [UserError(str(error), everywhere=True)]
+    dist.broadcast_object_list(box, device=torch.device("cpu"))
+    if isinstance(box[0], UserError):
+        raise box[0]
+    return box[0]
+
+
+def all_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, in place."""
+    if dist.get_world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
 
 
 def demonstrate(argv) -> None:

@@ -10,14 +10,19 @@
     if __name__ == "__main__":
         program.run(main)      main(argv) may raise UserError or OSError
 
-`parallel.run` does the same for a program of many ranks. Programs with settings call `config.load`, which knows --help;
+`processes.run` does the same for a program of many ranks. Programs with settings call `config.load`, which knows --help;
 those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
 """
 
 import contextlib
 import math
 import os
+import platform
 import sys
+import threading
+import time
+
+RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program again as it was
 
 
 class UserError(ValueError):
@@ -60,8 +65,19 @@ def arguments(argv: list[str], names: str = "") -> list[str]:
     most = math.inf if "..." in wanted else len(wanted)
     flags = [text for text in argv if text.startswith("-")]
     fine = least <= len(argv) <= most and not flags
-    require(fine, f"usage: python {os.path.basename(sys.argv[0])} {names or '(no arguments)'}")
+    require(fine, f"usage: {command()} {names or '(no arguments)'}")
     return argv
+
+
+def command() -> str:
+    """How this program is started: `python plan.py`, `python -m lifecycle.plot`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of a module that was started by -m
+    if spec is None:
+        return f"python {os.path.basename(sys.argv[0])}"
+    name = spec.name.removesuffix(".__main__")
+    if name.startswith("bench."):
+        name = name.replace(".", " ")  # python -m bench table: bench/__main__.py is the door
+    return f"python -m {name}"
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -126,6 +142,48 @@ def say_error(words, head: str = "error") -> None:
     """One line. If nobody can read it (a full disk, a reader that has left), the exit status must do."""
     with contextlib.suppress(OSError):
         print(f"{head}: {words}", file=sys.stderr, flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Ranks: one process of several
+
+
+def end_with_torchrun() -> None:
+    """If torchrun started this process, end when torchrun is gone: nobody else looks after it.
+
+    Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
+    """
+    looking = any(thread.name == "look_for_parent" for thread in threading.enumerate())
+    if "TORCHELASTIC_RUN_ID" in os.environ and not looking:
+        options = {"name": "look_for_parent", "args": [os.getppid()], "daemon": True}
+        threading.Thread(target=look_for_parent, **options).start()
+
+
+def look_for_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    end(f"{whoami(rank())} ends, since torchrun (process {parent}) is gone")
+
+
+def end_with_parent() -> None:
+    """Worker processes end when the one that started them is killed."""
+    import multiprocessing  # here: programs that answer at once have no workers
+
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def end(words: str) -> None:
+    """End this process from any thread."""
+    say_error(words)
+    os._exit(flushed(RESUME_ME))
+
+
+def whoami(rank: int) -> str:
+    return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
 def demonstrate(argv) -> None:

@@ -1,10 +1,12 @@
-"""Evaluation here beside lm-evaluation-harness's Hugging Face backend: the same weights, items, ids and threads.
+"""Zero-shot evaluation, beside lm-evaluation-harness's: the same weights, items, ids and threads.
 
-A randomly initialised transformers MptForCausalLM is asked the questions of some files through lm-eval's HFLM, at
-several batch sizes of which the best counts, and our model with its weights through icl_score.score. They take turns;
-the sums of log-probabilities must agree. Needs `pip install -r requirements-peers.txt`.
+    python -m bench evaluation A.jsonl,B.jsonl --limit=100 --d_model=256 --n_layers=4 --n_heads=4
 
-Run `python -m bench evaluation A.jsonl,B.jsonl [--limit=100] [--d_model=256 --n_layers=4 --n_heads=4]`.
+A randomly initialised transformers MptForCausalLM is asked the questions of some files through
+lm-eval's HFLM, at several batch sizes of which the best counts, and our model with its weights
+through evaluation/score.py. They take turns; the sums of
+log-probabilities must agree. It needs `pip install -r requirements-peers.txt`. Read next:
+bench/load.py.
 """
 
 import statistics
@@ -15,6 +17,7 @@ import torch
 
 import config
 import parallel
+import processes
 from config import MPTConfig, require
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
@@ -64,7 +67,7 @@ def main(argv) -> None:
     require(len(paths) == 1, "usage: python -m bench evaluation A.jsonl,B.jsonl [--limit=100] [--d_model=256 ...]")
     defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
     cfg, how = config.load([*defaults, *(arg for arg in argv if arg.startswith("-"))], MPTConfig, SpeedConfig)
-    world = parallel.start(how.device)
+    world = processes.start(how.device)
     tokenizer = tokenizers.load("gpt2")
     tasks = icl_tasks.load(paths[0], limit=how.limit)
     requests = []
@@ -95,4 +98,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

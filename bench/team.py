@@ -1,22 +1,20 @@
-"""The processes of a measurement: a program of its own, on several ranks, that may die without taking us along.
+"""The processes of a measurement: several ranks that may die without taking us along.
 
     team = Team(Program, arguments, ranks=2, threads=1)     two processes that each make Program(*arguments)
     team.call("turn", 4)                                    [what program.turn(4) returned, of each process]
     team.stop()
 
-So the peak memory of a process is the program's own, programs of different sizes can take turns, and running out of
-memory ends a team and nothing else: `TeamError` says why. Under torchrun or srun the processes are there already, and
-`Launched` has the same two methods; what fails there ends the whole launch.
+So the peak memory of a process is the program's own, programs of different sizes can take turns,
+and running out of memory ends a team and nothing else: `TeamError` says why. Under torchrun or srun
+the processes are there already, and `Launched` has the same two methods; what fails there ends the
+whole launch.
 
-Run `python -m bench team` to see three processes tell their ranks. Read next: bench/train.py.
+Run `python -m bench team` to see three processes tell their ranks. Read next: bench/table.py.
 """
 
 import gc
-import multiprocessing
 import os
 import re
-import signal
-import socket
 import textwrap
 from multiprocessing.connection import wait
 
@@ -24,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import processes
 
 KILLED = "killed (for want of memory?)"
 
@@ -35,18 +34,13 @@ class Team:
     """
 
     def __init__(self, program, arguments: tuple, ranks: int, threads: int):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
         self.processes, self.pipes = [], []
+        port = processes.free_port()
         for rank in range(ranks):
-            here, there = context.Pipe()
-            job = (there, program, arguments, rank, ranks, threads, port)
-            self.processes.append(context.Process(target=member, args=job, daemon=True))
-            self.processes[-1].start()
-            there.close()
-            self.pipes.append(here)
+            environment = processes.torchrun_variables(rank, ranks, port)
+            process, pipe = processes.spawn(member, program, arguments, threads, environment=environment)
+            self.processes.append(process)
+            self.pipes.append(pipe)
         self.answers()
 
     def call(self, method: str, *args) -> list:
@@ -80,12 +74,8 @@ class Team:
             pipe.close()
 
 
-def member(pipe, program, arguments, rank, ranks, threads, port) -> None:
+def member(pipe, program, arguments, threads) -> None:
     """The life of one process of a team."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
-    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # of a torchrun around us
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     torch.set_num_threads(threads)
     try:
         made = program(*arguments)

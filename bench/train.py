@@ -1,22 +1,23 @@
-"""Measured training: tokens per second, MFU, memory and where the time goes, over any settings, in turns.
+"""The training step: tokens/s, MFU, memory and where the time goes, over any settings.
 
-    python -m bench train --transformers      a small shape, beside Hugging Face's (`python -m bench train` is the same)
+    python -m bench train --transformers           a small shape, beside Hugging Face's
     python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=bench/results/mine.csv
-    python -m bench train configs/mpt1b.py --grad_accum=2 --sweep="microbatch_size=4,8 compile=false,true"
-    torchrun --nnodes 2 --nproc_per_node 8 ... bench train configs/mpt7b.py --out=mine.csv          many nodes
+    python -m bench train configs/mpt1b.py --sweep="microbatch_size=4,8 compile=false,true"
+    torchrun --nnodes 2 --nproc_per_node 8 ... -m bench train configs/mpt7b.py --out=mine.csv
 
-    MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)        flops.py; HFU counts what is computed again
+    MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)    flops.py; HFU counts recomputation too
 
-Each row is measured in processes of its own (bench/team.py), so its peak memory is its own, and one that runs out of
-memory is noted and the others go on. Rows that are compared (`--transformers`, `--alternate`) take turns, so what else
-the machine does hits all; figures are medians of the turns, on random tokens. With --out rows are kept in a CSV, one
-for a machine, with tables (.md) and a picture (.png) beside it, and what is there already is not measured again. Under
-torchrun rows share their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
+Each row is measured in processes of its own (bench/team.py), so its peak memory is its own, and one
+that runs out of memory is noted and the others go on. Rows that are compared (`--transformers`,
+`--alternate`) take turns, so what else the machine does hits all; figures are medians of the turns,
+on random tokens. With --out rows are kept in a CSV, one for a machine, with tables (.md) and a
+picture (.png) beside it, and what is there already is not measured again. Under torchrun rows share
+their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
 ends the program: with --max-restarts it goes on after that row.
 
-Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step that launched it,
-and while nothing runs the GPU is idle. Communication runs beside computing, so the shares may add up to more than 1.
-Read next: bench/table.py.
+Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step
+that launched it, and while nothing runs the GPU is idle. Communication runs beside computing, so
+the shares may add up to more than 1. Read next: bench/team.py.
 """
 
 import bisect
@@ -45,13 +46,13 @@ import data
 import devices
 import flops
 import fsdp_train
-import optim
 import parallel
+import processes
 from bench.table import PARTS, draw, read, tables
 from bench.team import KILLED, Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
-from model import MPT
+from program import RESUME_ME
 
 SHAPE = [
     *("--n_layers=6", "--n_heads=6", "--d_model=384", "--max_seq_len=256", "--vocab_size=256", "--alibi", "--no_bias"),
@@ -93,7 +94,7 @@ class Ours:
     """This project's training step on random tokens."""
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
-        self.model_cfg, self.cfg, self.world = model_cfg, cfg, parallel.start(cfg.device)
+        self.model_cfg, self.cfg, self.world = model_cfg, cfg, processes.start(cfg.device)
         self.precision = parallel.choose_precision(cfg, self.world.device)
         self.peak = devices.peak_flops(cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision])
         if self.world.device.type == "cuda":
@@ -104,12 +105,8 @@ class Ours:
         self.batches = data.prefetch(lambda step: random, itertools.count(), self.world.device)
 
     def build(self):
-        cfg, world = self.cfg, self.world
-        with torch.device("meta"):
-            model = MPT(self.model_cfg)
-        self.model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, self.precision)
-        parallel.materialize(model, world.device, cfg.seed)
-        self.optimizer = optim.build_optimizer(model.parameters(), cfg)
+        how = (self.cfg, self.world, self.precision, self.cfg.seed)
+        self.model, self.optimizer = parallel.build(self.model_cfg, *how)
 
     def step(self, number, rows):
         """One update; returns the loss, which is still on the device."""
@@ -173,7 +170,7 @@ class Theirs(Ours):
         return f"{self.model_cfg.attn_impl} (its own)"
 
     def step(self, number, rows):
-        with record_function("forward"), fsdp_train.autocast(self.world.device, self.precision):
+        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
             loss = self.model(rows[:, :-1], labels=rows[:, :-1]).loss  # it shifts the labels itself
         with record_function("backward"):
             loss.backward()
@@ -362,7 +359,7 @@ def append(path: str, columns: dict) -> None:
         writer.writerow(columns)
 
 
-def bench_train(argv) -> None:
+def main(argv) -> None:
     """Measure what is not in the CSV yet, then tell all that was asked for."""
     wanted = groups(argv)
     args, rank = wanted[0][0].args, config.rank()
@@ -416,8 +413,8 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
             append(args.out, row.columns)
         if launched() and not row.fine():  # these processes may be in different collectives now
             print(f"{row.columns['model']}: start it again, it goes on with the other rows", file=sys.stderr)
-            raise SystemExit(parallel.RESUME_ME)
+            raise SystemExit(RESUME_ME)
 
 
 if __name__ == "__main__":
-    parallel.run(bench_train)
+    processes.run(main)

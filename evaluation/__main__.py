@@ -6,10 +6,10 @@
 Nothing else lives here: processes that are spawned import what they run by the name of its file.
 """
 
-import parallel
+import processes
 from evaluation import zero_shot
 
 __doc__ = f"{__doc__}\n{zero_shot.__doc__}"  # what --help prints
 
 if __name__ == "__main__":
-    parallel.run(zero_shot.main)
+    processes.run(zero_shot.main)

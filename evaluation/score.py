@@ -26,6 +26,7 @@ import torch
 from tqdm import tqdm
 
 import parallel
+import processes
 from config import MPTConfig, arguments, run
 from loss import IGNORE
 from model import MPT, KVCache, init_weights
@@ -76,7 +77,7 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
                 done = batches[turn * world.size : (turn + 1) * world.size]
                 bar.update(sum(len(group.numbers) for batch in done for group in batch))
     if world.size > 1:
-        parallel.all_sum(found)
+        processes.all_sum(found)
     for i in set(range(len(requests))) - set(open_):
         found[i] = torch.tensor(known[keys[i]])
     return found
@@ -153,7 +154,7 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
     rests = [row.ids[max(0, n - 1) :] for row, n in zip(rows, shared, strict=True)]  # the last shared id, and the rest
     counts = [min(row.count, len(row.ids) - n) for row, n in zip(rows, shared, strict=True)]
     cache, before = None, []
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+    with parallel.autocast(device, precision):
         if batch[0].shared:
             dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
             earlier = [row.count - n for row, n in zip(rows, counts, strict=True)]
@@ -202,7 +203,7 @@ def demonstrate(argv) -> None:
     """What is read of a question with four answers, and that an untrained model's scores do not change by it."""
     arguments(argv)
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=128, alibi=True)
-    model, world = MPT(cfg).eval(), parallel.World(0, 1, 0, 1, torch.device("cpu"))
+    model, world = MPT(cfg).eval(), processes.World(0, 1, 0, 1, torch.device("cpu"))
     init_weights(model, seed=0)
     question, answers = "Question: what does bread need?\nAnswer:", (" flour, water", " flour", " a lawn", " nails")
     texts = [np.frombuffer((question + answer).encode(), np.uint8).astype(np.int64) for answer in answers]

@@ -31,7 +31,7 @@ from config import UserError, require
 from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
-from text.shards import Shard, write_atomically
+from text.shards import Shard
 
 KINDS = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -353,7 +353,7 @@ def main(argv: list[str]) -> None:
     text = text_of(source)
     require(text.strip(), f"no text in {source!r}: give a file of text or a folder of data.py")
     rows = continuations(text, made.n, made.seed, made.choices, made.context, made.length)
-    write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows).encode())
+    files.write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows).encode())
     first = rows[0]["query"][-50:]
     print(f"{out}: {len(rows)} questions with {made.choices} choices; the first is about {first!r}")
 

@@ -30,12 +30,12 @@ import torch
 
 import config
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from evaluation import tasks as icl_tasks
 from evaluation.score import Request, score
 from storage import files
 from text import tokenizer as tokenizers
-from text.shards import write_atomically
 from weights import load
 
 PART_SECONDS = 30  # between two writes of what is scored so far
@@ -257,7 +257,7 @@ class Part:
         self.pattern = f"{Path(out).name}.part-{key}-*"
         self.path = Path(f"{out}.part-{key}-{rank}")
         self.rows, self.written = "", time.monotonic()
-        self.known = parallel.rank_zero_decides(self.read)
+        self.known = processes.rank_zero_decides(self.read)
 
     def read(self) -> dict:
         known = {}
@@ -317,23 +317,23 @@ def main(argv) -> None:
     (run,), cfg = config.load(argv, EvalConfig, takes="RUN")
     require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
     load.find(run)  # first, since the tasks may come from the Hub, slowly
-    world = parallel.start()
+    world = processes.start()
     how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
-    tasks = parallel.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))
+    tasks = processes.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))
     model, tokenizer, name = load.load_for_sampling(run, cfg.step, world.device, cfg.tokenizer)
     precision = "fp32" if cfg.precision == "auto" and world.device.type == "cpu" else cfg.precision
     precision = parallel.choose_precision(TrainConfig(precision=precision), world.device)
     about = {**asdict(cfg), "model": name, "weights": fingerprint(model), "precision": precision}
     about |= {"tokenizer": tokenizer.name, "ids": tokenizer.fingerprint}
     model = model.float() if precision == "fp32" else model
-    done = parallel.rank_zero_decides(lambda: finished(cfg.out, about))
+    done = processes.rank_zero_decides(lambda: finished(cfg.out, about))
     part = Part(cfg.out, f"{about['weights']}-{precision}", world.rank) if cfg.out else None
     for task in tasks:
         if done.get(task.name, {}).get("digest") == task.digest:
             continue
         done |= evaluate(model, tokenizer, [task], world, precision, cfg.batch_tokens, part, progress=True)
         if cfg.out and world.rank == 0:
-            write_atomically(Path(cfg.out), json.dumps({"settings": about, "tasks": done}, indent=2).encode())
+            files.write_atomically(Path(cfg.out), json.dumps({"settings": about, "tasks": done}, indent=2).encode())
     if world.rank == 0:
         if part:
             part.remove()
@@ -341,4 +341,4 @@ def main(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

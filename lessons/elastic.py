@@ -23,7 +23,6 @@ Read next: fsdp_train.py.
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,10 +30,11 @@ from pathlib import Path
 
 import checkpoint
 import config
+import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import plot, runlog
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 SETTINGS = """--run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
     --save_interval=20 --resume=auto --peak_tflops=auto --expect="""
 # name -> its stages: ranks, the share of the steps after which it ends, the signal that ends it
@@ -52,15 +52,12 @@ class Launch:
     They find each other as under torchrun: by RANK, WORLD_SIZE and the address of rank 0, in the environment.
     """
 
-    def __init__(self, flags: list[str], ranks: int, log: Path, program: Path = HERE / "fsdp_train.py"):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-        common |= {"OMP_NUM_THREADS": max(1, os.cpu_count() // ranks)}
+    def __init__(self, flags: list[str], ranks: int, log: Path, program: Path = ROOT / "fsdp_train.py"):
+        port = processes.free_port()
+        threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))}
         self.processes = []
         for rank in range(ranks):
-            env = {k: str(v) for k, v in {**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            env = os.environ | threads | processes.torchrun_variables(rank, ranks, port)
             with open(log, "a") as out:
                 command = [sys.executable, program, *flags]
                 self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
@@ -162,7 +159,7 @@ def check(runs: list[Path], max_steps: int) -> None:
 
 def main(argv) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the ranks are ended, too
-    flags = [f"{HERE}/configs/demo.py", *SETTINGS.split(), *argv]
+    flags = [f"{ROOT}/configs/demo.py", *SETTINGS.split(), *argv]
     model_cfg, cfg = config.load(flags, MPTConfig, TrainConfig)
     runs = [Path(cfg.run_dir, name) for name in RUNS]
     if all(finished(run, cfg.max_steps) for run in runs):

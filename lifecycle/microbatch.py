@@ -19,7 +19,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import textwrap
 import time
 from dataclasses import asdict, replace
@@ -29,13 +28,11 @@ import torch
 import torch.distributed as dist
 
 import config
-import data
 import devices
-import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import runlog
-from model import MPT
 from storage import files
 
 RECORD, SIZES = "microbatch.json", (32, 16, 8, 4, 2, 1)
@@ -47,13 +44,13 @@ HELP = (
 )
 
 
-def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: parallel.World, precision: str, train_step) -> int:
+def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step) -> int:
     """The microbatch size to train with: cfg.microbatch_size, unless that is auto or more than what is on record.
 
     train_step: fsdp_train's. A collective, called before anything big is in memory. UserError if nothing fits.
     """
     here, asked = circumstances(model_cfg, cfg, world, precision), cfg.microbatch_size
-    for record in parallel.rank_zero_decides(lambda: read(Path(cfg.run_dir, RECORD))):
+    for record in processes.rank_zero_decides(lambda: read(Path(cfg.run_dir, RECORD))):
         size = record["microbatch_size"]
         if record["circumstances"] == here and (asked == "auto" or size < asked):
             if world.rank == 0:
@@ -62,11 +59,11 @@ def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: parallel.World, precision
     if asked != "auto":
         return asked
     size = search(model_cfg, cfg, world, precision, train_step)
-    parallel.rank_zero_decides(lambda: write(cfg, here, size, "the largest that fits", world.rank))
+    processes.rank_zero_decides(lambda: write(cfg, here, size, "the largest that fits", world.rank))
     return size
 
 
-def halve(model_cfg: MPTConfig, cfg: TrainConfig, world: parallel.World, precision: str, step: int) -> int:
+def halve(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, step: int) -> int:
     """Record half of cfg.microbatch_size and return it. On any rank, not a collective. UserError if it is 1 already."""
     reason = f"out of memory at step {step} on rank {world.rank} with microbatch {cfg.microbatch_size}"
     require(cfg.microbatch_size > 1, f"{reason}: {HELP}")
@@ -95,7 +92,16 @@ def read(path: Path) -> list[dict]:
     for record in records:
         wrong = fault(record)
         require(not wrong, f"{path} is damaged ({wrong}): delete it")
+        record["circumstances"] = todays_circumstances(record["circumstances"], path)
     return records
+
+
+def todays_circumstances(saved: dict, path: Path) -> dict:
+    """Circumstances with settings under today's names, those of the model included."""
+    saved = config.renamed(saved, f"{path}")
+    if isinstance(saved.get("model"), dict):
+        saved["model"] = config.renamed(saved["model"], f"{path}")
+    return saved
 
 
 def fault(record) -> str:
@@ -114,11 +120,7 @@ def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
     path, new = Path(cfg.run_dir, RECORD), {"microbatch_size": size, "reason": reason, "circumstances": here}
     records = [record for record in read(path) if record["circumstances"] != here] + [new]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{rank}.tmp")
-    temporary.unlink(missing_ok=True)  # what a crash has left, or a stranger's link
-    with open(temporary, "x") as file:
-        json.dump(records, file, indent=2)
-    os.replace(temporary, path)
+    files.write_atomically(path, json.dumps(records, indent=2).encode(), writer=rank)
 
 
 def search(model_cfg, cfg, world, precision, train_step) -> int:
@@ -134,12 +136,10 @@ def search(model_cfg, cfg, world, precision, train_step) -> int:
 
 def attempt(cfg, world, others) -> tuple[bool, str]:
     """Whether a child of each rank, all together, can take a step; and that in words."""
-    with socket.create_server(("", 0)) as server:
-        port = parallel.rank_zero_decides(lambda: server.getsockname()[1])  # free on the host of rank 0
-    pipe, theirs = multiprocessing.Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=trial, args=(theirs, port, cfg, *others))
-    child.start()
-    theirs.close()
+    port = processes.rank_zero_decides(processes.free_port)  # on the host of rank 0
+    # The rest of the environment is ours: the child is the same rank, but not of a torchrun around us.
+    environment = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    child, pipe = processes.spawn(trial, cfg, *others, environment=environment)
     try:
         return agree(child, pipe, world)
     finally:
@@ -175,14 +175,12 @@ def listen(child, pipe) -> tuple[str, float, str]:
     return verdict, 0.0, f"its process ended with status {child.exitcode}"
 
 
-def trial(pipe, port, cfg, model_cfg, precision, train_step) -> None:
+def trial(pipe, cfg, model_cfg, precision, train_step) -> None:
     """The life of a child: two steps and an answer. Then it waits to be killed: the others may still need it."""
-    data.end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the parent's business
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the parent's business
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # not Linux. Else the kernel, when it must kill, kills the child, not the parent
         Path("/proc/self/oom_score_adj").write_text("1000")
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}  # not of a torchrun around us
     try:
         answer = FITS, *two_steps(model_cfg, cfg, precision, train_step)
     except Exception as error:
@@ -195,14 +193,10 @@ def trial(pipe, port, cfg, model_cfg, precision, train_step) -> None:
 def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
     """The peak of this rank in GB, and " of so many". In the second step Adam's state is there, and in its second
     microbatch the gradients of the first. Weights of 0.01 take as much memory as drawn ones, and less time."""
-    world = parallel.start(cfg.device)
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
-    parallel.materialize(model, world.device, None)
+    world = processes.start(cfg.device)
+    model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
     for p in model.parameters():
         torch.nn.init.constant_(p, 0.01)
-    optimizer = optim.build_optimizer(model.parameters(), cfg)
     n_rows = min(2 * cfg.microbatch_size, cfg.global_batch_size // world.size)
     rows = torch.randint(model_cfg.vocab_size, (n_rows, model_cfg.max_seq_len + 1), device=world.device)
     for step in range(2):

@@ -28,7 +28,7 @@ from typing import Literal
 
 import config
 from lifecycle import runlog
-from text.shards import write_atomically
+from storage import files
 
 LETTERS = string.ascii_uppercase  # one a run, for its validation losses
 DOTS = ".:+x*o%#"  # and one dot a run
@@ -186,7 +186,7 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
         figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
-        write_atomically(path, picture.getvalue())  # not through a link that lies in a stranger's folder
+        files.write_atomically(path, picture.getvalue())  # not through a link that lies in a stranger's folder
     return True
 
 

@@ -25,11 +25,12 @@ import config
 import devices
 import flops
 import parallel
-from checkpoint import find, latest, number, numbered, space
+import processes
+from checkpoint import find, latest, number, numbered, space, verify
 from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from lifecycle import runlog
 from model import MPT
-from storage.checkpoint_files import read_meta, verify
+from storage.checkpoint_files import read_meta
 
 # What must be the same when a run goes on: the function that the weights mean, and the order of the data.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
@@ -42,7 +43,7 @@ def choose(cfg: TrainConfig) -> Path | None:
     Newer ones that are not get another name, so that their steps can be saved again. UserError if cfg.resume names an
     unfit one itself. A finished run is put aside if cfg.resume is "again".
     """
-    decides = parallel.rank_zero_decides
+    decides = processes.rank_zero_decides
     if restarted() and decides(lambda: latest(cfg.run_dir)):  # what cfg.resume asked for is done
         cfg = replace(cfg, resume="auto")
     if cfg.resume not in ("auto", "again", "never"):
@@ -99,7 +100,7 @@ def unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
     """Why a checkpoint is not to be used: what its name will end with, and a reason. Both empty if it is fit."""
     if damage := verify(path):
         return "damaged", f"is damaged ({damage})"
-    if parallel.rank_zero_decides(lambda: has_learned(path, cfg.skip_steps)):
+    if processes.rank_zero_decides(lambda: has_learned(path, cfg.skip_steps)):
         return "replaced", f"has learned from the steps {cfg.skip_steps}"
     return "", ""
 
@@ -150,7 +151,7 @@ def norm_of(norm_type: str) -> str:
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     """FLOP/s of all devices together; None if that of one is unknown."""
     peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    peak = parallel.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
+    peak = processes.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
     return None if math.isnan(peak) else peak
 
 
@@ -202,8 +203,8 @@ def demonstrate(argv) -> None:
     Exit status: 0 if all are sound, 1 if one is not, 2 if there is none.
     """
     config.arguments(argv, "RUN_DIR")
-    world = parallel.start("cpu")
-    paths = parallel.rank_zero_decides(lambda: numbered(Path(argv[0]) / "checkpoints"))
+    world = processes.start("cpu")
+    paths = processes.rank_zero_decides(lambda: numbered(Path(argv[0]) / "checkpoints"))
     require(paths, f"no checkpoint in {argv[0]!r}: give a run folder, such as runs/demo")
     unsound = 0
     for path in paths:
@@ -220,4 +221,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(demonstrate)
+    processes.run(demonstrate)

@@ -36,7 +36,6 @@ import config
 import program
 from config import UserError
 from storage import files
-from text.shards import write_atomically
 
 COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some of the others
     "step": int,
@@ -79,16 +78,16 @@ class RunLog:
         config.require(not linked, f"{tokenizer_file} is a link: put the file there that it points to")
         folder.mkdir(parents=True, exist_ok=True)
         rows, bad = read_rows(self.path) if os.path.lexists(self.path) else ([], [])
-        write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
+        files.write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
         if tokenizer_file.exists():
-            write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
+            files.write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
         launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
         add_line(folder / "launches.jsonl", launch)
         if bad:
             aside = keep_damaged(self.path)
             self.say(f"{left_out(self.path, bad)}. The file as it was is kept as {aside.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
-        write_atomically(self.path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        files.write_atomically(self.path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
         self.size = self.path.stat().st_size
 
     def say(self, text: str) -> None:
@@ -246,7 +245,7 @@ def keep_damaged(path: Path) -> Path:
     while os.path.lexists(aside):
         number += 1
         aside = path.with_name(f"{path.name}.damaged-{number}")
-    write_atomically(aside, path.read_bytes())
+    files.write_atomically(aside, path.read_bytes())
     return aside
 
 
@@ -268,13 +267,13 @@ def add_line(path: Path, row: dict) -> None:
     before = path.read_bytes() if path.exists() else b""
     if before and not before.endswith(b"\n"):
         before += b"\n"
-    write_atomically(path, before + json.dumps(row).encode() + b"\n")
+    files.write_atomically(path, before + json.dumps(row).encode() + b"\n")
 
 
 def read_settings(run_dir) -> dict:
     """config.json of a run folder. UserError if it is damaged, OSError if it is not there."""
-    fix = "the next start of the run writes it anew"
-    return files.read_json(Path(run_dir) / "config.json", fields={"max_steps": int}, fix=fix)
+    path, fix = Path(run_dir) / "config.json", "the next start of the run writes it anew"
+    return config.renamed(files.read_json(path, fields={"max_steps": int}, fix=fix), str(path))
 
 
 def put_aside(run_dir: str) -> Path:

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 
 import config
-import parallel
+import processes
 from config import UserError, require
-from parallel import RESUME_ME
+from program import RESUME_ME
 
 # The exit status after a signal; SIGPIPE: the reader of the output has left.
 STATUS = {
@@ -131,7 +131,7 @@ def meet(world, leave: int, save: bool, settled: bool, seconds: float) -> Met:
 def leave(asked: int) -> None:
     """End this rank, all being saved, as the signal `asked`. Raises SystemExit with the status of the table above."""
     if asked == signal.SIGUSR1:  # which torchrun does not know of
-        parallel.end_torchrun()
+        processes.end_torchrun()
     raise SystemExit(STATUS[asked])
 
 

@@ -24,11 +24,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 import config
-import parallel
+import processes
 from config import UserError
 from lifecycle import microbatch
-from parallel import RESUME_ME
+from program import RESUME_ME
 
+ROOT = Path(__file__).parent.parent
 PATIENCE = 5  # seconds in which a living thread answers
 WAITS = "waits"
 LOST = (RuntimeError, futures.TimeoutError)  # rank 0 has gone, or stands still, and the server with it
@@ -110,7 +111,7 @@ class Watch:
             time.sleep(10 * PATIENCE)  # the thread will end this one
         if microbatch.out_of_memory(error):
             line = f"is out of memory, so the next start takes microbatches of {self.halved()}"
-        elif parallel.is_lost(error):
+        elif processes.is_lost(error):
             line = f"lost another rank: {config.one_line(error)}"
         else:
             self.tell(2 if isinstance(error, UserError | OSError) else 1)
@@ -119,7 +120,7 @@ class Watch:
         if status is None:  # the first to speak
             status = RESUME_ME
             config.say_error(f"{self.name} {line}. {self.last_good()}")
-            self.tell(status, wait=not parallel.is_lost(error))
+            self.tell(status, wait=not processes.is_lost(error))
         raise SystemExit(status) from error
 
     def halved(self) -> int:
@@ -149,7 +150,7 @@ def open_store(world) -> dist.Store:
     host, patience = os.environ.get("MASTER_ADDR", "localhost"), timedelta(seconds=PATIENCE)
     options = {"timeout": patience, "wait_for_workers": False}
     server = dist.TCPStore(host, 0, is_master=True, **options) if world.rank == 0 else None
-    port = parallel.rank_zero_decides(lambda: server.port)
+    port = processes.rank_zero_decides(lambda: server.port)
     return server or dist.TCPStore(host, port, is_master=False, **options)
 
 
@@ -158,10 +159,10 @@ def whereabouts() -> str:
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame:
         path = Path(frame.f_code.co_filename)
+        if ROOT in (path.parent, path.parent.parent):  # in the root or in a room; .venv is deeper
+            return f"{path.relative_to(ROOT)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         if {"distributed", "cuda"} & set(path.parts):  # of torch
             return WAITS
-        if path.parent == Path(__file__).parent:
-            return f"{path.name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return "the end of the program"
 
@@ -169,13 +170,13 @@ def whereabouts() -> str:
 def end(status: int) -> None:
     """Leave at once, from any thread."""
     if status == 2:
-        parallel.end_torchrun()
+        processes.end_torchrun()
     os._exit(config.flushed(status))
 
 
 def demonstrate(argv) -> None:
     config.arguments(argv)
-    world = parallel.start("cpu")
+    world = processes.start("cpu")
     with Watch(world, 0.05, lambda: "This was a demonstration", halve=None):
         if world.rank == world.size - 1:
             time.sleep(600)
@@ -183,4 +184,4 @@ def demonstrate(argv) -> None:
 
 
 if __name__ == "__main__":
-    parallel.run(demonstrate)
+    processes.run(demonstrate)

@@ -12,21 +12,17 @@ within the files, pieces that cover their tensor) before DCP gets it. The pieces
 Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to list what one holds. Read next: checkpoint.py.
 """
 
-import contextlib
 import io
 import math
 import os
 import pickle
-import platform
 import re
 import stat
-import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -40,7 +36,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import config
-import parallel
 from config import UserError, require
 from storage import files
 
@@ -52,7 +47,7 @@ META_FIELDS = {
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Checksums
+# Damage
 
 
 def checksum(path: Path) -> list[int]:
@@ -64,31 +59,18 @@ def checksum(path: Path) -> list[int]:
     return [size, crc]
 
 
-def verify(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """What is damaged in a checkpoint, in a few words, or None.
 
-    If there are several ranks, all call it, share the reading and get the same answer. UserError or OSError if it
-    cannot be read: no permission, a node that does not see it, or undamaged files that hold what we do not read.
+    One process reads all of it; `checkpoint.verify` shares that between ranks. OSError if it cannot
+    be read, UserError if undamaged files hold what we do not read.
     """
-    wanted = on_rank_zero(lambda: read_checksums(path))
-    if not wanted:
-        return "checksums.json is missing or damaged"
-    for name in (".metadata", "meta.json"):
-        if name not in wanted:
-            return f"checksums.json does not name {name}"
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    share = sorted(wanted)[rank::size]
-    try:
-        mine = next(filter(None, (fault(path / name, *wanted[name]) for name in share)), None)
-    except OSError as error:  # of the file system, or of a node that does not see it: no damage
-        mine = UserError(f"rank {rank} on {platform.node()} cannot read {path}: {error.strerror}", True)
-    faults = [mine] * size
-    if dist.is_initialized():
-        dist.all_gather_object(faults, mine)
-    for found in faults:
-        if isinstance(found, UserError):
-            raise found
-    return next(filter(None, faults), None) or on_rank_zero(lambda: contradiction(path, wanted))
+    wanted = read_checksums(path)
+    return incomplete(wanted) or first_fault(path, wanted, sorted(wanted)) or contradiction(path, wanted)
+
+
+def require_undamaged(path: Path, damage: str | None) -> None:
+    require(not damage, f"{path} is damaged ({damage}): take another checkpoint, or copy it again")
 
 
 def read_checksums(path: Path) -> dict | None:
@@ -103,6 +85,19 @@ def read_checksums(path: Path) -> dict | None:
     except (UserError, FileNotFoundError, NotADirectoryError):
         return None
     return {name: tuple(entry) for name, entry in table.items()}
+
+
+def incomplete(checksums: dict | None) -> str | None:
+    """What the checksums of a checkpoint lack that all have, or None."""
+    if not checksums:
+        return "checksums.json is missing or damaged"
+    missing = [name for name in (".metadata", "meta.json") if name not in checksums]
+    return f"checksums.json does not name {missing[0]}" if missing else None
+
+
+def first_fault(path: Path, checksums: dict, names) -> str | None:
+    """What is wrong with the first bad one of the files `names`, or None."""
+    return next(filter(None, (fault(path / name, *checksums[name]) for name in names)), None)
 
 
 def fault(path: Path, size: int, crc: int) -> str | None:
@@ -127,17 +122,6 @@ def contradiction(path: Path, checksums: dict) -> str | None:
     return missing and f"checksums.json does not name {missing}"
 
 
-def require_sound(path: Path) -> None:
-    """UserError if a checkpoint is damaged. Every rank calls it."""
-    damage = verify(path)
-    require(not damage, f"{path} is damaged ({damage}): take another checkpoint, or copy it again")
-
-
-def on_rank_zero(decide):
-    """`decide()`, by rank 0 for all, or by a process without others."""
-    return parallel.rank_zero_decides(decide) if dist.is_initialized() else decide()
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # meta.json and .metadata
 
@@ -147,7 +131,7 @@ def read_meta(path: Path) -> dict:
     meta = files.read_json(path / "meta.json", dict, META_FIELDS)
     skip_steps = meta.get("skip_steps", "")
     require(isinstance(skip_steps, str), f"{path}/meta.json is damaged ('skip_steps' is {files.shown(skip_steps)})")
-    return meta
+    return config.renamed(meta, f"{path}/meta.json")
 
 
 @dataclass(eq=False, repr=False)
@@ -372,42 +356,25 @@ def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
         raise UserError(f"{what}, such as {files.shown(first)}: {shapes}")
 
 
-def fill(path: Path, state: dict, metadata: Metadata | None = None) -> None:
-    """Fill the tensors of a nested dict, sharded in any way or not, from a checkpoint. Every rank calls it.
+def cause_of(error: BaseException) -> BaseException:
+    """What went wrong, from the exceptions in which DCP and torch wrap it.
 
-    metadata: what `read_metadata` said, if it is known already: for many weights reading it takes minutes. UserError if
-    the tensors are not in there, or cannot be read. This is the only way in which a checkpoint is loaded.
+    DCP collects the errors of all ranks: the first counts. torch.save reports a place in the file
+    (unexpected pos 704) instead of the OSError that it met.
     """
-    metadata = metadata or on_rank_zero(lambda: read_metadata(path))
-    with warnings.catch_warnings(), damage_named(path):
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        how = {"planner": Planner(), "no_dist": not dist.is_initialized()}
-        dcp.load(state, storage_reader=Reader(path, metadata), **how)
-
-
-@contextlib.contextmanager
-def damage_named(path: Path):
-    """What goes wrong while a checkpoint is read becomes a UserError that names it."""
-    try:
-        yield
-    except (UserError, OSError, torch.OutOfMemoryError):
-        raise
-    except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
-        if parallel.is_lost(error):
-            raise
-        hint = "if it is damaged, move it away to use the one before"
-        raise UserError(f"cannot read {path} ({reason_of(error)}): {hint}") from error
-
-
-def own_error(error: BaseException) -> BaseException:
-    """What went wrong on the first rank that failed, from the exception in which DCP wraps it."""
-    failures = getattr(error, "failures", None)  # rank -> (exception, traceback)
-    return next(iter(failures.values()))[0] if failures else error
+    failures = getattr(error, "failures", None)  # of DCP: rank -> (exception, traceback)
+    error = next(iter(failures.values()))[0] if failures else error
+    if isinstance(error, UserError):  # knows what it says
+        return error
+    behind = error
+    while behind and not isinstance(behind, OSError):
+        behind = behind.__context__
+    return behind or error
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error says, in one line. Never torch's advice to run what is in a file."""
-    error = own_error(error)
+    """What went wrong, in one line. Never torch's advice to run what is in a file."""
+    error = cause_of(error)
     if "weights_only" not in str(error):
         return config.one_line(error) or type(error).__name__
     refused = re.search(r"GLOBAL (\S+)", str(error))
@@ -417,7 +384,7 @@ def reason_of(error: BaseException) -> str:
 def main(argv) -> None:
     config.arguments(argv, "CHECKPOINT")
     path = Path(argv[0])
-    require_sound(path)
+    require_undamaged(path, find_damage(path))
     for name, entry in read_metadata(path).state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             print(f"{str(entry.properties.dtype):14}  {len(entry.chunks):4} pieces  {name} {tuple(entry.size)}")

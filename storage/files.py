@@ -1,9 +1,11 @@
-"""Files that somebody else may have written, or that a crash cut short: nothing is believed before it is checked.
+"""Files that somebody else may have written, or that a crash cut short: nothing is believed before
+it is checked. And files of ours, which a crash cannot cut short.
 
-    read_json        one JSON value of the wanted shape
-    read_json_lines  the good rows of a .jsonl file, and what is wrong with the bad ones
-    read_csv         the rows of a table
-    member           a file that another file names: a plain name, a regular file, in the same folder
+    read_json         one JSON value of the wanted shape
+    read_json_lines   the good rows of a .jsonl file, and what is wrong with the bad ones
+    read_csv          the rows of a table
+    member            a file that another file names: a plain name, a regular file, in this folder
+    write_atomically  a file as a whole or not at all
 
 Two kinds of trouble are kept apart. UserError: the content is wrong, and the message names file and cause. OSError:
 the file is absent or cannot be read (permission, a node that does not see it), which says nothing about its content.
@@ -113,6 +115,7 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
         n_columns = len(table.fieldnames or ())  # each row gets all of them, however short it is
         require(n_columns <= MAX_COLUMNS, f"{path} has {n_columns:,} columns, expected at most {MAX_COLUMNS:,}")
+        table.fieldnames = todays_columns(table.fieldnames or (), path)
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
@@ -120,6 +123,12 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     require(not lacking, f"{path} is not {what}: it has no column {', '.join(lacking[:3])}")
     require(all(None not in row for row in rows), f"{path} is damaged (a row has more cells than there are columns)")
     return rows
+
+
+def todays_columns(names, path) -> list[str]:
+    """The columns of a table, those that are settings under today's names."""
+    config.require_one_name(names, str(path))
+    return [config.RENAMED.get(name, name) for name in names]
 
 
 def read_bytes(path, most: float = math.inf) -> bytes:
@@ -145,6 +154,36 @@ def member(folder: Path, name, source) -> Path:
     plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
     require(plain, f"{source} names the file {shown(name)}, expected the plain name of a file beside it")
     return Path(folder) / name
+
+
+def write_atomically(path, content: bytes, writer: int | None = None) -> None:
+    """Write a file as a whole or not at all: a reader sees what was there before, or all of `content`.
+
+    `writer`, a rank or a process, tells apart those who may write the same file at the same time.
+    If writing fails (a full disk), nothing of it stays, and the OSError names the file. A link in
+    somebody else's folder is replaced, never followed.
+    """
+    path = Path(path)
+    ending = ".tmp" if writer is None else f".{writer}.tmp"
+    temporary = path.with_name(path.name + ending)
+    try:
+        temporary.unlink(missing_ok=True)  # what a crash has left, or a link
+        write_and_rename(temporary, content, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_and_rename(temporary: Path, content: bytes, path: Path) -> None:
+    """Write `temporary` until it is on the disk, then let it take the place of `path`."""
+    try:
+        with open(temporary, "xb") as file:  # x: never through a link
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:  # Ctrl-C, too
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def main(argv) -> None:

@@ -8,7 +8,6 @@ python("--lr=1e-3")          the same as a plain process
 import functools
 import gc
 import json
-import multiprocessing
 import os
 import pickle
 import random
@@ -40,16 +39,14 @@ class Ranks:
         self.environment = {"OMP_NUM_THREADS": "1"} | environment
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        import processes
+
         store = Path(tempfile.mkdtemp()) / "store"
         before = dict(os.environ)
         os.environ.update(self.environment)  # what a spawned process inherits
         for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=work, args=(rank, self.size, str(store), theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
+            process, pipe = processes.spawn(work, rank, self.size, str(store))
+            self.pipes.append(pipe)
             self.processes.append(process)
         for name in self.environment:
             os.environ.pop(name)
@@ -89,12 +86,13 @@ class Ranks:
         self.pipes, self.processes = [], []
 
 
-def work(rank: int, size: int, store: str, pipe) -> None:
+def work(pipe, rank: int, size: int, store: str) -> None:
     """The life of one rank: run what comes through the pipe until it is closed."""
     import torch
     import torch.distributed as dist
 
     import parallel
+    import processes
 
     torch.set_num_threads(1)
     # Each mesh makes groups, whose threads poll for ever: equal calls share one.
@@ -102,7 +100,7 @@ def work(rank: int, size: int, store: str, pipe) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )
-    world = parallel.World(rank, size, rank, size, torch.device("cpu"))
+    world = processes.World(rank, size, rank, size, torch.device("cpu"))
     while True:
         try:
             function, args = pickle.loads(pipe.recv_bytes())

@@ -9,11 +9,24 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
-from config import RANGES, MPTConfig, TrainConfig, UserError, alternatives, check_ranges, from_dict, load, to_json
+import config
+from config import (
+    RANGES,
+    SHARDING_MODES,
+    MPTConfig,
+    Sharding,
+    TrainConfig,
+    UserError,
+    alternatives,
+    check_ranges,
+    from_dict,
+    load,
+    to_json,
+)
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
@@ -130,6 +143,87 @@ def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same, wr
     message = error(write(file), *flags)
     assert message.startswith("unknown key 'weight_decay' in ")
     assert message.endswith(f"decoupled_weight_decay={same}")
+
+
+# --- names of before
+
+
+@pytest.fixture
+def notes(capsys):
+    """notes() is what went to standard error since it was last called."""
+    config.say_once.cache_clear()
+    return lambda: capsys.readouterr().err
+
+
+def test_every_renamed_setting_has_one_name_today():
+    assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
+
+
+def test_an_old_name_on_the_command_line_works_and_is_told_once(notes):
+    assert both("--checkpoint_every=2")["recompute_every"] == 2
+    assert notes() == "note: checkpoint_every in the command line is called recompute_every now\n"
+    assert both("--checkpoint_every=3")["recompute_every"] == 3 and notes() == ""
+
+
+def test_an_old_name_in_a_file_works_and_is_told_once(notes, write):
+    path = write("checkpoint_every = 2\n")
+    assert both(path)["recompute_every"] == both(path)["recompute_every"] == 2
+    assert notes() == f"note: checkpoint_every in {path} is called recompute_every now\n"
+    assert both(path, "--recompute_every=4")["recompute_every"] == 4  # a flag wins as ever
+    assert both(path, write("recompute_every = 5\n", "later.py"))["recompute_every"] == 5
+
+
+def test_only_rank_0_tells_of_an_old_name(notes, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert both("--checkpoint_every=2")["recompute_every"] == 2 and notes() == ""
+
+
+def test_an_old_name_is_checked_as_the_new_one(write):
+    assert error("--checkpoint_every=0") == "recompute_every must be from 1 to 10,000, not 0"
+    path = write("checkpoint_every = 'all'\n")
+    assert error(path) == f"recompute_every in {path} is 'all', expected a whole number"
+
+
+def test_old_and_new_name_together_are_an_error(write):
+    words = "sets checkpoint_every and recompute_every, its new name: leave out checkpoint_every"
+    assert error("--recompute_every=2", "--checkpoint_every=2") == f"the command line {words}"
+    path = write("recompute_every = 2\ncheckpoint_every = 2\n")
+    assert error(path) == f"{path} {words}"
+    with pytest.raises(UserError, match=f"^m.json {words}$"):
+        from_dict(TrainConfig, {"recompute_every": 2, "checkpoint_every": 2}, "m.json")
+
+
+def test_a_program_without_the_setting_reads_the_file_and_refuses_the_flag(write):
+    path = write("checkpoint_every = 2\nd_model = 64\nn_heads = 2\n")
+    assert load([path], MPTConfig)[0].d_model == 64
+    with pytest.raises(UserError, match="^unknown key 'checkpoint_every' in the command line"):
+        load(["--checkpoint_every=2"], MPTConfig)
+
+
+def test_what_was_saved_under_an_old_name_comes_back(notes):
+    assert from_dict(TrainConfig, {"checkpoint_every": 2}).recompute_every == 2
+    assert from_dict(MPTConfig, {"checkpoint_every": 2}) == MPTConfig() and notes() == ""
+
+
+def test_saved_settings_that_nobody_knows_are_named_once(notes):
+    """As a newer version or a fork writes them. What checkpoints hold besides is known."""
+    saved = {"d_model": 64, "n_heads": 2, "lr": 0.1}
+    saved |= {"step": 5, "optimizer": "AdamW", "data_fingerprint": "f00"}
+    assert from_dict(MPTConfig, saved, "m.json").d_model == 64 and notes() == ""
+    for _ in range(2):
+        assert from_dict(MPTConfig, saved | {"window": 8, "a\nb": [1]}, "m.json").d_model == 64
+    assert notes() == (
+        "warning: m.json has settings that are unknown here and left out: 'window', 'a\\nb'. "
+        "If they decide what the model computes, it is another model here\n"
+    )
+
+
+def test_the_settings_of_a_fork_are_no_strangers_to_it(notes):
+    @dataclasses.dataclass
+    class Forked(MPTConfig):
+        window: int = 0
+
+    assert from_dict(Forked, {"window": 8}).window == 8 and notes() == ""
 
 
 # --- values
@@ -364,6 +458,15 @@ def test_a_file_that_is_not_there(write, tmp_path):
 def test_the_nearest_file_in_configs(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert error("mpt7b.py").endswith("did you mean configs/mpt7b.py?")
+
+
+def test_every_sharding_mode_says_what_it_shards_and_when():
+    assert tuple(SHARDING_MODES) == get_args(Sharding)
+    ranks = [TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES]
+    assert ranks == [16, 16, 8, 16, 1]
+    assert TrainConfig(sharding="HYBRID_SHARD", shard_size=4).shard_ranks(16, node=8) == 4
+    late = [mode for mode, facts in SHARDING_MODES.items() if facts.reduces_late]
+    assert late == ["ZERO1", "DDP"]
 
 
 # --- real processes

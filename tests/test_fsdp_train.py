@@ -24,6 +24,7 @@ import data
 import fsdp_train
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
+from model import MPT, init_weights
 from weights import load
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
@@ -85,8 +86,8 @@ def test_the_loss_of_the_first_step_is_that_of_the_first_batch(first_run):
     folder, _ = first_run
     rows = [row for row in runlog.read(folder / "run") if "loss" in row]
     saved = json.loads((folder / "run" / "checkpoints" / "step-6" / "meta.json").read_text())
-    model = fsdp_train.MPT(MODEL)
-    fsdp_train.parallel.init_weights(model, TrainConfig.seed)
+    model = MPT(MODEL)
+    init_weights(model, TrainConfig.seed)
     train = data.Split(folder / "tokens", "train", 32)
     for step in (0, 1):
         batch = torch.from_numpy(train.batch(TrainConfig.seed, step, 8))
@@ -305,9 +306,9 @@ def steep(tmp_path):
     program = tmp_path / "steep.py"
     program.write_text(
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import fsdp_train, optim, parallel\n"
+        "import fsdp_train, optim, processes\n"
         "optim.learning_rate = lambda step, cfg: 5e29 * min(step, 1)\n"
-        "parallel.run(fsdp_train.main)\n"
+        "processes.run(fsdp_train.main)\n"
     )
     return program
 
@@ -358,7 +359,7 @@ def test_a_loss_that_is_no_number_on_many_ranks_is_one_line(torchrun, steep, tin
 
 @pytest.mark.slow
 def test_launches_end_well_ten_times(torchrun, tiny_data, tmp_path):
-    """With gloo a rank now and then aborts while the interpreter shuts down: parallel.run must not let it."""
+    """With gloo a rank now and then aborts while the interpreter shuts down: processes.run must not let it."""
     for number in range(10):
         done = torchrun(2, *flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3"))
         assert done.returncode == 0, done.stderr

@@ -312,11 +312,12 @@ def read_measured(path, folder):
 
 def read_table(path, folder):
     from bench import compare as bench_compare
+    from bench import scaling as bench_scaling
     from bench import table as bench_table
 
     with bench_table.named(str(path)):
         bench_table.tables(bench_table.read(str(path)))
-    bench_compare.groups(bench_compare.read(str(path)))
+    bench_scaling.groups(bench_compare.read(str(path)))
 
 
 def read_config(path, folder):

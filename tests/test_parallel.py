@@ -25,6 +25,7 @@ import data
 import fsdp_train
 import optim
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import runlog
 from loss import IGNORE
@@ -45,11 +46,7 @@ def slowly(*values):
 
 def build(world, cfg, model_cfg=MODEL, precision="fp32"):
     """Model and optimizer as fsdp_train.main makes them."""
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
-    parallel.materialize(model, world.device, cfg.seed)
-    return model, optim.build_optimizer(model.parameters(), cfg)
+    return parallel.build(model_cfg, cfg, world, precision, cfg.seed)
 
 
 def build_plain(cfg, model_cfg=MODEL):
@@ -143,7 +140,7 @@ def gradients(world, cfg, rows):
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
-        with fsdp_train.autocast(rows.device, "bf16"):
+        with parallel.autocast(rows.device, "bf16"):
             loss = model(rows[begin:end, :-1], labels=rows[begin:end, 1:])
         loss.backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -304,7 +301,7 @@ def test_a_step_never_waits_for_the_device(ranks, size, mode):
 def test_a_step_on_a_gpu_is_only_queued(ranks):
     """The driver itself tells of waiting; and figures are read when they are there, not before."""
     device = torch.device("cuda")
-    model_cfg, world = replace(MODEL, d_model=96, attn_impl="auto"), parallel.World(0, 1, 0, 1, device)
+    model_cfg, world = replace(MODEL, d_model=96, attn_impl="auto"), processes.World(0, 1, 0, 1, device)
     model, optimizer = build(world, RUN, model_cfg, "bf16")
     rows = global_rows(0).to(device)
     fsdp_train.train_step(model, optimizer, rows, 0, RUN, world, "bf16")
@@ -642,7 +639,7 @@ def decide(world, good):
         return {"path": Path("a/b"), "step": 3}
 
     try:
-        return parallel.rank_zero_decides(decision)
+        return processes.rank_zero_decides(decision)
     except UserError as error:
         return f"UserError: {error}"
 
@@ -695,15 +692,12 @@ def test_srun_without_torchrun(tmp_path):
 def dtypes_in_a_block(world):
     """What a block gets under FSDP and bf16: (residual stream, ALiBi slopes)."""
     cfg, model_cfg = TrainConfig(), MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True)
-    with torch.device("meta"):
-        model = MPT(model_cfg)
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "bf16")
-    parallel.materialize(model, world.device, cfg.seed)
+    model, _ = build(world, cfg, model_cfg, "bf16")
     seen = []
     model.transformer.blocks[0].attn.register_forward_pre_hook(
         lambda _, args: seen.extend([args[0].dtype, args[1].slopes.dtype])
     )
-    with fsdp_train.autocast(world.device, "bf16"):
+    with parallel.autocast(world.device, "bf16"):
         model(torch.zeros(1, 4, dtype=torch.long))
     return seen
 

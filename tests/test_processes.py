@@ -121,10 +121,10 @@ def main(argv):
         open(f"ready {{os.environ['RANK']}}", "w").close()
         while len([name for name in os.listdir() if name.startswith("ready")]) < {ready}:
             time.sleep(0.01)
-    world = parallel.start("cpu")
+    world = processes.start("cpu")
     {after}
     parallel.make_mesh(world, TrainConfig())
-    processes.new_group(parallel.TIMEOUT)
+    processes.new_group(processes.TIMEOUT)
     for step in range(10**6):
         dist.all_reduce(torch.ones(1))
         if world.rank == 0 and step % 10 == 0:
@@ -132,7 +132,7 @@ def main(argv):
                 file.write(f"{{os.getpid()}}\\n")
         time.sleep(0.005)
 
-parallel.run(main)
+processes.run(main)
 """
 
 
@@ -227,9 +227,9 @@ def shell_of_a_rank(tmp_path, variables) -> int:
     """A rank alone, started by a shell that has left: its process number."""
     program = tmp_path / "program.py"
     body = "open('steps', 'w').write(str(os.getpid())); time.sleep(60)"
-    program.write_text(f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport parallel\n")
+    program.write_text(f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport processes\n")
     with open(program, "a") as file:
-        file.write(f"def main(argv):\n    {body}\nparallel.run(main)\n")
+        file.write(f"def main(argv):\n    {body}\nprocesses.run(main)\n")
     command = ["sh", "-c", f"nohup {sys.executable} {program} > log 2>&1 &"]
     subprocess.run(command, cwd=tmp_path, env=clean_environment() | variables, check=True)
     wait_for(lambda: (tmp_path / "steps").exists() and (tmp_path / "steps").read_text())

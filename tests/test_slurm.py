@@ -81,7 +81,8 @@ class Job:
         (folder / "bin").mkdir()
         for name, text in STAND_INS.items():
             self.put(name if "/" in name else f"bin/{name}", text)
-        for path in ROOT.glob("*.py"):
+        rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+        for path in [*ROOT.glob("*.py"), *rooms]:
             (folder / path.name).symlink_to(path)
         self.id = str(free_port() - 20000)  # both scripts take the port 20000 + job number % 12000
 
@@ -142,21 +143,21 @@ def job(tmp_path):
 
 WHO = """
 import os
-import parallel
+import processes
 
 def main(argv):
-    world = parallel.start("cpu")
+    world = processes.start("cpu")
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"{world.rank}/{world.size} {world.local_rank}/{world.local_size} {threads} {argv}\\n", end="", flush=True)
 
-parallel.run(main)
+processes.run(main)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script, threads", [(TORCHRUN, 8), (SRUN, 3)])
 def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
-    """The four processes really join: parallel.start returns when all of them have met."""
+    """The four processes really join: processes.start returns when all of them have met."""
     job.put("fsdp_train.py", WHO)
     job.submit(script, "configs/a.py", "--run_dir=with space", nodes=2)
     assert job.end() == 0, job.said()
@@ -200,7 +201,7 @@ while not got and time.monotonic() < begin + 60:
 LEAVES = """
 time.sleep(0.5)  # saves
 if os.environ["LOCAL_RANK"] == "0":
-    os.kill(os.getppid(), signal.SIGTERM)  # as resilience.leave
+    os.kill(os.getppid(), signal.SIGTERM)  # as stopping.leave
 sys.exit(75)
 """
 

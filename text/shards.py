@@ -97,7 +97,7 @@ def raise_file_limit() -> None:
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:
     header = {"format": FORMAT, "dtype": ids.dtype.name, "tokens": len(ids), **about}
     header["sha256"] = sha256_of(header, ids)
-    write_atomically(path, json.dumps(header).encode().ljust(HEADER_BYTES) + ids.tobytes())
+    files.write_atomically(path, json.dumps(header).encode().ljust(HEADER_BYTES) + ids.tobytes())
 
 
 def sha256_of(header: dict, ids: np.ndarray) -> str:
@@ -115,23 +115,6 @@ def cut(path: Path, tokens: int) -> None:
     text_bytes = max(1, round(shard.header["text_bytes"] * share))
     text = {"documents": shard.header["documents"], "text_bytes": text_bytes}
     write_ids(path, shard.ids[:tokens], {**text, "vocab_size": shard.header["vocab_size"], "text_sha256": "cut"})
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file at once or not at all. OSError, which names the file, if the disk is full.
-
-    A link in the folder of somebody else is replaced, never followed.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # what a crash has left, or a link
-        with open(temporary, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def main(argv) -> None:

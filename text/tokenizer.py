@@ -109,12 +109,8 @@ class Tokenizer:
     def save(self, path: str) -> None:
         """Write the tokens to `path` as JSON, at once or not at all: a reader never sees half a file."""
         words = [token.decode("latin-1") for token in self.tokens]  # one character a byte
-        temporary = f"{path}.{os.getpid()}.tmp"
-        with open(temporary, "x") as f:  # never through a link
-            json.dump({"name": self.name, "fingerprint": self.fingerprint, "tokens": words}, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(temporary, path)
+        saved = {"name": self.name, "fingerprint": self.fingerprint, "tokens": words}
+        files.write_atomically(path, json.dumps(saved).encode(), writer=os.getpid())
 
 
 class HuggingFace:

@@ -39,9 +39,9 @@ from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle.resume import norm_of
 from model import MPT
+from processes import rank_zero_decides
 from storage import files
-from storage.checkpoint_files import fill as fill_from
-from storage.checkpoint_files import on_rank_zero, read_metadata, reason_of, require_sound
+from storage.checkpoint_files import read_metadata, reason_of
 from text import tokenizer as tokenizers
 from weights.tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
@@ -211,7 +211,7 @@ def load_into(model: MPT, path) -> None:
 
     Every rank calls it. Numbers are converted to the parameters' dtype. UserError unless each fits.
     """
-    tensors = on_rank_zero(lambda: find_tensors(Path(path), model))
+    tensors = rank_zero_decides(lambda: find_tensors(Path(path), model))
     params = dict(model.named_parameters())
     for name in sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].offset)):
         fill(params[name], tensors[name])
@@ -277,7 +277,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     """
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
     if found:
-        require_sound(found)
+        checkpoint.require_sound(found)
     cfg = checkpoint.settings(found) if found else source.cfg
     metadata = read_metadata(found) if found else None
     state = weights_of(metadata) if found else source.state_dict()
@@ -288,7 +288,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
         tensors = {name: state[name] for name in names}
         if found:
             tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
-            fill_from(found, {"model": tensors}, metadata)
+            checkpoint.fill(found, {"model": tensors}, metadata)
         return tensors
 
     with published(Path(folder)) as temporary:

@@ -23,7 +23,8 @@ from attention import function_of
 from config import MPTConfig, arguments, require, run
 from lifecycle.resume import SAME_MODEL, norm_of
 from model import MPT, init_weights
-from storage.checkpoint_files import fill, on_rank_zero, read_metadata, require_sound, require_weights
+from processes import rank_zero_decides
+from storage.checkpoint_files import read_metadata, require_weights
 from text import tokenizer as tokenizers
 from weights import hf
 
@@ -51,15 +52,15 @@ def load_model(path: Path, device: torch.device) -> MPT:
 
     UserError if the checkpoint is damaged. Where there are several ranks, all call it.
     """
-    require_sound(path)
-    cfg, metadata = checkpoint.settings(path), on_rank_zero(lambda: read_metadata(path))
+    checkpoint.require_sound(path)
+    cfg, metadata = checkpoint.settings(path), rank_zero_decides(lambda: read_metadata(path))
     n_tensors = len(metadata.state_dict_metadata)  # a model of thousands of layers takes a minute to make
     require(cfg.n_layers <= n_tensors, f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers")
     with torch.device("meta"):
         model = MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))  # this may be another device
     require_weights(path, metadata, model.state_dict())  # before there is memory for them
     model.to_empty(device=device)
-    fill(path, {"model": model.state_dict()}, metadata)
+    checkpoint.fill(path, {"model": model.state_dict()}, metadata)
     return model.eval()
 
 
@@ -98,14 +99,14 @@ def init_from(model: MPT, path) -> None:
     may differ. Every rank calls it.
     """
     path = Path(path)
-    on_rank_zero(lambda: check_same_model(path, model.cfg))
-    if not on_rank_zero(lambda: is_ours(path)):
+    rank_zero_decides(lambda: check_same_model(path, model.cfg))
+    if not rank_zero_decides(lambda: is_ours(path)):
         return hf.load_into(model, path)
-    found = on_rank_zero(lambda: checkpoint.find(str(path)))
-    require_sound(found)
-    metadata, state = on_rank_zero(lambda: read_metadata(found)), model.state_dict()
+    found = rank_zero_decides(lambda: checkpoint.find(str(path)))
+    checkpoint.require_sound(found)
+    metadata, state = rank_zero_decides(lambda: read_metadata(found)), model.state_dict()
     require_weights(found, metadata, state)
-    fill(found, {"model": state}, metadata)
+    checkpoint.fill(found, {"model": state}, metadata)
 
 
 def check_same_model(path, ours: MPTConfig) -> None:

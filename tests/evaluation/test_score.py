@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import parallel
+import processes
 from config import MPTConfig
 from evaluation import score as icl_score
 from evaluation.score import Group, Request, batched, grouped, score
 from model import MPT, init_weights
 
-ALONE = parallel.World(0, 1, 0, 1, torch.device("cpu"))
+ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 
 
 def model(**more):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conftest import ROOT, launch
 
 import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
@@ -25,7 +26,7 @@ from text import tokenizer as tokenizers
 SETS = ROOT.parent / "shared" / "data" / "icl"
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=128)
 BYTES = tokenizers.load("bytes")
-ALONE = parallel.World(0, 1, 0, 1, torch.device("cpu"))
+ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 WORDS = "river tree house blue old sings walks sees under slowly".split()
 
 
@@ -180,10 +181,7 @@ def figures(results):
 def evaluate_sharded(world, files, sharding):
     """On a live model, as the trainer does, between two passes with gradients."""
     cfg = TrainConfig(sharding=sharding)
-    with torch.device("meta"):
-        mpt = MPT(MPTConfig(**TINY, alibi=True))
-    mpt = parallel.parallelize(mpt, parallel.make_mesh(world, cfg), cfg, "fp32")
-    parallel.materialize(mpt, world.device, 0)
+    mpt, _ = parallel.build(MPTConfig(**TINY, alibi=True), cfg, world, "fp32", seed=0)
     ids = torch.ones(1, 8, dtype=torch.long)
     mpt(ids, labels=ids).backward()
     results = evaluate(mpt.train(), BYTES, tasks_of(files), world, batch_tokens=700)
@@ -224,16 +222,12 @@ def test_a_rank_without_work(files, ranks):
 def make_run(world, folder):
     """A run folder with one checkpoint of an untrained model over bytes."""
     import checkpoint
-    import optim
 
     cfg, model_cfg = TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes"), MPTConfig(**TINY, alibi=True)
-    with torch.device("meta"):
-        mpt = MPT(model_cfg)
-    mpt = parallel.parallelize(mpt, parallel.make_mesh(world, cfg), cfg, "fp32")
-    parallel.materialize(mpt, world.device, 0)
+    mpt, optimizer = parallel.build(model_cfg, cfg, world, "fp32", seed=0)
     saver = checkpoint.Checkpointer(cfg.run_dir, 1)
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
-    saver.save(3, mpt, optim.build_optimizer(mpt.parameters(), cfg), meta)
+    saver.save(3, mpt, optimizer, meta)
     saver.finish()
 
 

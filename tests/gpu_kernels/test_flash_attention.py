@@ -382,10 +382,7 @@ def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
 def sharded_step(world, impl, precision):
     """Loss and gradient norm of a step under FULL_SHARD on two ranks."""
     cfg = TrainConfig(sharding="FULL_SHARD")
-    with torch.device("meta"):
-        model = MPT(MPTConfig(**SMALL, attn_impl=impl))
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, precision)
-    parallel.materialize(model, world.device, 0)
+    model, _ = parallel.build(MPTConfig(**SMALL, attn_impl=impl), cfg, world, precision, seed=0)
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.rank))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         loss = model(ids[:, :-1], labels=ids[:, 1:]) / 160 * world.size
@@ -505,6 +502,16 @@ def test_the_program_refuses_other_flags_and_tuning_without_a_gpu(python):
     if not torch.cuda.is_available():
         wrong = python("--tune", program="gpu_kernels/flash_attention.py")
         assert wrong.returncode == 2 and "there is none here" in wrong.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels as they are")
+def test_without_a_gpu_the_program_starts_itself_again_in_the_interpreter(python):
+    """From another folder, too."""
+    done = python(program="gpu_kernels/flash_attention.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("largest relative error of ") and "(cpu, 48 tokens)" in done.stdout
+    assert len(done.stdout.splitlines()) == 1 + 3 * 6
 
 
 # --- small pieces

@@ -21,7 +21,7 @@ import torch
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
 
 import config
-import parallel
+import processes
 from config import MPTConfig, TrainConfig, UserError
 from fsdp_train import train_step
 from lifecycle import microbatch
@@ -61,7 +61,7 @@ STEPS = {f.__name__: f for f in (train_step, killed_step, wrong_step, leaving_st
 
 def main(argv):
     model_cfg, cfg = config.load(argv[1:], MPTConfig, TrainConfig)
-    world = parallel.start(cfg.device)
+    world = processes.start(cfg.device)
     print(f"takes {microbatch.fit(model_cfg, cfg, world, 'fp32', STEPS[argv[0]])}", flush=True)
 
 
@@ -177,7 +177,7 @@ def test_half_is_taken_at_the_next_start_under_the_same_circumstances(ranks, tmp
 
 
 def test_half_of_one_says_what_else_helps(tmp_path):
-    world = parallel.World(3, 4, 3, 4, torch.device("cpu"))
+    world = processes.World(3, 4, 3, 4, torch.device("cpu"))
     cfg = TrainConfig(run_dir=str(tmp_path / "run"), microbatch_size=1)
     with pytest.raises(UserError, match="at step 123 on rank 3 .*activation_checkpointing.*sharding.*planning.memory"):
         halve(world, cfg)
@@ -213,14 +213,14 @@ def test_a_record_of_the_wrong_shape_is_named(tmp_path, kind):
     with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
         microbatch.main([str(tmp_path)])
     with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it$"):
-        halve(parallel.World(0, 1, 0, 1, torch.device("cpu")), TrainConfig(run_dir=str(tmp_path)))
+        halve(processes.World(0, 1, 0, 1, torch.device("cpu")), TrainConfig(run_dir=str(tmp_path)))
     assert path.read_text() == RECORDS[kind]
 
 
 def test_what_is_on_record_of_other_layouts_stays(tmp_path):
     """Each is halved in turn: its own record is replaced, the others stay as they are, in any order."""
     cfg = TrainConfig(run_dir=str(tmp_path), microbatch_size=16)
-    world = parallel.World(0, 2, 0, 2, torch.device("cpu"))
+    world = processes.World(0, 2, 0, 2, torch.device("cpu"))
     layouts = {
         "as it is": (SMALL, cfg, world, "fp32"),
         "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
@@ -348,4 +348,4 @@ def wait_for(condition):
 
 
 if __name__ == "__main__":
-    parallel.run(main)
+    processes.run(main)

@@ -19,6 +19,7 @@ import torch
 import config
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import microbatch, plot, runlog
+from storage import files
 
 
 def row(step, **more):
@@ -392,7 +393,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     precious.write_text("mine")
     for name in ("a.json", "microbatch.json.0"):
         (tmp_path / f"{name}.tmp").symlink_to(precious)
-    runlog.write_atomically(tmp_path / "a.json", b"new")
+    files.write_atomically(tmp_path / "a.json", b"new")
     microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits", rank=0)
     assert precious.read_text() == "mine"
     assert (tmp_path / "a.json").read_text() == "new" and microbatch.read(tmp_path / "microbatch.json")

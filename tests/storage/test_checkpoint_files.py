@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 import checkpoint
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT
-from storage.checkpoint_files import read_metadata, verify
+from storage.checkpoint_files import cause_of, find_damage, read_metadata, reason_of
 from weights import hf, load
 
 SMALL = MPTConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=257, max_seq_len=16)
@@ -171,6 +171,18 @@ def test_a_strangers_checkpoint_runs_nothing(run, tmp_path, attack, use):
     text = str(caught.value)
     assert not (tmp_path / "mark").exists() and not (tmp_path / "new").exists()
     assert "weights_only" not in text and "\n" not in text
+
+
+def verify(path):
+    """What `checkpoint.verify` says, which the ranks share; a process that reads it all finds the same."""
+    try:
+        found = checkpoint.verify(path)
+    except UserError as error:
+        with pytest.raises(UserError, match=re.escape(str(error))):
+            find_damage(path)
+        raise
+    assert find_damage(path) == found
+    return found
 
 
 @pytest.mark.parametrize("use", USES)
@@ -486,3 +498,33 @@ def test_sampling_reads_no_tokenizer_from_elsewhere(run, tmp_path):
     private_tokenizer(run, tmp_path, link=False)
     with pytest.raises(UserError, match="cannot read the tokenizer file .*/run/tokenizer.json"):
         USES["sample"](run, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Errors that DCP and torch wrap
+
+
+def wrapped(inner, outer):
+    """`outer`, raised while `inner` was being handled."""
+    try:
+        try:
+            raise inner
+        except BaseException:
+            raise outer  # noqa: B904
+    except BaseException as error:
+        return error
+
+
+def test_the_cause_is_found_behind_what_wraps_it():
+    full = OSError(28, "No space left on device")
+    torch_s = wrapped(full, RuntimeError("unexpected pos 704 vs 600"))
+    assert cause_of(torch_s) is full
+    assert cause_of(dcp.CheckpointException("write", {3: (torch_s, None), 5: (ValueError("x"), None)})) is full
+    assert reason_of(dcp.CheckpointException("write", {3: (torch_s, None)})) == str(full)
+
+
+def test_an_error_that_wraps_nothing_of_the_system_is_the_cause():
+    plain = wrapped(KeyError("a"), RuntimeError("shapes differ"))
+    assert cause_of(plain) is plain
+    told = wrapped(OSError(2, "No such file"), UserError("give another folder"))
+    assert cause_of(told) is told

@@ -1,6 +1,10 @@
-"""Reading what somebody else wrote: content that is wrong is told from files that cannot be read."""
+"""Reading what somebody else wrote: content that is wrong is told from files that cannot be read.
+
+And writing: as a whole or not at all.
+"""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -98,6 +102,15 @@ def test_another_folder_is_not_entered(tmp_path, name):
     assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
 
 
+def test_columns_of_a_table_that_were_called_something_else(tmp_path):
+    (tmp_path / "old.csv").write_text("checkpoint_every,ranks\n2,8\n")
+    rows = files.read_csv(tmp_path / "old.csv", ["recompute_every"])
+    assert rows == [{"recompute_every": "2", "ranks": "8"}]
+    (tmp_path / "both.csv").write_text("checkpoint_every,recompute_every\n2,3\n")
+    with pytest.raises(UserError, match="both.csv sets checkpoint_every and recompute_every, its"):
+        files.read_csv(tmp_path / "both.csv")
+
+
 def test_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
@@ -118,3 +131,63 @@ def test_a_table_of_many_columns_is_refused(tmp_path):
     (tmp_path / "a.csv").write_text(names + "\n" + "1\n" * 100_000)
     with pytest.raises(UserError, match="has 50,000 columns, expected at most 1,000"):
         files.read_csv(tmp_path / "a.csv")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Writing
+
+
+def test_a_write_replaces_the_whole_file(tmp_path):
+    path = tmp_path / "a.json"
+    for content in (b"a long content", b"short"):
+        files.write_atomically(str(path), content)
+        assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_is_written_may_be_read_as_if_opened(tmp_path):
+    """By a group, say: the mode is the usual one, not that of a private temporary file."""
+    (tmp_path / "usual").write_text("")
+    files.write_atomically(tmp_path / "a", b"")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, error):
+    path = tmp_path / "a.json"
+    path.write_bytes(b"old")
+
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(type(error)) as caught:
+        files.write_atomically(path, b"new")
+    assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.json"]
+    if isinstance(error, OSError):
+        assert (caught.value.errno, caught.value.filename) == (28, str(path))
+
+
+@pytest.mark.parametrize("writer, name", [(None, "a.json.tmp"), (3, "a.json.3.tmp")])
+def test_what_a_crash_has_left_is_replaced_and_a_link_is_not_followed(tmp_path, writer, name):
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    for left in (lambda path: path.write_text("half"), lambda path: path.symlink_to(precious)):
+        left(tmp_path / name)
+        files.write_atomically(tmp_path / "a.json", b"new", writer)
+        assert sorted(os.listdir(tmp_path)) == ["a.json", "precious"]
+        assert (tmp_path / "a.json").read_bytes() == b"new" and precious.read_text() == "mine"
+
+
+def test_several_writers_at_once(tmp_path):
+    """Each writes whole files in turns with the others, and each read finds one of them."""
+    path, contents = tmp_path / "a", [bytes([65 + writer]) * 200_000 for writer in range(4)]
+
+    def write(writer):
+        for _ in range(20):
+            files.write_atomically(path, contents[writer], writer)
+            assert path.read_bytes() in contents
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert os.listdir(tmp_path) == ["a"]

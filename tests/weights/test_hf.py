@@ -403,7 +403,7 @@ def test_any_placement(ranks, tmp_path):
 MEASURE = """
 import resource, sys
 sys.path.insert(0, {root!r})
-import torch, parallel
+import torch, parallel, processes
 from weights import hf
 from config import TrainConfig
 from model import MPT
@@ -412,18 +412,15 @@ def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 def main(argv):
-    world, cfg = parallel.start(), TrainConfig()
-    with torch.device("meta"):
-        model = MPT(hf.settings_of(argv[0]))
-    model = parallel.parallelize(model, parallel.make_mesh(world, cfg), cfg, "fp32")
-    parallel.materialize(model, world.device, None)
+    world, cfg = processes.start(), TrainConfig()
+    model, _ = parallel.build(hf.settings_of(argv[0]), cfg, world, "fp32", seed=None)
     hf.load_into(MPT(hf.settings_of(argv[1])), argv[1])  # what the first reading of all asks for, once
     before = peak()
     hf.load_into(model, argv[0])
     sizes = [sum(p.numel() for p in model.parameters()), sum(p.to_local().numel() for p in model.parameters())]
     print("measured", peak() - before, 4 * sizes[0], 4 * sizes[1], flush=True)
 
-parallel.run(main)
+processes.run(main)
 """
 
 

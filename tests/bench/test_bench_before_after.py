@@ -1,0 +1,32 @@
+"""bench/before_after.py: what it undoes is what the training step really calls."""
+
+from unittest import mock
+
+import parallel
+from bench import before_after
+from bench import train as bench_train
+from config import MPTConfig, TrainConfig, load
+
+SMALL = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=64", "--max_seq_len=16"]
+SMALL += ["--global_batch_size=2", "--microbatch_size=2", "--device=cpu", "--precision=bf16", "--peak_tflops=1"]
+
+
+def calls_of(world, undone, replacement):
+    """How often a step calls what stands in before_after.py for the part that is undone."""
+    cfgs = load([*bench_train.SHAPE, *SMALL], MPTConfig, TrainConfig)
+    real = getattr(before_after, replacement)
+    with (
+        mock.patch.object(before_after, replacement, side_effect=real) as called,
+        mock.patch.object(parallel, "autocast", parallel.autocast),  # what Variant changes is put back
+        mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
+    ):
+        before_after.Variant(undone, *cfgs).turn(1)
+        return called.call_count
+
+
+def test_another_autocast_is_the_one_that_the_step_uses(ranks):
+    assert ranks(1)(calls_of, "autocast without a cache", "autocast_with_cache") == [1]
+
+
+def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):
+    assert ranks(1)(calls_of, "one rank is not sharded", "mesh_of_one") == [1]
