@@ -192,7 +192,7 @@ def main(argv) -> None:
 
 
 def tasks_and_tokenizer(model_cfg, cfg, tokens_file):
-    """For evaluation on tasks, and for packed documents. Most runs do without both, so they import nothing."""
+    """For evaluation on tasks, and for packed documents. Most runs do without, and import nothing."""
     if not (cfg.icl_interval or model_cfg.attn_uses_sequence_id):
         return [], None
     from evaluation import zero_shot

@@ -1,11 +1,11 @@
-"""Write text with a trained model: one token at a time, each drawn from the distribution over the next.
+"""Write text with a trained model: one token at a time, each drawn from the model's distribution.
 
     python generate.py runs/demo --prompt="def main(" --max_new_tokens=200 --temperature=0.8
     python generate.py runs/demo --prompts=prompts.txt --stop=";" --json
     python generate.py path/to/mpt-7b --tokenizer=gpt2 --interactive
 
-RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt and --stop may be given
-several times; without a prompt a new document begins.
+RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt and --stop may be
+given several times; without a prompt a new document begins.
 
 Several prompts are written together: shorter ones are padded on the left, and the padding is hidden
 from attention. A text ends with end-of-text, before a stop string, or after max_new_tokens. With
@@ -51,17 +51,16 @@ class GenerateSettings:
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
 
     def check(self) -> None:
-        fine = self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0 and self.max_new_tokens >= 1
-        require(fine, "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more")
+        fine = min(self.temperature, self.top_k) >= 0 and 0 < self.top_p <= 1
+        ranges = "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more"
+        require(fine and self.max_new_tokens >= 1, ranges)
         fine = 0 <= self.seed < 2**62 and self.batch_size > 0
         require(fine, "seed is 0 or more (below 2^62), batch_size is 1 or more")
         require(self.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
         require(all(self.stop), "a stop string is empty")
         mixed = self.interactive and (self.prompt or self.prompts or self.json)
-        require(
-            not mixed,
-            "--interactive asks for prompts and streams the texts: leave out --prompt, --prompts and --json",
-        )
+        words = "--interactive asks for prompts and streams the texts: leave out"
+        require(not mixed, f"{words} --prompt, --prompts and --json")
 
 
 def main(argv) -> None:

@@ -354,7 +354,8 @@ def main(argv: list[str]) -> None:
     require(text.strip(), f"no text in {source!r}: give a file of text or a folder of data.py")
     rows = continuations(text, made.n, made.seed, made.choices, made.context, made.length)
     files.write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(f"{out}: {len(rows)} questions with {made.choices} choices; the first is about {rows[0]['query'][-50:]!r}")
+    first = rows[0]["query"][-50:]
+    print(f"{out}: {len(rows)} questions with {made.choices} choices; the first is about {first!r}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ class EvalConfig:
 
 
 def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, part=None, progress=False) -> dict:
-    """Score tasks of tasks.load on any model, a sharded one in the middle of training too: {name: figures}.
+    """Score tasks on any model, a sharded one in the middle of training too: {name: figures}.
 
     A collective: call it on every rank with the same tasks. part: see Part. Raises UserError for a continuation that
     is longer than the model, or ids that are beyond its vocabulary.

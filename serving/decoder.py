@@ -5,8 +5,8 @@ one token. Each step reads all weights and the whole cache, so memory bandwidth 
 
     seconds of a step >= (bytes of weights + bytes of keys and values) / memory bandwidth
 
-So the weights are kept in bf16 where that is fast (`pick_dtype`), and a CPU gets them in the order in
-which its kernels read them (`PackedLinear`). planning/decode_time.py predicts the time of a step.
+So the weights are kept in bf16 where that is fast (`pick_dtype`), and a CPU gets them in the order
+in which its kernels read them (`PackedLinear`). planning/decode_time.py predicts the time of a step.
 
 Run `python -m serving.decoder` to see what the cache saves. Read next: serving/stream.py.
 """
@@ -103,7 +103,7 @@ def pick_dtype(precision: str, device) -> torch.dtype:
 
 @torch.inference_mode()
 def generate_without_cache(model: MPT, ids, max_new_tokens):
-    """What `generate` does at temperature 0, the obvious way: each token reads the whole text again."""
+    """`generate` at temperature 0, the obvious way: each token reads the whole text again."""
     for _ in range(max_new_tokens):
         token = model(ids)[:, -1].argmax(dim=-1)
         yield token

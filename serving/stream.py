@@ -155,7 +155,8 @@ def print_stream(decoder, text, speed, how) -> None:
 def demonstrate(argv) -> None:
     """Which characters of a text each of its tokens, here bytes, lets show."""
     arguments(argv)
-    text = Text("", tokenizers.load("bytes"), MPTConfig(alibi=True), max_new_tokens=20, stops=["END"])
+    tokenizer = tokenizers.load("bytes")
+    text = Text("", tokenizer, MPTConfig(alibi=True), max_new_tokens=20, stops=["END"])
     print("token  text    shown")
     shown = ""
     for token in "céE! END of it".encode():

@@ -538,7 +538,8 @@ def fuzz(name: str, folder: Path) -> list[list[str]]:
 
 def main(names) -> None:
     """Fuzz all readers, or those named, in two processes; one line of JSON for each."""
-    rooms = "bench_table calibrate generate hf icl_eval microbatch plot resilience pyarrow.parquet torch._dynamo"
+    rooms = """bench.table planning.calibrate weights.load weights.hf evaluation.zero_shot
+        lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping pyarrow.parquet torch._dynamo"""
     for room in rooms.split():
         importlib.import_module(room)  # before the forks, not in each
 

@@ -1,4 +1,4 @@
-"""generate.py: its settings, many prompts, one prompt after another, Hugging Face folders, mistakes."""
+"""generate.py: settings, many prompts, one after another, Hugging Face folders, mistakes."""
 
 import io
 import json

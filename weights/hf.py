@@ -1,7 +1,7 @@
 """MPT weights from and to other people's files: Hugging Face's (transformers, LLM Foundry) and Composer's.
 
-    python -m weights.hf import path/to/theirs runs/theirs     their folder or Composer's .pt -> a new run folder
-    python -m weights.hf export runs/demo path/to/new          a run or checkpoint of ours -> a new folder of theirs
+    python -m weights.hf import path/to/theirs runs/new     their folder or Composer's .pt -> a run folder
+    python -m weights.hf export runs/demo path/to/new       a run or checkpoint of ours -> a folder of theirs
 
 Names are the same everywhere (`transformer.blocks.0.attn.Wqkv.weight`; Composer puts `model.` before them), so there is
 no map. How tensors lie in files, and how a rank reads its part of them, is in weights/tensor_files.py.
@@ -226,7 +226,10 @@ def settings_of(path) -> MPTConfig:
 
 
 def load_model(path, device) -> MPT:
-    """The model of a Hugging Face folder or a Composer checkpoint, in the dtype that its tensors share, else fp32."""
+    """The model of a Hugging Face folder or Composer checkpoint, in its tensors' dtype.
+
+    If they have several dtypes, fp32.
+    """
     path = Path(path)
     with torch.device("meta"):
         model = MPT(settings_of(path))

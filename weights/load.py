@@ -68,7 +68,7 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str = ""):
     """The model, its tokenizer and a name, from whatever `find` finds.
 
     step: of a run of ours (None: the newest, 0: the untrained model).
-    tokenizer: the one that a Hugging Face folder was trained with (empty: its tokenizer.json, else gpt2).
+    tokenizer: of a Hugging Face folder (empty: its tokenizer.json, else gpt2).
     """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
     found = find(path)

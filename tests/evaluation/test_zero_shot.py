@@ -1,4 +1,4 @@
-"""evaluation/zero_shot.py: scores against one request at a time and against lm-eval, ranks, going on, mistakes, the table."""
+"""evaluation/zero_shot.py: scores one at a time and beside lm-eval's, ranks, going on, mistakes, tables."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""serving/decoder.py: the cache, batches of different lengths, packed weights, where a text must end."""
+"""serving/decoder.py: the cache, batches of different lengths, packed weights, where texts end."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""serving/stream.py: how a text ends, what is shown of it when, texts beside each other, the speed."""
+"""serving/stream.py: how a text ends, what is shown when, texts beside each other, the speed."""
 
 import re
 

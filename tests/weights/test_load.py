@@ -1,4 +1,4 @@
-"""weights/load.py: what is at a path, what a run begins from, and which models and tokenizers are refused."""
+"""weights/load.py: what is at a path, what a run begins from, and what is refused."""
 
 import json
 import re
