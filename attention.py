@@ -13,7 +13,7 @@ without a mask: q gets extra columns of ones and k gets slope * j / scale as ext
                                                             with a mask (several queries on a cache, or not causal)
                                                             only the memory-efficient and math backends serve
     flex        compiled FlexAttention                      a score_mod; GPU (on a CPU it has no backward)
-    triton      gpu_kernels/flash_attention.py, to be read and changed  a vector per block of keys, inside the kernel; GPU
+    triton      gpu_kernels/flash_attention.py              a vector per block of keys, inside the kernel; GPU
 
 These compute one function, so any of them may go on with what another has trained. Another function, such as a window,
 is part of the model and belongs into VARIANTS, at the end.

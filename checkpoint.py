@@ -25,7 +25,7 @@ import time
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import config
 import parallel
 import processes
-from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
 from optim import ADAMW, kind_of
@@ -341,23 +340,6 @@ def load(path: Path, model: MPT, optimizer) -> None:
 def settings(path: Path) -> MPTConfig:
     """The model of a checkpoint. UserError if there can be none with its settings."""
     return from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
-
-
-def load_model(path: Path, device: torch.device) -> MPT:
-    """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group.
-
-    UserError if the checkpoint is damaged. Where there are several ranks, all call it.
-    """
-    require_sound(path)
-    cfg, metadata = settings(path), rank_zero_decides(lambda: read_metadata(path))
-    n_tensors = len(metadata.state_dict_metadata)  # a model of thousands of layers takes a minute to make
-    require(cfg.n_layers <= n_tensors, f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers")
-    with torch.device("meta"):
-        model = MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))  # this may be another device
-    require_weights(path, metadata, model.state_dict())  # before there is memory for them
-    model.to_empty(device=device)
-    fill(path, {"model": model.state_dict()}, metadata)
-    return model.eval()
 
 
 def demonstrate(argv) -> None:

@@ -15,12 +15,14 @@ This file imports no torch, so that a wrong flag is answered at once. Read next:
 import ast
 import dataclasses
 import difflib
+import functools
 import inspect
 import json
 import math
 import os
 import re
 import runpy
+import shlex
 import sys
 import threading
 import types
@@ -136,6 +138,28 @@ class MPTConfig:
         require(small, f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads")
 
 
+Checkpointing = Literal["none", "selective", "full"]  # of activations: see parallel.py
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"]
+
+
+@dataclass(frozen=True)
+class ShardingMode:
+    """What a mode shards, and when. parallel.py does it, planning counts its bytes and seconds."""
+
+    over: Literal["all", "group", "none"]  # data-parallel ranks that share one copy of the weights
+    frees_weights: bool  # a block's gathered weights go after its forward, and are gathered again
+    reduces_late: bool  # gradients are reduced at the last microbatch of a step only
+
+
+SHARDING_MODES = {
+    "FULL_SHARD": ShardingMode(over="all", frees_weights=True, reduces_late=False),
+    "SHARD_GRAD_OP": ShardingMode(over="all", frees_weights=False, reduces_late=False),
+    "HYBRID_SHARD": ShardingMode(over="group", frees_weights=True, reduces_late=False),
+    "ZERO1": ShardingMode(over="all", frees_weights=False, reduces_late=True),
+    "DDP": ShardingMode(over="none", frees_weights=False, reduces_late=True),
+}
+
+
 @dataclass
 class TrainConfig:
     """The run: data, batch, optimizer, machine, checkpoints."""
@@ -168,9 +192,9 @@ class TrainConfig:
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # cuda is ROCm too
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
-    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "FULL_SHARD"  # see parallel.py
+    sharding: Sharding = "FULL_SHARD"  # see parallel.py
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # see parallel.py
+    activation_checkpointing: Checkpointing = "none"  # see parallel.py
     recompute_every: int = 1  # activation checkpointing of every k-th block
     compile: bool = False  # torch.compile each block
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # of one device, for MFU; auto: the table of devices.py
@@ -203,6 +227,15 @@ class TrainConfig:
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,
             f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}",
         )
+
+    @property
+    def sharding_mode(self) -> ShardingMode:
+        return SHARDING_MODES[self.sharding]
+
+    def shard_ranks(self, ranks: int, node: int) -> int:
+        """How many of `ranks` data-parallel ranks share one copy of the weights.
+        node: how many of them a node has."""
+        return {"all": ranks, "group": self.shard_size or node, "none": 1}[self.sharding_mode.over]
 
 
 def check_ranges(settings) -> None:
@@ -258,41 +291,98 @@ ELSEWHERE = {
 }
 
 
-def load(argv: list[str], *classes: type) -> list:
+# Settings that were called something else: old name -> today's. Both are understood, in what people
+# type and in what runs have saved; only today's is written.
+RENAMED = {"checkpoint_every": "recompute_every"}
+
+# What a checkpoint says of itself among its settings.
+BESIDE_SETTINGS = {"step", "data_fingerprint", "optimizer"}
+
+
+def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     """Fill `classes` from defaults < config files < flags.
 
-    argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean.
-    Returns one instance per class. Raises UserError naming the source, the key and the fix.
+    argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean,
+    and a list grows each time that its flag is given.
+    takes: what a program wants in place of config files, as in `arguments`: "RUN", "FILE OUT".
+    Returns one instance per class; with `takes`, the list of those arguments comes first.
+    Raises UserError naming the source, the key and the fix.
     """
     if wants_help(argv):
-        show_help(help_text(*classes))
+        show_help(help_text(*classes, files=takes is None))
     known = {f.name: f for c in classes for f in dataclasses.fields(c)}
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
     every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
     values, strangers = {}, []
-    for path in [a for a in argv if not a.startswith("-")]:
-        for key, value in read_file(path).items():
+    words = [a for a in argv if not a.startswith("-")]
+    for path in words if takes is None else []:
+        of_file = read_file(path)
+        require_one_name(of_file, path)
+        for key, value in of_file.items():
+            key = todays_name(key, path, every | known.keys())
             if key in known:
                 values[key] = checked(value, types_[key], key, path)
             elif key not in every:
                 strangers.append((key, path, value))
-    for key, equals, text in [a.lstrip("-").partition("=") for a in argv if a.startswith("-")]:
+    flags = [a.lstrip("-").partition("=") for a in argv if a.startswith("-")]
+    require_one_name([key for key, _, _ in flags], "the command line")
+    for key, equals, text in flags:
+        key = todays_name(key, "the command line", known)
         if key not in known:
             strangers.append((key, "the command line", text))
             continue
         if not equals:
-            require(types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})")
+            like = f"--{key}={behind(f'--{key}', argv)}"
+            require(types_[key] is bool, f"--{key} wants a value: {like} ({expected(types_[key])})")
             text = "true"
-        values[key] = checked(parse(text, types_[key]), types_[key], key, "the command line")
+        value = checked(parse(text, types_[key]), types_[key], key, "the command line")
+        values[key] = values.get(key, []) + value if types_[key] == list[str] else value
     for key, source, value in strangers:
         raise UserError(unknown(key, source, value, known if source == "the command line" else every, values))
-    instances = []
+    instances = [] if takes is None else [with_usage(words, takes)]
     for c in classes:
         instance = c(**{f.name: values[f.name] for f in dataclasses.fields(c) if f.name in values})
         if hasattr(instance, "check"):
             instance.check()
         instances.append(instance)
     return instances
+
+
+def behind(flag: str, argv: list[str]) -> str:
+    """The value that was meant by `--key value`, quoted for a shell, or `...` if none follows."""
+    after = dict(zip(argv, argv[1:], strict=False)).get(flag, "-")
+    return "..." if after.startswith("-") else shlex.quote(after)
+
+
+def with_usage(words: list[str], takes: str) -> list[str]:
+    """`arguments` of a program that has settings, too."""
+    try:
+        return arguments(words, takes)
+    except UserError as error:
+        raise UserError(f"{error} [--key=value ...] (--help lists the settings)") from error
+
+
+def todays_name(key: str, source: str, known) -> str:
+    """Today's name of a setting that was typed under an old one, and rank 0 says so. Else `key`."""
+    name = RENAMED.get(key)
+    if name not in known:
+        return key
+    say_once("note", f"{key} in {source} is called {name} now")
+    return name
+
+
+def require_one_name(names, source: str) -> None:
+    """UserError if a setting is there twice, under its old name and under today's."""
+    for old, new in RENAMED.items():
+        both = old in names and new in names
+        require(not both, f"{source} sets {old} and {new}, its new name: leave out {old}")
+
+
+@functools.cache
+def say_once(head: str, words: str) -> None:
+    """A line on standard error from rank 0, however often this process comes here."""
+    if rank() == 0:
+        say_error(words, head)
 
 
 def read_file(path: str) -> dict:
@@ -359,6 +449,8 @@ def alternatives(hint) -> tuple:
 def parse(text: str, hint):
     """Text of a flag -> a Python value of the first type of `hint` that takes it, else the text itself."""
     options = alternatives(hint)
+    if hint == list[str]:
+        return [text]
     if text.lower() == "none" and type(None) in options:
         return None
     if bool in options and text.lower() in ("true", "false", "1", "0", "yes", "no"):
@@ -381,6 +473,9 @@ def checked(value, hint, key: str, source: str):
             for choice in typing.get_args(option):
                 if isinstance(value, str) and value.lower() == choice.lower():
                     return choice
+        elif option == list[str]:
+            if isinstance(value, list) and all(isinstance(text, str) for text in value):
+                return value
         elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
             if abs(value) <= sys.float_info.max:  # not NaN, not infinite, no whole number beyond
                 return float(value)
@@ -394,18 +489,23 @@ def checked(value, hint, key: str, source: str):
 def expected(hint) -> str:
     """A type in a user's words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    words[list[str]] = "text"
     return " or ".join(words.get(o) or "one of: " + ", ".join(typing.get_args(o)) for o in alternatives(hint))
 
 
-def help_text(*classes: type) -> str:
-    """Every field with its default and the comment that stands beside it in the source."""
-    lines = ["settings: --key=value, or key = value in a config file"]
+def help_text(*classes: type, files: bool = True) -> str:
+    """Every field with its default and the comment that stands beside it in the source.
+
+    files: does the program take config files?
+    """
+    lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
     for c in classes:
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(c), re.MULTILINE))
         lines += ["", (c.__doc__ or c.__name__).strip().splitlines()[0]]
         for f in dataclasses.fields(c):
             hint = typing.get_type_hints(c)[f.name]
-            lines.append(f"  --{f.name}={f.default}".ljust(40) + f" {comments.get(f.name, '')}")
+            default = f.default if f.default is not dataclasses.MISSING else ""  # an empty list
+            lines.append(f"  --{f.name}={default}".ljust(40) + f" {comments.get(f.name, '')}")
             if "one of" in expected(hint):
                 lines.append(" " * 41 + f"[{expected(hint)}]")
     return "\n".join(lines)
@@ -416,9 +516,27 @@ def to_json(*configs) -> str:
     return json.dumps({k: v for c in configs for k, v in dataclasses.asdict(c).items()}, indent=2)
 
 
+def renamed(values: dict, source: str) -> dict:
+    """Saved settings under today's names. UserError if one is there under both names."""
+    require_one_name(values, source)
+    return {RENAMED.get(key, key): value for key, value in values.items()}
+
+
 def from_dict(cls: type, values: dict, source: str = "the saved settings"):
-    """An instance of `cls` from what was saved, without the keys of other classes. UserError if a value is wrong."""
+    """An instance of `cls` from what was saved, without the keys of other classes.
+
+    Settings that no class has, such as those of a newer version, are left out, too. Rank 0 names
+    them: nobody can know whether the model is the same without them. UserError if a value is wrong.
+    """
+    values = renamed(values, source)
     hints = typing.get_type_hints(cls)
+    known = {f.name for c in (MPTConfig, TrainConfig, cls) for f in dataclasses.fields(c)}
+    unknown_keys = [key for key in values if key not in known and key not in BESIDE_SETTINGS]
+    if unknown_keys:
+        named = ", ".join(map(shown, unknown_keys[:5])) + (", ..." if len(unknown_keys) > 5 else "")
+        words = f"{source} has settings that are unknown here and left out: {named}"
+        hint = "If they decide what the model computes, it is another model here"
+        say_once("warning", f"{words}. {hint}")
     instance = cls(**{k: checked(values[k], hint, k, source) for k, hint in hints.items() if k in values})
     instance.check()
     return instance

@@ -86,6 +86,15 @@ TABLE = [
     Device("TPU v3", "-", 0, 123, None, 32, 900, 220, None, ()),
 ]
 
+# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards, with a
+# global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
+PUBLISHED_MI250 = {4: 166, 128: 159}
+
+# Rated watts of a published node / its torch devices (4 cards of two, 8 and 8 GPUs), by how the name
+# of a row begins.
+NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
+NODE_OVER_BOARD = 1.7  # node / board power elsewhere: the mean of these three
+
 # AMD: dense bf16 FLOPs per clock and compute unit, and the peak clock in MHz where all products share it.
 PER_CLOCK = {
     "gfx908": (512, 1502),

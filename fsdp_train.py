@@ -34,11 +34,9 @@ import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, require
-from evaluation import zero_shot
 from lifecycle import microbatch, resume, runlog, stopping, watchdog
 from lifecycle.lease import Lease
 from loss import IGNORE
-from weights import hf
 
 
 def main(argv) -> None:
@@ -49,7 +47,9 @@ def main(argv) -> None:
     rest = cfg.global_batch_size % world.size
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
     if cfg.init_from:
-        processes.rank_zero_decides(lambda: hf.check_same_model(cfg.init_from, model_cfg))
+        from weights import load  # here, since most runs do without
+
+        processes.rank_zero_decides(lambda: load.check_same_model(cfg.init_from, model_cfg))
     lease = Lease(cfg.run_dir)
     processes.rank_zero_decides(lease.take)
 
@@ -63,9 +63,9 @@ def main(argv) -> None:
         f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
     )
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
-    tasks, tokenizer = zero_shot.prepare(model_cfg, cfg, tokens_file)
+    tasks, tokenizer = tasks_and_tokenizer(model_cfg, cfg, tokens_file)
     if cfg.init_from:
-        processes.rank_zero_decides(lambda: hf.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
+        processes.rank_zero_decides(lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
 
     # where to begin
     found = resume.choose(cfg)
@@ -88,7 +88,7 @@ def main(argv) -> None:
     if found:
         checkpoint.load(found, model, optimizer)
     elif cfg.init_from:
-        hf.init_from(model, cfg.init_from)
+        load.init_from(model, cfg.init_from)
 
     # what is written down
     settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
@@ -113,6 +113,8 @@ def main(argv) -> None:
             bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
             log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
         if due(cfg.icl_interval, step):
+            from evaluation import zero_shot  # `tasks_and_tokenizer` did so
+
             log.row({"step": step, "icl": zero_shot.evaluate(model, tokenizer, tasks, world, precision)})
 
     def rows_of(step):
@@ -187,6 +189,15 @@ def main(argv) -> None:
             watching.step()
         saver.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
+
+
+def tasks_and_tokenizer(model_cfg, cfg, tokens_file):
+    """For evaluation on tasks, and for packed documents. Most runs do without both, so they import nothing."""
+    if not (cfg.icl_interval or model_cfg.attn_uses_sequence_id):
+        return [], None
+    from evaluation import zero_shot
+
+    return zero_shot.prepare(model_cfg, cfg, tokens_file)
 
 
 def train_step(model, optimizer, rows, step, cfg, world, precision):

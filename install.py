@@ -29,7 +29,7 @@ import urllib.request
 ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
-STAMP = os.path.join(VENV, "environment.json")
+STAMP = os.path.join(VENV, "environment.json")  # a .venv of before is known by this name
 PYTORCH = "https://download.pytorch.org/whl"  # /cpu, /cu126, /rocm7.1: torch's builds
 HELD = ("torch", "triton")  # never replaced where they are there
 
@@ -231,7 +231,7 @@ def write_stamp(stamp):
 
 
 def say(message):
-    print("environment: " + message, flush=True)
+    print("install: " + message, flush=True)
 
 
 def stop(message):

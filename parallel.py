@@ -93,11 +93,10 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of ranks: (dp_shard) or (dp_replicate, dp_shard). None for one process alone."""
     if world.size == 1:
         return None
-    if cfg.sharding in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1"):
-        shape = {"dp_shard": world.size}
-    else:
-        shard = 1 if cfg.sharding == "DDP" else cfg.shard_size or world.local_size
-        require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
+    shard = cfg.shard_ranks(world.size, world.local_size)
+    require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
+    shape = {"dp_shard": shard}
+    if cfg.sharding_mode.over != "all":
         shape = {"dp_replicate": world.size // shard, "dp_shard": shard}
     with processes.in_time("connect the mesh"):
         return connect_mesh(world.device.type, tuple(shape.values()), tuple(shape))
@@ -131,7 +130,7 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
         # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }
-    free = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")
+    free = cfg.sharding_mode.frees_weights
     for block in model.transformer.blocks:
         fully_shard(block, reshard_after_forward=free, **options)
     return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
@@ -186,10 +185,10 @@ def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
     """What waits for the last microbatch of a step: see the table above."""
     if not isinstance(model, FSDPModule):
         return
-    if cfg.sharding in ("ZERO1", "DDP"):
+    if cfg.sharding_mode.reduces_late:
         model.set_requires_gradient_sync(last)
         model.set_reshard_after_backward(last)
-    elif cfg.sharding == "HYBRID_SHARD":
+    elif cfg.sharding_mode.over == "group":
         model.set_requires_all_reduce(last)  # the slow links between nodes are used once a step
 
 

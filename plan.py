@@ -8,56 +8,46 @@
 What a config file or a flag sets is taken; what is `auto` or not set (tp, pp, sharding, microbatch, checkpointing) is
 chosen: the least tensor and pipeline parallelism with which the model fits, and then whatever is fastest.
 
-Memory is planning/memory.py's, seconds are planning/step_time.py's. Its constants were fitted to LLM Foundry's published runs of MPT on A100
-and H100 (bench/results/planner.md has every row's error); any other device is extrapolated, and labelled so, until
+planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
+planning/step_time.py. Its constants were fitted to LLM Foundry's published runs of MPT on A100 and H100
+(bench/results/planner.md has every row's error); any other device is extrapolated, and says so, until
 `--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a table of `bench train`. The last
 lines of a plan say what was assumed. fsdp_train.py itself has no tensor or pipeline parallelism yet.
 
-Read next: planning/memory.py, planning/step_time.py.
+Read next: planning/README.md.
 """
 
 import itertools
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig, UserError, require
-from devices import Device
-from planning import calibrate, memory, picture, step_time
-from planning.step_time import Constants, Fleet, Step
+from devices import NODE_OVER_BOARD, NODE_WATTS, Device
+from planning import calibrate, picture, search, step_time
+from planning.search import TOKENS_PER_PARAMETER, LayoutArgs, Plan
+from planning.step_time import Constants, Fleet
 
 CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
-NODE_WATTS = {"MI250": 375, "A100 SXM": 812, "H100 SXM": 1275}  # a device's share: 3000 / 8, 6500 / 8, 10200 / 8
-OTHER_WATTS = 1.7  # node / board power elsewhere: the mean of these three
 NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
-TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
-WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
-SHARDINGS = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
 LAYOUT = ("sharding", "shard_size", "activation_checkpointing", "microbatch_size", "global_batch_size")
 JOB_DAYS = {"slurm/train_srun.sbatch": 51 * 2 / 24, "slurm/train.sbatch": 51 * 12 / 24}  # with all 50 restarts
-WAYS = ("none", "selective", "full")  # activation checkpointing
-SIZES = {128: 12, 768: 12, 1024: 24, 2048: 24, 2560: 32, 4096: 32, 5120: 40, 7168: 48, 8192: 80, 12288: 96, 32768: 160}
 
 
 @dataclass
 class PlanArgs:
-    """The fleet, the layout, the question."""
+    """The fleet and the question."""
 
     device: str = "auto"  # the kind: mi250, h100, ... (python devices.py lists them); one torch device each
     devices: int = 8  # how many torch devices
     node_size: int = 8  # torch devices of a node
     network: float = 0.0  # GB/s of a node's network, each way (0: 100 is assumed where there is more than one node)
-    tp: int | Literal["auto"] = "auto"  # tensor parallelism
-    pp: int | Literal["auto"] = "auto"  # pipeline stages
     interleave: int = 1  # pieces of the model on each stage
-    sharding: Literal["auto", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"] = "auto"
-    microbatch_size: int | Literal["auto"] = "auto"  # sequences
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    choose: bool = False  # choose these even where a config file sets them
+    choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: int = 0  # sequences of a step (0: 256 or a little more, and at least 4 a device)
     max_steps: int = 0  # steps of the run, for its time
     trainer: Literal["ours", "foundry"] = "ours"  # foundry: reductions in bf16, residuals in fp32, as published rows
@@ -76,100 +66,11 @@ class PlanArgs:
             require(getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("network", "tokens", "price", "watts", "budget"):
             require(0 <= getattr(self, name) < math.inf, f"{name} must be 0 or more, not {getattr(self, name)}")
-        for name in ("tp", "pp", "microbatch_size"):
-            value = getattr(self, name)
-            require(value == "auto" or value > 0, f"{name} must be at least 1 or auto, not {value}")
         require(not (self.budget and self.sweep_devices), "--budget and --sweep_devices are two questions: ask one")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A model on a fleet in one layout, with what it gives."""
-
-    m: MPTConfig
-    cfg: TrainConfig
-    fleet: Fleet
-    seconds: dict  # of a step, by part
-    bytes: dict  # of one rank at its peak, by part
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.cfg.global_batch_size * self.m.max_seq_len / self.seconds["step"]
-
-    @property
-    def fits(self) -> bool:
-        return self.bytes["peak"] <= memory.ROOM * self.fleet.device.memory_gb * 2**30
-
-    @property
-    def mfu(self) -> float:
-        return flops.mfu(self.m, self.tokens_per_second, self.fleet.devices, self.fleet.device.bf16_tflops * 1e12)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Choosing a layout
 
 
 def trainer(args: PlanArgs) -> step_time.Trainer:
     return step_time.FOUNDRY if args.trainer == "foundry" else step_time.OURS
-
-
-def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: step_time.Trainer) -> Plan:
-    """What this layout gives. UserError if it cannot be."""
-    seconds = Step(m, cfg, fleet, c, trainer).parts()
-    return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp))
-
-
-def divisors(n: int, at_most: int) -> list[int]:
-    return [i for i in range(1, min(n, at_most) + 1) if n % i == 0]
-
-
-def model_splits(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, n: int) -> list[tuple[int, int]]:
-    """(tp, pp) to try on n devices, the least parallelism first. UserError if none divides model and batch."""
-    common = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)  # tensor parallelism divides them all
-    tps = [args.tp] if args.tp != "auto" else divisors(common, args.node_size)
-    whole = m.n_layers % args.interleave == 0
-    require(whole, f"n_layers {m.n_layers} is not a multiple of interleave {args.interleave}")
-    pps = [args.pp] if args.pp != "auto" else divisors(m.n_layers // args.interleave, n)
-    pairs = [(t, p) for t, p in itertools.product(tps, pps) if n % (t * p) == 0]
-    require(pairs, f"{n} devices are not a multiple of tp {args.tp} x pp {args.pp}")
-    whole = [(t, p) for t, p in pairs if cfg.global_batch_size % (n // (t * p)) == 0]
-    require(
-        whole, f"global_batch_size {cfg.global_batch_size} is not a multiple of the data-parallel ranks on {n} devices"
-    )
-    return sorted(whole, key=lambda pair: (pair[0] * pair[1], pair[1]))
-
-
-def layouts(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet):
-    """Configs to try: every sharding and way of checkpointing that is left open, with microbatches that fit."""
-    node = max(1, fleet.node_size // fleet.tp)  # data-parallel ranks of a node
-    every = SHARDINGS if fleet.pp == 1 else ("ZERO1", "DDP")  # gathers for each microbatch of a pipeline cost too much
-    every = [mode for mode in every if mode != "HYBRID_SHARD" or (fleet.dp > node and fleet.dp % node == 0)]
-    for mode in every if args.sharding == "auto" else [args.sharding]:
-        shard_size = (cfg.shard_size or min(node, fleet.dp)) if mode == "HYBRID_SHARD" else 0
-        for way in WAYS if args.activation_checkpointing == "auto" else [args.activation_checkpointing]:
-            one = replace(cfg, sharding=mode, shard_size=shard_size, activation_checkpointing=way)
-            if args.microbatch_size != "auto":
-                yield replace(one, microbatch_size=args.microbatch_size)
-                continue
-            most = memory.largest_microbatch(m, one, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp)
-            yield from (replace(one, microbatch_size=b) for b in {most, most // 2, most // 4, 1} if b > 0)
-
-
-def make(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan:
-    """The fastest layout on `fleet` that fits, with the least tp x pp. Where all is fixed, that, though it may not fit.
-    UserError if nothing fits."""
-    left_open = "auto" in (args.tp, args.pp, args.sharding, args.microbatch_size, args.activation_checkpointing)
-    splits = model_splits(m, cfg, args, fleet.devices)
-    for _, alike in itertools.groupby(splits, key=lambda pair: pair[0] * pair[1]):
-        fleets = [replace(fleet, tp=tp, pp=pp) for tp, pp in alike]
-        found = [evaluate(m, one, at, c, trainer(args)) for at in fleets for one in layouts(m, cfg, args, at)]
-        found = [one for one in found if one.fits or not left_open]
-        if found:
-            return max(found, key=lambda one: one.tokens_per_second)
-    raise UserError(
-        f"{flops.n_params(m) / 1e9:.3g}B parameters fit {fleet.devices} x {fleet.device.name} in no layout that was "
-        "left open: take more --devices, a shorter --max_seq_len, or --choose"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -180,7 +81,7 @@ def figures(one: Plan, args: PlanArgs) -> dict:
     """All that a plan predicts."""
     device, n, rate = one.fleet.device, one.fleet.devices, one.tokens_per_second
     tokens = args.tokens or TOKENS_PER_PARAMETER * flops.n_params(one.m)
-    hours = tokens / rate / 3600
+    hours = one.hours(tokens)
     layout = {name: getattr(one.cfg, name) for name in LAYOUT} | {"tp": one.fleet.tp, "pp": one.fleet.pp}
     return {
         "n_params": flops.n_params(one.m),
@@ -208,7 +109,7 @@ def figures(one: Plan, args: PlanArgs) -> dict:
 def watts(device: Device, args: PlanArgs) -> float | None:
     """Of one torch device with its share of the node. None: not known."""
     known = next((w for name, w in NODE_WATTS.items() if device.name.startswith(name)), None)
-    return args.watts or known or (device.watts and OTHER_WATTS * device.watts)
+    return args.watts or known or (device.watts and NODE_OVER_BOARD * device.watts)
 
 
 def flags(one: Plan) -> str:
@@ -245,7 +146,7 @@ def assumed(one: Plan, args: PlanArgs) -> list[str]:
         said.append("memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations")
     if not args.watts and watts(device, args):
         known = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if known else f"{OTHER_WATTS} times the board's"
+        source = "of published nodes" if known else f"{NODE_OVER_BOARD} times the board's"
         said.append(f"{watts(device, args):.0f} W a device with its share of the node, {source}")
     if fleet.tp * fleet.pp > 1:
         said.append("fsdp_train.py has no tensor and pipeline parallelism yet")
@@ -274,7 +175,7 @@ def too_long(days: float) -> list[str]:
 def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
     """A plan as a person reads it, beside the settings as they stand."""
     f, cfg, fleet = figures(one, args), one.cfg, one.fleet
-    group = f", shards of {cfg.shard_size}" if cfg.sharding == "HYBRID_SHARD" else ""
+    group = f", shards of {cfg.shard_size}" if cfg.sharding_mode.over == "group" else ""
     rows = cfg.global_batch_size // fleet.dp
     size = min(cfg.microbatch_size, rows)
     most = f"{'up to ' if rows % size else ''}{size}"
@@ -311,23 +212,6 @@ def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sweep and budget
-
-
-def sweep(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, counts: list[int], fleet: Fleet, c: Constants) -> list[dict]:
-    """Strong scaling (the global batch stays) and weak (it grows with the devices) from the smallest count."""
-    rows, first = [], min(counts)
-    for n in sorted(counts):
-        strong = make(m, cfg, args, replace(fleet, devices=n), c)
-        weak = make(m, replace(cfg, global_batch_size=cfg.global_batch_size * n // first), args, strong.fleet, c)
-        rates = [one.tokens_per_second / n for one in (strong, weak)]
-        base = rows[0]["rates"] if rows else rates
-        rows.append({"devices": n, "strong": strong, "weak": weak, "rates": rates})
-        rows[-1]["efficiency"] = [rate / before for rate, before in zip(rates, base, strict=True)]
-    return rows
-
-
 def sweep_json(row: dict, args: PlanArgs) -> dict:
     plans = {name: figures(row[name], args) for name in ("strong", "weak")}
     return {"devices": row["devices"], "efficiency": dict(zip(plans, row["efficiency"], strict=True)), **plans}
@@ -351,47 +235,16 @@ def sweep_text(rows: list[dict], args: PlanArgs) -> str:
     return "\n".join(lines)
 
 
-def shape(d_model: int, m: MPTConfig) -> MPTConfig:
-    """A model of MPT's proportions: heads of 128, and layers between those of MPT's next sizes."""
-    below = max(width for width in SIZES if width <= d_model)
-    above = min(width for width in SIZES if width >= d_model)
-    share = (d_model - below) / (above - below) if above > below else 0
-    layers = round(SIZES[below] + share * (SIZES[above] - SIZES[below]))
-    return replace(m, d_model=d_model, n_heads=d_model // 128, kv_n_heads=None, n_layers=layers)
-
-
-def budget(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan:
-    """The largest model that sees 20 tokens a parameter within `budget` days: Chinchilla's optimum (2203.15556).
-
-    Not all widths can be split over the devices, so the widths are tried from the largest down. UserError if there is
-    none.
-    """
-    rate, trouble = fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400, None  # FLOPs a day at MFU 100 %
-    for width in WIDTHS:
-        one = shape(width, m)
-        if 6 * TOKENS_PER_PARAMETER * flops.n_params(one) ** 2 > args.budget * rate:
-            continue
-        try:
-            found = make(one, cfg, args, fleet, c)
-        except UserError as error:  # of the smallest model that was tried
-            trouble = error
-            continue
-        if figures(found, args)["days"] <= args.budget:
-            return found
-        trouble = None
-    raise trouble or UserError(
-        f"{args.budget:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def as_it_stands(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan | None:
     """What fsdp_train.py would run with these settings; None if that is not known or cannot be."""
-    shard_size = cfg.shard_size or (args.node_size if cfg.sharding == "HYBRID_SHARD" else 0)
+    if "auto" in (cfg.sharding, cfg.activation_checkpointing):
+        return None
+    shard_size = cfg.shard_size or (args.node_size if cfg.sharding_mode.over == "group" else 0)
     try:
-        return evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
+        return search.evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
     except UserError:  # microbatch_size=auto, or a batch that these devices do not divide
         return None
 
@@ -413,7 +266,7 @@ def counts_of(args: PlanArgs) -> list[int]:
 
 
 def main(argv: list[str]) -> None:
-    m, cfg, args = config.load(argv, MPTConfig, TrainConfig, PlanArgs)
+    m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     require(cfg.precision != "fp32", "plans are for bf16, in which speeds were published: leave out --precision=fp32")
     files, given = [a for a in argv if not a.startswith("-")], {a.lstrip("-").split("=")[0] for a in argv}
     if args.plot and not files and args.device == "auto":
@@ -421,8 +274,8 @@ def main(argv: list[str]) -> None:
     others = [*files, *(f"--{name}" for name in ("tokens", "max_steps") if name in given)]
     require(not (args.budget and others), f"--budget finds the model and its tokens: leave out {' '.join(others)}")
     if args.choose:
-        left = "tp pp sharding microbatch_size activation_checkpointing".split()
-        args = replace(args, **{name: "auto" for name in left if name not in given})
+        left_open = [field.name for field in fields(asked) if field.name not in given]
+        asked = replace(asked, **dict.fromkeys(left_open, "auto"))
     m = m if m.attn_impl == "triton" else replace(m, attn_impl="sdpa")
     if args.max_steps and not args.tokens:
         args = replace(args, tokens=float(cfg.max_steps * cfg.global_batch_size * m.max_seq_len))
@@ -431,13 +284,14 @@ def main(argv: list[str]) -> None:
     if not args.global_batch_size:
         rows = max(4, math.ceil(cfg.global_batch_size / fleet.devices))  # of a device
         cfg = replace(cfg, global_batch_size=rows * fleet.devices)
+    how = asked, fleet, c, trainer(args)
     if args.sweep_devices:
-        rows = sweep(m, cfg, args, counts_of(args), fleet, c)
+        rows = search.sweep(m, cfg, counts_of(args), *how)
         print(json.dumps([sweep_json(row, args) for row in rows], indent=2) if args.json else sweep_text(rows, args))
         if args.plot:
             picture.scaling(rows, args.out)
         return
-    one = budget(m, cfg, args, fleet, c) if args.budget else make(m, cfg, args, fleet, c)
+    one = search.budget(m, cfg, args.budget, *how) if args.budget else search.fastest(m, cfg, *how)
     print(json.dumps(figures(one, args), indent=2) if args.json else text(one, args, own))
     if args.plot:
         picture.bytes_by_sharding(one.m, one.cfg, one.fleet, args.out)

@@ -14,7 +14,6 @@
 those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
 """
 
-import argparse
 import contextlib
 import math
 import os
@@ -66,8 +65,19 @@ def arguments(argv: list[str], names: str = "") -> list[str]:
     most = math.inf if "..." in wanted else len(wanted)
     flags = [text for text in argv if text.startswith("-")]
     fine = least <= len(argv) <= most and not flags
-    require(fine, f"usage: python {os.path.basename(sys.argv[0])} {names or '(no arguments)'}")
+    require(fine, f"usage: {command()} {names or '(no arguments)'}")
     return argv
+
+
+def command() -> str:
+    """How this program is started: `python plan.py`, `python -m lifecycle.plot`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of a module that was started by -m
+    if spec is None:
+        return f"python {os.path.basename(sys.argv[0])}"
+    name = spec.name.removesuffix(".__main__")
+    if name.startswith("bench."):
+        name = name.replace(".", " ")  # python -m bench table: bench/__main__.py is the door
+    return f"python -m {name}"
 
 
 def wants_help(argv: list[str]) -> bool:
@@ -80,16 +90,6 @@ def show_help(settings: str = "") -> None:
         about = sys.modules["__main__"].__doc__ or ""
         print(f"{about.strip()}\n\n{settings}".strip())
     raise SystemExit(0)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with errors in one line, as everywhere else."""
-
-    def print_help(self, file=None):
-        print(self.format_help(), file=file)  # argparse's own takes a closed pipe for success
-
-    def error(self, message):
-        raise UserError(f"{message} (python {self.prog} --help has the flags)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

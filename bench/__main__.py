@@ -1,37 +1,59 @@
-"""Measured throughput. Each benchmark is a file of its own; this is the door to all of them.
+"""The door to the benchmarks: `python -m bench NAME`. `python -m bench --help` lists the names.
 
-    python -m bench train --transformers       bench/train.py: training steps, over any settings
-    python -m bench attention                  bench/attention.py: our attention beside PyTorch's kernels
-    python -m bench machine                    bench/machine.py: matmul, memory and links of this machine
-    python -m bench scaling results.csv        bench/compare.py: what rows of `train` say of more and more nodes
-    python -m bench compare a.csv b.csv        bench/compare.py: which of two machines is faster, and cheaper
+    python -m bench train --transformers            bench/train.py, beside Hugging Face's model
+    torchrun --nproc_per_node 4 -m bench machine    bench/machine.py, on four devices
+    python -m bench NAME --help                     what a benchmark does, and its settings
 
-Results that are kept stand in bench/results/, with device, versions, date and command. What concerns one file alone is
-measured by that file: `python data.py` (reading), `python checkpoint.py` (saving), `python generate.py` (decoding).
+Only the benchmark that is asked for is imported. Results that are kept are in bench/results/, with
+device, versions, date and command. `python data.py`, `python checkpoint.py` and `python
+generate.py` measure themselves: reading, saving, decoding. Read next: bench/README.md.
 """
 
+import ast
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
 import config
-import processes
-from bench.attention import bench_attention
-from bench.compare import compare, scaling
-from bench.machine import bench_machine
-from bench.train import bench_train
 from config import require
 
+# In reading order. A benchmark is bench/NAME.py with a function main(argv).
+NAMES = """
+    train team table scaling compare machine attention
+    before_after trajectories flops memory planner generate evaluation load
+""".split()
+# processes.run starts and ends these, all others config.run.
+OF_MANY_RANKS = ("train", "machine", "attention", "trajectories", "evaluation")
 
-def main(argv) -> None:
-    benches = {
-        "train": bench_train,
-        "attention": bench_attention,
-        "machine": bench_machine,
-        "scaling": scaling,
-        "compare": compare,
-    }
+
+def main(argv: list[str]) -> None:
     if config.wants_help(argv[:1]):
-        config.show_help()
-    require(argv and argv[0] in benches, f"usage: python -m bench {'|'.join(benches)} [config] [--key=value]")
-    benches[argv[0]](argv[1:])
+        config.show_help(listing())
+    listed = "python -m bench --help lists the names"
+    require(argv, f"usage: python -m bench NAME [config] [--key=value] ({listed})")
+    name, *rest = argv
+    near = difflib.get_close_matches(name, NAMES, n=1)
+    hint = f"did you mean {near[0]}?" if near else listed
+    require(name in NAMES, f"no benchmark {config.shown(name)}, {hint}")
+    benchmark = importlib.import_module(f"bench.{name}")
+    # From here on it is the program that runs: --help and usage lines are its own.
+    sys.modules["__main__"] = benchmark
+    if name not in OF_MANY_RANKS:
+        return benchmark.main(rest)
+    import processes  # and torch with it
+
+    processes.run(lambda _: benchmark.main(rest))
+
+
+def listing() -> str:
+    """The names, each with the first line of its file's docstring."""
+    lines = []
+    for name in NAMES:
+        source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+        lines.append(f"  {name:<13} {ast.get_docstring(ast.parse(source)).splitlines()[0]}")
+    return "\n".join(["benchmarks:", *lines])
 
 
 if __name__ == "__main__":
-    processes.run(main)
+    config.run(main)

@@ -1,13 +1,14 @@
-"""Measured attention: ours beside PyTorch's kernels, forward and backward, at two head dims and five lengths.
+"""Attention: ours beside PyTorch's kernels, forward and backward, over head dims and lengths.
 
-    python -m bench attention        minutes on a GPU, and on a CPU (`python -m bench attention` is the same)
+    python -m bench attention        minutes, on a GPU or a CPU
     TFLOP/s = 4 B H T T D / 2 / seconds forward, 2.5 times as many FLOPs backward      causality needs half of T x T
 
-Contestants run in one process and take turns, so what else the machine does hits all; figures are medians. A FLOP is
-one of the formula, whatever a kernel really computes. On a GPU the calls are queued behind other work and timed there,
-so what Python needs to launch them is not in a figure. A contestant that raises (no such backend here, no memory) is
-n/a, and the others go on. Writes attention_<device>.md, .json (every turn) and .png into bench/results/. Read next:
-gpu_kernels/flash_attention.py.
+Contestants run in one process and take turns, so what else the machine does hits all; figures are
+medians. A FLOP is one of the formula, whatever a kernel really computes. On a GPU the calls are
+queued behind other work and timed there, so what Python needs to launch them is not in a figure. A
+contestant that raises (no such backend here, no memory) is n/a, and the others go on. Writes
+attention_<device>.md, .json (every turn) and .png into bench/results/. Read next:
+bench/before_after.py.
 """
 
 import datetime
@@ -250,7 +251,7 @@ def numbers(name: str, text: str) -> list[int]:
     return sorted(set(map(int, text.split(","))))
 
 
-def bench_attention(argv) -> None:
+def main(argv) -> None:
     """The tables of `bench attention`, and its files: those of figures are written anew after every shape."""
     (args,) = config.load(argv, AttentionArgs)
     device = processes.pick_device(args.device, 0, 1, 1)
@@ -294,4 +295,4 @@ def bench_attention(argv) -> None:
 
 
 if __name__ == "__main__":
-    processes.run(bench_attention)
+    processes.run(main)

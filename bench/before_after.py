@@ -1,14 +1,17 @@
-"""What each part of the training step is worth: the step as it is, beside the same step with one part undone.
+"""What each part of the training step is worth: the step as it is, beside the step without it.
 
-`Variant` undoes one thing in a process of its own, and the two processes take turns, as in bench train. Two shapes:
-6 layers of width 384 with 256 tokens in the vocabulary, and of width 768 with 50,368.
+    python -m bench before_after                      the tables that are in bench/results/log.md
+    python -m bench before_after --only=chunked       the rows whose names have this word
 
-Run `python -m bench before_after`: it prints the tables that stand in bench/results/log.md.
+`Variant` undoes one thing in a process of its own, and the two processes take turns, as in `bench
+train`. Two shapes: 6 layers of width 384 with 256 tokens in the vocabulary, and of width 768 with
+50,368. Read next: bench/trajectories.py.
 """
 
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +23,7 @@ import parallel
 import processes
 from bench import train as bench_train
 from bench.team import Team, TeamError
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, require
 
 SHAPES = {
     "width 384, vocabulary 256, batch 8": [],
@@ -49,28 +52,48 @@ PATCHES = [
 ]
 
 
+@dataclass
+class BeforeAfterArgs:
+    """What to undo, and how long to measure."""
+
+    only: str = ""  # the rows whose names have this word (empty: all)
+    rounds: int = 5  # turns of each process; the median counts
+    steps: int = 2  # optimizer steps of a turn
+
+    def check(self) -> None:
+        require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
+        found = any(self.only in undone for undone in [*FLAGS, *PATCHES])
+        require(found, f"--only={self.only}: no row has that in its name")
+
+
 class Variant(bench_train.Ours):
     """Our step with one thing undone."""
 
     def __init__(self, undone: str, model_cfg, cfg):
         kind = undone.partition(":")[0]
         if kind == "chunked loss":
-            model.linear_cross_entropy = obvious_loss
+            replace(model, "linear_cross_entropy", obvious_loss)
         elif kind.startswith("pieces"):
-            loss.COLUMNS = 10**9
+            replace(loss, "COLUMNS", 10**9)
         elif kind == "fused AdamW":
-            optim.build_optimizer = looping_adamw
+            replace(optim, "build_optimizer", looping_adamw)
         elif kind.startswith("malloc"):
-            processes.keep_freed_memory = lambda: None
+            replace(processes, "keep_freed_memory", lambda: None)
         elif kind.startswith("one rank"):
-            parallel.make_mesh = mesh_of_one
+            replace(parallel, "make_mesh", mesh_of_one)
         elif kind.startswith("autocast"):
-            parallel.autocast = autocast_with_cache
+            replace(parallel, "autocast", autocast_with_cache)
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":
             cfg.precision = "fp32"
         super().__init__(model_cfg, cfg)
+
+
+def replace(module, name: str, value) -> None:
+    """Put `value` in the place of what the step calls. AttributeError if there is no such name."""
+    getattr(module, name)
+    setattr(module, name, value)
 
 
 def obvious_loss(x, weight, labels, scale, z_loss):
@@ -90,7 +113,7 @@ def autocast_with_cache(device, precision):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def measure(undone: str, flags: list[str], rounds: int = 5, steps: int = 2) -> str:
+def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
     """A line of the table: the step as it is over the step with that undone, and the peaks of both processes."""
     teams, rates = [], ([], [])
     for name, more in (("nothing", []), (undone, FLAGS.get(undone, []))):
@@ -109,12 +132,14 @@ def measure(undone: str, flags: list[str], rounds: int = 5, steps: int = 2) -> s
 
 
 def main(argv) -> None:
+    (args,) = config.load(argv, BeforeAfterArgs)
+    rows = [undone for undone in [*FLAGS, *PATCHES] if args.only in undone]
     for shape, flags in SHAPES.items():
         print(f"\n| {shape} | as it is / undone, tokens/s | peak GB |\n|---|---|---|", flush=True)
-        for undone in [*FLAGS, *PATCHES]:
+        for undone in rows:
             begin = time.perf_counter()
             try:
-                print(measure(undone, flags), flush=True)
+                print(measure(undone, flags, args.rounds, args.steps), flush=True)
             except TeamError as error:
                 print(f"| {undone} | n/a: {error} | |", flush=True)
             print(f"  {time.perf_counter() - begin:.0f} s", file=sys.stderr)

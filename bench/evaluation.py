@@ -1,10 +1,12 @@
-"""Evaluation here beside lm-evaluation-harness's Hugging Face backend: the same weights, items, ids and threads.
+"""Zero-shot evaluation, beside lm-evaluation-harness's: the same weights, items, ids and threads.
 
-A randomly initialised transformers MptForCausalLM is asked the questions of some files through lm-eval's HFLM, at
-several batch sizes of which the best counts, and our model with its weights through icl_score.score. They take turns;
-the sums of log-probabilities must agree. Needs `pip install -r requirements-peers.txt`.
+    python -m bench evaluation A.jsonl,B.jsonl --limit=100 --d_model=256 --n_layers=4 --n_heads=4
 
-Run `python -m bench evaluation A.jsonl,B.jsonl [--limit=100] [--d_model=256 --n_layers=4 --n_heads=4]`.
+A randomly initialised transformers MptForCausalLM is asked the questions of some files through
+lm-eval's HFLM, at several batch sizes of which the best counts, and our model with its weights
+through evaluation/score.py. They take turns; the sums of
+log-probabilities must agree. It needs `pip install -r requirements-peers.txt`. Read next:
+bench/load.py.
 """
 
 import statistics

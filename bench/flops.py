@@ -1,13 +1,17 @@
-"""The FLOPs of a training step as torch counts them: what planning/matmuls.py has in closed form.
+"""The FLOPs and bytes of a training step as torch counts them, beside the closed forms of planning/.
 
-FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors are fake, shapes
-without numbers, so MPT-70B needs no memory. Attention is the obvious one, two matmuls on the whole square of scores,
-since the counter knows no CPU kernel of attention.
+    python -m bench flops configs/mpt7b.py --activation_checkpointing=full
 
-Run `python -m bench flops configs/mpt7b.py --activation_checkpointing=full`.
+FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors
+are fake, shapes without numbers, so MPT-70B needs no memory. Attention is the obvious one, two
+matmuls on the whole square of scores, since the counter knows no CPU kernel of attention.
+
+planning/matmuls.py has the closed form of FLOPs, planning/memory.py of bytes. Read next:
+bench/memory.py, which counts those.
 """
 
 import re
+import sys
 from dataclasses import replace
 
 import torch
@@ -87,7 +91,10 @@ def compare_memory(cfg: MPTConfig, work: Work) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    print("\n".join(compare(*config.load(argv, MPTConfig, Work))))
+    cfg, work = config.load(argv, MPTConfig, Work)
+    words = "torch counts a step's FLOPs and bytes on tensors without numbers, for some seconds"
+    print(words, file=sys.stderr)
+    print("\n".join([*compare(cfg, work), *compare_memory(cfg, work)]))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,24 @@
-"""Decoding here against transformers' `generate` with its cache: the same weights, prompts and shapes, taking turns.
+"""Decoding, beside transformers' `generate` with its cache: the same weights, prompts and shapes.
 
-Both read prompts of 32 tokens and write 32 more. fp32 and bf16 are the weights of both; ours keeps its cache in fp32 on
-a CPU. A ratio is transformers' seconds over ours, the median over turns: above 1 ours is faster. Greedy texts must be
-equal in fp32.
+    python -m bench generate [THREADS]    two minutes; needs transformers, see requirements-dev.txt
 
-Run `python -m bench generate [threads]` (it needs transformers, see requirements-dev.txt; two minutes).
+Both read prompts of 32 tokens and write 32 more, and take turns. fp32 and bf16 are the weights of
+both; ours keeps its cache in fp32 on a CPU. A ratio is transformers' seconds over ours, the median
+over turns: above 1 ours is faster. Greedy texts must be equal in fp32. Read next:
+bench/evaluation.py.
 """
 
 import datetime
 import platform
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
-import transformers
 
-from config import MPTConfig
-from generate import Decoder, generate
+import config
+from config import MPTConfig, require
 from model import MPT, init_weights
-
-ROOT = Path(__file__).resolve().parent.parent
+from serving.decoder import Decoder, generate
 
 SHAPES = ((512, 8), (768, 12))  # width, layers
 VOCAB, PROMPT, NEW, TURNS = 50368, 32, 32, 5
@@ -30,6 +27,8 @@ SAMPLED = {"temperature": 0.8, "top_k": 50}
 
 def both(width: int, layers: int, dtype):
     """Our decoder and transformers' model with equal weights: ALiBi, no biases, the only kind that transformers has."""
+    import transformers
+
     cfg = MPTConfig(d_model=width, n_heads=width // 64, n_layers=layers, vocab_size=VOCAB, alibi=True, no_bias=True)
     ours = MPT(cfg)
     init_weights(ours, 0)
@@ -72,8 +71,15 @@ def compare(decoder, model, batch: int, sampled: bool, dtype) -> str:
     return f"{batch} | {'top_k 50' if sampled else 'greedy'} | {times}{min(theirs) / NEW:.1f} | {ratio:.2f}"
 
 
-def main() -> None:
-    torch.set_num_threads(int(sys.argv[1]) if sys.argv[1:] else torch.get_num_threads())
+def main(argv: list[str]) -> None:
+    (threads,) = config.arguments(argv, "[THREADS]") or [str(torch.get_num_threads())]
+    require(
+        threads.isdecimal() and int(threads) > 0,
+        f"the number of threads is {config.shown(threads)}: give 1 or more",
+    )
+    torch.set_num_threads(int(threads))
+    import transformers
+
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, {versions}\n")
     print("| shape | weights | batch | tokens | ours, ms a token | transformers | ours, least | transformers | ratio |")
@@ -88,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

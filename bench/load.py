@@ -1,20 +1,21 @@
-"""Loading Hugging Face files against reading them: a random MPT of 1 GB, written by weights/hf.py's own writer.
+"""Loading Hugging Face files, beside reading them: a random MPT of 1 GB, written by weights/hf.py.
 
-The file is read into memory that is there, and loaded into a model that is there; they take turns, once with the file
-in the system's page cache and, where this process may empty that (root on Linux), once without.
+    python -m bench load [FOLDER]    a minute; 1 GB in the folder (where temporary files are)
 
-Run `python -m bench load [folder]` (a minute; 1 GB in the folder, by default where temporary files are).
+The file is read into memory that is there, and loaded into a model that is there; they take turns,
+once with the file in the system's page cache and, where this process may empty that (root on
+Linux), once without. Read next: bench/results/cpu.md, where these figures are.
 """
 
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+import config
 from config import MPTConfig
 from model import MPT
 from weights import hf
@@ -39,8 +40,9 @@ def read_into(path: Path, buffer) -> None:
         assert file.readinto(buffer) == len(buffer)
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory(dir=sys.argv[1] if sys.argv[1:] else None) as name:
+def main(argv: list[str]) -> None:
+    (where,) = config.arguments(argv, "[FOLDER]") or [None]
+    with tempfile.TemporaryDirectory(dir=where) as name:
         folder, model = Path(name), MPT(CFG)
         state = dict(model.state_dict())
         write_folder(folder, state, 5 * 10**9, lambda names: {name: state[name] for name in names})
@@ -59,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

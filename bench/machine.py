@@ -1,17 +1,19 @@
-"""What this machine, or this fleet, really does: matmul, memory and collectives of every rank, in about a minute.
+"""What a machine or a fleet really does: matmuls, memory and collectives of every rank.
 
-    python -m bench machine                                 one device (`python -m bench machine` is the same)
+    python -m bench machine                                 one device, in about a minute
     torchrun --nproc_per_node 4 -m bench machine            four, and what joins them; many nodes as in training
 
-All ranks measure at the same time, as they work in training. Matmuls are square; fp32 is without TF32. A copy counts
-the bytes that it reads and those that it writes. Collectives are counted as NVIDIA's nccl-tests do, so that figures of
-groups of any size compare with each other and with the speed of a link:
+All ranks measure at the same time, as they work in training. Matmuls are square; fp32 is without
+TF32. A copy counts the bytes that it reads and those that it writes. Collectives are counted as
+NVIDIA's nccl-tests do, so that figures of groups of any size compare with each other and with the
+speed of a link:
 
     bus bandwidth = bytes / seconds x (n - 1) / n           of all-gather and reduce-scatter; all-reduce: twice that
 
-n: ranks of the group; bytes: of the whole message, which all-gather makes and reduce-scatter takes. The groups are
-`all` ranks, the ranks of a `node`, and those of equal local rank `across` nodes; what would have groups of one rank
-only is left out. All groups of a kind are busy at once: they share what joins nodes.
+n: ranks of the group; bytes: of the whole message, which all-gather makes and reduce-scatter takes.
+The groups are `all` ranks, the ranks of a `node`, and those of equal local rank `across` nodes;
+what would have groups of one rank only is left out. All groups of a kind are busy at once: they
+share what joins nodes.
 
 machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second):
     device, device_type, ranks, nodes, ranks_per_node (of the largest node), threads_per_rank, settings, and
@@ -27,7 +29,7 @@ machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second
                         1}}, null: not known. A guess unless a variable sets it: NCCL and gloo choose for themselves.
     by_rank             [{"rank", "node" (its first rank), "local_rank", "host", "device", and its own figures}, ...]
 
-Read next: bench.
+Read next: bench/attention.py.
 """
 
 import contextlib
@@ -315,7 +317,7 @@ def conclude(rows: list[dict], device_type: str, args) -> None:
     print(f"written: {path}", file=sys.stderr)
 
 
-def bench_machine(argv) -> None:
+def main(argv) -> None:
     """`bench machine`."""
     (args,) = config.load(argv, MachineArgs)
     world = processes.start(args.device)
@@ -326,4 +328,4 @@ def bench_machine(argv) -> None:
 
 
 if __name__ == "__main__":
-    processes.run(bench_machine)
+    processes.run(main)

@@ -1,10 +1,11 @@
-"""The bytes of real training steps, counted without the memory: what planning/memory.py estimates.
+"""The bytes of real training steps, counted without the memory, beside planning/memory.py.
 
-`fsdp_train.train_step` runs on fake tensors: each operation is dispatched as ever, in the forward, the backward and the
-update, but a tensor is a shape without numbers. `Live` stands below and sums the storages that are alive. The
-collectives of 8 ranks are those of a fake process group. So MPT-1B needs no memory, and no GPU.
+    python -m bench memory [OUT.md]        estimates beside counts, to bench/results/memory.md
 
-Run `python -m bench memory`: it writes estimates beside counts to bench/results/memory.md.
+`fsdp_train.train_step` runs on fake tensors: each operation is dispatched as ever, in the forward,
+the backward and the update, but a tensor is a shape without numbers. `Live`, below, sums the
+storages that are alive. The collectives of 8 ranks are those of a fake process group. So MPT-1B
+needs no memory, and no GPU. Read next: bench/planner.py.
 """
 
 import collections
@@ -30,7 +31,7 @@ import fsdp_train
 import optim
 import parallel
 import processes
-from config import MPTConfig, TrainConfig
+from config import SHARDING_MODES, MPTConfig, TrainConfig
 from model import MPT
 from planning import memory
 
@@ -41,7 +42,6 @@ COPIES, BLOCKS, LOSS = "copies of the weights", "blocks' activations", "final no
 WORKSPACE = "backward's workspace"
 VARYING = (COPIES, BLOCKS, LOSS, WORKSPACE)
 HOW = ("none", "selective", "full")
-MODES = ("FULL_SHARD", "HYBRID_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP")
 
 DOCUMENT = """# Memory of a training step: estimated and counted
 
@@ -338,6 +338,7 @@ def table(names: str, rows) -> str:
 
 
 def main(argv: list[str]) -> None:
+    (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/memory.md"]
     begin = time.perf_counter()
     models = {name: config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)[0] for name in ("mpt125m", "mpt1b")}
     models = {name: dataclasses.replace(m, attn_impl="sdpa") for name, m in models.items()}
@@ -362,13 +363,17 @@ def main(argv: list[str]) -> None:
         ),
         sharded=table(
             f"mode, {peak}",
-            [peak_row([mode], models["mpt1b"], settings(4, 2, how, 8, mode), 8) for mode in MODES for how in HOW],
+            [
+                peak_row([mode], models["mpt1b"], settings(4, 2, how, 8, mode), 8)
+                for mode in SHARDING_MODES
+                for how in HOW
+            ],
         ),
         tracker=table(
             "ranks, mode, checkpointing, peak at, estimate, counted, MemTracker, to the count, to MemTracker",
             [
                 tracker_row(models["mpt1b"], settings(4, 1, how, ranks, mode), ranks)
-                for ranks, mode in [(1, "DDP"), *((8, mode) for mode in MODES)]
+                for ranks, mode in [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
                 for how in ("none", "full")
             ],
         ),
@@ -378,7 +383,7 @@ def main(argv: list[str]) -> None:
         ),
         seconds=round(time.perf_counter() - begin),
     )
-    (ROOT / "bench/results/memory.md").write_text(text, encoding="utf-8")
+    Path(out).write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

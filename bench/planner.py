@@ -1,10 +1,11 @@
-"""How good planning/step_time.py is: fits its constants to published runs of MPT, and writes every row's error to planner.md.
+"""planning/step_time.py beside published runs of MPT: the fit of its constants, its errors.
 
-The rows are LLM Foundry's table of MPT on one node (scripts/train/benchmarking in its repository, Apache 2.0), kept in
-mpt_single_node_throughput.csv: 8 A100 of 40 or 80 GB, or 8 H100. `hop`, of the network, comes from its MPT-1B on 8 to
-512 H100. Each model's rows are predicted by constants that were fitted without it.
+    python -m bench planner [OUT.md]       some seconds, to bench/results/planner.md
 
-Run `python -m bench planner` (it needs scipy, see requirements-dev.txt; some seconds).
+The rows are LLM Foundry's table of MPT on one node (scripts/train/benchmarking in its repository,
+Apache 2.0), kept in mpt_single_node_throughput.csv: 8 A100 of 40 or 80 GB, or 8 H100. `hop`, of the
+network, comes from its MPT-1B on 8 to 512 H100. Each model's rows are predicted by constants that
+were fitted without it. It needs scipy, see requirements-dev.txt. Read next: bench/generate.py.
 """
 
 import csv
@@ -15,14 +16,11 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import (
-    memory,
-    picture,
-    step_time,
-)
+from planning import memory, picture, step_time
 from planning.step_time import Constants, Fleet, Step, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,7 +35,7 @@ FRONTIER = {"175B": (96, 12288, 96, 4, 16, 64, 1024, 89.93), "1T": (128, 25600, 
 
 
 def read() -> list[dict]:
-    """The rows with what planning/step_time.py wants of them: "run" = (model, config, fleet, trainer), "measured" tokens/s."""
+    """The rows, each with "run" = (model, config, fleet, trainer) and "measured" tokens/s."""
     with open(TABLE, newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
@@ -135,13 +133,15 @@ HEAD = """# The planner beside published runs
 
 `python -m bench planner`, {date}, Python {python}, scipy {scipy}.
 
-What `planning/step_time.py` predicts, and what was published. No run of this project is in here: none of it has been measured on a
-GPU. Tokens/s depend on the software as well: the rows are LLM Foundry's of 2023, with Triton's flash attention.
+What `planning/step_time.py` predicts, and what was published. No run of this project is in here:
+none of it has been measured on a GPU. Tokens/s depend on the software as well: the rows are LLM
+Foundry's of 2023, with Triton's flash attention.
 
 ## Fitted constants
 
-Least squares in the logarithm over the {n} rows below, and over MPT-1B's slowdown on 128 to 512 H100. `planning/step_time.py` holds
-them rounded. What else stands in `speed.Constants` was set before the fit, from counting bytes or from datasheets.
+Least squares in the logarithm over the {n} rows below, and over MPT-1B's slowdown on 128 to 512
+H100. `planning/step_time.py` holds them rounded. What else is in `step_time.Constants` was set
+before the fit, from counting bytes or from datasheets.
 
 {constants}
 
@@ -172,8 +172,8 @@ With full checkpointing the second prediction is the same, since calibration div
 with 100 GB/s: tokens/s a GCD over those of one replica of the model (64 and 512 GCDs) at the same global batch of
 about 8,000 sequences, in %. The recipe that we have names tp and pp and not the microbatch, which decides the bubble.
 With 4 both figures come out; with 1 neither does, 7 and 9 points too high, and neither the network nor the optimizer as
-we model them makes up for it. 4 was chosen because it agrees. By `planning/memory.py`, whose gradients are fp32, one replica
-alone would not have room for it.
+we model them makes up for it. 4 was chosen because it agrees. By `planning/memory.py`, whose
+gradients are fp32, one replica alone would not have room for it.
 
 {frontier}
 
@@ -196,7 +196,7 @@ def percent(x: float) -> str:
 
 def mi250_rows(c: Constants) -> list[list]:
     """Every microbatch that a rank of 128 cards can take: it has 6 sequences."""
-    rows, (first, published), room = [], picture.PUBLISHED.values(), 64 * 2**30
+    rows, (first, published), room = [], devices.PUBLISHED_MI250.values(), 64 * 2**30
     for microbatch in (1, 2, 3, 6):
         cfg = replace(picture.POSTS, microbatch_size=microbatch)
         pace, peak = picture.published_pace(cfg), memory.bytes_by_part(picture.MPT7B, cfg, 8)["peak"]
@@ -206,12 +206,14 @@ def mi250_rows(c: Constants) -> list[list]:
     return rows
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+    (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/planner.md"]
     import scipy
 
     rows, now = read(), Constants()
     c, errors = fit(rows), left_out(rows)
-    several = {"step_time.py, left out": errors, "one TFLOP/s a kind of GPU": constant(rows)}
+    several = {"planning/step_time.py, left out": errors}
+    several["one TFLOP/s a kind of GPU"] = constant(rows)
     several["planning/step_time.py, all rows fitted"] = [predicted(row, now) / row["measured"] - 1 for row in rows]
     groups = []
     for key in ("gpu", "model", "act_ckpt"):
@@ -265,9 +267,9 @@ def main() -> None:
             ],
         ),
     )
-    (ROOT / "bench/results/planner.md").write_text(document, encoding="utf-8")
+    Path(out).write_text(document, encoding="utf-8")
     print(document[: document.index("## Every row")])
 
 
 if __name__ == "__main__":
-    main()
+    config.run(main)

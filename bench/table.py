@@ -2,8 +2,8 @@
 
     python -m bench table results.csv        the tables on the screen, results.png beside the CSV
 
-One table has the columns of LLM Foundry's benchmark tables, in which the published MPT throughput stands; the other
-what those lack: turns, memory, where the time goes. Read next: bench/compare.py.
+One table has the columns of LLM Foundry's benchmark tables, in which the published MPT throughput
+stands; the other what those lack: turns, memory, where the time goes. Read next: bench/scaling.py.
 """
 
 import contextlib

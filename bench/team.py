@@ -1,14 +1,15 @@
-"""The processes of a measurement: a program of its own, on several ranks, that may die without taking us along.
+"""The processes of a measurement: several ranks that may die without taking us along.
 
     team = Team(Program, arguments, ranks=2, threads=1)     two processes that each make Program(*arguments)
     team.call("turn", 4)                                    [what program.turn(4) returned, of each process]
     team.stop()
 
-So the peak memory of a process is the program's own, programs of different sizes can take turns, and running out of
-memory ends a team and nothing else: `TeamError` says why. Under torchrun or srun the processes are there already, and
-`Launched` has the same two methods; what fails there ends the whole launch.
+So the peak memory of a process is the program's own, programs of different sizes can take turns,
+and running out of memory ends a team and nothing else: `TeamError` says why. Under torchrun or srun
+the processes are there already, and `Launched` has the same two methods; what fails there ends the
+whole launch.
 
-Run `python -m bench team` to see three processes tell their ranks. Read next: bench/train.py.
+Run `python -m bench team` to see three processes tell their ranks. Read next: bench/table.py.
 """
 
 import gc

@@ -1,22 +1,23 @@
-"""Measured training: tokens per second, MFU, memory and where the time goes, over any settings, in turns.
+"""The training step: tokens/s, MFU, memory and where the time goes, over any settings.
 
-    python -m bench train --transformers      a small shape, beside Hugging Face's (`python -m bench train` is the same)
+    python -m bench train --transformers           a small shape, beside Hugging Face's
     python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=bench/results/mine.csv
-    python -m bench train configs/mpt1b.py --grad_accum=2 --sweep="microbatch_size=4,8 compile=false,true"
-    torchrun --nnodes 2 --nproc_per_node 8 ... bench train configs/mpt7b.py --out=mine.csv          many nodes
+    python -m bench train configs/mpt1b.py --sweep="microbatch_size=4,8 compile=false,true"
+    torchrun --nnodes 2 --nproc_per_node 8 ... -m bench train configs/mpt7b.py --out=mine.csv
 
-    MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)        flops.py; HFU counts what is computed again
+    MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)    flops.py; HFU counts recomputation too
 
-Each row is measured in processes of its own (bench/team.py), so its peak memory is its own, and one that runs out of
-memory is noted and the others go on. Rows that are compared (`--transformers`, `--alternate`) take turns, so what else
-the machine does hits all; figures are medians of the turns, on random tokens. With --out rows are kept in a CSV, one
-for a machine, with tables (.md) and a picture (.png) beside it, and what is there already is not measured again. Under
-torchrun rows share their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
+Each row is measured in processes of its own (bench/team.py), so its peak memory is its own, and one
+that runs out of memory is noted and the others go on. Rows that are compared (`--transformers`,
+`--alternate`) take turns, so what else the machine does hits all; figures are medians of the turns,
+on random tokens. With --out rows are kept in a CSV, one for a machine, with tables (.md) and a
+picture (.png) beside it, and what is there already is not measured again. Under torchrun rows share
+their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
 ends the program: with --max-restarts it goes on after that row.
 
-Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step that launched it,
-and while nothing runs the GPU is idle. Communication runs beside computing, so the shares may add up to more than 1.
-Read next: bench/table.py.
+Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step
+that launched it, and while nothing runs the GPU is idle. Communication runs beside computing, so
+the shares may add up to more than 1. Read next: bench/team.py.
 """
 
 import bisect
@@ -358,7 +359,7 @@ def append(path: str, columns: dict) -> None:
         writer.writerow(columns)
 
 
-def bench_train(argv) -> None:
+def main(argv) -> None:
     """Measure what is not in the CSV yet, then tell all that was asked for."""
     wanted = groups(argv)
     args, rank = wanted[0][0].args, config.rank()
@@ -416,4 +417,4 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    processes.run(bench_train)
+    processes.run(main)

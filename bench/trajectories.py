@@ -1,14 +1,15 @@
-"""The loss with every optimisation of the step on, with every one off, and with another seed: are they one curve?
+"""The loss with every optimisation of the step on, with every one off, and with another seed.
 
-On: attention by blocks, chunked loss, fused AdamW, selective activation checkpointing, microbatches, compiled blocks.
-Off: all T x T scores, all logits at once, PyTorch's loop over the parameters, the whole batch at once, nothing
-compiled. In fp32 the curves agree to rounding; in bf16 rounding grows, and is to be compared with what another seed of
-the initial weights and of the batches does.
+    python -m bench trajectories    trains configs/demo.py five times, draws trajectories.png
 
-Run `python -m bench trajectories`: it trains configs/demo.py five times and draws trajectories.png.
+On: attention by blocks, chunked loss, fused AdamW, selective activation checkpointing,
+microbatches, compiled blocks. Off: all T x T scores, all logits at once, PyTorch's loop over the
+parameters, the whole batch at once, nothing compiled. In fp32 the curves agree to rounding; in bf16
+rounding grows, and is to be compared with what another seed of the initial weights and of the
+batches does. Read next: bench/flops.py.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,12 +22,26 @@ import optim
 import parallel
 import processes
 from bench.before_after import looping_adamw, obvious_loss
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, require
 from loss import linear_cross_entropy
 
 ROOT = Path(__file__).resolve().parent.parent
 
-FP32_STEPS, BF16_STEPS, WINDOW = 20, 400, 20
+WINDOW = 20  # steps of a mean
+
+
+@dataclass
+class TrajectoriesArgs:
+    """How long to train, and where the picture goes."""
+
+    fp32_steps: int = 20  # of two runs in fp32
+    bf16_steps: int = 400  # of three runs in bf16
+    out: str = "bench/results/trajectories.png"  # the picture
+
+    def check(self) -> None:
+        require(self.fp32_steps > 0, f"fp32_steps must be at least 1, not {self.fp32_steps}")
+        enough = self.bf16_steps >= WINDOW
+        require(enough, f"bf16_steps must be at least {WINDOW}, not {self.bf16_steps}")
 
 
 def curve(world, optimised: bool, precision: str, seed: int, steps: int) -> list[float]:
@@ -67,25 +82,28 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     for axes in (whole, apart):
         axes.grid(alpha=0.3)
         axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
 def main(argv) -> None:
+    (args,) = config.load(argv, TrajectoriesArgs)
     world = processes.start("cpu")
-    on, off = (curve(world, optimised, "fp32", 1337, FP32_STEPS) for optimised in (True, False))
+    on, off = (curve(world, kind, "fp32", 1337, args.fp32_steps) for kind in (True, False))
     apart = max(abs(a - b) / b for a, b in zip(on, off, strict=True))
-    print(f"fp32, {FP32_STEPS} steps: largest relative difference of the loss, on and off: {apart:.1e}")
+    print(f"fp32, {args.fp32_steps} steps: largest relative difference of the loss, ", end="")
+    print(f"on and off: {apart:.1e}")
     curves = {
-        "on": curve(world, True, "bf16", 1337, BF16_STEPS),
-        "off": curve(world, False, "bf16", 1337, BF16_STEPS),
-        "on, another seed": curve(world, True, "bf16", 1338, BF16_STEPS),
+        "on": curve(world, True, "bf16", 1337, args.bf16_steps),
+        "off": curve(world, False, "bf16", 1337, args.bf16_steps),
+        "on, another seed": curve(world, True, "bf16", 1338, args.bf16_steps),
     }
     base = smooth(curves["on"])
     for name in ("off", "on, another seed"):
         difference = (smooth(curves[name]) - base).abs()
-        print(f"bf16, {BF16_STEPS} steps, means of {WINDOW}: {name} against on: ", end="")
+        print(f"bf16, {args.bf16_steps} steps, means of {WINDOW}: {name} against on: ", end="")
         print(f"largest difference {difference.max():.4f}, mean {difference.mean():.4f} nats")
-    draw(curves, ROOT / "bench/results/trajectories.png")
+    draw(curves, Path(args.out))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations, for evaluation/zero_shot.py: what begins alike is read once, in batches, on all ranks.
+"""Log-probabilities of continuations: shared-prefix scoring, in batches, on all ranks.
 
     log p(continuation | context) = sum over its tokens of log p(token | all tokens before it)
 
@@ -55,7 +55,7 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
     """(n, 2) float64 on every rank: sum of the log-probabilities, and 1 where each token was the likeliest.
 
     A collective. batch_tokens: of a batch of a rank, if each of its requests were as long as the longest (one group may
-    have more); part: see icl_eval.Part; title: of the progress bar, empty for none.
+    have more); part: see zero_shot.Part; title: of the progress bar, empty for none.
     """
     found = torch.zeros(len(requests), 2, dtype=torch.float64)
     known = part.known if part else {}

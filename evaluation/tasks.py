@@ -12,8 +12,9 @@ context = query + delimiter without trailing space, continuation = " " + choice;
 tasks of the Hub are worded in lm-evaluation-harness's way as well (BoolQ without "Passage: ", nothing stripped, an
 empty line between examples); a local file has one wording, and both scorings use it.
 
-Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from the validation split of a
-folder of data.py): which of four continuations is the real one? Read next: evaluation/score.py.
+Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
+the validation split of a folder of data.py): which of four continuations is the real one?
+Read next: evaluation/score.py.
 """
 
 import difflib
@@ -348,16 +349,12 @@ def text_of(source: str) -> str:
 
 
 def main(argv: list[str]) -> None:
-    paths = [arg for arg in argv if not arg.startswith("-")]
-    (made,) = config.load([arg for arg in argv if arg.startswith("-")], MakeConfig)
-    require(len(paths) == 2, "usage: python -m evaluation.tasks TEXT OUT.jsonl [--n=500] [--seed=0]")
-    text = text_of(paths[0])
-    require(text.strip(), f"no text in {paths[0]!r}: give a file of text or a folder of data.py")
+    (source, out), made = config.load(argv, MakeConfig, takes="TEXT OUT.jsonl")
+    text = text_of(source)
+    require(text.strip(), f"no text in {source!r}: give a file of text or a folder of data.py")
     rows = continuations(text, made.n, made.seed, made.choices, made.context, made.length)
-    files.write_atomically(Path(paths[1]), "".join(json.dumps(row) + "\n" for row in rows).encode())
-    print(
-        f"{paths[1]}: {len(rows)} questions with {made.choices} choices; the first is about {rows[0]['query'][-50:]!r}"
-    )
+    files.write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows).encode())
+    print(f"{out}: {len(rows)} questions with {made.choices} choices; the first is about {rows[0]['query'][-50:]!r}")
 
 
 if __name__ == "__main__":

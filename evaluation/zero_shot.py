@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 import config
-import generate
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError, require
@@ -37,6 +36,7 @@ from evaluation import tasks as icl_tasks
 from evaluation.score import Request, score
 from storage import files
 from text import tokenizer as tokenizers
+from weights import load
 
 PART_SECONDS = 30  # between two writes of what is scored so far
 NAMES = dict(zip(icl_tasks.TABLE2, "ARC-c ARC-e BoolQ HellaSwag PIQA Winograd Winogrande".split(), strict=True))
@@ -78,7 +78,7 @@ class EvalConfig:
 
 
 def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, part=None, progress=False) -> dict:
-    """Score tasks of icl_tasks.load on any model, a sharded one in the middle of training too: {name: figures}.
+    """Score tasks of tasks.load on any model, a sharded one in the middle of training too: {name: figures}.
 
     A collective: call it on every rank with the same tasks. part: see Part. Raises UserError for a continuation that
     is longer than the model, or ids that are beyond its vocabulary.
@@ -314,15 +314,13 @@ def finished(out: str, about: dict) -> dict:
 
 
 def main(argv) -> None:
-    runs = [arg for arg in argv if not arg.startswith("-")]
-    (cfg,) = config.load([arg for arg in argv if arg.startswith("-")], EvalConfig)
-    require(len(runs) == 1, "usage: python -m evaluation RUN [--tasks=...] (--help lists the settings)")
+    (run,), cfg = config.load(argv, EvalConfig, takes="RUN")
     require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
-    generate.find(runs[0])  # first, since the tasks may come from the Hub, slowly
+    load.find(run)  # first, since the tasks may come from the Hub, slowly
     world = processes.start()
     how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
     tasks = processes.rank_zero_decides(lambda: icl_tasks.load(cfg.tasks, *how))
-    model, tokenizer, name = generate.load_for_sampling(runs[0], cfg.step, world.device, cfg.tokenizer)
+    model, tokenizer, name = load.load_for_sampling(run, cfg.step, world.device, cfg.tokenizer)
     precision = "fp32" if cfg.precision == "auto" and world.device.type == "cpu" else cfg.precision
     precision = parallel.choose_precision(TrainConfig(precision=precision), world.device)
     about = {**asdict(cfg), "model": name, "weights": fingerprint(model), "precision": precision}

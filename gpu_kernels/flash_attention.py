@@ -35,8 +35,10 @@ NVIDIA and AMD run the same source. What differs: a wavefront is 64 threads wide
 has 64 KiB of shared memory (LDS) where an H100 has 227, so AMD's blocks are smaller and mostly one stage deep;
 `waves_per_eu` exists there only. All of it is data, in gpu_kernels/launch_table.py.
 
-    python -m gpu_kernels.flash_attention           compare with float64 (without a GPU in Triton's interpreter); a table on a GPU
-    python -m gpu_kernels.flash_attention --tune    measure launch settings on this GPU, print rows for gpu_kernels/launch_table.py
+    python -m gpu_kernels.flash_attention           compare with float64; on a GPU also a table of speeds
+    python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for launch_table.py
+
+Without a GPU the comparison runs in Triton's interpreter.
 
 Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), section 3. Read next: loss.py.
 """
@@ -47,7 +49,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +65,8 @@ try:
     import triton.language as tl
 except ImportError as missing:
     raise ImportError(
-        "gpu_kernels/flash_attention.py needs triton: torch for CUDA and ROCm brings it; on a Linux CPU: pip install 'triton>=3.4'"
+        "gpu_kernels/flash_attention.py needs triton: torch for CUDA and ROCm brings it; "
+        "on a Linux CPU: pip install 'triton>=3.4'"
     ) from missing
 
 LOG2E = tl.constexpr(math.log2(math.e))
@@ -541,7 +543,7 @@ def demonstrate(device) -> None:
 
 
 def tune(device, T: int = 4096, H: int = 16) -> None:
-    """Print the fastest row of each pass on this GPU, for gpu_kernels/launch_table.py: causal bf16, ALiBi, 4 x H heads x T."""
+    """Print the fastest row of each pass on this GPU, for LAUNCH: causal bf16, ALiBi, 4 x H heads x T."""
     for D in (64, 128):
         q, k, v, do = (torch.randn(4, T, H, D, device=device).bfloat16().transpose(1, 2) for _ in range(4))
         slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device))
@@ -563,14 +565,15 @@ def main(argv) -> None:
     there = torch.cuda.is_available()
     require(there or not argv, "--tune measures a GPU, and there is none here")
     if not there and not INTERPRETED.value:  # Triton reads the variable when a kernel is decorated: begin anew
-        os.execve(sys.executable, [sys.executable, __file__], os.environ | {"TRITON_INTERPRET": "1"})
+        again = [sys.executable, "-m", "gpu_kernels.flash_attention"]
+        os.execve(sys.executable, again, os.environ | {"TRITON_INTERPRET": "1"})
     if argv:
         return tune(torch.device("cuda"))
     demonstrate("cuda" if there else "cpu")
     if there and not INTERPRETED.value:
-        bench = [sys.executable, Path(__file__).with_name("bench"), "attention"]
+        bench = [sys.executable, "-m", "bench", "attention", "--head_dims=128", "--lengths=1024,4096"]
         with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([*bench, "--head_dims=128", "--lengths=1024,4096", f"--out={folder}"], check=True)
+            subprocess.run([*bench, f"--out={folder}"], check=True)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ A row is (BLOCK_M, BLOCK_N, num_warps, num_stages), and on AMD also waves_per_eu
     num_stages         blocks in flight between memory and the matrix units; each costs shared memory
     waves_per_eu       how many wavefronts the compiler shall leave room for: fewer registers each, more of them
 
-A kernel that runs out of registers spills them to memory, inside the loop: that is what a bad row costs. The rows below
-spill nothing, or the few bytes that tests/test_launch_table.py states: it compiles each for its chip and reads the
-binary. So they were chosen, among the largest blocks that fit; none has been timed on a GPU yet. `python
-gpu_kernels/flash_attention.py --tune` does that and prints lines for this table; `python -m gpu_kernels.launch_table` shows it. Read next:
+A kernel that runs out of registers spills them to memory, inside the loop: that is what a bad row
+costs. The rows below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py
+states: it compiles each for its chip and reads the binary. So they were chosen, among the largest
+blocks that fit; none has been timed on a GPU yet. `python -m gpu_kernels.flash_attention --tune`
+does that and prints lines for this table; `python -m gpu_kernels.launch_table` shows it. Read next:
 gpu_kernels/flash_attention.py.
 """
 

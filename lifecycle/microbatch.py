@@ -2,15 +2,15 @@
 
     memory of a step = weights, gradients, Adam's state + microbatch x what its activations take
 
-planning/memory.py estimates it; here it is tried. Every rank starts a child, and the children together make the model and take
-two steps. A live step that runs out of memory cannot be undone, for the other ranks wait in a collective; children can
+planning/memory.py estimates it; here it is tried. Every rank starts a child, and the children together make the model
+and take two steps. A live step that runs out of memory cannot be undone, for the other ranks wait in a collective; children can
 be killed. What fits is written to RUN_DIR/microbatch.json for the next start under the same circumstances. If memory
 runs out later, `halve` writes half there and the run leaves: loss and samples do not depend on the microbatch.
 
 What a run needs beside its steps, such as a copy of the weights while they are saved from a CPU, is not tried.
 
-Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`; `python -m lifecycle.microbatch runs/mpt1b` shows what is on
-record. Read next: checkpoint.py.
+Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`; `python -m lifecycle.microbatch runs/mpt1b` shows what
+is on record. Read next: checkpoint.py.
 """
 
 import collections
@@ -38,7 +38,10 @@ from storage import files
 RECORD, SIZES = "microbatch.json", (32, 16, 8, 4, 2, 1)
 RUNNING, FITS, NO_MEMORY, FAILED = "running", "fits", "out of memory", "failed"
 INTERVAL, GRACE = 0.3, 3.0  # seconds between two looks at the children; for the reason of a failure to be known
-HELP = "set --activation_checkpointing=full, or --sharding=FULL_SHARD on more ranks; python -m planning.memory tells what helps"
+HELP = (
+    "set --activation_checkpointing=full, or --sharding=FULL_SHARD on more ranks; "
+    "python -m planning.memory tells what helps"
+)
 
 
 def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step) -> int:
@@ -89,7 +92,16 @@ def read(path: Path) -> list[dict]:
     for record in records:
         wrong = fault(record)
         require(not wrong, f"{path} is damaged ({wrong}): delete it")
+        record["circumstances"] = todays_circumstances(record["circumstances"], path)
     return records
+
+
+def todays_circumstances(saved: dict, path: Path) -> dict:
+    """Circumstances with settings under today's names, those of the model included."""
+    saved = config.renamed(saved, f"{path}")
+    if isinstance(saved.get("model"), dict):
+        saved["model"] = config.renamed(saved["model"], f"{path}")
+    return saved
 
 
 def fault(record) -> str:

@@ -16,7 +16,6 @@ draws earlier runs wider, the terminal takes turns.
 largest = max |b - a|, mean = sum |b - a| / steps. Read next: generate.py.
 """
 
-import argparse
 import io
 import itertools
 import math
@@ -25,9 +24,9 @@ import string
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import config
-import program
 from lifecycle import runlog
 from storage import files
 
@@ -41,6 +40,16 @@ WHAT = {  # key in metrics.jsonl: words, how a number is written in the terminal
     "mfu": ("MFU", ".1%"),
 }
 X = {"tokens": "tokens", "step": "steps"}  # key in metrics.jsonl: words
+
+
+@dataclass
+class PlotSettings:
+    """What is drawn, and where to."""
+
+    what: Literal["loss", "lr", "grad_norm", "tokens_per_second", "mfu", "all"] = "loss"  # the curve
+    x: Literal["tokens", "step"] = "tokens"  # the x axis
+    out: str = ""  # the picture, .png or .svg (empty = loss.png or so in the first run folder)
+    diff: bool = False  # how far are the losses from the first run's?
 
 
 @dataclass
@@ -273,25 +282,19 @@ def table_of_differences(runs: list[Run]) -> str:
 
 
 def main(argv) -> None:
-    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", help="run folders")
-    parser.add_argument("--what", choices=[*WHAT, "all"], default="loss", help="what is drawn (default: loss)")
-    parser.add_argument("--x", choices=X, default="tokens", help="the x axis (default: tokens)")
-    parser.add_argument("--out", help="the picture, .png or .svg (default: loss.png or so in the first run folder)")
-    parser.add_argument("--diff", action="store_true", help="how far are the losses from the first run's?")
-    args = parser.parse_args(argv)
-    out = Path(args.out or Path(args.runs[0]) / f"{args.what}.png")
+    folders, cfg = config.load(argv, PlotSettings, takes="RUN ...")
+    out = Path(cfg.out or Path(folders[0]) / f"{cfg.what}.png")
     config.require(out.suffix.lower() in (".png", ".svg"), f"--out={out}: a picture ends in .png or .svg")
-    config.require(len(args.runs) > 1 or not args.diff, "--diff compares runs: name two run folders or more")
-    runs = [read(folder) for folder in args.runs]
-    for what in WHAT if args.what == "all" else [args.what]:
-        print(in_terminal(runs, what, args.x, height=16 if what == "loss" else 11))
-    print(legend(runs, validation=args.what in ("loss", "all")))
-    drawn = as_picture(runs, out, args.what, args.x)
+    config.require(len(folders) > 1 or not cfg.diff, "--diff compares runs: name two run folders or more")
+    runs = [read(folder) for folder in folders]
+    for what in WHAT if cfg.what == "all" else [cfg.what]:
+        print(in_terminal(runs, what, cfg.x, height=16 if what == "loss" else 11))
+    print(legend(runs, validation=cfg.what in ("loss", "all")))
+    drawn = as_picture(runs, out, cfg.what, cfg.x)
     print(out if drawn else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
-    for run in args.runs:
+    for run in folders:
         print(runlog.summary(run, runlog.read_settings(run).get("expect")))
-    if args.diff:
+    if cfg.diff:
         print(table_of_differences(runs))
 
 

@@ -188,7 +188,7 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
 
 
 def unlike_formulas(model_cfg) -> list[str]:
-    """A line if the model has other parameters than the closed forms of flops.py and planning/memory.py count, or none."""
+    """A line if the model has other parameters than flops.py and planning/memory.py count, or none."""
     with torch.device("meta"):
         real = sum(param.numel() for param in MPT(model_cfg).parameters())
     known = flops.n_params(model_cfg)

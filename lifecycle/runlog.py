@@ -272,8 +272,8 @@ def add_line(path: Path, row: dict) -> None:
 
 def read_settings(run_dir) -> dict:
     """config.json of a run folder. UserError if it is damaged, OSError if it is not there."""
-    fix = "the next start of the run writes it anew"
-    return files.read_json(Path(run_dir) / "config.json", fields={"max_steps": int}, fix=fix)
+    path, fix = Path(run_dir) / "config.json", "the next start of the run writes it anew"
+    return config.renamed(files.read_json(path, fields={"max_steps": int}, fix=fix), str(path))
 
 
 def put_aside(run_dir: str) -> Path:

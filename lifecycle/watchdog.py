@@ -29,6 +29,7 @@ from config import UserError
 from lifecycle import microbatch
 from program import RESUME_ME
 
+ROOT = Path(__file__).parent.parent
 PATIENCE = 5  # seconds in which a living thread answers
 WAITS = "waits"
 LOST = (RuntimeError, futures.TimeoutError)  # rank 0 has gone, or stands still, and the server with it
@@ -158,10 +159,10 @@ def whereabouts() -> str:
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame:
         path = Path(frame.f_code.co_filename)
+        if ROOT in (path.parent, path.parent.parent):  # in the root or in a room; .venv is deeper
+            return f"{path.relative_to(ROOT)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         if {"distributed", "cuda"} & set(path.parts):  # of torch
             return WAITS
-        if path.parent == Path(__file__).parent:
-            return f"{path.name}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         frame = frame.f_back
     return "the end of the program"
 

@@ -22,7 +22,7 @@ from config import MPTConfig, require
 
 
 @dataclass
-class DecodingArgs:
+class DecodeTimeArgs:
     """Which device, and what it holds."""
 
     device: str = "auto"  # one torch device: mi250, h100-nvl, ... (python devices.py lists them)
@@ -62,7 +62,7 @@ def compute_bound_batch(peak_tflops: float, bandwidth_gbs: float, width: int = 2
     return peak_tflops * 1e12 * width / (2 * bandwidth_gbs * 1e9)
 
 
-def table(m: MPTConfig, args: DecodingArgs) -> str:
+def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
     """Bytes, and on a device milliseconds, in bf16. A config file's `device = "cpu"` names no accelerator."""
     context, kv = args.context or m.max_seq_len, kv_bytes_per_token(m)
     fits = not m.learned_positions or context <= m.max_seq_len
@@ -88,7 +88,7 @@ def table(m: MPTConfig, args: DecodingArgs) -> str:
 
 
 def main(argv: list[str]) -> None:
-    print(table(*config.load(argv, MPTConfig, DecodingArgs)))
+    print(table(*config.load(argv, MPTConfig, DecodeTimeArgs)))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ Low-rank adapters, A (r x in) and B (out x r) beside a frozen weight (LoRA, arXi
 
 These are all matmuls and nothing else: what torch's FlopCounterMode counts, exactly (bench/flops.py).
 
-Run `python -m planning.matmuls configs/mpt7b.py --lora_rank=16 --attention=flash`. Read next: flops.py.
+Run `python -m planning.matmuls configs/mpt7b.py --lora_rank=16 --attention=flash`.
+Read next: planning/conventions.py.
 """
 
 import difflib
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import config
-from config import MPTConfig, require
+from config import Checkpointing, MPTConfig, require
 
 LINEARS = {"Wqkv": "QKV", "out_proj": "projection", "up_proj": "MLP up", "down_proj": "MLP down"}  # module: part
 ATTENTION = ("scores", "attention x V")
@@ -40,7 +41,7 @@ class Work:
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
     lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linears of a block that have an adapter
     lora_first_block: int = 0  # blocks before this one have no adapters, so they need no backward
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"  # full: a block's forward is done again
+    activation_checkpointing: Checkpointing = "none"  # full: a block's forward is done again
     recompute_every: int = 1  # of every k-th block
 
     def check(self) -> None:

@@ -10,17 +10,18 @@ attention (`sdpa` without ALiBi, `triton`) and no dropout. The allocator's gaps,
 Tensor and pipeline parallelism (`Step` says how they are counted) are not in our training code: nothing there is
 measured.
 
-Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --activation_checkpointing=full --ranks=8 --device=mi250`.
+Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 Estimates beside what real steps allocate: bench/results/memory.md. Read next: planning/decode_time.py.
 """
 
 import bisect
+import typing
 from dataclasses import dataclass, replace
 
 import config
 import devices
 import flops
-from config import MPTConfig, TrainConfig, require
+from config import Checkpointing, MPTConfig, TrainConfig, require
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 logits, as in loss.py
 # Of a device's memory, for tensors. The rest: driver and kernels (about 1 GB), buffers of NCCL or RCCL, the allocator's
@@ -88,9 +89,9 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tupl
     rows, rest = divmod(cfg.global_batch_size, dp)
     of = "ranks" if tp * pp == 1 else f"data-parallel ranks: {ranks} / (tp {tp} x pp {pp})"
     require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {dp} {of}")
-    known = dp == 1 or cfg.sharding != "HYBRID_SHARD" or cfg.shard_size
-    require(known, "sharding=HYBRID_SHARD wants --shard_size here, by default the ranks of a node")
-    shard = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size}.get(cfg.sharding, dp) if dp > 1 else 1
+    shard = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
+    unknown = f"sharding={cfg.sharding} wants --shard_size here, by default the ranks of a node"
+    require(shard, unknown)
     require(dp % shard == 0, f"shard_size {shard} does not divide the {dp} {of}")
     return shard, rows
 
@@ -119,7 +120,7 @@ class Step:
         self.first, self.last, self.layers = stage == 0, stage == pp - 1, m.n_layers // pp
         self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
         self.x = self.w * self.tokens * m.d_model  # the residual stream, once
-        self.frees = cfg.sharding in ("FULL_SHARD", "HYBRID_SHARD")  # gathered blocks after their forward
+        self.frees = cfg.sharding_mode.frees_weights  # gathered blocks after their forward
         self.table, self.root, self.block = self.params(pp)
         self.n = self.root + self.layers * self.block
         mode, blocks = cfg.activation_checkpointing, range(stage * self.layers, (stage + 1) * self.layers)
@@ -130,7 +131,7 @@ class Step:
         in_flight = min((pp - stage) * cfg.microbatch_size, rows) * m.max_seq_len  # tokens, as many as the batch has
         self.others = sum(self.kept) * (in_flight - self.tokens) // self.tokens  # what their blocks keep
         accumulates = rows > cfg.microbatch_size  # the gradients of earlier microbatches are there
-        late = ranks > 1 and cfg.sharding in ("ZERO1", "DDP")  # and whole: they are reduced at the last one only
+        late = ranks > 1 and cfg.sharding_mode.reduces_late  # and whole until they are reduced
         self.held = (4 if late else 4 / self.shard) if accumulates else 0  # bytes a parameter
         self.grad_w = self.w if ranks > 1 else 4  # bytes a number: the gradient of the loss's weight has its dtype
         in_place = accumulates and ranks == 1 and not m.tie_word_embeddings  # added to .grad at once
@@ -280,7 +281,7 @@ def device_lines(name: str, m: MPTConfig, cfg: TrainConfig, ranks: int, *how) ->
     lines = [f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB", ""]
     _, rows = layout(m, cfg, ranks, *how[1:])
     lines += [f"largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences"]
-    for mode in ("none", "selective", "full"):
+    for mode in typing.get_args(Checkpointing):
         size = largest_microbatch(m, replace(cfg, activation_checkpointing=mode), device, ranks, *how)
         lines += [f"  checkpointing {mode:<10}{size:>6}"]
     return lines

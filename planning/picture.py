@@ -12,16 +12,16 @@ from dataclasses import replace
 import config
 import devices
 import flops
-from config import MPTConfig, TrainConfig, require
+from config import SHARDING_MODES, MPTConfig, TrainConfig, require
+from devices import PUBLISHED_MI250
 from planning import memory, step_time
 from planning.step_time import Fleet
 
-# MosaicML's MI250 posts: MPT-7B at a global batch of 1536, TFLOP/s a card by cards (of two torch devices). The posts do
-# not give the microbatch: 3 without recomputation is what configs/mpt7b_mi250.py takes, and fits.
-PUBLISHED = {4: 166, 128: 159}
+# The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. The posts do not give the
+# microbatch: 3 without recomputation is what configs/mpt7b_mi250.py takes, and fits.
 MPT7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, attn_impl="sdpa")
 POSTS = TrainConfig(global_batch_size=1536, microbatch_size=3)
-SHARDINGS = ("DDP", "ZERO1", "SHARD_GRAD_OP", "HYBRID_SHARD", "FULL_SHARD")
+SHARDINGS = tuple(reversed(SHARDING_MODES))
 
 
 def canvas(title: str):
@@ -53,7 +53,7 @@ def against_counts(axes, counts: list[int], **labels) -> None:
 
 
 def scaling(rows: list[dict], path: str) -> None:
-    """rows: of plan.sweep. Tokens/s and efficiency against devices."""
+    """rows: of search.sweep. Tokens/s and efficiency against devices."""
     one, counts = rows[0]["strong"], [row["devices"] for row in rows]
     figure, (left, right) = canvas(
         f"{flops.n_params(one.m) / 1e9:.3g}B parameters on {one.fleet.device.name}, predicted"
@@ -80,7 +80,7 @@ def published_pace(cfg: TrainConfig = POSTS) -> float:
     """Measured / predicted compute of the published run on 4 cards: what `--calibrate` would find."""
     pace = 1.0
     for _ in range(20):
-        pace *= mi250(4, step_time.Constants(pace=pace), cfg) / PUBLISHED[4]
+        pace *= mi250(4, step_time.Constants(pace=pace), cfg) / PUBLISHED_MI250[4]
     return pace
 
 
@@ -90,7 +90,8 @@ def published(path: str) -> None:
     counts, c = [4, 8, 16, 32, 64, 128], step_time.Constants(pace=published_pace())
     left.plot(counts, [mi250(n, c) for n in counts], "o-", label="predicted, calibrated on 4 cards")
     left.plot(counts, [mi250(n) for n in counts], "o:", label="predicted, not calibrated")
-    left.plot(PUBLISHED.keys(), PUBLISHED.values(), "k*", markersize=12, label="published by MosaicML")
+    posts = PUBLISHED_MI250
+    left.plot(posts.keys(), posts.values(), "k*", markersize=12, label="published by MosaicML")
     against_counts(left, counts, xlabel="MI250 cards", ylabel="TFLOP/s a card", ylim=(0, 200))
     memory_bars(right, MPT7B, replace(POSTS, microbatch_size=1), Fleet(devices.by_name("mi250"), 16, 8))
     finish(figure, path)
@@ -109,7 +110,7 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
     node = max(1, min(fleet.node_size // fleet.tp, fleet.dp))
     columns = []
     for mode in SHARDINGS:
-        one = replace(cfg, sharding=mode, shard_size=node if mode == "HYBRID_SHARD" else 0)
+        one = replace(cfg, sharding=mode, shard_size=node)
         columns.append(memory.bytes_by_part(m, one, fleet.devices, "bf16", fleet.tp, fleet.pp))
     bottom = [0.0] * len(columns)
     for part in (name for name in columns[0] if name not in ("peak", "moment")):

@@ -111,8 +111,8 @@ class Step:
         self.tokens = rows / self.microbatches * m.max_seq_len  # of a microbatch
         self.layers = m.n_layers // fleet.pp  # of a stage
         self.n = flops.n_params(m) / (fleet.tp * fleet.pp)  # parameters of a device before sharding
-        sharing = {"DDP": 1, "HYBRID_SHARD": cfg.shard_size or max(1, fleet.node_size // fleet.tp)}
-        self.shard = min(fleet.dp, sharing.get(cfg.sharding, fleet.dp))
+        self.mode = cfg.sharding_mode
+        self.shard = min(fleet.dp, cfg.shard_ranks(fleet.dp, max(1, fleet.node_size // fleet.tp)))
         mode, every = cfg.activation_checkpointing, cfg.recompute_every
         self.again = {"none": 0.0, "selective": 0.0, "full": 1 / every}[mode]  # forwards of blocks done twice
         self.redone = self.again if mode != "selective" else 1 / every  # norms and GELU of blocks, too
@@ -141,7 +141,7 @@ class Step:
         shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
         traffic = c.block_bytes * shape * KEPT[self.trainer.residual_bytes] / KEPT[4] * (1 + self.redone / 3)
         blocks = self.layers * m.d_model * traffic * (1 / 3 + 2 / 3 / tp)
-        gathers = self.cfg.sharding not in ("ZERO1", "DDP") and self.shard > 1
+        gathers = not self.mode.reduces_late and self.shard > 1
         copies = c.copy_bytes * self.n * (1 if gathers else 1 / 3)  # else gradients only
         bandwidth = self.fleet.device.bandwidth_gbs * 1e9
         return (self.tokens * (blocks + m.vocab_size * c.vocab_bytes / tp) + copies) / bandwidth * c.pace
@@ -161,7 +161,8 @@ class Step:
 
     def traffic(self) -> float:
         """What each microbatch sends: FSDP's gathers in bf16 and reductions, and activations to the next stage."""
-        gathers = {"FULL_SHARD": 2, "HYBRID_SHARD": 2, "SHARD_GRAD_OP": 1}.get(self.cfg.sharding, 0)
+        again = 2 if self.mode.frees_weights else 1  # for the backward, too
+        gathers = 0 if self.mode.reduces_late else again
         calls, tp = self.layers + 1, self.fleet.tp
         seconds = gathers * self.ring(2 * self.n, self.shard, tp, calls)
         seconds += self.ring(self.trainer.reduce_bytes * self.n, self.shard, tp, calls) if gathers else 0
@@ -173,7 +174,7 @@ class Step:
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
         size, tp, calls, dp = self.trainer.reduce_bytes * self.n, self.fleet.tp, self.layers + 1, self.fleet.dp
-        if self.cfg.sharding == "ZERO1":
+        if self.mode.reduces_late and self.mode.over == "all":  # ZERO1
             return self.ring(size, dp, tp, calls) + self.ring(2 * self.n, dp, tp, calls)
         copies = dp // self.shard  # DDP, HYBRID_SHARD: each holds the whole, or a shard of it, several times
         return 2 * self.ring(size / self.shard, copies, tp * self.shard, calls)
@@ -207,7 +208,7 @@ def tokens_per_second(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trai
 
 
 @dataclass
-class SpeedArgs:
+class StepTimeArgs:
     """Where."""
 
     device: str = "auto"  # mi250, h100, ...
@@ -220,7 +221,7 @@ class SpeedArgs:
 
 
 def main(argv: list[str]) -> None:
-    m, cfg, a = config.load(argv, MPTConfig, TrainConfig, SpeedArgs)
+    m, cfg, a = config.load(argv, MPTConfig, TrainConfig, StepTimeArgs)
     fleet = Fleet(devices.by_name(a.device), a.devices, a.node_size, a.network, a.tp, a.pp, a.interleave)
     parts = Step(m, cfg, fleet).parts()
     print(f"{flops.n_params(m):,} parameters, {a.devices} x {fleet.device.name}, {cfg.sharding}")

@@ -6,7 +6,7 @@ temperature 0 takes the likeliest token. top_k keeps the k likeliest; of these t
 probability p (nucleus sampling: Holtzman et al., 2020), in this order, as transformers does. Each text has numbers u of
 its own, decided by its seed alone: what it says does not depend on the texts that are written beside it.
 
-Run `python -m serving.sampling` to see what the cuts leave of a distribution. Read next: generate.py.
+Run `python -m serving.sampling` to see what the cuts leave of a distribution. Read next: serving/decoder.py.
 """
 
 import torch

@@ -131,7 +131,7 @@ def read_meta(path: Path) -> dict:
     meta = files.read_json(path / "meta.json", dict, META_FIELDS)
     skip_steps = meta.get("skip_steps", "")
     require(isinstance(skip_steps, str), f"{path}/meta.json is damaged ('skip_steps' is {files.shown(skip_steps)})")
-    return meta
+    return config.renamed(meta, f"{path}/meta.json")
 
 
 @dataclass(eq=False, repr=False)

@@ -115,6 +115,7 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
         n_columns = len(table.fieldnames or ())  # each row gets all of them, however short it is
         require(n_columns <= MAX_COLUMNS, f"{path} has {n_columns:,} columns, expected at most {MAX_COLUMNS:,}")
+        table.fieldnames = todays_columns(table.fieldnames or (), path)
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
@@ -122,6 +123,12 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
     require(not lacking, f"{path} is not {what}: it has no column {', '.join(lacking[:3])}")
     require(all(None not in row for row in rows), f"{path} is damaged (a row has more cells than there are columns)")
     return rows
+
+
+def todays_columns(names, path) -> list[str]:
+    """The columns of a table, those that are settings under today's names."""
+    config.require_one_name(names, str(path))
+    return [config.RENAMED.get(name, name) for name in names]
 
 
 def read_bytes(path, most: float = math.inf) -> bytes:

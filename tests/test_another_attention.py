@@ -15,11 +15,12 @@ from test_stopping import SIZE, train_here
 
 import attention
 import checkpoint
-import generate
 from config import MPTConfig, TrainConfig, UserError, load
 from lifecycle import resume
 from model import MPT, KVCache, init_weights
+from serving.decoder import Decoder
 from weights import hf
+from weights.load import check_same_model, load_for_sampling, load_model
 
 WINDOW = 5  # keys that a query sees
 NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]
@@ -77,7 +78,7 @@ def test_the_opening_names_it(run):
 @pytest.mark.parametrize("step", [None, 0])
 def test_sampling_uses_it(edited, run, step):
     """On a cache, many queries or one, logits are those of the forward that was trained, and not the standard ones."""
-    mpt, _, _ = generate.load_for_sampling(str(run[1]), step, CPU)
+    mpt, _, _ = load_for_sampling(str(run[1]), step, CPU)
     assert mpt.cfg.attn_impl == "window"
     ids = torch.randint(257, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -85,14 +86,14 @@ def test_sampling_uses_it(edited, run, step):
         mpt.cfg.attn_impl = "reference"
         assert (mpt(ids) - whole).abs().max() > 1e-2
         mpt.cfg.attn_impl = "window"
-        decode, cache = generate.Decoder(mpt, 260), KVCache.empty(mpt.cfg, 2, 20, "cpu", torch.float32)
+        decode, cache = Decoder(mpt, 260), KVCache.empty(mpt.cfg, 2, 20, "cpu", torch.float32)
         for begin, end in [(0, 7), (7, 8), (8, 13), *((i, i + 1) for i in range(13, 20))]:
             logits = decode(ids[:, begin:end], cache)
             torch.testing.assert_close(logits, whole[:, end - 1], atol=1e-5, rtol=0)
 
 
 def test_a_loaded_checkpoint_keeps_it(edited, run):
-    assert checkpoint.load_model(checkpoint.latest(run[1]), CPU).cfg.attn_impl == "window"
+    assert load_model(checkpoint.latest(run[1]), CPU).cfg.attn_impl == "window"
 
 
 def test_resuming_without_the_flag_is_refused(ranks, run, tmp_path):
@@ -109,9 +110,9 @@ def test_weights_of_another_function_are_no_beginning(edited, run):
     def settings(impl):
         return load([*FLAGS, f"--attn_impl={impl}"], MPTConfig, TrainConfig)[0]
 
-    hf.check_same_model(run[1], settings("window"))
+    check_same_model(run[1], settings("window"))
     with pytest.raises(UserError, match=r"is of another model: attn_impl window \(here auto\)"):
-        hf.check_same_model(run[1], settings("reference"))
+        check_same_model(run[1], settings("reference"))
 
 
 def test_export_refuses_it(edited, run, tmp_path):
@@ -123,8 +124,8 @@ def test_export_refuses_it(edited, run, tmp_path):
 def test_code_that_lacks_it_refuses_its_checkpoints(run, tmp_path):
     """As whoever gets the folder and not the fork."""
     for use in (
-        lambda: checkpoint.load_model(checkpoint.latest(run[1]), CPU),
-        lambda: generate.load_for_sampling(str(run[1]), 0, CPU),
+        lambda: load_model(checkpoint.latest(run[1]), CPU),
+        lambda: load_for_sampling(str(run[1]), 0, CPU),
         lambda: hf.export(str(run[1]), tmp_path / "theirs"),
     ):
         with pytest.raises(UserError, match=r"^attn_impl in .* is 'window', expected one of: auto, reference"):

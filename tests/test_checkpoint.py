@@ -36,7 +36,7 @@ import checkpoint
 import fsdp_train
 from config import UserError
 from optim import ADAMW
-from weights import hf
+from weights import hf, load
 
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}
 
@@ -161,7 +161,7 @@ def test_on_as_many_ranks_it_goes_on_bit_by_bit(ranks, tmp_path, size, mode):
 def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
     """Five more steps were taken while it was written. `load_model` reads it without any process group."""
     cfg, _, at_five, at_ten = saved_at_five(ranks, tmp_path, size, mode)
-    model = checkpoint.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
+    model = load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
     found = full_weights(model)
     assert equal(found, at_five) and not equal(found, at_ten)
     assert not model.training and model.cfg == replace(MODEL, attn_impl="auto")  # chosen where it is loaded
@@ -236,7 +236,7 @@ def test_a_step_is_not_saved_over_another(ranks, tmp_path):
     ):
         ranks(1)(train, replace(cfg, seed=2), 4, 5, None, 5)
     assert names(cfg.run_dir) == ["step-5"]
-    assert equal(full_weights(checkpoint.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))), at_five)
+    assert equal(full_weights(load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))), at_five)
 
 
 def test_half_a_checkpoint_does_not_count_and_is_swept(ranks, tmp_path):
@@ -472,7 +472,7 @@ def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
     newest = checkpoint.latest(tmp_path / "run")
     assert int(newest.name[5:]) == int(half[0][5:-4]) - 2
     assert json.loads((newest / "meta.json").read_text())["step"] == int(newest.name[5:])
-    model = checkpoint.load_model(newest, torch.device("cpu"))
+    model = load.load_model(newest, torch.device("cpu"))
     assert all(torch.isfinite(weights).all() for weights in model.state_dict().values())
 
 
@@ -488,7 +488,7 @@ def out_of_space(launch, tiny_data, tmp_path):
     assert lines[0].startswith("error: could not save step 4: ") and "File too large" in lines[0]
     assert lines[0].endswith("The last good checkpoint is run/checkpoints/step-3")
     assert names(tmp_path / "run") == ["step-2", "step-3"]
-    checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-3", torch.device("cpu"))
+    load.load_model(tmp_path / "run" / "checkpoints" / "step-3", torch.device("cpu"))
     return second
 
 
@@ -501,7 +501,7 @@ def test_a_run_that_ends_with_nan_weights_does_not_publish_them(python, tiny_dat
     """Weights that were not finite from the beginning: no step is good, and the last is not saved either."""
     flags = [*SMALL, *FLAGS, *flags_for(tiny_data)]
     assert python(*flags, "--max_steps=3").returncode == 0
-    model = checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step-3", torch.device("cpu"))
+    model = load.load_model(tmp_path / "run" / "checkpoints" / "step-3", torch.device("cpu"))
     with torch.no_grad():
         model.transformer.norm_f.weight[0] = float("nan")
     hf.export(model, tmp_path / "nan")

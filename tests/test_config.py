@@ -9,11 +9,24 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
-from config import RANGES, MPTConfig, TrainConfig, UserError, alternatives, check_ranges, from_dict, load, to_json
+import config
+from config import (
+    RANGES,
+    SHARDING_MODES,
+    MPTConfig,
+    Sharding,
+    TrainConfig,
+    UserError,
+    alternatives,
+    check_ranges,
+    from_dict,
+    load,
+    to_json,
+)
 
 ROOT = Path(__file__).parent.parent
 FIELDS = {f.name: f for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}
@@ -130,6 +143,87 @@ def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same, wr
     message = error(write(file), *flags)
     assert message.startswith("unknown key 'weight_decay' in ")
     assert message.endswith(f"decoupled_weight_decay={same}")
+
+
+# --- names of before
+
+
+@pytest.fixture
+def notes(capsys):
+    """notes() is what went to standard error since it was last called."""
+    config.say_once.cache_clear()
+    return lambda: capsys.readouterr().err
+
+
+def test_every_renamed_setting_has_one_name_today():
+    assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
+
+
+def test_an_old_name_on_the_command_line_works_and_is_told_once(notes):
+    assert both("--checkpoint_every=2")["recompute_every"] == 2
+    assert notes() == "note: checkpoint_every in the command line is called recompute_every now\n"
+    assert both("--checkpoint_every=3")["recompute_every"] == 3 and notes() == ""
+
+
+def test_an_old_name_in_a_file_works_and_is_told_once(notes, write):
+    path = write("checkpoint_every = 2\n")
+    assert both(path)["recompute_every"] == both(path)["recompute_every"] == 2
+    assert notes() == f"note: checkpoint_every in {path} is called recompute_every now\n"
+    assert both(path, "--recompute_every=4")["recompute_every"] == 4  # a flag wins as ever
+    assert both(path, write("recompute_every = 5\n", "later.py"))["recompute_every"] == 5
+
+
+def test_only_rank_0_tells_of_an_old_name(notes, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert both("--checkpoint_every=2")["recompute_every"] == 2 and notes() == ""
+
+
+def test_an_old_name_is_checked_as_the_new_one(write):
+    assert error("--checkpoint_every=0") == "recompute_every must be from 1 to 10,000, not 0"
+    path = write("checkpoint_every = 'all'\n")
+    assert error(path) == f"recompute_every in {path} is 'all', expected a whole number"
+
+
+def test_old_and_new_name_together_are_an_error(write):
+    words = "sets checkpoint_every and recompute_every, its new name: leave out checkpoint_every"
+    assert error("--recompute_every=2", "--checkpoint_every=2") == f"the command line {words}"
+    path = write("recompute_every = 2\ncheckpoint_every = 2\n")
+    assert error(path) == f"{path} {words}"
+    with pytest.raises(UserError, match=f"^m.json {words}$"):
+        from_dict(TrainConfig, {"recompute_every": 2, "checkpoint_every": 2}, "m.json")
+
+
+def test_a_program_without_the_setting_reads_the_file_and_refuses_the_flag(write):
+    path = write("checkpoint_every = 2\nd_model = 64\nn_heads = 2\n")
+    assert load([path], MPTConfig)[0].d_model == 64
+    with pytest.raises(UserError, match="^unknown key 'checkpoint_every' in the command line"):
+        load(["--checkpoint_every=2"], MPTConfig)
+
+
+def test_what_was_saved_under_an_old_name_comes_back(notes):
+    assert from_dict(TrainConfig, {"checkpoint_every": 2}).recompute_every == 2
+    assert from_dict(MPTConfig, {"checkpoint_every": 2}) == MPTConfig() and notes() == ""
+
+
+def test_saved_settings_that_nobody_knows_are_named_once(notes):
+    """As a newer version or a fork writes them. What checkpoints hold besides is known."""
+    saved = {"d_model": 64, "n_heads": 2, "lr": 0.1}
+    saved |= {"step": 5, "optimizer": "AdamW", "data_fingerprint": "f00"}
+    assert from_dict(MPTConfig, saved, "m.json").d_model == 64 and notes() == ""
+    for _ in range(2):
+        assert from_dict(MPTConfig, saved | {"window": 8, "a\nb": [1]}, "m.json").d_model == 64
+    assert notes() == (
+        "warning: m.json has settings that are unknown here and left out: 'window', 'a\\nb'. "
+        "If they decide what the model computes, it is another model here\n"
+    )
+
+
+def test_the_settings_of_a_fork_are_no_strangers_to_it(notes):
+    @dataclasses.dataclass
+    class Forked(MPTConfig):
+        window: int = 0
+
+    assert from_dict(Forked, {"window": 8}).window == 8 and notes() == ""
 
 
 # --- values
@@ -366,6 +460,15 @@ def test_the_nearest_file_in_configs(monkeypatch):
     assert error("mpt7b.py").endswith("did you mean configs/mpt7b.py?")
 
 
+def test_every_sharding_mode_says_what_it_shards_and_when():
+    assert tuple(SHARDING_MODES) == get_args(Sharding)
+    ranks = [TrainConfig(sharding=mode).shard_ranks(16, node=8) for mode in SHARDING_MODES]
+    assert ranks == [16, 16, 8, 16, 1]
+    assert TrainConfig(sharding="HYBRID_SHARD", shard_size=4).shard_ranks(16, node=8) == 4
+    late = [mode for mode, facts in SHARDING_MODES.items() if facts.reduces_late]
+    assert late == ["ZERO1", "DDP"]
+
+
 # --- real processes
 
 
@@ -378,6 +481,67 @@ def test_help_lists_every_field_with_its_default_and_comment():
             name
         )
     assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Programs that take something else than config files
+
+
+@dataclasses.dataclass
+class Texts:
+    """Texts to write."""
+
+    prompt: list[str] = dataclasses.field(default_factory=list)  # what to go on from
+    n: int = 3  # tokens
+    quiet: bool = False  # say nothing
+
+
+def test_a_program_may_take_something_else_than_config_files():
+    words, texts = load(["runs/a", "--n=5", "runs/b"], Texts, takes="RUN ...")
+    assert words == ["runs/a", "runs/b"] and texts == Texts(n=5)
+    for argv in ([], ["a", "b"]):
+        with pytest.raises(UserError, match=r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"):
+            load(argv, Texts, takes="RUN")
+
+
+def test_a_list_grows_with_each_flag():
+    flags = ["--prompt=a", "--n=2", "--prompt=", "--prompt=x=y, none", "--prompt=1"]
+    assert load(flags, Texts)[0] == Texts(prompt=["a", "", "x=y, none", "1"], n=2)
+    assert load([], Texts)[0].prompt == [] and Texts().prompt is not Texts().prompt
+
+
+def test_a_config_file_may_hold_a_list(tmp_path):
+    (tmp_path / "a.py").write_text("prompt = ['a', 'b']\n")
+    assert load([str(tmp_path / "a.py"), "--prompt=c"], Texts)[0].prompt == ["a", "b", "c"]
+    (tmp_path / "b.py").write_text("prompt = ['a', 1]\n")
+    with pytest.raises(UserError, match=r"prompt in .*b\.py is \['a', 1\], expected text"):
+        load([str(tmp_path / "b.py")], Texts)
+
+
+@pytest.mark.parametrize(
+    "argv, meant",
+    [
+        (["RUN", "--prompt", "def main("], "--prompt='def main(' (text)"),
+        (["--n", "5", "RUN"], "--n=5 (a whole number)"),
+        (["RUN", "--prompt"], "--prompt=... (text)"),
+        (["RUN", "--n", "--quiet"], "--n=... (a whole number)"),
+    ],
+)
+def test_a_value_behind_a_space_is_answered_with_what_to_write(argv, meant):
+    with pytest.raises(UserError) as error:
+        load(argv, Texts, takes="RUN")
+    assert str(error.value).endswith(f" wants a value: {meant}")
+
+
+def test_help_names_config_files_only_where_they_are_taken(capsys):
+    for takes, begin in (("RUN", "settings: --key=value\n"), (None, "settings: --key=value, or key = value in a")):
+        with pytest.raises(SystemExit):
+            load(["--help"], Texts, takes=takes)
+        shown = capsys.readouterr().out
+        assert begin in shown and re.search(r"--prompt= +what to go on from\n", shown)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_a_mistake_is_one_line_and_exit_status_2():

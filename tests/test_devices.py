@@ -208,3 +208,12 @@ def test_this_gpu_is_known_and_reaches_a_plausible_share_of_its_peak():
     device = torch.device("cuda", 0)
     peak = devices.peak_flops("auto", device, torch.bfloat16)
     assert peak is None or 0.3 * peak < devices.measure_peak(device, torch.bfloat16) < 1.02 * peak
+
+
+def test_published_powers_and_figures_are_of_rows_of_the_table():
+    """A node draws more than its boards, twice as much at most; a card does not beat its peak."""
+    for name, watts in devices.NODE_WATTS.items():
+        rows = [row for row in devices.TABLE if row.name.startswith(name)]
+        assert rows and all(row.watts < watts < 2.1 * row.watts for row in rows), name
+    card = 2 * devices.by_name("mi250").bf16_tflops
+    assert all(0.4 < tflops / card < 0.5 for tflops in devices.PUBLISHED_MI250.values())

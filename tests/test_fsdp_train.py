@@ -25,6 +25,7 @@ import fsdp_train
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from model import MPT, init_weights
+from weights import load
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=1", "--warmup_steps=2", "--max_steps=6", "--eval_tokens=2000"]
@@ -77,7 +78,7 @@ def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
     assert f"MPT of {N_PARAMS:,} parameters" in out and "4 x cpu, FULL_SHARD" in out
     assert "batch 8 sequences x 32 = 4 ranks x 2 in 2 microbatches" in out
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-6"]
-    assert checkpoint.load_model(folder / "run" / "checkpoints" / "step-6", torch.device("cpu")).cfg == MODEL
+    assert load.load_model(folder / "run" / "checkpoints" / "step-6", torch.device("cpu")).cfg == MODEL
 
 
 def test_the_loss_of_the_first_step_is_that_of_the_first_batch(first_run):
@@ -227,7 +228,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(torchrun, t
     undisturbed = torchrun(size, *these, "--run_dir=other")
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert rows_by_step(tmp_path / "run") == rows_by_step(tmp_path / "other")
-    ends = [checkpoint.load_model(checkpoint.latest(tmp_path / run), "cpu").state_dict() for run in ("run", "other")]
+    ends = [load.load_model(checkpoint.latest(tmp_path / run), "cpu").state_dict() for run in ("run", "other")]
     assert all(torch.equal(a, b) for a, b in zip(*(end.values() for end in ends), strict=True))
     assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
 

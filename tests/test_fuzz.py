@@ -252,14 +252,14 @@ def read_checkpoint(path, folder):
     """As an attacker would, with the right checksum of what was changed."""
     import torch
 
-    import generate
+    from weights import load
 
     table = path.parent / "checksums.json"
     if path != table and path.is_file():
         content = path.read_bytes()
         sums = json.loads(table.read_text()) | {path.name: [len(content), zlib.crc32(content)]}
         table.write_text(json.dumps(sums))
-    generate.load_for_sampling(str(folder), None, torch.device("cpu"))
+    load.load_for_sampling(str(folder), None, torch.device("cpu"))
 
 
 def read_weights(path, folder):
@@ -312,11 +312,12 @@ def read_measured(path, folder):
 
 def read_table(path, folder):
     from bench import compare as bench_compare
+    from bench import scaling as bench_scaling
     from bench import table as bench_table
 
     with bench_table.named(str(path)):
         bench_table.tables(bench_table.read(str(path)))
-    bench_compare.groups(bench_compare.read(str(path)))
+    bench_scaling.groups(bench_compare.read(str(path)))
 
 
 def read_config(path, folder):

@@ -232,7 +232,7 @@ def test_a_python_that_will_not_do_is_one_line_with_the_fix(project, tmp_path, t
     (tmp_path / "trick" / "sitecustomize.py").write_text("import sys\n" + trick)
     out = project.run(below, "install.py", status=2, PYTHONPATH=str(tmp_path / "trick"))
     assert message in out
-    assert [line for line in out.splitlines() if not line.startswith("environment: ")] == [out.splitlines()[-1]]
+    assert [line for line in out.splitlines() if not line.startswith("install: ")] == [out.splitlines()[-1]]
     assert not os.path.exists(project.folder + "/.venv")
 
 

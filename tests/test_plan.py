@@ -14,7 +14,7 @@ import flops
 import plan
 from config import MPTConfig, TrainConfig, UserError
 from plan import PlanArgs
-from planning import memory
+from planning import memory, search
 
 ROOT = Path(__file__).parent.parent
 MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))
@@ -75,6 +75,13 @@ def test_a_plan_says_what_the_config_as_it_is_would_give(capsys):
     assert "as it is" not in capsys.readouterr().out
     plan.main(["--device=mi250"])
     assert "as it is" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--sharding=auto", "--activation_checkpointing=auto"])
+def test_what_is_left_open_is_not_how_the_config_stands(capsys, flag):
+    plan.main([MPT7B, "--device=mi250", flag])
+    out = capsys.readouterr().out
+    assert "its flags" in out and "as it is" not in out
 
 
 def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
@@ -185,10 +192,10 @@ def test_a_budget_finds_the_largest_of_all_widths(capsys):
     flags = ["--device=a100", "--devices=16", "--network=200"]
     found = planned(capsys, *flags, "--budget=2")
     sizes = []
-    for width in plan.WIDTHS:
+    for width in search.WIDTHS:
         if width > 4096:
             continue
-        m = plan.shape(width, MPTConfig())
+        m = search.shape(width, MPTConfig())
         model = [f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers")]
         one = planned(capsys, *flags, *model)
         sizes += [one["n_params"]] if one["days"] <= 2 else []
@@ -221,12 +228,6 @@ def test_what_is_not_known_is_not_made_up(capsys):
     assert found["mwh"] is None
     found = planned(capsys, MPT7B, "--device=tpu-v3")
     assert "link not known, so 32 GB/s" in found["assumed"][0]
-
-
-def test_shapes_are_mpts():
-    for width, heads, layers in ((1024, 8, 24), (2048, 16, 24), (2560, 20, 32), (4096, 32, 32), (7168, 56, 48)):
-        m = plan.shape(width, MPTConfig())
-        assert (m.n_heads, m.n_layers) == (heads, layers)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ class Job:
         (folder / "bin").mkdir()
         for name, text in STAND_INS.items():
             self.put(name if "/" in name else f"bin/{name}", text)
-        for path in ROOT.glob("*.py"):
+        rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
+        for path in [*ROOT.glob("*.py"), *rooms]:
             (folder / path.name).symlink_to(path)
         self.id = str(free_port() - 20000)  # both scripts take the port 20000 + job number % 12000
 
@@ -200,7 +201,7 @@ while not got and time.monotonic() < begin + 60:
 LEAVES = """
 time.sleep(0.5)  # saves
 if os.environ["LOCAL_RANK"] == "0":
-    os.kill(os.getppid(), signal.SIGTERM)  # as resilience.leave
+    os.kill(os.getppid(), signal.SIGTERM)  # as stopping.leave
 sys.exit(75)
 """
 

@@ -1,85 +1,202 @@
-"""The house rules that a program can check: layers, sizes, docstrings, no hidden state."""
+"""The rules of the house that a program can check: the order of imports, the rooms, no hidden state."""
 
 import ast
+import importlib.metadata
 import re
+import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from conftest import ROOT, rooms_on_path
 
-ROOT = Path(__file__).parent.parent
-
-# Each room may import those before it. `environment` makes the virtual environment, so it imports nothing at all.
+# Each may import those before it. Names with a slash are rooms; inside a room there are no circles.
 ORDER = """
-    environment program config files startup
-    corpus tokenizer shards loss optim launch_table flash_attention
-    devices matmuls flops memory decoding speed calibrate
-    attention model data lora
-    processes parallel pipeline runlog microbatch checkpoint_files checkpoint resume resilience watch tensor_files hf
-    plot elastic sampling generate icl_tasks icl_score icl_eval fsdp_train plan_picture plan
-    bench_team bench_compare bench_table bench_train bench_attention bench_machine bench serve
+    program config storage/ devices flops planning/ gpu_kernels/ attention loss model text/ data optim
+    processes parallel tensor_parallel pipeline lora checkpoint
+    lifecycle/ weights/ evaluation/ serving/ web/
+    fsdp_train generate plan serve bench/ lessons/
 """.split()
-LIGHT = """
-    program config files startup corpus tokenizer shards matmuls memory decoding speed calibrate plan_picture plan
-""".split()  # no torch
+PROGRAMS = ["fsdp_train", "generate", "plan", "serve"]  # imported by bench, lessons and tests alone
+NO_LIMIT = ["bench", "lessons"]  # one program a file
+PARTS = [name for name in ORDER if not name.endswith("/")]
+ROOMS = [name.rstrip("/") for name in ORDER if name.endswith("/")]
 
-FILES = sorted(ROOT.glob("*.py"))
-every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+ROOT_FILES = sorted(ROOT.glob("*.py"))
+ROOM_PATHS = sorted(path.parent for path in ROOT.glob("*/__init__.py"))
+FILES = ROOT_FILES + sorted(f for room in ROOM_PATHS for f in room.glob("[a-z]*.py"))
+DOORS = sorted(room / "__main__.py" for room in ROOM_PATHS if (room / "__main__.py").exists())
+
+
+def module_of(path) -> str:
+    """ROOT/text/shards.py -> text.shards"""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def place_of(module: str) -> str:
+    """The entry of ORDER: text.shards -> text/, loss -> loss"""
+    name = module.split(".")[0]
+    return f"{name}/" if name in ROOMS else name
+
+
+OURS = {module_of(path): path for path in FILES + DOORS}
+every_file = pytest.mark.parametrize("path", FILES, ids=module_of)
+every_room = pytest.mark.parametrize("room", ROOM_PATHS, ids=lambda room: room.name)
 
 
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def imported(path):
-    """The top names of all modules that a file imports, inside functions too."""
+def imported(path) -> set[str]:
+    """All modules that a file imports, inside functions too: `from text import shards` is text.shards."""
     names = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "there is no package, so no relative import"
-            names.add(node.module.split(".")[0])
+            assert node.level == 0, f"{path}: no relative imports"
+            inside = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inside & set(OURS) or {node.module}
     return names
 
 
-@every_file
-def test_imports_only_point_up(path):
-    assert path.stem in ORDER, f"{path.name} is a new room: give it its place in ORDER"
-    ours = imported(path) & set(ORDER)
-    earlier = set(ORDER[: ORDER.index(path.stem)]) - {"environment"}
-    assert ours <= earlier, f"{path.name} imports {sorted(ours - earlier)}, which stand later in ORDER"
+def ours(path) -> set[str]:
+    """Those of them that are in this project."""
+    return {name for name in imported(path) if place_of(name) in ORDER}
+
+
+# --- The order
 
 
 @every_file
-def test_a_leaf_imports_nothing_of_ours(path):
-    """Leaves of arithmetic stand on each other, Triton's kernels on their table; the first three serve all."""
-    leaves = ORDER[ORDER.index("program") : ORDER.index("attention")]
-    planning = "devices matmuls flops memory decoding speed calibrate".split()
-    if path.stem in leaves:
-        others = {"flash_attention": ["launch_table"]} | {name: planning[:i] for i, name in enumerate(planning)}
-        assert imported(path) & set(ORDER) <= {"program", "config", "files", *others.get(path.stem, [])}
+def test_imports_only_point_to_what_stands_earlier(path):
+    if path.stem == "install":
+        assert {
+            name.split(".")[0] for name in imported(path)
+        } <= sys.stdlib_module_names  # it makes the virtual environment
+        return
+    here = place_of(module_of(path))
+    assert here in ORDER, f"{path.name} is new: give it its place in ORDER"
+    earlier = ORDER[: ORDER.index(here)] + [here] * here.endswith("/")
+    later = {name for name in ours(path) if place_of(name) not in earlier}
+    assert not later, f"{module_of(path)} imports {sorted(later)}, which stand later in ORDER"
 
 
 @every_file
-def test_what_answers_at_once_imports_no_torch(path):
-    if path.stem in LIGHT:
-        assert "torch" not in imported(path)
-    if path.stem == "environment":
-        assert imported(path) <= set(sys.stdlib_module_names)
+def test_programs_are_imported_by_no_part(path):
+    if place_of(module_of(path)) not in ("bench/", "lessons/"):
+        assert not {place_of(name) for name in ours(path)} & {*PROGRAMS, "install"}
+
+
+@every_room
+def test_no_circles_inside_a_room(room):
+    """Take away, again and again, the files that import none of the others."""
+    left = {
+        module_of(path): {name for name in ours(path) if name.startswith(f"{room.name}.")}
+        for path in room.glob("[a-z]*.py")
+    }
+    while left:
+        free = [name for name, needs in left.items() if not needs & (left.keys() - {name})]
+        assert free, f"these import each other in a circle: {sorted(left)}"
+        for name in free:
+            del left[name]
 
 
 def test_the_distributed_machinery_is_outside_of_the_model():
     """The model does not know that it is distributed."""
     for name in ("model", "attention", "loss", "optim", "data"):
-        assert "torch.distributed" not in (ROOT / f"{name}.py").read_text()
+        assert "torch.distributed" not in OURS[name].read_text()
+
+
+# --- The rooms
+
+
+def test_few_files_in_the_root_and_in_a_room():
+    assert len(ROOT_FILES) <= 20
+    for room in ROOM_PATHS:
+        assert room.name in ROOMS
+        assert room.name in NO_LIMIT or len(list(room.glob("*.py"))) <= 10
+
+
+def test_there_is_no_drawer_for_odds_and_ends():
+    drawers = {"utils", "util", "common", "helpers", "misc"}
+    assert not {path.stem for path in FILES} & drawers
+    assert not {room.name for room in ROOM_PATHS} & drawers
+
+
+@every_room
+def test_a_room_says_what_it_is_for(room):
+    """`__init__.py` holds a docstring and nothing else; README.md names each file, and is one screen long."""
+    (line,) = tree(room / "__init__.py").body
+    assert isinstance(line, ast.Expr) and isinstance(line.value.value, str)
+    page = (room / "README.md").read_text(encoding="utf-8")
+    assert len(page.splitlines()) <= 60
+    missing = [path.name for path in room.glob("[a-z]*.py") if path.name not in page]
+    assert not missing, f"{room.name}/README.md lacks {missing}"
+    started = re.findall(r"(?:python|torchrun[^\n]*?) -m ([\w.]+)", page)
+    assert started, "its commands"
+    known = {*OURS, *(path.parent.name for path in DOORS)}
+    assert set(started) <= known, set(started) - known
+
+
+def test_our_names_are_not_those_of_installed_packages():
+    """A package that is installed and imports its own `config` would get ours."""
+    installed = importlib.metadata.packages_distributions()
+    names = {path.stem for path in ROOT_FILES} | {room.name for room in ROOM_PATHS}
+    assert not names & installed.keys(), {name: installed[name] for name in names & installed.keys()}
+    assert not names & set(sys.stdlib_module_names)
+
+
+def test_every_name_is_found_here_with_all_requirements_installed(tmp_path):
+    """From another folder, as spawned processes look them up."""
+    names = {path.stem for path in ROOT_FILES} | {room.name for room in ROOM_PATHS}
+    code = "import importlib.util, sys; print(*(importlib.util.find_spec(n).origin for n in sys.argv[1:]), sep='\\n')"
+    for line in python("-c", code, *names, cwd=tmp_path).splitlines():
+        assert line.startswith(f"{ROOT}/"), line
+
+
+# --- What an import brings in
+
+
+def python(*words, cwd=ROOT) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=cwd, env=rooms_on_path(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_trainer_brings_in_what_training_uses_and_no_more():
+    """28 of our files at most, of which three places are kept for tensor and pipeline parallelism and adapters."""
+    brought = set(python("-c", "import fsdp_train, sys; print(*sys.modules)").split()) & set(OURS)
+    assert len(brought) <= 25, sorted(brought)
+    rooms = {name.split(".")[0] for name in brought if "." in name}
+    assert rooms == {"storage", "text", "lifecycle"}, sorted(brought)
+
+
+LIGHT = """
+    program config storage.files devices flops plan text.corpus text.tokenizer text.shards lifecycle.startup install
+    planning.conventions planning.matmuls planning.memory planning.step_time planning.decode_time planning.calibrate
+    planning.search planning.picture
+""".split()
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_what_answers_at_once_imports_no_torch(name):
+    assert "torch" not in python("-c", f"import {name}, sys; print(*sys.modules)").split()
+
+
+# --- Each file
 
 
 @every_file
 def test_a_docstring_says_how_to_run_it(path):
     docstring = ast.get_docstring(tree(path)) or ""
     assert len(docstring.splitlines()) >= 3, "a line about the concept, then more"
-    assert re.search(rf"(python|torchrun|srun) [^\n]*\b{path.name}\b", docstring)
+    name = module_of(path)
+    how = (
+        {path.name} if path.parent == ROOT else {f"-m {name}", f"-m {name.replace('.', ' ')}", f"-m {path.parent.name}"}
+    )
+    words = "|".join(map(re.escape, how))
+    assert re.search(rf"(python|torchrun|srun|make) [^\n]*({words})\b", docstring)
 
 
 def is_guard(node):
@@ -102,6 +219,13 @@ def test_importing_runs_nothing(path):
             assert isinstance(node, kinds), f"{path.name}, line {node.lineno}"
 
 
+@pytest.mark.parametrize("path", DOORS, ids=module_of)
+def test_nothing_that_is_sent_to_other_processes_lives_in_a_door(path):
+    """They could not import it: their own `__main__` is another file. So a door has `main`, and no class."""
+    assert is_guard(tree(path).body[-1])
+    assert not [node.name for node in tree(path).body if isinstance(node, ast.ClassDef)]
+
+
 @every_file
 def test_no_module_variable_changes(path):
     found = [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
@@ -116,6 +240,13 @@ def test_the_loop_stays_short(function, limit):
     assert node.end_lineno - node.lineno + 1 <= limit
 
 
-def test_there_is_no_drawer_for_odds_and_ends():
-    assert not {path.stem for path in FILES} & {"utils", "util", "common", "helpers", "misc"}
-    assert not list(ROOT.glob("*/__init__.py"))
+# --- The tests
+
+
+def test_test_files_lie_where_what_they_test_lies():
+    """And no name occurs twice: pytest and spawned processes import them by it."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    folders = {path.parent.name for path in paths} - {"tests"}
+    assert folders <= {room.name for room in ROOM_PATHS}
+    names = [path.stem for path in paths]
+    assert len(names) == len(set(names))

@@ -12,8 +12,9 @@ punctuation and spaces (GPT-2's), so a token never spans two words. All kinds wo
 is unknown, and `decode(encode(text)) == text`. One more id, the last, is end-of-text: it stands between documents, and
 no text encodes to it.
 
-`python -m text.tokenizer` trains 512 entries on a part of Python's standard library and cuts a sentence; so does any other
-name: `python -m text.tokenizer gpt2` (which also fetches GPT-2's files into TIKTOKEN_CACHE_DIR). Read next: text/shards.py.
+`python -m text.tokenizer` trains 512 entries on a part of Python's standard library and cuts a sentence; so does any
+other name: `python -m text.tokenizer gpt2` (which also fetches GPT-2's files into TIKTOKEN_CACHE_DIR).
+Read next: text/shards.py.
 
 Sources: Sennrich et al. 2016 (arXiv 1508.07909), algorithm 1; Radford et al. 2019 (GPT-2), section 2.2.
 """

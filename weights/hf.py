@@ -1,7 +1,7 @@
 """MPT weights from and to other people's files: Hugging Face's (transformers, LLM Foundry) and Composer's.
 
-    python -m weights.hf import path/to/theirs runs/theirs       their folder or .pt file -> a run folder of ours
-    python -m weights.hf export runs/demo path/to/new            a run or checkpoint of ours -> their folder
+    python -m weights.hf import path/to/theirs runs/theirs     their folder or Composer's .pt -> a new run folder
+    python -m weights.hf export runs/demo path/to/new          a run or checkpoint of ours -> a new folder of theirs
 
 Names are the same everywhere (`transformer.blocks.0.attn.Wqkv.weight`; Composer puts `model.` before them), so there is
 no map. How tensors lie in files, and how a rank reads its part of them, is in weights/tensor_files.py.
@@ -17,10 +17,9 @@ no map. How tensors lie in files, and how a rank reads its part of them, is in w
     attn_impl, init_config, torch_dtype and the like      left out: they change no logits
     any other                                             refused by name, unless it stands at its default
 
-fsdp_train.py calls `init_from` for --init_from. Read next: generate.py.
+Read next: weights/load.py.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -28,7 +27,7 @@ import shutil
 import sys
 import typing
 import warnings
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -36,14 +35,13 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 import config
-import program
 from attention import function_of
 from config import MPTConfig, TrainConfig, UserError, require
-from lifecycle.resume import SAME_MODEL, norm_of
+from lifecycle.resume import norm_of
 from model import MPT
 from processes import rank_zero_decides
 from storage import files
-from storage.checkpoint_files import read_metadata, reason_of, require_weights
+from storage.checkpoint_files import read_metadata, reason_of
 from text import tokenizer as tokenizers
 from weights.tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
 
@@ -219,9 +217,23 @@ def load_into(model: MPT, path) -> None:
         fill(params[name], tensors[name])
 
 
-def is_ours(path: Path) -> bool:
-    """Is this a run folder or a checkpoint of this project?"""
-    return path in checkpoint.complete(path.parent) or checkpoint.latest(path) is not None
+def settings_of(path) -> MPTConfig:
+    """The model of a Hugging Face folder or a Composer checkpoint."""
+    path = Path(path)
+    weight_files(path)  # first of all: is it there
+    settings, source = foreign_settings(path)
+    return config_from(settings, str(source))
+
+
+def load_model(path, device) -> MPT:
+    """The model of a Hugging Face folder or a Composer checkpoint, in the dtype that its tensors share, else fp32."""
+    path = Path(path)
+    with torch.device("meta"):
+        model = MPT(settings_of(path))
+    dtypes = {stored.dtype for stored in find_tensors(path, model).values()}
+    model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device=device)
+    load_into(model, path)
+    return model.eval()
 
 
 def foreign_settings(path: Path) -> tuple[dict, Path]:
@@ -233,65 +245,6 @@ def foreign_settings(path: Path) -> tuple[dict, Path]:
     settings = inside(read_pickle(path), *"state integrations huggingface model config content".split())
     require(isinstance(settings, dict), f"{path} does not hold its model's settings: put its config.json beside it")
     return settings, path
-
-
-def settings_of(path) -> MPTConfig:
-    """The model of a Hugging Face folder, a Composer checkpoint, or a run or checkpoint of ours."""
-    path = Path(path)
-    if is_ours(path):
-        return checkpoint.settings(checkpoint.find(str(path)))
-    weight_files(path)  # first of all: is it there
-    settings, source = foreign_settings(path)
-    return config_from(settings, str(source))
-
-
-def init_from(model: MPT, path) -> None:
-    """Start from weights trained elsewhere: fill a model of any sharding from whatever `settings_of` can read.
-
-    UserError if these are of another model. Dropouts, attn_impl, packing, and a max_seq_len without learned positions
-    may differ. Every rank calls it.
-    """
-    path = Path(path)
-    rank_zero_decides(lambda: check_same_model(path, model.cfg))
-    if not rank_zero_decides(lambda: is_ours(path)):
-        return load_into(model, path)
-    found = rank_zero_decides(lambda: checkpoint.find(str(path)))
-    checkpoint.require_sound(found)
-    metadata, state = rank_zero_decides(lambda: read_metadata(found)), model.state_dict()
-    require_weights(found, metadata, state)
-    checkpoint.fill(found, {"model": state}, metadata)
-
-
-def check_same_model(path, ours: MPTConfig) -> None:
-    """UserError naming the settings in which the model at `path` and `ours` differ as functions."""
-    here, theirs = meaning(ours), meaning(settings_of(path))
-    differ = [f"{k} {value} (here {here[k]})" for k, value in theirs.items() if here.get(k, value) != value]
-    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike")
-
-
-def check_same_tokenizer(path, name: str, file) -> None:
-    """UserError if the weights at `path` were trained with other ids than those of the tokenizer `name` (its own file,
-    if it has one: `file`)."""
-    path = Path(path)
-    if is_ours(path):
-        found = checkpoint.find(str(path))
-        theirs, their_file = checkpoint.read_meta(found)["tokenizer"], found.parent.parent / "tokenizer.json"
-    else:
-        theirs = name_of_tokenizer(path)
-        their_file = own_file(path, theirs)
-    same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
-    if not same:
-        same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
-    require(same, f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer")
-
-
-def meaning(cfg: MPTConfig) -> dict:
-    """The settings that decide shapes and logits, without those that have no effect beside the others."""
-    values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
-    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
-    values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
-    needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
-    return {name: value for name, value in values.items() if needs.get(name, True)}
 
 
 @contextlib.contextmanager
@@ -322,7 +275,7 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     found = None if isinstance(source, MPT) else checkpoint.find(str(source))
     if found:
         checkpoint.require_sound(found)
-    cfg = settings_of(found) if found else source.cfg
+    cfg = checkpoint.settings(found) if found else source.cfg
     metadata = read_metadata(found) if found else None
     state = weights_of(metadata) if found else source.state_dict()
     check_format(state, cfg)
@@ -363,10 +316,10 @@ def weights_of(metadata) -> dict:
     return {name: torch.empty(w.size, dtype=w.properties.dtype, device="meta") for name, w in weights.items()}
 
 
-def import_(source, run_dir, tokenizer: str | None = None) -> None:
+def import_(source, run_dir, tokenizer: str = "") -> None:
     """Write foreign weights as a run folder with a checkpoint `step-0`, in the dtype that they have.
 
-    tokenizer: the one that the model was trained with; None: see `name_of_tokenizer`.
+    tokenizer: the one that the model was trained with; empty: see `name_of_tokenizer`.
     """
     source, run_dir = Path(source), Path(run_dir)
     cfg = settings_of(source)
@@ -377,13 +330,9 @@ def import_(source, run_dir, tokenizer: str | None = None) -> None:
     require(fits, f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set --tokenizer")
     of_run = asdict(TrainConfig(run_dir=str(run_dir), tokenizer=name))
     meta = {"step": 0, **asdict(cfg), **of_run, "precision": "fp32", "data_fingerprint": f"imported from {source}"}
-    with torch.device("meta"):
-        model = MPT(cfg)
     with published(run_dir) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-        dtypes = {stored.dtype for stored in find_tensors(source, model).values()}
-        model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32).to_empty(device="cpu")
-        load_into(model, source)
+        model = load_model(source, "cpu")
         step = temporary / "checkpoints" / "step-0"
         step.parent.mkdir()
         checkpoint.prepare(step, meta)
@@ -417,20 +366,21 @@ def own_file(source: Path, name: str) -> Path | None:
     return None if name.endswith(".json") else (source if source.is_dir() else source.parent) / OUR_TOKENIZER
 
 
+@dataclass
+class ImportSettings:
+    """What is known of a model that is imported."""
+
+    tokenizer: str = ""  # gpt2, bytes, bpe-N or a tokenizer.json (empty = theirs, else gpt2)
+
+
 def main(argv) -> None:
-    parser = program.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("import", "export"))
-    parser.add_argument("source", help="import: a Hugging Face folder or Composer .pt; export: a run or checkpoint")
-    parser.add_argument("target", help="a new folder")
-    parser.add_argument(
-        "--tokenizer", help="import: gpt2, bytes, bpe-N or a tokenizer.json (default: theirs, else gpt2)"
-    )
-    args = parser.parse_args(argv)
-    if args.what == "import":
-        return import_(args.source, args.target, args.tokenizer)
-    export(args.source, args.target)
-    name = files.read_json(Path(args.target) / "config.json")["tokenizer_name"]
-    print(f"{args.target}: written. Its ids are those of the tokenizer {name}")
+    (what, source, target), cfg = config.load(argv, ImportSettings, takes="import|export SOURCE TARGET")
+    require(what in ("import", "export"), f"{what!r} is neither import nor export (--help shows both)")
+    if what == "import":
+        return import_(source, target, cfg.tokenizer)
+    export(source, target)
+    name = files.read_json(Path(target) / "config.json")["tokenizer_name"]
+    print(f"{target}: written. Its ids are those of the tokenizer {name}")
 
 
 if __name__ == "__main__":

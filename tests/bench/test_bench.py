@@ -1,13 +1,22 @@
 """The door to the benchmarks: their figures are for bench/results/, not for a test."""
 
+import ast
+import subprocess
+import sys
+
 import pytest
+from conftest import ROOT, rooms_on_path
+
+from bench.__main__ import NAMES
 
 
 @pytest.mark.parametrize("words", [(), ("trian",)])
 def test_no_such_benchmark_is_one_line(python, words):
     wrong = python(*words, program="bench")
-    usage = "error: usage: python -m bench train|attention|machine|scaling|compare [config] [--key=value]\n"
-    assert (wrong.returncode, wrong.stderr) == (2, usage)
+    line = "error: usage: python -m bench NAME [config] [--key=value] (python -m bench --help lists the names)\n"
+    if words:
+        line = "error: no benchmark 'trian', did you mean train?\n"
+    assert (wrong.returncode, wrong.stderr) == (2, line)
 
 
 @pytest.mark.slow
@@ -15,3 +24,47 @@ def test_each_name_leads_to_its_file(python):
     assert "usage: python -m bench scaling" in python("scaling", program="bench").stderr
     for name, setting in {"train": "--sweep=", "attention": "--head_dims=", "machine": "--seconds="}.items():
         assert setting in python(name, "--help", program="bench").stdout
+
+
+def test_the_list_has_every_file_with_its_first_line(python):
+    listed = python("--help", program="bench").stdout
+    for path in (ROOT / "bench").glob("[a-z]*.py"):
+        assert path.stem in NAMES
+        first_line = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+        assert f"  {path.stem:<13} {first_line}\n" in listed + "\n"
+
+
+IMPORTS = """
+import sys
+from bench import __main__ as door
+try:
+    door.main(["compare"])
+except door.config.UserError as error:
+    print(error, *sys.modules)
+"""
+
+
+def test_the_door_imports_only_what_is_asked_for():
+    """What compares results is there at once, without torch."""
+    command = [sys.executable, "-c", IMPORTS]
+    done = subprocess.run(command, env=rooms_on_path(), capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert done.stdout.startswith("usage: python -m bench compare") and "bench.compare" in modules
+    assert not {"torch", "bench.train", "bench.scaling"} & set(modules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["bench team", "bench.team"])
+def test_spawned_processes_find_their_class_however_it_is_started(python, how):
+    done = python(program=how)
+    lines = [f"rank {rank} of 3, 1 threads" for rank in range(3)]
+    assert done.stdout.splitlines()[:3] == lines, done.stderr
+    assert "has no attribute 'leave'" in done.stdout and done.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_step_with_something_undone_is_another_step(python):
+    """By the door, in spawned processes: the classes are those of bench.before_after and bench.train."""
+    done = python("--only=two of half the size", "--rounds=1", "--steps=1", program="bench before_after")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| one microbatch: two of half the size instead | ") == 2 and "n/a" not in done.stdout

@@ -8,7 +8,9 @@ import sys
 import pytest
 from conftest import ROOT, clean_environment
 
+from bench import __main__ as door
 from bench import compare as bench_compare
+from bench import scaling as bench_scaling
 from config import UserError
 
 CONVENTION = "LLM Foundry: 6 N + 12 L d S"
@@ -58,7 +60,7 @@ def cells(text):
 def test_strong_and_weak_scaling_by_hand(tmp_path, capsys):
     strong = [at(8, 64, 40000), at(32, 64, 34000), at(16, 64, 38000)]
     weak = [at(16, 128, 39600), at(32, 256, 39000, tflops_device="")]
-    bench_compare.scaling([write(tmp_path / "r.csv", *strong, FAILED, *weak)])
+    bench_scaling.main([write(tmp_path / "r.csv", *strong, FAILED, *weak)])
     text = capsys.readouterr().out
     first, second = cells(text)
     assert [row["ranks"] for row in first] == ["8", "16", "32"] and [row["nodes"] for row in first] == ["1", "2", "4"]
@@ -78,8 +80,8 @@ def test_strong_and_weak_scaling_by_hand(tmp_path, capsys):
 def test_rows_that_differ_in_a_setting_are_apart_and_the_later_of_two_counts(tmp_path):
     rows = [at(8, 64, 9), at(8, 64, 10), at(16, 64, 8)]
     rows += [at(8, 64, 20, torch="2.14.0"), at(16, 64, 19, torch="2.14.0"), at(8, 64, 5, compile=True)]
-    tables, alone = bench_compare.groups(bench_compare.read(write(tmp_path / "r.csv", *rows)))
-    assert [bench_compare.efficiencies(members) for members in tables.values()] == [[1, 0.8], [1, 0.95]]
+    tables, alone = bench_scaling.groups(bench_compare.read(write(tmp_path / "r.csv", *rows)))
+    assert [bench_scaling.efficiencies(members) for members in tables.values()] == [[1, 0.8], [1, 0.95]]
     assert [title.rpartition("torch ")[2] for title in tables] == ["2.13.0, compile False", "2.14.0, compile False"]
     assert [row["compile"] for row in alone] == ["True"]
 
@@ -87,14 +89,14 @@ def test_rows_that_differ_in_a_setting_are_apart_and_the_later_of_two_counts(tmp
 def test_shards_of_another_size_are_another_setting_only_where_they_are_chosen(tmp_path):
     hybrid = [at(ranks, 64, 10, sharding="HYBRID_SHARD") for ranks in (8, 16)]
     rows = bench_compare.read(write(tmp_path / "r.csv", *hybrid))
-    assert not bench_compare.groups(rows)[0]
+    assert not bench_scaling.groups(rows)[0]
     rows = bench_compare.read(write(tmp_path / "r.csv", *(row | dict(shard_size=8) for row in hybrid)))
-    assert len(bench_compare.groups(rows)[0]) == 1
+    assert len(bench_scaling.groups(rows)[0]) == 1
 
 
 def test_one_size_says_what_to_run_and_still_shows_the_published_run(tmp_path, capsys):
     path = write(tmp_path / "r.csv", at(8, 64, 10))
-    bench_compare.scaling([path])
+    bench_scaling.main([path])
     text = capsys.readouterr().out
     assert "One size only: 8 ranks, global batch 64: mpt1b at 2048" in text
     assert "slurm/scaling.sbatch CONFIG" in text and f"--out={path}" in text and "95.8%" in text
@@ -105,7 +107,7 @@ def test_the_picture_goes_where_it_is_told(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = write(tmp_path / "r.csv", at(8, 64, 10), at(16, 64, 9))
     for out, picture in [("new/", "new/r_scaling.png"), ("new", "new/r_scaling.png"), ("new/a", "new/a_scaling.png")]:
-        bench_compare.scaling([path, f"--out={tmp_path}/{out}"])
+        bench_scaling.main([path, f"--out={tmp_path}/{out}"])
         assert capsys.readouterr().out.strip().endswith(str(tmp_path / picture))
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
         (tmp_path / picture).unlink()
@@ -114,7 +116,7 @@ def test_the_picture_goes_where_it_is_told(tmp_path, capsys):
 def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)  # to import it is an ImportError now
-    bench_compare.scaling([write(tmp_path / "r.csv", at(8, 64, 10), at(16, 64, 9))])
+    bench_scaling.main([write(tmp_path / "r.csv", at(8, 64, 10), at(16, 64, 9))])
     assert "requirements-extra.txt" in capsys.readouterr().out
 
 
@@ -125,7 +127,7 @@ def test_cost_and_energy_by_hand(tmp_path, capsys):
     """1e9 tokens at 45,455/s take 6.1111 h, at 20,513/s 13.5416 h; watts 10200 / 8 and 6500 / 8."""
     a = write(tmp_path / "a.csv", A100 | dict(tokens_per_second_device=1), A100, FAILED)
     b = write(tmp_path / "b.csv", H100)
-    bench_compare.compare([a, b, "--prices=2,4.5"])
+    bench_compare.main([a, b, "--prices=2,4.5"])
     text = capsys.readouterr().out
     ((first, second),) = cells(text)
     assert (first["file"], first["device"]) == (a, "NVIDIA A100-SXM4-80GB")
@@ -138,12 +140,12 @@ def test_cost_and_energy_by_hand(tmp_path, capsys):
     assert f"2.22 times the tokens/s of one of {a}; {a} is cheaper by 1.5%" in text  # 1 - 27.083 / 27.500
     assert f"with {a} at $2 an hour, both cost the same when {b} is at $4.432." in text  # 2 x 45455 / 20513
     assert "Prices are dollars per hour of one torch device" in text and "No watts known" not in text
-    bench_compare.compare([a, b, "--prices=2,4.4"])
+    bench_compare.main([a, b, "--prices=2,4.4"])
     assert f"{b} is cheaper by 0.7%" in capsys.readouterr().out  # 1 - 4.4 / 4.432
 
 
 def test_without_prices_speed_and_energy_only(tmp_path, capsys):
-    bench_compare.compare([write(tmp_path / "a.csv", A100), write(tmp_path / "b.csv", H100), "--watts=100,1000"])
+    bench_compare.main([write(tmp_path / "a.csv", A100), write(tmp_path / "b.csv", H100), "--watts=100,1000"])
     text = capsys.readouterr().out
     assert "dollars" not in text and "Break-even" not in text and "2.22 times" in text
     assert [row["kWh per 1e9 tokens"] for row in cells(text)[0]] == ["1.35", "6.11"]
@@ -153,7 +155,7 @@ def test_each_common_model_is_a_pair_in_order_of_parameters(tmp_path, capsys):
     small, longer = H100 | dict(model="mpt125m", n_params=125311488), H100 | dict(max_seq_len=4096, n_params=1320144896)
     a = write(tmp_path / "a.csv", longer, H100, small | dict(model="mpt350m"), small)
     b = write(tmp_path / "b.csv", small, small | dict(max_seq_len=512), H100, longer)
-    bench_compare.compare([a, b])
+    bench_compare.main([a, b])
     (table,) = cells(capsys.readouterr().out)
     named = ["mpt125m at 2048", "mpt1b at 2048", "mpt1b at 4096"]
     assert [(row["model"], row["file"]) for row in table] == [(name, path) for name in named for path in (a, b)]
@@ -180,7 +182,7 @@ def test_watts_are_those_of_a_known_node_or_unknown(device, peak, watts, tmp_pat
 
 def test_a_device_without_watts_and_peak_is_not_guessed(tmp_path, capsys):
     cpu = H100 | dict(device="cpu", peak_tflops="", mfu="", hfu="")
-    bench_compare.compare([write(tmp_path / "a.csv", cpu), write(tmp_path / "b.csv", H100)])
+    bench_compare.main([write(tmp_path / "a.csv", cpu), write(tmp_path / "b.csv", H100)])
     text = capsys.readouterr().out
     row = cells(text)[0][0]
     assert (row["MFU (convention)"], row["W a device"], row["kWh per 1e9 tokens"]) == ("n/a", "n/a", "n/a")
@@ -193,6 +195,7 @@ def test_a_device_without_watts_and_peak_is_not_guessed(tmp_path, capsys):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the door replaces
     write("a.csv", H100)
     write("small.csv", H100 | dict(model="mpt125m", n_params=125311488))
     write("failed.csv", FAILED)
@@ -222,26 +225,26 @@ ERRORS = {
     "compare a.csv a.csv --prices=1,2,3": "--prices wants two numbers above 0",
     "compare a.csv a.csv --prices=2,nan": "--prices wants two numbers above 0",
     "compare a.csv a.csv --watts=2,-1": "--watts wants two numbers above 0",
-    "scale a.csv": "usage: python -m bench compare",
+    "scale a.csv": "no benchmark 'scale', did you mean scaling?",
 }
 
 
 @pytest.mark.parametrize("command", ERRORS)
 def test_an_error_is_one_line(command, folder):
     with pytest.raises(UserError) as error:
-        bench_compare.main(command.split())
+        door.main(command.split())
     assert str(error.value).startswith(ERRORS[command]) and "\n" not in str(error.value)
 
 
 def test_the_program_ends_with_status_2_and_one_line(python, folder):
-    done = python("compare", "a.csv", "small.csv", program="bench/compare.py")
+    done = python("a.csv", "small.csv", program="bench compare")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {NOTHING_COMMON}\n")
 
 
 # --- slurm/scaling.sbatch
 
 # Stand-ins. srun starts one task, bench train writes a row whose figure falls by a tenth with each doubling of the
-# nodes; config.py and what reads the rows are real. The dispatch of bench is another test's subject.
+# nodes; config.py and what reads the rows are real.
 SRUN = """#!/usr/bin/env bash
 echo "$@" >> srun.log
 while [[ $1 == --* ]]; do shift; done
@@ -251,8 +254,9 @@ SCONTROL = """#!/usr/bin/env bash
 [[ "$*" == "show hostnames node[1-4]" ]] && printf 'node%s\\n' 1 2 3 4
 """
 PYTHON = """#!/usr/bin/env bash
-[[ $1 != bench ]] || set -- bench/compare.py "${@:2}"
-exec %s "%s/$1" "${@:2}"
+export PYTHONPATH=%s
+[[ $1 == -m ]] || set -- "$PYTHONPATH/$1" "${@:2}"
+exec %s "$@"
 """
 TORCHRUN = """#!%s
 import csv, math, os, sys
@@ -275,7 +279,7 @@ with open(setting["out"], "a", newline="") as file:
 def submit(folder, *args, **environment):
     """Run the script in `folder` as SLURM does on 4 nodes; how it ended, and the lines that srun got."""
     (folder / ".venv/bin").mkdir(parents=True)
-    python, torchrun = PYTHON % (sys.executable, ROOT), TORCHRUN % (sys.executable, H100)
+    python, torchrun = PYTHON % (ROOT, sys.executable), TORCHRUN % (sys.executable, H100)
     made = {"srun": SRUN, "scontrol": SCONTROL, ".venv/bin/python": python, ".venv/bin/torchrun": torchrun}
     for name, text in made.items():
         (folder / name).write_text(text)
@@ -299,7 +303,8 @@ def test_slurm_script_times_every_size_and_prints_the_table(tmp_path):
     strong, weak = [(n, n, "256") for n in "124"], [("2", "2", "512"), ("4", "4", "1024")]
     assert sorted(sizes) == sorted(strong + weak)
     for line in lines:
-        assert f"bench train {ROOT}/configs/mpt1b.py --sharding=ZERO1" in line and line.endswith("--out=scaling.csv")
+        assert f" -m bench train {ROOT}/configs/mpt1b.py --sharding=ZERO1" in line
+        assert line.endswith("--out=scaling.csv")
         assert word(line, "ntasks") == word(line, "nodes") and word(line, "cpus-per-task") == "64"
         assert word(line, "rdzv_endpoint").startswith("node1:")
     assert len({word(line, "rdzv_endpoint") for line in lines}) == len({word(line, "rdzv_id") for line in lines}) == 5

@@ -17,7 +17,7 @@ COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
 
 def run(launch, tmp_path, *args) -> tuple[dict, str]:
     """machine.json and what was printed."""
-    done = launch(*args, *TINY, program="bench/machine.py")
+    done = launch(*args, *TINY, program="bench machine")
     assert done.returncode == 0, done.stderr
     assert [path.name for path in (tmp_path / "results").iterdir()] == [
         "machine.json"
@@ -164,15 +164,15 @@ def test_a_node_of_three_ranks_and_one_of_one(ranks):
 
 
 def test_a_wrong_setting_is_one_line(python):
-    done = python("--secs=1", program="bench/machine.py")
+    done = python("--secs=1", program="bench machine")
     assert done.returncode == 2 and "'seconds'" in done.stderr and len(done.stderr.splitlines()) == 1
     with pytest.raises(UserError, match="more than 0"):
-        bench_machine.bench_machine(["--seconds=0"])
+        bench_machine.main(["--seconds=0"])
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_timed_in_its_queue(tmp_path, python):
-    done = python("--seconds=0.05", "--device=cuda", program="bench/machine.py")
+    done = python("--seconds=0.05", "--device=cuda", program="bench machine")
     assert done.returncode == 0, done.stderr
     machine = json.loads((tmp_path / "machine.json").read_text())
     assert 1 < machine["matmul_tflops"]["bf16"]["8192"] < 1e4 and 50 < machine["memory_gbs"] < 2e4

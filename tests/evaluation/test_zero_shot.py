@@ -337,7 +337,7 @@ def test_program_answers_mistakes_in_one_line(run):
     wrong = launch([], run, ["run", "--tasks=hellaswg"], program="evaluation/zero_shot.py")
     assert wrong.returncode == 2 and wrong.stderr == "error: unknown task 'hellaswg', did you mean 'hellaswag'?\n"
     for argv, words in (
-        ([], "usage: python -m evaluation RUN"),
+        ([], r"usage: python .*RUN \[--key=value"),
         (["run", "--shot=1"], "did you mean 'shots'"),
         (["run", "--limit=-1"], "limit must be 0 or more"),
         (["run", "--batch_tokens=0"], "batch_tokens must be at least 1"),

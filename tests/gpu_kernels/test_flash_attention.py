@@ -504,6 +504,16 @@ def test_the_program_refuses_other_flags_and_tuning_without_a_gpu(python):
         assert wrong.returncode == 2 and "there is none here" in wrong.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels as they are")
+def test_without_a_gpu_the_program_starts_itself_again_in_the_interpreter(python):
+    """From another folder, too."""
+    done = python(program="gpu_kernels/flash_attention.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("largest relative error of ") and "(cpu, 48 tokens)" in done.stdout
+    assert len(done.stdout.splitlines()) == 1 + 3 * 6
+
+
 # --- small pieces
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
+from conftest import PATIENCE, flags_for, launch, rooms_on_path
 
 from config import UserError
 from lessons import elastic
@@ -29,8 +29,8 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path
     """Ctrl-C, when the second run is on its way: the ranks are gone, and the same command goes on with that run."""
     folder = tmp_path / "all"
     flags = [*SMALL, *flags_for(tiny_data), f"--run_dir={folder}"]
-    command = [sys.executable, ROOT / "lessons/elastic.py", *flags]
-    process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "lessons.elastic", *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, env=rooms_on_path(), stdout=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + PATIENCE
         while elastic.steps_done(folder / "two") < 10:

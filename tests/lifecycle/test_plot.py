@@ -237,7 +237,8 @@ def test_program_overlays_two_runs(run, tmp_path):
 
 def test_without_matplotlib_the_terminal_has_it_all(run, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
-    command = "import sys; sys.path[:0] = sys.argv[1:]; from lifecycle import plot; plot.main(['run', 'run', '--what=all', '--diff'])"
+    command = "import sys; sys.path[:0] = sys.argv[1:]; from lifecycle import plot; "
+    command += "plot.main(['run', 'run', '--what=all', '--diff'])"
     done = launch(["-c", command, str(tmp_path)], tmp_path, [], program=ROOT)
     assert done.returncode == 0, done.stderr
     for words in ("loss (nats a token)   5,000 tokens", "MFU: not known", "requirements-extra.txt", "50 of 50"):

@@ -1,4 +1,4 @@
-"""lifecycle/resume.py: damage is found and named before training, what is unfit is put aside, what is of another run refused."""
+"""lifecycle/resume.py: damage is found before training, the unfit is put aside, another run's is refused."""
 
 import binascii
 import codecs

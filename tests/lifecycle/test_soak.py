@@ -29,6 +29,7 @@ from conftest import flags_for
 import checkpoint
 from lessons.elastic import Launch, finished, steps_done
 from lifecycle import runlog
+from weights import load
 
 INTERVAL = 5
 SIZE = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=257", "--max_seq_len=16"]
@@ -93,7 +94,7 @@ class Soak:
         newest, last = self.newest(), steps_done(self.folder)
         assert newest >= before
         if newest:
-            model = checkpoint.load_model(checkpoint.latest(self.folder), torch.device("cpu"))
+            model = load.load_model(checkpoint.latest(self.folder), torch.device("cpu"))
             assert all(weights.isfinite().all() for weights in model.state_dict().values())
         assert last - newest <= 2 * INTERVAL
         if when != "starting" and victim in (None, 0):  # starting: the rows may still be those of the launch before

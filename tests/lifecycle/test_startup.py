@@ -51,7 +51,8 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
 
 def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
     """A shell stands for torchrun; what takes long in the rank are imports."""
-    program = "import time; from lifecycle import startup; startup.begin(['--help']); print('here', flush=True); time.sleep(60)"
+    program = "import time; from lifecycle import startup; startup.begin(['--help']); "
+    program += "print('here', flush=True); time.sleep(60)"
     shell = ["sh", "-c", f'{sys.executable} -c "{program}" & wait']
     env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -21,6 +21,7 @@ import fsdp_train
 from config import TrainConfig, UserError
 from lessons.elastic import Launch, steps_done
 from lifecycle import lease, runlog, stopping
+from weights.load import load_model
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=0"]
@@ -313,7 +314,7 @@ def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(ranks, tiny_dat
 
 
 def load(path):
-    return checkpoint.load_model(path, torch.device("cpu")).state_dict()
+    return load_model(path, torch.device("cpu")).state_dict()
 
 
 def same(a, b) -> bool:
@@ -409,7 +410,8 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
     log.row(rows[3])
     assert runlog.read(folder) == rows[:4]
     program = (
-        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); from lifecycle import runlog; from config import *;"
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); "
+        "from lifecycle import runlog; from config import *;"
         "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
         "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"

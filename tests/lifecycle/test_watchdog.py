@@ -1,18 +1,22 @@
-"""lifecycle/watchdog.py: a rank that stands still is named, one that has to leave takes the others along; injected for real."""
+"""A rank that stands still is named, one that fails takes the others along: injected for real."""
 
 import signal
 import time
+from concurrent import futures
 
 import pytest
 import torch
 from conftest import ROOT, flags_for
 from test_stopping import FLAGS, FOREVER, steps_of, wait_for
+from tqdm import tqdm
 
 import checkpoint
+import data
 import processes
 from lessons.elastic import Launch, steps_done
 from lifecycle import watchdog
 from program import RESUME_ME
+from text import tokenizer
 
 # fsdp_train.py with a fault: `reading` runs when a rank reads the rows of a step (from 0), `stepping` when it takes it.
 PROGRAM = """
@@ -20,6 +24,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 import data, fsdp_train, parallel, torch
 from config import UserError
+from text import tokenizer
 
 rank, batch, train_step = int(os.environ["RANK"]), data.Split.batch, fsdp_train.train_step
 
@@ -77,6 +82,18 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     assert " hangs at data.py, line " in line and line.endswith(
         f"/checkpoints/{checkpoint.latest(tmp_path / 'run').name}"
     )
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_in_a_room_is_named_with_the_line(started, tmp_path):
+    """The innermost line of ours counts, in whatever folder: not the loop that led there."""
+    hangs = "(time.sleep(10**6) for _ in 'a')"
+    stepping = f"(step, rank) == (3, 1) and tokenizer.train_bpe({hangs}, 300)"
+    job = started(2, *FOREVER, "--timeout_minutes=0.1", stepping=stepping)
+    assert job.left(200) and statuses(job) == [RESUME_ME] * 2
+    (line,) = errors(tmp_path)
+    assert f"rank 1 (process {job.processes[1].pid} on " in line
+    assert " hangs at text/tokenizer.py, line " in line and ", in train_bpe" in line
 
 
 @pytest.mark.slow
@@ -144,6 +161,28 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
     assert job.left(60)
     assert statuses(job) == [2, 2]
     assert errors(tmp_path) == [f"{name}: my shard is damaged"]
+
+
+def stuck(enter) -> str:
+    """What another thread says while this one is in `enter(chunks)`, which waits for its first chunk."""
+    found = []
+
+    def chunks():
+        with futures.ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(watchdog.whereabouts).result())
+        yield 0, 0, ["a"]
+
+    list(enter(chunks()))
+    return found[0]
+
+
+def test_lines_of_the_root_and_of_rooms_are_named_and_no_others():
+    in_root = stuck(lambda chunks: data.counted(chunks, bar=tqdm(disable=True)))
+    assert in_root.startswith("data.py, line ") and in_root.endswith(", in counted")
+    in_room = stuck(lambda chunks: tokenizer.train_bpe((docs[0] for _, _, docs in chunks), 300).encode("a"))
+    assert in_room.startswith("text/tokenizer.py, line ") and in_room.endswith(", in train_bpe")
+    # What lies deeper is not ours: these tests, and a .venv in the root.
+    assert stuck(lambda chunks: chunks) == "the end of the program"
 
 
 def test_whose_fault_it_is():

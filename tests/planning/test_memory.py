@@ -1,4 +1,4 @@
-"""planning/memory.py against arithmetic by hand, against a count of what real steps allocate, and against the allocator."""
+"""planning/memory.py against arithmetic by hand, what real steps allocate, and the allocator."""
 
 import dataclasses
 import random

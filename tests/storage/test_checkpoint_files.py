@@ -30,11 +30,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import checkpoint
-import generate
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT
 from storage.checkpoint_files import cause_of, find_damage, read_metadata, reason_of
-from weights import hf
+from weights import hf, load
 
 SMALL = MPTConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=257, max_seq_len=16)
 WEIGHT = "model.transformer.blocks.0.ffn.down_proj.weight"
@@ -157,9 +156,9 @@ ATTACKS = {
     checksums_elsewhere: r"checksums\.json is missing or damaged",
 }
 USES = {
-    "sample": lambda run, new: generate.load_for_sampling(str(run), None, torch.device("cpu")),
+    "sample": lambda run, new: load.load_for_sampling(str(run), None, torch.device("cpu")),
     "export": lambda run, new: hf.export(run, new),
-    "init_from": lambda run, new: hf.init_from(MPT(SMALL), run),
+    "init_from": lambda run, new: load.init_from(MPT(SMALL), run),
 }
 
 
@@ -239,7 +238,7 @@ def test_meta_of_the_wrong_shape_is_named(run, text, cause):
     (path / "meta.json").write_bytes(text.encode("latin-1"))
     seal(path)
     with pytest.raises(UserError, match=rf"step-5/meta\.json is damaged \(.*{cause}"):
-        generate.load_for_sampling(str(run), None, torch.device("cpu"))
+        load.load_for_sampling(str(run), None, torch.device("cpu"))
 
 
 def test_settings_of_the_wrong_type_are_named(run):
@@ -248,7 +247,7 @@ def test_settings_of_the_wrong_type_are_named(run):
     checkpoint.write_json(path / "meta.json", meta | {"n_layers": "many"})
     seal(path)
     with pytest.raises(UserError, match="n_layers in .*meta.json is 'many', expected a whole number"):
-        generate.load_for_sampling(str(run), None, torch.device("cpu"))
+        load.load_for_sampling(str(run), None, torch.device("cpu"))
 
 
 def pieces(metadata):

@@ -102,6 +102,15 @@ def test_another_folder_is_not_entered(tmp_path, name):
     assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
 
 
+def test_columns_of_a_table_that_were_called_something_else(tmp_path):
+    (tmp_path / "old.csv").write_text("checkpoint_every,ranks\n2,8\n")
+    rows = files.read_csv(tmp_path / "old.csv", ["recompute_every"])
+    assert rows == [{"recompute_every": "2", "ranks": "8"}]
+    (tmp_path / "both.csv").write_text("checkpoint_every,recompute_every\n2,3\n")
+    with pytest.raises(UserError, match="both.csv sets checkpoint_every and recompute_every, its"):
+        files.read_csv(tmp_path / "both.csv")
+
+
 def test_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())

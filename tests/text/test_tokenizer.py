@@ -210,13 +210,10 @@ def test_training_depends_on_the_corpus_only(bpe):
     texts = stdlib(100_000)
     assert train_bpe(reversed(texts), 512).fingerprint == bpe.fingerprint
     assert train_bpe(texts[1:], 512).fingerprint != bpe.fingerprint
+    code = "from text import tokenizer; print(tokenizer.train_bpe(['in an inn an ant'] * 2, 300).tokens)"
     runs = [
         subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from text import tokenizer as t; print(t.train_bpe(['in an inn an ant'] * 2, 300).tokens)",
-            ],
+            [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
             cwd=ROOT,
             capture_output=True,

@@ -4,7 +4,6 @@ import datetime
 import json
 import random
 import resource
-import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -17,13 +16,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
-import generate
 import parallel
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
 from storage import checkpoint_files, files
 from text import tokenizer as tokenizers
-from weights import hf, tensor_files
+from weights import hf, load, tensor_files
 
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
 LIKE_TRANSFORMERS = dict(alibi=True, no_bias=True, learned_pos_emb=False)
@@ -333,7 +331,7 @@ def test_composer_checkpoints(tmp_path):
     save_composer(path, model, integrations={"huggingface": {"model": {"config": content}}})
     assert hf.settings_of(path) == cfg
     found = empty(cfg)
-    hf.init_from(found, path)
+    load.init_from(found, path)
     assert same_weights(found, model)
 
     save_composer(path, model)
@@ -357,7 +355,7 @@ def fill_on(world, folder, cfg, mode, dtype):
         model = MPT(cfg).to(dtype)
     model = parallel.parallelize(model, parallel.make_mesh(world, train), train, "fp32")
     parallel.materialize(model, world.device, None)
-    hf.init_from(model, folder)
+    load.init_from(model, folder)
     whole = {p.to_local().shape == p.shape for p in model.parameters()}
     with torch.no_grad():
         return model.eval()(tokens(cfg)).numpy(), whole
@@ -454,7 +452,7 @@ def test_import_sample_and_export(tmp_path, capsys):
     hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--tokenizer=bytes"])
     assert "Text is cut by bytes" in capsys.readouterr().out
 
-    found, tokenizer, name = generate.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
+    found, tokenizer, name = load.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
     assert tokenizer.name == "bytes" and name.endswith("step-0") and found.cfg == cfg
     assert same_weights(found, model.float())
     step = tmp_path / "run/checkpoints/step-0"
@@ -481,7 +479,7 @@ def test_a_tokenizer_trained_here_goes_along(tmp_path):
     hf.import_(tmp_path / "theirs", tmp_path / "run", bpe.name)
     hf.export(tmp_path / "run", tmp_path / "back")
     hf.import_(tmp_path / "back", tmp_path / "again")
-    _, found, _ = generate.load_for_sampling(str(tmp_path / "again"), None, torch.device("cpu"))
+    _, found, _ = load.load_for_sampling(str(tmp_path / "again"), None, torch.device("cpu"))
     assert found.fingerprint == bpe.fingerprint and found.name == bpe.name
 
 
@@ -505,55 +503,12 @@ def test_their_tokenizer_is_taken(theirs, tmp_path):
     made.train_from_iterator(["the cat and the dog and the cat"], 270, special_tokens=["<|endoftext|>"])
     made.save(str(theirs / "tokenizer.json"))
     hf.import_(theirs, tmp_path / "run")
-    _, found, _ = generate.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
+    _, found, _ = load.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
     assert (
         found.name == str(theirs / "tokenizer.json") and found.encode("the cat").tolist() == made.encode("the cat").ids
     )
     hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     assert (tmp_path / "back/tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
-
-
-def init_from_run(world, run, cfg, other):
-    """Start from a run of ours under FSDP; then try another model: logits, and what that says."""
-    train = TrainConfig()
-    with torch.device("meta"):
-        models = [MPT(cfg), MPT(other)]
-    models = [parallel.parallelize(m, parallel.make_mesh(world, train), train, "fp32") for m in models]
-    for model in models:
-        parallel.materialize(model, world.device, None)
-    hf.init_from(models[0], run)
-    try:
-        hf.init_from(models[1], run)
-    except UserError as error:
-        with torch.no_grad():
-            return models[0](tokens(cfg)).numpy(), str(error), error.everywhere
-
-
-def test_init_from_a_run_of_ours(ranks, tmp_path):
-    """Without a process group, and on two ranks; dropout and length under ALiBi may differ, slopes may not."""
-    cfg = replace(SMALL, alibi=True, vocab_size=300)
-    model = build(cfg)
-    hf.export(model, tmp_path / "theirs")
-    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
-    free = dict(resid_pdrop=0.1, max_seq_len=20, learned_pos_emb=False, attn_impl="sdpa", kv_n_heads=6)
-    alone = empty(replace(cfg, **free))
-    hf.init_from(alone, tmp_path / "run/checkpoints/step-0")
-    assert same_weights(alone, model)
-
-    other = replace(cfg, alibi_bias_max=16, clip_qkv=6)
-    with torch.no_grad():
-        wanted = model(tokens(cfg))
-    for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
-        assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
-        assert error.endswith("of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). Set them alike")
-        assert everywhere
-
-
-@pytest.mark.parametrize("name, value", [("max_seq_len", 20), ("n_heads", 3), ("rope", True), ("alibi", True)])
-def test_another_model_is_refused(name, value, tmp_path):
-    hf.export(build(SMALL), tmp_path / "theirs")
-    with pytest.raises(UserError, match=rf"of another model: .*{name} {getattr(SMALL, name)} \(here {value}\)"):
-        hf.init_from(empty(replace(SMALL, **{name: value})), tmp_path / "theirs")
 
 
 # --- what is broken
@@ -695,25 +650,6 @@ def test_a_mistake_is_one_line(python, tmp_path):
     done = python("export", "nowhere", "out", program="weights/hf.py")
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: no checkpoint in 'nowhere'") and done.stderr.count("\n") == 1
-
-
-def test_tokenizers_of_weights_are_compared(tmp_path):
-    """By what they do, not by where they lie."""
-    ours = tokenizers.train_bpe(["a few words, and a few more words"] * 9, 260)
-    other = tokenizers.train_bpe(["quite another text, with other words"] * 9, 260)
-    for name, made in (("ours", ours), ("other", other)):
-        made.save(str(tmp_path / f"{name}.json"))
-    cfg = replace(SMALL, vocab_size=300)
-    hf.export(MPT(cfg), tmp_path / "theirs")
-    settings = json.loads((tmp_path / "theirs/config.json").read_text())
-    (tmp_path / "theirs/config.json").write_text(json.dumps(settings | {"tokenizer_name": "bpe-260"}))
-    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.OUR_TOKENIZER)
-    hf.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
-    for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
-        with pytest.raises(
-            UserError, match=f"was trained with the tokenizer bpe-260, whose ids are not those of {name}"
-        ):
-            hf.check_same_tokenizer(tmp_path / "theirs", name, file)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""weights/tensor_files.py: headers of safetensors as strict as the reference, pickles that point beyond their file, links."""
+"""weights/tensor_files.py: headers as strict as safetensors' own, pickles that point beyond their file, links."""
 
 import copy
 import json

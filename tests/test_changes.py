@@ -1,0 +1,65 @@
+"""CHANGES.md tells whoever comes with an old command or an old file's name where to go."""
+
+import re
+
+import pytest
+from conftest import ROOT
+from test_program import PROGRAMS
+
+TEXT = (ROOT / "CHANGES.md").read_text()
+# The programs of before, all in one folder, and those of benchmarks/.
+OLD = """
+    attention bench bench_attention bench_compare bench_machine bench_table bench_team bench_train calibrate
+    checkpoint checkpoint_files config corpus data decoding devices elastic environment files flash_attention flops
+    fsdp_train generate hf icl_eval icl_score icl_tasks launch_table loss matmuls memory microbatch model optim
+    parallel plan plan_picture plot processes program resilience resume runlog sampling shards speed startup
+    tensor_files tokenizer watch
+    benchmarks/before_after benchmarks/flops_counted benchmarks/generate_speed benchmarks/icl_speed
+    benchmarks/load_speed benchmarks/memory_measured benchmarks/planner benchmarks/trajectories
+""".split()
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of the table below a title, without its head."""
+    section = TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    assert lines and all(len(line) == 2 for line in lines)
+    return lines
+
+
+COMMANDS = dict(rows("Commands"))
+
+
+def module_of(command: str) -> str:
+    """What runs, as test_program.py names it: "plan.py", "lifecycle.plot", "bench train", "evaluation"."""
+    words = command.strip("`").split()
+    if "-m" not in words:
+        return next(word for word in words if word.endswith(".py"))
+    name, *rest = words[words.index("-m") + 1 :]
+    return f"bench {rest[0]}" if name == "bench" else name
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_every_old_file_and_its_command_have_a_row(name):
+    before = [old.strip("`") for old, _ in rows("Files")]
+    assert f"{name}.py" in before
+    assert any(f" {name}.py" in old for old in COMMANDS), f"how was {name}.py called, and how is it now?"
+
+
+def test_every_new_place_exists():
+    for old, new in rows("Files"):
+        places = [old.strip("`")] if new == "the same place" else re.findall("`([^`]+)`", new)
+        assert places and all((ROOT / place).exists() for place in places), (old, new)
+
+
+@pytest.mark.parametrize("old", COMMANDS)
+def test_every_new_command_is_a_program(old):
+    """test_program.py runs each of its PROGRAMS with --help."""
+    new = old if COMMANDS[old] == "the same" else COMMANDS[old]
+    assert module_of(new) in PROGRAMS
+
+
+def test_what_stays_in_the_root_is_called_as_before():
+    for old, new in COMMANDS.items():
+        stays = (ROOT / module_of(old)).exists() and "--check" not in old
+        assert (new == "the same") == (stays and "bench" not in old), (old, new)

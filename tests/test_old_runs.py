@@ -1,0 +1,239 @@
+"""What people have from before is read, and runs go on: tests/old_runs, made at commit e0c057d.
+
+There `recompute_every` is called `checkpoint_every`, and almost no setting has its default.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TORCHRUN, launch
+
+import checkpoint
+import config
+import data
+import generate
+from bench import compare, table, train
+from config import MPTConfig, TrainConfig, from_dict, load
+from lifecycle import microbatch, plot, resume, runlog
+from parallel import World
+
+OLD = ROOT / "tests" / "old_runs"
+CPU = torch.device("cpu")
+DEFAULTS = {  # settings of the fixture that have their defaults, and why
+    *("emb_pdrop", "attn_pdrop", "resid_pdrop"),  # the masks may differ between machines
+    "rope",  # goes not with alibi
+    "compile",  # takes minutes
+    *("init_from", "resume"),  # would make it another kind of run
+    "microbatch_size",  # auto found 8, which is the default
+}
+NEAR = {"loss": 1e-5, "val_loss": 1e-5, "val_bits_per_byte": 1e-5, "grad_norm": 1e-4}  # relative
+
+
+@pytest.fixture
+def old(tmp_path, monkeypatch):
+    """A copy of the folder, complete again, in which the test runs."""
+    folder = shutil.copytree(OLD, tmp_path / "old")
+    shutil.unpack_archive(folder / "checkpoints.tar.gz", folder)
+    monkeypatch.chdir(folder)
+    config.say_once.cache_clear()
+    return folder
+
+
+def read_rows(path) -> list[dict]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def untimed(row: dict) -> dict:
+    """A row without the seconds of its zero-shot tasks."""
+    if "icl" not in row:
+        return row
+    return row | {"icl": {name: task | {"seconds": 0} for name, task in row["icl"].items()}}
+
+
+def assert_same_rows(found: list[dict], expected: list[dict]) -> None:
+    """Losses and norms up to what another CPU may change, all the rest exactly."""
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for row, wanted in zip(map(untimed, found), map(untimed, expected), strict=True):
+        for name, value in wanted.items():
+            wanted_value = pytest.approx(value, rel=NEAR[name]) if name in NEAR else value
+            assert row[name] == wanted_value, (row["step"], name)
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings
+
+
+def test_the_fixture_has_other_values_than_the_defaults(old):
+    saved = config.renamed(json.loads((old / "run" / "config.json").read_text()), "config.json")
+    defaults = vars(MPTConfig()) | vars(TrainConfig())
+    assert {name for name, value in saved.items() if value == defaults[name]} == DEFAULTS
+
+
+def test_a_config_file_and_what_was_saved_mean_the_same_as_before(old, capsys):
+    """No setting has got lost, so none has its default by mistake."""
+    model_cfg, cfg = load(["settings.py"], MPTConfig, TrainConfig)
+    assert cfg.recompute_every == 2
+    note = "note: checkpoint_every in settings.py is called recompute_every now\n"
+    assert capsys.readouterr().err == note
+    meta = checkpoint.read_meta(Path("run/checkpoints/step-6"))
+    for saved in (runlog.read_settings("run"), meta):
+        assert saved["recompute_every"] == 2
+        assert from_dict(MPTConfig, saved) == model_cfg
+        assert vars(from_dict(TrainConfig, saved)) == vars(cfg) | {"microbatch_size": 8}
+    assert capsys.readouterr().err == ""  # every name in them is known
+
+
+def test_the_command_of_before(old, capsys):
+    (cfg,) = load(["--checkpoint_every=3", "--max_steps=200"], TrainConfig)
+    assert cfg.recompute_every == 3
+    note = "note: checkpoint_every in the command line is called recompute_every now\n"
+    assert capsys.readouterr().err == note
+
+
+def test_a_checkpoint_is_of_the_same_model_and_data(old):
+    path = Path("run/checkpoints/step-6")
+    meta = checkpoint.read_meta(path)
+    model_cfg, cfg = load(["settings.py"], MPTConfig, TrainConfig)
+    fingerprint = data.read_summary(Path("tokens"))["fingerprint"]
+    resume.check_same(path, meta, model_cfg, cfg, fingerprint)
+    assert not resume.has_learned(path, cfg.skip_steps)
+
+
+# --------------------------------------------------------------------------------------------------
+# The record of the microbatch
+
+
+@pytest.mark.parametrize("n_ranks, size", [(1, 8), (2, 4)])
+def test_the_microbatch_that_was_found_by_trial_is_still_on_record(old, n_ranks, size):
+    world = World(0, n_ranks, 0, n_ranks, CPU)
+
+    def found(*flags):
+        model_cfg, cfg = load(["settings.py", *flags], MPTConfig, TrainConfig)
+        here = microbatch.circumstances(model_cfg, cfg, world, "fp32")
+        records = microbatch.read(Path("run/microbatch.json"))
+        return [record["microbatch_size"] for record in records if record["circumstances"] == here]
+
+    assert found() == [size]
+    assert found("--activation_checkpointing=none") == found("--global_batch_size=16") == []
+
+
+def test_a_record_of_another_recomputation_is_another_one(old):
+    cfg = load(["settings.py"], MPTConfig, TrainConfig)[1]
+    (first, _) = microbatch.read(Path("run/microbatch.json"))
+    assert first["circumstances"]["recompute_every"] == cfg.recompute_every == 2
+    assert "checkpoint_every" not in first["circumstances"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Data, weights, figures
+
+
+def content_of(folder: Path) -> dict:
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
+def test_the_data_folder_is_taken_as_it_is(old, capfd):
+    before = content_of(old / "tokens")
+    cfg = load(["settings.py"], MPTConfig, TrainConfig)[1]
+    assert data.open_or_prepare(cfg) == data.prepare(cfg) == Path("tokens")
+    assert content_of(old / "tokens") == before
+    assert "training a tokenizer" not in capfd.readouterr().err
+
+
+def test_the_logits_are_those_of_before(old):
+    model, _, _ = generate.load_for_sampling("run", None, CPU)
+    with torch.no_grad():
+        logits = model(torch.arange(3, 27)[None])[0, -1]
+    expected = torch.tensor(json.loads((old / "logits.json").read_text()))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_generate_writes_the_text_of_before(old, capsys):
+    kept = json.loads((old / "greedy.json").read_text())
+    flags = ["--prompt", kept["prompt"], "--temperature=0", "--precision=fp32"]
+    generate.main(["run", *flags, f"--max_new_tokens={kept['tokens']}", "--json"])
+    assert json.loads(capsys.readouterr().out) == kept
+
+
+def test_the_metrics_of_before_are_summed_up_and_drawn(old, capsys):
+    runlog.main(["run"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("run: 12 steps, 1,920 tokens, ")
+    losses = "validation loss 6.476 -> 4.472 nats a token, 6.529 -> 4.509 bits per byte"
+    assert lines[1] == losses
+    assert lines[2] == "to expect: a run of before"
+    run = plot.read("run")
+    assert [row["step"] for row in run.steps] == [1, 2, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert [row["step"] for row in run.vals] == [0, 6, 9, 12]
+    assert "loss (nats a token)   1,920 tokens" in plot.in_terminal([run])
+
+
+def test_a_row_of_bench_train_is_not_measured_again(old):
+    (row,) = table.read("bench.csv")
+    assert row["recompute_every"] == compare.read("bench.csv")[0]["recompute_every"] == "2"
+    assert "| settings |" in table.tables([row])
+    flags = "settings.py --microbatch_size=8 --rounds=1 --steps=1 --threads=1 --ranks=1".split()
+    here = row | {"torch": torch.__version__}
+    assert train.Row(1, flags, "settings").is_like(here)
+    assert not train.Row(1, [*flags, "--recompute_every=1"], "settings").is_like(here)
+
+
+# --------------------------------------------------------------------------------------------------
+# As a user does it
+
+
+def train_on(old, n_ranks: int, *flags: str):
+    """fsdp_train.py with the config file of before, in the folder of before."""
+    return launch([*TORCHRUN, str(n_ranks)] if n_ranks > 1 else [], old, ["settings.py", *flags])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks, size", [(1, 8), (2, 4)])
+def test_a_run_goes_on_as_it_would_have_before(old, n_ranks, size):
+    done = train_on(old, n_ranks)
+    assert done.returncode == 0, done.stderr
+    assert "going on from run/checkpoints/step-6" in done.stdout
+    assert f"microbatch {size}, not auto: the largest that fits" in done.stdout
+    assert not re.search(r"microbatch \d+: ", done.stdout)  # a trial
+    assert "training a tokenizer" not in done.stderr
+    assert done.stderr.count("checkpoint_every in settings.py is called recompute_every now") == 1
+    found = [row for row in read_rows("run/metrics.jsonl") if row["step"] > 6]
+    assert_same_rows(found, read_rows(f"expected-{n_ranks}.jsonl"))
+    earlier = [row for row in read_rows(OLD / "run" / "metrics.jsonl") if row["step"] <= 6]
+    assert [row for row in read_rows("run/metrics.jsonl") if row["step"] <= 6] == earlier
+    saved = json.loads(Path("run/config.json").read_text())
+    assert saved["recompute_every"] == 2 and "checkpoint_every" not in saved
+    assert checkpoint.read_meta(Path("run/checkpoints/step-12"))["recompute_every"] == 2
+
+
+@pytest.mark.slow
+def test_with_another_recomputation_the_microbatch_is_tried_anew(old):
+    done = train_on(old, 1, "--recompute_every=3", "--max_steps=7")
+    assert done.returncode == 0, done.stderr
+    assert "microbatch 8: fits" in done.stdout
+    records = json.loads(Path("run/microbatch.json").read_text())
+    assert sorted(record["circumstances"]["recompute_every"] for record in records) == [2, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_checked(old):
+    done = launch([], old, ["run"], program="lifecycle/resume.py")
+    assert (done.returncode, done.stdout) == (0, "run/checkpoints/step-6: sound\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_the_evaluation_of_before(old):
+    """The same figures anew; and where they are there already, nothing is asked again."""
+    kept = json.loads(Path("evaluation.json").read_text())
+    ask = ["run", "--tasks=questions.jsonl", "--precision=fp32"]
+    for out in ("new.json", "evaluation.json"):
+        done = launch([], old, [*ask, f"--out={out}"], program="evaluation/zero_shot.py")
+        assert done.returncode == 0, done.stderr
+    new = json.loads(Path("new.json").read_text())["tasks"]["questions"]
+    old_figures = kept["tasks"]["questions"]
+    assert new | {"seconds": 0} == old_figures | {"seconds": 0}
+    assert json.loads(Path("evaluation.json").read_text())["tasks"]["questions"] == old_figures
