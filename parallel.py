@@ -75,7 +75,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
 
 
-def build(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, seed: int | None):
+def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
     """This rank's part of a model, and its optimizer, as training has them.
 
     No rank ever holds the whole model. seed: of the initial weights; None leaves them as the memory

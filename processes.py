@@ -1,8 +1,11 @@
-"""How the ranks of a run find each other, and what ends them if that fails.
+"""The ranks of a run: how they start, find each other, agree, and end.
 
+    start         a rank learns who it is, picks its device and joins the others
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there; together they get a name that no earlier start had
     join          what they write from here on, such as gloo's addresses, is kept under that name
+    spawn         starts processes on this machine that are ranks of their own
+    run           calls a program's main and ends the rank with an exit status, whatever happens
 
 torchrun keeps its store when it starts killed ranks again: without a name of their own the new
 ranks would read the addresses of the killed ones. TORCHELASTIC_RESTART_COUNT cannot be that name:
@@ -39,6 +42,10 @@ from program import RESUME_ME, end, end_with_torchrun, whoami
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
+
+
+# -------------------------------------------------------------------------------------------------
+# Who and where
 
 
 @dataclass
@@ -114,8 +121,8 @@ def require_own_gpus(mine: tuple) -> None:
     for rank, gpu in enumerate(found):
         if gpu in first:
             who = f"ranks {first[gpu]} and {rank} share one GPU of {gpu[0]}"
-            fix = "start one rank per GPU (--nproc_per_node), or show each its own (--gpus-per-task=1)"
-            raise UserError(f"{who}: {fix}", everywhere=True)
+            fix = "start one rank per GPU (--nproc_per_node)"
+            raise UserError(f"{who}: {fix}, or show each its own (--gpus-per-task=1)", True)
         first[gpu] = rank
 
 
@@ -125,6 +132,10 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+# -------------------------------------------------------------------------------------------------
+# Meeting
 
 
 def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -273,7 +284,7 @@ def slurm_first_host() -> str:
         raise UserError(f"cannot ask SLURM for the first node: {fix}") from error
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Starting ranks on this machine
 
 
@@ -321,7 +332,7 @@ def spawned(environment: dict[str, str], target, *args) -> None:
     target(*args)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The end
 
 
@@ -380,8 +391,15 @@ def end_torchrun() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
+# -------------------------------------------------------------------------------------------------
+# Agreeing
+
+
 def rank_zero_decides(decide):
-    """`decide()` on rank 0; every rank gets its result, or its UserError. A process alone decides."""
+    """`decide()` on rank 0, or in a process without others.
+
+    Every rank gets its result, or its UserError.
+    """
     if not dist.is_initialized():
         return decide()
     box = [None]
