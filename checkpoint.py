@@ -11,7 +11,8 @@ DCP stores each tensor in pieces with their place in the whole, so another mesh 
 written twice to one path, since a half-overwritten checkpoint looks complete. A save that fails on one rank fails on
 all of them, with the same line.
 
-Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost. Read next: lifecycle/resume.py.
+Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost.
+Read next: lifecycle/resume.py.
 """
 
 import contextlib
@@ -44,7 +45,14 @@ from model import MPT
 from optim import ADAMW, kind_of
 from processes import rank_zero_decides
 from storage import checkpoint_files
-from storage.checkpoint_files import cause_of, checksum, read_meta, read_metadata, reason_of, require_weights
+from storage.checkpoint_files import (
+    cause_of,
+    checksum,
+    read_meta,
+    read_metadata,
+    reason_of,
+    require_weights,
+)
 
 # One flat format, whatever the sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

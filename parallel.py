@@ -1,13 +1,14 @@
-"""Many devices: starting the processes, the device mesh, and the sharding that is put on a model from outside.
+"""Many devices: the device mesh, and the sharding that is put on a model from outside.
 
-A rank is one process with one device. The ranks form a mesh with named dimensions (pp, dp_replicate, dp_shard, tp);
-here the two dp dimensions are used: each rank of dp_shard keeps a slice of every weight, gradient and optimizer state,
-and dp_replicate holds copies of that arrangement. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
+A rank is one process with one device (processes.py). The ranks form a mesh with named dimensions:
+each rank of dp_shard keeps a slice of every weight, gradient and optimizer state, and dp_replicate
+holds copies of that arrangement. Dimensions that a mode does not use are not made, for all ranks
+wait for each process group. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
 
     mode            mesh (replicate, shard)  weights between forward and backward   gradients are reduced    ZeRO
-    FULL_SHARD      (1, n)                   freed, gathered again                  every microbatch          3
-    SHARD_GRAD_OP   (1, n)                   kept                                   every microbatch          2
-    ZERO1           (1, n)                   kept until the last microbatch         at the last microbatch    1
+    FULL_SHARD      (n)                      freed, gathered again                  every microbatch          3
+    SHARD_GRAD_OP   (n)                      kept                                   every microbatch          2
+    ZERO1           (n)                      kept until the last microbatch         at the last microbatch    1
     DDP             (n, 1)                   always whole                           at the last microbatch    0
     HYBRID_SHARD    (nodes, ranks of a node) freed, gathered again                  as FULL_SHARD in a node   3 per node
                                                                                between nodes at the last
@@ -74,7 +75,7 @@ def autocast(device: torch.device, precision: str) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
 
 
-def build(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, seed: int | None):
+def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
     """This rank's part of a model, and its optimizer, as training has them.
 
     No rank ever holds the whole model. seed: of the initial weights; None leaves them as the memory
@@ -89,14 +90,30 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precis
 
 
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
-    """The grid of ranks. Its dimensions: pp, dp_replicate, dp_shard, tp. None for one process alone."""
+    """The grid of ranks: (dp_shard) or (dp_replicate, dp_shard). None for one process alone."""
     if world.size == 1:
         return None
     shard = cfg.shard_ranks(world.size, world.local_size)
     require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
-    shape = (1, world.size // shard, shard, 1)
+    shape = {"dp_shard": shard}
+    if cfg.sharding_mode.over != "all":
+        shape = {"dp_replicate": world.size // shard, "dp_shard": shard}
     with processes.in_time("connect the mesh"):
-        return init_device_mesh(world.device.type, shape, mesh_dim_names=("pp", "dp_replicate", "dp_shard", "tp"))
+        return connect_mesh(world.device.type, tuple(shape.values()), tuple(shape))
+
+
+def connect_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of all ranks. A collective.
+
+    As init_device_mesh makes it, except for dimensions of size 1: there that makes a group for each
+    rank, one after the other, while all ranks wait. Here a rank makes its own and waits for nobody.
+    """
+    if 1 not in shape:
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = [alone if size == 1 else dist.group.WORLD for size in shape]
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision: str) -> MPT:
@@ -107,10 +124,9 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
             block.compile()
     if mesh is None:
         return model
-    shard_only = cfg.sharding_mode.over == "all"
     low = torch.bfloat16 if precision == "bf16" else None
     options = {
-        "mesh": mesh["dp_shard"] if shard_only else mesh["dp_replicate", "dp_shard"],
+        "mesh": mesh,
         # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
         "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
     }

@@ -1,8 +1,11 @@
-"""How the ranks of a run find each other, and what ends them if that fails.
+"""The ranks of a run: how they start, find each other, agree, and end.
 
+    start         a rank learns who it is, picks its device and joins the others
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there; together they get a name that no earlier start had
     join          what they write from here on, such as gloo's addresses, is kept under that name
+    spawn         starts processes on this machine that are ranks of their own
+    run           calls a program's main and ends the rank with an exit status, whatever happens
 
 torchrun keeps its store when it starts killed ranks again: without a name of their own the new
 ranks would read the addresses of the killed ones. TORCHELASTIC_RESTART_COUNT cannot be that name:
@@ -41,6 +44,10 @@ POLL = 0.1  # seconds between two looks into the store
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 
 
+# -------------------------------------------------------------------------------------------------
+# Who and where
+
+
 @dataclass
 class World:
     """Who am I: one of `size` processes, the `local_rank`-th of `local_size` on this machine, with one device."""
@@ -61,17 +68,23 @@ def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     env |= slurm_variables()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
-    device = pick_device(device_type, local_rank, size)
+    device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
     if not dist.is_initialized():  # a benchmark starts once for each of its rows
         join(backend, rank, size, timeout)
+        if device.type == "cuda" and size > 1:
+            require_own_gpus(identity(device))
     if device.type == "cpu":
         keep_freed_memory()
     return World(rank, size, local_rank, local_size, device)
 
 
-def pick_device(device_type: str, local_rank: int, size: int) -> torch.device:
-    """The device of this rank. Several ranks on a Mac use the CPU: MPS has no collectives."""
+def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -> torch.device:
+    """The device of this rank, the `local_rank`-th of `local_size` on this machine, `size` in all.
+
+    Several ranks on a Mac use the CPU: MPS has no collectives. A rank that sees one GPU takes that:
+    srun may show each rank another one. Raises UserError if the ranks see several, but too few.
+    """
     there = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     if device_type == "auto":
         device_type = "cpu" if there == "mps" and size > 1 else there
@@ -79,9 +92,38 @@ def pick_device(device_type: str, local_rank: int, size: int) -> torch.device:
     require(device_type != "mps" or size == 1, "MPS has no collectives: start one process, or set --device=cpu")
     if device_type != "cuda":
         return torch.device(device_type)
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())  # srun may show each rank one device only
+    count = torch.cuda.device_count()
+    fix = f"start one rank per GPU, as with --nproc_per_node={count}"
+    enough = count == 1 or max(local_size, local_rank + 1) <= count
+    require(enough, f"{local_size} ranks of this machine share {count} GPUs: {fix}")
+    device = torch.device("cuda", 0 if count == 1 else local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def identity(device: torch.device) -> tuple:
+    """What tells a GPU from all others of a run: its machine, its place there, its number."""
+    found = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
+    return platform.node(), *(str(getattr(found, name, "")) for name in names)
+
+
+def require_own_gpus(mine: tuple) -> None:
+    """UserError, on all ranks, if two have the same GPU. `mine`: `identity` of this rank's.
+
+    A rank that sees one GPU cannot tell by itself whether it has that alone. Under torchrun all
+    ranks of a machine see the same one, under `srun --gpus-per-task=1` each sees another, by the
+    same name (cuda:0), and CUDA_VISIBLE_DEVICES may read 0 on all of them. So the ranks compare.
+    """
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    first = {}
+    for rank, gpu in enumerate(found):
+        if gpu in first:
+            who = f"ranks {first[gpu]} and {rank} share one GPU of {gpu[0]}"
+            fix = "start one rank per GPU (--nproc_per_node)"
+            raise UserError(f"{who}: {fix}, or show each its own (--gpus-per-task=1)", True)
+        first[gpu] = rank
 
 
 def keep_freed_memory() -> None:
@@ -90,6 +132,10 @@ def keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+# -------------------------------------------------------------------------------------------------
+# Meeting
 
 
 def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
@@ -238,7 +284,7 @@ def slurm_first_host() -> str:
         raise UserError(f"cannot ask SLURM for the first node: {fix}") from error
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Starting ranks on this machine
 
 
@@ -286,7 +332,7 @@ def spawned(environment: dict[str, str], target, *args) -> None:
     target(*args)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The end
 
 
@@ -345,8 +391,15 @@ def end_torchrun() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
+# -------------------------------------------------------------------------------------------------
+# Agreeing
+
+
 def rank_zero_decides(decide):
-    """`decide()` on rank 0; every rank gets its result, or its UserError. A process alone decides."""
+    """`decide()` on rank 0, or in a process without others.
+
+    Every rank gets its result, or its UserError.
+    """
     if not dist.is_initialized():
         return decide()
     box = [None]

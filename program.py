@@ -10,8 +10,8 @@
     if __name__ == "__main__":
         program.run(main)      main(argv) may raise UserError or OSError
 
-`processes.run` does the same for a program of many ranks. Programs with settings call `config.load`, which knows --help;
-those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
+`processes.run` does the same for a program of many ranks. Programs with settings call `config.load`,
+which knows --help; those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
 """
 
 import contextlib

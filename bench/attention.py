@@ -254,7 +254,7 @@ def numbers(name: str, text: str) -> list[int]:
 def main(argv) -> None:
     """The tables of `bench attention`, and its files: those of figures are written anew after every shape."""
     (args,) = config.load(argv, AttentionArgs)
-    device = processes.pick_device(args.device, 0, 1)
+    device = processes.pick_device(args.device, 0, 1, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
     require(args.rounds > 0, f"rounds must be at least 1, not {args.rounds}")
     processes.keep_freed_memory()  # as training on a CPU does

@@ -106,7 +106,7 @@ def looping_adamw(params, cfg):
 
 
 def mesh_of_one(world, cfg):
-    return torch.distributed.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
 
 
 def autocast_with_cache(device, precision):

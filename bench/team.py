@@ -37,8 +37,9 @@ class Team:
         self.processes, self.pipes = [], []
         port = processes.free_port()
         for rank in range(ranks):
-            environment = processes.torchrun_variables(rank, ranks, port)
-            process, pipe = processes.spawn(member, program, arguments, threads, environment=environment)
+            variables = processes.torchrun_variables(rank, ranks, port)
+            job = (member, program, arguments, threads)
+            process, pipe = processes.spawn(*job, environment=variables)
             self.processes.append(process)
             self.pipes.append(pipe)
         self.answers()

@@ -3,14 +3,14 @@
     memory of a step = weights, gradients, Adam's state + microbatch x what its activations take
 
 planning/memory.py estimates it; here it is tried. Every rank starts a child, and the children together make the model
-and take two steps. A live step that runs out of memory cannot be undone, for the other ranks wait in a collective; children can
-be killed. What fits is written to RUN_DIR/microbatch.json for the next start under the same circumstances. If memory
+and take two steps. A live step that runs out of memory cannot be undone, for the other ranks wait
+in a collective; children can be killed. What fits is written to RUN_DIR/microbatch.json for the next start under the same circumstances. If memory
 runs out later, `halve` writes half there and the run leaves: loss and samples do not depend on the microbatch.
 
 What a run needs beside its steps, such as a copy of the weights while they are saved from a CPU, is not tried.
 
-Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`; `python -m lifecycle.microbatch runs/mpt1b` shows what
-is on record. Read next: checkpoint.py.
+Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`;
+`python -m lifecycle.microbatch runs/mpt1b` shows what is on record. Read next: checkpoint.py.
 """
 
 import collections
@@ -137,7 +137,7 @@ def search(model_cfg, cfg, world, precision, train_step) -> int:
 def attempt(cfg, world, others) -> tuple[bool, str]:
     """Whether a child of each rank, all together, can take a step; and that in words."""
     port = processes.rank_zero_decides(processes.free_port)  # on the host of rank 0
-    # The rest of the environment is ours: the child is the same rank, but not of a torchrun around us.
+    # The child is the same rank as we are, but not of a torchrun around us.
     environment = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     child, pipe = processes.spawn(trial, cfg, *others, environment=environment)
     try:

@@ -9,7 +9,8 @@ A pickle can run any code when `pickle.load` reads it, and a stranger's checksum
 is read as data: `Unpickler` looks nothing up and calls nothing. What it finds must make sense (plain file names, places
 within the files, pieces that cover their tensor) before DCP gets it. The pieces are read with weights_only=True.
 
-Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to list what one holds. Read next: checkpoint.py.
+Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to check one and list what it holds.
+Read next: checkpoint.py.
 """
 
 import io
@@ -66,7 +67,9 @@ def find_damage(path: Path) -> str | None:
     be read, UserError if undamaged files hold what we do not read.
     """
     wanted = read_checksums(path)
-    return incomplete(wanted) or first_fault(path, wanted, sorted(wanted)) or contradiction(path, wanted)
+    if lacking := incomplete(wanted):
+        return lacking
+    return first_fault(path, wanted, sorted(wanted)) or contradiction(path, wanted)
 
 
 def require_undamaged(path: Path, damage: str | None) -> None:

@@ -157,7 +157,7 @@ def member(folder: Path, name, source) -> Path:
 
 
 def write_atomically(path, content: bytes, writer: int | None = None) -> None:
-    """Write a file as a whole or not at all: a reader sees what was there before, or all of `content`.
+    """Write a file as a whole or not at all: who reads it finds what was there before, or `content`.
 
     `writer`, a rank or a process, tells apart those who may write the same file at the same time.
     If writing fails (a full disk), nothing of it stays, and the OSError names the file. A link in

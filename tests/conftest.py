@@ -96,7 +96,7 @@ def work(pipe, rank: int, size: int, store: str) -> None:
 
     torch.set_num_threads(1)
     # Each mesh makes groups, whose threads poll for ever: equal calls share one.
-    parallel.init_device_mesh = functools.cache(parallel.init_device_mesh)
+    parallel.connect_mesh = functools.cache(parallel.connect_mesh)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
     )

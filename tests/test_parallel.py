@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -610,9 +611,9 @@ def mesh_of(world, cfg, local_size):
 @pytest.mark.parametrize(
     "mode, shard_size, replicate, shard",
     [
-        ("FULL_SHARD", 0, 1, 4),
-        ("SHARD_GRAD_OP", 0, 1, 4),
-        ("ZERO1", 0, 1, 4),
+        ("FULL_SHARD", 0, None, 4),
+        ("SHARD_GRAD_OP", 0, None, 4),
+        ("ZERO1", 0, None, 4),
         ("DDP", 0, 4, 1),
         ("HYBRID_SHARD", 0, 2, 2),  # two nodes of two ranks
         ("HYBRID_SHARD", 4, 1, 4),
@@ -621,9 +622,39 @@ def mesh_of(world, cfg, local_size):
 )
 def test_mesh(ranks, mode, shard_size, replicate, shard):
     found = ranks(4)(mesh_of, replace(RUN, sharding=mode, shard_size=shard_size), 2)
-    assert [shape for shape, _ in found] == [{"pp": 1, "dp_replicate": replicate, "dp_shard": shard, "tp": 1}] * 4
+    used = {"dp_replicate": replicate, "dp_shard": shard} if replicate else {"dp_shard": shard}
+    assert [shape for shape, _ in found] == [used] * 4
     # neighbours share: the ranks of a node are one dp_shard group
-    assert [list(place) for _, place in found] == [[0, rank // shard, rank % shard, 0] for rank in range(4)]
+    places = [[rank // shard, rank % shard] if replicate else [rank] for rank in range(4)]
+    assert [list(place) for _, place in found] == places
+
+
+def groups_of_a_mesh(world, cfg, local_size):
+    """The groups that a new mesh makes all ranks wait for; sizes of those that this rank is in."""
+    c10d = dist.distributed_c10d._world
+    before, counted = set(c10d.pg_map), c10d.group_count
+    with mock.patch.object(parallel, "connect_mesh", parallel.connect_mesh.__wrapped__):
+        parallel.make_mesh(replace(world, local_size=local_size), cfg)
+    new = set(c10d.pg_map) - before
+    return c10d.group_count - counted, sorted(group.size() for group in new)
+
+
+@pytest.mark.parametrize(
+    "mode, shard_size, waited_for, sizes",
+    [
+        ("FULL_SHARD", 0, 0, []),
+        ("SHARD_GRAD_OP", 0, 0, []),
+        ("ZERO1", 0, 0, []),
+        ("DDP", 0, 0, [1]),
+        ("HYBRID_SHARD", 0, 4, [2, 2]),  # two nodes of two ranks: two groups of each dimension
+        ("HYBRID_SHARD", 4, 0, [1]),
+        ("HYBRID_SHARD", 1, 0, [1]),
+    ],
+)
+def test_no_groups_are_made_that_nobody_uses(ranks, mode, shard_size, waited_for, sizes):
+    """All four dimensions (pp, dp_replicate, dp_shard, tp) would be 12 groups here, 1,096 at 512 ranks."""
+    cfg = replace(RUN, sharding=mode, shard_size=shard_size)
+    assert ranks(4)(groups_of_a_mesh, cfg, 2) == [(waited_for, sizes)] * 4
 
 
 def test_a_shard_size_that_does_not_divide_is_the_users_mistake(ranks):
@@ -685,7 +716,7 @@ def test_srun_without_torchrun(tmp_path):
     for rank, process in enumerate(processes):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
-        place = {"pp": 0, "dp_replicate": 0, "dp_shard": rank, "tp": 0}
+        place = {"dp_replicate": 0, "dp_shard": rank}
         assert out.strip() == f"rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"
 
 

@@ -12,18 +12,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT, clean_environment
 from test_stopping import wait_for, workers
 
 import processes
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
-
+from config import UserError
+from processes import torchrun_variables
 
 # ---------------------------------------------------------------------------------------------------------------
 # Meeting in a store
@@ -102,6 +98,7 @@ def test_who_does_not_come_is_named(connect, pool, capsys):
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
+import torch
 import torch
 import torch.distributed as dist
 import parallel, processes
@@ -189,7 +186,7 @@ KINDS = {
 @pytest.mark.parametrize("kind, kills", [("c10d", 8), ("static", 8), ("standalone", 4)])
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
     """By kill -9, rank 0 and rank 1 in turns: twenty restarts in all."""
-    how = [flag.format(port=free_port()) for flag in KINDS[kind]]
+    how = [flag.format(port=processes.free_port()) for flag in KINDS[kind]]
     job = launched("-m", "torch.distributed.run", *how, "--nproc_per_node=2", f"--max-restarts={kills}")
     for number in range(kills):
         wait_for(lambda: len(starts(tmp_path)) > number)  # noqa: B023
@@ -201,7 +198,7 @@ def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
 @pytest.mark.slow
 def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
     """Both torchruns start theirs again; to the one whose rank was not killed it may be no restart that counts."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=x"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{processes.free_port()}", "--rdzv-id=x"]
     how = ["-m", "torch.distributed.run", *meeting, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2"]
     jobs = [launched(*how), launched(*how)]
     for number in range(2):
@@ -244,16 +241,10 @@ def test_a_process_of_its_own_outlives_its_shell(tmp_path):
     os.kill(pid, signal.SIGKILL)
 
 
-def variables(rank, size, port) -> dict[str, str]:
-    """As elastic.Launch and srun start ranks: nobody else watches them."""
-    who = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    return who | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-
-
 @pytest.mark.slow
 def test_rank_0_does_not_come(launched, tmp_path):
-    port = free_port()
-    job = launched(seconds=3, **variables(1, 2, port))
+    port = processes.free_port()
+    job = launched(seconds=3, **torchrun_variables(1, 2, port))
     assert job.wait(120) == 75
     (line,) = errors(tmp_path)
     assert line.startswith("error: rank 1 (process ") and f"localhost:{port}" in line
@@ -263,7 +254,7 @@ def test_rank_0_does_not_come(launched, tmp_path):
 def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        job = launched(seconds=3, **variables(0, 2, port))
+        job = launched(seconds=3, **torchrun_variables(0, 2, port))
         assert job.wait(120) == 2
     (line,) = errors(tmp_path)
     assert f"port {port} on " in line and line.endswith("is in use: set MASTER_PORT to a free one")
@@ -279,8 +270,123 @@ def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, mom
         "connected": {"after": die},
         "in a group": {"after": f"parallel.make_mesh(world, TrainConfig()); {die}"},
     }
-    port = free_port()
-    jobs = [launched(seconds=8, ready=2, **steps[moment], **variables(rank, 2, port)) for rank in (0, 1)]
+    port = processes.free_port()
+    jobs = [launched(seconds=8, ready=2, **steps[moment], **torchrun_variables(rank, 2, port)) for rank in (0, 1)]
     assert jobs[1 - victim].wait(120) == 75, (tmp_path / "log").read_text()
     assert jobs[victim].wait(120) == -signal.SIGKILL
     assert len(errors(tmp_path)) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Starting ranks on this machine
+
+
+def say_who(pipe, word):
+    """Runs in a spawned process: what it was given, and its variables."""
+    pipe.send((word, {name: os.environ.get(name) for name in torchrun_variables(0, 1, 1)}))
+    pipe.recv()
+
+
+def test_a_spawned_process_has_its_variables_and_a_pipe():
+    wanted = torchrun_variables(1, 2, processes.free_port())
+    process, pipe = processes.spawn(say_who, "hello", environment=wanted)
+    assert pipe.recv() == ("hello", wanted)
+    assert "RANK" not in os.environ  # ours are left alone
+    pipe.close()
+    process.join(20)
+    assert process.exitcode == 1  # EOFError: nobody is there to send anything
+
+
+PARENT = """
+import os, sys, time
+import processes
+
+def wait(pipe):
+    pipe.send(os.getpid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    process, pipe = processes.spawn(wait)
+    print(pipe.recv(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_spawned_process_ends_with_a_killed_parent(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert not gone(child)
+    parent.kill()
+    wait_for(lambda: gone(child), 20)
+    parent.wait()
+
+
+def test_a_free_port_can_be_listened_at():
+    with socket.create_server(("", processes.free_port())) as server:
+        assert server.getsockname()[1] != processes.free_port()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# One GPU a rank
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """`gpus(n)`: as if this process saw n GPUs."""
+
+    def see(count):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+    return see
+
+
+@pytest.mark.parametrize(
+    "count, local_rank, local_size, index",
+    [(1, 0, 1, 0), (8, 0, 1, 0), (8, 5, 8, 5), (8, 3, 4, 3), (1, 5, 8, 0)],  # the last: srun shows each rank its own
+)
+def test_each_rank_takes_its_gpu(gpus, count, local_rank, local_size, index):
+    gpus(count)
+    device = processes.pick_device("auto", local_rank, local_size, local_size)
+    assert device == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize("count, local_rank, local_size", [(2, 0, 3), (2, 2, 3), (4, 7, 8), (2, 3, 1)])
+def test_more_ranks_than_gpus_are_a_mistake(gpus, count, local_rank, local_size):
+    """Also for the ranks that would have one of their own, so that rank 0 says it."""
+    gpus(count)
+    words = f"^{local_size} ranks of this machine share {count} GPUs: .*--nproc_per_node={count}$"
+    with pytest.raises(UserError, match=words):
+        processes.pick_device("cuda", local_rank, local_size, 16)
+
+
+def compared(world, gpus_of_ranks):
+    try:
+        return processes.require_own_gpus(gpus_of_ranks[world.rank])
+    except UserError as error:
+        return str(error), error.everywhere
+
+
+def test_ranks_that_see_the_same_single_gpu_are_a_mistake(ranks):
+    """Under torchrun all ranks of a machine that has one GPU see that; on two machines it is another."""
+    own = [
+        ("a", "0", "12", "0", "x"),
+        ("a", "0", "13", "0", "y"),
+        ("b", "0", "12", "0", "x"),
+        ("b", "0", "12", "0", "z"),
+    ]
+    assert ranks(4)(compared, own) == [None] * 4
+    ((words, everywhere),) = set(ranks(4)(compared, [*own[:3], own[1]]))
+    assert words.startswith("ranks 1 and 3 share one GPU of a: ") and "--nproc_per_node" in words and everywhere
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_told_from_others():
+    count = torch.cuda.device_count()
+    found = {processes.identity(torch.device("cuda", index)) for index in range(count)}
+    assert len(found) == count and all(gpu[0] and gpu[-1] for gpu in found)
