@@ -305,7 +305,6 @@ def steep(tmp_path):
     """The trainer with a learning rate that no flag can set: 0, then 5e29."""
     program = tmp_path / "steep.py"
     program.write_text(
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
         "import fsdp_train, optim, processes\n"
         "optim.learning_rate = lambda step, cfg: 5e29 * min(step, 1)\n"
         "processes.run(fsdp_train.main)\n"

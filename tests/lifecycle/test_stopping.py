@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, clean_environment, flags_for
+from conftest import ROOT, TORCHRUN, clean_environment, flags_for, rooms_on_path
 
 import checkpoint
 import config
@@ -136,7 +136,7 @@ def test_the_second_ctrl_c(tmp_path):
     """In a step that lasts, and in which Python's own handlers do not run."""
     program = "import hashlib; from lifecycle import stopping; stopping.Signals().at_once = False; print(flush=True); "
     program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
-    env = os.environ | {"PYTHONPATH": str(Path(stopping.__file__).parent)}
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -410,7 +410,7 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
     log.row(rows[3])
     assert runlog.read(folder) == rows[:4]
     program = (
-        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]); "
+        "import resource, signal, sys;"
         "from lifecycle import runlog; from config import *;"
         "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
@@ -418,6 +418,6 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (log.size + 20, hard)); row(4);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); row(5)"
     )
-    root = Path(runlog.__file__).parent
-    subprocess.run([sys.executable, "-c", program, folder, root], check=True, capture_output=True)
+    command = [sys.executable, "-c", program, folder]
+    subprocess.run(command, env=rooms_on_path(), check=True, capture_output=True)
     assert runlog.read(folder) == rows

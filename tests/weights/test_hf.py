@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, launch
+from conftest import TORCHRUN, launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -402,7 +402,6 @@ def test_any_placement(ranks, tmp_path):
 
 MEASURE = """
 import resource, sys
-sys.path.insert(0, {root!r})
 import torch, parallel, processes
 from weights import hf
 from config import TrainConfig
@@ -434,7 +433,7 @@ def test_a_rank_never_holds_the_whole_model(safe, tmp_path):
         hf.export(model, tmp_path / name)
         if not safe:
             as_bin(tmp_path / name)
-    (tmp_path / "measure.py").write_text(MEASURE.format(root=str(ROOT)))
+    (tmp_path / "measure.py").write_text(MEASURE)
     done = launch([*TORCHRUN, "2"], tmp_path, ["large", "tiny"], program=tmp_path / "measure.py")
     lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("measured")]
     assert len(lines) == 2, done.stderr
