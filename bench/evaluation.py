@@ -4,9 +4,8 @@
 
 A randomly initialised transformers MptForCausalLM is asked the questions of some files through
 lm-eval's HFLM, at several batch sizes of which the best counts, and our model with its weights
-through evaluation/score.py. They take turns; the sums of
-log-probabilities must agree. It needs `pip install -r requirements-peers.txt`. Read next:
-bench/load.py.
+through evaluation/score.py. They take turns; the sums of log-probabilities must agree. It needs
+`pip install -r requirements-peers.txt`. Read next: bench/load.py.
 """
 
 import statistics
@@ -18,7 +17,7 @@ import torch
 import config
 import parallel
 import processes
-from config import MPTConfig, require
+from config import MPTConfig
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
 from evaluation import zero_shot
@@ -63,13 +62,11 @@ def harness(model, max_length: int, batch_size: int):
 
 
 def main(argv) -> None:
-    paths = [arg for arg in argv if not arg.startswith("-")]
-    require(len(paths) == 1, "usage: python -m bench evaluation A.jsonl,B.jsonl [--limit=100] [--d_model=256 ...]")
     defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
-    cfg, how = config.load([*defaults, *(arg for arg in argv if arg.startswith("-"))], MPTConfig, SpeedConfig)
+    (paths,), cfg, how = config.load([*defaults, *argv], MPTConfig, SpeedConfig, takes="A.jsonl,B.jsonl")
     world = processes.start(how.device)
     tokenizer = tokenizers.load("gpt2")
-    tasks = icl_tasks.load(paths[0], limit=how.limit)
+    tasks = icl_tasks.load(paths, limit=how.limit)
     requests = []
     for task in tasks:
         pairs = zero_shot.pairs_of(task, tokenizer, cfg.max_seq_len)
