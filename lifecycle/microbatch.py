@@ -3,9 +3,10 @@
     memory of a step = weights, gradients, Adam's state + microbatch x what its activations take
 
 planning/memory.py estimates it; here it is tried. Every rank starts a child, and the children together make the model
-and take two steps. A live step that runs out of memory cannot be undone, for the other ranks wait
-in a collective; children can be killed. What fits is written to RUN_DIR/microbatch.json for the next start under the same circumstances. If memory
-runs out later, `halve` writes half there and the run leaves: loss and samples do not depend on the microbatch.
+and take two steps. A live step that runs out of memory cannot be undone, for the other ranks wait in a collective;
+children can be killed. What fits is written to RUN_DIR/microbatch.json for the next start under the same
+circumstances. If memory runs out later, `halve` writes half there and the run leaves: loss and samples do not depend on
+the microbatch.
 
 What a run needs beside its steps, such as a copy of the weights while they are saved from a CPU, is not tried.
 

@@ -1,4 +1,4 @@
-"""evaluation/tasks.py: wordings, examples above a question, the Hub's original fields, tasks made of a text, wrong files."""
+"""evaluation/tasks.py: wordings, examples above a question, the Hub's fields, tasks made of a text, wrong files."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""gpu_kernels/flash_attention.py in Triton's interpreter, against a float64 formula of its own; on a GPU the same on the device.
+"""flash_attention.py in Triton's interpreter, against a float64 formula of its own; on a GPU the same on the device.
 
 The interpreter is chosen when a kernel is decorated, so these kernels run in other processes: `interpreted`.
 """

@@ -1,6 +1,6 @@
-"""gpu_kernels/launch_table.py: every row, with the kernels it belongs to, compiled for its chip. No GPU is needed to compile.
+"""launch_table.py: every row, with the kernels it belongs to, compiled for its chip. No GPU is needed to compile.
 
-In processes of their own Triton is told which chip it has, and the operators of gpu_kernels/flash_attention.py run on CPU tensors
+In processes of their own Triton is told which chip it has, and the operators of flash_attention.py run on CPU tensors
 up to the launch: Triton specialises and compiles for the arguments as it would there, and does not start the kernel.
 What is read from the binary: shared memory, registers that spilled to memory, matrix instructions, the width of a
 wavefront. Resource use shifts with the compiler: it is held for the triton of constraints.txt, and loosely for others.

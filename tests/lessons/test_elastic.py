@@ -1,4 +1,4 @@
-"""lessons/elastic.py: the same curve on one rank, on two, and on 1 -> 2 -> 4 -> 1 with a kill -9, interrupted as well."""
+"""elastic.py: the same curve on one rank, on two, and on 1 -> 2 -> 4 -> 1 with a kill -9, interrupted as well."""
 
 import json
 import re
