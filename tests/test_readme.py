@@ -1,4 +1,4 @@
-"""Every command of README.md and TROUBLE.md is run, at a size that takes seconds, in a copy of the project."""
+"""Every command of README.md, TROUBLE.md and the pages of the rooms is run, small, in a copy of the project."""
 
 import json
 import os
@@ -17,9 +17,22 @@ from weights import hf
 
 README = (ROOT / "README.md").read_text()
 PAGES = README + (ROOT / "TROUBLE.md").read_text()
-BLOCKS = "".join(re.findall(r"```sh\n(.*?)```", PAGES, re.DOTALL)).splitlines()
+ROOMS = "".join(path.read_text() for path in sorted(ROOT.glob("[a-z]*/README.md")))
+
+
+def lines_of(page: str) -> list[str]:
+    """The lines of its blocks of commands."""
+    return "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
+
+
+def commands_in(lines: list[str]) -> set[str]:
+    """Without comments and empty lines."""
+    return {line.partition("  #")[0].strip() for line in lines} - {""}
+
+
+BLOCKS = lines_of(PAGES)
 INLINE = re.findall(r"`((?:python|torchrun) [^`]+)`", PAGES)
-COMMANDS = sorted({line.partition("  #")[0].strip() for line in BLOCKS + INLINE} - {""})
+COMMANDS = sorted(commands_in(BLOCKS + INLINE))
 
 # Flags come last, so these shrink any run: a model of some thousand weights, two steps, text that is here.
 SMALL = (
@@ -102,6 +115,35 @@ def marked(command):
 
 @pytest.mark.parametrize("command", [marked(c) for c in COMMANDS if c.split()[0] in ("python", "torchrun")])
 def test_command(command, copy):
+    done = run(shrunk(command), copy)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+# Of the pages of rooms: what is tested elsewhere, or cannot run here.
+ELSEWHERE = {
+    "make elastic": "tests/lessons/test_elastic.py",
+    "python -m lessons.elastic --max_steps=120": "tests/lessons/test_elastic.py",
+    "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
+    "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "ends with an error: tests/lifecycle/test_watchdog.py",
+}
+# What stands on those pages for a reader's own file or run.
+STANDS_FOR = {
+    "results.csv": "scaling.csv",
+    "mine.csv theirs.csv": "mi250.csv h100.csv",
+    "demo-hf": "mpt-7b",
+    "runs/mpt-7b": "runs/from-mpt-7b",
+    "step-200": "step-1",
+    "data/stdlib-bpe-4096/*.bin": "data/small/train-00000.bin",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(commands_in(lines_of(ROOMS)) - set(COMMANDS)))
+def test_command_of_a_room(command, copy):
+    if command in ELSEWHERE:
+        pytest.skip(ELSEWHERE[command])
+    for word, ours in STANDS_FOR.items():
+        command = command.replace(word, ours)
     done = run(shrunk(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 
