@@ -60,7 +60,7 @@ class World:
 
 
 def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
-    """Join the other  Works under torchrun, under srun without torchrun, and alone.
+    """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
 
     device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
     """
@@ -102,10 +102,16 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
 
 
 def identity(device: torch.device) -> tuple:
-    """What tells a GPU from all others of a run: its machine, its place there, its number."""
+    """What tells a GPU from all others of a run: its machine, its place there, its number.
+
+    The parts of a partitioned GPU may have all of these in common: their ranks differ in the index,
+    or in what the environment lets them see.
+    """
     found = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
-    return platform.node(), *(str(getattr(found, name, "")) for name in names)
+    place = [str(getattr(found, name, "")) for name in names]
+    sees = [os.environ.get(f"{maker}_VISIBLE_DEVICES") for maker in ("CUDA", "HIP", "ROCR")]
+    return platform.node(), device.index, *place, *sees
 
 
 def require_own_gpus(mine: tuple) -> None:
