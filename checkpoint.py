@@ -12,7 +12,7 @@ written twice to one path, since a half-overwritten checkpoint looks complete. A
 all of them, with the same line.
 
 Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost.
-Read next: lifecycle/resume.py.
+Read next: fsdp_train.py.
 """
 
 import contextlib

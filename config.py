@@ -9,7 +9,7 @@ A config file is flat Python assignments that may compute; names that start with
     global_batch_size = 16 * microbatch_size * _gpus
 
 Field names are unique over all classes, so a flag needs no prefix. Run `python config.py --help` for the list.
-This file imports no torch, so that a wrong flag is answered at once. Read next: attention.py.
+This file imports no torch, so that a wrong flag is answered at once. Read next: devices.py.
 """
 
 import ast
@@ -30,7 +30,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-# What every room needs of program.py it takes from here.
+# Re-exported: a file that has settings takes these from here.
 from program import (  # noqa: F401
     UserError,
     arguments,

@@ -268,9 +268,9 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
         name = flag.lstrip("-").split("=")[0]
         if name in CONVENTION_FLAGS:
             words = " ".join(argv)
-            raise UserError(f"--{name} is not counted here: python -m planning.conventions {words}")
+            raise UserError(f"--{name} is a flag of another program: python -m planning.conventions {words}")
         models = " ".join(text for text in argv if not text.startswith("-")) or "configs/mpt1b.py"
-        require(name != "check", f"--check is a program: python -m bench flops {models}")
+        require(name != "check", f"--check has become a program of its own: python -m bench flops {models}")
 
 
 def refuse_model(argv: list[str], keys: set[str]) -> None:

@@ -6,6 +6,7 @@
 
 Loss of a step = sum of the token cross-entropies / number of counted tokens, both over the whole global batch, so it
 does not matter how the batch was cut into ranks and microbatches. `--help` lists the settings.
+Read next: generate.py.
 """
 
 import sys

@@ -13,7 +13,7 @@ learned positions it ends at max_seq_len; with ALiBi and RoPE it goes on. In the
 printed, and the share of the memory bandwidth that this is.
 
 How a token is drawn: serving/sampling.py. How the model is made fast: serving/decoder.py.
-Read next: fsdp_train.py.
+Read next: plan.py.
 """
 
 import json

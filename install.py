@@ -29,7 +29,7 @@ import urllib.request
 ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
-STAMP = os.path.join(VENV, "environment.json")  # a .venv of before is known by this name
+STAMP = os.path.join(VENV, "environment.json")  # the name of before, so that an old .venv is recognised
 PYTORCH = "https://download.pytorch.org/whl"  # /cpu, /cu126, /rocm7.1: torch's builds
 HELD = ("torch", "triton")  # never replaced where they are there
 

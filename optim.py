@@ -10,7 +10,7 @@ To train with another optimizer, return it from `build_optimizer`: any torch.opt
 step takes `closure=None`, as theirs do. It may have several parameter groups, such as one without
 decay; each step gives all groups the same learning rate.
 
-Run `python optim.py` to see the schedules. Read next: parallel.py.
+Run `python optim.py` to see the schedules. Read next: processes.py.
 """
 
 import math

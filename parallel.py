@@ -2,8 +2,8 @@
 
 A rank is one process with one device (processes.py). The ranks form a mesh with named dimensions:
 each rank of dp_shard keeps a slice of every weight, gradient and optimizer state, and dp_replicate
-holds copies of that arrangement. Dimensions that a mode does not use are not made, for all ranks
-wait for each process group. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
+holds copies of that arrangement. Unused dimensions get no process group: to create one makes all
+ranks wait. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
 
     mode            mesh (replicate, shard)  weights between forward and backward   gradients are reduced    ZeRO
     FULL_SHARD      (n)                      freed, gathered again                  every microbatch          3

@@ -11,7 +11,7 @@
         program.run(main)      main(argv) may raise UserError or OSError
 
 `processes.run` does the same for a program of many ranks. Programs with settings call `config.load`,
-which knows --help; those without call `arguments`. Run `python program.py A B` to see a mistake. Read next: config.py.
+which knows --help; those without call `arguments`. Run `python program.py A` to see a mistake. Read next: config.py.
 """
 
 import contextlib

@@ -334,7 +334,9 @@ def groups(argv: list[str]) -> list[list[Row]]:
         programs = [Ours, Theirs] if args.transformers else [Ours]
         wanted.append([Row(next(number), base + plain + flags, model, program) for program in programs])
     turns = args.alternate or args.transformers
-    require(not (turns and launched()), "only rows whose processes bench starts can take turns: leave out torchrun")
+    require(
+        not (turns and launched()), "rows take turns only in processes that bench starts itself: leave out torchrun"
+    )
     return [list(itertools.chain(*wanted))] if args.alternate else wanted
 
 

@@ -3,7 +3,7 @@
     python -m evaluation runs/demo --tasks=guess.jsonl,notes.txt
     torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --shots=5
 
-Nothing else lives here: processes that are spawned import what they run by the name of its file.
+Nothing else lives here: spawned processes cannot import from a `__main__.py`.
 """
 
 import processes

@@ -13,7 +13,7 @@ and the share of the most frequent answer. How requests are batched, and spread 
     torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --data=icl --shots=5
 
 With --out a run that was cut off goes on where it was: finished tasks are in that file, parts of one in files beside
-it. Read next: fsdp_train.py.
+it. Read next: serving/sampling.py.
 """
 
 import contextlib
@@ -300,7 +300,7 @@ def finished(out: str, about: dict) -> dict:
     """The results in an earlier `out`. Raises UserError if they are another model's."""
     if not (out and Path(out).exists()):
         return {}
-    other = f"{out} holds no results of evaluation/zero_shot.py: choose another --out"
+    other = f"{out} holds no results of `python -m evaluation`: choose another --out"
     earlier = files.read_json(out, dict, {"settings": dict, "tasks": dict}, "choose another --out")
     same = {key: earlier["settings"].get(key) for key in ("weights", "precision", "ids")}
     results = earlier["tasks"]

@@ -40,7 +40,8 @@ has 64 KiB of shared memory (LDS) where an H100 has 227, so AMD's blocks are sma
 
 Without a GPU the comparison runs in Triton's interpreter.
 
-Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), section 3. Read next: loss.py.
+Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), section 3.
+Read next: gpu_kernels/launch_table.py.
 """
 
 import functools

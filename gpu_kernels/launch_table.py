@@ -13,7 +13,7 @@ costs. The rows below spill nothing, or the few bytes that tests/gpu_kernels/tes
 states: it compiles each for its chip and reads the binary. So they were chosen, among the largest
 blocks that fit; none has been timed on a GPU yet. `python -m gpu_kernels.flash_attention --tune`
 does that and prints lines for this table; `python -m gpu_kernels.launch_table` shows it. Read next:
-gpu_kernels/flash_attention.py.
+loss.py.
 """
 
 import functools

@@ -6,7 +6,7 @@ Rank 0 takes the lease before it writes anything. A crashed run's lease is taken
 same machine, where the kernel's lock ended with the process; from another machine after three
 heartbeats without a sign of life.
 
-Run `python -m lifecycle.lease runs/demo` to see who owns a run folder. Read next: lifecycle/stopping.py.
+Run `python -m lifecycle.lease runs/demo` to see who owns a run folder. Read next: lifecycle/resume.py.
 """
 
 import contextlib

@@ -11,7 +11,7 @@ the microbatch.
 What a run needs beside its steps, such as a copy of the weights while they are saved from a CPU, is not tried.
 
 Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`;
-`python -m lifecycle.microbatch runs/mpt1b` shows what is on record. Read next: checkpoint.py.
+`python -m lifecycle.microbatch runs/mpt1b` shows what is on record. Read next: lifecycle/stopping.py.
 """
 
 import collections

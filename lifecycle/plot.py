@@ -13,7 +13,7 @@ below the curve in the terminal, with the number of ranks from there on. Of equa
 draws earlier runs wider, the terminal takes turns.
 
 --diff compares each run with the first one, a and b, over the steps where both have a finite loss, no means:
-largest = max |b - a|, mean = sum |b - a| / steps. Read next: generate.py.
+largest = max |b - a|, mean = sum |b - a| / steps. Read next: fsdp_train.py.
 """
 
 import io

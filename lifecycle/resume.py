@@ -8,7 +8,7 @@ What is unfit gets another name, so that its step can be saved again, and is nev
 
 `opening` says what is about to run.
 
-Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/lease.py.
+Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/microbatch.py.
 """
 
 import functools

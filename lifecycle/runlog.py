@@ -15,7 +15,7 @@ A run that goes on from step n first drops the rows after n, so no step is there
 every reader; a run that goes on says so and keeps the file as it was, as metrics.jsonl.damaged. A last line that a
 crash has cut off is nothing unusual, and is dropped without a word.
 
-Run `python -m lifecycle.runlog runs/demo` for a summary. Read next: lifecycle/plot.py.
+Run `python -m lifecycle.runlog runs/demo` for a summary. Read next: lifecycle/lease.py.
 """
 
 import collections

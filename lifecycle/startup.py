@@ -3,7 +3,7 @@ end if torchrun is killed.
 
     fsdp_train.py, first lines:    if __name__ == "__main__": startup.begin(sys.argv[1:])
 
-Run `python -m lifecycle.startup configs/demo.py` to see the line. Read next: processes.py.
+Run `python -m lifecycle.startup configs/demo.py` to see the line. Read next: lifecycle/runlog.py.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ def begin(argv: list[str]) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, leave)
     program.end_with_torchrun()
-    if config.rank() > 0 or {"--help", "-h"} & set(argv):
+    if config.rank() > 0 or config.wants_help(argv):
         return
     with contextlib.suppress(UserError, OSError):
         _, cfg = config.load(argv, MPTConfig, TrainConfig)

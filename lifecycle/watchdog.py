@@ -8,12 +8,12 @@ server (PyTorch's TCPStore), by which these threads talk:
     one rank fails, out of memory    it leaves its exit status there first, and the others end with the same one,
                                      instead of waiting for it
 
-Run `torchrun --nproc_per_node 2 -m lifecycle.watchdog` to see a rank that sleeps found out. Read next: fsdp_train.py.
+Run `torchrun --nproc_per_node 2 -m lifecycle.watchdog` to see a rank that sleeps found out.
+Read next: lifecycle/plot.py.
 """
 
 import contextlib
 import os
-import platform
 import sys
 import threading
 import time
@@ -27,7 +27,7 @@ import config
 import processes
 from config import UserError
 from lifecycle import microbatch
-from program import RESUME_ME
+from program import RESUME_ME, whoami
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 5  # seconds in which a living thread answers
@@ -44,7 +44,7 @@ class Watch:
     def __init__(self, world, minutes: float, last_good, halve):
         self.world, self.minutes, self.last_good, self.halve = world, minutes, last_good, halve
         self.closed, self.store, self.asking = threading.Event(), open_store(world), futures.ThreadPoolExecutor(1)
-        self.name = f"rank {world.rank} (process {os.getpid()} on {platform.node()})"
+        self.name = whoami(world.rank)
         self.store.set(f"name {world.rank}", self.name)
         dist.barrier()
         self.name_of_server = self.store.get("name 0").decode()

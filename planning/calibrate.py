@@ -5,7 +5,8 @@ machine.json of `bench machine`: its matmuls, memory and links take the place of
 
     pace = measured / predicted seconds of compute        geometric mean over the rows, traffic as predicted
 
-Run `python -m planning.calibrate results.csv --device=mi250`, or give the file to plan.py. Read next: plan.py.
+Run `python -m planning.calibrate results.csv --device=mi250`, or give the file to plan.py.
+Read next: planning/search.py.
 """
 
 import math

@@ -10,7 +10,7 @@ Every weight is read once a step, whatever the batch is, and does 2 FLOPs for ea
 more sequences cost no time but that of their cache; beyond it the matmuls take longer than the reading. These are lower
 bounds, of one device at its datasheet's bandwidth: launches of kernels and sampling come on top.
 
-Run `python -m planning.decode_time configs/mpt7b.py --device=mi250 --batch=8`. Read next: planning/step_time.py.
+Run `python -m planning.decode_time configs/mpt7b.py --device=mi250 --batch=8`. Read next: planning/calibrate.py.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ Tensor and pipeline parallelism (`Step` says how they are counted) are not in ou
 measured.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
-Estimates beside what real steps allocate: bench/results/memory.md. Read next: planning/decode_time.py.
+Estimates beside what real steps allocate: bench/results/memory.md. Read next: planning/step_time.py.
 """
 
 import bisect

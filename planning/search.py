@@ -250,7 +250,7 @@ def budget(
 
 @dataclass
 class SearchArgs:
-    """Where."""
+    """The fleet."""
 
     device: str = "auto"  # mi250, h100, ...
     devices: int = 8  # torch devices in all

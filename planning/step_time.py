@@ -15,7 +15,7 @@ interleaving, arXiv 2104.04473, section 2.2). One microbatch on one stage is
 A group that spans nodes has its share of a node's network, if that is slower than the links inside. `Constants` holds
 what was fitted, and what was fixed before; bench/planner.py fits it, bench/results/planner.md has the errors.
 
-Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`. Read next: plan.py.
+Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`. Read next: planning/decode_time.py.
 """
 
 import math
@@ -209,7 +209,7 @@ def tokens_per_second(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trai
 
 @dataclass
 class StepTimeArgs:
-    """Where."""
+    """The fleet."""
 
     device: str = "auto"  # mi250, h100, ...
     devices: int = 8  # torch devices in all

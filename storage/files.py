@@ -10,7 +10,7 @@ it is checked. And files of ours, which a crash cannot cut short.
 Two kinds of trouble are kept apart. UserError: the content is wrong, and the message names file and cause. OSError:
 the file is absent or cannot be read (permission, a node that does not see it), which says nothing about its content.
 
-Run `python -m storage.files runs/demo/config.json` to check a file. Read next: devices.py.
+Run `python -m storage.files runs/demo/config.json` to check a file. Read next: storage/checkpoint_files.py.
 """
 
 import csv

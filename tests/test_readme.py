@@ -174,6 +174,23 @@ def test_every_file_that_the_readme_names_is_there():
     assert not missing, f"the reading order lacks {missing}"
 
 
+PAPER = [path for path in sorted(ROOT.rglob("*.md")) if ".venv" not in path.parts and path.name != "CHANGES.md"]
+
+
+@pytest.mark.parametrize("path", PAPER, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_names_is_there(path):
+    """With its folder, from the root or from the page; a name alone in code may be anybody's."""
+    page = path.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+[a-z]\w*\.(?:py|md|sbatch|png|csv))`", page) + re.findall(r"\]\(([\w./]+)\)", page)
+    users = ("runs/", "my/", "data/")
+    missing = [
+        name
+        for name in named
+        if not name.startswith(users) and not (ROOT / name).exists() and not (path.parent / name).exists()
+    ]
+    assert not missing
+
+
 @pytest.mark.slow
 def test_make_train_from_a_clone(copy, tmp_path):
     """The newcomer's command, over the torch that is here, with a short run; twice: the second makes a new run."""

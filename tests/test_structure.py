@@ -221,9 +221,33 @@ def test_importing_runs_nothing(path):
 
 @pytest.mark.parametrize("path", DOORS, ids=module_of)
 def test_nothing_that_is_sent_to_other_processes_lives_in_a_door(path):
-    """They could not import it: their own `__main__` is another file. So a door has `main`, and no class."""
+    """They could not import it: their own `__main__` is another file."""
     assert is_guard(tree(path).body[-1])
-    assert not [node.name for node in tree(path).body if isinstance(node, ast.ClassDef)]
+    defined = {node.name for node in tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    assert defined <= {"main", "listing"}
+
+
+@every_file
+def test_environment_variables_are_no_messengers(path):
+    """Only processes.py sets any: those that torchrun would set, for the processes that it starts."""
+    written = [
+        node.lineno
+        for node in ast.walk(tree(path))
+        if (isinstance(node, ast.Assign) and any("os.environ" in ast.unparse(t) for t in node.targets))
+        or (isinstance(node, ast.AugAssign) and ast.unparse(node.target) in ("os.environ", "env"))
+    ]
+    assert not written or path.stem == "processes", f"{path.name}, lines {written}"
+
+
+@every_file
+def test_modules_are_found_without_help(path):
+    assert not re.search(r"sys\.path(\.\w+\(|\[| [+|]?=)", path.read_text(encoding="utf-8"))
+
+
+@every_file
+def test_read_next_names_a_file_of_ours(path):
+    for name in re.findall(r"Read\s+next:\s+([\w/]+\.(?:py|md))", ast.get_docstring(tree(path))):
+        assert (ROOT / name).exists(), name
 
 
 @every_file

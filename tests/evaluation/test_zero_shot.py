@@ -239,7 +239,7 @@ def run(tmp_path_factory, ranks):
 
 
 def program(world, *argv):
-    """icl_eval.main in a rank, as under torchrun: what it printed."""
+    """zero_shot.main in a rank, as under torchrun: what it printed."""
     environment = {
         "RANK": world.rank,
         "LOCAL_RANK": world.rank,

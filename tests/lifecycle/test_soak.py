@@ -2,7 +2,7 @@
 
 The long form, 40 kills in about five minutes on two cores (-s shows each kill):
 
-    .venv/bin/python -m pytest tests/test_soak.py -m slow
+    .venv/bin/python -m pytest tests/lifecycle/test_soak.py -m slow
 
 SIGKILL hits one rank or all, at random: while they start, between two steps, while a checkpoint is being written.
 SOAK_SEED=... repeats the choices of a run (not the machine's timing).
