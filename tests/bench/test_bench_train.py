@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from conftest import TORCHRUN, launch
+from conftest import ROOT, TORCHRUN, launch
 
 from bench import train as bench_train
 from config import UserError
@@ -91,7 +91,7 @@ def test_under_torchrun_rows_follow_each_other_and_a_restart_goes_on(tmp_path):
 
 
 def test_sizes_are_the_recipes(monkeypatch):
-    monkeypatch.chdir(bench_train.Path(bench_train.__file__).parent)
+    monkeypatch.chdir(ROOT)
     rows = [row for group in bench_train.groups(["--sizes=125m,1b", "--ranks=8", "--grad_accum=2"]) for row in group]
     found = [(r.columns["model"], r.columns["n_params"], r.columns["global_batch_size"]) for r in rows]
     assert found[0][0] == "mpt125m" and found[1] == ("mpt1b", 1_315_950_592, 2 * 8 * 4)
@@ -129,7 +129,7 @@ def test_alternating_rows_are_one_group():
     ],
 )
 def test_mistakes_are_told(flags, words, monkeypatch):
-    monkeypatch.chdir(bench_train.Path(bench_train.__file__).parent)
+    monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=words):
         bench_train.groups(flags)
 

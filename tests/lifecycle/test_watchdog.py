@@ -22,7 +22,7 @@ from text import tokenizer
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
-import data, fsdp_train, parallel, torch
+import data, fsdp_train, processes, torch
 from config import UserError
 from text import tokenizer
 
