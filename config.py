@@ -22,7 +22,6 @@ import math
 import os
 import re
 import runpy
-import shlex
 import sys
 import threading
 import types
@@ -304,7 +303,8 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
 
     argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean,
     and a list grows each time that its flag is given.
-    takes: what a program wants in place of config files, as in `arguments`: "RUN", "FILE OUT".
+    takes: what a program wants in place of config files, as in `arguments`: "RUN", "FILE OUT". There
+    `--key value` is `--key=value`.
     Returns one instance per class; with `takes`, the list of those arguments comes first.
     Raises UserError naming the source, the key and the fix.
     """
@@ -314,6 +314,8 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
     every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
     values, strangers = {}, []
+    if takes is not None:
+        argv = joined(argv, types_)
     words = [a for a in argv if not a.startswith("-")]
     for path in words if takes is None else []:
         of_file = read_file(path)
@@ -332,8 +334,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
             strangers.append((key, "the command line", text))
             continue
         if not equals:
-            like = f"--{key}={behind(f'--{key}', argv)}"
-            require(types_[key] is bool, f"--{key} wants a value: {like} ({expected(types_[key])})")
+            require(types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})")
             text = "true"
         value = checked(parse(text, types_[key]), types_[key], key, "the command line")
         values[key] = values.get(key, []) + value if types_[key] == list[str] else value
@@ -348,10 +349,16 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     return instances
 
 
-def behind(flag: str, argv: list[str]) -> str:
-    """The value that was meant by `--key value`, quoted for a shell, or `...` if none follows."""
-    after = dict(zip(argv, argv[1:], strict=False)).get(flag, "-")
-    return "..." if after.startswith("-") else shlex.quote(after)
+def joined(argv: list[str], types_: dict) -> list[str]:
+    """argv with `--key value` as `--key=value`, where the key is one that wants a value."""
+    words, rest = [], list(argv)
+    while rest:
+        word = rest.pop(0)
+        wants_value = word.startswith("--") and types_.get(word[2:], bool) is not bool
+        if wants_value and rest and not rest[0].startswith("--"):
+            word = f"{word}={rest.pop(0)}"
+        words.append(word)
+    return words
 
 
 def with_usage(words: list[str], takes: str) -> list[str]:

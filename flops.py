@@ -20,6 +20,7 @@ Read next: attention.py.
 """
 
 import json
+import shlex
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -34,6 +35,7 @@ ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of its forward / d S, of a laye
 # Flags of other programs that look as if they belonged here.
 CONVENTION_FLAGS = """convention attention window document frozen
     lora_rank lora_targets lora_first_block""".split()
+SHAPE = {field.name for field in fields(MPTConfig)}
 
 
 def params_by_part(cfg: MPTConfig) -> dict[str, int]:
@@ -267,15 +269,17 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
     for flag in (text for text in argv if text.startswith("-")):
         name = flag.lstrip("-").split("=")[0]
         if name in CONVENTION_FLAGS:
-            words = " ".join(argv)
+            words = shlex.join(argv)
             raise UserError(f"--{name} is a flag of another program: python -m planning.conventions {words}")
-        models = " ".join(text for text in argv if not text.startswith("-")) or "configs/mpt1b.py"
-        require(name != "check", f"--check has become a program of its own: python -m bench flops {models}")
+        model = [text for text in argv if not text.startswith("-") or text[2:].split("=")[0] in SHAPE]
+        words = shlex.join(model) or "configs/mpt1b.py"
+        require(name != "check", f"--check has become a program of its own: python -m bench flops {words}")
 
 
 def refuse_model(argv: list[str], keys: set[str]) -> None:
     """UserError if argv names a config file or one of `keys` beside --n_params."""
-    model = [a for a in argv if not a.startswith("-") or a.lstrip("-").split("=")[0] in keys]
+    names = keys | {old for old, new in config.RENAMED.items() if new in keys}
+    model = [a for a in argv if not a.startswith("-") or a.lstrip("-").split("=")[0] in names]
     require(not model, f"--n_params stands instead of a model: leave out it or {' '.join(model)}")
 
 

@@ -1,13 +1,10 @@
-"""Zero-shot evaluation of a model: the door to evaluation/zero_shot.py, whose settings these are.
+"""Zero-shot evaluation of a model, on one process or many: `python -m evaluation RUN`.
 
-    python -m evaluation runs/demo --tasks=guess.jsonl,notes.txt
-    torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --shots=5
-
-Nothing else lives here: spawned processes cannot import from a `__main__.py`.
+torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --shots=5
 """
 
 import processes
-from evaluation import zero_shot
+from evaluation import zero_shot  # all is there: spawned processes cannot import from a __main__.py
 
 __doc__ = f"{__doc__}\n{zero_shot.__doc__}"  # what --help prints
 

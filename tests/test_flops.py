@@ -260,6 +260,8 @@ def test_a_device_without_a_bf16_peak(capsys):
     ("--n_params=1e9 --recompute_every=2", "leave out it or --recompute_every=2"),
     ("--n_params=1e9 --check", "python -m bench flops configs/mpt1b.py$"),
     ("configs/mpt7b.py --check --devices=8", "-m bench flops configs/mpt7b.py$"),
+    ("configs/mpt7b.py --check --n_layers=4", "-m bench flops configs/mpt7b.py --n_layers=4$"),
+    ("--n_params=1e9 --checkpoint_every=2", "stands instead of a model: leave out it or --checkpoint_every=2"),
     ("--d_model=-8", "d_model must be from 1 to 1,048,576, not -8"),
     ("--recompute_every=0", "recompute_every must be at least 1"),
     ("--activation_checkpointing=half", "expected one of: none, selective, full"),
