@@ -124,7 +124,7 @@ ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "python -m lessons.elastic --max_steps=120": "tests/lessons/test_elastic.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
-    "python -m planning.calibrate results.csv --device=mi250": "it refuses rows of a CPU: tests/planning/test_calibrate.py",
+    "python -m planning.calibrate results.csv --device=mi250": "refuses rows of a CPU: test_calibrate.py",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "ends with an error: tests/lifecycle/test_watchdog.py",
 }
 # What stands on those pages for a reader's own file or run.
