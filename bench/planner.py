@@ -206,7 +206,29 @@ def mi250_rows(c: Constants) -> list[list]:
     return rows
 
 
+def parts(rows: list[dict], errors: list[float]) -> list[list]:
+    """The errors of each GPU, each model and each way of activation checkpointing."""
+    found = []
+    for key in ("gpu", "model", "act_ckpt"):
+        for value in dict.fromkeys(row[key] for row in rows):
+            part = [error for error, row in zip(errors, rows, strict=True) if row[key] == value]
+            figures = summary(part)
+            cells = [percent(figures[name]) for name in ("median", "p90", "largest")]
+            found.append([value, len(part), *cells])
+    return found
+
+
+def frontiers() -> list[list]:
+    """Published strong scaling on Frontier, and ours for microbatches of 1, 2 and 4."""
+    rows = []
+    for name, (*_, tp, pp, _, _, published) in FRONTIER.items():
+        predictions = [f"{frontier(name, size):.1f}" for size in (1, 2, 4)]
+        rows.append([name, f"{tp}x{pp}", published, *predictions])
+    return rows
+
+
 def main(argv: list[str]) -> None:
+    """Fit, predict, and write the document to OUT.md."""
     (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/planner.md"]
     import scipy
 
@@ -215,22 +237,7 @@ def main(argv: list[str]) -> None:
     several = {"planning/step_time.py, left out": errors}
     several["one TFLOP/s a kind of GPU"] = constant(rows)
     several["planning/step_time.py, all rows fitted"] = [predicted(row, now) / row["measured"] - 1 for row in rows]
-    groups = []
-    for key in ("gpu", "model", "act_ckpt"):
-        for value in dict.fromkeys(row[key] for row in rows):
-            part = [error for error, row in zip(errors, rows, strict=True) if row[key] == value]
-            found = summary(part)
-            groups.append([value, len(part), *(percent(found[name]) for name in ("median", "p90", "largest"))])
     many = scaled(now)
-    frontiers = [
-        [
-            name,
-            "x".join(map(str, FRONTIER[name][3:5])),
-            FRONTIER[name][-1],
-            *(f"{frontier(name, b):.1f}" for b in (1, 2, 4)),
-        ]
-        for name in FRONTIER
-    ]
     document = HEAD.format(
         date=datetime.date.today(),
         python=platform.python_version(),
@@ -244,7 +251,7 @@ def main(argv: list[str]) -> None:
             ["", "median", "mean", "90th percentile", "largest"],
             [[name, *map(percent, summary(found).values())] for name, found in several.items()],
         ),
-        parts=markdown(["left out, by", "rows", "median", "90th percentile", "largest"], groups),
+        parts=markdown(["left out, by", "rows", "median", "90th percentile", "largest"], parts(rows, errors)),
         h100=markdown(
             ["GPUs", "published", "predicted", "error"],
             [[n, H100[n], f"{many[n]:.1f}", percent(many[n] / H100[n] - 1)] for n in H100],
@@ -253,7 +260,7 @@ def main(argv: list[str]) -> None:
             ["microbatch", "of 64 GiB", "4 cards, not calibrated", "error", "pace", "128 cards", "published", "error"],
             mi250_rows(now),
         ),
-        frontier=markdown(["", "tp x pp", "published", "microbatch 1", "2", "4"], frontiers),
+        frontier=markdown(["", "tp x pp", "published", "microbatch 1", "2", "4"], frontiers()),
         rows=markdown(
             ["model", "GPU", "sequence", "checkpointing", "microbatch", "TFLOP/s", "measured", "predicted", "error"],
             [

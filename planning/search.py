@@ -33,7 +33,7 @@ from config import (
     require,
 )
 from planning import memory, step_time
-from planning.step_time import Constants, Fleet, Step, Trainer
+from planning.step_time import Constants, Fleet, FleetArgs, Step, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
@@ -248,16 +248,6 @@ def budget(
 # The program
 
 
-@dataclass
-class SearchArgs:
-    """The fleet."""
-
-    device: str = "auto"  # mi250, h100, ...
-    devices: int = 8  # torch devices in all
-    node_size: int = 8  # torch devices of a node
-    network: float = 100.0  # GB/s of a node, each way
-
-
 def table(found: list[Plan]) -> str:
     """The fastest first."""
     head = f"{'tokens/s':>12}{'MFU':>8}{'memory':>9}"
@@ -272,7 +262,7 @@ def table(found: list[Plan]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, SearchArgs)
+    m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
     fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network)
     for found in plans(m, cfg, asked, fleet, Constants(), step_time.OURS):
         if any(one.fits for one in found):

@@ -208,21 +208,28 @@ def tokens_per_second(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trai
 
 
 @dataclass
-class StepTimeArgs:
+class FleetArgs:
     """The fleet."""
 
     device: str = "auto"  # mi250, h100, ...
     devices: int = 8  # torch devices in all
     node_size: int = 8  # torch devices of a node
     network: float = 100.0  # GB/s of a node, each way
+
+
+@dataclass
+class SplitArgs:
+    """How the model is split over devices."""
+
     tp: int = 1  # tensor parallelism
     pp: int = 1  # pipeline stages
     interleave: int = 1  # pieces of the model on each stage
 
 
 def main(argv: list[str]) -> None:
-    m, cfg, a = config.load(argv, MPTConfig, TrainConfig, StepTimeArgs)
-    fleet = Fleet(devices.by_name(a.device), a.devices, a.node_size, a.network, a.tp, a.pp, a.interleave)
+    m, cfg, a, split = config.load(argv, MPTConfig, TrainConfig, FleetArgs, SplitArgs)
+    place = (devices.by_name(a.device), a.devices, a.node_size, a.network)
+    fleet = Fleet(*place, split.tp, split.pp, split.interleave)
     parts = Step(m, cfg, fleet).parts()
     print(f"{flops.n_params(m):,} parameters, {a.devices} x {fleet.device.name}, {cfg.sharding}")
     for name, seconds in parts.items():

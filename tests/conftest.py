@@ -146,6 +146,17 @@ def interpreted():
     pool.stop()
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """On one thread of PyTorch: two would wait for each other in products that take a microsecond."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory) -> Path:
     """A folder of four .txt files, 40 documents of a few hundred words each, 90 kB."""

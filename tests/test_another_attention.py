@@ -22,6 +22,8 @@ from serving.decoder import Decoder
 from weights import hf
 from weights.load import check_same_model, load_for_sampling, load_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WINDOW = 5  # keys that a query sees
 NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]
 FLAGS = [*SIZE, "--alibi", "--device=cpu", "--precision=fp32", "--global_batch_size=4", "--microbatch_size=2"]
@@ -44,15 +46,6 @@ def windowed(world=None):
     edits.enter_context(mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES))
     edits.enter_context(mock.patch.dict(attention.VARIANTS, window=window_attention))
     return edits
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two threads would wait for each other in products that take a microsecond."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

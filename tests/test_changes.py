@@ -55,7 +55,7 @@ def test_every_new_place_exists():
 @pytest.mark.parametrize("old", COMMANDS)
 def test_every_new_command_is_a_program(old):
     """test_program.py runs each of its PROGRAMS with --help."""
-    new = old if COMMANDS[old] .startswith("the same") else COMMANDS[old]
+    new = old if COMMANDS[old].startswith("the same") else COMMANDS[old]
     assert module_of(new) in PROGRAMS
 
 

@@ -17,6 +17,7 @@ import devices
 import flops
 from config import MPTConfig, UserError
 from model import MPT
+from planning import conventions
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -181,8 +182,11 @@ def test_an_unknown_peak_gives_no_utilization():
     assert flops.hfu(mpt("1b"), 1000, 1, None, "full") is None
 
 
-def shown(capsys, *argv) -> str:
-    flops.main(list(argv))
+both_programs = pytest.mark.parametrize("main", [flops.main, conventions.main], ids=["flops", "conventions"])
+
+
+def shown(capsys, *argv, main=flops.main) -> str:
+    main(list(argv))
     return capsys.readouterr().out
 
 
@@ -223,20 +227,22 @@ def test_without_a_model(capsys):
     assert full["hfu"] == pytest.approx(full["mfu"] * 8 / 6)
 
 
-def test_training_settings_of_a_config_file_mean_this_machine(capsys, tmp_path):
+@both_programs
+def test_training_settings_of_a_config_file_mean_this_machine(main, capsys, tmp_path):
     """`device` and `peak_tflops` are a training run's keys too."""
     (tmp_path / "c.py").write_text('device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n')
-    assert "MFU n/a" in shown(capsys, str(tmp_path / "c.py"))
+    assert "MFU n/a" in shown(capsys, str(tmp_path / "c.py"), main=main)
     assert "MFU n/a: no bf16 peak known for this machine" in shown(
-        capsys, str(tmp_path / "c.py"), "--tokens_per_second=9"
+        capsys, str(tmp_path / "c.py"), "--tokens_per_second=9", main=main
     )
-    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--device=mi250")
-    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--peak_tflops=measure")
+    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--device=mi250", main=main)
+    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--peak_tflops=measure", main=main)
 
 
-def test_a_device_without_a_bf16_peak(capsys):
-    assert "no bf16 peak known for V100" in shown(capsys, "--device=v100")
-    assert "n/a" in shown(capsys, "--device=v100", "--tokens_per_second=10")
+@both_programs
+def test_a_device_without_a_bf16_peak(main, capsys):
+    assert "no bf16 peak known for V100" in shown(capsys, "--device=v100", main=main)
+    assert "n/a" in shown(capsys, "--device=v100", "--tokens_per_second=10", main=main)
 
 
 @pytest.mark.parametrize("flags, message", [

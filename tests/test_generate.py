@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import ROOT, clean_environment, flags_for, launch
 
 import generate as program
@@ -15,16 +14,9 @@ from config import UserError
 from text import tokenizer as tokenizers
 from weights import hf
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=24)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two threads would wait for each other in products that take a microsecond."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

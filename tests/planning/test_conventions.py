@@ -178,22 +178,6 @@ def test_adapters_on_the_command_line(capsys):
     assert "72 L" in shown(capsys) and "72 L" not in shown(capsys, "--kv_n_heads=4")  # that form is for all heads
 
 
-def test_training_settings_of_a_config_file_mean_this_machine(capsys, tmp_path):
-    """`device` and `peak_tflops` are a training run's keys too."""
-    (tmp_path / "c.py").write_text('device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n')
-    assert "MFU n/a" in shown(capsys, str(tmp_path / "c.py"))
-    assert "MFU n/a: no bf16 peak known for this machine" in shown(
-        capsys, str(tmp_path / "c.py"), "--tokens_per_second=9"
-    )
-    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--device=mi250")
-    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--peak_tflops=measure")
-
-
-def test_a_device_without_a_bf16_peak(capsys):
-    assert "no bf16 peak known for V100" in shown(capsys, "--device=v100")
-    assert "n/a" in shown(capsys, "--device=v100", "--tokens_per_second=10")
-
-
 @pytest.mark.parametrize("flags, message", [
     ("--device=mi205", "did you mean .*mi250"),
     ("--device=mi250-card", "2 torch devices: say mi250"),

@@ -9,6 +9,8 @@ from config import MPTConfig
 from model import MPT, KVCache, init_weights
 from serving.decoder import Decoder, PackedLinear, can_pack, generate
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=24)
 KINDS = {
     "alibi": {"alibi": True},
@@ -19,15 +21,6 @@ KINDS = {
     "scaled, untied": {"alibi": True, "logit_scale": "inv_sqrt_d_model", "tie_word_embeddings": False},
 }
 every_kind = pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Two threads would wait for each other in products that take a microsecond."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model(**more):

@@ -3,11 +3,13 @@
 import re
 
 import pytest
-from test_decoder import TINY, decoder, model, one_thread  # noqa: F401 (a fixture of this module, too)
+from test_decoder import TINY, decoder, model
 
 from config import MPTConfig, UserError
 from serving.stream import Speed, Text, write
 from text import tokenizer as tokenizers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 BYTES = tokenizers.load("bytes")
 
