@@ -28,6 +28,7 @@ OF_MANY_RANKS = ("train", "machine", "attention", "trajectories", "evaluation")
 
 
 def main(argv: list[str]) -> None:
+    """Run the benchmark that argv names. UserError, with the nearest name, if there is none."""
     if config.wants_help(argv[:1]):
         config.show_help(listing())
     listed = "python -m bench --help lists the names"

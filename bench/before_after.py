@@ -97,19 +97,23 @@ def replace(module, name: str, value) -> None:
 
 
 def obvious_loss(x, weight, labels, scale, z_loss):
+    """The loss with all logits in memory at once: what the chunked one replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
 
 
 def looping_adamw(params, cfg):
+    """AdamW that loops over the parameters: what the fused one replaces."""
     decay = cfg.decoupled_weight_decay / cfg.lr
     return torch.optim.AdamW(params, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, decay, foreach=False)
 
 
 def mesh_of_one(world, cfg):
+    """A mesh for one process, which is then sharded over itself: what a plain model replaces."""
     return torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
 
 
 def autocast_with_cache(device, precision):
+    """Autocast that keeps the weights that it has cast: parallel.autocast keeps none."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
@@ -132,6 +136,7 @@ def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
 
 
 def main(argv) -> None:
+    """Time each variant in turns with the step as it is, and print a table of ratios."""
     (args,) = config.load(argv, BeforeAfterArgs)
     rows = [undone for undone in [*FLAGS, *PATCHES] if args.only in undone]
     for shape, flags in SHAPES.items():

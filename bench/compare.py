@@ -69,6 +69,7 @@ def number(text: str) -> float | int | None:
 
 
 def shown(value: float | None, form: str) -> str:
+    """A figure for the table; n/a if it is unknown."""
     return "n/a" if value is None else format(value, form)
 
 
@@ -79,6 +80,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 
 def settings(row: dict) -> str:
+    """The usual settings of a row, in words."""
     checkpointing, microbatch = row["activation_checkpointing"], row["microbatch_size"]
     return f"{row['precision']}, {row['sharding']}, checkpointing {checkpointing}, microbatch {microbatch}"
 
@@ -92,6 +94,7 @@ def best(rows: list[dict]) -> dict[tuple, dict]:
 
 
 def told(side: dict[tuple, dict]) -> str:
+    """The models of one side, for an error."""
     return ", ".join(f"{model} ({n:,} parameters) at {length}" for n, length, model in sorted(side))
 
 

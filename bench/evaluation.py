@@ -62,6 +62,7 @@ def harness(model, max_length: int, batch_size: int):
 
 
 def main(argv) -> None:
+    """Score the same requests by both sides in turns; print requests/s and the largest difference."""
     defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
     (paths,), cfg, how = config.load([*defaults, *argv], MPTConfig, SpeedConfig, takes="A.jsonl,B.jsonl")
     world = processes.start(how.device)

@@ -91,6 +91,7 @@ def compare_memory(cfg: MPTConfig, work: Work) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
+    """Print both tables: FLOPs, then bytes."""
     cfg, work = config.load(argv, MPTConfig, Work)
     words = "torch counts a step's FLOPs and bytes on tensors without numbers, for some seconds"
     print(words, file=sys.stderr)

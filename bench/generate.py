@@ -40,18 +40,21 @@ def both(width: int, layers: int, dtype):
 
 
 def write_ours(decoder, ids, n, sampled):
+    """n new tokens by our decoder, with a cache."""
     numbers = torch.rand(len(ids), n)
     tokens = generate(decoder, ids, n, numbers=numbers, **(SAMPLED if sampled else {"temperature": 0}))
     return torch.stack([token.clone() for token in tokens], dim=1)
 
 
 def write_theirs(model, ids, n, sampled):
+    """n new tokens by transformers' generate, with a cache."""
     length = {"max_new_tokens": n, "min_new_tokens": n, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
     how = SAMPLED | {"do_sample": True} if sampled else {"do_sample": False}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **length, **how)[:, ids.shape[1] :]
 
 
 def seconds(write, *args) -> float:
+    """How long one call takes."""
     begin = time.perf_counter()
     write(*args)
     return time.perf_counter() - begin
@@ -72,6 +75,7 @@ def compare(decoder, model, batch: int, sampled: bool, dtype) -> str:
 
 
 def main(argv: list[str]) -> None:
+    """Print milliseconds a token of both sides, for each shape, dtype and batch."""
     (threads,) = config.arguments(argv, "[THREADS]") or [str(torch.get_num_threads())]
     require(
         threads.isdecimal() and int(threads) > 0,

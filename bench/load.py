@@ -27,6 +27,7 @@ CACHE = Path("/proc/sys/vm/drop_caches")
 
 
 def seconds(read, cold: bool) -> float:
+    """How long one read takes; cold: the page cache is emptied first."""
     if cold:
         os.sync()
         CACHE.write_text("3")
@@ -36,11 +37,13 @@ def seconds(read, cold: bool) -> float:
 
 
 def read_into(path: Path, buffer) -> None:
+    """Read a file into memory that is there already."""
     with open(path, "rb") as file:
         assert file.readinto(buffer) == len(buffer)
 
 
 def main(argv: list[str]) -> None:
+    """Print the times of loading and of plain reading, and their ratio."""
     (where,) = config.arguments(argv, "[FOLDER]") or [None]
     with tempfile.TemporaryDirectory(dir=where) as name:
         folder, model = Path(name), MPT(CFG)

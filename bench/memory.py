@@ -262,6 +262,7 @@ def tracked(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf
 
 
 def by_part(buffers) -> dict[str, int]:
+    """Bytes of the buffers, by the part that they belong to."""
     sums = collections.Counter()
     for buffer, n in buffers:
         sums[buffer.part] += n
@@ -290,6 +291,7 @@ def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
 
 
 def settings(batch: int, microbatches: int, how: str, ranks: int = 1, sharding: str = "FULL_SHARD") -> TrainConfig:
+    """The training settings of one row."""
     return TrainConfig(
         microbatch_size=batch,
         global_batch_size=batch * microbatches * ranks,
@@ -307,6 +309,7 @@ def both_peaks(m: MPTConfig, cfg: TrainConfig, ranks: int = 1) -> tuple[str, dic
 
 
 def peak_row(first: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts=()) -> str:
+    """A row of the table of peaks: estimated, counted, and how far they are apart."""
     when, estimated, counted = both_peaks(m, cfg, ranks)
     a, b = sum(estimated.values()), sum(counted.values())
     row = [*first, cfg.activation_checkpointing, f"{a / 1e9:.3f}", f"{b / 1e9:.3f}", f"{a / b - 1:+.2%}", when]
@@ -314,6 +317,7 @@ def peak_row(first: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts=
 
 
 def tracker_row(m: MPTConfig, cfg: TrainConfig, ranks: int) -> str:
+    """A row with the peak that torch's own memory tracker finds, too."""
     when, estimated, counted = both_peaks(m, cfg, ranks)
     peak, *others = sum(estimated.values()), sum(counted.values()), tracked(m, cfg, ranks)
     row = [ranks, cfg.sharding if ranks > 1 else "", cfg.activation_checkpointing, when]
@@ -321,6 +325,7 @@ def tracker_row(m: MPTConfig, cfg: TrainConfig, ranks: int) -> str:
 
 
 def real_row(what: str, m: MPTConfig, how: str) -> str:
+    """A row with the peak of a real step, as the CPU's allocator saw it, too."""
     cfg = settings(2, 1, how)
     when, estimated, counted = both_peaks(m, cfg)
     peaks = sum(estimated.values()), sum(counted.values()), allocated(m, cfg)
@@ -328,16 +333,19 @@ def real_row(what: str, m: MPTConfig, how: str) -> str:
 
 
 def table_row(values: list) -> str:
+    """A line of a Markdown table, printed at once and returned."""
     print(*values, flush=True)
     return f"| {' | '.join(map(str, values))} |"
 
 
 def table(names: str, rows) -> str:
+    """A Markdown table of rows that `table_row` made."""
     names = names.split(", ")
     return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
 
 
 def main(argv: list[str]) -> None:
+    """Count all tables and write them to OUT.md."""
     (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/memory.md"]
     begin = time.perf_counter()
     models = {name: config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)[0] for name in ("mpt125m", "mpt1b")}

@@ -51,6 +51,7 @@ def read() -> list[dict]:
 
 
 def predicted(row: dict, c: Constants) -> float:
+    """Tokens/s of a row's run, of all devices."""
     m, cfg, fleet, trainer = row["run"]
     return step_time.tokens_per_second(m, cfg, fleet, c, trainer)
 
@@ -186,11 +187,13 @@ TFLOP/s a GPU as published, tokens/s a GPU measured and predicted without its mo
 
 
 def markdown(head: list[str], rows: list[list]) -> str:
+    """A Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def percent(x: float) -> str:
+    """A share as text."""
     return f"{100 * x:.1f} %"
 
 

@@ -122,6 +122,7 @@ def named(path: str):
 
 
 def main(argv) -> None:
+    """Print the tables of a CSV and draw its picture."""
     config.arguments(argv, "RESULTS.csv")
     lines = read(argv[0])
     require(lines, f"{argv[0]} has no rows")

@@ -147,6 +147,7 @@ class Who:
 
 
 def main(argv) -> None:
+    """Three processes that tell their ranks, and one mistake."""
     config.arguments(argv)
     team = Team(Who, (), ranks=3, threads=1)
     print(*team.call("rank"), sep="\n")

@@ -214,6 +214,7 @@ def time_split(events: list[dict]) -> dict[str, float | None]:
 
 
 def is_region(event) -> bool:
+    """Is this event of a profile one of the step's named parts?"""
     return event["name"] in PARTS and event.get("cat") == "user_annotation"
 
 

@@ -68,6 +68,7 @@ def smooth(losses: list[float]) -> torch.Tensor:
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
+    """The smoothed losses, and how far they are apart."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -87,6 +88,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main(argv) -> None:
+    """Train every variant, print the differences, draw the curves."""
     (args,) = config.load(argv, TrajectoriesArgs)
     world = processes.start("cpu")
     on, off = (curve(world, kind, "fp32", 1337, args.fp32_steps) for kind in (True, False))

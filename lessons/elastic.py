@@ -91,6 +91,7 @@ class Launch:
 
 
 def steps_done(run_dir: Path) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
     there = (run_dir / "metrics.jsonl").exists() and runlog.read(run_dir)
     return there[-1]["step"] if there else 0
 
@@ -103,6 +104,7 @@ def stage_now(run_dir: Path, stages: list, max_steps: int) -> int:
 
 
 def finished(run_dir: Path, max_steps: int) -> bool:
+    """Is the checkpoint of the last step there?"""
     newest = checkpoint.latest(run_dir)
     return newest is not None and newest.name == f"step-{max_steps}"
 
@@ -158,6 +160,7 @@ def check(runs: list[Path], max_steps: int) -> None:
 
 
 def main(argv) -> None:
+    """Train one, two and moved, then compare and draw them."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the ranks are ended, too
     flags = [f"{ROOT}/configs/demo.py", *SETTINGS.split(), *argv]
     model_cfg, cfg = config.load(flags, MPTConfig, TrainConfig)
