@@ -42,7 +42,9 @@ import torch.nn.functional as F
 from config import arguments, require, run
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # torch for CUDA and ROCm brings it
-CAN_BUILD = bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")) and os.path.exists(
+CAN_BUILD = bool(
+    os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+) and os.path.exists(
     os.path.join(sysconfig.get_path("include"), "Python.h")
 )  # with these Triton builds what launches a kernel; some containers have neither
 BLOCK = 256  # queries: the fastest of 64, 128 and 256 for 512 to 2,048 tokens on the CPU above
@@ -54,12 +56,23 @@ def alibi_slopes(n_heads, bias_max=8.0, device=None):
     When n_heads is no power of two, every second slope of n2 is taken first, as MPT does.
     """
     n2 = 2 ** math.ceil(math.log2(n_heads))
-    slopes = torch.exp2(-torch.arange(1, n2 + 1, dtype=torch.float32, device=device) * bias_max / n2)
+    slopes = torch.exp2(
+        -torch.arange(1, n2 + 1, dtype=torch.float32, device=device) * bias_max / n2
+    )
     return slopes if n2 == n_heads else torch.cat([slopes[1::2], slopes[0::2]])[:n_heads]
 
 
 def attention(
-    q, k, v, *, impl="auto", alibi_slopes=None, causal=True, softmax_scale=None, dropout_p=0.0, sequence_ids=None
+    q,
+    k,
+    v,
+    *,
+    impl="auto",
+    alibi_slopes=None,
+    causal=True,
+    softmax_scale=None,
+    dropout_p=0.0,
+    sequence_ids=None,
 ):
     """softmax(q k^T * softmax_scale + bias) v.
 
@@ -70,10 +83,14 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     impl = choose(impl, q.device.type, q.dtype, q.shape[-1], alibi_slopes is not None, dropout_p)
     standard = impl not in VARIANTS and impl != "reference"
-    exact = alibi_slopes is None or k.dtype.itemsize > 2  # a bias in 16 bits is too coarse: the columns below are not
+    exact = (
+        alibi_slopes is None or k.dtype.itemsize > 2
+    )  # a bias in 16 bits is too coarse: the columns below are not
     if q.shape[2] == 1 and causal and exact and dropout_p == 0 and standard:
         return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
-    if impl != "triton" and k.shape[1] != q.shape[1]:  # grouped-query: every backend takes repeated heads
+    if (
+        impl != "triton" and k.shape[1] != q.shape[1]
+    ):  # grouped-query: every backend takes repeated heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     function = VARIANTS.get(impl) or IMPLEMENTATIONS[impl]
     return function(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
@@ -82,19 +99,26 @@ def attention(
 def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
     """The implementation that `auto` stands for in this case. UserError for a name that is in neither table."""
     known = impl in ("auto", *IMPLEMENTATIONS, *VARIANTS)
-    require(known, f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it")
+    require(
+        known,
+        f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it",
+    )
     if impl != "auto":
         return impl
     if device_type == "cpu":
         return "blocks"
-    works = device_type == "cuda" and HAS_TRITON and CAN_BUILD and head_dim <= 128 and dropout_p == 0
+    works = (
+        device_type == "cuda" and HAS_TRITON and CAN_BUILD and head_dim <= 128 and dropout_p == 0
+    )
     return "triton" if works and alibi and dtype in (torch.bfloat16, torch.float16) else "sdpa"
 
 
 def attention_bias(n_queries, n_keys, slopes, causal, device, ids=None):
     """What is added to the scores, fp32: (Tq, Tk), or (H, Tq, Tk) with ALiBi: -slope * |i - j|, -inf where j > i; with
     ids (B, Tk) also where they differ, and (B, H or 1, Tq, Tk)."""
-    i = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]  # (Tq, 1): positions of the queries
+    i = torch.arange(n_keys - n_queries, n_keys, device=device)[
+        :, None
+    ]  # (Tq, 1): positions of the queries
     j = torch.arange(n_keys, device=device)[None, :]  # (1, Tk)
     bias = torch.zeros(n_queries, n_keys, device=device)
     if slopes is not None:
@@ -142,7 +166,9 @@ def one_query_attention(q, k, v, slopes, scale, ids):
         bias = (q.new_zeros(1) if bias is None else bias).masked_fill(others, -math.inf)
     if bias is not None:
         bias = bias.to(q.dtype).expand(B, H, 1, n_keys).view(B, groups, -1, n_keys)
-    out = F.scaled_dot_product_attention(q.view(B, groups, -1, D), k, v, attn_mask=bias, scale=scale)
+    out = F.scaled_dot_product_attention(
+        q.view(B, groups, -1, D), k, v, attn_mask=bias, scale=scale
+    )
     return out.view(B, H, 1, D)
 
 
@@ -154,7 +180,9 @@ def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     mask, square = None, causal and n_queries == n_keys and ids is None
     if ids is not None or slopes is not None or (causal and 1 < n_queries < n_keys):
         mask = attention_bias(n_queries, n_keys, slopes, causal, q.device, ids).to(q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=square, scale=scale)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=square, scale=scale
+    )
     return out[..., :head_dim]
 
 
@@ -178,7 +206,9 @@ def with_alibi_columns(q, k, v, slopes, scale):
 def flex_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """FlexAttention: the bias is a function that the compiler puts into the kernel; hidden blocks are skipped."""
     require(dropout_p == 0, "attn_impl=flex has no dropout: set attn_pdrop=0 or another attn_impl")
-    if q.shape[2] < k.shape[2]:  # decoding: no block to skip, and each length would be compiled anew
+    if (
+        q.shape[2] < k.shape[2]
+    ):  # decoding: no block to skip, and each length would be compiled anew
         return sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, ids)
 
     def alibi(score, b, h, i, j):
@@ -223,11 +253,18 @@ def document_block_mask(ids, causal):
 
 def triton_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
     """Our own kernels. Imported here: they need triton, which a CPU's torch does not bring."""
-    require(dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl")
-    require(HAS_TRITON, "attn_impl=triton needs triton, which torch for CUDA and ROCm brings: take attn_impl=sdpa")
+    require(
+        dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl"
+    )
+    require(
+        HAS_TRITON,
+        "attn_impl=triton needs triton, which torch for CUDA and ROCm brings: take attn_impl=sdpa",
+    )
     from gpu_kernels.flash_attention import flash_attention
 
-    return flash_attention(q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale, sequence_ids=ids)
+    return flash_attention(
+        q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale, sequence_ids=ids
+    )
 
 
 IMPLEMENTATIONS = {
@@ -256,14 +293,20 @@ def demonstrate(argv) -> None:
     """Print the distance of each fast implementation from the obvious one in fp64."""
     arguments(argv)
     torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
     q, k, v = (torch.randn(2, h, 600, 64, device=device, dtype=torch.bfloat16) for h in (12, 4, 4))
     slopes = alibi_slopes(12, device=device)
     q64, k64, v64 = (x.cpu().double() for x in (q, k, v))
     exact = attention(q64, k64, v64, impl="reference", alibi_slopes=slopes.cpu().double())
     print(f"12 heads over 4, 600 tokens, ALiBi, bf16 on {device}; largest difference from fp64:")
     for impl in ("reference", "blocks", "sdpa"):
-        error = (attention(q, k, v, impl=impl, alibi_slopes=slopes).cpu() - exact).abs().max().item()
+        error = (
+            (attention(q, k, v, impl=impl, alibi_slopes=slopes).cpu() - exact).abs().max().item()
+        )
         print(f"  {impl:10s} {error:.1e}")
         assert error < 3e-2, impl
 

@@ -71,17 +71,24 @@ class Checkpointer:
         self.group = processes.new_group(processes.TIMEOUT)
         cuda = torch.cuda.is_available()
         # The host's copy keeps its memory from save to save: asking for new memory takes longer than copying.
-        options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
+        options = StagingOptions(
+            cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
         self.stager = DefaultStager(options)
         self.pending = None  # (step, future)
         self.blocked_seconds = 0.0  # how long the last save kept the training thread
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 says so of its own code
+        warnings.filterwarnings(
+            "ignore", "TypedStorage is deprecated"
+        )  # torch 2.9 says so of its own code
         rank_zero_decides(self.sweep)
 
     def sweep(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         writable = os.access(self.folder, os.W_OK | os.X_OK)
-        require(writable, f"no permission to write in {self.folder}: change it, or set another --run_dir")
+        require(
+            writable,
+            f"no permission to write in {self.folder}: change it, or set another --run_dir",
+        )
         for left_over in self.folder.glob("step-*.tmp"):
             if left_over.is_dir() and not left_over.is_symlink():
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -94,9 +101,16 @@ class Checkpointer:
         begin = time.perf_counter()
         path = self.folder / f"step-{step}.tmp"
         state = state_of(model, optimizer)
-        meta = meta | {"step": step, "optimizer": kind_of(optimizer)}  # even if a setting has such a name
+        meta = meta | {
+            "step": step,
+            "optimizer": kind_of(optimizer),
+        }  # even if a setting has such a name
         self.attempt(step, lambda: prepare(path, meta))
-        options = {"storage_writer": Writer(path), "process_group": self.group, "async_stager": self.stager}
+        options = {
+            "storage_writer": Writer(path),
+            "process_group": self.group,
+            "async_stager": self.stager,
+        }
         self.pending = step, dcp.async_save(state, **options)
         self.blocked_seconds = time.perf_counter() - begin
 
@@ -129,12 +143,17 @@ class Checkpointer:
         def tried():
             try:
                 action()
-            except (Exception, dcp.CheckpointException) as error:  # the latter is only a BaseException
+            except (
+                Exception,
+                dcp.CheckpointException,
+            ) as error:  # the latter is only a BaseException
                 reason = reason_of(error)
                 if not isinstance(cause_of(error), UserError):
                     reason += f" ({free_bytes(self.folder) / 1e9:.2f} GB are free there)"
                 shutil.rmtree(self.folder / f"step-{step}.tmp", ignore_errors=True)
-                raise UserError(f"could not save step {step}: {reason}. {self.last_good()}") from error
+                raise UserError(
+                    f"could not save step {step}: {reason}. {self.last_good()}"
+                ) from error
 
         rank_zero_decides(tried)
 
@@ -148,7 +167,9 @@ class Writer(dcp.FileSystemWriter):
     """DCP's, and checksums: each rank takes those of its files, in the thread that writes them."""
 
     def __init__(self, path: Path):
-        super().__init__(path, sync_files=False, per_thread_copy_ahead=0)  # synced here; already in host memory
+        super().__init__(
+            path, sync_files=False, per_thread_copy_ahead=0
+        )  # synced here; already in host memory
 
     def write_data(self, plan, planner):
         """DCP's results, which rank 0 gathers, and one more: {file name: [bytes, crc32]}."""
@@ -218,10 +239,14 @@ def space(run_dir: str, n_params: int, keep_last: int) -> str:
     """One line: the size of a checkpoint (fp32 weights and Adam's two moments), and the room that the disk has."""
     folder, size = Path(run_dir), 12 * n_params
     free = free_bytes(folder)
-    more = max(1, keep_last + 1 - len(complete(folder / "checkpoints")))  # one is written before one is removed
+    more = max(
+        1, keep_last + 1 - len(complete(folder / "checkpoints"))
+    )  # one is written before one is removed
     line = f"{size / 1e9:.2f} GB a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
     if more * size > free:
-        line += f". WARNING: not enough for {more}: free some, or lower --keep_last, or move --run_dir"
+        line += (
+            f". WARNING: not enough for {more}: free some, or lower --keep_last, or move --run_dir"
+        )
     return line
 
 
@@ -235,7 +260,9 @@ def names_in(folder: Path) -> list[str]:
 
 def numbered(folder: Path) -> list[Path]:
     """The folders step-N, oldest first."""
-    named = [folder / name for name in names_in(folder) if re.fullmatch("step-(0|[1-9][0-9]*)", name)]
+    named = [
+        folder / name for name in names_in(folder) if re.fullmatch("step-(0|[1-9][0-9]*)", name)
+    ]
     return sorted(named, key=number)
 
 
@@ -258,7 +285,8 @@ def find(path: str) -> Path:
     """A checkpoint from the path of one, or of a run folder (its newest)."""
     found = Path(path) if Path(path) in complete(Path(path).parent) else latest(path)
     require(
-        found is not None, f"no checkpoint in {path!r}: give a run folder or a checkpoint like runs/demo/.../step-200"
+        found is not None,
+        f"no checkpoint in {path!r}: give a run folder or a checkpoint like runs/demo/.../step-200",
     )
     return found
 
@@ -281,7 +309,9 @@ def verify(path: Path) -> str | None:
     try:
         mine = checkpoint_files.first_fault(path, wanted, share)
     except OSError as error:  # of the file system, or of a node that does not see it: no damage
-        mine = UserError(f"rank {rank} on {platform.node()} cannot read {path}: {error.strerror}", True)
+        mine = UserError(
+            f"rank {rank} on {platform.node()} cannot read {path}: {error.strerror}", True
+        )
     faults = [mine] * size
     if dist.is_initialized():
         dist.all_gather_object(faults, mine)
@@ -333,8 +363,12 @@ def load(path: Path, model: MPT, optimizer) -> None:
     state = state_of(model, optimizer)
     saved, here = read_meta(path).get("optimizer", ADAMW), kind_of(optimizer)
     if saved != here:
-        words = f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
-        raise UserError(f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True)
+        words = (
+            f"{path} was saved with the optimizer {saved}, here it is {here}: go on with that one"
+        )
+        raise UserError(
+            f"{words}, or begin with --init_from={path} and another --run_dir", everywhere=True
+        )
     metadata = rank_zero_decides(lambda: read_metadata(path))
     require_weights(path, metadata, state["model"])
     fill(path, state, metadata)
@@ -380,7 +414,9 @@ def demonstrate(argv) -> None:
 
     actions = {
         "dcp.save": lambda: dcp.save(state_of(model, optimizer), checkpoint_id=fresh),
-        "dcp.save with checksums": lambda: dcp.save(state_of(model, optimizer), storage_writer=Writer(fresh)),
+        "dcp.save with checksums": lambda: dcp.save(
+            state_of(model, optimizer), storage_writer=Writer(fresh)
+        ),
         "save: until published": save_while_training,
         "verify": lambda: verify(latest(folder)),
         "load": lambda: load(latest(folder), model, optimizer),
@@ -394,14 +430,20 @@ def demonstrate(argv) -> None:
             action()
             dist.barrier()
             seconds[name].append(time.perf_counter() - begin)
-    if world.rank == 0:
+    if world.global_rank == 0:
         shutil.rmtree(folder)
-        size = 12 * sum(p.numel() for p in model.parameters()) / 1e9  # GB: fp32 weights and Adam's two moments
-        print(f"{size:.2f} GB over {world.size} ranks. Medians of 4 turns, after a first that asks for memory")
+        size = (
+            12 * sum(p.numel() for p in model.parameters()) / 1e9
+        )  # GB: fp32 weights and Adam's two moments
+        print(
+            f"{size:.2f} GB over {world.global_size} ranks. Medians of 4 turns, after a first that asks for memory"
+        )
         typical = {name: median(times[1:]) for name, times in seconds.items()}
         for name, time_ in typical.items():
             share = f"{time_ / typical['dcp.save']:4.0%} of dcp.save"
-            print(f"{name:24}{time_:6.2f} s{size / time_:6.2f} GB/s  {share}; first {seconds[name][0]:.2f} s")
+            print(
+                f"{name:24}{time_:6.2f} s{size / time_:6.2f} GB/s  {share}; first {seconds[name][0]:.2f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -58,7 +58,11 @@ RANGES = {
         (1e-9, 0.5, "val_fraction"),
         (1, 10**6, "global_batch_size microbatch_size keep_last max_bad_steps"),
         (1, 10**15, "max_steps eval_tokens rope_theta"),
-        (0, 10**15, "max_tokens warmup_steps eval_interval icl_interval icl_limit save_interval keep_every"),
+        (
+            0,
+            10**15,
+            "max_tokens warmup_steps eval_interval icl_interval icl_limit save_interval keep_every",
+        ),
         (1e-12, 1000, "lr"),
         (0, 1, "alpha_f decoupled_weight_decay z_loss"),
         (0, 0.999999, "beta1 beta2"),
@@ -88,9 +92,13 @@ class MPTConfig:
     rope: bool = False  # rotary positions: q and k are turned by angles that grow with the position
     rope_theta: float = 10000.0  # their longest wavelength / 2 pi
     attn_uses_sequence_id: bool = False  # the documents of one row do not see each other
-    kv_n_heads: int | None = None  # heads of keys and values: None = n_heads, 1 = multi-query, between = grouped
+    kv_n_heads: int | None = (
+        None  # heads of keys and values: None = n_heads, 1 = multi-query, between = grouped
+    )
     no_bias: bool = False  # True: no bias anywhere, the norms' included
-    clip_qkv: float | None = None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv] (0 or None: do not)
+    clip_qkv: float | None = (
+        None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv] (0 or None: do not)
+    )
     qk_ln: bool = False  # LayerNorm over all of q and all of k
     softmax_scale: float | None = None  # None = 1 / sqrt(head_dim)
     logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits
@@ -98,8 +106,12 @@ class MPTConfig:
     emb_pdrop: float = 0.0  # dropout after the embedding
     attn_pdrop: float = 0.0  # dropout on the attention probabilities
     resid_pdrop: float = 0.0  # dropout after attention and after the feed-forward
-    norm_type: Literal["low_precision_layernorm", "layernorm"] = "low_precision_layernorm"  # norm in bf16, or in fp32
-    attn_impl: Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"] = "auto"  # see attention.py
+    norm_type: Literal["low_precision_layernorm", "layernorm"] = (
+        "low_precision_layernorm"  # norm in bf16, or in fp32
+    )
+    attn_impl: Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"] = (
+        "auto"  # see attention.py
+    )
 
     @property
     def head_dim(self) -> int:
@@ -119,22 +131,41 @@ class MPTConfig:
 
     def check(self) -> None:
         check_ranges(self)
-        require(self.hidden_dim > 0, f"expansion_ratio {self.expansion_ratio} leaves no hidden width")
+        require(
+            self.hidden_dim > 0, f"expansion_ratio {self.expansion_ratio} leaves no hidden width"
+        )
         size = self.n_layers * self.d_model * (4 * self.d_model + 2 * self.hidden_dim)
         size += self.vocab_size * self.d_model
-        require(size <= LARGEST, f"the model has {size:.0e} parameters, expected at most {LARGEST:.0e}")
-        require(self.d_model % self.n_heads == 0, f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}")
+        require(
+            size <= LARGEST, f"the model has {size:.0e} parameters, expected at most {LARGEST:.0e}"
+        )
+        require(
+            self.d_model % self.n_heads == 0,
+            f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}",
+        )
         require(
             self.n_heads % self.n_kv_heads == 0,
             f"n_heads {self.n_heads} is not a multiple of kv_n_heads {self.n_kv_heads}",
         )
-        require(not (self.rope and self.alibi), "rope and alibi are two ways to tell positions: set one of them")
+        require(
+            not (self.rope and self.alibi),
+            "rope and alibi are two ways to tell positions: set one of them",
+        )
         even = not self.rope or self.head_dim % 2 == 0
-        require(even, f"rope turns pairs of numbers: a head dim of {self.head_dim} is odd, change n_heads")
+        require(
+            even,
+            f"rope turns pairs of numbers: a head dim of {self.head_dim} is odd, change n_heads",
+        )
         fused = self.attn_impl in ("flex", "triton")
-        require(not (fused and self.attn_pdrop), f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
+        require(
+            not (fused and self.attn_pdrop),
+            f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0",
+        )
         small = self.attn_impl != "triton" or self.head_dim <= 128
-        require(small, f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads")
+        require(
+            small,
+            f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads",
+        )
 
 
 Checkpointing = Literal["none", "selective", "full"]  # of activations: see parallel.py
@@ -164,41 +195,59 @@ class TrainConfig:
     """The run: data, batch, optimizer, machine, checkpoints."""
 
     run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
-    init_from: str = ""  # weights to begin with: a Hugging Face folder, a Composer .pt, a run or a checkpoint
+    init_from: str = (
+        ""  # weights to begin with: a Hugging Face folder, a Composer .pt, a run or a checkpoint
+    )
     seed: int = 1337  # of the initial weights, the data order and dropout
     # data
-    dataset: str = "stdlib"  # stdlib, local files (my/*.txt, .jsonl, .parquet), or a Hub name (allenai/c4:en)
+    dataset: str = (
+        "stdlib"  # stdlib, local files (my/*.txt, .jsonl, .parquet), or a Hub name (allenai/c4:en)
+    )
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (a BPE of N entries trained on the data set), or a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all there are)
     val_fraction: float = 0.005  # share of the documents kept for validation
     # batch: global_batch_size = microbatch_size x ranks x accumulation steps, in sequences
     global_batch_size: int = 256  # sequences per optimizer step, over all ranks
-    microbatch_size: int | Literal["auto"] = 8  # sequences per forward pass of one rank, at most (auto: what fits)
+    microbatch_size: int | Literal["auto"] = (
+        8  # sequences per forward pass of one rank, at most (auto: what fits)
+    )
     max_steps: int = 4800  # optimizer steps
     # optimizer
     lr: float = 6e-4  # peak learning rate
     schedule: Literal["cosine", "constant", "inv_sqrt"] = "cosine"  # after the warmup
     warmup_steps: int = 100  # steps of linear warmup
     alpha_f: float = 0.1  # cosine ends at alpha_f * lr
-    lr_one_step_late: bool = False  # apply the schedule as Composer does: step k uses the factor of k-1
+    lr_one_step_late: bool = (
+        False  # apply the schedule as Composer does: step k uses the factor of k-1
+    )
     beta1: float = 0.9  # Adam: decay of the mean of the gradient
     beta2: float = 0.95  # Adam: decay of the mean of its square
     adam_eps: float = 1e-8  # Adam: added to the denominator
     decoupled_weight_decay: float = 0.0  # p *= 1 - (lr_t / lr) * this: not PyTorch's weight_decay
     grad_clip: float = 1.0  # clip the global gradient norm to this (0 = never)
-    z_loss: float = 0.0  # add this times the squared logsumexp of the logits to the training loss (PaLM: 1e-4)
+    z_loss: float = (
+        0.0  # add this times the squared logsumexp of the logits to the training loss (PaLM: 1e-4)
+    )
     # machine
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # cuda is ROCm too
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
+    precision: Literal["auto", "fp32", "bf16"] = (
+        "auto"  # auto: bf16 on accelerators, the faster one on a CPU
+    )
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
-    shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
+    shard_size: int = (
+        0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
+    )
     activation_checkpointing: Checkpointing = "none"  # see parallel.py
     recompute_every: int = 1  # activation checkpointing of every k-th block
     compile: bool = False  # torch.compile each block
-    peak_tflops: float | Literal["auto", "measure"] = "auto"  # of one device, for MFU; auto: the table of devices.py
+    peak_tflops: float | Literal["auto", "measure"] = (
+        "auto"  # of one device, for MFU; auto: the table of devices.py
+    )
     # evaluation, checkpoints
-    eval_interval: int = 500  # steps between evaluations on the validation split (0 = only first and last)
+    eval_interval: int = (
+        500  # steps between evaluations on the validation split (0 = only first and last)
+    )
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
     icl_interval: int = 0  # steps between evaluations on icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
@@ -211,16 +260,26 @@ class TrainConfig:
     expect: str = ""  # what a good run ends with: printed beside the result
     # staying alive: see lifecycle/stopping.py
     skip_steps: str = ""  # leave out these steps and their batches: 120:140 is 120 to 139, as metrics.jsonl counts
-    max_bad_steps: int = 10  # so many steps in a row without a finite loss and gradient stop the run
-    timeout_minutes: float = 30.0  # without a step (evaluation included) end the run, naming the rank that hangs
+    max_bad_steps: int = (
+        10  # so many steps in a row without a finite loss and gradient stop the run
+    )
+    timeout_minutes: float = (
+        30.0  # without a step (evaluation included) end the run, naming the rank that hangs
+    )
 
     def check(self) -> None:
         check_ranges(self)
         plain = self.run_dir.strip() and self.run_dir.isprintable()
-        require(plain, f"run_dir is {shown(self.run_dir)}, expected the name of a folder, such as runs/NAME")
+        require(
+            plain,
+            f"run_dir is {shown(self.run_dir)}, expected the name of a folder, such as runs/NAME",
+        )
         taken = os.path.exists(self.run_dir) and not os.path.isdir(self.run_dir)
         require(not taken, f"run_dir {self.run_dir} is there and no folder: set another --run_dir")
-        require(self.icl_tasks or not self.icl_interval, "icl_interval wants tasks: set --icl_tasks=piqa, or a .jsonl")
+        require(
+            self.icl_tasks or not self.icl_interval,
+            "icl_interval wants tasks: set --icl_tasks=piqa, or a .jsonl",
+        )
         step_ranges(self.skip_steps)
         require(
             self.schedule != "cosine" or self.warmup_steps < self.max_steps,
@@ -249,7 +308,11 @@ def check_ranges(settings) -> None:
 def shown(value) -> str:
     """A value in a message, 80 characters at most. Python refuses to print a whole number of 5,000 digits."""
     if type(value) is int:
-        return f"{value:,}" if abs(value) < 10**60 else f"a number of {math.log10(abs(value)):.0f} digits"
+        return (
+            f"{value:,}"
+            if abs(value) < 10**60
+            else f"a number of {math.log10(abs(value)):.0f} digits"
+        )
     return repr(value)[:80]
 
 
@@ -312,7 +375,9 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
         show_help(help_text(*classes, files=takes is None))
     known = {f.name: f for c in classes for f in dataclasses.fields(c)}
     types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
-    every = {f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)}  # a file may serve many programs
+    every = {
+        f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)
+    }  # a file may serve many programs
     values, strangers = {}, []
     if takes is not None:
         argv = joined(argv, types_)
@@ -334,12 +399,16 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
             strangers.append((key, "the command line", text))
             continue
         if not equals:
-            require(types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})")
+            require(
+                types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})"
+            )
             text = "true"
         value = checked(parse(text, types_[key]), types_[key], key, "the command line")
         values[key] = values.get(key, []) + value if types_[key] == list[str] else value
     for key, source, value in strangers:
-        raise UserError(unknown(key, source, value, known if source == "the command line" else every, values))
+        raise UserError(
+            unknown(key, source, value, known if source == "the command line" else every, values)
+        )
     instances = [] if takes is None else [with_usage(words, takes)]
     for c in classes:
         instance = c(**{f.name: values[f.name] for f in dataclasses.fields(c) if f.name in values})
@@ -394,9 +463,14 @@ def say_once(head: str, words: str) -> None:
 
 def read_file(path: str) -> dict:
     """The assignments of a config file, without helpers (`_name`) and imported modules."""
-    require(os.path.isfile(path), f"no config file {path!r} (flags are written --key=value){near_file(path)}")
+    require(
+        os.path.isfile(path),
+        f"no config file {path!r} (flags are written --key=value){near_file(path)}",
+    )
     line = f"{path} is still running after {PATIENCE} s: if it does not end, press Ctrl-C"
-    slow = threading.Timer(PATIENCE, lambda: rank() == 0 and print(line, file=sys.stderr, flush=True))
+    slow = threading.Timer(
+        PATIENCE, lambda: rank() == 0 and print(line, file=sys.stderr, flush=True)
+    )
     slow.daemon = True
     slow.start()
     try:
@@ -405,10 +479,16 @@ def read_file(path: str) -> dict:
     except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # SystemExit, too: a config file that ends the program
-        raise UserError(f"{path} does not run: {type(error).__name__}: {one_line(error)}") from error
+        raise UserError(
+            f"{path} does not run: {type(error).__name__}: {one_line(error)}"
+        ) from error
     finally:
         slow.cancel()
-    return {k: v for k, v in names.items() if not k.startswith("_") and not isinstance(v, types.ModuleType)}
+    return {
+        k: v
+        for k, v in names.items()
+        if not k.startswith("_") and not isinstance(v, types.ModuleType)
+    }
 
 
 def refuse_idle_lines(path: str) -> None:
@@ -445,12 +525,18 @@ def unknown(key: str, source: str, value, names, values: dict) -> str:
             f"The same decay here, at lr {lr:g}: decoupled_weight_decay={same}"
         )
     name = ELSEWHERE.get(key) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
-    return f"unknown key {key!r} in {source}, " + (f"did you mean {name!r}?" if name else "see --help for the names")
+    return f"unknown key {key!r} in {source}, " + (
+        f"did you mean {name!r}?" if name else "see --help for the names"
+    )
 
 
 def alternatives(hint) -> tuple:
     """The members of a union, or the one type itself."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType)
+        else (hint,)
+    )
 
 
 def parse(text: str, hint):
@@ -495,9 +581,17 @@ def checked(value, hint, key: str, source: str):
 
 def expected(hint) -> str:
     """A type in a user's words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "none",
+    }
     words[list[str]] = "text"
-    return " or ".join(words.get(o) or "one of: " + ", ".join(typing.get_args(o)) for o in alternatives(hint))
+    return " or ".join(
+        words.get(o) or "one of: " + ", ".join(typing.get_args(o)) for o in alternatives(hint)
+    )
 
 
 def help_text(*classes: type, files: bool = True) -> str:
@@ -544,7 +638,9 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
         words = f"{source} has settings that are unknown here and left out: {named}"
         hint = "If they decide what the model computes, it is another model here"
         say_once("warning", f"{words}. {hint}")
-    instance = cls(**{k: checked(values[k], hint, k, source) for k, hint in hints.items() if k in values})
+    instance = cls(
+        **{k: checked(values[k], hint, k, source) for k, hint in hints.items() if k in values}
+    )
     instance.check()
     return instance
 

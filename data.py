@@ -50,7 +50,9 @@ from text.shards import (
 )
 
 BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
-HASH_BYTES = 2**30  # data sets up to this size are hashed at every start; larger ones have their sizes checked
+HASH_BYTES = (
+    2**30
+)  # data sets up to this size are hashed at every start; larger ones have their sizes checked
 SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by itself
 TICK = 2.0  # seconds after which the bar is drawn again
 
@@ -60,7 +62,10 @@ TICK = 2.0  # seconds after which the bar is drawn again
 
 def data_dir(cfg: TrainConfig) -> Path:
     """Where the shards are: `--data_dir`, or a name made of data set and tokenizer."""
-    names = (re.sub(r"[^A-Za-z0-9.]+", "-", x).strip("-.") for x in (cfg.dataset, tokenizers.canonical(cfg.tokenizer)))
+    names = (
+        re.sub(r"[^A-Za-z0-9.]+", "-", x).strip("-.")
+        for x in (cfg.dataset, tokenizers.canonical(cfg.tokenizer))
+    )
     return Path(cfg.data_dir or f"data/{'-'.join(names)}")
 
 
@@ -73,7 +78,9 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         now = corpus.source_state(cfg.dataset), fingerprint(folder)
         if enough(done, cfg.max_tokens) and now == (done["source"], done["fingerprint"]):
             return folder
-        (folder / "dataset.json").unlink()  # more tokens are wanted, the text has changed, a shard is missing: go on
+        (
+            folder / "dataset.json"
+        ).unlink()  # more tokens are wanted, the text has changed, a shard is missing: go on
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(cfg, folder)
     stride = max(2, round(1 / cfg.val_fraction))
@@ -91,7 +98,10 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         if int(path.stem.split("-")[1]) >= kept:  # encoded ahead, beyond max_tokens
             path.unlink()
     require(kept > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
-    require(tokens > 0, f"dataset={cfg.dataset!r} has one document only, which validation takes: split it into several")
+    require(
+        tokens > 0,
+        f"dataset={cfg.dataset!r} has one document only, which validation takes: split it into several",
+    )
     summary = {
         "dataset": cfg.dataset,
         "tokenizer": tokenizer.name,
@@ -156,7 +166,9 @@ def bounded_map(pool, function, items, depth):
 def progress(max_tokens: int):
     """A bar that counts tokens. Its clock goes on while a chunk is encoded: one document may take minutes."""
     ended = threading.Event()
-    with tqdm(desc="tokens", unit=" tokens", unit_scale=True, total=max_tokens or None, mininterval=1) as bar:
+    with tqdm(
+        desc="tokens", unit=" tokens", unit_scale=True, total=max_tokens or None, mininterval=1
+    ) as bar:
 
         def tick():
             while not ended.wait(TICK):
@@ -246,7 +258,10 @@ class Split:
         raise_file_limit()
         self.seq_len, self.folder = seq_len, folder
         self.shards = [Shard(path) for path in shard_files(folder, split)]
-        require(self.shards, f"no {split} shards in {folder} on {platform.node()}: every node must see this folder")
+        require(
+            self.shards,
+            f"no {split} shards in {folder} on {platform.node()}: every node must see this folder",
+        )
         self.tokens = sum(s.header["tokens"] for s in self.shards)
         self.text_bytes = sum(s.header["text_bytes"] for s in self.shards)
         self.vocab_size = self.shards[0].header["vocab_size"]
@@ -276,7 +291,9 @@ class Split:
         )
         return out
 
-    def batch(self, seed: int, step: int, global_batch_size: int, rank: int = 0, ranks: int = 1) -> np.ndarray:
+    def batch(
+        self, seed: int, step: int, global_batch_size: int, rank: int = 0, ranks: int = 1
+    ) -> np.ndarray:
         """The rows of one rank at one step, (global_batch_size / ranks, seq_len + 1) int64."""
         rows = global_batch_size // ranks
         samples = step * global_batch_size + rank * rows + np.arange(rows)
@@ -295,7 +312,10 @@ def permute(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # k
     mask = (np.uint64(1) << half) - np.uint64(1)
-    digest = hashlib.sha256(f"{seed}:{epoch}".encode()).digest() + hashlib.sha256(f"{epoch}:{seed}".encode()).digest()
+    digest = (
+        hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
+        + hashlib.sha256(f"{epoch}:{seed}".encode()).digest()
+    )
     keys = np.frombuffer(digest, "<u8")[:6]
 
     def network(x):
@@ -337,14 +357,26 @@ def open_or_prepare(cfg: TrainConfig) -> Path:
         check_made_for(cfg, done, folder)
     if not done or (cfg.max_tokens and not enough(done, cfg.max_tokens)):
         paths = corpus.files(cfg.dataset)
-        small = 0 < cfg.max_tokens <= SMALL_TOKENS or (paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES)
+        small = 0 < cfg.max_tokens <= SMALL_TOKENS or (
+            paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES
+        )
         names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
         flags = [f"--{name}={getattr(cfg, name)}" for name in names] + [f"--data_dir={folder}"]
-        have = f"only {done['train_tokens']:,} tokens are in {folder}" if done else f"no data set is in {folder} yet"
-        require(small, f"{have}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}")
+        have = (
+            f"only {done['train_tokens']:,} tokens are in {folder}"
+            if done
+            else f"no data set is in {folder} yet"
+        )
+        require(
+            small,
+            f"{have}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}",
+        )
         prepare(cfg)
         done = read_summary(folder)
-    require(fingerprint(folder) == done["fingerprint"], f"{folder} lacks a shard: run data.py again, which makes it")
+    require(
+        fingerprint(folder) == done["fingerprint"],
+        f"{folder} lacks a shard: run data.py again, which makes it",
+    )
     shards = [Shard(path) for path in shard_files(folder)]
     if sum(s.ids.nbytes for s in shards) <= HASH_BYTES:
         for shard in shards:
@@ -360,7 +392,9 @@ def prefetch(make, steps, device):
         rows = torch.from_numpy(make(step))
         if device.type != "cuda":
             return rows.to(device)
-        torch.cuda.set_device(device)  # a new thread is on device 0, where pinning would open a second context
+        torch.cuda.set_device(
+            device
+        )  # a new thread is on device 0, where pinning would open a second context
         return rows.pin_memory().to(device, non_blocking=True)
 
     with ThreadPoolExecutor(1) as thread:
@@ -390,7 +424,9 @@ def main(argv) -> None:
     for step in range(steps):
         rows = train.batch(cfg.seed, step, 64)
     rate = steps * rows[:, 1:].size / (time.perf_counter() - begin)
-    print(f"one thread reads {rate / 1e6:.0f} million tokens a second; the last row of its batch {step} begins:")
+    print(
+        f"one thread reads {rate / 1e6:.0f} million tokens a second; the last row of its batch {step} begins:"
+    )
     print("   ", repr(tokenizer.decode(rows[-1][:40])))
     print(folder)
 

@@ -37,9 +37,13 @@ class Device:
     memory_gb: float  # GiB in truth; vendors write GB
     bandwidth_gbs: float  # memory, GB/s
     watts: float | None  # board power, of a range the upper end
-    link_gbs: float | None  # GB/s each way to a neighbour in the node (NVLink, Infinity Fabric, else PCIe)
+    link_gbs: (
+        float | None
+    )  # GB/s each way to a neighbour in the node (NVLink, Infinity Fabric, else PCIe)
     reports: tuple[str, ...]  # what its reported name contains, in lower case
-    reachable: float | None = None  # share of the bf16 peak that large matmuls reach; None: never measured
+    reachable: float | None = (
+        None  # share of the bf16 peak that large matmuls reach; None: never measured
+    )
     per_card: int = 1  # torch devices of one card
 
 
@@ -57,8 +61,22 @@ TABLE = [
     Device("H100 SXM", "9.0", 132, 989.4, 989.4, 80, 3350, 700, 450, ("h100 80gb hbm3",), 0.80),
     Device("H100 PCIe", "9.0", 114, 756.5, 756.5, 80, 2000, 350, 64, ("h100 pcie",), 0.80),
     Device("H100 NVL", "9.0", 132, 835.5, 835.5, 94, 3900, 400, 300, ("h100 nvl",), 0.80),
-    Device("GH200 96GB", "9.0", 132, 989.4, 989.4, 96, 4000, 900, 450, ("gh200 480gb", "gh200 120gb"), 0.80),
-    Device("GH200 144GB", "9.0", 132, 989.4, 989.4, 144, 4000, 900, 450, ("gh200 144g hbm3e",), 0.80),
+    Device(
+        "GH200 96GB",
+        "9.0",
+        132,
+        989.4,
+        989.4,
+        96,
+        4000,
+        900,
+        450,
+        ("gh200 480gb", "gh200 120gb"),
+        0.80,
+    ),
+    Device(
+        "GH200 144GB", "9.0", 132, 989.4, 989.4, 144, 4000, 900, 450, ("gh200 144g hbm3e",), 0.80
+    ),
     Device("H200 SXM", "9.0", 132, 989.4, 989.4, 141, 4800, 700, 450, ("h200",), 0.80),
     Device("H200 NVL", "9.0", 132, 836, 836, 141, 4800, 600, 450, ("h200 nvl",), 0.80),
     Device("B200", "10.0", 148, 2250, 2250, 180, 8000, 1000, 900, ("b200",)),
@@ -68,9 +86,37 @@ TABLE = [
     Device("RTX 3090", "8.6", 82, 71, 71, 24, 936, 350, 56, ("rtx 3090",)),
     Device("RTX 4090", "8.9", 128, 165.2, 165.2, 24, 1008, 450, 32, ("rtx 4090",)),
     Device("RTX 5090", "12.0", 170, 209.5, 209.5, 32, 1792, 575, 64, ("rtx 5090",)),
-    Device("MI100", "gfx908", 120, 92.3, 184.6, 32, 1229, 300, 138, ("mi100",)),  # bf16 at half the rate of fp16
-    Device("MI250 GCD", "gfx90a", 104, 181.05, 181.05, 64, 1638.4, 280, 100, ("mi250", "mi250x/mi250"), 0.72, 2),
-    Device("MI250X GCD", "gfx90a", 110, 191.5, 191.5, 64, 1638.4, 280, 100, ("mi250x", "mi250x/mi250"), 0.72, 2),
+    Device(
+        "MI100", "gfx908", 120, 92.3, 184.6, 32, 1229, 300, 138, ("mi100",)
+    ),  # bf16 at half the rate of fp16
+    Device(
+        "MI250 GCD",
+        "gfx90a",
+        104,
+        181.05,
+        181.05,
+        64,
+        1638.4,
+        280,
+        100,
+        ("mi250", "mi250x/mi250"),
+        0.72,
+        2,
+    ),
+    Device(
+        "MI250X GCD",
+        "gfx90a",
+        110,
+        191.5,
+        191.5,
+        64,
+        1638.4,
+        280,
+        100,
+        ("mi250x", "mi250x/mi250"),
+        0.72,
+        2,
+    ),
     Device("MI210", "gfx90a", 104, 181.0, 181.0, 64, 1638, 300, 150, ("mi210",), 0.72),
     Device("MI300A", "gfx942", 228, 980.6, 980.6, 128, 5300, 760, 384, ("mi300a",), 0.51),
     Device("MI300X", "gfx942", 304, 1307.4, 1307.4, 192, 5300, 750, 448, ("mi300x",), 0.51),
@@ -80,7 +126,18 @@ TABLE = [
     Device("RX 7900 XTX", "gfx1100", 96, 122.9, 122.9, 24, 960, 355, 32, ("radeon rx 7900 xtx",)),
     Device("PRO W7900", "gfx1100", 96, 122.6, 122.6, 48, 864, 295, 32, ("radeon pro w7900",)),
     Device("RX 9070 XT", "gfx1201", 64, 195, 195, 16, 640, 304, 64, ("radeon rx 9070 xt",)),
-    Device("AI PRO R9700", "gfx1201", 64, 191, 191, 32, 640, 300, 64, ("radeon ai pro r9700", "radeon r9700")),
+    Device(
+        "AI PRO R9700",
+        "gfx1201",
+        64,
+        191,
+        191,
+        32,
+        640,
+        300,
+        64,
+        ("radeon ai pro r9700", "radeon r9700"),
+    ),
     Device("TPU v4", "-", 0, 275, None, 32, 1228, 192, 150, ()),  # TPUs: for published figures only
     Device("TPU v5p", "-", 0, 459, None, 95, 2765, None, 600, ()),
     Device("TPU v3", "-", 0, 123, None, 32, 900, 220, None, ()),
@@ -107,7 +164,9 @@ PER_CLOCK = {
 }
 
 
-def lookup(name: str, arch: str, units: int, memory_gb: float | None = None, clock_mhz=None) -> Device | None:
+def lookup(
+    name: str, arch: str, units: int, memory_gb: float | None = None, clock_mhz=None
+) -> Device | None:
     """The `Device` with this reported name, architecture, unit count and (where those leave a doubt) memory, or None.
 
     `arch` may carry ROCm's features (`gfx90a:sramecc+:xnack-`). `clock_mhz` is the driver's peak clock: it is used for
@@ -153,14 +212,18 @@ def by_arch(arch: str, units: int, memory_gb: float | None) -> Device | None:
     Not for NVIDIA: an L40 and an L40S share capability, units and memory, and differ by two in the peak.
     """
     units = 2 * units if is_rdna(arch) else units
-    rows = [row for row in TABLE if arch.startswith("gfx") and (row.arch, row.units) == (arch, units)]
+    rows = [
+        row for row in TABLE if arch.startswith("gfx") and (row.arch, row.units) == (arch, units)
+    ]
     if memory_gb:
         rows = [row for row in rows if abs(memory_gb / row.memory_gb - 1) < 0.1]
     peaks = [row.bf16_tflops for row in rows]
     return rows[0] if rows and max(peaks) < 1.005 * min(peaks) else None
 
 
-def derived(arch: str, units: int, memory_gb: float | None, clock_mhz: float | None) -> Device | None:
+def derived(
+    arch: str, units: int, memory_gb: float | None, clock_mhz: float | None
+) -> Device | None:
     """compute units x clock x FLOPs per clock, for an AMD architecture that we know, or None."""
     per_clock, clock = PER_CLOCK.get(arch) or PER_CLOCK.get(arch[:6]) or (None, None)
     clock = clock or clock_mhz
@@ -206,7 +269,9 @@ def by_name(text: str) -> Device:
             return row
     words = dict.fromkeys(filter(is_model, " ".join(row.name for row in TABLE).lower().split()))
     near = difflib.get_close_matches(text.lower(), words, n=3) or list(words)
-    raise UserError(f"no accelerator {config.shown(text)} in devices.py, did you mean {' or '.join(near)}?")
+    raise UserError(
+        f"no accelerator {config.shown(text)} in devices.py, did you mean {' or '.join(near)}?"
+    )
 
 
 def is_model(word: str) -> bool:
@@ -244,13 +309,30 @@ def measure_peak(device, dtype) -> float:
 
 def table() -> str:
     """All rows, as a person reads them."""
-    columns = "torch device,arch,units,bf16 TFLOP/s,fp16,GB,GB/s,watts,link GB/s,matmuls reach".split(",")
+    columns = (
+        "torch device,arch,units,bf16 TFLOP/s,fp16,GB,GB/s,watts,link GB/s,matmuls reach".split(",")
+    )
     lines = ["{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}".format(*columns)]
     for row in TABLE:
         reach = f"{row.reachable:.0%}" if row.reachable else "-"
-        numbers = [row.bf16_tflops, row.fp16_tflops, row.memory_gb, row.bandwidth_gbs, row.watts, row.link_gbs]
-        cells = [row.name, row.arch, row.units or "-", *("-" if n is None else f"{n:g}" for n in numbers), reach]
-        lines.append("{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}".format(*cells))
+        numbers = [
+            row.bf16_tflops,
+            row.fp16_tflops,
+            row.memory_gb,
+            row.bandwidth_gbs,
+            row.watts,
+            row.link_gbs,
+        ]
+        cells = [
+            row.name,
+            row.arch,
+            row.units or "-",
+            *("-" if n is None else f"{n:g}" for n in numbers),
+            reach,
+        ]
+        lines.append(
+            "{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}".format(*cells)
+        )
     return "\n".join(lines)
 
 
@@ -260,10 +342,16 @@ def main(argv: list[str]) -> None:
 
     print(table())
     if not torch.cuda.is_available():
-        print("\nthis machine: no CUDA or ROCm device, MFU n/a: set --peak_tflops=NUMBER or --peak_tflops=measure")
+        print(
+            "\nthis machine: no CUDA or ROCm device, MFU n/a: set --peak_tflops=NUMBER or --peak_tflops=measure"
+        )
     for i in range(torch.cuda.device_count()):
         found = of(torch.device("cuda", i))
-        known = f"{found.name}, bf16 TFLOP/s {found.bf16_tflops}" if found else "n/a: set --peak_tflops=NUMBER"
+        known = (
+            f"{found.name}, bf16 TFLOP/s {found.bf16_tflops}"
+            if found
+            else "n/a: set --peak_tflops=NUMBER"
+        )
         print(f"\nthis machine's cuda:{i}: {torch.cuda.get_device_name(i)!r}: {known}")
 
 

@@ -98,12 +98,16 @@ def hardware_flops_per_token(
 # Utilization
 
 
-def mfu(cfg: MPTConfig, tokens_per_second: float, n_devices: int, peak_flops: float | None) -> float | None:
+def mfu(
+    cfg: MPTConfig, tokens_per_second: float, n_devices: int, peak_flops: float | None
+) -> float | None:
     """Model FLOPs utilization, 0 to 1. tokens_per_second: of all devices; peak_flops: FLOP/s of one, None: unknown."""
     return hfu(cfg, tokens_per_second, n_devices, peak_flops, "none")
 
 
-def hfu(cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing, every=1) -> float | None:
+def hfu(
+    cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing, every=1
+) -> float | None:
     """Hardware FLOPs utilization: `mfu`, times 4/3 if activation_checkpointing is "full" for all
     blocks; None if the peak is. See `hardware_flops_per_token`."""
     if peak_flops is None:
@@ -121,10 +125,14 @@ class FlopsArgs:
     """What to compute the utilization of."""
 
     device: str = "auto"  # one torch device: mi250, h100-nvl, ... (python devices.py lists them); auto: this machine's
-    peak_tflops: float | Literal["auto", "measure"] = "auto"  # its peak; auto: the table; measure: of this machine
+    peak_tflops: float | Literal["auto", "measure"] = (
+        "auto"  # its peak; auto: the table; measure: of this machine
+    )
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
-    n_params: int | None = None  # instead of a model: its number of parameters, attention is not counted then
+    n_params: int | None = (
+        None  # instead of a model: its number of parameters, attention is not counted then
+    )
     json: bool = False  # print JSON
 
     def check(self) -> None:
@@ -133,7 +141,10 @@ class FlopsArgs:
         require(known, f"tokens_per_second must be from 0 to 1e15, not {self.tokens_per_second:g}")
         for name in ("peak_tflops", "n_params"):
             value = getattr(self, name)
-            require(not isinstance(value, int | float) or value > 0, f"{name} must be more than 0, not {value}")
+            require(
+                not isinstance(value, int | float) or value > 0,
+                f"{name} must be more than 0, not {value}",
+            )
 
 
 @dataclass
@@ -144,7 +155,10 @@ class Recomputation:
     recompute_every: int = 1  # of every k-th block
 
     def check(self) -> None:
-        require(self.recompute_every > 0, f"recompute_every must be at least 1, not {self.recompute_every}")
+        require(
+            self.recompute_every > 0,
+            f"recompute_every must be at least 1, not {self.recompute_every}",
+        )
 
 
 def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
@@ -159,11 +173,17 @@ def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
         return "a device that is not named", None, None
     import torch
 
-    here = torch.device("cuda" if torch.cuda.is_available() and args.device in ("auto", "cuda") else "cpu")
+    here = torch.device(
+        "cuda" if torch.cuda.is_available() and args.device in ("auto", "cuda") else "cpu"
+    )
     if args.peak_tflops == "measure":
         return "this machine, measured in bf16", devices.measure_peak(here, torch.bfloat16), None
     known = devices.of(here)
-    return "this machine", devices.peak_flops("auto", here, torch.bfloat16), known and known.reachable
+    return (
+        "this machine",
+        devices.peak_flops("auto", here, torch.bfloat16),
+        known and known.reachable,
+    )
 
 
 def counts(cfg: MPTConfig | None, how: Recomputation, args: FlopsArgs) -> dict[str, tuple]:
@@ -239,10 +259,15 @@ def convention_lines(r: dict) -> list[str]:
     for name, row in r["conventions"].items():
         cells = [f"{row['flops_per_token'] / 1e9:,.3f}"]
         if speed:
-            cells += [f"{row['tflops_per_device']:.2f}", *(f"{row[x]:.2%}" if peak else "n/a" for x in ("mfu", "hfu"))]
+            cells += [
+                f"{row['tflops_per_device']:.2f}",
+                *(f"{row[x]:.2%}" if peak else "n/a" for x in ("mfu", "hfu")),
+            ]
         elif peak:
             cells += [f"{peak * 1e12 / row['flops_per_token']:,.0f}"]
-        cells = "".join(f"{cell:>{max(len(head), 7) + 2}}" for head, cell in zip(names, cells, strict=True))
+        cells = "".join(
+            f"{cell:>{max(len(head), 7) + 2}}" for head, cell in zip(names, cells, strict=True)
+        )
         lines.append(f"  {name:<18}{cells}  {row['formula']}")
     return [*lines, "", *device_lines(r)]
 
@@ -250,7 +275,9 @@ def convention_lines(r: dict) -> list[str]:
 def device_lines(r: dict) -> list[str]:
     """What the shares are shares of."""
     if r["peak_tflops"] is None:
-        return [f"MFU n/a: no bf16 peak known for {r['device']}, set --device=mi250 (for one) or --peak_tflops=NUMBER"]
+        return [
+            f"MFU n/a: no bf16 peak known for {r['device']}, set --device=mi250 (for one) or --peak_tflops=NUMBER"
+        ]
     lines = [f"{r['device']}: {r['peak_tflops']:.6g} TFLOP/s peak a torch device"]
     if r["tokens_per_second"]:
         lines[0] += f", {r['tokens_per_second']:,.6g} tokens/s on {r['devices']}"
@@ -270,10 +297,17 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
         name = flag.lstrip("-").split("=")[0]
         if name in CONVENTION_FLAGS:
             words = shlex.join(argv)
-            raise UserError(f"--{name} is a flag of another program: python -m planning.conventions {words}")
-        model = [text for text in argv if not text.startswith("-") or text[2:].split("=")[0] in SHAPE]
+            raise UserError(
+                f"--{name} is a flag of another program: python -m planning.conventions {words}"
+            )
+        model = [
+            text for text in argv if not text.startswith("-") or text[2:].split("=")[0] in SHAPE
+        ]
         words = shlex.join(model) or "configs/mpt1b.py"
-        require(name != "check", f"--check has become a program of its own: python -m bench flops {words}")
+        require(
+            name != "check",
+            f"--check has become a program of its own: python -m bench flops {words}",
+        )
 
 
 def refuse_model(argv: list[str], keys: set[str]) -> None:

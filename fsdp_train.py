@@ -43,10 +43,15 @@ from loss import IGNORE
 def main(argv) -> None:
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
-    world = processes.start(cfg.device, max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes)))
-    log = runlog.RunLog(cfg, world.rank)
-    rest = cfg.global_batch_size % world.size
-    require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.size} ranks")
+    world = processes.start(
+        cfg.device, max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes))
+    )
+    log = runlog.RunLog(cfg, world.global_rank)
+    rest = cfg.global_batch_size % world.dp_size
+    require(
+        rest == 0,
+        f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.dp_size} data-parallel ranks",
+    )
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 
@@ -66,7 +71,9 @@ def main(argv) -> None:
     tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
     tasks, tokenizer = tasks_and_tokenizer(model_cfg, cfg, tokens_file)
     if cfg.init_from:
-        processes.rank_zero_decides(lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file))
+        processes.rank_zero_decides(
+            lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file)
+        )
 
     # where to begin
     found = resume.choose(cfg)
@@ -92,9 +99,14 @@ def main(argv) -> None:
         load.init_from(model, cfg.init_from)
 
     # what is written down
-    settings = {**asdict(model_cfg), **asdict(cfg), "precision": precision, "data_fingerprint": fingerprint}
+    settings = {
+        **asdict(model_cfg),
+        **asdict(cfg),
+        "precision": precision,
+        "data_fingerprint": fingerprint,
+    }
     launch = {
-        "ranks": world.size,
+        "ranks": world.global_size,
         "device": devices.describe(world.device),
         "precision": precision,
         "microbatch_size": cfg.microbatch_size,
@@ -103,7 +115,9 @@ def main(argv) -> None:
     }
     processes.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
     if not optim.skips_on_device(optimizer):
-        log.say(f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device")
+        log.say(
+            f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device"
+        )
 
     def due(every, step):
         return every and (step % every == 0 or step == cfg.max_steps)
@@ -116,10 +130,12 @@ def main(argv) -> None:
         if due(cfg.icl_interval, step):
             from evaluation import zero_shot  # `tasks_and_tokenizer` did so
 
-            log.row({"step": step, "icl": zero_shot.evaluate(model, tokenizer, tasks, world, precision)})
+            log.row(
+                {"step": step, "icl": zero_shot.evaluate(model, tokenizer, tasks, world, precision)}
+            )
 
     def rows_of(step):
-        return train.batch(cfg.seed, step, cfg.global_batch_size, world.rank, world.size)
+        return train.batch(cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size)
 
     def halve():
         return microbatch.halve(model_cfg, cfg, world, precision, step + 1)
@@ -133,7 +149,9 @@ def main(argv) -> None:
         done, rate = step + 1, tokens / seconds
         bad = bad_steps.see(done, loss, grad_norm, batch_hash)
         to_save = 0 < 60 * cfg.save_minutes < time.monotonic() - saved_at
-        met = stopping.meet(world, signals.asked or log.asked, to_save, saver.settled(), own_seconds())
+        met = stopping.meet(
+            world, signals.asked or log.asked, to_save, saver.settled(), own_seconds()
+        )
         log.row(
             {
                 "step": done,
@@ -156,22 +174,33 @@ def main(argv) -> None:
 
     # the loop
     tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
-    late = 1 if world.device.type == "cuda" else 0  # steps that are queued before the one before them is read
+    late = (
+        1 if world.device.type == "cuda" else 0
+    )  # steps that are queued before the one before them is read
     unread, step, met = collections.deque(), first, stopping.Met()
-    pace, bad_steps = stopping.Pace(model, world.device), stopping.BadSteps(cfg, saver, skips, first)
+    pace, bad_steps = (
+        stopping.Pace(model, world.device),
+        stopping.BadSteps(cfg, saver, skips, first),
+    )
     signals.at_once = False
     with lease, watchdog.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
         if first == 0:
             evaluate_now(0)
         begin, saved_at = time.perf_counter(), time.monotonic()
-        for step, rows in pace.timed(data.prefetch(rows_of, skips.steps(first, cfg.max_steps), world.device)):
+        for step, rows in pace.timed(
+            data.prefetch(rows_of, skips.steps(first, cfg.max_steps), world.device)
+        ):
             collect_garbage(step - first)
-            result = runlog.start_reading(*train_step(model, optimizer, rows, step, cfg, world, precision))
+            result = runlog.start_reading(
+                *train_step(model, optimizer, rows, step, cfg, world, precision)
+            )
             unread.append((step, result, pace.take()))
             done = step + 1
             last = done == cfg.max_steps
             evaluates = last or due(cfg.eval_interval, done) or due(cfg.icl_interval, done)
-            saves = last or any(every and done % every == 0 for every in (cfg.save_interval, cfg.keep_every))
+            saves = last or any(
+                every and done % every == 0 for every in (cfg.save_interval, cfg.keep_every)
+            )
             while unread and (len(unread) > late or evaluates or saves or met.save or met.leave):
                 met = report(*unread.popleft())
             lease.check()
@@ -180,9 +209,15 @@ def main(argv) -> None:
             if evaluates:
                 evaluate_now(done)
                 begin = time.perf_counter()
-            if last or met.leave or ((saves or met.save) and not bad_steps.count):  # good checkpoints stay
+            if (
+                last or met.leave or ((saves or met.save) and not bad_steps.count)
+            ):  # good checkpoints stay
                 saver.save(done, model, optimizer, settings)
-                met, saved_at, begin = stopping.Met(leave=met.leave), time.monotonic(), time.perf_counter()
+                met, saved_at, begin = (
+                    stopping.Met(leave=met.leave),
+                    time.monotonic(),
+                    time.perf_counter(),
+                )
             if met.leave and not last:
                 saver.finish()
                 log.say(f"asked to leave: {saver.last_good()}. The same command goes on from there")
@@ -207,21 +242,27 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     They stay on the device: nothing is read back here, so its queue never runs dry between microbatches. If the loss or
     the norm is not finite, on all ranks alike, weights and optimizer stay as they are: see optim.update.
     """
-    torch.manual_seed(hash((cfg.seed, step, world.rank)) % 2**63)  # dropout: on as many ranks the same masks again
+    torch.manual_seed(
+        hash((cfg.seed, step, world.dp_rank)) % 2**63
+    )  # dropout: on as many ranks the same masks again
     ids, labels = rows[:, :-1], rows[:, 1:]
-    counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.rank)])
-    tokens, batch_hash = processes.all_sum(counted)  # over the global batch
+    counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
+    tokens, batch_hash = processes.dp_sum(counted, world)  # over the global batch
     loss_sum = torch.zeros((), device=rows.device)
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
         with record_function("forward"), parallel.autocast(rows.device, precision):
-            loss = model(ids[begin:end], labels=labels[begin:end], z_loss=cfg.z_loss)  # a sum over tokens
+            loss = model(
+                ids[begin:end], labels=labels[begin:end], z_loss=cfg.z_loss
+            )  # a sum over tokens
         with record_function("backward"):
-            (loss * world.size / tokens).backward()  # sharding averages gradients over the ranks: undo that
+            (
+                loss * world.dp_size / tokens
+            ).backward()  # sharding averages gradients over the data-parallel ranks: undo that
         loss_sum += loss.detach()
     with record_function("optimizer"):
-        loss = processes.all_sum(loss_sum) / tokens
+        loss = processes.dp_sum(loss_sum, world) / tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
@@ -242,16 +283,18 @@ def evaluate(model, val, cfg, world, precision) -> float:
     model.eval()
     n_windows = max(1, min(len(val), cfg.eval_tokens // val.seq_len))
     sums = torch.zeros(2, device=world.device)  # loss, tokens
-    for first in range(0, n_windows, world.size * cfg.microbatch_size):
-        numbers = first + world.rank * cfg.microbatch_size + np.arange(cfg.microbatch_size)
+    for first in range(0, n_windows, world.dp_size * cfg.microbatch_size):
+        numbers = first + world.dp_rank * cfg.microbatch_size + np.arange(cfg.microbatch_size)
         rows = torch.from_numpy(val.windows(np.minimum(numbers, n_windows - 1))).to(world.device)
         ids, labels = rows[:, :-1], rows[:, 1:].clone()
-        labels[torch.from_numpy(numbers >= n_windows)] = IGNORE  # every rank makes the same number of passes
+        labels[torch.from_numpy(numbers >= n_windows)] = (
+            IGNORE  # every rank makes the same number of passes
+        )
         with parallel.autocast(rows.device, precision):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)
-    loss, tokens = processes.all_sum(sums).tolist()
+    loss, tokens = processes.dp_sum(sums, world).tolist()
     return loss / tokens
 
 

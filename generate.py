@@ -52,7 +52,9 @@ class GenerateSettings:
 
     def check(self) -> None:
         fine = min(self.temperature, self.top_k) >= 0 and 0 < self.top_p <= 1
-        ranges = "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more"
+        ranges = (
+            "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more"
+        )
         require(fine and self.max_new_tokens >= 1, ranges)
         fine = 0 <= self.seed < 2**62 and self.batch_size > 0
         require(fine, "seed is 0 or more (below 2^62), batch_size is 1 or more")
@@ -67,14 +69,21 @@ def main(argv) -> None:
     (run,), cfg = config.load(argv, GenerateSettings, takes="RUN")
     prompts = cfg.prompt + (lines_of(cfg.prompts) if cfg.prompts else [])
     asks = cfg.interactive or (not prompts and sys.stdin.isatty() and not cfg.json)
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = (
+        torch.accelerator.current_accelerator()
+        if torch.accelerator.is_available()
+        else torch.device("cpu")
+    )
     model, tokenizer, name = load_for_sampling(run, cfg.step, device, cfg.tokenizer)
     require(
         tokenizer.vocab_size <= model.cfg.vocab_size,
         f"{tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of {name} ends at "
         f"{model.cfg.vocab_size - 1}: set the --tokenizer that it was trained with",
     )
-    decoder, speed = Decoder(model, tokenizer.vocab_size, pick_dtype(cfg.precision, device)), Speed()
+    decoder, speed = (
+        Decoder(model, tokenizer.vocab_size, pick_dtype(cfg.precision, device)),
+        Speed(),
+    )
     how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
     said = []  # a prompt that is given again is drawn with the next seed
 
@@ -124,7 +133,12 @@ def write_all(decoder, texts, speed, how, cfg) -> None:
             pass
         for number, text in enumerate(batch, first + 1):
             if cfg.json:
-                line = {"prompt": text.prompt, "text": text.text, "tokens": text.new_tokens, "end": text.end}
+                line = {
+                    "prompt": text.prompt,
+                    "text": text.text,
+                    "tokens": text.new_tokens,
+                    "end": text.end,
+                }
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             else:
                 print(f"--- {number}, {text.end} ---\n{text.prompt}{text.text}", flush=True)

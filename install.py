@@ -29,7 +29,9 @@ import urllib.request
 ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
-STAMP = os.path.join(VENV, "environment.json")  # the name of before, so that an old .venv is recognised
+STAMP = os.path.join(
+    VENV, "environment.json"
+)  # the name of before, so that an old .venv is recognised
 PYTORCH = "https://download.pytorch.org/whl"  # /cpu, /cu126, /rocm7.1: torch's builds
 HELD = ("torch", "triton")  # never replaced where they are there
 
@@ -43,7 +45,9 @@ def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
         print(__doc__.strip())
         return
     if sys.version_info < (3, 10):  # noqa: UP036
-        stop(f"{sys.executable} is Python {python_version()}, too old: make PYTHON=python3.12, or any from 3.10 on")
+        stop(
+            f"{sys.executable} is Python {python_version()}, too old: make PYTHON=python3.12, or any from 3.10 on"
+        )
     for name in files:
         if not os.path.isfile(os.path.join(ROOT, name)):
             stop(f"no requirement file {name!r} here: python install.py requirements.txt")
@@ -75,7 +79,11 @@ def python_below():
     torch = found().get("torch")
     lowest = re.search(r"^torch>=(\S+)", read("requirements.txt"), re.M)[1]
     if torch and numbers(torch["version"]) >= numbers(lowest):
-        folders = [path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages")]
+        folders = [
+            path
+            for path in sys.path
+            if os.path.basename(path) in ("site-packages", "dist-packages")
+        ]
     else:
         torch, folders = None, []
     return {"venv": VENV, "python": python_version(), "torch": torch, "folders": folders}
@@ -89,8 +97,14 @@ def found():
     for name in HELD:
         spec = importlib.util.find_spec(name)
         if spec and spec.origin:
-            package = metadata.packages_distributions().get(name, [name])[0]  # ROCm's triton is pytorch-triton-rocm
-            result[name] = {"file": spec.origin, "version": metadata.version(package), "package": package}
+            package = metadata.packages_distributions().get(name, [name])[
+                0
+            ]  # ROCm's triton is pytorch-triton-rocm
+            result[name] = {
+                "file": spec.origin,
+                "version": metadata.version(package),
+                "package": package,
+            }
     return result
 
 
@@ -100,22 +114,34 @@ def make_venv(below):
     if torch:
         say(f".venv over torch {torch['version']} of {sys.prefix}, where nothing is changed")
         if subprocess.run([sys.executable, "-c", "import torch"], cwd="/").returncode:
-            stop(f"torch of {sys.executable} does not import (above): mend it, or make PYTHON=another one")
+            stop(
+                f"torch of {sys.executable} does not import (above): mend it, or make PYTHON=another one"
+            )
     else:
         say(f".venv of its own: {sys.executable} has no torch to stand on")
     pip_below = torch and importlib.util.find_spec("pip")
     if not pip_below and not importlib.util.find_spec("ensurepip"):
-        stop(f"{sys.executable} cannot make a .venv: sudo apt install python{python_version()}-venv, then make again")
+        stop(
+            f"{sys.executable} cannot make a .venv: sudo apt install python{python_version()}-venv, then make again"
+        )
     shutil.rmtree(VENV, ignore_errors=True)
     os.makedirs(VENV)
     write_stamp({"below": None})  # in case this is interrupted
-    subprocess.run([sys.executable, "-m", "venv", VENV] + ["--without-pip"] * bool(pip_below), cwd="/", check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", VENV] + ["--without-pip"] * bool(pip_below),
+        cwd="/",
+        check=True,
+    )
     if torch:
         packages = os.path.join(VENV, "lib", "python" + python_version(), "site-packages")
         with open(os.path.join(packages, "python_below.pth"), "w") as f:
-            f.writelines(f"import site; site.addsitedir({folder!r})\n" for folder in below["folders"])
+            f.writelines(
+                f"import site; site.addsitedir({folder!r})\n" for folder in below["folders"]
+            )
         for command, module in {"torchrun": "torch.distributed.run", "pip": "pip"}.items():
-            path = os.path.join(VENV, "bin", command)  # those of the Python below would not see `.venv`
+            path = os.path.join(
+                VENV, "bin", command
+            )  # those of the Python below would not see `.venv`
             if not os.path.exists(path):
                 with open(path, "w") as f:
                     f.write(f'#!/bin/sh\nexec "$(dirname "$0")/python" -m {module} "$@"\n')
@@ -128,7 +154,11 @@ def make_venv(below):
 def install_tested(files, index):
     """Everything at the versions of constraints.txt; torch from `index`, if there is one."""
     if index:
-        pip("--index-url", index, *[line for line in lines("constraints.txt") if name_of(line) == "torch"])
+        pip(
+            "--index-url",
+            index,
+            *[line for line in lines("constraints.txt") if name_of(line) == "torch"],
+        )
     pip("-c", os.path.join(ROOT, "constraints.txt"), *requirements(files))
 
 
@@ -146,7 +176,9 @@ def torch_index(has_torch, dev, cpu_index):
         )
     if shutil.which("sbatch"):  # a login node does not show the cluster's GPUs
         if not has_torch:
-            say("SLURM without a GPU, a login node: PyPI's torch, NVIDIA's, is taken. AMD: see ROCm in INSTALL.md")
+            say(
+                "SLURM without a GPU, a login node: PyPI's torch, NVIDIA's, is taken. AMD: see ROCm in INSTALL.md"
+            )
         return None
     try:
         urllib.request.urlopen(cpu_index + "/torch/", timeout=5).close()
@@ -157,7 +189,9 @@ def torch_index(has_torch, dev, cpu_index):
 
 def install_beside_torch(files, held):
     """What is missing, at tested versions; packages that are there stay, and torch and triton exactly as they are."""
-    there = {plain(name) for name in in_venv("[d.name for d in importlib.metadata.distributions()]")}
+    there = {
+        plain(name) for name in in_venv("[d.name for d in importlib.metadata.distributions()]")
+    }
     limits = [line for line in lines("constraints.txt") if name_of(line) not in there.union(held)]
     limits += ["{package}=={version}".format(**held[name]) for name in held]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as f:
@@ -172,11 +206,21 @@ def install_beside_torch(files, held):
 def in_venv(expression):
     """The value of an expression in `.venv`'s Python."""
     code = f"import importlib.metadata, install, json; print(json.dumps({expression}))"
-    return json.loads(subprocess.run([PYTHON, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout)
+    return json.loads(
+        subprocess.run([PYTHON, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    )
 
 
 def pip(*arguments):
-    command = [PYTHON, "-m", "pip", "install", "--no-user", "--disable-pip-version-check", *arguments]
+    command = [
+        PYTHON,
+        "-m",
+        "pip",
+        "install",
+        "--no-user",
+        "--disable-pip-version-check",
+        *arguments,
+    ]
     if subprocess.run(command).returncode:
         stop("pip failed (above): mend it and make again, what is done stays done")
 
@@ -222,7 +266,11 @@ def read_stamp():
     if os.path.exists(STAMP):
         with open(STAMP) as f:
             return json.load(f)
-    return {"below": "yours" if os.path.exists(VENV) else None, "brought_torch": None, "installed": {}}
+    return {
+        "below": "yours" if os.path.exists(VENV) else None,
+        "brought_torch": None,
+        "installed": {},
+    }
 
 
 def write_stamp(stamp):

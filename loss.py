@@ -37,7 +37,9 @@ def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0):
     fp64 inputs). Under autocast the matmuls run in its dtype. Differentiable once.
     """
     scale = 1.0 if logit_scale is None else logit_scale
-    return LinearCrossEntropy.apply(x.flatten(0, -2), weight, labels.flatten(), scale, z_loss, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(
+        x.flatten(0, -2), weight, labels.flatten(), scale, z_loss, torch.is_grad_enabled()
+    )
 
 
 def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0):
@@ -55,12 +57,19 @@ def score_labels(x, weight, labels, logit_scale=None):
     0 and False for IGNORE. Arguments as above; a label beyond the vocabulary raises or has NaN."""
     scale = 1.0 if logit_scale is None else logit_scale
     counted = labels != IGNORE
-    log_probs = torch.zeros(labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    log_probs = torch.zeros(
+        labels.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+    )
     greedy = torch.zeros_like(counted)
     xs, wanted = x[counted], labels[counted][:, None]
-    chunks = [score_chunk(xs[i : i + ROWS], weight, wanted[i : i + ROWS], scale) for i in range(0, len(xs), ROWS)]
+    chunks = [
+        score_chunk(xs[i : i + ROWS], weight, wanted[i : i + ROWS], scale)
+        for i in range(0, len(xs), ROWS)
+    ]
     if chunks:
-        log_probs[counted], greedy[counted] = (torch.cat(column)[:, 0] for column in zip(*chunks, strict=True))
+        log_probs[counted], greedy[counted] = (
+            torch.cat(column)[:, 0] for column in zip(*chunks, strict=True)
+        )
     return log_probs, greedy
 
 
@@ -68,10 +77,15 @@ def score_chunk(x, weight, labels, scale):
     """The same for x (rows, D) and labels (rows, 1), all of which count; (rows, 1) each. Of equal logits the first is
     the likeliest. A block of the vocabulary at a time is still in a CPU's cache when its logits are summed."""
     exact, blocks = torch.promote_types(x.dtype, torch.float32), labels // COLUMNS
-    found, first = torch.full_like(labels, math.nan, dtype=exact), torch.zeros_like(labels, dtype=torch.bool)
+    found, first = (
+        torch.full_like(labels, math.nan, dtype=exact),
+        torch.zeros_like(labels, dtype=torch.bool),
+    )
     tops, log_zs = [], []
     for block, begin in enumerate(range(0, weight.shape[0], COLUMNS)):
-        logits = F.linear(x, weight[begin : begin + COLUMNS]).to(exact)  # (rows, COLUMNS or what is left)
+        logits = F.linear(x, weight[begin : begin + COLUMNS]).to(
+            exact
+        )  # (rows, COLUMNS or what is left)
         logits = logits if scale == 1 else logits * scale
         mine = (blocks == block)[:, 0]
         own, place = logits[mine], labels[mine] - begin
@@ -137,7 +151,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_w = ctx.saved_tensors
         # The factor, 1 / tokens, is not rounded to bf16 on its own: grad_loss is fp32, and so is the product.
         factor = grad_loss * ctx.scale
-        scaled = [None if g is None else (g.to(factor.dtype) * factor).to(g.dtype) for g in (grad_x, grad_w)]
+        scaled = [
+            None if g is None else (g.to(factor.dtype) * factor).to(g.dtype)
+            for g in (grad_x, grad_w)
+        ]
         return *scaled, None, None, None, None
 
 
@@ -152,7 +169,9 @@ def demonstrate(argv) -> None:
         loss = loss_function(*leaves, labels)
         results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     for name, a, b in zip(("loss", "grad x", "grad W"), *results, strict=True):
-        print(f"{name:7s} largest difference from the obvious version, fp64: {(a - b).abs().max().item():.1e}")
+        print(
+            f"{name:7s} largest difference from the obvious version, fp64: {(a - b).abs().max().item():.1e}"
+        )
         assert torch.allclose(a, b)
 
 

@@ -40,7 +40,9 @@ class LayerNorm(nn.LayerNorm):
         dtype = autocast_dtype(x) if self.low_precision else torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return F.layer_norm(x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps)
+            return F.layer_norm(
+                x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps
+            )
 
 
 class Positions(NamedTuple):
@@ -53,7 +55,9 @@ class Positions(NamedTuple):
 
 def rope_angles(cfg: MPTConfig, positions):
     """cos and sin of position * theta^(-2 i / D), i < D / 2, twice (RoFormer, 2104.09864). positions: (1 or B, T)."""
-    frequencies = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2, device=positions.device) / cfg.head_dim)
+    frequencies = cfg.rope_theta ** (
+        -torch.arange(0, cfg.head_dim, 2, device=positions.device) / cfg.head_dim
+    )
     angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # fp32
     return angles.cos(), angles.sin()
 
@@ -90,7 +94,9 @@ class Attention(nn.Module):
         q, k, v = qkv.split([cfg.d_model, self.kv_dim, self.kv_dim], dim=-1)
         if cfg.qk_ln:
             q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
-        q, k, v = (y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v))  # (B, H or Hkv, T, D)
+        q, k, v = (
+            y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v)
+        )  # (B, H or Hkv, T, D)
         if positions.angles:
             q, k = rotate(q, *positions.angles), rotate(k, *positions.angles)
         if cache is not None:
@@ -98,7 +104,15 @@ class Attention(nn.Module):
             q = q.to(k.dtype)  # a cache may be wider than the weights
         dropout_p = cfg.attn_pdrop if self.training else 0.0
         where = {"alibi_slopes": positions.slopes, "sequence_ids": positions.sequence_ids}
-        y = attention(q, k, v, impl=cfg.attn_impl, softmax_scale=cfg.softmax_scale, dropout_p=dropout_p, **where)
+        y = attention(
+            q,
+            k,
+            v,
+            impl=cfg.attn_impl,
+            softmax_scale=cfg.softmax_scale,
+            dropout_p=dropout_p,
+            **where,
+        )
         return self.out_proj(y.transpose(1, 2).reshape(B, T, cfg.d_model).to(qkv.dtype))
 
 
@@ -120,7 +134,9 @@ class Block(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.resid_pdrop = cfg.resid_pdrop
-        self.recompute = None  # activation checkpointing, put on from outside: arguments of `checkpoint`
+        self.recompute = (
+            None  # activation checkpointing, put on from outside: arguments of `checkpoint`
+        )
         self.norm_1 = LayerNorm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
         self.norm_2 = LayerNorm(cfg, cfg.d_model)
@@ -132,7 +148,9 @@ class Block(nn.Module):
         return self.layer(x, positions, cache, layer)
 
     def layer(self, x, positions, cache=None, layer=0):
-        x = x + F.dropout(self.attn(self.norm_1(x), positions, cache, layer), self.resid_pdrop, self.training)
+        x = x + F.dropout(
+            self.attn(self.norm_1(x), positions, cache, layer), self.resid_pdrop, self.training
+        )
         return x + F.dropout(self.ffn(self.norm_2(x)), self.resid_pdrop, self.training)
 
 
@@ -154,14 +172,18 @@ class Transformer(nn.Module):
         places = torch.arange(past, end, device=x.device)[None]  # (1 or B, T)
         if cache is not None and cache.pad is not None:
             places = (places - cache.pad[:, None]).clamp(min=0)
-            sequence_ids = (torch.arange(end, device=x.device) < cache.pad[:, None]).int()  # padding: a document before
+            sequence_ids = (
+                torch.arange(end, device=x.device) < cache.pad[:, None]
+            ).int()  # padding: a document before
         if cfg.learned_positions:
             require(
                 end <= cfg.max_seq_len,
                 f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} (ALiBi has no such limit)",
             )
             x = x + self.wpe(places)
-        x = F.dropout(x, cfg.emb_pdrop, self.training).to(autocast_dtype(x))  # the residual stream: bf16 under autocast
+        x = F.dropout(x, cfg.emb_pdrop, self.training).to(
+            autocast_dtype(x)
+        )  # the residual stream: bf16 under autocast
         slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, x.device) if cfg.alibi else None
         positions = Positions(slopes, rope_angles(cfg, places) if cfg.rope else None, sequence_ids)
         for layer, block in enumerate(self.blocks):
@@ -183,7 +205,9 @@ class MPT(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
-        self.separator = None  # the id that ends a document, for attn_uses_sequence_id; put on from outside
+        self.separator = (
+            None  # the id that ends a document, for attn_uses_sequence_id; put on from outside
+        )
         self.transformer = Transformer(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
@@ -192,7 +216,9 @@ class MPT(nn.Module):
         packed = self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None
         documents = document_ids(input_ids, self.separator) if packed else None
         x = self.transformer(input_ids, cache, documents)
-        weight = self.transformer.wte.weight if self.cfg.tie_word_embeddings else self.lm_head.weight  # (V, d)
+        weight = (
+            self.transformer.wte.weight if self.cfg.tie_word_embeddings else self.lm_head.weight
+        )  # (V, d)
         scale = self.cfg.logit_scale
         if scale == "inv_sqrt_d_model":
             scale = 1 / math.sqrt(self.cfg.d_model)
@@ -259,14 +285,18 @@ def initial_weight(name, shape, cfg, seed):
 
 def demonstrate(argv) -> None:
     arguments(argv)
-    demo_cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True)
+    demo_cfg = MPTConfig(
+        d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True
+    )
     mpt = MPT(demo_cfg)
     init_weights(mpt, seed=0)
     ids = torch.arange(33)[None] % 7  # (1, 33)
     loss = mpt(ids[:, :-1], labels=ids[:, 1:]) / 32
     loss.backward()
     print(mpt)
-    print(f"logits {tuple(mpt(ids[:, :-1]).shape)}, loss {loss:.3f} nats a token, at random {math.log(256):.3f}")
+    print(
+        f"logits {tuple(mpt(ids[:, :-1]).shape)}, loss {loss:.3f} nats a token, at random {math.log(256):.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ def update(optimizer: torch.optim.Optimizer, good) -> None:
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Does its fused kernel change nothing where `found_inf` is 1? GradScaler asks the same."""
     # After a bad first step the momentum of a fused SGD would be whatever its memory held before (torch 2.13).
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(optimizer, torch.optim.SGD)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
+        optimizer, torch.optim.SGD
+    )
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -56,7 +58,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
     """The learning rate of step 0, 1, 2, ...: lr * factor(step)."""
-    if cfg.lr_one_step_late:  # Composer's schedulers run after the step, so steps 0 and 1 both have factor(0)
+    if (
+        cfg.lr_one_step_late
+    ):  # Composer's schedulers run after the step, so steps 0 and 1 both have factor(0)
         step = max(step - 1, 0)
     return cfg.lr * SCHEDULES[cfg.schedule](step, cfg)
 

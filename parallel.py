@@ -39,7 +39,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Outputs that selective activation checkpointing keeps: of matmuls with weights (not of batched ones, which are T x T
 # attention scores) and of fused attention (FlexAttention's is computed again).
 SAVED = {
-    *("aten::mm", "aten::addmm", "mpt::flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *(
+        "aten::mm",
+        "aten::addmm",
+        "mpt::flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ),
     *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
 }
 
@@ -72,7 +77,9 @@ def faster_precision(n: int = 512, turns: int = 10) -> str:
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """bf16 matmuls over fp32 weights, or nothing at all. A forward uses each weight once, so no cast is cached."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    return torch.autocast(
+        device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
+    )
 
 
 def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
@@ -91,13 +98,16 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
 
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of ranks: (dp_shard) or (dp_replicate, dp_shard). None for one process alone."""
-    if world.size == 1:
+    if world.dp_size == 1:
         return None
-    shard = cfg.shard_ranks(world.size, world.local_size)
-    require(world.size % shard == 0, f"shard_size {shard} does not divide the {world.size} ranks")
+    shard = cfg.shard_ranks(world.dp_size, world.local_size)
+    require(
+        world.dp_size % shard == 0,
+        f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks",
+    )
     shape = {"dp_shard": shard}
     if cfg.sharding_mode.over != "all":
-        shape = {"dp_replicate": world.size // shard, "dp_shard": shard}
+        shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
     with processes.in_time("connect the mesh"):
         return connect_mesh(world.device.type, tuple(shape.values()), tuple(shape))
 
@@ -128,12 +138,16 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
     options = {
         "mesh": mesh,
         # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
-        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
+        ),
     }
     free = cfg.sharding_mode.frees_weights
     for block in model.transformer.blocks:
         fully_shard(block, reshard_after_forward=free, **options)
-    return fully_shard(model, reshard_after_forward=False, **options)  # embeddings: used first and last, so kept
+    return fully_shard(
+        model, reshard_after_forward=False, **options
+    )  # embeddings: used first and last, so kept
 
 
 def recompute(model: MPT, cfg: TrainConfig) -> None:
@@ -163,7 +177,10 @@ def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
     UserError if that memory is too small, or if a buffer would be left with what the memory held before.
     """
     buffers = ", ".join(name for name, _ in model.named_buffers())
-    require(not buffers, f"nothing fills the buffers of model.py ({buffers[:80]}): compute them in forward instead")
+    require(
+        not buffers,
+        f"nothing fills the buffers of model.py ({buffers[:80]}): compute them in forward instead",
+    )
     try:
         model.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:
@@ -177,7 +194,9 @@ def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
 def assign_full(param, full) -> None:
     """Copy a full tensor (on the CPU, the same on every rank) into a parameter, sharded or not."""
     if isinstance(param, DTensor):
-        full = distribute_tensor(full.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
+        full = distribute_tensor(
+            full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
+        )
     param.copy_(full)
 
 
@@ -208,7 +227,9 @@ def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
         if isinstance(p.grad, DTensor):
-            dims = tuple(i for i, placement in enumerate(p.grad.placements) if not placement.is_replicate())
+            dims = tuple(
+                i for i, placement in enumerate(p.grad.placements) if not placement.is_replicate()
+            )
             groups[p.grad.device_mesh, dims].append(p.grad.to_local())
         elif p.grad is not None:
             groups[None, ()].append(p.grad)
@@ -232,7 +253,10 @@ def demonstrate(argv) -> None:
     mesh = make_mesh(world, cfg)
     require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
     place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-    print(f"rank {world.rank} of {world.size} on {world.device}, {cfg.sharding}: {place}", flush=True)
+    print(
+        f"rank {world.global_rank} of {world.global_size} on {world.device}, {cfg.sharding}: {place}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -34,23 +34,38 @@ from planning.step_time import Constants, Fleet
 
 CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
 NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
-LAYOUT = ("sharding", "shard_size", "activation_checkpointing", "microbatch_size", "global_batch_size")
-JOB_DAYS = {"slurm/train_srun.sbatch": 51 * 2 / 24, "slurm/train.sbatch": 51 * 12 / 24}  # with all 50 restarts
+LAYOUT = (
+    "sharding",
+    "shard_size",
+    "activation_checkpointing",
+    "microbatch_size",
+    "global_batch_size",
+)
+JOB_DAYS = {
+    "slurm/train_srun.sbatch": 51 * 2 / 24,
+    "slurm/train.sbatch": 51 * 12 / 24,
+}  # with all 50 restarts
 
 
 @dataclass
 class PlanArgs:
     """The fleet and the question."""
 
-    device: str = "auto"  # the kind: mi250, h100, ... (python devices.py lists them); one torch device each
+    device: str = (
+        "auto"  # the kind: mi250, h100, ... (python devices.py lists them); one torch device each
+    )
     devices: int = 8  # how many torch devices
     node_size: int = 8  # torch devices of a node
     network: float = 0.0  # GB/s of a node's network, each way (0: 100 is assumed where there is more than one node)
     interleave: int = 1  # pieces of the model on each stage
     choose: bool = False  # choose the layout even where a config file sets it
-    global_batch_size: int = 0  # sequences of a step (0: 256 or a little more, and at least 4 a device)
+    global_batch_size: int = (
+        0  # sequences of a step (0: 256 or a little more, and at least 4 a device)
+    )
     max_steps: int = 0  # steps of the run, for its time
-    trainer: Literal["ours", "foundry"] = "ours"  # foundry: reductions in bf16, residuals in fp32, as published rows
+    trainer: Literal["ours", "foundry"] = (
+        "ours"  # foundry: reductions in bf16, residuals in fp32, as published rows
+    )
     tokens: float = 0.0  # to train on (0: those of max_steps, else 20 a parameter)
     price: float = 0.0  # of one torch device for an hour
     watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
@@ -63,10 +78,18 @@ class PlanArgs:
 
     def check(self) -> None:
         for name in ("devices", "node_size", "interleave"):
-            require(getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}")
+            require(
+                getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}"
+            )
         for name in ("network", "tokens", "price", "watts", "budget"):
-            require(0 <= getattr(self, name) < math.inf, f"{name} must be 0 or more, not {getattr(self, name)}")
-        require(not (self.budget and self.sweep_devices), "--budget and --sweep_devices are two questions: ask one")
+            require(
+                0 <= getattr(self, name) < math.inf,
+                f"{name} must be 0 or more, not {getattr(self, name)}",
+            )
+        require(
+            not (self.budget and self.sweep_devices),
+            "--budget and --sweep_devices are two questions: ask one",
+        )
 
 
 def trainer(args: PlanArgs) -> step_time.Trainer:
@@ -82,7 +105,10 @@ def figures(one: Plan, args: PlanArgs) -> dict:
     device, n, rate = one.fleet.device, one.fleet.devices, one.tokens_per_second
     tokens = args.tokens or TOKENS_PER_PARAMETER * flops.n_params(one.m)
     hours = one.hours(tokens)
-    layout = {name: getattr(one.cfg, name) for name in LAYOUT} | {"tp": one.fleet.tp, "pp": one.fleet.pp}
+    layout = {name: getattr(one.cfg, name) for name in LAYOUT} | {
+        "tp": one.fleet.tp,
+        "pp": one.fleet.pp,
+    }
     return {
         "n_params": flops.n_params(one.m),
         "device": device.name,
@@ -115,35 +141,55 @@ def watts(device: Device, args: PlanArgs) -> float | None:
 def flags(one: Plan) -> str:
     """What makes fsdp_train.py run this layout; nothing if it cannot."""
     names = [name for name in LAYOUT if getattr(one.cfg, name)]
-    return "" if one.fleet.tp * one.fleet.pp > 1 else " ".join(f"--{name}={getattr(one.cfg, name)}" for name in names)
+    return (
+        ""
+        if one.fleet.tp * one.fleet.pp > 1
+        else " ".join(f"--{name}={getattr(one.cfg, name)}" for name in names)
+    )
 
 
 def assumed(one: Plan, args: PlanArgs) -> list[str]:
     """What a plan rests on and the user did not say."""
     device, fleet = one.fleet.device, one.fleet
     cards = fleet.devices / device.per_card
-    link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {step_time.UNKNOWN_LINK:g}"
+    link = (
+        f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {step_time.UNKNOWN_LINK:g}"
+    )
     said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
     if device.per_card > 1:
-        said.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards")
+        said.append(
+            f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards"
+        )
     if fleet.devices > fleet.node_size and not args.network and not args.calibrate:
-        said.append(f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant")
+        said.append(
+            f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant"
+        )
     if args.calibrate:
         said.append(f"speed calibrated by {args.calibrate}")
     elif device.name.startswith(CALIBRATED):
         said.append("speed as LLM Foundry's on this device; our trainer was not measured on it")
     else:
-        said.append(f"speed EXTRAPOLATED: no run on {device.name} was used, set --calibrate to bring one")
+        said.append(
+            f"speed EXTRAPOLATED: no run on {device.name} was used, set --calibrate to bring one"
+        )
     if device.reachable is None:
-        said.append(f"matmuls reach {step_time.Constants().reachable:.0%} of the peak, as on no device in particular")
+        said.append(
+            f"matmuls reach {step_time.Constants().reachable:.0%} of the peak, as on no device in particular"
+        )
     if not args.tokens:
         said.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
     if not args.global_batch_size:
-        said.append(f"a global batch of {one.cfg.global_batch_size} sequences: set --global_batch_size")
+        said.append(
+            f"a global batch of {one.cfg.global_batch_size} sequences: set --global_batch_size"
+        )
     if one.m.alibi or one.m.attn_impl != "triton":
-        said.append("attention by a fused kernel that keeps no scores and, for ALiBi, needs no more columns")
+        said.append(
+            "attention by a fused kernel that keeps no scores and, for ALiBi, needs no more columns"
+        )
     if fleet.interleave > 1:
-        said.append("memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations")
+        said.append(
+            "memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations"
+        )
     if not args.watts and watts(device, args):
         known = device.name.startswith(tuple(NODE_WATTS))
         source = "of published nodes" if known else f"{NODE_OVER_BOARD} times the board's"
@@ -187,11 +233,16 @@ def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
         "",
         f"{'a step':<26}{'ms':>12}{'share':>9}    {'GB of one device':<26}{'at its peak':>12}",
     ]
-    left = [f"  {name:<24}{1e3 * s:>12,.1f}{s / one.seconds['step']:>9.1%}" for name, s in one.seconds.items()]
+    left = [
+        f"  {name:<24}{1e3 * s:>12,.1f}{s / one.seconds['step']:>9.1%}"
+        for name, s in one.seconds.items()
+    ]
     parts = {name: n for name, n in one.bytes.items() if name not in ("peak", "moment")}
     right = [f"  {name:<24}{n / 1e9:>12.2f}" for name, n in parts.items()]
     right += [f"  {'all: ' + one.bytes['moment']:<24}{one.bytes['peak'] / 1e9:>12.2f}"]
-    lines += [f"{a:<47}    {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")]
+    lines += [
+        f"{a:<47}    {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")
+    ]
     money = f", {f['cost']:,.0f} at {args.price:g} a device-hour" if args.price else ""
     energy = f"{f['mwh']:,.3g} MWh" if f["mwh"] else "energy n/a: set --watts"
     room = "fits" if one.fits else "DOES NOT FIT"
@@ -214,7 +265,11 @@ def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
 
 def sweep_json(row: dict, args: PlanArgs) -> dict:
     plans = {name: figures(row[name], args) for name in ("strong", "weak")}
-    return {"devices": row["devices"], "efficiency": dict(zip(plans, row["efficiency"], strict=True)), **plans}
+    return {
+        "devices": row["devices"],
+        "efficiency": dict(zip(plans, row["efficiency"], strict=True)),
+        **plans,
+    }
 
 
 def sweep_text(rows: list[dict], args: PlanArgs) -> str:
@@ -225,7 +280,9 @@ def sweep_text(rows: list[dict], args: PlanArgs) -> str:
         cells = ""
         for one, efficiency in zip((row["strong"], row["weak"]), row["efficiency"], strict=True):
             tflops = one.mfu * one.fleet.device.bf16_tflops
-            cells += f"{one.tokens_per_second:>13,.0f}{tflops:>9.1f}{one.mfu:>8.1%}{efficiency:>12.1%}  "
+            cells += (
+                f"{one.tokens_per_second:>13,.0f}{tflops:>9.1f}{one.mfu:>8.1%}{efficiency:>12.1%}  "
+            )
         cfg, fleet = row["strong"].cfg, row["strong"].fleet
         split = f"tp {fleet.tp} pp {fleet.pp} " if fleet.tp * fleet.pp > 1 else ""
         how = f"{split}{cfg.sharding}, {cfg.microbatch_size}, {cfg.activation_checkpointing}"
@@ -238,7 +295,9 @@ def sweep_text(rows: list[dict], args: PlanArgs) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def as_it_stands(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants) -> Plan | None:
+def as_it_stands(
+    m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants
+) -> Plan | None:
     """What fsdp_train.py would run with these settings; None if that is not known or cannot be."""
     if "auto" in (cfg.sharding, cfg.activation_checkpointing):
         return None
@@ -251,28 +310,45 @@ def as_it_stands(m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c
 
 def fleet_of(args: PlanArgs) -> tuple[Fleet, Constants]:
     """The devices, measured if a file says so."""
-    fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network or NETWORK)
+    fleet = Fleet(
+        devices.by_name(args.device), args.devices, args.node_size, args.network or NETWORK
+    )
     fleet = replace(fleet, interleave=args.interleave)
-    return calibrate.from_file(args.calibrate, fleet, trainer(args)) if args.calibrate else (fleet, Constants())
+    return (
+        calibrate.from_file(args.calibrate, fleet, trainer(args))
+        if args.calibrate
+        else (fleet, Constants())
+    )
 
 
 def counts_of(args: PlanArgs) -> list[int]:
     try:
         counts = sorted({int(n) for n in args.sweep_devices.split(",")})
     except ValueError as error:
-        raise UserError(f"--sweep_devices wants numbers: 8,16,64, not {args.sweep_devices!r}") from error
+        raise UserError(
+            f"--sweep_devices wants numbers: 8,16,64, not {args.sweep_devices!r}"
+        ) from error
     require(counts[0] > 0, f"--sweep_devices wants numbers above 0, not {counts[0]}")
     return counts
 
 
 def main(argv: list[str]) -> None:
     m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
-    require(cfg.precision != "fp32", "plans are for bf16, in which speeds were published: leave out --precision=fp32")
-    files, given = [a for a in argv if not a.startswith("-")], {a.lstrip("-").split("=")[0] for a in argv}
+    require(
+        cfg.precision != "fp32",
+        "plans are for bf16, in which speeds were published: leave out --precision=fp32",
+    )
+    files, given = (
+        [a for a in argv if not a.startswith("-")],
+        {a.lstrip("-").split("=")[0] for a in argv},
+    )
     if args.plot and not files and args.device == "auto":
         return picture.published(args.out)
     others = [*files, *(f"--{name}" for name in ("tokens", "max_steps") if name in given)]
-    require(not (args.budget and others), f"--budget finds the model and its tokens: leave out {' '.join(others)}")
+    require(
+        not (args.budget and others),
+        f"--budget finds the model and its tokens: leave out {' '.join(others)}",
+    )
     if args.choose:
         left_open = [field.name for field in fields(asked) if field.name not in given]
         asked = replace(asked, **dict.fromkeys(left_open, "auto"))
@@ -287,7 +363,11 @@ def main(argv: list[str]) -> None:
     how = asked, fleet, c, trainer(args)
     if args.sweep_devices:
         rows = search.sweep(m, cfg, counts_of(args), *how)
-        print(json.dumps([sweep_json(row, args) for row in rows], indent=2) if args.json else sweep_text(rows, args))
+        print(
+            json.dumps([sweep_json(row, args) for row in rows], indent=2)
+            if args.json
+            else sweep_text(rows, args)
+        )
         if args.plot:
             picture.scaling(rows, args.out)
         return

@@ -50,13 +50,26 @@ TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer f
 
 @dataclass
 class World:
-    """Who am I: one of `size` processes, the `local_rank`-th of `local_size` on this machine, with one device."""
+    """The ranks of a run, as one of them sees them. A rank is one process with one device.
 
-    rank: int
-    size: int
+    global_rank of global_size    all processes of the run
+    local_rank of local_size      those on this machine
+    dp_rank of dp_size            data-parallel: each reads rows of its own. Ranks that share one
+                                  model (tensor, pipeline parallelism) have the same dp_rank.
+    """
+
+    global_rank: int
+    global_size: int
     local_rank: int
     local_size: int
     device: torch.device
+    dp_rank: int | None = None  # None: the global one, since every rank reads rows of its own
+    dp_size: int | None = None
+    dp_group: dist.ProcessGroup | None = None  # one rank of each dp_rank; None: all ranks
+
+    def __post_init__(self):
+        if self.dp_size is None:
+            self.dp_rank, self.dp_size = self.global_rank, self.global_size
 
 
 def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
@@ -85,11 +98,19 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     Several ranks on a Mac use the CPU: MPS has no collectives. A rank that sees one GPU takes that:
     srun may show each rank another one. Raises UserError if the ranks see several, but too few.
     """
-    there = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    there = (
+        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    )
     if device_type == "auto":
         device_type = "cpu" if there == "mps" and size > 1 else there
-    require(device_type in ("cpu", there), f"device={device_type}, but this machine has {there}: set --device={there}")
-    require(device_type != "mps" or size == 1, "MPS has no collectives: start one process, or set --device=cpu")
+    require(
+        device_type in ("cpu", there),
+        f"device={device_type}, but this machine has {there}: set --device={there}",
+    )
+    require(
+        device_type != "mps" or size == 1,
+        "MPS has no collectives: start one process, or set --device=cpu",
+    )
     if device_type != "cuda":
         return torch.device(device_type)
     count = torch.cuda.device_count()
@@ -372,7 +393,9 @@ def run(main) -> None:
         status = 2
     except BaseException as error:
         if is_lost(error):
-            config.say_error(f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}")
+            config.say_error(
+                f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}"
+            )
             status = RESUME_ME
         else:
             traceback.print_exc()
@@ -392,7 +415,9 @@ def is_lost(error: BaseException) -> bool:
 def end_torchrun() -> None:
     """Where torchrun would start this rank again, and that is not wanted: end torchrun."""
     env = os.environ
-    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
+        env.get("TORCHELASTIC_RESTART_COUNT", 0)
+    )
     if restarts > 0 and env["LOCAL_RANK"] == "0" and os.getppid() > 1:
         os.kill(os.getppid(), signal.SIGTERM)
 
@@ -424,6 +449,13 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks, in place."""
     if dist.get_world_size() > 1:
         dist.all_reduce(tensor)
+    return tensor
+
+
+def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """The sum over the data-parallel ranks, in place: each row of the batch counts once."""
+    if world.dp_size > 1:
+        dist.all_reduce(tensor, group=world.dp_group)
     return tensor
 
 

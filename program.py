@@ -120,7 +120,9 @@ def flushed(status):
     """Write what is left of the output. Returns `status`; in place of 0, 141 if the reader of the output has left, or
     2 if the disk is full."""
     try:
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller, as by `>&-`
+        for stream in filter(
+            None, (sys.stdout, sys.stderr)
+        ):  # None: closed by the caller, as by `>&-`
             stream.flush()
     except OSError as error:
         left = isinstance(error, BrokenPipeError)

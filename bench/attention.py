@@ -39,7 +39,11 @@ from config import require
 from lifecycle import runlog
 
 MATMULS = (2, 5)  # of forward and backward
-PASSES = {"forward": [0], "backward": [1], "forward + backward": [0, 1]}  # what is reported, of a turn's two figures
+PASSES = {
+    "forward": [0],
+    "backward": [1],
+    "forward + backward": [0, 1],
+}  # what is reported, of a turn's two figures
 OURS = "ours, ALiBi"  # what the others are compared with
 TOLERANCE = 0.05  # largest difference from fp32 / largest value: bf16 stays below 0.01, another bias is above 0.1
 # By device: lengths, tokens of a batch (batch x length), d_model (heads x head dim)
@@ -51,7 +55,9 @@ class AttentionArgs:
     """Which shapes of attention, and how long to measure."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    lengths: str = ""  # tokens of a sequence (empty: 1024,2048,4096,8192,16384, on a CPU 512,1024,2048)
+    lengths: str = (
+        ""  # tokens of a sequence (empty: 1024,2048,4096,8192,16384, on a CPU 512,1024,2048)
+    )
     head_dims: str = "64,128"  # widths of a head
     tokens: int = 0  # of a batch: tokens / length sequences, at least one (0: 16384, on a CPU 4096)
     d_model: int = 0  # d_model / head dim heads, at least one (0: 2048, on a CPU 384)
@@ -70,15 +76,21 @@ class Cell:
     length: int  # tokens of a sequence
     heads: int
     batch: int
-    turns: list[tuple[float, float]] = field(default_factory=list)  # seconds of one forward, of one backward
+    turns: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # seconds of one forward, of one backward
     calls: int = 0  # of a turn
-    error: float | None = None  # at the shortest length: largest difference from fp32 / largest value
+    error: float | None = (
+        None  # at the shortest length: largest difference from fp32 / largest value
+    )
     missing: str = ""  # why there are no figures
 
     def tflops(self, what: str) -> float:
         """TFLOP/s of one of PASSES by median seconds: 4 B H T T D / 2 FLOPs forward, 2.5 times as many backward."""
         seconds = sum(statistics.median(turn[p] for turn in self.turns) for p in PASSES[what])
-        matmul = self.batch * self.heads * self.length**2 * self.head_dim  # 2 B H T T D, and causality needs half
+        matmul = (
+            self.batch * self.heads * self.length**2 * self.head_dim
+        )  # 2 B H T T D, and causality needs half
         return sum(MATMULS[p] for p in PASSES[what]) * matmul / seconds / 1e12
 
 
@@ -95,15 +107,23 @@ def attention_contestants(slopes) -> dict:
     @functools.cache  # made while warming up, freed with this dictionary
     def mask(length):  # (1, H, T, T) bf16; head by head, since all of it in fp32 may not fit
         heads = slopes.split(1)
-        return torch.cat([attention.attention_bias(length, length, s, True, s.device).bfloat16() for s in heads])[None]
+        return torch.cat(
+            [attention.attention_bias(length, length, s, True, s.device).bfloat16() for s in heads]
+        )[None]
 
     return {
         OURS: by("triton"),
         "ours, no bias": by("triton", None),
         "SDPA flash, no bias": (None, functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
         "SDPA cuDNN, no bias": (None, functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
-        "SDPA memory-efficient, no bias": (None, functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION)),
-        "SDPA, ALiBi in a mask": (slopes, lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask(q.shape[2]))),
+        "SDPA memory-efficient, no bias": (
+            None,
+            functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+        ),
+        "SDPA, ALiBi in a mask": (
+            slopes,
+            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask(q.shape[2])),
+        ),
         "SDPA, ALiBi in extra columns": by("sdpa"),
         "FlexAttention, ALiBi": by("flex"),
         "blocks, ALiBi": by("blocks"),
@@ -117,7 +137,10 @@ def attention_inputs(cell, device) -> list:
     shape, width = (cell.batch, cell.length), cell.heads * cell.head_dim
     qkv = torch.randn(*shape, 3 * width, device=device, dtype=torch.bfloat16, requires_grad=True)
     do = torch.randn(*shape, width, device=device, dtype=torch.bfloat16)
-    return [x.unflatten(-1, (cell.heads, cell.head_dim)).transpose(1, 2) for x in (*qkv.chunk(3, dim=-1), do)]
+    return [
+        x.unflatten(-1, (cell.heads, cell.head_dim)).transpose(1, 2)
+        for x in (*qkv.chunk(3, dim=-1), do)
+    ]
 
 
 def largest_error(slopes, function, q, k, v, do) -> float:
@@ -127,7 +150,9 @@ def largest_error(slopes, function, q, k, v, do) -> float:
     q, k, v = (x[:1].detach().float().requires_grad_() for x in (q, k, v))
     out = attention.attention(q, k, v, impl="reference", alibi_slopes=slopes)
     exact = [out, *torch.autograd.grad(out, (q, k, v), do[:1].float())]
-    return max(((a[:1] - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True))
+    return max(
+        ((a[:1] - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)
+    )
 
 
 def mark(gpu: bool):
@@ -141,7 +166,9 @@ def take_turn(function, q, k, v, do, calls: int) -> tuple[float, float]:
     backward has a forward of its own: what torch.compile makes does not take retain_graph=True."""
     marks, gpu = [], q.device.type == "cuda"
     if gpu:  # queue 5 ms of other work: Python runs ahead, and launch times hide, as within a training step
-        scratch = torch.empty(2**28, dtype=torch.uint8, device=q.device)  # 256 MiB take 0.1 ms, and leave caches cold
+        scratch = torch.empty(
+            2**28, dtype=torch.uint8, device=q.device
+        )  # 256 MiB take 0.1 ms, and leave caches cold
         for _ in range(50):
             scratch.zero_()
     for _ in range(calls + 1):
@@ -153,7 +180,10 @@ def take_turn(function, q, k, v, do, calls: int) -> tuple[float, float]:
         del out  # before the next call asks for memory
     if gpu:
         torch.cuda.synchronize()
-    times = [[a.elapsed_time(b) / 1e3 if gpu else b - a for a, b in itertools.pairwise(m)] for m in marks[1:]]
+    times = [
+        [a.elapsed_time(b) / 1e3 if gpu else b - a for a, b in itertools.pairwise(m)]
+        for m in marks[1:]
+    ]
     return tuple(map(statistics.fmean, zip(*times, strict=True)))
 
 
@@ -165,7 +195,10 @@ def warm_up(cell, slopes, function, tensors, args, check: bool) -> None:
     take_turn(function, *tensors, calls=1)
     seconds = sum(take_turn(function, *tensors, calls=1))
     cell.calls = min(max(math.ceil(args.turn_ms / 1e3 / seconds), 1), 25)
-    require(seconds * (cell.calls + 1) * args.rounds <= args.cell_seconds, f"too slow, {seconds:.2g} s a call")
+    require(
+        seconds * (cell.calls + 1) * args.rounds <= args.cell_seconds,
+        f"too slow, {seconds:.2g} s a call",
+    )
 
 
 def measure(contestants, cells, device, args, check: bool) -> None:
@@ -180,9 +213,18 @@ def measure(contestants, cells, device, args, check: bool) -> None:
                 else:
                     cell.turns.append(take_turn(function, *tensors, cell.calls))
             except Exception as error:  # whatever it is, the others go on
-                words = "out of memory" if isinstance(error, torch.OutOfMemoryError) else str(error).replace("|", "/")
-                cell.missing = textwrap.shorten(words or type(error).__name__, 45, placeholder="...")
-                print(f"  {cell.contestant}: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
+                words = (
+                    "out of memory"
+                    if isinstance(error, torch.OutOfMemoryError)
+                    else str(error).replace("|", "/")
+                )
+                cell.missing = textwrap.shorten(
+                    words or type(error).__name__, 45, placeholder="..."
+                )
+                print(
+                    f"  {cell.contestant}: {type(error).__name__}: {str(error)[:300]}",
+                    file=sys.stderr,
+                )
             if cell.missing:  # out here, where the exception no longer holds the tensors
                 gc.collect()
                 torch.cuda.empty_cache()
@@ -204,17 +246,27 @@ def report(cells) -> list[str]:
     def ratios(cell):
         we = mine[cell.head_dim, cell.length]
         both = not (cell.missing or we.missing)
-        return " / ".join(f"{we.tflops(what) / cell.tflops(what):.2f}" for what in PASSES) if both else "n/a"
+        return (
+            " / ".join(f"{we.tflops(what) / cell.tflops(what):.2f}" for what in PASSES)
+            if both
+            else "n/a"
+        )
 
     tables = {f"{what}, TFLOP/s": functools.partial(rate, what) for what in PASSES}
     if mine:
         tables[f"{OURS} / this row: {', '.join(PASSES)}"] = ratios
-    for head_dim, corner in itertools.product(dict.fromkeys(cell.head_dim for cell in cells), tables):
+    for head_dim, corner in itertools.product(
+        dict.fromkeys(cell.head_dim for cell in cells), tables
+    ):
         rows = {}
         for cell in [cell for cell in cells if cell.head_dim == head_dim]:
             rows.setdefault(cell.contestant, {})[f"{cell.length:,}"] = tables[corner](cell)
         columns = next(iter(rows.values()))
-        lines += ["", f"| head dim {head_dim}, {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+        lines += [
+            "",
+            f"| head dim {head_dim}, {corner} | {' | '.join(columns)} |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         lines += [f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items()]
     return lines
 
@@ -224,20 +276,26 @@ def draw(cells, gemm: float, title: str, path: Path) -> None:
     from matplotlib.figure import Figure
 
     keys = ("contestant", "head_dim", "length")
-    names, head_dims, lengths = (list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in keys)
+    names, head_dims, lengths = (
+        list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in keys
+    )
     figure = Figure(figsize=(15, 1.5 + 4 * len(head_dims)), layout="constrained")
     grid = figure.subplots(len(head_dims), len(PASSES), squeeze=False, sharey=True)
     lines = {}
     for axes, (head_dim, what) in zip(grid.flat, itertools.product(head_dims, PASSES), strict=True):
         for number, name in enumerate(names):
-            done = [c for c in cells if (c.contestant, c.head_dim, c.missing) == (name, head_dim, "")]
+            done = [
+                c for c in cells if (c.contestant, c.head_dim, c.missing) == (name, head_dim, "")
+            ]
             if done:
                 x, y = [lengths.index(c.length) for c in done], [c.tflops(what) for c in done]
                 style = f"C{number}{'os^vDPX*<>'[number]}{'-' if 'ALiBi' in name else '--'}"
                 (lines[name],) = axes.plot(x, y, style, linewidth=3 if name == OURS else 1.5)
         lines["a bf16 matmul"] = axes.axhline(gemm, color="grey", linestyle=":")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set(title=f"head dim {head_dim}, {what}", xlabel="tokens of a sequence", ylim=(0, None))
+        axes.set(
+            title=f"head dim {head_dim}, {what}", xlabel="tokens of a sequence", ylim=(0, None)
+        )
         axes.grid(alpha=0.3)
     figure.suptitle(f"Causal attention in bf16, TFLOP/s: {title}")
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
@@ -262,8 +320,13 @@ def main(argv) -> None:
     lengths, tokens, d_model = (a or b for a, b in zip(given, SIZES[device.type], strict=True))
     lengths, head_dims = numbers("lengths", lengths), numbers("head_dims", args.head_dims)
     about = runlog.versions()
-    about["triton"] = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
-    about["device"], command = devices.describe(device), " ".join(["python -m bench attention", *argv])
+    about["triton"] = (
+        importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
+    )
+    about["device"], command = (
+        devices.describe(device),
+        " ".join(["python -m bench attention", *argv]),
+    )
     title = f"{about['device']}, torch {about['torch']}, triton {about['triton']}, {datetime.date.today()}"
     what_was_done = (
         f"`{command}`, {title}, {torch.get_num_threads()} threads, bf16, causal, {tokens} tokens a batch, heads x head "
@@ -274,24 +337,49 @@ def main(argv) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     cells, rates = [], []
     for head_dim, length in itertools.product(head_dims, lengths):
-        begin, heads, batch = time.perf_counter(), max(1, d_model // head_dim), max(1, tokens // length)
+        begin, heads, batch = (
+            time.perf_counter(),
+            max(1, d_model // head_dim),
+            max(1, tokens // length),
+        )
         torch.compiler.reset()  # FlexAttention is compiled for each length, not once for all
         contestants = attention_contestants(attention.alibi_slopes(heads, device=device))
         here = [Cell(name, head_dim, length, heads, batch) for name in contestants]
         measure(contestants, here, device, args, check=length == lengths[0])
         rates.append(devices.measure_peak(device, torch.bfloat16) / 1e12)
         cells, gemm = cells + here, statistics.median(rates)
-        text = "\n".join([what_was_done, f"A square bf16 matmul reaches {gemm:.4g} TFLOP/s here.", *report(cells), ""])
-        rows = [asdict(c) | ({} if c.missing else {f"{p}, TFLOP/s": c.tflops(p) for p in PASSES}) for c in cells]
-        raw = {"command": command, **about, "settings": asdict(args), "matmul, TFLOP/s": rates, "cells": rows}
+        text = "\n".join(
+            [
+                what_was_done,
+                f"A square bf16 matmul reaches {gemm:.4g} TFLOP/s here.",
+                *report(cells),
+                "",
+            ]
+        )
+        rows = [
+            asdict(c) | ({} if c.missing else {f"{p}, TFLOP/s": c.tflops(p) for p in PASSES})
+            for c in cells
+        ]
+        raw = {
+            "command": command,
+            **about,
+            "settings": asdict(args),
+            "matmul, TFLOP/s": rates,
+            "cells": rows,
+        }
         path.with_suffix(".json").write_text(json.dumps(raw, indent=1))
         path.with_suffix(".md").write_text(text)
-        print(f"head dim {head_dim}, {batch} x {length} tokens: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        print(
+            f"head dim {head_dim}, {batch} x {length} tokens: {time.perf_counter() - begin:.0f} s",
+            file=sys.stderr,
+        )
     print(text)
     if importlib.util.find_spec("matplotlib"):
         draw(cells, gemm, title, path.with_suffix(".png"))
     else:
-        print("no picture: it needs matplotlib, which is in requirements-extra.txt", file=sys.stderr)
+        print(
+            "no picture: it needs matplotlib, which is in requirements-extra.txt", file=sys.stderr
+        )
 
 
 if __name__ == "__main__":

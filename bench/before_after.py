@@ -28,7 +28,13 @@ from config import MPTConfig, TrainConfig, require
 SHAPES = {
     "width 384, vocabulary 256, batch 8": [],
     "width 768, vocabulary 50,368, batch 4": [
-        *("--d_model=768", "--n_heads=12", "--vocab_size=50368", "--global_batch_size=4", "--microbatch_size=4"),
+        *(
+            "--d_model=768",
+            "--n_heads=12",
+            "--vocab_size=50368",
+            "--global_batch_size=4",
+            "--microbatch_size=4",
+        ),
     ],
 }
 # What is undone -> flags that undo it; the others are undone by Variant.
@@ -104,7 +110,9 @@ def obvious_loss(x, weight, labels, scale, z_loss):
 def looping_adamw(params, cfg):
     """AdamW that loops over the parameters: what the fused one replaces."""
     decay = cfg.decoupled_weight_decay / cfg.lr
-    return torch.optim.AdamW(params, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, decay, foreach=False)
+    return torch.optim.AdamW(
+        params, cfg.lr, (cfg.beta1, cfg.beta2), cfg.adam_eps, decay, foreach=False
+    )
 
 
 def mesh_of_one(world, cfg):
@@ -121,7 +129,9 @@ def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
     """A line of the table: the step as it is over the step with that undone, and the peaks of both processes."""
     teams, rates = [], ([], [])
     for name, more in (("nothing", []), (undone, FLAGS.get(undone, []))):
-        cfgs = config.load([*bench_train.SHAPE, "--precision=bf16", *flags, *more], MPTConfig, TrainConfig)
+        cfgs = config.load(
+            [*bench_train.SHAPE, "--precision=bf16", *flags, *more], MPTConfig, TrainConfig
+        )
         teams.append(Team(Variant, (name, *cfgs), ranks=1, threads=torch.get_num_threads()))
     for turn in range(rounds + 1):
         for team, found in zip(teams, rates, strict=True):

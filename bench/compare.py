@@ -20,9 +20,7 @@ from storage import files
 FIGURES = "n_params max_seq_len nodes ranks global_batch_size tokens_per_second tokens_per_second_device".split()
 MAYBE = "tflops_device peak_tflops mfu".split()  # empty where they are unknown
 USUAL = "device precision sharding activation_checkpointing microbatch_size".split()
-OTHERS = (
-    "n_params d_model n_layers n_heads vocab_size threads torch shard_size recompute_every compile attn_impl".split()
-)
+OTHERS = "n_params d_model n_layers n_heads vocab_size threads torch shard_size recompute_every compile attn_impl".split()
 COLUMNS = {"status", "model", "convention", *FIGURES, *MAYBE, *USUAL, *OTHERS}
 
 # A word of the name that a device reports, and what NODE_WATTS calls it.
@@ -42,10 +40,15 @@ def read(path: str) -> list[dict]:
 
     UserError if there is no such file, if it is another kind of file, and if no row is ok.
     """
-    require(Path(path).is_file(), f"no file {path!r}: python -m bench train CONFIG --out={path} makes one")
+    require(
+        Path(path).is_file(),
+        f"no file {path!r}: python -m bench train CONFIG --out={path} makes one",
+    )
     table = files.read_csv(path, COLUMNS, "a CSV of bench train")
     lines = enumerate(table, 2)
-    rows = [checked(row, f"{path}, line {number}") for number, row in lines if row["status"] == "ok"]
+    rows = [
+        checked(row, f"{path}, line {number}") for number, row in lines if row["status"] == "ok"
+    ]
     require(rows, f"{path} has no row with status ok")
     return rows
 
@@ -55,7 +58,11 @@ def checked(row: dict, where: str) -> dict:
     numbers = {name: number(row[name]) for name in FIGURES + MAYBE}
     bad = [name for name in FIGURES if numbers[name] is None]
     require(not bad, f"{where}: {', '.join(bad)} must be a number above 0")
-    return row | numbers | {"shard_size": row["shard_size"] if row["sharding"] == "HYBRID_SHARD" else ""}
+    return (
+        row
+        | numbers
+        | {"shard_size": row["shard_size"] if row["sharding"] == "HYBRID_SHARD" else ""}
+    )
 
 
 def number(text: str) -> float | int | None:
@@ -76,7 +83,9 @@ def shown(value: float | None, form: str) -> str:
 def markdown(rows: list[dict[str, str]]) -> str:
     """A table of rows {column: cell}."""
     lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    return "\n".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines
+    )
 
 
 def settings(row: dict) -> str:
@@ -113,7 +122,10 @@ def pair(name: str, text: str) -> list:
     """The two numbers of `--prices=2,4`; two times None if the setting is empty."""
     numbers = [number(part) for part in text.split(",")] if text else [None, None]
     fine = not text or (len(numbers) == 2 and None not in numbers)
-    require(fine, f"--{name} wants two numbers above 0, one for each file, such as --{name}=2,4, not {text!r}")
+    require(
+        fine,
+        f"--{name} wants two numbers above 0, one for each file, such as --{name}=2,4, not {text!r}",
+    )
     return numbers
 
 
@@ -137,14 +149,18 @@ def side(path: str, row: dict, price: float | None, watts: float | None) -> dict
         "W a device": shown(watts, "g"),
         "kWh per 1e9 tokens": shown(watts and hours(row) * watts / 1000, ",.2f"),
     }
-    return {title: cell for title, cell in cells.items() if price or not title.startswith("dollars")}
+    return {
+        title: cell for title, cell in cells.items() if price or not title.startswith("dollars")
+    }
 
 
 def verdict(paths: list[str], rows: list[dict], prices: list) -> str:
     """Which is faster; with prices, which is cheaper, and the price of B at which both cost the same."""
     ratio = rows[1]["tokens_per_second_device"] / rows[0]["tokens_per_second_device"]
     name = f"{rows[0]['model']} at {rows[0]['max_seq_len']}"
-    text = f"- {name}: a device of {paths[1]} does {ratio:.3g} times the tokens/s of one of {paths[0]}"
+    text = (
+        f"- {name}: a device of {paths[1]} does {ratio:.3g} times the tokens/s of one of {paths[0]}"
+    )
     if prices[0] is None:
         return f"{text}."
     even = prices[0] * ratio
@@ -158,21 +174,32 @@ def main(argv: list[str]) -> None:
     """`bench compare a.csv b.csv [--prices=a,b] [--watts=a,b]`: the fastest row of each model that both have."""
     paths = [a for a in argv if not a.startswith("-")]
     (args,) = config.load([a for a in argv if a.startswith("-")], CompareArgs)
-    require(len(paths) == 2, "usage: python -m bench compare a.csv b.csv [--prices=2,4] [--watts=375,1275]")
+    require(
+        len(paths) == 2,
+        "usage: python -m bench compare a.csv b.csv [--prices=2,4] [--watts=375,1275]",
+    )
     prices, given = pair("prices", args.prices), pair("watts", args.watts)
     sides = [best(read(path)) for path in paths]
     common = sorted(sides[0].keys() & sides[1].keys())
-    require(common, f"nothing in common: {paths[0]} has {told(sides[0])}; {paths[1]} has {told(sides[1])}")
+    require(
+        common,
+        f"nothing in common: {paths[0]} has {told(sides[0])}; {paths[1]} has {told(sides[1])}",
+    )
     pairs = [[found[key] for found in sides] for key in common]
     each = [line for rows in pairs for line in zip(paths, rows, prices, given, strict=True)]
     lines = [side(path, row, price, watts or watts_of(row)) for path, row, price, watts in each]
     print(markdown(lines), "", *(verdict(paths, rows, prices) for rows in pairs), sep="\n")
     if args.prices:
         print("- Prices are dollars per hour of one torch device (an MI250 card is two).")
-    print("- Watts:", "as given." if args.watts else "a node's rating over its torch devices, not measured.")
+    print(
+        "- Watts:",
+        "as given." if args.watts else "a node's rating over its torch devices, not measured.",
+    )
     unknown = dict.fromkeys(line["device"] for line in lines if line["W a device"] == "n/a")
     if unknown:
-        print(f"- No watts known for {', '.join(unknown)}: set --watts=a,b, of one torch device on each side.")
+        print(
+            f"- No watts known for {', '.join(unknown)}: set --watts=a,b, of one torch device on each side."
+        )
 
 
 if __name__ == "__main__":

@@ -46,7 +46,9 @@ def pair_of_models(cfg: MPTConfig):
     )  # fmt: skip
     torch.manual_seed(0)
     theirs, ours = MptForCausalLM(theirs_cfg).eval(), MPT(cfg).eval()
-    ours.load_state_dict({name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"})
+    ours.load_state_dict(
+        {name: value for name, value in theirs.state_dict().items() if name != "lm_head.weight"}
+    )
     return theirs, ours
 
 
@@ -58,13 +60,17 @@ def harness(model, max_length: int, batch_size: int):
 
     words = Tokenizer(models.WordLevel({"<eos>": 0}, unk_token="<eos>"))
     words = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>")
-    return HFLM(pretrained=model, tokenizer=words, batch_size=batch_size, max_length=max_length, dtype=None)
+    return HFLM(
+        pretrained=model, tokenizer=words, batch_size=batch_size, max_length=max_length, dtype=None
+    )
 
 
 def main(argv) -> None:
     """Score the same requests by both sides in turns; print requests/s and the largest difference."""
     defaults = "--d_model=256 --n_heads=4 --n_layers=4 --max_seq_len=1024 --alibi --no_bias".split()
-    (paths,), cfg, how = config.load([*defaults, *argv], MPTConfig, SpeedConfig, takes="A.jsonl,B.jsonl")
+    (paths,), cfg, how = config.load(
+        [*defaults, *argv], MPTConfig, SpeedConfig, takes="A.jsonl,B.jsonl"
+    )
     world = processes.start(how.device)
     tokenizer = tokenizers.load("gpt2")
     tasks = icl_tasks.load(paths, limit=how.limit)
@@ -74,9 +80,16 @@ def main(argv) -> None:
         requests += zero_shot.encode(pairs, tokenizer, task.name, cfg)[0]
     theirs, ours = (m.to(world.device, parallel.DTYPES[how.dtype]) for m in pair_of_models(cfg))
     split = [(None, r.ids[: -r.count].tolist(), r.ids[-r.count :].tolist()) for r in requests]
-    backends = {f"lm-eval, batch {size}": harness(theirs, cfg.max_seq_len, size) for size in (1, 8, 32)}
-    sides = {name: lambda lm=lm: lm._loglikelihood_tokens(split, disable_tqdm=True) for name, lm in backends.items()}
-    sides["ours"] = lambda: icl_score.score(ours, requests, world, how.dtype, how.batch_tokens).tolist()
+    backends = {
+        f"lm-eval, batch {size}": harness(theirs, cfg.max_seq_len, size) for size in (1, 8, 32)
+    }
+    sides = {
+        name: lambda lm=lm: lm._loglikelihood_tokens(split, disable_tqdm=True)
+        for name, lm in backends.items()
+    }
+    sides["ours"] = lambda: icl_score.score(
+        ours, requests, world, how.dtype, how.batch_tokens
+    ).tolist()
     seconds, results = {name: [] for name in sides}, {}
     for turn in range(how.turns + 1):
         for name, side in sides.items():
@@ -88,11 +101,18 @@ def main(argv) -> None:
     for name, times in seconds.items():
         worst = max(abs(a[0] - b[0]) for a, b in zip(results[name], reference, strict=True))
         rate = len(requests) / statistics.median(times)
-        print(f"{name:20} {rate:8.1f} requests/s  largest difference of a sum from lm-eval's at batch 1: {worst:.1e}")
+        print(
+            f"{name:20} {rate:8.1f} requests/s  largest difference of a sum from lm-eval's at batch 1: {worst:.1e}"
+        )
     medians = {name: statistics.median(times) for name, times in seconds.items()}
-    best = {side: min(t for name, t in medians.items() if name.startswith(side)) for side in ("lm-eval", "ours")}
+    best = {
+        side: min(t for name, t in medians.items() if name.startswith(side))
+        for side in ("lm-eval", "ours")
+    }
     tokens = sum(len(r.ids) - 1 for r in requests)
-    print(f"{len(requests)} requests, {tokens} tokens; ours is {best['lm-eval'] / best['ours']:.2f} times as fast")
+    print(
+        f"{len(requests)} requests, {tokens} tokens; ours is {best['lm-eval'] / best['ours']:.2f} times as fast"
+    )
 
 
 if __name__ == "__main__":

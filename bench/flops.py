@@ -27,12 +27,16 @@ from planning import matmuls
 from planning.matmuls import Work
 
 
-def count(cfg: MPTConfig, work: Work, backward: bool = True, change=lambda model: None) -> FlopCounterMode:
+def count(
+    cfg: MPTConfig, work: Work, backward: bool = True, change=lambda model: None
+) -> FlopCounterMode:
     """The counter after the forward, or forward and backward, of one sequence. `change(model)` may freeze or adapt."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(replace(cfg, attn_impl="reference"))
         change(model)
-        how = {name: getattr(work, name) for name in ("activation_checkpointing", "recompute_every")}
+        how = {
+            name: getattr(work, name) for name in ("activation_checkpointing", "recompute_every")
+        }
         parallel.recompute(model, TrainConfig(**how))
         logits = model(torch.zeros(1, cfg.max_seq_len, dtype=torch.int64))
         if backward:
@@ -42,20 +46,32 @@ def count(cfg: MPTConfig, work: Work, backward: bool = True, change=lambda model
 
 def by_part(counter: FlopCounterMode) -> dict[str, int]:
     """FLOPs by part, of a model without activation checkpointing: with it the counter takes one module for another."""
-    modules = {name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()}
+    modules = {
+        name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()
+    }
 
     def of(end: str) -> int:
-        return sum(n for name, n in modules.items() if re.fullmatch(rf"MPT\.transformer\.blocks\.\d+\.{end}", name))
+        return sum(
+            n
+            for name, n in modules.items()
+            if re.fullmatch(rf"MPT\.transformer\.blocks\.\d+\.{end}", name)
+        )
 
     linears = {part: of(rf"\w+\.{name}") for name, part in matmuls.LINEARS.items()}
     attention = of("attn") - linears["QKV"] - linears["projection"]
-    return {**linears, "attention": attention, "logits": modules["Global"] - modules["MPT.transformer"]}
+    return {
+        **linears,
+        "attention": attention,
+        "logits": modules["Global"] - modules["MPT.transformer"],
+    }
 
 
 def closed_form(cfg: MPTConfig, passes) -> dict[str, float]:
     """The same parts by planning/matmuls.py, FLOPs of one sequence."""
     by_pass = matmuls.flops_by_pass(cfg)
-    parts = {part: cfg.max_seq_len * sum(numbers[p] for p in passes) for part, numbers in by_pass.items()}
+    parts = {
+        part: cfg.max_seq_len * sum(numbers[p] for p in passes) for part, numbers in by_pass.items()
+    }
     parts["attention"] = sum(parts.pop(part) for part in matmuls.ATTENTION)
     return parts
 
@@ -64,9 +80,15 @@ def compare(cfg: MPTConfig, work: Work) -> list[str]:
     """Lines of a table: GFLOP of training on one sequence in closed form, counted, and the difference."""
     how, plain, S = work.activation_checkpointing, Work(), cfg.max_seq_len
     known = work == Work(activation_checkpointing=how, recompute_every=work.recompute_every)
-    require(known, "torch counts a model whose weights all train, on the whole square: leave out the other settings")
+    require(
+        known,
+        "torch counts a model whose weights all train, on the whole square: leave out the other settings",
+    )
     forward, both = (by_part(count(cfg, plain, backward)) for backward in (False, True))
-    counted = {"forward": forward, "backward": {part: n - forward[part] for part, n in both.items()}}
+    counted = {
+        "forward": forward,
+        "backward": {part: n - forward[part] for part, n in both.items()},
+    }
     passes = {"forward": matmuls.PASSES[:1], "backward": matmuls.PASSES[1:]}
     rows = [
         (f"{name}: {part}", n, counted[name][part])
@@ -76,18 +98,30 @@ def compare(cfg: MPTConfig, work: Work) -> list[str]:
     rows.append(("all", S * matmuls.total(matmuls.flops_by_pass(cfg)), sum(both.values())))
     if how != "none":
         closed, counter = matmuls.flops_by_pass(cfg, work), count(cfg, work)
-        rows.append((f"all, {how} checkpointing", S * matmuls.total(closed), counter.get_total_flops()))
-    head = f"{'GFLOP of a sequence':<28}{'closed form':>18}{'FlopCounterMode':>18}{'difference':>12}"
-    return [head] + [f"  {name:<26}{a / 1e9:>18,.3f}{b / 1e9:>18,.3f}{a / b - 1:>12.2%}" for name, a, b in rows]
+        rows.append(
+            (f"all, {how} checkpointing", S * matmuls.total(closed), counter.get_total_flops())
+        )
+    head = (
+        f"{'GFLOP of a sequence':<28}{'closed form':>18}{'FlopCounterMode':>18}{'difference':>12}"
+    )
+    return [head] + [
+        f"  {name:<26}{a / 1e9:>18,.3f}{b / 1e9:>18,.3f}{a / b - 1:>12.2%}" for name, a, b in rows
+    ]
 
 
 def compare_memory(cfg: MPTConfig, work: Work) -> list[str]:
     """The same for the bytes of a step at their peak: one rank, two microbatches of one sequence, bf16."""
     how, fused = work.activation_checkpointing, replace(cfg, attn_impl="sdpa")
-    when, estimated, counted = memory_measured.both_peaks(fused, memory_measured.settings(1, 2, how))
+    when, estimated, counted = memory_measured.both_peaks(
+        fused, memory_measured.settings(1, 2, how)
+    )
     a, b = sum(estimated.values()), sum(counted.values())
     head = f"{'GB of a step':<28}{'closed form':>18}{'fake tensors':>18}{'difference':>12}"
-    return ["", head, f"  {'peak: ' + when:<26}{a / 1e9:>18,.3f}{b / 1e9:>18,.3f}{a / b - 1:>12.2%}"]
+    return [
+        "",
+        head,
+        f"  {'peak: ' + when:<26}{a / 1e9:>18,.3f}{b / 1e9:>18,.3f}{a / b - 1:>12.2%}",
+    ]
 
 
 def main(argv: list[str]) -> None:

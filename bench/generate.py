@@ -29,7 +29,14 @@ def both(width: int, layers: int, dtype):
     """Our decoder and transformers' model with equal weights: ALiBi, no biases, the only kind that transformers has."""
     import transformers
 
-    cfg = MPTConfig(d_model=width, n_heads=width // 64, n_layers=layers, vocab_size=VOCAB, alibi=True, no_bias=True)
+    cfg = MPTConfig(
+        d_model=width,
+        n_heads=width // 64,
+        n_layers=layers,
+        vocab_size=VOCAB,
+        alibi=True,
+        no_bias=True,
+    )
     ours = MPT(cfg)
     init_weights(ours, 0)
     shape = {"d_model": width, "n_heads": width // 64, "n_layers": layers, "max_seq_len": 2048}
@@ -42,15 +49,25 @@ def both(width: int, layers: int, dtype):
 def write_ours(decoder, ids, n, sampled):
     """n new tokens by our decoder, with a cache."""
     numbers = torch.rand(len(ids), n)
-    tokens = generate(decoder, ids, n, numbers=numbers, **(SAMPLED if sampled else {"temperature": 0}))
+    tokens = generate(
+        decoder, ids, n, numbers=numbers, **(SAMPLED if sampled else {"temperature": 0})
+    )
     return torch.stack([token.clone() for token in tokens], dim=1)
 
 
 def write_theirs(model, ids, n, sampled):
     """n new tokens by transformers' generate, with a cache."""
-    length = {"max_new_tokens": n, "min_new_tokens": n, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
+    length = {
+        "max_new_tokens": n,
+        "min_new_tokens": n,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "use_cache": True,
+    }
     how = SAMPLED | {"do_sample": True} if sampled else {"do_sample": False}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **length, **how)[:, ids.shape[1] :]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **length, **how)[
+        :, ids.shape[1] :
+    ]
 
 
 def seconds(write, *args) -> float:
@@ -63,7 +80,10 @@ def seconds(write, *args) -> float:
 def compare(decoder, model, batch: int, sampled: bool, dtype) -> str:
     """The cells of a line."""
     ids = torch.randint(VOCAB, (batch, PROMPT), generator=torch.Generator().manual_seed(batch))
-    texts = write_ours(decoder, ids, 4, False), write_theirs(model, ids, 4, False)  # and both are warm now
+    texts = (
+        write_ours(decoder, ids, 4, False),
+        write_theirs(model, ids, 4, False),
+    )  # and both are warm now
     assert dtype != torch.float32 or torch.equal(*texts)
     ours, theirs = [], []
     for _ in range(TURNS):
@@ -85,8 +105,12 @@ def main(argv: list[str]) -> None:
     import transformers
 
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, {versions}\n")
-    print("| shape | weights | batch | tokens | ours, ms a token | transformers | ours, least | transformers | ratio |")
+    print(
+        f"{datetime.date.today()}, {platform.machine()}, {torch.get_num_threads()} threads, {versions}\n"
+    )
+    print(
+        "| shape | weights | batch | tokens | ours, ms a token | transformers | ours, least | transformers | ratio |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for width, layers in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):

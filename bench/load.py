@@ -21,7 +21,15 @@ from model import MPT
 from weights import hf
 from weights.tensor_files import write_folder
 
-CFG = MPTConfig(d_model=1024, n_heads=16, n_layers=16, vocab_size=50368, max_seq_len=2048, alibi=True, no_bias=True)
+CFG = MPTConfig(
+    d_model=1024,
+    n_heads=16,
+    n_layers=16,
+    vocab_size=50368,
+    max_seq_len=2048,
+    alibi=True,
+    no_bias=True,
+)
 TURNS = 5
 CACHE = Path("/proc/sys/vm/drop_caches")
 
@@ -51,16 +59,25 @@ def main(argv: list[str]) -> None:
         write_folder(folder, state, 5 * 10**9, lambda names: {name: state[name] for name in names})
         (path,) = folder.glob("*.safetensors")
         size = path.stat().st_size / 1e9
-        buffer = memoryview(torch.ones(path.stat().st_size, dtype=torch.uint8).numpy())  # its pages are there
-        ways = {"reading": lambda: read_into(path, buffer), "loading": lambda: hf.load_into(model, folder)}
+        buffer = memoryview(
+            torch.ones(path.stat().st_size, dtype=torch.uint8).numpy()
+        )  # its pages are there
+        ways = {
+            "reading": lambda: read_into(path, buffer),
+            "loading": lambda: hf.load_into(model, folder),
+        }
         for cold in (False, True) if os.access(CACHE, os.W_OK) else (False,):
             times = {way: [] for way in ways}
             for _ in range(TURNS + 1):
                 for way, read in ways.items():
                     times[way].append(seconds(read, cold))
             ratio = statistics.median(b / a for a, b in list(zip(*times.values(), strict=True))[1:])
-            speeds = ", ".join(f"{way} {size / statistics.median(t[1:]):.2f} GB/s" for way, t in times.items())
-            print(f"{size:.2f} GB, {'from the disk' if cold else 'in the page cache'}: {speeds}, ratio {ratio:.2f}")
+            speeds = ", ".join(
+                f"{way} {size / statistics.median(t[1:]):.2f} GB/s" for way, t in times.items()
+            )
+            print(
+                f"{size:.2f} GB, {'from the disk' if cold else 'in the page cache'}: {speeds}, ratio {ratio:.2f}"
+            )
 
 
 if __name__ == "__main__":

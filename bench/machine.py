@@ -142,7 +142,9 @@ def bus_gbs(name: str, size: int, seconds: float, n: int) -> float:
 
 def measure_collectives(group, device, sizes, seconds: float) -> tuple[dict, float]:
     """Bus bandwidth by collective and bytes, GB/s, and the microseconds of an all-reduce of 4 bytes."""
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    all_gather = (
+        getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    )  # the name before torch 2.13
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     gpu, n, gbs = device.type == "cuda", group.size(), defaultdict(dict)
     for size in sizes:
@@ -163,11 +165,19 @@ def measure_collectives(group, device, sizes, seconds: float) -> tuple[dict, flo
 
 def make_groups(world) -> dict:
     """Kind -> the group of this rank (None: it is alone), for the kinds that have a group of two ranks or more."""
-    places = gather((world.rank - world.local_rank, world.local_rank))  # launchers number the ranks of a node in a row
-    kinds = {"all": [0] * world.size, "node": [p[0] for p in places], "across": [p[1] for p in places]}
+    places = gather(
+        (world.global_rank - world.local_rank, world.local_rank)
+    )  # launchers number the ranks of a node in a row
+    kinds = {
+        "all": [0] * world.global_size,
+        "node": [p[0] for p in places],
+        "across": [p[1] for p in places],
+    }
     groups = {}
     for kind, keys in kinds.items():
-        together = [[rank for rank, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)]
+        together = [
+            [rank for rank, k in enumerate(keys) if k == key] for key in dict.fromkeys(keys)
+        ]
         together = [ranks for ranks in together if len(ranks) > 1]
         if together:
             groups[kind], _ = dist.new_subgroups_by_enumeration(together)
@@ -185,11 +195,15 @@ def measure(world, seconds: float) -> dict:
     """One rank's place and figures: a row of by_rank."""
 
     def progress(what: str, number: int) -> None:
-        if world.rank == 0:
+        if world.global_rank == 0:
             print(f"measuring {what}: about {number * seconds:.0f} s", file=sys.stderr, flush=True)
 
     rows, copied, messages = SIZES[world.device.type]
-    row = {"rank": world.rank, "node": world.rank - world.local_rank, "local_rank": world.local_rank}
+    row = {
+        "rank": world.global_rank,
+        "node": world.global_rank - world.local_rank,
+        "local_rank": world.local_rank,
+    }
     row |= {"host": socket.gethostname(), "device": devices.describe(world.device)}
     row |= {"collectives_gbs": {}, "latency_us": {}}
     progress("matmul", len(parallel.DTYPES) * len(rows))
@@ -251,9 +265,17 @@ def network(nodes: int, device_type: str) -> dict:
         with contextlib.suppress(OSError):  # no Linux; a name that does not resolve
             name = interface_to(master or "0.0.0.0", Path("/proc/net/route").read_text())
     mbits = first_number(f"/sys/class/net/{name}/speed")
-    rates = {path.name: first_number(f"{path}/ports/1/rate") for path in Path("/sys/class/infiniband").glob("*")}
+    rates = {
+        path.name: first_number(f"{path}/ports/1/rate")
+        for path in Path("/sys/class/infiniband").glob("*")
+    }
     speed = mbits / 1e3 if mbits else None
-    return {"interface": name, "found_by": found_by, "speed_gbits": speed, "infiniband_gbits": rates}
+    return {
+        "interface": name,
+        "found_by": found_by,
+        "speed_gbits": speed,
+        "infiniband_gbits": rates,
+    }
 
 
 def summarize(rows: list[dict], device_type: str, args) -> dict:
@@ -282,8 +304,15 @@ def summarize(rows: list[dict], device_type: str, args) -> dict:
 
 def table(corner: str, columns: list[str], rows: dict) -> list[str]:
     """Lines of Markdown: a row of figures for each title."""
-    lines = ["", f"| {corner:<25} |" + "".join(f" {c:>8} |" for c in columns), "|---" * (1 + len(columns)) + "|"]
-    return lines + [f"| {title:<25} |" + "".join(f" {x:>8.4g} |" for x in row.values()) for title, row in rows.items()]
+    lines = [
+        "",
+        f"| {corner:<25} |" + "".join(f" {c:>8} |" for c in columns),
+        "|---" * (1 + len(columns)) + "|",
+    ]
+    return lines + [
+        f"| {title:<25} |" + "".join(f" {x:>8.4g} |" for x in row.values())
+        for title, row in rows.items()
+    ]
 
 
 def report(m: dict) -> str:
@@ -291,21 +320,39 @@ def report(m: dict) -> str:
     rows, _, messages = SIZES[m["device_type"]]
     matmul = {f"{dtype}, median": row for dtype, row in m["matmul_tflops"].items()}
     matmul |= {f"{dtype}, best": row for dtype, row in m["matmul_best_tflops"].items()}
-    bus = {f"{kind}: {name}": row for kind, names in m["collectives_gbs"].items() for name, row in names.items()}
-    lines = [f"ranks: {m['ranks']}, nodes: {m['nodes']}, device: {m['device']}, torch {m['torch']}, {m['time']}"]
+    bus = {
+        f"{kind}: {name}": row
+        for kind, names in m["collectives_gbs"].items()
+        for name, row in names.items()
+    }
+    lines = [
+        f"ranks: {m['ranks']}, nodes: {m['nodes']}, device: {m['device']}, torch {m['torch']}, {m['time']}"
+    ]
     lines += table("matmul, TFLOP/s of a rank", [f"{n:,}" for n in rows], matmul)
     if bus:
         lines += table("bus bandwidth, GB/s", [f"{size // MIB} MiB" for size in messages], bus)
     lines += ["", f"memory: {m['memory_gbs']:.4g} GB/s of a rank"]
-    lines += [f"latency, {kind}: {us:.0f} us for an all-reduce of 4 bytes" for kind, us in m["latency_us"].items()]
+    lines += [
+        f"latency, {kind}: {us:.0f} us for an all-reduce of 4 bytes"
+        for kind, us in m["latency_us"].items()
+    ]
     for what, s in m["slowest"].items() if m["ranks"] > 1 else ():
-        place = f"rank {s['rank']} on {s['host']}, {s['below_median_percent']:.1f} % below the median"
+        place = (
+            f"rank {s['rank']} on {s['host']}, {s['below_median_percent']:.1f} % below the median"
+        )
         lines.append(f"slowest in {what}: {place}")
     net = m["network"]
     speed = f"{net['speed_gbits']:g} Gbit/s" if net["speed_gbits"] else "speed unknown"
-    found = f"{net['interface']} ({net['found_by']}), {speed}" if net["interface"] else "only loopback found"
+    found = (
+        f"{net['interface']} ({net['found_by']}), {speed}"
+        if net["interface"]
+        else "only loopback found"
+    )
     lines.append(f"network: {found}{'; not used here, on one node' if m['nodes'] == 1 else ''}")
-    lines += [f"InfiniBand: {name}, {rate or '?'} Gbit/s" for name, rate in net["infiniband_gbits"].items()]
+    lines += [
+        f"InfiniBand: {name}, {rate or '?'} Gbit/s"
+        for name, rate in net["infiniband_gbits"].items()
+    ]
     return "\n".join(lines)
 
 

@@ -153,7 +153,10 @@ class Live(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self.note(storage_of(leaf), part)
         if self.now > self.peaks.get(moment, (0,))[0]:
-            self.peaks[moment] = self.now, [(buffer, buffer.bytes) for buffer in self.buffers.values()]
+            self.peaks[moment] = (
+                self.now,
+                [(buffer, buffer.bytes) for buffer in self.buffers.values()],
+            )
         return result
 
     def note(self, storage, part=WORKSPACE) -> None:
@@ -186,7 +189,10 @@ class Live(TorchDispatchMode):
             return "loss backward", LOSS
         if "Embedding" in node.name():
             self.place = "embedding backward"  # and what FSDP does when the backward is over
-        return "embedding backward" if self.place == "embedding backward" else "block backward", WORKSPACE
+        return (
+            "embedding backward" if self.place == "embedding backward" else "block backward",
+            WORKSPACE,
+        )
 
 
 def watch(live: Live, model: MPT, optimizer) -> None:
@@ -218,7 +224,9 @@ def watch(live: Live, model: MPT, optimizer) -> None:
     optimizer.register_step_pre_hook(update)
 
 
-def two_steps(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, mode, made, stepped) -> None:
+def two_steps(
+    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, mode, made, stepped
+) -> None:
     """As rank 0 of `ranks`, on fake tensors. `mode` sees the steps; made(model, optimizer) comes before them, and after
     each stepped(optimizer)."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -238,14 +246,26 @@ def two_steps(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, mode, 
         dist.destroy_process_group()
 
 
-def count(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16") -> dict[str, dict[str, int]]:
+def count(
+    m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16"
+) -> dict[str, dict[str, int]]:
     """{moment: {part: bytes}} of rank 0 in the last microbatch of the second step, at the peak of each moment."""
     live = Live()
 
     def stepped(optimizer):
-        live.tag([t for state in optimizer.state.values() for t in state.values() if t.dim()], MOMENTS)
+        live.tag(
+            [t for state in optimizer.state.values() for t in state.values() if t.dim()], MOMENTS
+        )
 
-    two_steps(m, cfg, ranks, precision, live, lambda model, optimizer: watch(live, model, optimizer), stepped)
+    two_steps(
+        m,
+        cfg,
+        ranks,
+        precision,
+        live,
+        lambda model, optimizer: watch(live, model, optimizer),
+        stepped,
+    )
     return {moment: by_part(buffers) for moment, (_, buffers) in live.peaks.items()}
 
 
@@ -257,7 +277,15 @@ def tracked(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf
     """
     two_steps(m, cfg, ranks, precision, contextlib.nullcontext(), lambda *_: None, lambda _: None)
     tracker = MemTracker()
-    two_steps(m, cfg, ranks, precision, tracker, tracker.track_external, lambda _: tracker.reset_mod_stats())
+    two_steps(
+        m,
+        cfg,
+        ranks,
+        precision,
+        tracker,
+        tracker.track_external,
+        lambda _: tracker.reset_mod_stats(),
+    )
     return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
 
 
@@ -278,19 +306,25 @@ def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
         optimizer = optim.build_optimizer(model.parameters(), cfg)
         rows = torch.zeros(cfg.global_batch_size, m.max_seq_len + 1, dtype=torch.int64)
         fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "bf16")
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as record:
             fsdp_train.train_step(model, optimizer, rows, 1, cfg, world, "bf16")
     finally:
         dist.destroy_process_group()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 12 * sum(p.numel() for p in model.parameters())  # weights and moments were there before
+    now = peak = 12 * sum(
+        p.numel() for p in model.parameters()
+    )  # weights and moments were there before
     for event in sorted(events, key=lambda e: e.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
 
 
-def settings(batch: int, microbatches: int, how: str, ranks: int = 1, sharding: str = "FULL_SHARD") -> TrainConfig:
+def settings(
+    batch: int, microbatches: int, how: str, ranks: int = 1, sharding: str = "FULL_SHARD"
+) -> TrainConfig:
     """The training settings of one row."""
     return TrainConfig(
         microbatch_size=batch,
@@ -312,8 +346,17 @@ def peak_row(first: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts=
     """A row of the table of peaks: estimated, counted, and how far they are apart."""
     when, estimated, counted = both_peaks(m, cfg, ranks)
     a, b = sum(estimated.values()), sum(counted.values())
-    row = [*first, cfg.activation_checkpointing, f"{a / 1e9:.3f}", f"{b / 1e9:.3f}", f"{a / b - 1:+.2%}", when]
-    return table_row(row + [f"{estimated[part] / 1e9:.2f}, {counted.get(part, 0) / 1e9:.2f}" for part in parts])
+    row = [
+        *first,
+        cfg.activation_checkpointing,
+        f"{a / 1e9:.3f}",
+        f"{b / 1e9:.3f}",
+        f"{a / b - 1:+.2%}",
+        when,
+    ]
+    return table_row(
+        row + [f"{estimated[part] / 1e9:.2f}, {counted.get(part, 0) / 1e9:.2f}" for part in parts]
+    )
 
 
 def tracker_row(m: MPTConfig, cfg: TrainConfig, ranks: int) -> str:
@@ -321,7 +364,13 @@ def tracker_row(m: MPTConfig, cfg: TrainConfig, ranks: int) -> str:
     when, estimated, counted = both_peaks(m, cfg, ranks)
     peak, *others = sum(estimated.values()), sum(counted.values()), tracked(m, cfg, ranks)
     row = [ranks, cfg.sharding if ranks > 1 else "", cfg.activation_checkpointing, when]
-    return table_row([*row, *(f"{n / 1e9:.3f}" for n in (peak, *others)), *(f"{peak / n - 1:+.2%}" for n in others)])
+    return table_row(
+        [
+            *row,
+            *(f"{n / 1e9:.3f}" for n in (peak, *others)),
+            *(f"{peak / n - 1:+.2%}" for n in others),
+        ]
+    )
 
 
 def real_row(what: str, m: MPTConfig, how: str) -> str:
@@ -348,10 +397,15 @@ def main(argv: list[str]) -> None:
     """Count all tables and write them to OUT.md."""
     (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/memory.md"]
     begin = time.perf_counter()
-    models = {name: config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)[0] for name in ("mpt125m", "mpt1b")}
+    models = {
+        name: config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)[0]
+        for name in ("mpt125m", "mpt1b")
+    }
     models = {name: dataclasses.replace(m, attn_impl="sdpa") for name, m in models.items()}
     cases = [(name, batch, how) for name in models for how in HOW for batch in (1, 4, 8)]
-    small = MPTConfig(d_model=256, n_heads=4, n_layers=4, vocab_size=8192, max_seq_len=512, attn_impl="sdpa")
+    small = MPTConfig(
+        d_model=256, n_heads=4, n_layers=4, vocab_size=8192, max_seq_len=512, attn_impl="sdpa"
+    )
     flat = dataclasses.replace(small, n_layers=2, vocab_size=16384, max_seq_len=16)
     peak = "checkpointing, estimate, counted, difference, at"
     text = DOCUMENT.format(
@@ -367,7 +421,10 @@ def main(argv: list[str]) -> None:
         ),
         one=table(
             f"model, microbatch, {peak}",
-            [peak_row([name, batch], models[name], settings(batch, 1, how)) for name, batch, how in cases],
+            [
+                peak_row([name, batch], models[name], settings(batch, 1, how))
+                for name, batch, how in cases
+            ],
         ),
         sharded=table(
             f"mode, {peak}",

@@ -28,10 +28,18 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
 KINDS = {"a100_40gb": "a100 40gb", "a100_80gb": "a100 80gb", "h100_80gb": "h100"}
 FITTED = ("attention_a100", "attention_h100", "block_bytes", "tile", "overlap", "hop")
-H100 = {8: 413, 128: 401, 256: 387, 512: 362}  # MPT-1B: TFLOP/s a GPU by GPUs, nodes of 8 with 8 x 400 Gb/s
+H100 = {
+    8: 413,
+    128: 401,
+    256: 387,
+    512: 362,
+}  # MPT-1B: TFLOP/s a GPU by GPUs, nodes of 8 with 8 x 400 Gb/s
 MPT1B = MPTConfig(d_model=2048, n_heads=16, n_layers=24)
 # Frontier (arXiv 2312.12705): layers, width, heads, tp, pp, GCDs of one replica and of the run, strong scaling in %
-FRONTIER = {"175B": (96, 12288, 96, 4, 16, 64, 1024, 89.93), "1T": (128, 25600, 200, 8, 64, 512, 3072, 87.05)}
+FRONTIER = {
+    "175B": (96, 12288, 96, 4, 16, 64, 1024, 89.93),
+    "1T": (128, 25600, 200, 8, 64, 512, 3072, 87.05),
+}
 
 
 def read() -> list[dict]:
@@ -39,11 +47,23 @@ def read() -> list[dict]:
     with open(TABLE, newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        shape = {"d_model": "d_model", "n_heads": "heads", "n_layers": "layers", "max_seq_len": "seq"}
+        shape = {
+            "d_model": "d_model",
+            "n_heads": "heads",
+            "n_layers": "layers",
+            "max_seq_len": "seq",
+        }
         m = MPTConfig(**{ours: int(row[theirs]) for ours, theirs in shape.items()})
-        batch = {"microbatch_size": int(row["micro_bs"]), "global_batch_size": int(row["global_bs"])}
-        cfg = TrainConfig(**batch, sharding=row["sharding"], activation_checkpointing=row["act_ckpt"])
-        fleet = Fleet(devices.by_name(KINDS[row["gpu"]]), int(row["n_gpus"]), int(row["gpus_per_node"]))
+        batch = {
+            "microbatch_size": int(row["micro_bs"]),
+            "global_batch_size": int(row["global_bs"]),
+        }
+        cfg = TrainConfig(
+            **batch, sharding=row["sharding"], activation_checkpointing=row["act_ckpt"]
+        )
+        fleet = Fleet(
+            devices.by_name(KINDS[row["gpu"]]), int(row["n_gpus"]), int(row["gpus_per_node"])
+        )
         pure = row["precision"] == "bf16"  # then the residual stream is in bf16, too
         row["run"] = m, cfg, fleet, Trainer(reduce_bytes=2, residual_bytes=2 if pure else 4)
         row["measured"] = int(row["n_gpus"]) * float(row["tokens_s_gpu"])
@@ -61,7 +81,9 @@ def scaled(c: Constants) -> dict[int, float]:
     found = {}
     for n in H100:
         cfg = TrainConfig(microbatch_size=14, global_batch_size=14 * n)
-        rate = step_time.tokens_per_second(MPT1B, cfg, Fleet(devices.by_name("h100"), n, 8, 400), c, step_time.FOUNDRY)
+        rate = step_time.tokens_per_second(
+            MPT1B, cfg, Fleet(devices.by_name("h100"), n, 8, 400), c, step_time.FOUNDRY
+        )
         found[n] = rate * flops.train_flops_per_token(MPT1B) / n / 1e12
     return found
 
@@ -75,12 +97,16 @@ def fit(rows: list[dict]) -> Constants:
     fitted = [name for name in FITTED if many_nodes or name != "hop"]
 
     def constants(logs) -> Constants:
-        return replace(Constants(), **{name: math.exp(x) for name, x in zip(fitted, logs, strict=True)})
+        return replace(
+            Constants(), **{name: math.exp(x) for name, x in zip(fitted, logs, strict=True)}
+        )
 
     def residuals(logs) -> list[float]:
         c = constants(logs)
         many = scaled(c)
-        ratios = [3 * math.log(many[n] / many[8] * H100[8] / H100[n]) for n in H100 if n > 8]  # each counts as 9 rows
+        ratios = [
+            3 * math.log(many[n] / many[8] * H100[8] / H100[n]) for n in H100 if n > 8
+        ]  # each counts as 9 rows
         return [math.log(predicted(row, c) / row["measured"]) for row in rows] + ratios * many_nodes
 
     start = [math.log(getattr(Constants(), name)) for name in fitted]
@@ -92,7 +118,11 @@ def left_out(rows: list[dict]) -> list[float]:
     errors = {}
     for model in dict.fromkeys(row["model"] for row in rows):
         c = fit([row for row in rows if row["model"] != model])
-        errors |= {i: predicted(row, c) / row["measured"] - 1 for i, row in enumerate(rows) if row["model"] == model}
+        errors |= {
+            i: predicted(row, c) / row["measured"] - 1
+            for i, row in enumerate(rows)
+            if row["model"] == model
+        }
     return [errors[i] for i in range(len(rows))]
 
 
@@ -100,7 +130,9 @@ def constant(rows: list[dict]) -> list[float]:
     """The same if each kind of GPU had one speed in TFLOP/s: the median of its rows of other models."""
     errors = []
     for row in rows:
-        alike = [other for other in rows if other["gpu"] == row["gpu"] and other["model"] != row["model"]]
+        alike = [
+            other for other in rows if other["gpu"] == row["gpu"] and other["model"] != row["model"]
+        ]
         tflops = statistics.median(float(other["tflops_per_gpu"]) for other in alike)
         errors.append(tflops / float(row["tflops_per_gpu"]) - 1)
     return errors
@@ -110,7 +142,12 @@ def summary(errors: list[float]) -> dict[str, float]:
     """Of the sizes of errors: median, mean, 90th percentile, largest."""
     sizes = sorted(abs(error) for error in errors)
     tenth = statistics.quantiles(sizes, n=10, method="inclusive")[-1]
-    return {"median": statistics.median(sizes), "mean": statistics.mean(sizes), "p90": tenth, "largest": sizes[-1]}
+    return {
+        "median": statistics.median(sizes),
+        "mean": statistics.mean(sizes),
+        "p90": tenth,
+        "largest": sizes[-1],
+    }
 
 
 def frontier(name: str, microbatch: int) -> float:
@@ -120,10 +157,16 @@ def frontier(name: str, microbatch: int) -> float:
     rates = []
     for n in counts:
         dp = n // tp // pp
-        cfg = TrainConfig(global_batch_size=round(8000 / dp) * dp, microbatch_size=microbatch, sharding="ZERO1")
+        cfg = TrainConfig(
+            global_batch_size=round(8000 / dp) * dp, microbatch_size=microbatch, sharding="ZERO1"
+        )
         cfg = replace(cfg, activation_checkpointing="full")
         fleet = Fleet(devices.by_name("mi250x"), n, 8, 100, tp, pp)
-        rates.append(cfg.global_batch_size / Step(m, cfg, fleet, trainer=step_time.FOUNDRY).parts()["step"] / n)
+        rates.append(
+            cfg.global_batch_size
+            / Step(m, cfg, fleet, trainer=step_time.FOUNDRY).parts()["step"]
+            / n
+        )
     return 100 * rates[1] / rates[0]
 
 
@@ -202,9 +245,20 @@ def mi250_rows(c: Constants) -> list[list]:
     rows, (first, published), room = [], devices.PUBLISHED_MI250.values(), 64 * 2**30
     for microbatch in (1, 2, 3, 6):
         cfg = replace(picture.POSTS, microbatch_size=microbatch)
-        pace, peak = picture.published_pace(cfg), memory.bytes_by_part(picture.MPT7B, cfg, 8)["peak"]
+        pace, peak = (
+            picture.published_pace(cfg),
+            memory.bytes_by_part(picture.MPT7B, cfg, 8)["peak"],
+        )
         few, many = picture.mi250(4, c, cfg), picture.mi250(128, replace(c, pace=pace), cfg)
-        rows.append([microbatch, percent(peak / room), f"{few:.1f}", percent(few / first - 1), f"{pace:.3f}"])
+        rows.append(
+            [
+                microbatch,
+                percent(peak / room),
+                f"{few:.1f}",
+                percent(few / first - 1),
+                f"{pace:.3f}",
+            ]
+        )
         rows[-1] += [f"{many:.1f}", published, percent(many / published - 1)]
     return rows
 
@@ -239,7 +293,9 @@ def main(argv: list[str]) -> None:
     c, errors = fit(rows), left_out(rows)
     several = {"planning/step_time.py, left out": errors}
     several["one TFLOP/s a kind of GPU"] = constant(rows)
-    several["planning/step_time.py, all rows fitted"] = [predicted(row, now) / row["measured"] - 1 for row in rows]
+    several["planning/step_time.py, all rows fitted"] = [
+        predicted(row, now) / row["measured"] - 1 for row in rows
+    ]
     many = scaled(now)
     document = HEAD.format(
         date=datetime.date.today(),
@@ -248,27 +304,54 @@ def main(argv: list[str]) -> None:
         n=len(rows),
         constants=markdown(
             ["constant", "fitted", "in planning/step_time.py"],
-            [[f"`{name}`", f"{getattr(c, name):.3g}", f"{getattr(now, name):.3g}"] for name in FITTED],
+            [
+                [f"`{name}`", f"{getattr(c, name):.3g}", f"{getattr(now, name):.3g}"]
+                for name in FITTED
+            ],
         ),
         errors=markdown(
             ["", "median", "mean", "90th percentile", "largest"],
             [[name, *map(percent, summary(found).values())] for name, found in several.items()],
         ),
-        parts=markdown(["left out, by", "rows", "median", "90th percentile", "largest"], parts(rows, errors)),
+        parts=markdown(
+            ["left out, by", "rows", "median", "90th percentile", "largest"], parts(rows, errors)
+        ),
         h100=markdown(
             ["GPUs", "published", "predicted", "error"],
             [[n, H100[n], f"{many[n]:.1f}", percent(many[n] / H100[n] - 1)] for n in H100],
         ),
         mi250=markdown(
-            ["microbatch", "of 64 GiB", "4 cards, not calibrated", "error", "pace", "128 cards", "published", "error"],
+            [
+                "microbatch",
+                "of 64 GiB",
+                "4 cards, not calibrated",
+                "error",
+                "pace",
+                "128 cards",
+                "published",
+                "error",
+            ],
             mi250_rows(now),
         ),
         frontier=markdown(["", "tp x pp", "published", "microbatch 1", "2", "4"], frontiers()),
         rows=markdown(
-            ["model", "GPU", "sequence", "checkpointing", "microbatch", "TFLOP/s", "measured", "predicted", "error"],
+            [
+                "model",
+                "GPU",
+                "sequence",
+                "checkpointing",
+                "microbatch",
+                "TFLOP/s",
+                "measured",
+                "predicted",
+                "error",
+            ],
             [
                 [
-                    *(row[key] for key in ("model", "gpu", "seq", "act_ckpt", "micro_bs", "tflops_per_gpu")),
+                    *(
+                        row[key]
+                        for key in ("model", "gpu", "seq", "act_ckpt", "micro_bs", "tflops_per_gpu")
+                    ),
                     f"{row['measured'] / 8:,.0f}",
                     f"{row['measured'] * (1 + error) / 8:,.0f}",
                     percent(error),

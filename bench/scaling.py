@@ -37,9 +37,13 @@ class ScalingArgs:
 
 def headline(row: dict, rows: list[dict]) -> str:
     """The model, the usual settings, and those of the others that differ between the rows of this model."""
-    alike = [r for r in rows if (r["model"], r["max_seq_len"]) == (row["model"], row["max_seq_len"])]
+    alike = [
+        r for r in rows if (r["model"], r["max_seq_len"]) == (row["model"], row["max_seq_len"])
+    ]
     differ = [f"{name} {row[name]}" for name in OTHERS if len({r[name] for r in alike}) > 1]
-    return ", ".join([f"{row['model']} at {row['max_seq_len']} tokens", row["device"], settings(row), *differ])
+    return ", ".join(
+        [f"{row['model']} at {row['max_seq_len']} tokens", row["device"], settings(row), *differ]
+    )
 
 
 def groups(rows: list[dict]) -> tuple[dict[str, list[dict]], list[dict]]:
@@ -52,9 +56,18 @@ def groups(rows: list[dict]) -> tuple[dict[str, list[dict]], list[dict]]:
         strong = f"Strong scaling, global batch {row['global_batch_size']}"
         weak = f"Weak scaling, {row['global_batch_size'] / row['ranks']:g} sequences a rank"
         for kind in (strong, weak):
-            title = (kind, row["model"], row["max_seq_len"], *(row[name] for name in USUAL + OTHERS))
+            title = (
+                kind,
+                row["model"],
+                row["max_seq_len"],
+                *(row[name] for name in USUAL + OTHERS),
+            )
             found.setdefault(title, []).append(row)
-    found = {title: members for title, members in found.items() if len({row["ranks"] for row in members}) > 1}
+    found = {
+        title: members
+        for title, members in found.items()
+        if len({row["ranks"] for row in members}) > 1
+    }
     tables = {}
     for (kind, *_), members in found.items():
         sizes = {(row["ranks"], row["nodes"]): row for row in members}
@@ -64,7 +77,9 @@ def groups(rows: list[dict]) -> tuple[dict[str, list[dict]], list[dict]]:
 
 def efficiencies(members: list[dict]) -> list[float]:
     """Tokens/s of a device over that of the first row, whose ranks are fewest."""
-    return [row["tokens_per_second_device"] / members[0]["tokens_per_second_device"] for row in members]
+    return [
+        row["tokens_per_second_device"] / members[0]["tokens_per_second_device"] for row in members
+    ]
 
 
 def scaling_table(members: list[dict]) -> str:
@@ -92,9 +107,18 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
     axes = figure.subplots()
     devices = [2 * cards for cards in PUBLISHED_MI250]
     shares = [tflops / PUBLISHED_MI250[4] for tflops in PUBLISHED_MI250.values()]
-    axes.plot(devices, shares, "s:", color="grey", label="Published: MPT-7B on 4 to 128 MI250 cards, strong scaling")
+    axes.plot(
+        devices,
+        shares,
+        "s:",
+        color="grey",
+        label="Published: MPT-7B on 4 to 128 MI250 cards, strong scaling",
+    )
     for title, members in tables.items():
-        ranks, style = [row["ranks"] for row in members], "o-" if title.startswith("Strong") else "^--"
+        ranks, style = (
+            [row["ranks"] for row in members],
+            "o-" if title.startswith("Strong") else "^--",
+        )
         axes.plot(ranks, efficiencies(members), style, label=textwrap.fill(title, 110))
         devices, shares = devices + ranks, shares + efficiencies(members)
     axes.set_xscale("log", base=2)
@@ -118,16 +142,26 @@ def main(argv: list[str]) -> None:
     for title, members in tables.items():
         print(title, "", scaling_table(members), "", sep="\n")
     for row in alone:
-        print(f"- One size only: {row['ranks']} ranks, global batch {row['global_batch_size']}: {headline(row, rows)}")
+        print(
+            f"- One size only: {row['ranks']} ranks, global batch {row['global_batch_size']}: {headline(row, rows)}"
+        )
     if alone:
-        print("\nRun that at more ranks, with the same global batch or the same sequences a rank: over nodes by")
-        print("`sbatch --nodes=4 slurm/scaling.sbatch CONFIG`, or on one machine, for N = 1, 2, 4, ..., by")
+        print(
+            "\nRun that at more ranks, with the same global batch or the same sequences a rank: over nodes by"
+        )
+        print(
+            "`sbatch --nodes=4 slurm/scaling.sbatch CONFIG`, or on one machine, for N = 1, 2, 4, ..., by"
+        )
         print(f"`torchrun --nproc_per_node N -m bench train CONFIG --out={paths[0]}`.\n")
     print(PUBLISHED_TEXT)
     if tables:
         out = args.out or f"{Path(paths[0]).parent}/"
         is_folder = out.endswith("/") or Path(out).is_dir()
-        path = Path(out, f"{Path(paths[0]).stem}_scaling.png") if is_folder else Path(f"{out}_scaling.png")
+        path = (
+            Path(out, f"{Path(paths[0]).stem}_scaling.png")
+            if is_folder
+            else Path(f"{out}_scaling.png")
+        )
         try:
             draw(tables, path)
             print(f"\n{path}")

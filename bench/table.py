@@ -21,7 +21,11 @@ PARTS = ["data", "forward", "backward", "optimizer"]  # of a step; communication
 
 def read(path: str) -> list[dict]:
     """The lines of a CSV that is there."""
-    return files.read_csv(path, ("model", "status"), "a CSV of bench train") if os.path.exists(path) else []
+    return (
+        files.read_csv(path, ("model", "status"), "a CSV of bench train")
+        if os.path.exists(path)
+        else []
+    )
 
 
 def foundry_cells(r: dict[str, str]) -> dict[str, str]:
@@ -44,7 +48,9 @@ def foundry_cells(r: dict[str, str]) -> dict[str, str]:
         "Precision": {"bf16": "amp_bf16"}.get(r["precision"], r["precision"]),
         "MP Mode": "DEFAULT",
         "Sharding Strategy": r["sharding"],
-        "Activation Checkpointing": {"none": "False", "full": "True"}.get(r["activation_checkpointing"], "selective"),
+        "Activation Checkpointing": {"none": "False", "full": "True"}.get(
+            r["activation_checkpointing"], "selective"
+        ),
         "Activation CPUOffload": "False",
         "NumParams": r["n_params"],
     }
@@ -60,17 +66,24 @@ def our_cells(name: str, r: dict[str, str], base: float) -> dict[str, str]:
         "first row = 1": f"{rate / base:.2f}",
         "peak GB": f"{float(r['memory_gb']):.2f}",
     }
-    return cells | {part: r[part] and f"{float(r[part]):.0%}" for part in [*PARTS, "communication", "idle"]}
+    return cells | {
+        part: r[part] and f"{float(r[part]):.0%}" for part in [*PARTS, "communication", "idle"]
+    }
 
 
 def names_of(lines: list[dict[str, str]]) -> list[str]:
     """A name for each row: what it does not share with all others."""
     asked = "model ranks threads precision sharding activation_checkpointing recompute_every compile attn_impl".split()
     asked += ["microbatch_size", "global_batch_size", "max_seq_len"]
-    told = [line for line in lines if line["status"] == "ok"] or lines  # the others may not know what `auto` stood for
+    told = [
+        line for line in lines if line["status"] == "ok"
+    ] or lines  # the others may not know what `auto` stood for
     differ = [key for key in asked if len({line[key].partition(" (")[0] for line in lines}) > 1]
     differ = [key for key in differ if key != "precision" or len({line[key] for line in told}) > 1]
-    names = [", ".join(line[k] if k in ("model", "sharding") else f"{k} {line[k]}" for k in differ) for line in lines]
+    names = [
+        ", ".join(line[k] if k in ("model", "sharding") else f"{k} {line[k]}" for k in differ)
+        for line in lines
+    ]
     return [name or line["model"] for name, line in zip(names, lines, strict=True)]
 
 
@@ -83,7 +96,11 @@ def tables(lines: list[dict[str, str]]) -> str:
         base = float(done[0][1]["tokens_per_second"])
         text.append(markdown([our_cells(name, line, base) for name, line in done]))
         text.append(markdown([foundry_cells(line) for _, line in done]))
-    failed = [f"- not measured: {name}: {line['status']}" for name, line in named if line["status"] != "ok"]
+    failed = [
+        f"- not measured: {name}: {line['status']}"
+        for name, line in named
+        if line["status"] != "ok"
+    ]
     return "\n\n".join([*text, *failed])
 
 
@@ -101,7 +118,11 @@ def draw(lines: list[dict[str, str]], path: Path) -> None:
         share.barh(names, widths, left=left, label=part)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     share.plot(
-        [100 * float(line["communication"] or 0) for line in lines], names, "k|", ms=14, label="communication, beside"
+        [100 * float(line["communication"] or 0) for line in lines],
+        names,
+        "k|",
+        ms=14,
+        label="communication, beside",
     )
     speed.invert_yaxis()
     speed.set(xlabel="tokens/s of one device")

@@ -131,12 +131,16 @@ class TeamError(Exception):
 
 def reason(error: Exception) -> str:
     """A few words for a table."""
-    others = re.search("out of memory|ALLOC_FAILED|DefaultCPUAllocator", str(error), re.IGNORECASE)  # libraries, CPUs
+    others = re.search(
+        "out of memory|ALLOC_FAILED|DefaultCPUAllocator", str(error), re.IGNORECASE
+    )  # libraries, CPUs
     if isinstance(error, torch.OutOfMemoryError) or others:
         return "out of memory"
     if isinstance(error, ImportError):
         return f"{error}: see requirements-dev.txt"
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 100, placeholder=" ...").replace("|", "/")
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 100, placeholder=" ...").replace(
+        "|", "/"
+    )
 
 
 class Who:

@@ -55,11 +55,26 @@ from lifecycle import runlog
 from program import RESUME_ME
 
 SHAPE = [
-    *("--n_layers=6", "--n_heads=6", "--d_model=384", "--max_seq_len=256", "--vocab_size=256", "--alibi", "--no_bias"),
+    *(
+        "--n_layers=6",
+        "--n_heads=6",
+        "--d_model=384",
+        "--max_seq_len=256",
+        "--vocab_size=256",
+        "--alibi",
+        "--no_bias",
+    ),
     *("--global_batch_size=8", "--microbatch_size=8", "--grad_clip=0", "--peak_tflops=measure"),
 ]
 FIGURES = [
-    *("tokens_per_second", "fastest", "slowest", "tokens_per_second_device", "tflops_device", "peak_tflops"),
+    *(
+        "tokens_per_second",
+        "fastest",
+        "slowest",
+        "tokens_per_second_device",
+        "tflops_device",
+        "peak_tflops",
+    ),
     *("mfu", "hfu", "convention", "memory_gb", *PARTS, "communication", "idle"),
 ]
 
@@ -74,16 +89,26 @@ class BenchArgs:
     ranks: int = 0  # processes on this machine (0: one for each GPU, else one)
     threads: int = 0  # of a process on a CPU (0: share the cores)
     transformers: bool = False  # measure Hugging Face's model beside each row
-    alternate: bool = False  # let all rows take turns, not one after the other: they need memory at the same time
+    alternate: bool = (
+        False  # let all rows take turns, not one after the other: they need memory at the same time
+    )
     rounds: int = 5  # turns of each row; the median counts
     steps: int = 4  # optimizer steps of a turn
     out: str = ""  # CSV of the results
-    profile: str = ""  # keep the profiles as Chrome traces: this name, -1.json for the first row, -2.json ...
+    profile: str = (
+        ""  # keep the profiles as Chrome traces: this name, -1.json for the first row, -2.json ...
+    )
 
     def check(self) -> None:
         require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
-        require(self.ranks >= 0 and self.threads >= 0 and self.grad_accum >= 0, "ranks, threads, grad_accum: 0 or more")
-        require(self.out.endswith(".csv") or not self.out, f"--out={self.out}: the name of a .csv file is wanted")
+        require(
+            self.ranks >= 0 and self.threads >= 0 and self.grad_accum >= 0,
+            "ranks, threads, grad_accum: 0 or more",
+        )
+        require(
+            self.out.endswith(".csv") or not self.out,
+            f"--out={self.out}: the name of a .csv file is wanted",
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -96,11 +121,13 @@ class Ours:
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
         self.model_cfg, self.cfg, self.world = model_cfg, cfg, processes.start(cfg.device)
         self.precision = parallel.choose_precision(cfg, self.world.device)
-        self.peak = devices.peak_flops(cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision])
+        self.peak = devices.peak_flops(
+            cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision]
+        )
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # measuring the peak rate needs memory, too
         self.build()
-        shape = (cfg.global_batch_size // self.world.size, model_cfg.max_seq_len + 1)
+        shape = (cfg.global_batch_size // self.world.dp_size, model_cfg.max_seq_len + 1)
         random = torch.randint(model_cfg.vocab_size, shape).numpy()
         self.batches = data.prefetch(lambda step: random, itertools.count(), self.world.device)
 
@@ -129,7 +156,9 @@ class Ours:
         with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
             self.turn(steps)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(trace if trace and self.world.rank == 0 else Path(folder) / "trace.json")
+            path = Path(
+                trace if trace and self.world.global_rank == 0 else Path(folder) / "trace.json"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
             return time_split(json.loads(path.read_text())["traceEvents"])
@@ -138,14 +167,16 @@ class Ours:
         """The implementation, and what `auto` chose."""
         cfg, dtype = self.model_cfg, parallel.DTYPES[self.precision]
         kind = self.world.device.type
-        chosen = attention.choose(cfg.attn_impl, kind, dtype, cfg.head_dim, cfg.alibi, cfg.attn_pdrop)
+        chosen = attention.choose(
+            cfg.attn_impl, kind, dtype, cfg.head_dim, cfg.alibi, cfg.attn_pdrop
+        )
         return chosen if chosen == cfg.attn_impl else f"auto ({chosen})"
 
     def about(self) -> dict:
         """What only a process of the row can tell."""
         return {
             "device": devices.describe(self.world.device),
-            "nodes": self.world.size // self.world.local_size,
+            "nodes": self.world.global_size // self.world.local_size,
             "precision": self.precision,
             "attn_impl": self.attention(),
             "peak": self.peak,
@@ -199,18 +230,28 @@ def time_split(events: list[dict]) -> dict[str, float | None]:
         moment = launches.get(event["args"].get("correlation"), -1)
         place = bisect.bisect(regions, (moment, float("inf"))) - 1
         inside = place >= 0 and regions[place][0] <= moment <= regions[place][1]
-        part = "communication" if "nccl" in event["name"].lower() else regions[place][2] if inside else None
+        part = (
+            "communication"
+            if "nccl" in event["name"].lower()
+            else regions[place][2]
+            if inside
+            else None
+        )
         if part:
             busy[part].append((event["ts"], event["ts"] + event["dur"]))
     if not on_gpu:
         for begin, end, part in regions:
             busy[part].append((begin, end))
-        busy["communication"] = [(e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("gloo:")]
+        busy["communication"] = [
+            (e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("gloo:")
+        ]
     every = [span for part in busy.values() for span in part]
     if not every:
         return dict.fromkeys([*busy, "idle"])
     whole = max(end for _, end in every) - min(begin for begin, _ in every)
-    return {part: covered(intervals) / whole for part, intervals in busy.items()} | {"idle": 1 - covered(every) / whole}
+    return {part: covered(intervals) / whole for part, intervals in busy.items()} | {
+        "idle": 1 - covered(every) / whole
+    }
 
 
 def is_region(event) -> bool:
@@ -239,32 +280,64 @@ class Row:
         self.model_cfg, self.cfg, self.args = config.load(argv, MPTConfig, TrainConfig, BenchArgs)
         self.program, self.team, self.rates = program, None, []
         m, t, a = self.model_cfg, self.cfg, self.args
-        self.ranks = launched() or a.ranks or (0 if t.device == "cpu" else torch.cuda.device_count()) or 1
-        self.threads = a.threads or max(1, torch.get_num_threads() // (1 if launched() else self.ranks))
+        self.ranks = (
+            launched() or a.ranks or (0 if t.device == "cpu" else torch.cuda.device_count()) or 1
+        )
+        self.threads = a.threads or max(
+            1, torch.get_num_threads() // (1 if launched() else self.ranks)
+        )
         if a.grad_accum:
             t.global_batch_size = a.grad_accum * t.microbatch_size * self.ranks
         per_rank, rest = divmod(t.global_batch_size, self.ranks)
-        require(rest == 0, f"global_batch_size {t.global_batch_size} is not a multiple of the {self.ranks} ranks")
+        require(
+            rest == 0,
+            f"global_batch_size {t.global_batch_size} is not a multiple of the {self.ranks} ranks",
+        )
         if program is Theirs:
-            require(self.ranks == 1, "transformers' model is measured in one process: set --ranks=1")
+            require(
+                self.ranks == 1, "transformers' model is measured in one process: set --ranks=1"
+            )
             t.microbatch_size, t.activation_checkpointing = t.global_batch_size, "none"
         names = "sharding shard_size activation_checkpointing recompute_every compile microbatch_size".split()
-        require(t.microbatch_size != "auto", "a row has one microbatch: set --microbatch_size=NUMBER, or sweep several")
+        require(
+            t.microbatch_size != "auto",
+            "a row has one microbatch: set --microbatch_size=NUMBER, or sweep several",
+        )
         self.columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
             "command": f"python -m bench train {shlex.join(argv)}",
             "status": "ok",
-            "model": ("transformers " if program is Theirs else "") + (model or f"{m.n_layers}x{m.d_model}"),
+            "model": ("transformers " if program is Theirs else "")
+            + (model or f"{m.n_layers}x{m.d_model}"),
             "n_params": flops.n_params(m),
-            **{name: getattr(m, name) for name in "d_model n_layers n_heads max_seq_len vocab_size attn_impl".split()},
-            **{"device": "", "nodes": "", "ranks": self.ranks, "threads": self.threads, "torch": torch.__version__},
+            **{
+                name: getattr(m, name)
+                for name in "d_model n_layers n_heads max_seq_len vocab_size attn_impl".split()
+            },
+            **{
+                "device": "",
+                "nodes": "",
+                "ranks": self.ranks,
+                "threads": self.threads,
+                "torch": torch.__version__,
+            },
             **{"precision": t.precision, **{name: getattr(t, name) for name in names}},
-            **{"grad_accum": math.ceil(per_rank / t.microbatch_size), "global_batch_size": t.global_batch_size},
+            **{
+                "grad_accum": math.ceil(per_rank / t.microbatch_size),
+                "global_batch_size": t.global_batch_size,
+            },
             "others": "",
             **dict.fromkeys(FIGURES, ""),
         }
-        every = [(f, getattr(part, f.name)) for part in (m, t) for f in fields(part) if f.name not in self.columns]
-        self.columns["others"] = " ".join(f"{f.name}={value}" for f, value in every if value != f.default)
+        every = [
+            (f, getattr(part, f.name))
+            for part in (m, t)
+            for f in fields(part)
+            if f.name not in self.columns
+        ]
+        self.columns["others"] = " ".join(
+            f"{f.name}={value}" for f, value in every if value != f.default
+        )
 
     def is_like(self, done: dict) -> bool:
         """Is `done`, a line of a CSV, this row, and settled? What `auto` stands for is known only when it has run."""
@@ -273,7 +346,9 @@ class Row:
         unknown = {"time", "command", "status", "device", "nodes", *FIGURES}
         mine = {key: str(value) for key, value in self.columns.items() if key not in unknown}
         return all(
-            done[key] == value or done[key].startswith(f"{value} (") or (key, value) == ("precision", "auto")
+            done[key] == value
+            or done[key].startswith(f"{value} (")
+            or (key, value) == ("precision", "auto")
             for key, value in mine.items()
         )
 
@@ -304,14 +379,26 @@ class Row:
         abouts = parts and self.call("about")
         if abouts:
             self.team.stop()
-            about, rate = abouts[0], statistics.median(self.rates[1:])  # the first turn is to warm up
+            about, rate = (
+                abouts[0],
+                statistics.median(self.rates[1:]),
+            )  # the first turn is to warm up
             one = (self.model_cfg, rate, self.ranks, about["peak"])
             saving = self.cfg.activation_checkpointing, self.cfg.recompute_every
-            self.columns |= {name: about[name] for name in ("device", "nodes", "precision", "attn_impl")}
-            self.columns |= {"tokens_per_second": rate, "fastest": max(self.rates[1:]), "slowest": min(self.rates[1:])}
+            self.columns |= {
+                name: about[name] for name in ("device", "nodes", "precision", "attn_impl")
+            }
+            self.columns |= {
+                "tokens_per_second": rate,
+                "fastest": max(self.rates[1:]),
+                "slowest": min(self.rates[1:]),
+            }
             self.columns |= {
                 "tokens_per_second_device": rate / self.ranks,
-                "tflops_device": rate / self.ranks * flops.train_flops_per_token(self.model_cfg) / 1e12,
+                "tflops_device": rate
+                / self.ranks
+                * flops.train_flops_per_token(self.model_cfg)
+                / 1e12,
                 "peak_tflops": about["peak"] and about["peak"] / 1e12,
                 "mfu": flops.mfu(*one),
                 "hfu": flops.hfu(*one, *saving),
@@ -333,10 +420,13 @@ def groups(argv: list[str]) -> list[list[Row]]:
         base = [file] if file else [] if named else SHAPE
         model = Path(file or named[-1]).stem if file or named else ""
         programs = [Ours, Theirs] if args.transformers else [Ours]
-        wanted.append([Row(next(number), base + plain + flags, model, program) for program in programs])
+        wanted.append(
+            [Row(next(number), base + plain + flags, model, program) for program in programs]
+        )
     turns = args.alternate or args.transformers
     require(
-        not (turns and launched()), "rows take turns only in processes that bench starts itself: leave out torchrun"
+        not (turns and launched()),
+        "rows take turns only in processes that bench starts itself: leave out torchrun",
     )
     return [list(itertools.chain(*wanted))] if args.alternate else wanted
 
@@ -346,7 +436,10 @@ def combinations(sweep: str) -> list[list[str]]:
     found = []
     for part in sweep.split():
         key, equals, values = part.partition("=")
-        require(equals and values, f"--sweep wants settings with values, such as microbatch_size=4,8, not {part!r}")
+        require(
+            equals and values,
+            f"--sweep wants settings with values, such as microbatch_size=4,8, not {part!r}",
+        )
         found.append([f"--{key}={value}" for value in values.split(",")])
     return [list(flags) for flags in itertools.product(*found)]
 
@@ -375,7 +468,10 @@ def main(argv) -> None:
         new = [row for row in group if not there[row]]
         if new:
             measure(new, args, rank)
-        lines += [there[row] or {k: "" if v is None else str(v) for k, v in row.columns.items()} for row in group]
+        lines += [
+            there[row] or {k: "" if v is None else str(v) for k, v in row.columns.items()}
+            for row in group
+        ]
     if rank > 0:
         return
     text = "\n".join([how(argv, args), "", tables(lines)])
@@ -415,7 +511,10 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
         if args.out and not told:
             append(args.out, row.columns)
         if launched() and not row.fine():  # these processes may be in different collectives now
-            print(f"{row.columns['model']}: start it again, it goes on with the other rows", file=sys.stderr)
+            print(
+                f"{row.columns['model']}: start it again, it goes on with the other rows",
+                file=sys.stderr,
+            )
             raise SystemExit(RESUME_ME)
 
 

@@ -58,7 +58,9 @@ def curve(world, optimised: bool, precision: str, seed: int, steps: int) -> list
     losses = []
     for step in range(steps):
         rows = torch.from_numpy(train.batch(seed, step, cfg.global_batch_size))
-        losses.append(fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)[0].item())
+        losses.append(
+            fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)[0].item()
+        )
     return losses
 
 
@@ -77,8 +79,17 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     for name, losses in curves.items():
         whole.plot(range(WINDOW, len(losses) + 1), smooth(losses), label=name, linewidth=1)
         if name != "on":
-            apart.plot(range(WINDOW, len(losses) + 1), smooth(losses) - base, label=f"{name}, less on", linewidth=1)
-    whole.set(xlabel="step", ylabel=f"loss, nats a token, mean of {WINDOW} steps", title="configs/demo.py in bf16")
+            apart.plot(
+                range(WINDOW, len(losses) + 1),
+                smooth(losses) - base,
+                label=f"{name}, less on",
+                linewidth=1,
+            )
+    whole.set(
+        xlabel="step",
+        ylabel=f"loss, nats a token, mean of {WINDOW} steps",
+        title="configs/demo.py in bf16",
+    )
     apart.set(xlabel="step", title="difference")
     for axes in (whole, apart):
         axes.grid(alpha=0.3)

@@ -41,7 +41,9 @@ class Request:
 
     @property
     def key(self) -> str:
-        return hashlib.blake2b(self.ids.tobytes() + bytes(str(self.count), "ascii"), digest_size=12).hexdigest()
+        return hashlib.blake2b(
+            self.ids.tobytes() + bytes(str(self.count), "ascii"), digest_size=12
+        ).hexdigest()
 
 
 class Group(NamedTuple):
@@ -62,22 +64,28 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
     keys = [request.key for request in requests] if part else []
     open_ = [i for i in range(len(requests)) if not (part and keys[i] in known)]
     groups = grouped(open_, requests, batch_tokens)
-    with tqdm(desc=title, total=len(open_), unit=" requests", disable=not title or world.rank > 0) as bar:
-        for kind in ([g for g in groups if g.shared], [g for g in groups if not g.shared]):  # two passes, or one
+    with tqdm(
+        desc=title, total=len(open_), unit=" requests", disable=not title or world.global_rank > 0
+    ) as bar:
+        for kind in (
+            [g for g in groups if g.shared],
+            [g for g in groups if not g.shared],
+        ):  # two passes, or one
             batches = batched(kind, requests, batch_tokens, model.cfg.max_seq_len)
-            for turn in range(math.ceil(len(batches) / world.size)):
-                mine = turn * world.size + world.rank
-                batch = batches[min(mine, len(batches) - 1)]  # a rank without work does the last batch as well
+            for turn in range(math.ceil(len(batches) / world.dp_size)):
+                mine = turn * world.dp_size + world.dp_rank
+                batch = batches[
+                    min(mine, len(batches) - 1)
+                ]  # a rank without work does the last batch as well
                 values = forward(model, batch, requests, world.device, precision)
                 numbers = [i for group in batch for i in group.numbers]
                 if mine < len(batches):
                     found[numbers] = values
                     if part:
                         part.add([keys[i] for i in numbers], values.tolist())
-                done = batches[turn * world.size : (turn + 1) * world.size]
+                done = batches[turn * world.dp_size : (turn + 1) * world.dp_size]
                 bar.update(sum(len(group.numbers) for batch in done for group in batch))
-    if world.size > 1:
-        processes.all_sum(found)
+    processes.dp_sum(found, world)
     for i in set(range(len(requests))) - set(open_):
         found[i] = torch.tensor(known[keys[i]])
     return found
@@ -86,14 +94,22 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
 def grouped(numbers, requests, batch_tokens: int) -> list[Group]:
     """Each request in one group. In the order of their ids neighbours have most in common: a request joins the group
     before it where that saves tokens. The last id of a request is not shared: something must be left to go on with."""
-    groups, tokens, longest = [], 0, 0  # of the last group: its requests' ids, all of them and the most that one has
+    groups, tokens, longest = (
+        [],
+        0,
+        0,
+    )  # of the last group: its requests' ids, all of them and the most that one has
     for i in sorted(numbers, key=lambda i: requests[i].ids.astype(">u4").tobytes()):
         ids = requests[i].ids
         if groups:
             last, n = groups[-1], len(groups[-1].numbers) + 1
             shared = common(requests[last.numbers[0]].ids[: last.shared or -1], ids[:-1])
             fits = n * (max(longest, len(ids)) - 1) <= batch_tokens
-            if fits and shared > 1 and saved(n, shared, tokens + len(ids)) > saved(n - 1, last.shared, tokens):
+            if (
+                fits
+                and shared > 1
+                and saved(n, shared, tokens + len(ids)) > saved(n - 1, last.shared, tokens)
+            ):
                 last.numbers.append(i)
                 groups[-1] = Group(last.numbers, shared)
                 tokens, longest = tokens + len(ids), max(longest, len(ids))
@@ -132,14 +148,24 @@ class Size(NamedTuple):
 
 def batched(groups, requests, batch_tokens: int, room: int) -> list[list[Group]]:
     """Batches of at most `batch_tokens`, a quarter of them padding at most, and `room` tokens wide."""
-    rests = {group.numbers[0]: [len(requests[i].ids) - group.shared for i in group.numbers] for group in groups}
+    rests = {
+        group.numbers[0]: [len(requests[i].ids) - group.shared for i in group.numbers]
+        for group in groups
+    }
     batches, size = [], Size()
-    for group in sorted(groups, key=lambda group: (group.shared // 8, max(rests[group.numbers[0]])), reverse=True):
+    for group in sorted(
+        groups, key=lambda group: (group.shared // 8, max(rests[group.numbers[0]])), reverse=True
+    ):
         new = group.shared, rests[group.numbers[0]]
         size = size.plus(*new)
         width = size.beginning + size.rest - 1
         read = size.groups * size.beginning + size.rows * size.rest  # padding too
-        if not batches or size.rows * width > batch_tokens or width > room or read > size.tokens * 4 / 3:
+        if (
+            not batches
+            or size.rows * width > batch_tokens
+            or width > room
+            or read > size.tokens * 4 / 3
+        ):
             batches.append([])
             size = Size().plus(*new)
         batches[-1].append(group)
@@ -151,16 +177,22 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
     """Scores of a batch's requests, group after group: (rows, 2) float64 on the CPU, as `score`."""
     rows = [requests[i] for group in batch for i in group.numbers]
     shared = [group.shared for group in batch for _ in group.numbers]
-    rests = [row.ids[max(0, n - 1) :] for row, n in zip(rows, shared, strict=True)]  # the last shared id, and the rest
+    rests = [
+        row.ids[max(0, n - 1) :] for row, n in zip(rows, shared, strict=True)
+    ]  # the last shared id, and the rest
     counts = [min(row.count, len(row.ids) - n) for row, n in zip(rows, shared, strict=True)]
     cache, before = None, []
     with parallel.autocast(device, precision):
         if batch[0].shared:
             dtype = torch.bfloat16 if precision == "bf16" else next(model.parameters()).dtype
             earlier = [row.count - n for row, n in zip(rows, counts, strict=True)]
-            cache, *before = read_beginnings(model, batch, requests, earlier, max(map(len, rests)) - 1, device, dtype)
+            cache, *before = read_beginnings(
+                model, batch, requests, earlier, max(map(len, rests)) - 1, device, dtype
+            )
         ids, labels = padded(rests, counts, device)
-        parts = [(*model(ids, labels=labels, cache=cache, score=True), labels != IGNORE)]  # (rows, T) each
+        parts = [
+            (*model(ids, labels=labels, cache=cache, score=True), labels != IGNORE)
+        ]  # (rows, T) each
     log_probs, greedy, counted = (torch.cat(x, dim=1) for x in zip(*before, *parts, strict=True))
     sums = (log_probs.double() * counted).sum(dim=1)
     return torch.stack([sums, (greedy | ~counted).all(dim=1).double()], dim=1).cpu()
@@ -169,7 +201,10 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
 def padded(rows, counts, device, left=False) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and labels (B, T), padded on the right or on the left; of each row the last `count` ids are labels."""
     width = max(map(len, rows)) - 1
-    ids, labels = np.zeros((len(rows), width), np.int64), np.full((len(rows), width), IGNORE, np.int64)
+    ids, labels = (
+        np.zeros((len(rows), width), np.int64),
+        np.full((len(rows), width), IGNORE, np.int64),
+    )
     for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
         end = width if left else len(row) - 1
         ids[number, end - len(row) + 1 : end] = row[:-1]
@@ -177,7 +212,9 @@ def padded(rows, counts, device, left=False) -> tuple[torch.Tensor, torch.Tensor
     return torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device)
 
 
-def read_beginnings(model, batch: list[Group], requests, earlier: list[int], room: int, device, dtype):
+def read_beginnings(
+    model, batch: list[Group], requests, earlier: list[int], room: int, device, dtype
+):
     """One pass over the shared ids of each group but the last. `earlier`: how many of them each request is scored by.
 
     Returns a cache, a row for each request and `room` for more ids, and the scores of these ids for each request:
@@ -185,14 +222,19 @@ def read_beginnings(model, batch: list[Group], requests, earlier: list[int], roo
     """
     beginnings = [requests[group.numbers[0]].ids[: group.shared] for group in batch]
     owners = [number for number, group in enumerate(batch) for _ in group.numbers]
-    most = [max(n for owner, n in zip(owners, earlier, strict=True) if owner == g) for g in range(len(batch))]
+    most = [
+        max(n for owner, n in zip(owners, earlier, strict=True) if owner == g)
+        for g in range(len(batch))
+    ]
     ids, labels = padded(beginnings, most, device, left=True)
     width = ids.shape[1]
     pad = torch.tensor([width + 1 - len(beginning) for beginning in beginnings], device=device)
     cache = KVCache.empty(model.cfg, len(batch), width, device, dtype, pad)
     log_probs, greedy = model(ids, labels=labels, cache=cache, score=True)
     owners = torch.tensor(owners, device=device)
-    counted = torch.arange(width, device=device) >= width - torch.tensor(earlier, device=device)[:, None]
+    counted = (
+        torch.arange(width, device=device) >= width - torch.tensor(earlier, device=device)[:, None]
+    )
     copies = KVCache.empty(model.cfg, len(owners), width + room, device, dtype, pad[owners])
     copies.k[:, :, :, :width], copies.v[:, :, :, :width] = cache.k[:, owners], cache.v[:, owners]
     copies.length = width
@@ -205,8 +247,13 @@ def demonstrate(argv) -> None:
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=128, alibi=True)
     model, world = MPT(cfg).eval(), processes.World(0, 1, 0, 1, torch.device("cpu"))
     init_weights(model, seed=0)
-    question, answers = "Question: what does bread need?\nAnswer:", (" flour, water", " flour", " a lawn", " nails")
-    texts = [np.frombuffer((question + answer).encode(), np.uint8).astype(np.int64) for answer in answers]
+    question, answers = (
+        "Question: what does bread need?\nAnswer:",
+        (" flour, water", " flour", " a lawn", " nails"),
+    )
+    texts = [
+        np.frombuffer((question + answer).encode(), np.uint8).astype(np.int64) for answer in answers
+    ]
     requests = [Request(ids, len(ids) - len(question)) for ids in texts]
     for group in grouped(range(4), requests, batch_tokens=8192):
         print(f"read once: {bytes(requests[group.numbers[0]].ids[: group.shared].tolist())!r}")

@@ -67,7 +67,9 @@ class Task:
     @property
     def digest(self) -> str:
         """Equal for equal questions, examples included."""
-        return hashlib.sha256(repr((self.kind, self.items, self.harness, self.text)).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            repr((self.kind, self.items, self.harness, self.text)).encode()
+        ).hexdigest()[:16]
 
 
 def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Task]:
@@ -76,7 +78,11 @@ def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Ta
     data: a folder of NAME.jsonl, looked into before the Hub; shots: examples above each question; limit: keep the
     first so many items (0: all). Raises UserError if a task is unknown, cannot be had or has a wrong line.
     """
-    wanted = [name.strip() for part in names.split(",") for name in (TABLE2 if part.strip() == "all" else [part])]
+    wanted = [
+        name.strip()
+        for part in names.split(",")
+        for name in (TABLE2 if part.strip() == "all" else [part])
+    ]
     tasks = [load_one(name, data, shots, seed, limit, delimiter) for name in wanted]
     found = [task.name for task in tasks]
     twice = {name for name in found if found.count(name) > 1}
@@ -92,7 +98,11 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
         require(text.strip(), f"{path} is empty")
         return Task(name, "text", [], [], text)
     near = difflib.get_close_matches(name, [*SOURCES, "all"], n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    )
     require(path or name in SOURCES, f"unknown task {name!r}, {hint}")
     delimiter = delimiter or (SOURCES[name].delimiter if name in SOURCES else " ")
     rows = read_jsonl(path) if path else read_hub(name)
@@ -101,7 +111,9 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
     if not path:
         raw = [worded(SOURCES[name].harness(row), delimiter, strip=False) for row in rows]
         harness = with_shots(raw, shots, "\n\n", seed)
-    return Task(name, kind_of(rows[0], str(path or name)), items[: limit or None], harness[: limit or None])
+    return Task(
+        name, kind_of(rows[0], str(path or name)), items[: limit or None], harness[: limit or None]
+    )
 
 
 def local_file(name: str, data: str) -> Path | None:
@@ -112,7 +124,9 @@ def local_file(name: str, data: str) -> Path | None:
         return found
     require(not data or Path(data).is_dir(), f"no folder {data!r} (--data)")
     stems = [name, *(stem for stem, other in ALIASES.items() if other == name)]
-    return next((path for stem in stems if data and (path := Path(data, f"{stem}.jsonl")).is_file()), None)
+    return next(
+        (path for stem in stems if data and (path := Path(data, f"{stem}.jsonl")).is_file()), None
+    )
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -126,7 +140,10 @@ def read_jsonl(path: Path) -> list[dict]:
         check(row, where)
         rows.append(row)
         kinds = [kind_of(r, where) for r in (rows[0], row)]
-        require(kinds[0] == kinds[1], f"{where} is {kinds[1]}, but the file began with {kinds[0]}: one kind a file")
+        require(
+            kinds[0] == kinds[1],
+            f"{where} is {kinds[1]}, but the file began with {kinds[0]}: one kind a file",
+        )
     require(rows, f"{path} is empty")
     return rows
 
@@ -134,7 +151,10 @@ def read_jsonl(path: Path) -> list[dict]:
 def kind_of(row: dict, where: str) -> str:
     found = [kind for kind, keys in KINDS.items() if set(keys) <= row.keys()]
     keys = "; ".join(" ".join(keys) for keys in KINDS.values())
-    require(len(found) == 1, f"{where}: its keys {sorted(row)[:9]} must be those of exactly one kind, which are {keys}")
+    require(
+        len(found) == 1,
+        f"{where}: its keys {sorted(row)[:9]} must be those of exactly one kind, which are {keys}",
+    )
     return found[0]
 
 
@@ -145,13 +165,18 @@ def check(row: dict, where: str) -> None:
     texts = {key: [row[key]] for key in KINDS[kind] if key not in (listed, "gold")}
     if listed:
         choices, gold = row[listed], row["gold"]
-        require(isinstance(choices, list) and len(choices) > 1, f"{where}: {listed} must list two or more texts")
+        require(
+            isinstance(choices, list) and len(choices) > 1,
+            f"{where}: {listed} must list two or more texts",
+        )
         inside = isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(choices)
         require(inside, f"{where}: gold is {files.shown(gold)}, expected 0 to {len(choices) - 1}")
         texts[listed] = choices
     for key, values in texts.items():
         require(all(isinstance(v, str) for v in values), f"{where}: {key} must be text")
-        filled = key in ("query", "context") or all(v.strip() for v in values)  # nothing to go on from is allowed
+        filled = key in ("query", "context") or all(
+            v.strip() for v in values
+        )  # nothing to go on from is allowed
         require(filled, f"{where}: {key} holds an empty text, which has no probability")
 
 
@@ -164,7 +189,9 @@ def worded(row: dict, delimiter: str, strip: bool = True) -> Item:
 
     if "choices" in row:
         context = clean(row["query"]) + delimiter.rstrip()
-        return Item([context] * len(row["choices"]), [" " + clean(c) for c in row["choices"]], row["gold"])
+        return Item(
+            [context] * len(row["choices"]), [" " + clean(c) for c in row["choices"]], row["gold"]
+        )
     contexts = row.get("context_options") or [row["context"]]
     continuation = " " + clean(row["continuation"])
     return Item([clean(c) for c in contexts], [continuation] * len(contexts), row.get("gold", 0))
@@ -175,16 +202,24 @@ def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list
     if shots == 0:
         return items
     examples = list(dict.fromkeys(item.example for item in items))
-    require(shots < len(examples), f"shots={shots}, but there are {len(examples)} different items: take fewer")
+    require(
+        shots < len(examples),
+        f"shots={shots}, but there are {len(examples)} different items: take fewer",
+    )
     result = []
     for number, item in enumerate(items):
-        draw, chosen = random.Random(f"{seed}:{number}"), []  # of its methods only random() is the same for ever
+        draw, chosen = (
+            random.Random(f"{seed}:{number}"),
+            [],
+        )  # of its methods only random() is the same for ever
         while len(chosen) < shots:
             example = examples[int(draw.random() * len(examples))]
             if example not in (*chosen, item.example):
                 chosen.append(example)
         above = separator.join(chosen) + separator
-        result.append(Item([above + context for context in item.contexts], item.continuations, item.gold))
+        result.append(
+            Item([above + context for context in item.contexts], item.continuations, item.gold)
+        )
     return result
 
 
@@ -194,7 +229,11 @@ def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list
 
 def arc(row):
     gold = row["choices"]["label"].index(row["answerKey"])
-    return {"query": f"Question: {row['question']}", "choices": row["choices"]["text"], "gold": gold}
+    return {
+        "query": f"Question: {row['question']}",
+        "choices": row["choices"]["text"],
+        "gold": gold,
+    }
 
 
 def boolq(row):
@@ -207,11 +246,19 @@ def hellaswag(row):
         return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
     query = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return {"query": clean(query), "choices": [clean(text) for text in row["endings"]], "gold": int(row["label"])}
+    return {
+        "query": clean(query),
+        "choices": [clean(text) for text in row["endings"]],
+        "gold": int(row["label"]),
+    }
 
 
 def piqa(row):
-    return {"query": f"Question: {row['goal']}", "choices": [row["sol1"], row["sol2"]], "gold": int(row["label"])}
+    return {
+        "query": f"Question: {row['goal']}",
+        "choices": [row["sol1"], row["sol2"]],
+        "gold": int(row["label"]),
+    }
 
 
 def winograd(row):
@@ -222,16 +269,36 @@ def winograd(row):
         option += "'s" if pronoun.lower() in ("my", "his", "her", "our", "their") else ""
         first = option.split()[0]
         inside = text[start - 2] != "."
-        if inside and first in ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their"):
+        if inside and first in (
+            "A",
+            "An",
+            "The",
+            "She",
+            "He",
+            "It",
+            "They",
+            "My",
+            "His",
+            "Her",
+            "Their",
+        ):
             option = option.replace(first, first.lower())
         options.append(text[:start] + option)
-    return {"context_options": options, "continuation": text[start + len(pronoun) :], "gold": int(row["label"])}
+    return {
+        "context_options": options,
+        "continuation": text[start + len(pronoun) :],
+        "gold": int(row["label"]),
+    }
 
 
 def winogrande(row):
     before, _, after = row["sentence"].partition("_")
     options = [before + row["option1"], before + row["option2"]]
-    return {"context_options": options, "continuation": after.strip(), "gold": int(row["answer"]) - 1}
+    return {
+        "context_options": options,
+        "continuation": after.strip(),
+        "gold": int(row["answer"]) - 1,
+    }
 
 
 def lambada(row):
@@ -284,7 +351,10 @@ def read_hub(name: str) -> list[dict]:
 
     source = SOURCES[name]
     try:
-        rows = [source.row(row) for row in datasets.load_dataset(source.path, source.subset, split=source.split)]
+        rows = [
+            source.row(row)
+            for row in datasets.load_dataset(source.path, source.subset, split=source.split)
+        ]
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot get task {name} ({source.path}) from the Hub ({type(error).__name__}): give the folder of a "
@@ -311,10 +381,15 @@ class MakeConfig:
 
     def check(self) -> None:
         for name, least in {"n": 1, "choices": 2, "context": 0, "length": 1}.items():
-            require(getattr(self, name) >= least, f"{name} must be at least {least}, not {getattr(self, name)}")
+            require(
+                getattr(self, name) >= least,
+                f"{name} must be at least {least}, not {getattr(self, name)}",
+            )
 
 
-def continuations(text: str, n: int, seed: int = 0, choices: int = 4, context: int = 256, length: int = 64):
+def continuations(
+    text: str, n: int, seed: int = 0, choices: int = 4, context: int = 256, length: int = 64
+):
     """n rows of multiple choice: `context` characters of the text, then what really follows or what follows elsewhere.
 
     All begin behind a single space, so that nothing but the sense tells them apart. Raises UserError if the text is too
@@ -323,7 +398,10 @@ def continuations(text: str, n: int, seed: int = 0, choices: int = 4, context: i
     places = [m.start() for m in re.finditer(r"(?<=\S) (?=\S)", text)]
     places = [place for place in places if context <= place < len(text) - length]
     pieces = {text[place : place + length].strip() for place in places}
-    require(len(pieces) >= choices, f"the text has {len(text)} characters: too few for {choices} different choices")
+    require(
+        len(pieces) >= choices,
+        f"the text has {len(text)} characters: too few for {choices} different choices",
+    )
     draw, rows = random.Random(seed), []
     for _ in range(n):
         found = {}  # continuation -> its place; the first is the real one
@@ -332,7 +410,13 @@ def continuations(text: str, n: int, seed: int = 0, choices: int = 4, context: i
             found.setdefault(text[place : place + length].strip(), place)
         (real, place), *_ = found.items()
         shuffled = sorted(found, key=lambda _: draw.random())
-        rows.append({"query": text[place - context : place], "choices": shuffled, "gold": shuffled.index(real)})
+        rows.append(
+            {
+                "query": text[place - context : place],
+                "choices": shuffled,
+                "gold": shuffled.index(real),
+            }
+        )
     return rows
 
 

@@ -39,7 +39,13 @@ from text import tokenizer as tokenizers
 from weights import load
 
 PART_SECONDS = 30  # between two writes of what is scored so far
-NAMES = dict(zip(icl_tasks.TABLE2, "ARC-c ARC-e BoolQ HellaSwag PIQA Winograd Winogrande".split(), strict=True))
+NAMES = dict(
+    zip(
+        icl_tasks.TABLE2,
+        "ARC-c ARC-e BoolQ HellaSwag PIQA Winograd Winogrande".split(),
+        strict=True,
+    )
+)
 PUBLISHED = {  # zero-shot, in the order of TABLE2
     "Cerebras-GPT-1.3B, published": (0.245, 0.445, 0.583, 0.380, 0.668, 0.630, 0.522),
     "MPT-1B, published": (0.254, 0.453, 0.585, 0.516, 0.724, 0.692, 0.536),
@@ -59,9 +65,13 @@ FIGURES = {  # of each kind, what the table prints
 class EvalConfig:
     """What is asked, and how."""
 
-    tasks: str = "all"  # names, .jsonl or .txt files, commas between; all: the seven of the posts' table
+    tasks: str = (
+        "all"  # names, .jsonl or .txt files, commas between; all: the seven of the posts' table
+    )
     data: str = ""  # folder of NAME.jsonl, looked into before the Hub
-    delimiter: str = ""  # between question and answer, \n a line break (empty = the task's, else a space)
+    delimiter: str = (
+        ""  # between question and answer, \n a line break (empty = the task's, else a space)
+    )
     shots: int = 0  # solved examples above each question
     seed: int = 0  # of the choice of examples
     limit: int = 0  # of each task the first so many items (0 = all)
@@ -73,11 +83,15 @@ class EvalConfig:
 
     def check(self) -> None:
         for name in ("shots", "limit"):
-            require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
+            require(
+                getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}"
+            )
         require(self.batch_tokens > 0, f"batch_tokens must be at least 1, not {self.batch_tokens}")
 
 
-def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, part=None, progress=False) -> dict:
+def evaluate(
+    model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192, part=None, progress=False
+) -> dict:
     """Score tasks on any model, a sharded one in the middle of training too: {name: figures}.
 
     A collective: call it on every rank with the same tasks. part: see Part. Raises UserError for a continuation that
@@ -86,19 +100,39 @@ def evaluate(model, tokenizer, tasks, world, precision="fp32", batch_tokens=8192
     training, separator = model.training, model.separator
     model.eval()
     model.separator = None  # a text is one document, behind an end-of-text
-    stance = "default" if model.cfg.attn_impl == "flex" else "force_eager"  # flex needs its compiler
+    stance = (
+        "default" if model.cfg.attn_impl == "flex" else "force_eager"
+    )  # flex needs its compiler
     results = {}
     for task in tasks:
         begin = time.perf_counter()
         pairs = pairs_of(task, tokenizer, model.cfg.max_seq_len)
         requests, cut = encode(pairs, tokenizer, task.name, model.cfg)
-        with torch.compiler.set_stance(stance):  # compiled blocks would be compiled anew for many shapes
-            sums = score(model, requests, world, precision, batch_tokens, part, task.name if progress else "").tolist()
+        with torch.compiler.set_stance(
+            stance
+        ):  # compiled blocks would be compiled anew for many shapes
+            sums = score(
+                model, requests, world, precision, batch_tokens, part, task.name if progress else ""
+            ).tolist()
         scores = {pair: (*sums[i], requests[i].count) for i, pair in enumerate(pairs)}
-        figures = summarize_text(task.text, pairs, scores) if task.kind == "text" else summarize(task, scores)
+        figures = (
+            summarize_text(task.text, pairs, scores)
+            if task.kind == "text"
+            else summarize(task, scores)
+        )
         tokens = sum(len(request.ids) - 1 for request in requests)
-        about = {"requests": len(requests), "tokens": tokens, "contexts_cut": cut, "digest": task.digest}
-        results[task.name] = {"kind": task.kind, **figures, **about, "seconds": time.perf_counter() - begin}
+        about = {
+            "requests": len(requests),
+            "tokens": tokens,
+            "contexts_cut": cut,
+            "digest": task.digest,
+        }
+        results[task.name] = {
+            "kind": task.kind,
+            **figures,
+            **about,
+            "seconds": time.perf_counter() - begin,
+        }
     model.train(training)
     model.separator = separator
     parallel.free_gathered_weights(model)
@@ -119,14 +153,21 @@ def pairs_of(task, tokenizer, room: int) -> list[tuple]:
     if task.kind == "text":
         return windows([int(i) for i in tokenizer.encode(task.text)], tokenizer.eot, room)
     both = task.items + task.harness
-    return list(dict.fromkeys(pair for item in both for pair in zip(item.contexts, item.continuations, strict=True)))
+    return list(
+        dict.fromkeys(
+            pair for item in both for pair in zip(item.contexts, item.continuations, strict=True)
+        )
+    )
 
 
 def windows(ids: list[int], first: int, room: int) -> list[tuple]:
     """A text in pieces of `room` tokens, each token scored once; the last piece sees more of the text before it."""
     before = [first, *ids]  # before[i] is what stands before ids[i]
     pieces = [(begin, min(begin + room, len(ids))) for begin in range(0, len(ids), room)]
-    return [(tuple(before[max(0, end - room) : begin + 1]), tuple(ids[begin:end])) for begin, end in pieces]
+    return [
+        (tuple(before[max(0, end - room) : begin + 1]), tuple(ids[begin:end]))
+        for begin, end in pieces
+    ]
 
 
 def encode(pairs, tokenizer, name: str, cfg) -> tuple[list[Request], int]:
@@ -135,7 +176,9 @@ def encode(pairs, tokenizer, name: str, cfg) -> tuple[list[Request], int]:
 
     def ids_of(text):
         if text not in known:
-            known[text] = np.asarray(tokenizer.encode(text) if isinstance(text, str) else text, dtype=np.int64)
+            known[text] = np.asarray(
+                tokenizer.encode(text) if isinstance(text, str) else text, dtype=np.int64
+            )
         return known[text]
 
     for context, continuation in pairs:
@@ -143,7 +186,9 @@ def encode(pairs, tokenizer, name: str, cfg) -> tuple[list[Request], int]:
             bare = context.rstrip()
             context, continuation = bare, context[len(bare) :] + continuation
         before, scored = ids_of(context), ids_of(continuation)
-        before = before if len(before) else np.array([tokenizer.eot])  # nothing said: a new document begins
+        before = (
+            before if len(before) else np.array([tokenizer.eot])
+        )  # nothing said: a new document begins
         require(
             len(scored) <= room,
             f"task {name}: a continuation has {len(scored)} tokens, but max_seq_len is {room}: leave out the item with "
@@ -167,23 +212,41 @@ def summarize_text(text: str, pairs, scores: dict) -> dict:
     """Of a text in windows. nats_per_byte does not depend on the tokenizer."""
     nats = -sum(scores[pair][0] for pair in pairs)
     tokens, size = sum(scores[pair][2] for pair in pairs), len(text.encode("utf-8", "replace"))
-    per = {"nats_per_token": nats / tokens, "nats_per_byte": nats / size, "perplexity": math.exp(nats / tokens)}
+    per = {
+        "nats_per_token": nats / tokens,
+        "nats_per_byte": nats / size,
+        "perplexity": math.exp(nats / tokens),
+    }
     return {"n": tokens, "bytes": size, **per}
 
 
 def summarize(task, scores: dict) -> dict:
     """The figures of a task from `scores`: (context, continuation) -> (sum of log-probabilities, greedy, tokens)."""
-    found = [[scores[pair] for pair in zip(i.contexts, i.continuations, strict=True)] for i in task.items]
+    found = [
+        [scores[pair] for pair in zip(i.contexts, i.continuations, strict=True)] for i in task.items
+    ]
     if task.kind == "language_modeling":
-        nats, tokens = (sum(column) for column in zip(*((-v[0][0], v[0][2]) for v in found), strict=True))
+        nats, tokens = (
+            sum(column) for column in zip(*((-v[0][0], v[0][2]) for v in found), strict=True)
+        )
         right = share("acc", [bool(values[0][1]) for values in found])
-        return right | {"perplexity": math.exp(min(700, nats / len(found))), "nats_per_token": nats / tokens}
-    theirs = [[scores[pair] for pair in zip(i.contexts, i.continuations, strict=True)] for i in task.harness]
-    lengths = [[len(text) - 1 for text in item.continuations] for item in task.harness]  # characters, without the space
+        return right | {
+            "perplexity": math.exp(min(700, nats / len(found))),
+            "nats_per_token": nats / tokens,
+        }
+    theirs = [
+        [scores[pair] for pair in zip(i.contexts, i.continuations, strict=True)]
+        for i in task.harness
+    ]
+    lengths = [
+        [len(text) - 1 for text in item.continuations] for item in task.harness
+    ]  # characters, without the space
     gold = [item.gold for item in task.items]
     sums = [[s for s, _, _ in values] for values in theirs]
     means = [[s / n for s, _, n in values] for values in found]
-    norms = [[s / n for s, n in zip(*pair, strict=True)] for pair in zip(sums, lengths, strict=True)]
+    norms = [
+        [s / n for s, n in zip(*pair, strict=True)] for pair in zip(sums, lengths, strict=True)
+    ]
     result = {}
     for name, values in (("foundry", means), ("acc", sums), ("acc_norm", norms)):
         result |= share(name, [best(v) == g for v, g in zip(values, gold, strict=True)])
@@ -206,14 +269,20 @@ def table(results: dict, name: str) -> str:
     """Multiple choice and schema in a table like the posts', in Markdown; the other kinds a line each."""
     chosen = [task for task in results if "foundry" in results[task]]
     seven = [task for task in icl_tasks.TABLE2 if task in chosen]
-    columns = [*seven, *(["mean"] if seven else []), *(task for task in chosen if task not in seven)]
+    columns = [
+        *seven,
+        *(["mean"] if seven else []),
+        *(task for task in chosen if task not in seven),
+    ]
 
     def row(title, values, form="{:.3f}"):
         cells = [form.format(values[column]) if column in values else "" for column in columns]
         return "| " + " | ".join([f"{title:<40}", *(f"{cell:>10}" for cell in cells)]) + " |"
 
     def with_mean(values):
-        return values | ({"mean": sum(values[task] for task in seven) / len(seven)} if seven else {})
+        return values | (
+            {"mean": sum(values[task] for task in seven) / len(seven)} if seven else {}
+        )
 
     lines = []
     if chosen:
@@ -221,9 +290,18 @@ def table(results: dict, name: str) -> str:
         lines += ["|---" * (1 + len(columns)) + "|"]
         lines += [row("items", {task: results[task]["n"] for task in chosen}, "{}")]
         for key, scoring in SCORINGS.items():
-            lines += [row(f"{name}, {scoring}", with_mean({task: results[task][key] for task in chosen}))]
-            lines += [row("  standard error", {task: results[task][f"{key}_stderr"] for task in chosen})]
-        lines += [row("most frequent answer", with_mean({task: results[task]["majority"] for task in chosen}))]
+            lines += [
+                row(f"{name}, {scoring}", with_mean({task: results[task][key] for task in chosen}))
+            ]
+            lines += [
+                row("  standard error", {task: results[task][f"{key}_stderr"] for task in chosen})
+            ]
+        lines += [
+            row(
+                "most frequent answer",
+                with_mean({task: results[task]["majority"] for task in chosen}),
+            )
+        ]
     for model, values in PUBLISHED.items() if seven else ():
         values = dict(zip(icl_tasks.TABLE2, values, strict=True))
         lines += [row(model, with_mean({task: values[task] for task in seven}))]
@@ -239,7 +317,9 @@ def table(results: dict, name: str) -> str:
                 f"perplexity {r['perplexity']:.2f}, {r['n']:,} tokens"
             ]
         if r["contexts_cut"]:
-            lines += [f"{task}: {r['contexts_cut']} of {r['requests']} contexts were cut on the left to fit the model"]
+            lines += [
+                f"{task}: {r['contexts_cut']} of {r['requests']} contexts were cut on the left to fit the model"
+            ]
     return "\n".join(lines)
 
 
@@ -265,12 +345,18 @@ class Part:
             for line in files.read_bytes(path).split(b"\n"):
                 with contextlib.suppress(UserError):  # a line that was cut off
                     key, *values = files.parse_json(line, str(path), list) or [None]
-                    if isinstance(key, str) and len(values) == 2 and all(files.has_type(v, float) for v in values):
+                    if (
+                        isinstance(key, str)
+                        and len(values) == 2
+                        and all(files.has_type(v, float) for v in values)
+                    ):
                         known[key] = values
         return known
 
     def add(self, keys, values) -> None:
-        self.rows += "".join(json.dumps([key, *pair]) + "\n" for key, pair in zip(keys, values, strict=True))
+        self.rows += "".join(
+            json.dumps([key, *pair]) + "\n" for key, pair in zip(keys, values, strict=True)
+        )
         if time.monotonic() - self.written > PART_SECONDS:
             with open(self.path, "a") as file:
                 file.write("\n" + self.rows)
@@ -315,7 +401,10 @@ def finished(out: str, about: dict) -> dict:
 
 def main(argv) -> None:
     (run,), cfg = config.load(argv, EvalConfig, takes="RUN")
-    require(not cfg.out or Path(cfg.out).absolute().parent.is_dir(), f"no folder for --out={cfg.out}: make it first")
+    require(
+        not cfg.out or Path(cfg.out).absolute().parent.is_dir(),
+        f"no folder for --out={cfg.out}: make it first",
+    )
     load.find(run)  # first, since the tasks may come from the Hub, slowly
     world = processes.start()
     how = (cfg.data, cfg.shots, cfg.seed, cfg.limit, cfg.delimiter.replace("\\n", "\n"))
@@ -327,14 +416,18 @@ def main(argv) -> None:
     about |= {"tokenizer": tokenizer.name, "ids": tokenizer.fingerprint}
     model = model.float() if precision == "fp32" else model
     done = processes.rank_zero_decides(lambda: finished(cfg.out, about))
-    part = Part(cfg.out, f"{about['weights']}-{precision}", world.rank) if cfg.out else None
+    part = Part(cfg.out, f"{about['weights']}-{precision}", world.global_rank) if cfg.out else None
     for task in tasks:
         if done.get(task.name, {}).get("digest") == task.digest:
             continue
-        done |= evaluate(model, tokenizer, [task], world, precision, cfg.batch_tokens, part, progress=True)
-        if cfg.out and world.rank == 0:
-            files.write_atomically(Path(cfg.out), json.dumps({"settings": about, "tasks": done}, indent=2).encode())
-    if world.rank == 0:
+        done |= evaluate(
+            model, tokenizer, [task], world, precision, cfg.batch_tokens, part, progress=True
+        )
+        if cfg.out and world.global_rank == 0:
+            files.write_atomically(
+                Path(cfg.out), json.dumps({"settings": about, "tasks": done}, indent=2).encode()
+            )
+    if world.global_rank == 0:
         if part:
             part.remove()
         print(table({task.name: done[task.name] for task in tasks}, name))

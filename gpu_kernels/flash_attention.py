@@ -71,16 +71,33 @@ except ImportError as missing:
     ) from missing
 
 LOG2E = tl.constexpr(math.log2(math.e))
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))  # TRITON_INTERPRET=1: kernels run in NumPy
+INTERPRETED = tl.constexpr(
+    bool(triton.knobs.runtime.interpret)
+)  # TRITON_INTERPRET=1: kernels run in NumPy
 
 
 # --- pieces of a kernel
 
 
 @triton.jit
-def part(x, strides, b, h, start, n, BLOCK: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+def part(
+    x,
+    strides,
+    b,
+    h,
+    start,
+    n,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):
     """Pointers to columns FIRST .. FIRST + WIDTH of rows start .. start + BLOCK of a head, and which of them exist."""
-    row = b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1] + tl.cast(start, tl.int64) * strides[2]
+    row = (
+        b.to(tl.int64) * strides[0]
+        + h.to(tl.int64) * strides[1]
+        + tl.cast(start, tl.int64) * strides[2]
+    )
     i, d = tl.arange(0, BLOCK), FIRST + tl.arange(0, WIDTH)
     there = (i < n - start)[:, None]
     if FIRST + WIDTH > D:
@@ -89,7 +106,18 @@ def part(x, strides, b, h, start, n, BLOCK: tl.constexpr, FIRST: tl.constexpr, W
 
 
 @triton.jit
-def load_rows(x, strides, b, h, start, n, BLOCK: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+def load_rows(
+    x,
+    strides,
+    b,
+    h,
+    start,
+    n,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
     """Rows start .. start + BLOCK of one head of n rows, zeros behind them. Widths are powers of two, so a head of 96
     is two tensors, (BLOCK, 64) and (BLOCK, 32), and not one of 128; a head of 64 or 128 is one."""
     pointers, there = part(x, strides, b, h, start, n, BLOCK, 0, LOW, D)
@@ -173,7 +201,9 @@ def document_of(bounds, b, position, n_keys):
     else:
         there = (position >= 0) & (position < n_keys)
         begin = bounds + b.to(tl.int64) * 2 * n_keys + position
-        return tl.load(begin, mask=there, other=n_keys), tl.load(begin + n_keys, mask=there, other=0)
+        return tl.load(begin, mask=there, other=n_keys), tl.load(
+            begin + n_keys, mask=there, other=0
+        )
 
 
 @triton.jit
@@ -198,7 +228,9 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries. Grid: (blocks of queries, heads, batch)."""
-    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the last rows see most keys: they go first
+    start = (
+        tl.num_programs(0) - 1 - tl.program_id(0)
+    ) * BLOCK_M  # the last rows see most keys: they go first
     h, b = tl.program_id(1), tl.program_id(2)
     query = start + tl.arange(0, BLOCK_M)
     i = query + n_keys - n_queries  # position among the keys
@@ -218,7 +250,9 @@ def forward_kernel(
             if slopes is not None:
                 s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
             if masked:
-                s = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < last[:, None]), s, -float("inf"))
+                s = tl.where(
+                    (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None]), s, -float("inf")
+                )
             m_new = tl.maximum(m, tl.max(s, 1))
             p = tl.exp2(s - m_new[:, None])
             shrink = tl.exp2(m - m_new)
@@ -261,7 +295,9 @@ def dq_kernel(
         row_delta += tl.sum(outs[1].to(tl.float32) * grads[1].to(tl.float32), 1)
     row = (b * tl.num_programs(1) + h).to(tl.int64) * n_queries + query
     tl.store(delta + row, row_delta, mask=query < n_queries)
-    row_lse = tl.load(lse + row, mask=query < n_queries, other=float("inf")) + row_bias(i, origin, slope, CAUSAL)
+    row_lse = tl.load(lse + row, mask=query < n_queries, other=float("inf")) + row_bias(
+        i, origin, slope, CAUSAL
+    )
 
     total = zeros(BLOCK_M, LOW, HIGH)
     for masked in tl.static_range(2):
@@ -273,7 +309,9 @@ def dq_kernel(
             if slopes is not None:
                 s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
             if masked:
-                s = tl.where((j[None, :] >= first[:, None]) & (j[None, :] < last[:, None]), s, -float("inf"))
+                s = tl.where(
+                    (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None]), s, -float("inf")
+                )
             p = tl.exp2(s - row_lse[:, None])
             ds = p * (rows_dot_rows(grads, values) - row_delta[:, None])
             total = add_product(total, 1.0, ds, keys)
@@ -351,16 +389,28 @@ def launch(what: str, tensors: dict, causal: bool, scale: float, row: tuple | No
     """Run the kernel of one pass over all heads and blocks. `tensors`: its pointers by name, some of them None."""
     kernel, q, k = KERNELS[what], tensors["q"], tensors["k"]
     (B, H, n_queries, D), (_, Hkv, n_keys, _) = q.shape, k.shape
-    options = launch_table.options(row or launch_table.row_for(architecture(q.device), D, what, q.dtype))
+    options = launch_table.options(
+        row or launch_table.row_for(architecture(q.device), D, what, q.dtype)
+    )
     by_keys = what == "dkdv"
-    blocks = triton.cdiv(n_keys, options["BLOCK_N"]) if by_keys else triton.cdiv(n_queries, options["BLOCK_M"])
-    strides = {f"{name}_strides": x.stride()[:3] for name, x in tensors.items() if x is not None and x.ndim == 4}
+    blocks = (
+        triton.cdiv(n_keys, options["BLOCK_N"])
+        if by_keys
+        else triton.cdiv(n_queries, options["BLOCK_M"])
+    )
+    strides = {
+        f"{name}_strides": x.stride()[:3]
+        for name, x in tensors.items()
+        if x is not None and x.ndim == 4
+    }
     sizes = {"n_queries": n_queries, "n_keys": n_keys, "scale": scale * LOG2E.value}
     low, high = split(D)
     constants = {"GROUP": H // Hkv, "CAUSAL": causal, "D": D, "LOW": low, "HIGH": high}
     if blocks > 0 and B > 0:
         with torch.cuda.device_of(q):
-            kernel[blocks, Hkv if by_keys else H, B](**tensors, **strides, **sizes, **constants, **options)
+            kernel[blocks, Hkv if by_keys else H, B](
+                **tensors, **strides, **sizes, **constants, **options
+            )
 
 
 # --- the operator: one node for torch.compile, activation checkpointing and FlopCounterMode
@@ -374,7 +424,13 @@ def like_rows(x):
 
 @torch.library.custom_op("mpt::flash_attention", mutates_args=())
 def forward_operator(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, bounds: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    bounds: Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse): out as q, lse (B, H, Tq) fp32, base 2."""
     out, lse = like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -391,7 +447,16 @@ def backward_operator(
     """(dq, dk, dv). The dq kernel leaves delta for the dk, dv kernel."""
     dq, dk, dv, delta = like_rows(q), like_rows(k), like_rows(v), torch.empty_like(lse)
     do = do if do.stride(-1) == 1 else do.contiguous()
-    tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "slopes": slopes, "bounds": bounds}
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "do": do,
+        "lse": lse,
+        "delta": delta,
+        "slopes": slopes,
+        "bounds": bounds,
+    }
     launch("dq", tensors | {"out": out, "dq": dq}, causal, scale)
     launch("dkdv", tensors | {"dk": dk, "dv": dv}, causal, scale)
     return dq, dk, dv
@@ -415,7 +480,13 @@ def keep_for_backward(ctx, inputs, output):
 @functools.partial(forward_operator.register_autograd, setup_context=keep_for_backward)
 def gradients(ctx, do, _):
     q, k, v, slopes, bounds, out, lse = ctx.saved_tensors
-    return *backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale), None, None, None, None
+    return (
+        *backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 @register_flop_formula(torch.ops.mpt.flash_attention)
@@ -431,7 +502,9 @@ def backward_flops(do_shape, q_shape, k_shape, *args, **kwargs) -> int:
     return forward_flops(q_shape, k_shape) * 5 // 2
 
 
-def flash_attention(q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None):
+def flash_attention(
+    q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None
+):
     """softmax(q k^T * softmax_scale + bias) v, differentiable once, without a T x T tensor. Returns (B, H, Tq, D).
 
     q: (B, H, Tq, D), k and v: (B, Hkv, Tk, D), H a multiple of Hkv, D at most 128, any strides; bf16, fp16 or fp32
@@ -452,17 +525,29 @@ def flash_attention(q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=No
 
 def check(q, k, v, slopes, sequence_ids) -> None:
     """Refuse what the kernels cannot do, and say what can; words are made only then, since this runs in every step."""
-    if not (q.ndim == k.ndim == 4 and k.shape == v.shape and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])):
+    if not (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+    ):
         shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        raise UserError(f"flash_attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}")
+        raise UserError(
+            f"flash_attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}"
+        )
     (B, H, n_queries, D), (_, Hkv, n_keys, _), device = q.shape, k.shape, q.device
     if Hkv == 0 or H % Hkv > 0:
         raise UserError(f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads")
     if D > 128:
-        raise UserError(f"flash_attention has head dims up to 128, not {D}: take attn_impl=sdpa, or more heads")
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)):
+        raise UserError(
+            f"flash_attention has head dims up to 128, not {D}: take attn_impl=sdpa, or more heads"
+        )
+    if not (
+        q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    ):
         dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
-        raise UserError(f"flash_attention wants q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them")
+        raise UserError(
+            f"flash_attention wants q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them"
+        )
     if device.type != "cuda" and not INTERPRETED.value:
         raise UserError(
             f"flash_attention runs on CUDA and ROCm GPUs, not on {device.type}: take attn_impl=sdpa or blocks, or set "
@@ -470,11 +555,19 @@ def check(q, k, v, slopes, sequence_ids) -> None:
         )
     if not k.device == v.device == device:
         raise UserError(f"q, k, v lie on {device}, {k.device}, {v.device}: move them to one device")
-    if slopes is not None and (slopes.shape, slopes.dtype, slopes.device) != ((H,), torch.float32, device):
+    if slopes is not None and (slopes.shape, slopes.dtype, slopes.device) != (
+        (H,),
+        torch.float32,
+        device,
+    ):
         advice = "attention.alibi_slopes(n_heads, device=...) makes them"
-        raise UserError(f"alibi_slopes must be ({H},) fp32 on {device}, not {slopes.dtype}: {advice}")
+        raise UserError(
+            f"alibi_slopes must be ({H},) fp32 on {device}, not {slopes.dtype}: {advice}"
+        )
     if slopes is not None and slopes.requires_grad:
-        raise UserError("alibi_slopes get no gradient here: detach them, or take attn_impl=reference")
+        raise UserError(
+            "alibi_slopes get no gradient here: detach them, or take attn_impl=reference"
+        )
     if sequence_ids is not None:
         integers = not sequence_ids.is_floating_point() and sequence_ids.device == device
         if sequence_ids.shape != (B, n_keys) or not integers or n_queries > n_keys:
@@ -490,38 +583,64 @@ def document_bounds(sequence_ids):
     edge = torch.ones_like(sequence_ids[:, :1], dtype=torch.bool)
     change = sequence_ids[:, 1:] != sequence_ids[:, :-1]
     begin = torch.where(torch.cat([edge, change], 1), position, 0).cummax(1).values
-    end = torch.where(torch.cat([change, edge], 1), position + 1, T).flip(1).cummin(1).values.flip(1)
+    end = (
+        torch.where(torch.cat([change, edge], 1), position + 1, T).flip(1).cummin(1).values.flip(1)
+    )
     return torch.stack([begin, end], 1).to(torch.int32)
 
 
 # --- the obvious version, and measuring
 
 
-def reference_attention(q, k, v, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None):
+def reference_attention(
+    q, k, v, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None
+):
     """What `flash_attention` computes, with all scores in memory."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     n_queries, n_keys = q.shape[2], k.shape[2]
     i = torch.arange(n_keys - n_queries, n_keys, device=q.device)[:, None]  # (Tq, 1)
     j = torch.arange(n_keys, device=q.device)  # (Tk,)
-    s = q @ k.transpose(-2, -1) * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)  # (B, H, Tq, Tk)
+    s = (
+        q @ k.transpose(-2, -1) * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    )  # (B, H, Tq, Tk)
     if alibi_slopes is not None:
         s = s - alibi_slopes[:, None, None].to(s.dtype) * (i - j).abs()
     visible = j <= i if causal else torch.ones_like(j <= i)
     if sequence_ids is not None:
         document = F.pad((sequence_ids[:, 1:] != sequence_ids[:, :-1]).cumsum(1), (1, 0))  # (B, Tk)
-        visible = visible & (document[:, n_keys - n_queries :, None] == document[:, None, :])[:, None]
+        visible = (
+            visible & (document[:, n_keys - n_queries :, None] == document[:, None, :])[:, None]
+        )
     s = s.masked_fill(~visible, -math.inf)
-    p = torch.softmax(s, dim=-1).masked_fill(~visible.any(-1, keepdim=True), 0)  # rows that see no key
+    p = torch.softmax(s, dim=-1).masked_fill(
+        ~visible.any(-1, keepdim=True), 0
+    )  # rows that see no key
     return p @ v
 
 
-def compare(device, dtype, B=1, H=2, Hkv=1, n_queries=80, n_keys=80, D=64, alibi=True, documents=False, causal=True):
+def compare(
+    device,
+    dtype,
+    B=1,
+    H=2,
+    Hkv=1,
+    n_queries=80,
+    n_keys=80,
+    D=64,
+    alibi=True,
+    documents=False,
+    causal=True,
+):
     """The largest errors of out, dq, dk and dv against float64, each relative to the largest exact value."""
     torch.manual_seed(0)
     shapes = [(B, n_queries, H, D), (B, n_keys, Hkv, D), (B, n_keys, Hkv, D), (B, n_queries, H, D)]
     q, k, v, do = (torch.randn(shape, device=device).to(dtype).transpose(1, 2) for shape in shapes)
     slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device)) if alibi else None
-    ids = torch.arange(n_keys, device=device).expand(B, -1) // (n_keys // 3 + 1) if documents else None
+    ids = (
+        torch.arange(n_keys, device=device).expand(B, -1) // (n_keys // 3 + 1)
+        if documents
+        else None
+    )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = flash_attention(*leaves, alibi_slopes=slopes, causal=causal, sequence_ids=ids)
     exact_leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -534,28 +653,56 @@ def compare(device, dtype, B=1, H=2, Hkv=1, n_queries=80, n_keys=80, D=64, alibi
 def demonstrate(device) -> None:
     """Print errors against float64; raise if one is too large."""
     n = 48 if INTERPRETED.value else 1000
-    cases = [{}, {"alibi": False}, {"causal": False}, {"documents": True}, {"D": 96}, {"D": 128, "Hkv": 2}]
+    cases = [
+        {},
+        {"alibi": False},
+        {"causal": False},
+        {"documents": True},
+        {"D": 96},
+        {"D": 128, "Hkv": 2},
+    ]
     print(f"largest relative error of   out       dq       dk       dv    ({device}, {n} tokens)")
     for dtype, limit in ((torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)):
         for case in cases:
             errors = compare(device, dtype, n_queries=n, n_keys=n, **case)
             print(f"{str(dtype)[6:]:9s} {str(case or ''):20s}", *(f"{e:.1e} " for e in errors))
-            require(all(e < limit for e in errors), f"flash_attention is off in {dtype} {case}: {errors}")
+            require(
+                all(e < limit for e in errors),
+                f"flash_attention is off in {dtype} {case}: {errors}",
+            )
 
 
 def tune(device, T: int = 4096, H: int = 16) -> None:
     """Print the fastest row of each pass on this GPU, for LAUNCH: causal bf16, ALiBi, 4 x H heads x T."""
     for D in (64, 128):
-        q, k, v, do = (torch.randn(4, T, H, D, device=device).bfloat16().transpose(1, 2) for _ in range(4))
+        q, k, v, do = (
+            torch.randn(4, T, H, D, device=device).bfloat16().transpose(1, 2) for _ in range(4)
+        )
         slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device))
         out, lse = forward_operator(q, k, v, slopes, None, True, D**-0.5)
-        tensors = {"q": q, "k": k, "v": v, "do": do, "out": out, "lse": lse, "slopes": slopes, "bounds": None}
-        tensors |= {"dq": like_rows(q), "dk": like_rows(k), "dv": like_rows(v), "delta": torch.empty_like(lse)}
+        tensors = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "do": do,
+            "out": out,
+            "lse": lse,
+            "slopes": slopes,
+            "bounds": None,
+        }
+        tensors |= {
+            "dq": like_rows(q),
+            "dk": like_rows(k),
+            "dv": like_rows(v),
+            "delta": torch.empty_like(lse),
+        }
         rows = {}
         for what, kernel in KERNELS.items():
             mine = {name: x for name, x in tensors.items() if name in kernel.arg_names}
             once = functools.partial(launch, what, mine, True, D**-0.5)
-            rows[what] = launch_table.fastest(f"{what}, heads of {D}", once, triton.testing.do_bench)
+            rows[what] = launch_table.fastest(
+                f"{what}, heads of {D}", once, triton.testing.do_bench
+            )
         print(f'    ("{architecture(q.device)}", {D}): {rows},', flush=True)
 
 
@@ -565,14 +712,23 @@ def main(argv) -> None:
     require(argv in ([], ["--tune"]), "usage: python -m gpu_kernels.flash_attention [--tune]")
     there = torch.cuda.is_available()
     require(there or not argv, "--tune measures a GPU, and there is none here")
-    if not there and not INTERPRETED.value:  # Triton reads the variable when a kernel is decorated: begin anew
+    if (
+        not there and not INTERPRETED.value
+    ):  # Triton reads the variable when a kernel is decorated: begin anew
         again = [sys.executable, "-m", "gpu_kernels.flash_attention"]
         os.execve(sys.executable, again, os.environ | {"TRITON_INTERPRET": "1"})
     if argv:
         return tune(torch.device("cuda"))
     demonstrate("cuda" if there else "cpu")
     if there and not INTERPRETED.value:
-        bench = [sys.executable, "-m", "bench", "attention", "--head_dims=128", "--lengths=1024,4096"]
+        bench = [
+            sys.executable,
+            "-m",
+            "bench",
+            "attention",
+            "--head_dims=128",
+            "--lengths=1024,4096",
+        ]
         with tempfile.TemporaryDirectory() as folder:
             subprocess.run([*bench, f"--out={folder}"], check=True)
 

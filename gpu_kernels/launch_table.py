@@ -26,18 +26,55 @@ from config import arguments, require, run
 
 # (architecture, largest head dim): the row of each pass
 LAUNCH = {
-    ("sm_80", 64): {"forward": (128, 64, 4, 3), "dq": (128, 64, 8, 3), "dkdv": (32, 128, 8, 3)},  # A100
+    ("sm_80", 64): {
+        "forward": (128, 64, 4, 3),
+        "dq": (128, 64, 8, 3),
+        "dkdv": (32, 128, 8, 3),
+    },  # A100
     ("sm_80", 128): {"forward": (128, 32, 8, 3), "dq": (64, 64, 8, 3), "dkdv": (64, 64, 8, 2)},
-    ("sm_90", 64): {"forward": (128, 128, 8, 3), "dq": (128, 64, 8, 3), "dkdv": (64, 128, 8, 2)},  # H100, H200
+    ("sm_90", 64): {
+        "forward": (128, 128, 8, 3),
+        "dq": (128, 64, 8, 3),
+        "dkdv": (64, 128, 8, 2),
+    },  # H100, H200
     ("sm_90", 128): {"forward": (128, 64, 8, 3), "dq": (128, 64, 8, 2), "dkdv": (64, 128, 8, 2)},
-    ("gfx90a", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI250
-    ("gfx90a", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 4, 1, 1), "dkdv": (32, 128, 4, 1, 1)},
-    ("gfx942", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 1, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI300X
-    ("gfx942", 128): {"forward": (128, 32, 4, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
-    ("gfx950", 64): {"forward": (128, 64, 4, 1, 2), "dq": (128, 32, 4, 2, 2), "dkdv": (32, 128, 4, 1, 1)},  # MI355X
-    ("gfx950", 128): {"forward": (128, 64, 8, 1, 2), "dq": (128, 32, 8, 1, 2), "dkdv": (32, 128, 4, 1, 1)},
+    ("gfx90a", 64): {
+        "forward": (128, 64, 4, 1, 2),
+        "dq": (128, 32, 4, 1, 2),
+        "dkdv": (32, 128, 4, 1, 1),
+    },  # MI250
+    ("gfx90a", 128): {
+        "forward": (128, 32, 4, 1, 2),
+        "dq": (128, 32, 4, 1, 1),
+        "dkdv": (32, 128, 4, 1, 1),
+    },
+    ("gfx942", 64): {
+        "forward": (128, 64, 4, 1, 2),
+        "dq": (128, 32, 4, 1, 2),
+        "dkdv": (32, 128, 4, 1, 1),
+    },  # MI300X
+    ("gfx942", 128): {
+        "forward": (128, 32, 4, 1, 2),
+        "dq": (128, 32, 8, 1, 2),
+        "dkdv": (32, 128, 4, 1, 1),
+    },
+    ("gfx950", 64): {
+        "forward": (128, 64, 4, 1, 2),
+        "dq": (128, 32, 4, 2, 2),
+        "dkdv": (32, 128, 4, 1, 1),
+    },  # MI355X
+    ("gfx950", 128): {
+        "forward": (128, 64, 8, 1, 2),
+        "dq": (128, 32, 8, 1, 2),
+        "dkdv": (32, 128, 4, 1, 1),
+    },
 }
-UNKNOWN = (32, 32, 4, 1)  # 48 KiB of shared memory; fp32 takes it on every GPU: 72 KiB with heads of 128
+UNKNOWN = (
+    32,
+    32,
+    4,
+    1,
+)  # 48 KiB of shared memory; fp32 takes it on every GPU: 72 KiB with heads of 128
 
 
 def architecture(device: torch.device) -> str:
@@ -65,18 +102,26 @@ def rows_of(arch: str) -> dict:
 def row_for(arch: str, head_dim: int, what: str, dtype: torch.dtype) -> tuple:
     """The row for one pass ("forward", "dq" or "dkdv") over heads of `head_dim`."""
     wide_enough = [dim for dim in rows_of(arch) if dim >= head_dim]
-    return rows_of(arch)[min(wide_enough)][what] if wide_enough and dtype != torch.float32 else UNKNOWN
+    return (
+        rows_of(arch)[min(wide_enough)][what] if wide_enough and dtype != torch.float32 else UNKNOWN
+    )
 
 
 def options(row: tuple) -> dict:
     """A row as the keyword arguments of a kernel launch."""
-    return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "waves_per_eu"), row, strict=False))
+    return dict(
+        zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", "waves_per_eu"), row, strict=False)
+    )
 
 
 def candidates() -> list[tuple]:
     """Rows worth measuring on this vendor's GPUs."""
     blocks = [(m, n) for m, n in itertools.product((32, 64, 128), repeat=2)]
-    rest = itertools.product((4, 8), (1, 2), (1, 2)) if torch.version.hip else itertools.product((4, 8), (2, 3))
+    rest = (
+        itertools.product((4, 8), (1, 2), (1, 2))
+        if torch.version.hip
+        else itertools.product((4, 8), (2, 3))
+    )
     return [block + more for block, more in itertools.product(blocks, rest)]
 
 
@@ -86,18 +131,26 @@ def fastest(name: str, launch, time_of) -> tuple:
     for row in candidates():
         try:
             times[row] = time_of(functools.partial(launch, row))  # ms
-        except Exception as error:  # too many registers, too much shared memory: compilers say it in many ways
+        except (
+            Exception
+        ) as error:  # too many registers, too much shared memory: compilers say it in many ways
             print(f"  {row}: {type(error).__name__}: {str(error)[:80]}", file=sys.stderr)
     require(times, f"{name}: no row runs on this GPU")
     best = min(times, key=times.get)
-    print(f"# {name}: {best} takes {times[best]:.3f} ms, the row of the table {time_of(launch):.3f}", flush=True)
+    print(
+        f"# {name}: {best} takes {times[best]:.3f} ms, the row of the table {time_of(launch):.3f}",
+        flush=True,
+    )
     return best
 
 
 def demonstrate(argv) -> None:
     arguments(argv)
     for (arch, dim), passes in LAUNCH.items():
-        print(f"{arch:7s} heads up to {dim:3d}  " + "  ".join(f"{what} {row}" for what, row in passes.items()))
+        print(
+            f"{arch:7s} heads up to {dim:3d}  "
+            + "  ".join(f"{what} {row}" for what, row in passes.items())
+        )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,12 @@ SETTINGS = """--run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=2
 RUNS = {
     "one": [(1, 1, None)],
     "two": [(2, 1, None)],
-    "moved": [(1, 0.25, signal.SIGTERM), (2, 0.5, signal.SIGTERM), (4, 0.75, signal.SIGKILL), (1, 1, None)],
+    "moved": [
+        (1, 0.25, signal.SIGTERM),
+        (2, 0.5, signal.SIGTERM),
+        (4, 0.75, signal.SIGKILL),
+        (1, 1, None),
+    ],
 }
 CLOSE = 0.03  # nats a token, between final validation losses
 
@@ -52,7 +57,9 @@ class Launch:
     They find each other as under torchrun: by RANK, WORLD_SIZE and the address of rank 0, in the environment.
     """
 
-    def __init__(self, flags: list[str], ranks: int, log: Path, program: Path = ROOT / "fsdp_train.py"):
+    def __init__(
+        self, flags: list[str], ranks: int, log: Path, program: Path = ROOT / "fsdp_train.py"
+    ):
         port = processes.free_port()
         threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))}
         self.processes = []
@@ -75,7 +82,9 @@ class Launch:
     def left(self, seconds: float) -> bool:
         """Wait until all have left, at most so long."""
         deadline = time.monotonic() + seconds
-        while (alive := any(process.poll() is None for process in self.processes)) and time.monotonic() < deadline:
+        while (
+            alive := any(process.poll() is None for process in self.processes)
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
         return not alive
 
@@ -121,11 +130,19 @@ def supervise(run_dir: Path, flags: list[str], stages: list, max_steps: int) -> 
             watch(launch, run_dir, max_steps, head, share * max_steps, ending)
         finally:
             launch.end()
-        statuses, newest = [process.returncode for process in launch.processes], checkpoint.latest(run_dir)
-        print(f"{head} exit {statuses}, newest checkpoint {newest.name if newest else 'none'}", flush=True)
+        statuses, newest = (
+            [process.returncode for process in launch.processes],
+            checkpoint.latest(run_dir),
+        )
+        print(
+            f"{head} exit {statuses}, newest checkpoint {newest.name if newest else 'none'}",
+            flush=True,
+        )
         in_vain = in_vain + 1 if newest == before else 0
         last_line = log.read_text().strip().rpartition("\n")[2]
-        require(2 not in statuses and in_vain < 3, f"{run_dir} does not get on, see {log}: {last_line}")
+        require(
+            2 not in statuses and in_vain < 3, f"{run_dir} does not get on, see {log}: {last_line}"
+        )
 
 
 def watch(launch: Launch, run_dir: Path, max_steps: int, head: str, until: float, ending) -> None:
@@ -150,9 +167,13 @@ def check(runs: list[Path], max_steps: int) -> None:
     rows = [runlog.read(run) for run in runs]
     hashes = [{row["step"]: row["batch_hash"] for row in run if "loss" in row} for run in rows]
     final = [[row["val_loss"] for row in run if "val_loss" in row][-1] for run in rows]
-    differ = [step for step in range(1, max_steps + 1) if len({run.get(step) for run in hashes}) > 1]
+    differ = [
+        step for step in range(1, max_steps + 1) if len({run.get(step) for run in hashes}) > 1
+    ]
     if differ:
-        raise UserError(f"the runs saw other tokens at {len(differ)} steps, the first is step {differ[0]}: a bug here")
+        raise UserError(
+            f"the runs saw other tokens at {len(differ)} steps, the first is step {differ[0]}: a bug here"
+        )
     print(f"each of the {max_steps} steps saw the same tokens in all runs")
     ends = f"final validation losses {', '.join(f'{loss:.4f}' for loss in final)}: {max(final) - min(final):.2g} apart"
     require(max(final) - min(final) <= CLOSE, f"{ends}, more than {CLOSE}: a bug here")
@@ -170,7 +191,10 @@ def main(argv) -> None:
     begun = Path(cfg.run_dir) / "flags.txt"
     begun.parent.mkdir(parents=True, exist_ok=True)
     before = begun.read_text().split("\n") if begun.exists() else flags
-    require(before == flags, f"{cfg.run_dir} was begun with other flags: give the same ones, or move it away")
+    require(
+        before == flags,
+        f"{cfg.run_dir} was begun with other flags: give the same ones, or move it away",
+    )
     begun.write_text("\n".join(flags))
     for run, stages in zip(runs, RUNS.values(), strict=True):
         supervise(run, flags, stages, cfg.max_steps)

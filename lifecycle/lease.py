@@ -35,8 +35,16 @@ class Lease:
 
     def __init__(self, run_dir: str):
         self.run_dir, self.path, self.lost = run_dir, Path(run_dir) / "lease.json", ""
-        self.released, self.thread = threading.Event(), threading.Thread(target=self.beat, daemon=True)
-        self.me = {"host": platform.node(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"), "beat": 0}
+        self.released, self.thread = (
+            threading.Event(),
+            threading.Thread(target=self.beat, daemon=True),
+        )
+        self.me = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "beat": 0,
+        }
 
     def take(self) -> None:
         """Own the folder, or raise UserError naming who does."""
@@ -46,16 +54,23 @@ class Lease:
         refused = None
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # another run has the lock (BlockingIOError); or this file system has no locks
+        except (
+            OSError
+        ) as error:  # another run has the lock (BlockingIOError); or this file system has no locks
             refused = error
         before = read_lease(self.path)
         here = before and before["host"] == self.me["host"]
-        unnamed = not before and isinstance(refused, BlockingIOError)  # it has not written its name yet
+        unnamed = not before and isinstance(
+            refused, BlockingIOError
+        )  # it has not written its name yet
         if unnamed or (refused and here):
             os.close(self.file)
             raise UserError(self.refusal())
         if before and not here:
-            print(f"{self.run_dir} was {owner(before)}: waiting {3 * BEAT} s for a sign of life", flush=True)
+            print(
+                f"{self.run_dir} was {owner(before)}: waiting {3 * BEAT} s for a sign of life",
+                flush=True,
+            )
             time.sleep(3 * BEAT)
             if read_lease(self.path) != before:
                 os.close(self.file)

@@ -38,14 +38,19 @@ from storage import files
 
 RECORD, SIZES = "microbatch.json", (32, 16, 8, 4, 2, 1)
 RUNNING, FITS, NO_MEMORY, FAILED = "running", "fits", "out of memory", "failed"
-INTERVAL, GRACE = 0.3, 3.0  # seconds between two looks at the children; for the reason of a failure to be known
+INTERVAL, GRACE = (
+    0.3,
+    3.0,
+)  # seconds between two looks at the children; for the reason of a failure to be known
 HELP = (
     "set --activation_checkpointing=full, or --sharding=FULL_SHARD on more ranks; "
     "python -m planning.memory tells what helps"
 )
 
 
-def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step) -> int:
+def fit(
+    model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step
+) -> int:
     """The microbatch size to train with: cfg.microbatch_size, unless that is auto or more than what is on record.
 
     train_step: fsdp_train's. A collective, called before anything big is in memory. UserError if nothing fits.
@@ -54,35 +59,58 @@ def fit(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precisio
     for record in processes.rank_zero_decides(lambda: read(Path(cfg.run_dir, RECORD))):
         size = record["microbatch_size"]
         if record["circumstances"] == here and (asked == "auto" or size < asked):
-            if world.rank == 0:
-                print(f"microbatch {size}, not {asked}: {record['reason']} ({cfg.run_dir}/{RECORD})", flush=True)
+            if world.global_rank == 0:
+                print(
+                    f"microbatch {size}, not {asked}: {record['reason']} ({cfg.run_dir}/{RECORD})",
+                    flush=True,
+                )
             return size
     if asked != "auto":
         return asked
     size = search(model_cfg, cfg, world, precision, train_step)
-    processes.rank_zero_decides(lambda: write(cfg, here, size, "the largest that fits", world.rank))
+    processes.rank_zero_decides(
+        lambda: write(cfg, here, size, "the largest that fits", world.global_rank)
+    )
     return size
 
 
-def halve(model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, step: int) -> int:
+def halve(
+    model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, step: int
+) -> int:
     """Record half of cfg.microbatch_size and return it. On any rank, not a collective. UserError if it is 1 already."""
-    reason = f"out of memory at step {step} on rank {world.rank} with microbatch {cfg.microbatch_size}"
+    reason = f"out of memory at step {step} on rank {world.global_rank} with microbatch {cfg.microbatch_size}"
     require(cfg.microbatch_size > 1, f"{reason}: {HELP}")
-    write(cfg, circumstances(model_cfg, cfg, world, precision), cfg.microbatch_size // 2, reason, world.rank)
+    write(
+        cfg,
+        circumstances(model_cfg, cfg, world, precision),
+        cfg.microbatch_size // 2,
+        reason,
+        world.global_rank,
+    )
     return cfg.microbatch_size // 2
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Of an accelerator, whose class in torch all vendors share, or of the CPU, where torch has no class for it."""
-    on_cpu = isinstance(error, RuntimeError) and ("can't allocate memory" in str(error) or "bad_alloc" in str(error))
+    on_cpu = isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or "bad_alloc" in str(error)
+    )
     return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
 
 
 def circumstances(model_cfg, cfg, world, precision) -> dict:
     """What the memory of a step depends on besides the microbatch."""
     names = "global_batch_size sharding shard_size activation_checkpointing recompute_every compile"
-    ranks = {"ranks": world.size, "ranks_of_a_node": world.local_size, "device": devices.describe(world.device)}
-    return ranks | {k: getattr(cfg, k) for k in names.split()} | {"precision": precision, "model": asdict(model_cfg)}
+    ranks = {
+        "ranks": world.global_size,
+        "ranks_of_a_node": world.local_size,
+        "device": devices.describe(world.device),
+    }
+    return (
+        ranks
+        | {k: getattr(cfg, k) for k in names.split()}
+        | {"precision": precision, "model": asdict(model_cfg)}
+    )
 
 
 def read(path: Path) -> list[dict]:
@@ -118,7 +146,10 @@ def fault(record) -> str:
 
 def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
     """Replace what was on record for these circumstances. Several ranks may do so at once."""
-    path, new = Path(cfg.run_dir, RECORD), {"microbatch_size": size, "reason": reason, "circumstances": here}
+    path, new = (
+        Path(cfg.run_dir, RECORD),
+        {"microbatch_size": size, "reason": reason, "circumstances": here},
+    )
     records = [record for record in read(path) if record["circumstances"] != here] + [new]
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, json.dumps(records, indent=2).encode(), writer=rank)
@@ -126,9 +157,11 @@ def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
 
 def search(model_cfg, cfg, world, precision, train_step) -> int:
     """The first of SIZES, of those that are at most the rows of a rank, that fits on all ranks. A collective."""
-    for size in [size for size in SIZES if size <= cfg.global_batch_size // world.size]:
-        fits, words = attempt(replace(cfg, microbatch_size=size), world, (model_cfg, precision, train_step))
-        if world.rank == 0:
+    for size in [size for size in SIZES if size <= cfg.global_batch_size // world.dp_size]:
+        fits, words = attempt(
+            replace(cfg, microbatch_size=size), world, (model_cfg, precision, train_step)
+        )
+        if world.global_rank == 0:
             print(f"microbatch {size}: {words}", flush=True)
         if fits:
             return size
@@ -150,15 +183,17 @@ def attempt(cfg, world, others) -> tuple[bool, str]:
 
 def agree(child, pipe, world) -> tuple[bool, str]:
     """Watch the children of all ranks until all fit or one does not. UserError if one fails for another reason."""
-    answer, answers, patience = (RUNNING, 0.0, ""), [None] * world.size, GRACE
+    answer, answers, patience = (RUNNING, 0.0, ""), [None] * world.global_size, GRACE
     while patience > 0:  # a rank may fail because another, killed for want of memory, has left it
         if answer[0] == RUNNING:
             answer = listen(child, pipe)
         dist.all_gather_object(answers, answer)
         verdicts = [verdict for verdict, _, _ in answers]
         if NO_MEMORY in verdicts:
-            return False, NO_MEMORY + (f" on rank {verdicts.index(NO_MEMORY)}" if world.size > 1 else "")
-        if verdicts == [FITS] * world.size:
+            return False, NO_MEMORY + (
+                f" on rank {verdicts.index(NO_MEMORY)}" if world.global_size > 1 else ""
+            )
+        if verdicts == [FITS] * world.global_size:
             return True, "fits, {1:.1f} GB{2} at the peak".format(*max(answers))
         patience -= INTERVAL if FAILED in verdicts else 0
         time.sleep(INTERVAL)
@@ -180,7 +215,9 @@ def trial(pipe, cfg, model_cfg, precision, train_step) -> None:
     """The life of a child: two steps and an answer. Then it waits to be killed: the others may still need it."""
     for number in (signal.SIGTERM, signal.SIGUSR1):  # the parent's business
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # not Linux. Else the kernel, when it must kill, kills the child, not the parent
+    with contextlib.suppress(
+        OSError
+    ):  # not Linux. Else the kernel, when it must kill, kills the child, not the parent
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         answer = FITS, *two_steps(model_cfg, cfg, precision, train_step)
@@ -198,11 +235,19 @@ def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
     for p in model.parameters():
         torch.nn.init.constant_(p, 0.01)
-    n_rows = min(2 * cfg.microbatch_size, cfg.global_batch_size // world.size)
-    rows = torch.randint(model_cfg.vocab_size, (n_rows, model_cfg.max_seq_len + 1), device=world.device)
+    n_rows = min(2 * cfg.microbatch_size, cfg.global_batch_size // world.dp_size)
+    rows = torch.randint(
+        model_cfg.vocab_size, (n_rows, model_cfg.max_seq_len + 1), device=world.device
+    )
     for step in range(2):
-        train_step(model, optimizer, rows, step, cfg, world, precision)[0].item()  # waits for the device
-    there = f" of {torch.cuda.mem_get_info(world.device)[1] / 1e9:.1f}" if world.device.type == "cuda" else ""
+        train_step(model, optimizer, rows, step, cfg, world, precision)[
+            0
+        ].item()  # waits for the device
+    there = (
+        f" of {torch.cuda.mem_get_info(world.device)[1] / 1e9:.1f}"
+        if world.device.type == "cuda"
+        else ""
+    )
     return runlog.memory_gb(world.device), there
 
 

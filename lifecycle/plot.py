@@ -46,7 +46,9 @@ X = {"tokens": "tokens", "step": "steps"}  # key in metrics.jsonl: words
 class PlotSettings:
     """What is drawn, and where to."""
 
-    what: Literal["loss", "lr", "grad_norm", "tokens_per_second", "mfu", "all"] = "loss"  # the curve
+    what: Literal["loss", "lr", "grad_norm", "tokens_per_second", "mfu", "all"] = (
+        "loss"  # the curve
+    )
     x: Literal["tokens", "step"] = "tokens"  # the x axis
     out: str = ""  # the picture, .png or .svg (empty = loss.png or so in the first run folder)
     diff: bool = False  # how far are the losses from the first run's?
@@ -74,7 +76,11 @@ def read(folder: str) -> Run:
         return {"step": step, "tokens": tokens.get(step, step * per_step)}
 
     vals = [row | place(row["step"]) for row in rows if "val_loss" in row]
-    marks = [place(n) | {"label": label} for n, label in restarts(folder).items() if 0 < n < steps[-1]["step"]]
+    marks = [
+        place(n) | {"label": label}
+        for n, label in restarts(folder).items()
+        if 0 < n < steps[-1]["step"]
+    ]
     return Run(folder, steps, vals, marks)
 
 
@@ -86,7 +92,9 @@ def restarts(folder: str) -> dict[int, str]:
     ranks = {}  # by first step
     for launch in runlog.read_launches(folder):
         first = launch.get("first_step", 0)
-        ranks = {step: n for step, n in ranks.items() if step < first} | {first: launch.get("ranks")}
+        ranks = {step: n for step, n in ranks.items() if step < first} | {
+            first: launch.get("ranks")
+        }
     labels, before = {}, None
     for first, now in ranks.items():
         words = f"{now} rank{'s' if now != 1 else ''}" if now else "restart"
@@ -114,7 +122,9 @@ def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]
     return means, val
 
 
-def in_terminal(runs: list[Run], what: str = "loss", x: str = "tokens", width: int = 0, height: int = 16) -> str:
+def in_terminal(
+    runs: list[Run], what: str = "loss", x: str = "tokens", width: int = 0, height: int = 16
+) -> str:
     """The curves as text."""
     words, form = WHAT[what]
     data = [curves(run, what, x) for run in runs]
@@ -123,7 +133,10 @@ def in_terminal(runs: list[Run], what: str = "loss", x: str = "tokens", width: i
         return f"{words}: not known in {'this run' if len(runs) == 1 else 'these runs'}"
     right = max(place for place, _ in every)
     low, high = min(value for _, value in every), max(value for _, value in every)
-    labels = [f"{high - y * (high - low) / (height - 1):{form}}" if y % 5 == 0 else "" for y in range(height)]
+    labels = [
+        f"{high - y * (high - low) / (height - 1):{form}}" if y % 5 == 0 else ""
+        for y in range(height)
+    ]
     margin = max(7, *map(len, labels))
     width = width or max(30, min(100, shutil.get_terminal_size().columns) - margin - 3)
     grid = [[" "] * width for _ in range(height)]
@@ -134,14 +147,19 @@ def in_terminal(runs: list[Run], what: str = "loss", x: str = "tokens", width: i
     def put(number, curve, marks):
         for place, value in curve:
             at, y = column(place), round((high - value) / ((high - low) or 1) * (height - 1))
-            if grid[y][at] not in marks or at % (number + 1) == 0:  # who meets another's mark takes turns with it
+            if (
+                grid[y][at] not in marks or at % (number + 1) == 0
+            ):  # who meets another's mark takes turns with it
                 grid[y][at] = marks[number % len(marks)]
 
     for number, (train, _) in enumerate(data):
         put(number, train, DOTS)
     for number, (_, val) in enumerate(data):
         put(number, val, LETTERS)
-    lines = [f"{label:>{margin}} |{''.join(row).rstrip()}" for label, row in zip(labels, grid, strict=True)]
+    lines = [
+        f"{label:>{margin}} |{''.join(row).rstrip()}"
+        for label, row in zip(labels, grid, strict=True)
+    ]
     axis = ["-"] * width
     for mark in itertools.chain(*(run.restarts for run in runs)):
         if mark[x] <= right:
@@ -159,7 +177,9 @@ def legend(runs: list[Run], validation: bool) -> str:
         lines.append(f"{' ' * 9}{DOTS[number % len(DOTS)]} training{letter}: {run.folder}")
         if run.restarts:
             marks = ", ".join(f"{mark['step']} ({mark['label']})" for mark in run.restarts)
-            lines.append(textwrap.indent(textwrap.fill(f"^ restarts after step {marks}", 80), " " * 11))
+            lines.append(
+                textwrap.indent(textwrap.fill(f"^ restarts after step {marks}", 80), " " * 11)
+            )
     return "\n".join(lines)
 
 
@@ -170,30 +190,59 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    panels = [["loss"] * 2, ["lr", "grad_norm"], ["tokens_per_second", "mfu"]] if what == "all" else [[what]]
+    panels = (
+        [["loss"] * 2, ["lr", "grad_norm"], ["tokens_per_second", "mfu"]]
+        if what == "all"
+        else [[what]]
+    )
     with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a folder's name is a $
-        handles = [style(number, len(runs)) | {"label": run.folder[-100:]} for number, run in enumerate(runs)]
+        handles = [
+            style(number, len(runs)) | {"label": run.folder[-100:]}
+            for number, run in enumerate(runs)
+        ]
         if panels[0][0] == "loss" and any(run.vals for run in runs):
-            handles.append({"color": "grey", "linestyle": "--", "marker": "o", "markersize": 5, "label": "validation"})
+            handles.append(
+                {
+                    "color": "grey",
+                    "linestyle": "--",
+                    "marker": "o",
+                    "markersize": 5,
+                    "label": "validation",
+                }
+            )
         if any(run.restarts for run in runs):
             handles.append({"color": "grey", "linestyle": ":", "label": "restart"})
         columns = max(1, min(3, 90 // max(len(handle["label"]) for handle in handles)))
         tall = 4.3 + 1.7 * (len(panels) - 1) + 0.2 * math.ceil(len(handles) / columns)  # inches
         figure = Figure(figsize=(8, tall), layout="constrained")
-        for key, axes in figure.subplot_mosaic(panels, height_ratios=[2.6, 1, 1][: len(panels)]).items():
+        for key, axes in figure.subplot_mosaic(
+            panels, height_ratios=[2.6, 1, 1][: len(panels)]
+        ).items():
             draw(axes, runs, key, x, small=key != panels[0][0])
         lines = [matplotlib.lines.Line2D([], [], **handle) for handle in handles]
-        figure.legend(handles=lines, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
+        figure.legend(
+            handles=lines,
+            loc="outside lower center",
+            ncols=columns,
+            fontsize="small",
+            frameon=False,
+        )
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
-        files.write_atomically(path, picture.getvalue())  # not through a link that lies in a stranger's folder
+        files.write_atomically(
+            path, picture.getvalue()
+        )  # not through a link that lies in a stranger's folder
     return True
 
 
 def style(number: int, of: int) -> dict:
     """How run `number` is drawn: ten colours, then the same dashed; the earlier the wider."""
     wider = (3 if of <= 4 else 1.5) * (of - 1 - number) / max(of - 1, 1)
-    return {"color": f"C{number % 10}", "linestyle": ["-", "--", "-.", ":"][number // 10 % 4], "linewidth": 1 + wider}
+    return {
+        "color": f"C{number % 10}",
+        "linestyle": ["-", "--", "-.", ":"][number // 10 % 4],
+        "linewidth": 1 + wider,
+    }
 
 
 def draw(axes, runs: list[Run], what: str, x: str, small: bool) -> None:
@@ -209,16 +258,31 @@ def draw(axes, runs: list[Run], what: str, x: str, small: bool) -> None:
             dots = {"color": look["color"], "linewidth": 1, "markersize": 4 + look["linewidth"]}
             axes.plot(*zip(*val, strict=True), "o--", **dots)
     if not any(train or val for train, val in drawn):
-        axes.text(0.5, 0.5, "not known", transform=axes.transAxes, ha="center", va="center", color="grey")
-    marks = sorted((mark[x], mark["label"], f"C{n % 10}") for n, run in enumerate(runs) for mark in run.restarts)
+        axes.text(
+            0.5, 0.5, "not known", transform=axes.transAxes, ha="center", va="center", color="grey"
+        )
+    marks = sorted(
+        (mark[x], mark["label"], f"C{n % 10}")
+        for n, run in enumerate(runs)
+        for mark in run.restarts
+    )
     wide = axes.get_xlim()[1] - axes.get_xlim()[0]
     upright = any(0.02 * wide < b[0] - a[0] < 0.12 * wide for a, b in itertools.pairwise(marks))
     room = -math.inf  # for labels, from here on
     for place, label, color in marks:
         axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.5 if small else 0.8)
         if not small and place >= room:
-            above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
-            turned = {"rotation": 90 if upright else 0, "fontsize": 7 if upright else 9, "color": color}
+            above = {
+                "xytext": (0, 3),
+                "textcoords": "offset points",
+                "ha": "center",
+                "va": "bottom",
+            }
+            turned = {
+                "rotation": 90 if upright else 0,
+                "fontsize": 7 if upright else 9,
+                "color": color,
+            }
             axes.annotate(label, (place, 1), xycoords=axes.get_xaxis_transform(), **above, **turned)
             room = place + 0.02 * wide
     size = "small" if small else "medium"
@@ -227,7 +291,9 @@ def draw(axes, runs: list[Run], what: str, x: str, small: bool) -> None:
     axes.tick_params(labelsize=size)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     if what in ("tokens_per_second", "mfu"):
-        axes.yaxis.set_major_formatter(PercentFormatter(1) if what == "mfu" else EngFormatter(sep=""))
+        axes.yaxis.set_major_formatter(
+            PercentFormatter(1) if what == "mfu" else EngFormatter(sep="")
+        )
     axes.grid(alpha=0.3)
 
 
@@ -264,34 +330,52 @@ def batches(first: Run, other: Run) -> str:
         return f"different batches from step {differ[0]}"
     if not known:
         return "batches not recorded"
-    return "the same batches" + ("" if known == common else f" in the {len(known)} steps that record them")
+    return "the same batches" + (
+        "" if known == common else f" in the {len(known)} steps that record them"
+    )
 
 
 def table_of_differences(runs: list[Run]) -> str:
     """Each run against the first, nats a token."""
     first = runs[0]
-    lines = [f"difference from {first.folder}", f"{'':17}{'largest':>11}{'at step':>11}{'mean':>11}  steps compared"]
+    lines = [
+        f"difference from {first.folder}",
+        f"{'':17}{'largest':>11}{'at step':>11}{'mean':>11}  steps compared",
+    ]
     for run in runs[1:]:
         lines.append(f"{run.folder}: {batches(first, run)}")
-        train, val = difference(first.steps, run.steps), difference(first.vals, run.vals, "val_loss")
+        train, val = (
+            difference(first.steps, run.steps),
+            difference(first.vals, run.vals, "val_loss"),
+        )
         for words, d in {"training loss": train, "validation loss": val}.items():
             if d.common:
                 at = "-" if d.step is None else d.step
-                lines.append(f"  {words:15}{d.largest:11.3g}{at:>11}{d.mean:11.3g}  {d.steps} of {d.common}")
+                lines.append(
+                    f"  {words:15}{d.largest:11.3g}{at:>11}{d.mean:11.3g}  {d.steps} of {d.common}"
+                )
     return "\n".join(lines)
 
 
 def main(argv) -> None:
     folders, cfg = config.load(argv, PlotSettings, takes="RUN ...")
     out = Path(cfg.out or Path(folders[0]) / f"{cfg.what}.png")
-    config.require(out.suffix.lower() in (".png", ".svg"), f"--out={out}: a picture ends in .png or .svg")
-    config.require(len(folders) > 1 or not cfg.diff, "--diff compares runs: name two run folders or more")
+    config.require(
+        out.suffix.lower() in (".png", ".svg"), f"--out={out}: a picture ends in .png or .svg"
+    )
+    config.require(
+        len(folders) > 1 or not cfg.diff, "--diff compares runs: name two run folders or more"
+    )
     runs = [read(folder) for folder in folders]
     for what in WHAT if cfg.what == "all" else [cfg.what]:
         print(in_terminal(runs, what, cfg.x, height=16 if what == "loss" else 11))
     print(legend(runs, validation=cfg.what in ("loss", "all")))
     drawn = as_picture(runs, out, cfg.what, cfg.x)
-    print(out if drawn else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
+    print(
+        out
+        if drawn
+        else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)"
+    )
     for run in folders:
         print(runlog.summary(run, runlog.read_settings(run).get("expect")))
     if cfg.diff:

@@ -53,7 +53,10 @@ def choose(cfg: TrainConfig) -> Path | None:
         return path
     found, unfit_ones = None, []
     for path in decides(lambda: numbered(Path(cfg.run_dir) / "checkpoints")[::-1]):
-        require(cfg.resume != "never", f"{cfg.run_dir} holds {path}: set --resume=auto to go on, or another --run_dir")
+        require(
+            cfg.resume != "never",
+            f"{cfg.run_dir} holds {path}: set --resume=auto to go on, or another --run_dir",
+        )
         kind, reason = unfit(path, cfg)
         if not kind:
             found = path
@@ -64,13 +67,23 @@ def choose(cfg: TrainConfig) -> Path | None:
         raise UserError(nothing_sound(cfg.run_dir, unfit_ones), everywhere=True)
     lines = []
     for path, kind, reason in unfit_ones:
-        lines.append(f"{path} {reason}: it is kept as {decides(functools.partial(put_aside, path, kind))}")
-    if found and cfg.resume == "again" and decides(lambda: read_meta(found)["step"]) >= cfg.max_steps:
-        lines.append(f"the finished run is kept in {decides(lambda: runlog.put_aside(cfg.run_dir))}")
+        lines.append(
+            f"{path} {reason}: it is kept as {decides(functools.partial(put_aside, path, kind))}"
+        )
+    if (
+        found
+        and cfg.resume == "again"
+        and decides(lambda: read_meta(found)["step"]) >= cfg.max_steps
+    ):
+        lines.append(
+            f"the finished run is kept in {decides(lambda: runlog.put_aside(cfg.run_dir))}"
+        )
         found = None
     if dist.get_rank() == 0:
         for line in lines:
-            print(line + (f", going on from {found.name}" if found else ", starting anew"), flush=True)
+            print(
+                line + (f", going on from {found.name}" if found else ", starting anew"), flush=True
+            )
     return found
 
 
@@ -85,14 +98,22 @@ def nothing_sound(run_dir: str, unfit_ones: list) -> str:
 
 def restarted() -> bool:
     """Did torchrun or SLURM start this program before, with the same command?"""
-    return any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) > 0 for by in ("TORCHELASTIC", "SLURM"))
+    return any(
+        int(os.environ.get(f"{by}_RESTART_COUNT", 0)) > 0 for by in ("TORCHELASTIC", "SLURM")
+    )
 
 
 def asked_for(cfg: TrainConfig) -> Path:
     """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
-    chosen, newest = find(cfg.resume), next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
+    chosen, newest = (
+        find(cfg.resume),
+        next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None),
+    )
     later = newest and number(newest) > read_meta(chosen)["step"]
-    require(not later, f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir")
+    require(
+        not later,
+        f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir",
+    )
     return chosen
 
 
@@ -109,7 +130,9 @@ def has_learned(path: Path, skip_steps: str) -> bool:
     """Whether any of the steps `skip_steps` was taken, not skipped, on the way to a checkpoint."""
     meta = read_meta(path)
     skipped = step_ranges(meta.get("skip_steps", ""))
-    done = (step for r in step_ranges(skip_steps) for step in range(r.start, min(r.stop, meta["step"])))
+    done = (
+        step for r in step_ranges(skip_steps) for step in range(r.start, min(r.stop, meta["step"]))
+    )
     return any(not any(step in r for r in skipped) for step in done)
 
 
@@ -122,18 +145,27 @@ def put_aside(path: Path, kind: str) -> str:
     return path.rename(aside).name
 
 
-def check_same(path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str) -> None:
+def check_same(
+    path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str
+) -> None:
     """UserError unless the checkpoint is of this model, this data and this order."""
-    saved = config.from_dict(MPTConfig, meta, f"{path}/meta.json")  # what was no setting then has its default
+    saved = config.from_dict(
+        MPTConfig, meta, f"{path}/meta.json"
+    )  # what was no setting then has its default
     here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
     for settings in (here, meta):
         settings["attn_impl"] = attention.function_of(settings["attn_impl"])
         settings["norm_type"] = norm_of(settings["norm_type"])
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
-    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir")
+    require(
+        not differ,
+        f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir",
+    )
     imported = str(meta["data_fingerprint"]).startswith("imported from")
     begin = f"--init_from={path.parent.parent} and another --run_dir"
-    require(not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}")
+    require(
+        not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}"
+    )
     differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
     if meta["data_fingerprint"] != fingerprint:
         differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
@@ -157,7 +189,7 @@ def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
 
 def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
     """What is about to run, in seven lines, and a warning if planning does not know this model."""
-    per_rank = cfg.global_batch_size // world.size
+    per_rank = cfg.global_batch_size // world.dp_size
     passes = math.ceil(per_rank / cfg.microbatch_size)
     impl = attention.choose(
         model_cfg.attn_impl,
@@ -167,7 +199,13 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
         model_cfg.alibi,
         model_cfg.attn_pdrop,
     )
-    how = f"going on from {found}" if found else f"starting from {cfg.init_from}" if cfg.init_from else "starting anew"
+    how = (
+        f"going on from {found}"
+        if found
+        else f"starting from {cfg.init_from}"
+        if cfg.init_from
+        else "starting anew"
+    )
     if first >= cfg.max_steps:
         how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
     known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
@@ -175,14 +213,16 @@ def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak)
     return "\n".join(
         [
             f"MPT of {size}, {impl} attention",
-            f"{world.size} x {devices.describe(world.device)}, {cfg.sharding}, {precision}, {known}",
+            f"{world.global_size} x {devices.describe(world.device)}, {cfg.sharding}, {precision}, {known}",
             f"{folder}: {train.tokens:,} training tokens",
             f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
-            f"{world.size} ranks x {per_rank} in {passes} microbatches",
+            f"{world.dp_size} ranks x {per_rank} in {passes} microbatches",
             f"{cfg.run_dir}: {how}",
             space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
             *unlike_formulas(model_cfg),
-            "reading the weights" if found or cfg.init_from else "drawing the weights, then a first evaluation",
+            "reading the weights"
+            if found or cfg.init_from
+            else "drawing the weights, then a first evaluation",
         ]
     )
 
@@ -194,7 +234,9 @@ def unlike_formulas(model_cfg) -> list[str]:
     known = flops.n_params(model_cfg)
     if real == known:
         return []
-    return [f"WARNING: model.py has {real:,} parameters: memory, FLOPs and MFU are those of the MPT with {known:,}"]
+    return [
+        f"WARNING: model.py has {real:,} parameters: memory, FLOPs and MFU are those of the MPT with {known:,}"
+    ]
 
 
 def demonstrate(argv) -> None:
@@ -213,7 +255,7 @@ def demonstrate(argv) -> None:
         except (UserError, OSError) as error:
             damage = str(error)
         unsound += bool(damage)
-        if world.rank == 0:
+        if world.global_rank == 0:
             print(f"{path}: {damage or 'sound'}", flush=True)
     dist.barrier()
     if unsound:

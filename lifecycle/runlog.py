@@ -64,7 +64,10 @@ class RunLog:
         self.cfg, self.rank = cfg, rank
         self.path = Path(cfg.run_dir) / "metrics.jsonl"
         self.asked = 0  # signal.SIGPIPE once the reader of the output has left
-        self.size, self.unwritten = 0, b""  # bytes of whole rows in the file, and those that did not go there yet
+        self.size, self.unwritten = (
+            0,
+            b"",
+        )  # bytes of whole rows in the file, and those that did not go there yet
 
     def start(self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int) -> None:
         """Write down the settings and this launch; forget metrics of steps that will be done again.
@@ -75,20 +78,25 @@ class RunLog:
             return
         folder = self.path.parent
         linked = tokenizer_file.is_symlink()
-        config.require(not linked, f"{tokenizer_file} is a link: put the file there that it points to")
+        config.require(
+            not linked, f"{tokenizer_file} is a link: put the file there that it points to"
+        )
         folder.mkdir(parents=True, exist_ok=True)
         rows, bad = read_rows(self.path) if os.path.lexists(self.path) else ([], [])
         files.write_atomically(folder / "config.json", config.to_json(model_cfg, cfg).encode())
         if tokenizer_file.exists():
             files.write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
-        launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
-        add_line(folder / "launches.jsonl", launch)
         if bad:
             aside = keep_damaged(self.path)
             self.say(f"{left_out(self.path, bad)}. The file as it was is kept as {aside.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
-        files.write_atomically(self.path, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        files.write_atomically(
+            self.path, b"".join(json.dumps(row).encode() + b"\n" for row in kept)
+        )
         self.size = self.path.stat().st_size
+        # Last, so that a launch on record has no rows of the launch before after its first step.
+        launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
+        add_line(folder / "launches.jsonl", launch)
 
     def say(self, text: str) -> None:
         """To the console, from rank 0."""
@@ -117,7 +125,9 @@ class RunLog:
             self.size, self.unwritten = self.size + len(self.unwritten), b""
         except OSError as error:
             if not waited:
-                self.say(f"cannot write {self.path} now ({error.strerror}): its rows are kept for later")
+                self.say(
+                    f"cannot write {self.path} now ({error.strerror}): its rows are kept for later"
+                )
 
 
 def start_reading(loss, grad_norm, batch_hash):
@@ -199,7 +209,9 @@ def read_metrics(run_dir) -> tuple[list[dict], list[str]]:
     try:
         return read_rows(Path(run_dir) / "metrics.jsonl")
     except FileNotFoundError as error:
-        raise UserError(f"no metrics in {str(run_dir)!r}: give a run folder, such as runs/demo") from error
+        raise UserError(
+            f"no metrics in {str(run_dir)!r}: give a run folder, such as runs/demo"
+        ) from error
 
 
 def read_rows(path: Path) -> tuple[list[dict], list[str]]:
@@ -215,8 +227,14 @@ def fault(row: dict) -> str:
         if row.get(name, 0) < 0:
             return f"{name!r} is {row[name]}"
     for task, figures in row.get("icl", {}).items():
-        shown = dict.fromkeys(("foundry", "foundry_stderr", "chance", "acc", "nats_per_token"), float)
-        wrong = files.wrong_type(figures, shown) if isinstance(figures, dict) else f"it is {files.shown(figures)}"
+        shown = dict.fromkeys(
+            ("foundry", "foundry_stderr", "chance", "acc", "nats_per_token"), float
+        )
+        wrong = (
+            files.wrong_type(figures, shown)
+            if isinstance(figures, dict)
+            else f"it is {files.shown(figures)}"
+        )
         if wrong:
             return f"the figures of {files.shown(task)}: {wrong}"
     return ""
@@ -236,7 +254,10 @@ def require_no_links(run_dir) -> None:
     for name in names.split():
         path = Path(run_dir) / name
         words = f"{path} is a link, and a run changes nothing outside of its folder"
-        config.require(not path.is_symlink(), f"{words}: move there what it points to, or set another --run_dir")
+        config.require(
+            not path.is_symlink(),
+            f"{words}: move there what it points to, or set another --run_dir",
+        )
 
 
 def keep_damaged(path: Path) -> Path:
@@ -282,7 +303,9 @@ def put_aside(run_dir: str) -> Path:
     while (aside := Path(f"{Path(run_dir)}-{number}")).exists():
         number += 1
     aside.mkdir()
-    for path in sorted(Path(run_dir).iterdir(), key=lambda path: path.name == "checkpoints"):  # they say it is finished
+    for path in sorted(
+        Path(run_dir).iterdir(), key=lambda path: path.name == "checkpoints"
+    ):  # they say it is finished
         if path.name != "lease.json":
             path.rename(aside / path.name)
     return aside

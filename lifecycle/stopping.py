@@ -66,7 +66,11 @@ class Signals:
             self.asked = number
             if number == signal.SIGINT and config.rank() == 0:
                 with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee`, too
-                    print("\nsaving at the end of this step; Ctrl-C again leaves at once", file=sys.stderr, flush=True)
+                    print(
+                        "\nsaving at the end of this step; Ctrl-C again leaves at once",
+                        file=sys.stderr,
+                        flush=True,
+                    )
 
 
 class Pace:
@@ -83,7 +87,9 @@ class Pace:
     def mark(self, module, *_) -> None:
         if module.training:
             timed = torch.cuda.Event(enable_timing=True) if self.on_gpu else None
-            self.marks.append(torch.cuda.current_stream().record_event(timed) if timed else time.perf_counter())
+            self.marks.append(
+                torch.cuda.current_stream().record_event(timed) if timed else time.perf_counter()
+            )
 
     def timed(self, items):
         """The same items; how long each one was waited for is noted."""
@@ -100,7 +106,9 @@ class Pace:
 
         def seconds() -> float:
             pairs = zip(marks[::2], marks[1::2], strict=True)
-            return reading + sum(a.elapsed_time(b) / 1000 if self.on_gpu else b - a for a, b in pairs)
+            return reading + sum(
+                a.elapsed_time(b) / 1000 if self.on_gpu else b - a for a, b in pairs
+            )
 
         return seconds
 
@@ -120,8 +128,8 @@ def meet(world, leave: int, save: bool, settled: bool, seconds: float) -> Met:
     """What any rank wants happens on all. A collective of the hosts, which the devices do not wait for."""
     rank_bits = 20
     own = max(1, int(seconds * 1e6))  # microseconds
-    most = torch.tensor([leave, save, not settled, own << rank_bits | world.rank, -own])
-    if world.size > 1:
+    most = torch.tensor([leave, save, not settled, own << rank_bits | world.global_rank, -own])
+    if world.global_size > 1:
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
     leave, save, writing, slowest, fastest = most.tolist()
     by = round((slowest >> rank_bits) / -fastest, 2)
@@ -164,10 +172,16 @@ class BadSteps:
         self.saver.finish()
         step, figures = self.last
         skip = ",".join(filter(None, [self.skips.text, f"{self.first}:{step + 1}"]))
-        advice = f"If other batches fail, too, lower --lr. To go on without these: --skip_steps={skip}"
-        if not self.any_good:  # nothing has changed since the start, the learning rate was never used
+        advice = (
+            f"If other batches fail, too, lower --lr. To go on without these: --skip_steps={skip}"
+        )
+        if (
+            not self.any_good
+        ):  # nothing has changed since the start, the learning rate was never used
             advice = "No step was good, so it is not the batches: look at the weights that the run began with "
-            advice += "(--init_from), and at settings such as softmax_scale; or try --precision=fp32"
+            advice += (
+                "(--init_from), and at settings such as softmax_scale; or try --precision=fp32"
+            )
         raise UserError(
             f"steps {self.first} to {step} have no finite loss and gradient, and changed nothing (the last: {figures})"
             f". {self.saver.last_good()}. {advice}",
@@ -179,7 +193,9 @@ class Skips:
     """The steps that are left out with their batches, as a run's flags and its checkpoint say."""
 
     def __init__(self, cfg, saved: str):
-        parts = dict.fromkeys(part.strip() for text in (saved, cfg.skip_steps) for part in text.split(",") if part)
+        parts = dict.fromkeys(
+            part.strip() for text in (saved, cfg.skip_steps) for part in text.split(",") if part
+        )
         self.text, self.ranges = ",".join(parts), []  # without overlaps, in order
         for r in sorted(config.step_ranges(self.text), key=lambda r: r.start):
             after = self.ranges[-1].stop if self.ranges else 0

@@ -32,7 +32,10 @@ from program import RESUME_ME, whoami
 ROOT = Path(__file__).parent.parent
 PATIENCE = 5  # seconds in which a living thread answers
 WAITS = "waits"
-LOST = (RuntimeError, futures.TimeoutError)  # rank 0 has gone, or stands still, and the server with it
+LOST = (
+    RuntimeError,
+    futures.TimeoutError,
+)  # rank 0 has gone, or stands still, and the server with it
 
 
 class Watch:
@@ -43,9 +46,13 @@ class Watch:
 
     def __init__(self, world, minutes: float, last_good, halve):
         self.world, self.minutes, self.last_good, self.halve = world, minutes, last_good, halve
-        self.closed, self.store, self.asking = threading.Event(), open_store(world), futures.ThreadPoolExecutor(1)
-        self.name = whoami(world.rank)
-        self.store.set(f"name {world.rank}", self.name)
+        self.closed, self.store, self.asking = (
+            threading.Event(),
+            open_store(world),
+            futures.ThreadPoolExecutor(1),
+        )
+        self.name = whoami(world.global_rank)
+        self.store.set(f"name {world.global_rank}", self.name)
         dist.barrier()
         self.name_of_server = self.store.get("name 0").decode()
 
@@ -83,19 +90,29 @@ class Watch:
 
     def call_the_roll(self) -> None:
         """Name the ranks that are not waiting for others, and end this one."""
-        self.calling, ranks = True, range(self.world.size)
+        self.calling, ranks = True, range(self.world.global_size)
         try:
-            self.ask(lambda: self.store.set(f"at {self.world.rank}", whereabouts()))
+            self.ask(lambda: self.store.set(f"at {self.world.global_rank}", whereabouts()))
             time.sleep(PATIENCE)
             at = {rank: self.read(f"at {rank}") for rank in ranks}
             names = [self.read(f"name {rank}") for rank in ranks]
             found = [f"{names[rank]} does not answer" for rank in ranks if not at[rank]]
-            found += [f"{names[rank]} hangs at {at[rank]}" for rank in ranks if at[rank] not in (None, WAITS)]
-            speaks = self.world.rank == min(rank for rank in ranks if at[rank])
+            found += [
+                f"{names[rank]} hangs at {at[rank]}"
+                for rank in ranks
+                if at[rank] not in (None, WAITS)
+            ]
+            speaks = self.world.global_rank == min(rank for rank in ranks if at[rank])
         except LOST:
-            found, speaks = [f"{self.name_of_server} does not answer"], True  # and knew all of the others
+            found, speaks = (
+                [f"{self.name_of_server} does not answer"],
+                True,
+            )  # and knew all of the others
         if speaks:
-            why = "; ".join(found) or "all ranks wait for each other, so a device or the network hangs"
+            why = (
+                "; ".join(found)
+                or "all ranks wait for each other, so a device or the network hangs"
+            )
             with contextlib.suppress(*LOST):  # where the run folder is what hangs
                 why = f"{why}. {self.ask(self.last_good)}"
             config.say_error(f"no step for {self.minutes:g} minutes: {why}")
@@ -139,17 +156,17 @@ class Watch:
 
     def wait_for_readers(self) -> None:
         """Before rank 0 ends, and the server with it."""
-        if self.world.rank == 0 and self.world.size > 1:
+        if self.world.global_rank == 0 and self.world.global_size > 1:
             time.sleep(PATIENCE)
 
 
 def open_store(world) -> dist.Store:
     """A key-value store for all ranks, whose server is in rank 0."""
-    if world.size == 1:
+    if world.global_size == 1:
         return dist.HashStore()
     host, patience = os.environ.get("MASTER_ADDR", "localhost"), timedelta(seconds=PATIENCE)
     options = {"timeout": patience, "wait_for_workers": False}
-    server = dist.TCPStore(host, 0, is_master=True, **options) if world.rank == 0 else None
+    server = dist.TCPStore(host, 0, is_master=True, **options) if world.global_rank == 0 else None
     port = processes.rank_zero_decides(lambda: server.port)
     return server or dist.TCPStore(host, port, is_master=False, **options)
 
@@ -178,7 +195,7 @@ def demonstrate(argv) -> None:
     config.arguments(argv)
     world = processes.start("cpu")
     with Watch(world, 0.05, lambda: "This was a demonstration", halve=None):
-        if world.rank == world.size - 1:
+        if world.global_rank == world.global_size - 1:
             time.sleep(600)
         dist.barrier()
 

@@ -50,7 +50,9 @@ def flops_by_term(cfg: MPTConfig, work: Work | None = None, attention=(4, 12)) -
     if lora:
         terms["adapters"] = 6 * lora
     if work.activation_checkpointing == "full":
-        terms["recomputed"] = share_again(cfg, work) * (2 * n + forward * ds * cfg.n_layers + 2 * lora)
+        terms["recomputed"] = share_again(cfg, work) * (
+            2 * n + forward * ds * cfg.n_layers + 2 * lora
+        )
     return terms
 
 
@@ -70,7 +72,9 @@ def by_matmuls(cfg: MPTConfig, work: Work | None = None) -> float:
 
 def by_matmuls_and_again(cfg: MPTConfig, work: Work | None = None) -> float:
     """`by_matmuls` with full activation checkpointing whatever `work` says."""
-    return by_matmuls(cfg, replace(work or Work(), activation_checkpointing="full", recompute_every=1))
+    return by_matmuls(
+        cfg, replace(work or Work(), activation_checkpointing="full", recompute_every=1)
+    )
 
 
 def chinchilla(cfg: MPTConfig, work: Work | None = None) -> float:
@@ -109,7 +113,11 @@ def formula(name: str, work: Work, cfg: MPTConfig | None = None) -> str:
     """What a convention counts, for this model: without what holds for all heads and a hidden width of 4 d only."""
     usual = cfg and (cfg.hidden_dim, cfg.n_kv_heads) == (4 * cfg.d_model, cfg.n_heads)
     text = FORMULAS[name] if usual and work.trains_all else FORMULAS[name].split(" = ")[0]
-    return text if work.trains_all else text.replace("6 N", "4 N + 6 N_lora" if work.lora_rank else "4 N")
+    return (
+        text
+        if work.trains_all
+        else text.replace("6 N", "4 N + 6 N_lora" if work.lora_rank else "4 N")
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -133,10 +141,15 @@ def counts(cfg: MPTConfig | None, work: Work, first: str, args: FlopsArgs) -> di
         n, factor = args.n_params, 6 if work.trains_all else 4
         return {"6nd": (formula("6nd", work), factor * n, (factor + 2 * work.recomputes(0)) * n)}
     names = dict.fromkeys([first, *CONVENTIONS])
-    names = [name for name in names if work.trains_all or name != "chinchilla"]  # that one knows no frozen weights
+    names = [
+        name for name in names if work.trains_all or name != "chinchilla"
+    ]  # that one knows no frozen weights
     words = "convention=chinchilla counts models whose weights all train, take foundry"
     require(first in names, words)
-    return {name: (formula(name, work, cfg), *(CONVENTIONS[name](cfg, how) for how in (once, work))) for name in names}
+    return {
+        name: (formula(name, work, cfg), *(CONVENTIONS[name](cfg, how) for how in (once, work)))
+        for name in names
+    }
 
 
 def report(cfg: MPTConfig | None, work: Work, args: FlopsArgs, first: str = "foundry") -> dict:

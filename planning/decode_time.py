@@ -50,10 +50,16 @@ def weight_bytes(m: MPTConfig, width: int = 2) -> int:
     return width * (flops.n_params(m) - tables)
 
 
-def ms_per_token(m: MPTConfig, batch: int, context: int, bandwidth_gbs: float, width: int = 2) -> float:
+def ms_per_token(
+    m: MPTConfig, batch: int, context: int, bandwidth_gbs: float, width: int = 2
+) -> float:
     """Milliseconds of a step, which gives each of `batch` sequences of `context` tokens one more, while reading is what
     takes the time (Pope et al., 2211.05102, section 2). bandwidth_gbs: GB/s."""
-    return (weight_bytes(m, width) + batch * context * kv_bytes_per_token(m, width)) / bandwidth_gbs / 1e6
+    return (
+        (weight_bytes(m, width) + batch * context * kv_bytes_per_token(m, width))
+        / bandwidth_gbs
+        / 1e6
+    )
 
 
 def compute_bound_batch(peak_tflops: float, bandwidth_gbs: float, width: int = 2) -> float:
@@ -66,21 +72,36 @@ def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
     """Bytes, and on a device milliseconds, in bf16. A config file's `device = "cpu"` names no accelerator."""
     context, kv = args.context or m.max_seq_len, kv_bytes_per_token(m)
     fits = not m.learned_positions or context <= m.max_seq_len
-    require(fits, f"context {context} is beyond max_seq_len {m.max_seq_len}, where learned positions end")
+    require(
+        fits,
+        f"context {context} is beyond max_seq_len {m.max_seq_len}, where learned positions end",
+    )
     read = {"weights": weight_bytes(m), "keys and values": args.batch * context * kv}
     read["all"] = sum(read.values())
     cached = f"{args.batch} x {context} tokens of {kv:,} bytes in the cache"
     lines = [f"{flops.n_params(m):,} parameters, bf16, {cached}", ""]
     if args.device in ("auto", "cpu", "cuda", "mps"):
-        lines += [f"{'read for a token':<20}{'GB':>10}"] + [f"  {name:<18}{n / 1e9:>10.3f}" for name, n in read.items()]
+        lines += [f"{'read for a token':<20}{'GB':>10}"] + [
+            f"  {name:<18}{n / 1e9:>10.3f}" for name, n in read.items()
+        ]
         return "\n".join([*lines, "", "milliseconds: set --device=mi250 (for one)"])
     device = devices.by_name(args.device)
-    lines += [f"{'read for a token':<20}{'GB':>10}{'ms':>10}  {device.name}, {device.bandwidth_gbs:g} GB/s"]
-    lines += [f"  {name:<18}{n / 1e9:>10.3f}{n / device.bandwidth_gbs / 1e6:>10.3f}" for name, n in read.items()]
+    lines += [
+        f"{'read for a token':<20}{'GB':>10}{'ms':>10}  {device.name}, {device.bandwidth_gbs:g} GB/s"
+    ]
+    lines += [
+        f"  {name:<18}{n / 1e9:>10.3f}{n / device.bandwidth_gbs / 1e6:>10.3f}"
+        for name, n in read.items()
+    ]
     ms = ms_per_token(m, args.batch, context, device.bandwidth_gbs)
-    lines += ["", f"at most {1e3 / ms:,.1f} tokens/s of a sequence, {args.batch * 1e3 / ms:,.1f} of all"]
+    lines += [
+        "",
+        f"at most {1e3 / ms:,.1f} tokens/s of a sequence, {args.batch * 1e3 / ms:,.1f} of all",
+    ]
     if read["all"] > device.memory_gb * 2**30:
-        lines += [f"does not fit: {read['all'] / 2**30:.1f} GiB, the device has {device.memory_gb:g}"]
+        lines += [
+            f"does not fit: {read['all'] / 2**30:.1f} GiB, the device has {device.memory_gb:g}"
+        ]
     if device.bf16_tflops:
         limit = compute_bound_batch(device.bf16_tflops, device.bandwidth_gbs)
         lines += [f"from a batch of {limit:.0f} the matmuls take longer than reading the weights"]

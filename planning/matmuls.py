@@ -25,7 +25,12 @@ from typing import Literal
 import config
 from config import Checkpointing, MPTConfig, require
 
-LINEARS = {"Wqkv": "QKV", "out_proj": "projection", "up_proj": "MLP up", "down_proj": "MLP down"}  # module: part
+LINEARS = {
+    "Wqkv": "QKV",
+    "out_proj": "projection",
+    "up_proj": "MLP up",
+    "down_proj": "MLP down",
+}  # module: part
 ATTENTION = ("scores", "attention x V")
 PASSES = ("forward", "input gradient", "weight gradient", "recomputed")
 
@@ -34,10 +39,16 @@ PASSES = ("forward", "input gradient", "weight gradient", "recomputed")
 class Work:
     """What is trained and how: all that decides the FLOPs beside the model."""
 
-    attention: Literal["full", "causal", "flash"] = "full"  # keys of a query: all, the visible, as a flash kernel does
-    window: int = 0  # sliding window: a query sees so many keys, its own included (0 = all before it)
+    attention: Literal["full", "causal", "flash"] = (
+        "full"  # keys of a query: all, the visible, as a flash kernel does
+    )
+    window: int = (
+        0  # sliding window: a query sees so many keys, its own included (0 = all before it)
+    )
     document: int = 0  # tokens of each document in a packed sequence (0 = one document fills it)
-    frozen: bool = False  # no weight has a gradient, but something before the first block has: a prompt
+    frozen: bool = (
+        False  # no weight has a gradient, but something before the first block has: a prompt
+    )
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
     lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linears of a block that have an adapter
     lora_first_block: int = 0  # blocks before this one have no adapters, so they need no backward
@@ -46,8 +57,13 @@ class Work:
 
     def check(self) -> None:
         for name in ("window", "document", "lora_rank", "lora_first_block"):
-            require(getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}")
-        require(self.recompute_every > 0, f"recompute_every must be at least 1, not {self.recompute_every}")
+            require(
+                getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}"
+            )
+        require(
+            self.recompute_every > 0,
+            f"recompute_every must be at least 1, not {self.recompute_every}",
+        )
         for target in self.targets:
             require_known("LoRA target", target, LINEARS)
 
@@ -75,15 +91,29 @@ def adapters(cfg: MPTConfig, work: Work) -> dict[str, tuple[int, int]]:
     """Number of parameters of A and of B for each adapted part of a block."""
     d, r, hidden = cfg.d_model, work.lora_rank, cfg.hidden_dim
     qkv = d + 2 * cfg.n_kv_heads * cfg.head_dim
-    shapes = {"Wqkv": (d, qkv), "out_proj": (d, d), "up_proj": (d, hidden), "down_proj": (hidden, d)}
-    return {LINEARS[name]: (r * i, o * r) for name, (i, o) in shapes.items() if r and name in work.targets}
+    shapes = {
+        "Wqkv": (d, qkv),
+        "out_proj": (d, d),
+        "up_proj": (d, hidden),
+        "down_proj": (hidden, d),
+    }
+    return {
+        LINEARS[name]: (r * i, o * r)
+        for name, (i, o) in shapes.items()
+        if r and name in work.targets
+    }
 
 
 def n_lora(cfg: MPTConfig, work: Work) -> int:
     """Number of parameters of all adapters. Raises UserError if a setting of `work` cannot be."""
     work.check()
-    require(work.lora_first_block < cfg.n_layers, f"lora_first_block must be below n_layers {cfg.n_layers}")
-    return (cfg.n_layers - work.lora_first_block) * sum(a + b for a, b in adapters(cfg, work).values())
+    require(
+        work.lora_first_block < cfg.n_layers,
+        f"lora_first_block must be below n_layers {cfg.n_layers}",
+    )
+    return (cfg.n_layers - work.lora_first_block) * sum(
+        a + b for a, b in adapters(cfg, work).values()
+    )
 
 
 def keys_per_query(cfg: MPTConfig, work: Work) -> float:
@@ -93,7 +123,9 @@ def keys_per_query(cfg: MPTConfig, work: Work) -> float:
     def pairs(n: int) -> int:
         """Queries with their keys within n tokens."""
         seen = min(work.window or n, n)
-        return n * seen - (0 if work.attention == "full" else seen * (seen - 1) // 2)  # the first ones see fewer
+        return n * seen - (
+            0 if work.attention == "full" else seen * (seen - 1) // 2
+        )  # the first ones see fewer
 
     S = cfg.max_seq_len
     length = min(work.document or S, S)
@@ -105,7 +137,9 @@ def block_forward(cfg: MPTConfig, work: Work) -> dict[str, float]:
     d, keys = cfg.d_model, keys_per_query(cfg, work)
     return {
         "QKV": 2 * d * (d + 2 * cfg.n_kv_heads * cfg.head_dim),
-        "scores": 2 * d * keys,  # grouped heads save nothing here: every query head meets its group's keys
+        "scores": 2
+        * d
+        * keys,  # grouped heads save nothing here: every query head meets its group's keys
         "attention x V": 2 * d * keys,
         "projection": 2 * d * d,
         "MLP up": 2 * d * cfg.hidden_dim,
@@ -154,7 +188,11 @@ def flops_by_pass(cfg: MPTConfig, work: Work | None = None) -> dict[str, dict[st
         for part, numbers in block_by_pass(cfg, work, i).items():
             sums[part] = added(sums.get(part, [0] * len(PASSES)), numbers)
     sums["logits"] = [logits, logits, logits * work.trains_all, 0]
-    return {part: dict(zip(PASSES, numbers, strict=True)) for part, numbers in sums.items() if any(numbers)}
+    return {
+        part: dict(zip(PASSES, numbers, strict=True))
+        for part, numbers in sums.items()
+        if any(numbers)
+    }
 
 
 def total(by_pass: dict[str, dict[str, float]]) -> float:
@@ -164,14 +202,24 @@ def total(by_pass: dict[str, dict[str, float]]) -> float:
 def table(by_pass: dict[str, dict[str, float]], work: Work) -> str:
     """MFLOP per token as a person reads them."""
     shown = [p for p in PASSES if any(numbers[p] for numbers in by_pass.values())]
-    scores = {"full": "the whole square", "causal": "what is visible", "flash": "as a flash kernel does them"}
-    lines = ["MFLOP a token".ljust(24) + "".join(f"{name:>17}" for name in shown) + f"{'all':>14}{'share':>9}"]
+    scores = {
+        "full": "the whole square",
+        "causal": "what is visible",
+        "flash": "as a flash kernel does them",
+    }
+    lines = [
+        "MFLOP a token".ljust(24)
+        + "".join(f"{name:>17}" for name in shown)
+        + f"{'all':>14}{'share':>9}"
+    ]
     sums = {p: sum(numbers[p] for numbers in by_pass.values()) for p in shown}
     for part, numbers in [*by_pass.items(), ("all", sums)]:
         whole = sum(numbers.values())
         cells = "".join(f"{numbers[p] / 1e6:>17,.1f}" for p in shown)
         lines.append(f"  {part:<22}{cells}{whole / 1e6:>14,.1f}{whole / total(by_pass):>9.2%}")
-    return "\n".join([*lines, f"  (all matmuls; scores: {scores[work.attention]}, --attention={work.attention})"])
+    return "\n".join(
+        [*lines, f"  (all matmuls; scores: {scores[work.attention]}, --attention={work.attention})"]
+    )
 
 
 def main(argv: list[str]) -> None:

@@ -48,13 +48,20 @@ def saved_by_block(m: MPTConfig, precision: str = "bf16", tp: int = 1) -> dict[s
     """Bytes per token that a block keeps on one of `tp` ranks if nothing is recomputed, by tensor: Korthikanti et al.
     (2205.05198), section 4.2.1, equation 2, without dropout and scores: 8 d_model whole, 24 d_model over tp."""
     w, d, kv = width(precision), m.d_model, m.n_kv_heads * m.head_dim
-    upcast = 4 if w == 2 and m.norm_type == "layernorm" else 0  # a norm in fp32 keeps its input in fp32
+    upcast = (
+        4 if w == 2 and m.norm_type == "layernorm" else 0
+    )  # a norm in fp32 keeps its input in fp32
     return {
         "norm_1's input": (upcast or w) * d,
         "Wqkv's input": w * d,  # a linear layer keeps its input, for the gradient of the weight
-        "Wqkv's output": w * (d + 2 * kv) // tp * (2 if m.clip_qkv else 1),  # q, k, v are views; clamp makes a copy
+        "Wqkv's output": w
+        * (d + 2 * kv)
+        // tp
+        * (2 if m.clip_qkv else 1),  # q, k, v are views; clamp makes a copy
         "normed q and k": (w + upcast) * (d + kv) // tp if m.qk_ln else 0,
-        "repeated k and v": 2 * w * d // tp if kv < d and m.attn_impl != "triton" and not m.alibi else 0,
+        "repeated k and v": 2 * w * d // tp
+        if kv < d and m.attn_impl != "triton" and not m.alibi
+        else 0,
         "attention's output": w * d // tp,  # out_proj's input as well
         "logsumexp": 4 * m.n_heads // tp,
         "norm_2's input": (upcast or w) * d,
@@ -65,9 +72,14 @@ def saved_by_block(m: MPTConfig, precision: str = "bf16", tp: int = 1) -> dict[s
     }
 
 
-def kept_by_block(m: MPTConfig, activation_checkpointing: str, precision: str = "bf16", tp: int = 1) -> int:
+def kept_by_block(
+    m: MPTConfig, activation_checkpointing: str, precision: str = "bf16", tp: int = 1
+) -> int:
     """Bytes per token that a block keeps on one of `tp` ranks between its forward and its backward."""
-    saved, x = saved_by_block(m, precision, tp), width(precision) * m.d_model  # x: the block's input
+    saved, x = (
+        saved_by_block(m, precision, tp),
+        width(precision) * m.d_model,
+    )  # x: the block's input
     if activation_checkpointing == "none":
         return sum(saved.values())
     qkv = width(precision) * (m.n_heads + 2 * m.n_kv_heads) * m.head_dim // tp
@@ -80,7 +92,12 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tupl
     """(ranks that share one copy of a state, rows of a batch on each), or UserError if it does not multiply out."""
     for name, n in {"ranks": ranks, "tp": tp, "pp": pp}.items():
         require(n > 0, f"{name} must be at least 1, not {n}")
-    sizes = {"n_heads": m.n_heads, "kv_n_heads": m.n_kv_heads, "hidden width": m.hidden_dim, "vocab_size": m.vocab_size}
+    sizes = {
+        "n_heads": m.n_heads,
+        "kv_n_heads": m.n_kv_heads,
+        "hidden width": m.hidden_dim,
+        "vocab_size": m.vocab_size,
+    }
     for name, n in sizes.items():
         require(n % tp == 0, f"{name} {n} is not a multiple of tp {tp}")
     require(m.n_layers % pp == 0, f"n_layers {m.n_layers} is not a multiple of pp {pp}")
@@ -88,7 +105,9 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tupl
     require(rest == 0, f"{ranks} ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
     rows, rest = divmod(cfg.global_batch_size, dp)
     of = "ranks" if tp * pp == 1 else f"data-parallel ranks: {ranks} / (tp {tp} x pp {pp})"
-    require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {dp} {of}")
+    require(
+        rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {dp} {of}"
+    )
     shard = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
     unknown = f"sharding={cfg.sharding} wants --shard_size here, by default the ranks of a node"
     require(shard, unknown)
@@ -110,12 +129,17 @@ class Step:
     are counted beside a full pipeline, a little too much.
     """
 
-    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1, stage=0):
+    def __init__(
+        self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1, stage=0
+    ):
         self.shard, rows = layout(m, cfg, ranks, tp, pp)
         auto = "microbatch_size=auto is found by trying: set --microbatch_size=NUMBER here, or ask largest_microbatch"
         require(cfg.microbatch_size != "auto", auto)
         fused = m.attn_impl not in ("reference", "blocks")
-        require(fused, f"attn_impl={m.attn_impl} keeps T x T scores, not counted here: set --attn_impl=sdpa")
+        require(
+            fused,
+            f"attn_impl={m.attn_impl} keeps T x T scores, not counted here: set --attn_impl=sdpa",
+        )
         self.m, self.ranks, self.w, self.tp = m, ranks, width(precision), tp
         self.first, self.last, self.layers = stage == 0, stage == pp - 1, m.n_layers // pp
         self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
@@ -123,18 +147,29 @@ class Step:
         self.frees = cfg.sharding_mode.frees_weights  # gathered blocks after their forward
         self.table, self.root, self.block = self.params(pp)
         self.n = self.root + self.layers * self.block
-        mode, blocks = cfg.activation_checkpointing, range(stage * self.layers, (stage + 1) * self.layers)
+        mode, blocks = (
+            cfg.activation_checkpointing,
+            range(stage * self.layers, (stage + 1) * self.layers),
+        )
         self.again = [mode != "none" and i % cfg.recompute_every == 0 for i in blocks]  # recomputed
         self.saved = self.tokens * kept_by_block(m, "none", precision, tp)
         recomputed = self.tokens * kept_by_block(m, mode, precision, tp)
         self.kept = [recomputed if again else self.saved for again in self.again]
-        in_flight = min((pp - stage) * cfg.microbatch_size, rows) * m.max_seq_len  # tokens, as many as the batch has
-        self.others = sum(self.kept) * (in_flight - self.tokens) // self.tokens  # what their blocks keep
+        in_flight = (
+            min((pp - stage) * cfg.microbatch_size, rows) * m.max_seq_len
+        )  # tokens, as many as the batch has
+        self.others = (
+            sum(self.kept) * (in_flight - self.tokens) // self.tokens
+        )  # what their blocks keep
         accumulates = rows > cfg.microbatch_size  # the gradients of earlier microbatches are there
         late = ranks > 1 and cfg.sharding_mode.reduces_late  # and whole until they are reduced
         self.held = (4 if late else 4 / self.shard) if accumulates else 0  # bytes a parameter
-        self.grad_w = self.w if ranks > 1 else 4  # bytes a number: the gradient of the loss's weight has its dtype
-        in_place = accumulates and ranks == 1 and not m.tie_word_embeddings  # added to .grad at once
+        self.grad_w = (
+            self.w if ranks > 1 else 4
+        )  # bytes a number: the gradient of the loss's weight has its dtype
+        in_place = (
+            accumulates and ranks == 1 and not m.tie_word_embeddings
+        )  # added to .grad at once
         # for the embedding's own, or for its reduction
         self.waiting = self.grad_w * self.table if self.last and not in_place else 0
 
@@ -144,9 +179,13 @@ class Step:
         m, parts, both = self.m, flops.params_by_part(self.m), 1 if self.m.no_bias else 2
         table = parts["wte"] // self.tp
         head = table if pp > 1 or not m.tie_word_embeddings else 0
-        root = (table + parts["wpe"] if self.first else 0) + (head + m.d_model * both if self.last else 0)
+        root = (table + parts["wpe"] if self.first else 0) + (
+            head + m.d_model * both if self.last else 0
+        )
         qk_ln = (m.n_heads + m.n_kv_heads) * m.head_dim if m.qk_ln else 0
-        whole = (2 * m.d_model + qk_ln) * both + (both - 1) * 2 * m.d_model  # norms, biases of out_proj and down_proj
+        whole = (2 * m.d_model + qk_ln) * both + (
+            both - 1
+        ) * 2 * m.d_model  # norms, biases of out_proj and down_proj
         outside = parts["wte"] + parts["wpe"] + parts["lm_head"] + m.d_model * both
         block = (flops.n_params(m) - outside) // m.n_layers
         return table, root, whole + (block - whole) // self.tp
@@ -167,7 +206,9 @@ class Step:
         """Weights beside the fp32 ones while `blocks` blocks wait for their backward. One rank: autocast's bf16 copies,
         kept by the graph of blocks that are not recomputed. More: what FSDP has gathered, `gathered` if it frees."""
         if self.ranks > 1:
-            return self.w * (self.root + self.block * (min(gathered, blocks) if self.frees else blocks))
+            return self.w * (
+                self.root + self.block * (min(gathered, blocks) if self.frees else blocks)
+            )
         return 2 * self.block * self.again[:blocks].count(False) if self.w == 2 else 0
 
     def loss_forward(self) -> dict:
@@ -181,7 +222,9 @@ class Step:
             copies += self.w * self.block
         elif self.ranks == 1 and low:  # the loss makes its own
             copies += 2 * self.table
-        loss = 3 * self.x + 4 * self.table + chunks  # norm_f's input, its output, the gradient of that; that of W
+        loss = (
+            3 * self.x + 4 * self.table + chunks
+        )  # norm_f's input, its output, the gradient of that; that of W
         return self.moment(self.layers, 0, copies, loss)
 
     def loss_backward(self) -> dict:
@@ -192,7 +235,9 @@ class Step:
     def block_backward(self, i: int) -> dict:
         """The first matmuls, of down_proj, before its input is freed; or the reduction of the block's gradients."""
         m, w, late = self.m, self.w, 0
-        early = self.x + w * (self.tokens + m.d_model) * m.hidden_dim // self.tp  # gradients of x, GELU's output, W
+        early = (
+            self.x + w * (self.tokens + m.d_model) * m.hidden_dim // self.tp
+        )  # gradients of x, GELU's output, W
         copies = self.copies(i + 1, 2)  # the next block is gathered meanwhile
         if self.again[i]:
             early += self.saved - self.kept[i]
@@ -200,27 +245,37 @@ class Step:
         if self.ranks > 1:  # gradients are copied into one fp32 buffer, kept until the next block's
             early += 4 * self.block if i + 1 < self.layers else 0
             late = (w + 4) * self.block - self.kept[i]
-        return self.moment(i + 1, self.block * (self.layers - 1 - i), copies, self.waiting, max(early, late))
+        return self.moment(
+            i + 1, self.block * (self.layers - 1 - i), copies, self.waiting, max(early, late)
+        )
 
     def embedding_backward(self) -> dict:
         """Two gradients of a tied embedding meet; with more ranks all that is in no block is then reduced."""
         workspace, copies = self.grad_w * self.table + self.x if self.first else 0, self.copies(0)
         if self.ranks > 1:  # gradients, the fp32 buffer that is reduced, and what comes of it
-            workspace = max(workspace, (self.w + 4 + 4 / self.shard) * self.root - self.waiting - copies)
+            workspace = max(
+                workspace, (self.w + 4 + 4 / self.shard) * self.root - self.waiting - copies
+            )
         return self.moment(0, self.n - self.root, copies, self.waiting, workspace)
 
     def moments(self) -> dict[str, dict]:
         """{moment: {part: bytes}} in the order of the step; of the blocks' backwards the largest."""
         backwards = {f"block {i} backward": self.block_backward(i) for i in range(self.layers)}
         largest = max(backwards, key=lambda name: sum(backwards[name].values()))
-        loss = {"loss forward": self.loss_forward(), "loss backward": self.loss_backward()} if self.last else {}
+        loss = (
+            {"loss forward": self.loss_forward(), "loss backward": self.loss_backward()}
+            if self.last
+            else {}
+        )
         end = "embedding backward" if self.first else "head reduced"
         end = {end: self.embedding_backward()} if self.first or self.last else {}
         update = {**self.moment(0, self.n, 0), "blocks' activations": 0}  # of no microbatch
         return {**loss, largest: backwards[largest], **end, "update": update}
 
 
-def worst_stage(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, tp: int, pp: int) -> tuple[int, dict]:
+def worst_stage(
+    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, tp: int, pp: int
+) -> tuple[int, dict]:
     """The stage of the pipeline with the highest peak, and its moments."""
     stages = [Step(m, cfg, ranks, precision, tp, pp, stage).moments() for stage in range(pp)]
     peaks = [max(sum(parts.values()) for parts in moments.values()) for moments in stages]
@@ -228,7 +283,9 @@ def worst_stage(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, tp: 
     return stage, stages[stage]
 
 
-def bytes_by_moment(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1) -> dict[str, dict]:
+def bytes_by_moment(
+    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1
+) -> dict[str, dict]:
     """{moment: {part: bytes}} of one of `ranks` = dp x tp x pp, in the order of the step; of a pipeline's stages that
     with the highest peak. Raises UserError as `Step` does."""
     return worst_stage(m, cfg, ranks, precision, tp, pp)[1]
@@ -241,7 +298,9 @@ def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=
     return {**moments[name], "peak": sum(moments[name].values()), "moment": name}
 
 
-def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16", tp=1, pp=1) -> int:
+def largest_microbatch(
+    m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16", tp=1, pp=1
+) -> int:
     """The most sequences of a microbatch whose peak fits into ROOM of `device`, a devices.Device or bytes; at most all
     rows of a data-parallel rank, 0 if one does not fit. Raises UserError as `Step` does, microbatch_size is not read.
     """
@@ -250,7 +309,10 @@ def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precisio
     _, rows = layout(m, cfg, ranks, tp, pp)
 
     def too_much(size: int) -> bool:
-        return bytes_by_part(m, replace(cfg, microbatch_size=size), ranks, precision, tp, pp)["peak"] > ROOM * memory
+        return (
+            bytes_by_part(m, replace(cfg, microbatch_size=size), ranks, precision, tp, pp)["peak"]
+            > ROOM * memory
+        )
 
     if not too_much(rows):  # may take less than rows - 1: no gradients wait for another microbatch
         return rows
@@ -260,16 +322,29 @@ def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precisio
 def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
     """The moments side by side, in GB (10^9 bytes), as a person reads them."""
     of = (m, cfg, args.ranks, precision, args.tp, args.pp)
-    (stage, moments), peak, dp = worst_stage(*of), bytes_by_part(*of), args.ranks // (args.tp * args.pp)
+    (stage, moments), peak, dp = (
+        worst_stage(*of),
+        bytes_by_part(*of),
+        args.ranks // (args.tp * args.pp),
+    )
     how = f"{args.ranks} ranks of {cfg.sharding}" if args.ranks > 1 else "1 rank, nothing sharded"
     how += f": tp {args.tp} x pp {args.pp} x dp {dp}" if dp < args.ranks else ""
     how += f", stage {stage} of 0 to {args.pp - 1}" if args.pp > 1 else ""
     lines = [f"{flops.n_params(m):,} parameters, {precision}, {how}"]
-    lines += [f"microbatch {cfg.microbatch_size} x {m.max_seq_len}, checkpointing {cfg.activation_checkpointing}", ""]
+    lines += [
+        f"microbatch {cfg.microbatch_size} x {m.max_seq_len}, checkpointing {cfg.activation_checkpointing}",
+        "",
+    ]
     lines += ["GB of one rank".ljust(25) + "".join(name.rjust(19) for name in moments)]
     columns = [{**parts, "all": sum(parts.values())} for parts in moments.values()]
-    lines += [f"  {part:<23}" + "".join(f"{column[part] / 1e9:>19.3f}" for column in columns) for part in columns[0]]
-    lines += ["", f"peak {peak['peak'] / 1e9:.2f} GB = {peak['peak'] / 2**30:.2f} GiB: {peak['moment']}"]
+    lines += [
+        f"  {part:<23}" + "".join(f"{column[part] / 1e9:>19.3f}" for column in columns)
+        for part in columns[0]
+    ]
+    lines += [
+        "",
+        f"peak {peak['peak'] / 1e9:.2f} GB = {peak['peak'] / 2**30:.2f} GiB: {peak['moment']}",
+    ]
     return "\n".join(lines + device_lines(args.device, *of))
 
 
@@ -278,11 +353,16 @@ def device_lines(name: str, m: MPTConfig, cfg: TrainConfig, ranks: int, *how) ->
     if name in ("auto", "cpu", "cuda", "mps"):
         return []
     device, peak = devices.by_name(name), bytes_by_part(m, cfg, ranks, *how)["peak"] / 2**30
-    lines = [f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB", ""]
+    lines = [
+        f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB",
+        "",
+    ]
     _, rows = layout(m, cfg, ranks, *how[1:])
     lines += [f"largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences"]
     for mode in typing.get_args(Checkpointing):
-        size = largest_microbatch(m, replace(cfg, activation_checkpointing=mode), device, ranks, *how)
+        size = largest_microbatch(
+            m, replace(cfg, activation_checkpointing=mode), device, ranks, *how
+        )
         lines += [f"  checkpointing {mode:<10}{size:>6}"]
     return lines
 

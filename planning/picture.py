@@ -29,7 +29,9 @@ def canvas(title: str):
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise config.UserError("pictures need matplotlib: pip install -r requirements-extra.txt") from error
+        raise config.UserError(
+            "pictures need matplotlib: pip install -r requirements-extra.txt"
+        ) from error
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(1, 2)
@@ -59,12 +61,18 @@ def scaling(rows: list[dict], path: str) -> None:
         f"{flops.n_params(one.m) / 1e9:.3g}B parameters on {one.fleet.device.name}, predicted"
     )
     for i, name in enumerate(("strong", "weak")):
-        left.plot(counts, [row[name].tokens_per_second for row in rows], "o-", label=f"{name} scaling")
-        right.plot(counts, [100 * row["efficiency"][i] for row in rows], "o-", label=f"{name} scaling")
+        left.plot(
+            counts, [row[name].tokens_per_second for row in rows], "o-", label=f"{name} scaling"
+        )
+        right.plot(
+            counts, [100 * row["efficiency"][i] for row in rows], "o-", label=f"{name} scaling"
+        )
     left.plot(counts, [n * rows[0]["rates"][0] for n in counts], "k:", label="ideal")
     left.set_yscale("log")
     against_counts(left, counts, xlabel="torch devices", ylabel="tokens/s")
-    against_counts(right, counts, xlabel="torch devices", ylabel="% of the smallest fleet's speed a device")
+    against_counts(
+        right, counts, xlabel="torch devices", ylabel="% of the smallest fleet's speed a device"
+    )
     right.set_ylim(0, 105)
     finish(figure, path)
 
@@ -93,14 +101,18 @@ def published(path: str) -> None:
     posts = PUBLISHED_MI250
     left.plot(posts.keys(), posts.values(), "k*", markersize=12, label="published by MosaicML")
     against_counts(left, counts, xlabel="MI250 cards", ylabel="TFLOP/s a card", ylim=(0, 200))
-    memory_bars(right, MPT7B, replace(POSTS, microbatch_size=1), Fleet(devices.by_name("mi250"), 16, 8))
+    memory_bars(
+        right, MPT7B, replace(POSTS, microbatch_size=1), Fleet(devices.by_name("mi250"), 16, 8)
+    )
     finish(figure, path)
 
 
 def bytes_by_sharding(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, path: str) -> None:
     """Memory of one rank in every mode and with every way of checkpointing, at the microbatch of cfg."""
     require(fleet.dp > 1, "with one data-parallel rank there is nothing to shard")
-    figure, axes = canvas(f"{flops.n_params(m) / 1e9:.3g}B parameters on {fleet.devices} x {fleet.device.name}")
+    figure, axes = canvas(
+        f"{flops.n_params(m) / 1e9:.3g}B parameters on {fleet.devices} x {fleet.device.name}"
+    )
     for axis, way in zip(axes, ("none", "full"), strict=True):
         memory_bars(axis, m, replace(cfg, activation_checkpointing=way), fleet)
     finish(figure, path)

@@ -36,8 +36,25 @@ from planning import memory, step_time
 from planning.step_time import Constants, Fleet, FleetArgs, Step, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
-WIDTHS = [*range(32768, 8192, -1024), *range(8192, 4096, -512), *range(4096, 2048, -256), *range(2048, 0, -128)]
-SIZES = {128: 12, 768: 12, 1024: 24, 2048: 24, 2560: 32, 4096: 32, 5120: 40, 7168: 48, 8192: 80, 12288: 96, 32768: 160}
+WIDTHS = [
+    *range(32768, 8192, -1024),
+    *range(8192, 4096, -512),
+    *range(4096, 2048, -256),
+    *range(2048, 0, -128),
+]
+SIZES = {
+    128: 12,
+    768: 12,
+    1024: 24,
+    2048: 24,
+    2560: 32,
+    4096: 32,
+    5120: 40,
+    7168: 48,
+    8192: 80,
+    12288: 96,
+    32768: 160,
+}
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,9 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        return flops.mfu(self.m, self.tokens_per_second, self.fleet.devices, self.fleet.device.bf16_tflops * 1e12)
+        return flops.mfu(
+            self.m, self.tokens_per_second, self.fleet.devices, self.fleet.device.bf16_tflops * 1e12
+        )
 
     def hours(self, tokens: float) -> float:
         """To train on so many."""
@@ -90,7 +109,13 @@ class Plan:
 def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
     """What this layout gives. UserError if it cannot be."""
     seconds = Step(m, cfg, fleet, c, trainer).parts()
-    return Plan(m, cfg, fleet, seconds, memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp))
+    return Plan(
+        m,
+        cfg,
+        fleet,
+        seconds,
+        memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp),
+    )
 
 
 def divisors(n: int, at_most: int) -> list[int]:
@@ -105,7 +130,9 @@ def model_splits(
 ) -> list[tuple[int, int]]:
     """(tp, pp) to try, the least parallelism first. UserError if none divides model and batch."""
     n, interleave = fleet.devices, fleet.interleave
-    common = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)  # tensor parallelism divides them all
+    common = math.gcd(
+        m.n_kv_heads, m.vocab_size, m.hidden_dim
+    )  # tensor parallelism divides them all
     tps = [asked.tp] if asked.tp != "auto" else divisors(common, fleet.node_size)
     whole = m.n_layers % interleave == 0
     require(whole, f"n_layers {m.n_layers} is not a multiple of interleave {interleave}")
@@ -114,7 +141,8 @@ def model_splits(
     require(pairs, f"{n} devices are not a multiple of tp {asked.tp} x pp {asked.pp}")
     whole = [(t, p) for t, p in pairs if cfg.global_batch_size % (n // (t * p)) == 0]
     require(
-        whole, f"global_batch_size {cfg.global_batch_size} is not a multiple of the data-parallel ranks on {n} devices"
+        whole,
+        f"global_batch_size {cfg.global_batch_size} is not a multiple of the data-parallel ranks on {n} devices",
     )
     return sorted(whole, key=lambda pair: (pair[0] * pair[1], pair[1]))
 
@@ -135,8 +163,12 @@ def layouts(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet):
             if asked.microbatch_size != "auto":
                 yield replace(one, microbatch_size=asked.microbatch_size)
                 continue
-            most = memory.largest_microbatch(m, one, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp)
-            yield from (replace(one, microbatch_size=b) for b in {most, most // 2, most // 4, 1} if b > 0)
+            most = memory.largest_microbatch(
+                m, one, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp
+            )
+            yield from (
+                replace(one, microbatch_size=b) for b in {most, most // 2, most // 4, 1} if b > 0
+            )
 
 
 def plans(
@@ -226,7 +258,10 @@ def budget(
     Not all widths can be split over the devices, so the widths are tried from the largest down. UserError if there is
     none.
     """
-    rate, trouble = fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400, None  # FLOPs a day at MFU 100 %
+    rate, trouble = (
+        fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400,
+        None,
+    )  # FLOPs a day at MFU 100 %
     for width in WIDTHS:
         one = shape(width, m)
         tokens = TOKENS_PER_PARAMETER * flops.n_params(one)

@@ -33,18 +33,32 @@ from planning import memory
 class Constants:
     """What no datasheet tells. The first six were fitted, those below were fixed before."""
 
-    attention_a100: float = 0.318  # share of the dense bf16 peak that flash attention reaches on compute capability 8.x
-    attention_h100: float = 0.18  # and on 9.0, whose new matrix instructions that kernel did not use
-    block_bytes: float = 460  # of memory traffic per token, layer and d_model: forward and backward, not recomputed
+    attention_a100: float = (
+        0.318  # share of the dense bf16 peak that flash attention reaches on compute capability 8.x
+    )
+    attention_h100: float = (
+        0.18  # and on 9.0, whose new matrix instructions that kernel did not use
+    )
+    block_bytes: float = (
+        460  # of memory traffic per token, layer and d_model: forward and backward, not recomputed
+    )
     tile: float = 1.7e6  # tokens x width at which matmuls reach half of what large ones do
     overlap: float = 1.35  # q above
     hop: float = 4.5e-6  # seconds a hop of a ring
     attention: float = 0.25  # share of the peak on any other device: between the two, not measured
-    reachable: float = 0.7  # share of the peak of large matmuls where devices.py has none: not measured
+    reachable: float = (
+        0.7  # share of the peak of large matmuls where devices.py has none: not measured
+    )
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
-    vocab_bytes: float = 24  # of traffic per token and entry of the vocabulary: logits in bf16 and fp32, both passes
-    copy_bytes: float = 30  # of traffic per gathered parameter and microbatch: FSDP's copies in and out, gradients
-    update_bytes: float = 30  # of traffic per parameter of an optimizer step: Adam reads and writes 4 fp32 numbers
+    vocab_bytes: float = (
+        24  # of traffic per token and entry of the vocabulary: logits in bf16 and fp32, both passes
+    )
+    copy_bytes: float = (
+        30  # of traffic per gathered parameter and microbatch: FSDP's copies in and out, gradients
+    )
+    update_bytes: float = (
+        30  # of traffic per parameter of an optimizer step: Adam reads and writes 4 fp32 numbers
+    )
     pace: float = 1.0  # measured / predicted seconds of compute, by `--calibrate`
 
 
@@ -57,8 +71,14 @@ class Trainer:
 
 
 UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
-OURS, FOUNDRY = Trainer(), Trainer(reduce_bytes=2, residual_bytes=4)  # LLM Foundry under amp_bf16, PURE
-KEPT = {2: 32.2, 4: 42.25}  # bytes per token and d_model that a block keeps, by bytes of the residual: as its traffic
+OURS, FOUNDRY = (
+    Trainer(),
+    Trainer(reduce_bytes=2, residual_bytes=4),
+)  # LLM Foundry under amp_bf16, PURE
+KEPT = {
+    2: 32.2,
+    4: 42.25,
+}  # bytes per token and d_model that a block keeps, by bytes of the residual: as its traffic
 
 
 @dataclass(frozen=True)
@@ -75,12 +95,23 @@ class Fleet:
 
     def __post_init__(self):
         for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
-            require(getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}")
+            require(
+                getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}"
+            )
         replica = self.tp * self.pp
         fits = self.devices % replica == 0
-        require(fits, f"devices {self.devices} is not a multiple of tp {self.tp} x pp {self.pp} = {replica}")
-        require(self.tp <= self.node_size, f"tp {self.tp} is more than the {self.node_size} devices of a node")
-        require(self.device.bf16_tflops, f"no bf16 peak known for {self.device.name}: there is nothing to plan with")
+        require(
+            fits,
+            f"devices {self.devices} is not a multiple of tp {self.tp} x pp {self.pp} = {replica}",
+        )
+        require(
+            self.tp <= self.node_size,
+            f"tp {self.tp} is more than the {self.node_size} devices of a node",
+        )
+        require(
+            self.device.bf16_tflops,
+            f"no bf16 peak known for {self.device.name}: there is nothing to plan with",
+        )
 
     @property
     def dp(self) -> int:
@@ -98,13 +129,30 @@ class Fleet:
 class Step:
     """One training step of `m` under `cfg` on `fleet`, in seconds. UserError if it cannot be split so."""
 
-    def __init__(self, m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS):
-        self.m, self.cfg, self.fleet, self.c, self.trainer = m, cfg, fleet, c or Constants(), trainer
-        require(cfg.microbatch_size != "auto", "microbatch_size=auto is found by trying: set --microbatch_size=NUMBER")
+    def __init__(
+        self, m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
+    ):
+        self.m, self.cfg, self.fleet, self.c, self.trainer = (
+            m,
+            cfg,
+            fleet,
+            c or Constants(),
+            trainer,
+        )
+        require(
+            cfg.microbatch_size != "auto",
+            "microbatch_size=auto is found by trying: set --microbatch_size=NUMBER",
+        )
         rows, rest = divmod(cfg.global_batch_size, fleet.dp)
-        require(rest == 0, f"global_batch_size {cfg.global_batch_size} is not a multiple of the {fleet.dp} data ranks")
+        require(
+            rest == 0,
+            f"global_batch_size {cfg.global_batch_size} is not a multiple of the {fleet.dp} data ranks",
+        )
         stages = fleet.pp * fleet.interleave
-        require(m.n_layers % stages == 0, f"n_layers {m.n_layers} is not a multiple of pp x interleave = {stages}")
+        require(
+            m.n_layers % stages == 0,
+            f"n_layers {m.n_layers} is not a multiple of pp x interleave = {stages}",
+        )
         heads = m.n_heads % fleet.tp == 0
         require(heads, f"n_heads {m.n_heads} is not a multiple of tp {fleet.tp}")
         self.microbatches = math.ceil(rows / cfg.microbatch_size)
@@ -114,15 +162,27 @@ class Step:
         self.mode = cfg.sharding_mode
         self.shard = min(fleet.dp, cfg.shard_ranks(fleet.dp, max(1, fleet.node_size // fleet.tp)))
         mode, every = cfg.activation_checkpointing, cfg.recompute_every
-        self.again = {"none": 0.0, "selective": 0.0, "full": 1 / every}[mode]  # forwards of blocks done twice
-        self.redone = self.again if mode != "selective" else 1 / every  # norms and GELU of blocks, too
+        self.again = {"none": 0.0, "selective": 0.0, "full": 1 / every}[
+            mode
+        ]  # forwards of blocks done twice
+        self.redone = (
+            self.again if mode != "selective" else 1 / every
+        )  # norms and GELU of blocks, too
 
     # Compute of one microbatch on one stage --------------------------------------------------------------------------
 
     def matmuls(self) -> float:
         m, parts, d = self.m, flops.params_by_part(self.m), self.fleet.device
-        blocks = sum(parts[name] for name in ("Wqkv", "out_proj", "up_proj", "down_proj")) / self.fleet.pp
-        work = 2 * self.tokens * ((3 + self.again) * blocks + 3 * m.vocab_size * m.d_model) / self.fleet.tp
+        blocks = (
+            sum(parts[name] for name in ("Wqkv", "out_proj", "up_proj", "down_proj"))
+            / self.fleet.pp
+        )
+        work = (
+            2
+            * self.tokens
+            * ((3 + self.again) * blocks + 3 * m.vocab_size * m.d_model)
+            / self.fleet.tp
+        )
         area = self.tokens * m.d_model / self.fleet.tp
         reach = d.bf16_tflops * 1e12 * (d.reachable or self.c.reachable)
         return work / reach * (area + self.c.tile) / area * self.c.pace
@@ -130,21 +190,43 @@ class Step:
     def attention(self) -> float:
         """A causal kernel: 2 S d FLOPs forward, and 2.5 times that backward."""
         m, d, c = self.m, self.fleet.device, self.c
-        share = {"8": c.attention_a100, "9": c.attention_h100}.get(d.arch.split(".")[0], c.attention)
-        work = 2 * m.max_seq_len * m.d_model * (3.5 + self.again) * self.layers * self.tokens / self.fleet.tp
+        share = {"8": c.attention_a100, "9": c.attention_h100}.get(
+            d.arch.split(".")[0], c.attention
+        )
+        work = (
+            2
+            * m.max_seq_len
+            * m.d_model
+            * (3.5 + self.again)
+            * self.layers
+            * self.tokens
+            / self.fleet.tp
+        )
         return work / (d.bf16_tflops * 1e12 * share) * c.pace
 
     def memory(self) -> float:
         """Of a block's traffic a third is norms and residuals, which tensor parallelism does not divide."""
         m, c, tp = self.m, self.c, self.fleet.tp
-        usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)  # what was fitted
+        usual = replace(
+            m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None
+        )  # what was fitted
         shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
-        traffic = c.block_bytes * shape * KEPT[self.trainer.residual_bytes] / KEPT[4] * (1 + self.redone / 3)
+        traffic = (
+            c.block_bytes
+            * shape
+            * KEPT[self.trainer.residual_bytes]
+            / KEPT[4]
+            * (1 + self.redone / 3)
+        )
         blocks = self.layers * m.d_model * traffic * (1 / 3 + 2 / 3 / tp)
         gathers = not self.mode.reduces_late and self.shard > 1
         copies = c.copy_bytes * self.n * (1 if gathers else 1 / 3)  # else gradients only
         bandwidth = self.fleet.device.bandwidth_gbs * 1e9
-        return (self.tokens * (blocks + m.vocab_size * c.vocab_bytes / tp) + copies) / bandwidth * c.pace
+        return (
+            (self.tokens * (blocks + m.vocab_size * c.vocab_bytes / tp) + copies)
+            / bandwidth
+            * c.pace
+        )
 
     def tensor(self) -> float:
         """Two all-reduces a layer, forward and backward each, of the residual stream in bf16."""
@@ -157,7 +239,9 @@ class Step:
         """Seconds of `calls` all-gathers or reduce-scatters of `size` bytes in all. An all-reduce is two."""
         if n == 1:
             return 0.0
-        return size * (n - 1) / n / (self.fleet.bandwidth(n, stride) * self.c.link) + calls * self.c.hop * (n - 1)
+        return size * (n - 1) / n / (
+            self.fleet.bandwidth(n, stride) * self.c.link
+        ) + calls * self.c.hop * (n - 1)
 
     def traffic(self) -> float:
         """What each microbatch sends: FSDP's gathers in bf16 and reductions, and activations to the next stage."""
@@ -165,18 +249,31 @@ class Step:
         gathers = 0 if self.mode.reduces_late else again
         calls, tp = self.layers + 1, self.fleet.tp
         seconds = gathers * self.ring(2 * self.n, self.shard, tp, calls)
-        seconds += self.ring(self.trainer.reduce_bytes * self.n, self.shard, tp, calls) if gathers else 0
+        seconds += (
+            self.ring(self.trainer.reduce_bytes * self.n, self.shard, tp, calls) if gathers else 0
+        )
         if self.fleet.pp == 1:
             return seconds
-        size = 2 * 2 * self.tokens * self.m.d_model * self.fleet.interleave  # to the next, and a gradient back
-        return seconds + size / (self.fleet.bandwidth(self.fleet.pp, tp * self.fleet.dp) * self.c.link)
+        size = (
+            2 * 2 * self.tokens * self.m.d_model * self.fleet.interleave
+        )  # to the next, and a gradient back
+        return seconds + size / (
+            self.fleet.bandwidth(self.fleet.pp, tp * self.fleet.dp) * self.c.link
+        )
 
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
-        size, tp, calls, dp = self.trainer.reduce_bytes * self.n, self.fleet.tp, self.layers + 1, self.fleet.dp
+        size, tp, calls, dp = (
+            self.trainer.reduce_bytes * self.n,
+            self.fleet.tp,
+            self.layers + 1,
+            self.fleet.dp,
+        )
         if self.mode.reduces_late and self.mode.over == "all":  # ZERO1
             return self.ring(size, dp, tp, calls) + self.ring(2 * self.n, dp, tp, calls)
-        copies = dp // self.shard  # DDP, HYBRID_SHARD: each holds the whole, or a shard of it, several times
+        copies = (
+            dp // self.shard
+        )  # DDP, HYBRID_SHARD: each holds the whole, or a shard of it, several times
         return 2 * self.ring(size / self.shard, copies, tp * self.shard, calls)
 
     def hidden(self, compute: float, traffic: float) -> float:
@@ -189,7 +286,11 @@ class Step:
     def parts(self) -> dict[str, float]:
         """Seconds by part; "step" is their sum."""
         m, fleet = self.microbatches, self.fleet
-        one = {"matmuls": self.matmuls(), "attention": self.attention(), "memory-bound": self.memory()}
+        one = {
+            "matmuls": self.matmuls(),
+            "attention": self.attention(),
+            "memory-bound": self.memory(),
+        }
         one["tensor parallel"] = self.tensor()
         compute = sum(one.values())
         one["exposed traffic"] = self.hidden(compute, self.traffic())
@@ -198,11 +299,15 @@ class Step:
         last = self.hidden(compute, self.traffic() + self.once())
         parts["exposed traffic"] += last - one["exposed traffic"]
         parts["bubble"] = (fleet.pp - 1) / fleet.interleave * slot
-        parts["optimizer"] = self.c.update_bytes * self.n / self.shard / (fleet.device.bandwidth_gbs * 1e9)
+        parts["optimizer"] = (
+            self.c.update_bytes * self.n / self.shard / (fleet.device.bandwidth_gbs * 1e9)
+        )
         return {**parts, "step": sum(parts.values())}
 
 
-def tokens_per_second(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS) -> float:
+def tokens_per_second(
+    m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
+) -> float:
     """Of all devices together."""
     return cfg.global_batch_size * m.max_seq_len / Step(m, cfg, fleet, c, trainer).parts()["step"]
 

@@ -42,7 +42,9 @@ class PackedLinear(nn.Module):
 def can_pack(device, dtype) -> bool:
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 class Decoder:
@@ -61,7 +63,9 @@ class Decoder:
         wide = self.device.type == "cpu" and self.dtype == torch.bfloat16
         self.cache_dtype = torch.float32 if wide else self.dtype
         weight, scale = output.weight[:vocab_size], self.cfg.logit_scale
-        self.scale = 1 / math.sqrt(self.cfg.d_model) if scale == "inv_sqrt_d_model" else scale or 1.0
+        self.scale = (
+            1 / math.sqrt(self.cfg.d_model) if scale == "inv_sqrt_d_model" else scale or 1.0
+        )
         self.head = functools.partial(F.linear, weight=weight)
         if can_pack(self.device, self.dtype):
             self.head = PackedLinear(weight)
@@ -72,12 +76,16 @@ class Decoder:
                             setattr(part, name, PackedLinear(child.weight, child.bias))
 
     def __call__(self, ids, cache):
-        hidden = self.model.transformer(ids, cache)[:, -1]  # (B, d_model): of the prompt, too, only the end is needed
+        hidden = self.model.transformer(ids, cache)[
+            :, -1
+        ]  # (B, d_model): of the prompt, too, only the end is needed
         return self.head(hidden).float() * self.scale
 
 
 @torch.inference_mode()
-def generate(decoder, ids, max_new_tokens, *, pad=None, temperature=1.0, top_k=0, top_p=1.0, numbers=None):
+def generate(
+    decoder, ids, max_new_tokens, *, pad=None, temperature=1.0, top_k=0, top_p=1.0, numbers=None
+):
     """Yield new tokens, one (B,) int64 tensor at a time, for prompts ids (B, T). Ends early when learned positions do.
 
     pad: (B,) int64, how many ids at the left of each row are none; numbers: (B, max_new_tokens) in [0, 1), what the
@@ -98,7 +106,9 @@ def pick_dtype(precision: str, device) -> torch.dtype:
     """`auto`: bf16 on accelerators that have it, and on a CPU that has instructions for it."""
     on_cpu = "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
     known = on_cpu if device.type == "cpu" else None
-    return parallel.DTYPES[parallel.choose_precision(TrainConfig(precision=precision), device, known)]
+    return parallel.DTYPES[
+        parallel.choose_precision(TrainConfig(precision=precision), device, known)
+    ]
 
 
 @torch.inference_mode()

@@ -32,7 +32,9 @@ def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):
         logits, tokens = logits.topk(min(top_k or vocab_size, vocab_size))  # likeliest first
     probs = torch.softmax(logits / temperature, dim=-1)
     if top_p < 1:
-        before = probs.cumsum(dim=-1) - probs  # the probability of all likelier tokens: 0 for the first, which stays
+        before = (
+            probs.cumsum(dim=-1) - probs
+        )  # the probability of all likelier tokens: 0 for the first, which stays
         cut = before >= top_p
         cut[:, 0] = False  # also where top_p is so small that fp32 makes it 0
         probs = probs.masked_fill(cut, 0)
@@ -49,12 +51,22 @@ def demonstrate(argv) -> None:
     arguments(argv)
     probs = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.07, 0.03])
     logits = probs.log().repeat(100_000, 1)
-    cuts = ({}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 4, "top_p": 0.8}, {"temperature": 0})
+    cuts = (
+        {},
+        {"temperature": 0.5},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"top_k": 4, "top_p": 0.8},
+        {"temperature": 0},
+    )
     print("the model's", *(f"{p:.2f}" for p in probs.tolist()))
     for how in cuts:
         drawn = sample(logits, **how, uniform=uniforms(1, len(logits)))
         shares = (torch.bincount(drawn, minlength=6) / len(drawn)).tolist()
-        print(" ".join(f"{share:.2f}" for share in shares), *(f"{name}={value}" for name, value in how.items()))
+        print(
+            " ".join(f"{share:.2f}" for share in shares),
+            *(f"{name}={value}" for name, value in how.items()),
+        )
 
 
 if __name__ == "__main__":

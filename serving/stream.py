@@ -34,9 +34,13 @@ class Text:
     stops: strings that end it and do not belong to it. `end` says why it ended, and is None before.
     """
 
-    def __init__(self, prompt: str, tokenizer, cfg: MPTConfig, max_new_tokens: int, stops=(), seed: int = 1):
+    def __init__(
+        self, prompt: str, tokenizer, cfg: MPTConfig, max_new_tokens: int, stops=(), seed: int = 1
+    ):
         self.prompt, self.tokenizer, self.stops = prompt, tokenizer, stops
-        self.ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]  # nothing said: a new document begins
+        self.ids = [int(i) for i in tokenizer.encode(prompt)] or [
+            tokenizer.eot
+        ]  # nothing said: a new document begins
         self.n_prompt, self.max_new_tokens = len(self.ids), max_new_tokens
         self.positions = cfg.max_seq_len if cfg.learned_positions else math.inf
         require(
@@ -45,7 +49,9 @@ class Text:
             "shorten it (ALiBi and RoPE have no such limit)",
         )
         self.numbers = uniforms(seed, max_new_tokens)
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # a character may be spread over several tokens
+        self.utf8 = codecs.getincrementaldecoder("utf-8")(
+            "replace"
+        )  # a character may be spread over several tokens
         self.text, self.shown, self.end = "", 0, None
 
     def add(self, token: int) -> str:
@@ -62,8 +68,13 @@ class Text:
         found = [at for stop in self.stops if (at := self.text.find(stop, self.shown)) >= 0]
         if found:
             self.text, self.end = self.text[: min(found)], "stop string"
-        starts = (n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
-        before, self.shown = self.shown, len(self.text) - (0 if self.end else max(starts, default=0))
+        starts = (
+            n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])
+        )
+        before, self.shown = (
+            self.shown,
+            len(self.text) - (0 if self.end else max(starts, default=0)),
+        )
         return self.text[before : self.shown]
 
     @property
@@ -88,7 +99,9 @@ class Speed:
         if not self.steps:
             return line
         read = self.steps * decode_time.weight_bytes(decoder.cfg, decoder.dtype.itemsize)
-        read += self.cached * decode_time.kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
+        read += self.cached * decode_time.kv_bytes_per_token(
+            decoder.cfg, decoder.cache_dtype.itemsize
+        )
         pace = read / self.seconds / 1e9  # GB/s
         line += f"; new: {self.tokens} tokens, {self.tokens / self.seconds:,.0f} tokens/s, {self.steps} steps"
         line += f" of {1e3 * self.seconds / self.steps:.2f} ms, in which {read / self.steps / 1e6:,.1f} MB are read: "
@@ -96,7 +109,11 @@ class Speed:
         bandwidth, of = (found.bandwidth_gbs, found.name) if found else (0, "")
         if decoder.device.type == "cpu":
             bandwidth, of = measure_bandwidth(), "this CPU's, measured by reading"
-        share = f"{pace / bandwidth:.0%} of {bandwidth:,.0f} ({of})" if bandwidth else "share of the bandwidth n/a"
+        share = (
+            f"{pace / bandwidth:.0%} of {bandwidth:,.0f} ({of})"
+            if bandwidth
+            else "share of the bandwidth n/a"
+        )
         return f"{line}{pace:.1f} GB/s, {share}"
 
 
@@ -117,7 +134,10 @@ def write(decoder: Decoder, texts: list[Text], speed: Speed, **how):
     When half have ended, or learned positions end for the longest, the others go on without them, from a new cache.
     """
     while going := [text for text in texts if not text.end]:
-        longest, done = max(len(text.ids) for text in going), going[0].new_tokens  # done: the same for all
+        longest, done = (
+            max(len(text.ids) for text in going),
+            going[0].new_tokens,
+        )  # done: the same for all
         pad = torch.tensor([longest - len(text.ids) for text in going])
         ids = torch.tensor([[0] * (longest - len(text.ids)) + text.ids for text in going])
         numbers = torch.stack([text.numbers[done:] for text in going])
@@ -149,7 +169,9 @@ def print_stream(decoder, text, speed, how) -> None:
         print(piece, end="", flush=True)
     print(flush=True)
     if text.end == "max_seq_len":
-        print(f"ended at max_seq_len {text.positions}, where learned positions end", file=sys.stderr)
+        print(
+            f"ended at max_seq_len {text.positions}, where learned positions end", file=sys.stderr
+        )
 
 
 def demonstrate(argv) -> None:

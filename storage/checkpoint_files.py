@@ -40,7 +40,9 @@ import config
 from config import UserError, require
 from storage import files
 
-MAX_METADATA = 2**31  # bytes; a 70B on 1,024 ranks has 2 million pieces, of each of which DCP writes about 250
+MAX_METADATA = (
+    2**31
+)  # bytes; a 70B on 1,024 ranks has 2 million pieces, of each of which DCP writes about 250
 META_FIELDS = {
     **{"step": int, "seed": int, "global_batch_size": int},
     **{"tokenizer": str, "precision": str, "data_fingerprint": str},
@@ -133,7 +135,10 @@ def read_meta(path: Path) -> dict:
     """What a checkpoint says about itself: step, settings, precision, data fingerprint."""
     meta = files.read_json(path / "meta.json", dict, META_FIELDS)
     skip_steps = meta.get("skip_steps", "")
-    require(isinstance(skip_steps, str), f"{path}/meta.json is damaged ('skip_steps' is {files.shown(skip_steps)})")
+    require(
+        isinstance(skip_steps, str),
+        f"{path}/meta.json is damaged ('skip_steps' is {files.shown(skip_steps)})",
+    )
     return config.renamed(meta, f"{path}/meta.json")
 
 
@@ -210,8 +215,15 @@ class Unpickler(pickle._Unpickler):
         require(type(self.stack[-1]) is Record, "it sets fields of something that is no object")
         self.stack[-1].state = state
 
-    dispatch = {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in PLAIN}
-    dispatch |= {pickle.EMPTY_DICT[0]: load_table, pickle.BUILD[0]: load_state, pickle.FRAME[0]: load_frame}
+    dispatch = {
+        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
+        for name in PLAIN
+    }
+    dispatch |= {
+        pickle.EMPTY_DICT[0]: load_table,
+        pickle.BUILD[0]: load_state,
+        pickle.FRAME[0]: load_frame,
+    }
     dispatch |= {pickle.NEWOBJ[0]: load_object, pickle.REDUCE[0]: load_object}
 
 
@@ -226,7 +238,9 @@ def read_metadata(path: Path) -> Metadata:
     except OSError:
         raise
     except Exception as error:  # arbitrary bytes raise arbitrary exceptions
-        reason = config.one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}"
+        reason = (
+            config.one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}"
+        )
         raise UserError(f"{path}/.metadata cannot be trusted ({reason})") from error
     return metadata
 
@@ -235,7 +249,9 @@ def as_metadata(record: Record) -> Metadata:
     """DCP's objects from records. Any exception if these are not what DCP writes."""
     entries = {name: as_entry(entry) for name, entry in record.state["state_dict_metadata"].items()}
     places = record.state["storage_data"].items()
-    return Metadata(entries, storage_data={as_index(index): as_place(place) for index, place in places})
+    return Metadata(
+        entries, storage_data={as_index(index): as_place(place) for index, place in places}
+    )
 
 
 def as_entry(record: Record):
@@ -245,7 +261,9 @@ def as_entry(record: Record):
     dtype = state["properties"].state[0].name
     require(dtype in DTYPES, "it names an unknown dtype")
     chunks = [as_chunk(chunk.state) for chunk in state["chunks"]]
-    return TensorStorageMetadata(TensorProperties(getattr(torch, dtype)), as_size(state["size"]), chunks)
+    return TensorStorageMetadata(
+        TensorProperties(getattr(torch, dtype)), as_size(state["size"]), chunks
+    )
 
 
 def as_chunk(state: dict) -> ChunkStorageMetadata:
@@ -262,7 +280,9 @@ def as_index(record: Record) -> MetadataIndex:
 def as_place(record: Record) -> _StorageInfo:
     state = record.state
     require(not state.get("transform_descriptors"), "it wants a file to be transformed")
-    return _StorageInfo(state["relative_path"], as_count(state["offset"]), as_count(state["length"]))
+    return _StorageInfo(
+        state["relative_path"], as_count(state["offset"]), as_count(state["length"])
+    )
 
 
 def as_size(record: Record) -> torch.Size:
@@ -285,7 +305,10 @@ def check_places(path: Path, metadata: Metadata) -> None:
             found = files.member(path, name, ".metadata").lstat()
             require(stat.S_ISREG(found.st_mode), f"{name} is not a regular file")
             ends[name] = found.st_size
-        require(place.offset + place.length <= ends[name], f"{name} ends before a piece that it should hold")
+        require(
+            place.offset + place.length <= ends[name],
+            f"{name} ends before a piece that it should hold",
+        )
 
 
 def check_entry(name: str, entry, places: dict) -> None:
@@ -294,7 +317,9 @@ def check_entry(name: str, entry, places: dict) -> None:
         require(not name.startswith("model."), f"{files.shown(name)} is no tensor")
         return
     dtype, n_pieces = entry.properties.dtype, 1
-    require(dtype.is_floating_point or not name.startswith("model."), f"{files.shown(name)} is {dtype}")
+    require(
+        dtype.is_floating_point or not name.startswith("model."), f"{files.shown(name)} is {dtype}"
+    )
     uncovered = f"the pieces of {files.shown(name)} do not cover it"
     for chunk in entry.chunks:
         require(len(chunk.offsets) == len(chunk.sizes) == len(entry.size), uncovered)
@@ -302,7 +327,9 @@ def check_entry(name: str, entry, places: dict) -> None:
         whole = place and math.prod(chunk.sizes) * dtype.itemsize <= place.length
         require(whole, f"a piece of {files.shown(name)} is missing")
     # Along each dimension the pieces follow one another from 0 to the end, and together they are a grid.
-    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]  # some ranks may have no rows
+    chunks = [
+        chunk for chunk in entry.chunks if math.prod(chunk.sizes)
+    ]  # some ranks may have no rows
     for dim, size in enumerate(entry.size if chunks else ()):
         end = 0
         cuts = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
@@ -349,7 +376,11 @@ def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
     Weights that a model does not ask for would be left out in silence: its settings are not those of the checkpoint.
     """
     entries = metadata.state_dict_metadata.items()
-    held = {name.removeprefix("model."): tuple(w.size) for name, w in entries if name.startswith("model.")}
+    held = {
+        name.removeprefix("model."): tuple(w.size)
+        for name, w in entries
+        if name.startswith("model.")
+    }
     wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
     differ = sorted(name for name in held | wanted if held.get(name) != wanted.get(name))
     what = f"{len(differ)} weights of {path} are not those of its settings"
@@ -390,7 +421,9 @@ def main(argv) -> None:
     require_undamaged(path, find_damage(path))
     for name, entry in read_metadata(path).state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            print(f"{str(entry.properties.dtype):14}  {len(entry.chunks):4} pieces  {name} {tuple(entry.size)}")
+            print(
+                f"{str(entry.properties.dtype):14}  {len(entry.chunks):4} pieces  {name} {tuple(entry.size)}"
+            )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from pathlib import Path
 import config
 from config import UserError, require
 
-MAX_JSON = 2**27  # bytes; the largest JSON that we write or know of is the index of a 70B model, below 2**20
+MAX_JSON = (
+    2**27
+)  # bytes; the largest JSON that we write or know of is the index of a 70B model, below 2**20
 MAX_CSV = 2**24
 MAX_COLUMNS = 1000
 
@@ -38,7 +40,9 @@ def read_json(path, kind: type = dict, fields: dict | None = None, fix: str = ""
     return parse_json(read_bytes(path, MAX_JSON), str(path), kind, fields, fix)
 
 
-def parse_json(text: bytes, where: str, kind: type = dict, fields: dict | None = None, fix: str = ""):
+def parse_json(
+    text: bytes, where: str, kind: type = dict, fields: dict | None = None, fix: str = ""
+):
     """The JSON value in a text; `where` names it in messages. See `read_json`."""
     fix = f": {fix}" if fix else ""
     try:
@@ -61,7 +65,9 @@ def missing(value: dict, fields: dict) -> str:
 
 def wrong_type(value: dict, fields: dict) -> str:
     """Which of the `fields` (name -> type or types) that are there has another type, in words; "" if none has."""
-    there = (name for name, types in fields.items() if name in value and not has_type(value[name], types))
+    there = (
+        name for name, types in fields.items() if name in value and not has_type(value[name], types)
+    )
     return next((f"{name!r} is {shown(value[name])}" for name in there), "")
 
 
@@ -96,11 +102,18 @@ def read_json_lines(path, fields: dict | None = None, fault=None, appended=False
         try:
             row = parse_json(line, where)
         except UserError as error:
-            cut_off = number == len(lines) and line[:1] in (b"{", b"\0")  # zeros: after a power failure
+            cut_off = number == len(lines) and line[:1] in (
+                b"{",
+                b"\0",
+            )  # zeros: after a power failure
             if not (appended and cut_off):
                 bad.append(str(error))
             continue
-        wrong = missing(row, fields or {}) or wrong_type(row, fields or {}) or (fault(row) if fault else "")
+        wrong = (
+            missing(row, fields or {})
+            or wrong_type(row, fields or {})
+            or (fault(row) if fault else "")
+        )
         if wrong:
             bad.append(f"{where} is damaged ({wrong})")
         else:
@@ -114,14 +127,20 @@ def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
         text = read_bytes(path, MAX_CSV).decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
         n_columns = len(table.fieldnames or ())  # each row gets all of them, however short it is
-        require(n_columns <= MAX_COLUMNS, f"{path} has {n_columns:,} columns, expected at most {MAX_COLUMNS:,}")
+        require(
+            n_columns <= MAX_COLUMNS,
+            f"{path} has {n_columns:,} columns, expected at most {MAX_COLUMNS:,}",
+        )
         table.fieldnames = todays_columns(table.fieldnames or (), path)
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
     lacking = sorted(set(columns) - set(table.fieldnames or ()))
     require(not lacking, f"{path} is not {what}: it has no column {', '.join(lacking[:3])}")
-    require(all(None not in row for row in rows), f"{path} is damaged (a row has more cells than there are columns)")
+    require(
+        all(None not in row for row in rows),
+        f"{path} is damaged (a row has more cells than there are columns)",
+    )
     return rows
 
 
@@ -141,7 +160,9 @@ def read_bytes(path, most: float = math.inf) -> bytes:
 
 def open_regular(path):
     """Open a file for reading in binary. UserError unless it is a regular one."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would block here
+    descriptor = os.open(
+        path, os.O_RDONLY | os.O_NONBLOCK
+    )  # a pipe without a writer would block here
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return os.fdopen(descriptor, "rb")
@@ -151,8 +172,12 @@ def open_regular(path):
 
 def member(folder: Path, name, source) -> Path:
     """The file `name` in `folder`, as the file `source` names it. UserError unless that is a plain name."""
-    plain = isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
-    require(plain, f"{source} names the file {shown(name)}, expected the plain name of a file beside it")
+    plain = (
+        isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
+    )
+    require(
+        plain, f"{source} names the file {shown(name)}, expected the plain name of a file beside it"
+    )
     return Path(folder) / name
 
 

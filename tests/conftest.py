@@ -23,7 +23,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc_per_node"]
+TORCHRUN = [
+    "-m",
+    "torch.distributed.run",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=localhost:0",
+    "--nproc_per_node",
+]
 LIFE = 150  # calls after which ranks are replaced: what they leave behind (groups of checkpoints) polls for ever
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
@@ -66,12 +72,16 @@ class Ranks:
         for pipe in self.pipes:
             try:
                 late = not pipe.poll(max(0, deadline - time.monotonic()))
-                answers.append((False, "no answer in time") if late else pickle.loads(pipe.recv_bytes()))
+                answers.append(
+                    (False, "no answer in time") if late else pickle.loads(pipe.recv_bytes())
+                )
             except EOFError:
                 answers.append((False, "the process died"))
             if not answers[-1][0]:
                 deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it in vain
-        failed = [f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine]
+        failed = [
+            f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine
+        ]
         if failed:
             self.stop()  # the ranks may be in different collectives now: the next call starts new ones
             raise AssertionError("\n".join(failed))
@@ -98,7 +108,11 @@ def work(pipe, rank: int, size: int, store: str) -> None:
     # Each mesh makes groups, whose threads poll for ever: equal calls share one.
     parallel.connect_mesh = functools.cache(parallel.connect_mesh)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=PATIENCE),
     )
     world = processes.World(rank, size, rank, size, torch.device("cpu"))
     while True:
@@ -137,10 +151,14 @@ def interpreted():
     """Two ranks in which Triton's kernels run in its interpreter, on the CPU."""
     import numpy
 
-    triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
+    triton = pytest.importorskip(
+        "triton", reason="the kernels need triton: see requirements-dev.txt"
+    )
     newer = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy)]
     if newer[0] < (3, 7) and newer[1] >= (2, 4):
-        pytest.skip("the interpreter of triton before 3.7 cannot loop to a tensor with numpy from 2.4 on")
+        pytest.skip(
+            "the interpreter of triton before 3.7 cannot loop to a tensor with numpy from 2.4 on"
+        )
     pool = Ranks(2, TRITON_INTERPRET="1")
     yield pool
     pool.stop()
@@ -162,7 +180,20 @@ def tiny_text(tmp_path_factory) -> Path:
     """A folder of four .txt files, 40 documents of a few hundred words each, 90 kB."""
     folder = tmp_path_factory.mktemp("text")
     words = random.Random(0)
-    vocabulary = ["the", "a", "river", "tree", "house", "blue", "old", "sings", "walks", "sees", "under", "slowly"]
+    vocabulary = [
+        "the",
+        "a",
+        "river",
+        "tree",
+        "house",
+        "blue",
+        "old",
+        "sings",
+        "walks",
+        "sees",
+        "under",
+        "slowly",
+    ]
     for number in range(4):
         documents = [" ".join(words.choices(vocabulary, k=400)) for _ in range(10)]
         (folder / f"{number}.txt").write_text("<|endoftext|>".join(documents))
@@ -177,7 +208,9 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
     return data.prepare(
-        TrainConfig(dataset=f"{tiny_text}/*.txt", tokenizer="bytes", data_dir=str(folder), val_fraction=0.1)
+        TrainConfig(
+            dataset=f"{tiny_text}/*.txt", tokenizer="bytes", data_dir=str(folder), val_fraction=0.1
+        )
     )
 
 
@@ -200,10 +233,14 @@ def torchrun(tmp_path):
     return lambda n, *args, **more: launch([*TORCHRUN, str(n)], tmp_path, args, **more)
 
 
-def launch(how, cwd, args, program="fsdp_train.py", largest_file=None) -> subprocess.CompletedProcess:
+def launch(
+    how, cwd, args, program="fsdp_train.py", largest_file=None
+) -> subprocess.CompletedProcess:
     """Run a program to its end. `largest_file`: no file may grow beyond so many bytes, as if the disk were full."""
     command = [sys.executable, *how, *words_of(program), *map(str, args)]
-    limit = largest_file and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file)))
+    limit = largest_file and (
+        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    )
     run = {"cwd": cwd, "env": rooms_on_path(), "preexec_fn": limit, "timeout": PATIENCE}
     return subprocess.run(command, capture_output=True, text=True, **run)
 
@@ -228,6 +265,17 @@ def rooms_on_path() -> dict:
 
 def clean_environment() -> dict:
     """The environment without the traces of a launcher, one thread a process."""
-    of_a_launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "SLURM_", "TORCHELASTIC_")
+    of_a_launcher = (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "GROUP_",
+        "ROLE_",
+        "MASTER_",
+        "SLURM_",
+        "TORCHELASTIC_",
+    )
     of_a_launcher += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",)
-    return {k: v for k, v in os.environ.items() if not k.startswith(of_a_launcher)} | {"OMP_NUM_THREADS": "1"}
+    return {k: v for k, v in os.environ.items() if not k.startswith(of_a_launcher)} | {
+        "OMP_NUM_THREADS": "1"
+    }

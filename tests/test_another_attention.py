@@ -26,7 +26,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW = 5  # keys that a query sees
 NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]
-FLAGS = [*SIZE, "--alibi", "--device=cpu", "--precision=fp32", "--global_batch_size=4", "--microbatch_size=2"]
+FLAGS = [
+    *SIZE,
+    "--alibi",
+    "--device=cpu",
+    "--precision=fp32",
+    "--global_batch_size=4",
+    "--microbatch_size=2",
+]
 FLAGS += ["--warmup_steps=1", "--max_steps=2", "--eval_tokens=100", "--eval_interval=0"]
 CPU = torch.device("cpu")
 
@@ -92,10 +99,19 @@ def test_a_loaded_checkpoint_keeps_it(edited, run):
 def test_resuming_without_the_flag_is_refused(ranks, run, tmp_path):
     """And with it the run goes on."""
     flags, folder, _ = run
-    copy = shutil.copytree(folder, tmp_path / "copy")  # the lease of a launch that fails here is never released
-    status, message, _ = ranks(2)(train_here, [*flags, f"--run_dir={copy}", "--max_steps=3"], windowed)[0]
-    assert status == 2 and "is of another model: attn_impl window (here auto). Set them alike" in message
-    status, message, _ = ranks(2)(train_here, [*flags, "--max_steps=3", "--attn_impl=window"], windowed)[0]
+    copy = shutil.copytree(
+        folder, tmp_path / "copy"
+    )  # the lease of a launch that fails here is never released
+    status, message, _ = ranks(2)(
+        train_here, [*flags, f"--run_dir={copy}", "--max_steps=3"], windowed
+    )[0]
+    assert (
+        status == 2
+        and "is of another model: attn_impl window (here auto). Set them alike" in message
+    )
+    status, message, _ = ranks(2)(
+        train_here, [*flags, "--max_steps=3", "--attn_impl=window"], windowed
+    )[0]
     assert status == 0 and checkpoint.latest(folder).name == "step-3", message
 
 
@@ -109,7 +125,9 @@ def test_weights_of_another_function_are_no_beginning(edited, run):
 
 
 def test_export_refuses_it(edited, run, tmp_path):
-    with pytest.raises(UserError, match="^attn_impl=window is another function than MPT's attention") as caught:
+    with pytest.raises(
+        UserError, match="^attn_impl=window is another function than MPT's attention"
+    ) as caught:
         hf.export(str(run[1]), tmp_path / "theirs")
     assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
 
@@ -121,7 +139,9 @@ def test_code_that_lacks_it_refuses_its_checkpoints(run, tmp_path):
         lambda: load_for_sampling(str(run[1]), 0, CPU),
         lambda: hf.export(str(run[1]), tmp_path / "theirs"),
     ):
-        with pytest.raises(UserError, match=r"^attn_impl in .* is 'window', expected one of: auto, reference"):
+        with pytest.raises(
+            UserError, match=r"^attn_impl in .* is 'window', expected one of: auto, reference"
+        ):
             use()
 
 
@@ -129,13 +149,19 @@ def test_half_of_the_edits_is_an_error_that_names_the_other_half():
     with mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES):
         (cfg,) = load(["--attn_impl=window"], MPTConfig)
         for use in (
-            lambda: MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="window"))(torch.zeros(1, 3).long()),
+            lambda: MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="window"))(
+                torch.zeros(1, 3).long()
+            ),
             lambda: hf.config_to(cfg),
             lambda: attention.choose(cfg.attn_impl, "cpu", torch.float32, 8, False),
         ):
-            with pytest.raises(UserError, match=r"attn_impl=window is neither in IMPLEMENTATIONS nor in VARIANTS"):
+            with pytest.raises(
+                UserError, match=r"attn_impl=window is neither in IMPLEMENTATIONS nor in VARIANTS"
+            ):
                 use()
-    expected = pytest.raises(UserError, match="attn_impl in the command line is 'window', expected one of: auto")
+    expected = pytest.raises(
+        UserError, match="attn_impl in the command line is 'window', expected one of: auto"
+    )
     with mock.patch.dict(attention.VARIANTS, window=window_attention), expected:
         load(["--attn_impl=window"], MPTConfig)
 
@@ -153,14 +179,18 @@ def test_the_standard_ones_stay_exchangeable():
 # What every entry of the tables must do
 
 
-@pytest.mark.parametrize("name", [name for name in attention.IMPLEMENTATIONS if name not in ("flex", "triton")])
+@pytest.mark.parametrize(
+    "name", [name for name in attention.IMPLEMENTATIONS if name not in ("flex", "triton")]
+)
 def test_every_implementation_computes_one_function(name):
     """So that a window in the wrong table is noticed. flex and triton have their own tests."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 16) for heads in (4, 2, 2))
     slopes = attention.alibi_slopes(4)
     found = attention.attention(q, k, v, impl=name, alibi_slopes=slopes)
-    torch.testing.assert_close(found, attention.attention(q, k, v, impl="reference", alibi_slopes=slopes))
+    torch.testing.assert_close(
+        found, attention.attention(q, k, v, impl="reference", alibi_slopes=slopes)
+    )
 
 
 @pytest.mark.parametrize("kv_n_heads", [4, 2])
@@ -177,8 +207,12 @@ def test_every_variant_decodes_as_it_trains_and_keeps_documents_apart(edited, na
         whole, alone = mpt(rows[:1]), mpt(second)
         for begin, end in [(0, 15), *((i, i + 1) for i in range(15, 24))]:
             logits = mpt(rows[:, begin:end], cache=cache)[:, -1]
-            torch.testing.assert_close(logits[0], whole[0, end - 1], atol=1e-5, rtol=0)  # on a cache
-            torch.testing.assert_close(logits[1], alone[0, end - 13], atol=1e-5, rtol=0)  # after padding
+            torch.testing.assert_close(
+                logits[0], whole[0, end - 1], atol=1e-5, rtol=0
+            )  # on a cache
+            torch.testing.assert_close(
+                logits[1], alone[0, end - 13], atol=1e-5, rtol=0
+            )  # after padding
         documents = torch.tensor([[0] * 12 + [1] * 12])
         packed = mpt.transformer(rows[:1], sequence_ids=documents)[:, 12:]
         torch.testing.assert_close(packed, mpt.transformer(second), atol=1e-5, rtol=0)

@@ -40,7 +40,9 @@ MADE = {
     "AMSGrad": lambda params: torch.optim.Adam(params, 1e-3, fused=True, amsgrad=True),
     "SGD": lambda params: torch.optim.SGD(params, 1e-3),
     "SGD with momentum": lambda params: torch.optim.SGD(params, 1e-3, momentum=0.9),
-    "fused SGD with momentum": lambda params: torch.optim.SGD(params, 1e-3, momentum=0.9, fused=True),
+    "fused SGD with momentum": lambda params: torch.optim.SGD(
+        params, 1e-3, momentum=0.9, fused=True
+    ),
     "Adagrad": lambda params: torch.optim.Adagrad(params, 1e-3),
     "Lion": lambda params: Lion(params, 1e-3),
 }
@@ -64,7 +66,7 @@ def bad_gradient(loss):
 
 def step(world, model, optimizer, number, spoil=None):
     """Step `number` of fsdp_train, its loss spoiled on the last rank: loss and gradient norm."""
-    forward, mine = model.forward, world.rank == world.size - 1
+    forward, mine = model.forward, world.global_rank == world.global_size - 1
     spoiled = (lambda *a, **k: spoil(forward(*a, **k))) if spoil and mine else forward
     rows = rows_of(world, global_rows(number))
     with mock.patch.object(model, "forward", spoiled):
@@ -100,7 +102,9 @@ def train_with_bad_steps(world, name):
             answers += [loss == math.inf, math.isfinite(norm)]
             loss, norm = step(world, bad_model, bad, number, bad_gradient)
             answers += [math.isfinite(loss), not math.isfinite(norm)]
-            after = all_of(bad_model, bad)  # Adam makes its state, of zeros, at the first step, a bad one too
+            after = all_of(
+                bad_model, bad
+            )  # Adam makes its state, of zeros, at the first step, a bad one too
             answers += [same(before, {name: after[name] for name in before})]
         assert step(world, bad_model, bad, number) == step(world, good_model, good, number)
         answers += [same(all_of(bad_model, bad), all_of(good_model, good))]
@@ -150,7 +154,9 @@ def slowly(*names):
     return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", ["SGD", "Lion", *slowly(*(name for name in MADE if name not in ("SGD", "Lion")))])
+@pytest.mark.parametrize(
+    "name", ["SGD", "Lion", *slowly(*(name for name in MADE if name not in ("SGD", "Lion")))]
+)
 def test_a_checkpoint_gives_all_of_it_back(ranks, tmp_path, name):
     size = 1 if "fused SGD" in name else 2  # torch 2.13 has no fused SGD of sharded tensors
     (straight, weights), *_ = ranks(size)(save_and_go_on, name, tmp_path)
@@ -181,7 +187,10 @@ def test_another_optimizer_than_the_checkpoints_is_named(ranks, tmp_path):
     assert meta.pop("optimizer") == optim.ADAMW
     path.write_text(json.dumps(meta))
     assert ranks(1)(load_as, "AdamW", tmp_path / "old") == [""]
-    assert "was saved with the optimizer AdamW (exp_avg," in ranks(1)(load_as, "Lion", tmp_path / "old")[0]
+    assert (
+        "was saved with the optimizer AdamW (exp_avg,"
+        in ranks(1)(load_as, "Lion", tmp_path / "old")[0]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -194,13 +203,36 @@ def with_lion(world):
 
 def test_a_run_with_lion(ranks, tiny_data, tmp_path):
     """It says once that it waits, goes on from its checkpoint, and AdamW does not."""
-    flags = [*SIZE, *flags_for(tiny_data), f"--run_dir={tmp_path}", "--device=cpu", "--precision=fp32", "--lr=1e-3"]
-    flags += ["--global_batch_size=4", "--warmup_steps=1", "--max_steps=2", "--eval_tokens=100", "--keep_last=9"]
+    flags = [
+        *SIZE,
+        *flags_for(tiny_data),
+        f"--run_dir={tmp_path}",
+        "--device=cpu",
+        "--precision=fp32",
+        "--lr=1e-3",
+    ]
+    flags += [
+        "--global_batch_size=4",
+        "--warmup_steps=1",
+        "--max_steps=2",
+        "--eval_tokens=100",
+        "--keep_last=9",
+    ]
     for steps in (2, 3):
-        status, message, printed = ranks(2)(train_here, [*flags, f"--max_steps={steps}"], with_lion)[0]
+        status, message, printed = ranks(2)(
+            train_here, [*flags, f"--max_steps={steps}"], with_lion
+        )[0]
         assert status == 0, message
-        assert printed.count("Lion cannot leave out a bad step by itself, so each step waits for the device") == 1
+        assert (
+            printed.count(
+                "Lion cannot leave out a bad step by itself, so each step waits for the device"
+            )
+            == 1
+        )
     status, message, _ = ranks(2)(train_here, [*flags, "--max_steps=4"])[0]
-    assert status == 2 and "step-3 was saved with the optimizer Lion (mean), here it is AdamW (exp_avg" in message
+    assert (
+        status == 2
+        and "step-3 was saved with the optimizer Lion (mean), here it is AdamW (exp_avg" in message
+    )
     status, _, printed = ranks(2)(train_here, [*flags, f"--run_dir={tmp_path / 'new'}"])[0]
     assert status == 0 and "waits for the device" not in printed

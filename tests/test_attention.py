@@ -50,7 +50,9 @@ def output_and_gradients(function, inputs):
     """[output, dq, dk, dv] in float64; the incoming gradient is a fixed random one."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = function(*leaves)
-    incoming = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double)
+    incoming = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double
+    )
     gradients = torch.autograd.grad(out, leaves, incoming.to(out.dtype))
     return [x.detach().double() for x in (out, *gradients)]
 
@@ -63,7 +65,16 @@ def relative_error(found, exact):
 
 
 def test_slopes_of_8_heads_are_the_papers():
-    assert alibi_slopes(8).tolist() == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+    assert alibi_slopes(8).tolist() == [
+        1 / 2,
+        1 / 4,
+        1 / 8,
+        1 / 16,
+        1 / 32,
+        1 / 64,
+        1 / 128,
+        1 / 256,
+    ]
     assert alibi_slopes(8).dtype == torch.float32
 
 
@@ -75,7 +86,8 @@ def test_slopes_of_12_heads_take_every_second_of_16_first():
 
 
 @pytest.mark.parametrize(
-    "n_heads, bias_max, first, last", [(1, 8, 2**-8, 2**-8), (8, 16, 2**-2, 2**-16), (4, 8, 0.25, 2**-8)]
+    "n_heads, bias_max, first, last",
+    [(1, 8, 2**-8, 2**-8), (8, 16, 2**-2, 2**-16), (4, 8, 0.25, 2**-8)],
 )
 def test_bias_max_is_the_exponent_of_the_last_slope(n_heads, bias_max, first, last):
     slopes = alibi_slopes(n_heads, bias_max)
@@ -85,33 +97,65 @@ def test_bias_max_is_the_exponent_of_the_last_slope(n_heads, bias_max, first, la
 def test_the_bias_of_a_small_case():
     inf = math.inf
     assert attention_bias(2, 3, None, True, "cpu").tolist() == [[0, 0, -inf], [0, 0, 0]]
-    assert attention_bias(2, 3, torch.tensor([0.5]), True, "cpu").tolist() == [[[-0.5, 0, -inf], [-1, -0.5, 0]]]
+    assert attention_bias(2, 3, torch.tensor([0.5]), True, "cpu").tolist() == [
+        [[-0.5, 0, -inf], [-1, -0.5, 0]]
+    ]
     assert attention_bias(1, 3, torch.tensor([1.0]), False, "cpu").tolist() == [[[-2, -1, 0]]]
 
 
 # --- implementations against the loop
 
-LENGTHS = [(1, 1), (17, 17), (65, 65), (200, 200), (1, 65), (7, 65)]  # (queries, keys): the last two are decoding
-CASES = [dict(alibi=a, causal=c, lengths=n) for a in (False, True) for c in (False, True) for n in LENGTHS]
-CASES += [dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))]  # heads of queries, heads of keys
+LENGTHS = [
+    (1, 1),
+    (17, 17),
+    (65, 65),
+    (200, 200),
+    (1, 65),
+    (7, 65),
+]  # (queries, keys): the last two are decoding
+CASES = [
+    dict(alibi=a, causal=c, lengths=n)
+    for a in (False, True)
+    for c in (False, True)
+    for n in LENGTHS
+]
+CASES += [
+    dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))
+]  # heads of queries, heads of keys
 CASES += [dict(head_dim=d) for d in (32, 64, 80, 128)]
 CASES += [dict(scale=0.3), dict(scale=0.01, alibi=False), dict(batch=3), dict(bias_max=16)]
 
 
 def check(case, impl, dtype, limit):
     case = (
-        dict(alibi=True, causal=True, heads=(4, 2), lengths=(17, 17), head_dim=16, batch=1, bias_max=8, scale=None)
+        dict(
+            alibi=True,
+            causal=True,
+            heads=(4, 2),
+            lengths=(17, 17),
+            head_dim=16,
+            batch=1,
+            bias_max=8,
+            scale=None,
+        )
         | case
     )
     inputs = qkv(case["heads"], case["lengths"], case["head_dim"], case["batch"])
     inputs = [x.to(dtype) for x in inputs]  # the loop sees what was rounded
     slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
     exact = output_and_gradients(
-        lambda q, k, v: by_hand(q, k, v, slopes, case["causal"], case["scale"]), [x.double() for x in inputs]
+        lambda q, k, v: by_hand(q, k, v, slopes, case["causal"], case["scale"]),
+        [x.double() for x in inputs],
     )
     found = output_and_gradients(
         lambda q, k, v: attention(
-            q, k, v, impl=impl, alibi_slopes=slopes, causal=case["causal"], softmax_scale=case["scale"]
+            q,
+            k,
+            v,
+            impl=impl,
+            alibi_slopes=slopes,
+            causal=case["causal"],
+            softmax_scale=case["scale"],
         ),
         inputs,
     )
@@ -154,7 +198,9 @@ def test_flex_equals_the_loop(lengths, alibi, causal, fresh_compiler):
     q, k, v = qkv(lengths=lengths, head_dim=64)
     slopes = alibi_slopes(4) if alibi else None
     with torch.no_grad():
-        found = attention(q.float(), k.float(), v.float(), impl="flex", alibi_slopes=slopes, causal=causal)
+        found = attention(
+            q.float(), k.float(), v.float(), impl="flex", alibi_slopes=slopes, causal=causal
+        )
     assert relative_error(found, by_hand(q, k, v, slopes, causal)) < 1e-5
 
 
@@ -165,7 +211,9 @@ def test_flex_decodes_token_after_token(fresh_compiler):
     for lengths in ((20, 20), (1, 21), (1, 22), (1, 23)):
         q, k, v = qkv(lengths=lengths, head_dim=64)
         with torch.no_grad():
-            found = attention(q.float(), k.float(), v.float(), impl="flex", alibi_slopes=alibi_slopes(4))
+            found = attention(
+                q.float(), k.float(), v.float(), impl="flex", alibi_slopes=alibi_slopes(4)
+            )
         assert relative_error(found, by_hand(q, k, v, alibi_slopes(4))) < 1e-5, lengths
 
 
@@ -199,7 +247,9 @@ def long_rows():
     """2048 bf16 tokens of 4 heads: q, k, v, slopes, the bias in fp32, and the exact output."""
     q, k, v = (x.bfloat16() for x in qkv((4, 4), (2048, 2048), 64))
     bias = attention_bias(2048, 2048, alibi_slopes(4), True, "cpu")
-    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=bias.double())
+    exact = F.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), attn_mask=bias.double()
+    )
     return q, k, v, alibi_slopes(4), bias, exact
 
 
@@ -208,8 +258,13 @@ def test_bf16_columns_hold_the_bias_better_than_a_bf16_mask(long_rows):
     q, k, v, slopes, bias, exact = long_rows
     wide = [x.float() for x in room.with_alibi_columns(q, k, v, slopes, 1 / 8)]
     with_columns = F.scaled_dot_product_attention(*wide, is_causal=True, scale=1 / 8)[..., :64]
-    with_mask = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), attn_mask=bias.bfloat16().float())
-    assert rms(with_columns - exact) < 0.1 * rms(with_mask - exact) and relative_error(with_columns, exact) < 1e-5
+    with_mask = F.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), attn_mask=bias.bfloat16().float()
+    )
+    assert (
+        rms(with_columns - exact) < 0.1 * rms(with_mask - exact)
+        and relative_error(with_columns, exact) < 1e-5
+    )
 
 
 def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long_rows):
@@ -218,7 +273,11 @@ def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long
     error = rms(attention(q, k, v, impl="sdpa", alibi_slopes=slopes) - exact)
     assert error < 1.5 * rms(exact.bfloat16() - exact)
     column = (slopes[:, None] * torch.arange(2048.0) * 8).bfloat16()[None, ..., None]
-    padded = F.pad(q, (0, 8), value=1.0), torch.cat([k, F.pad(column, (0, 7))], -1), F.pad(v, (0, 8))
+    padded = (
+        F.pad(q, (0, 8), value=1.0),
+        torch.cat([k, F.pad(column, (0, 7))], -1),
+        F.pad(v, (0, 8)),
+    )
     one_column = F.scaled_dot_product_attention(*padded, is_causal=True, scale=1 / 8)[..., :64]
     assert rms(one_column - exact) > 100 * error
 
@@ -244,7 +303,9 @@ def test_sdpa_holds_no_t_by_t_tensor(alibi, dtype):
     for impl in ("sdpa", "reference"):
         inputs = [x.to(dtype).requires_grad_() for x in qkv((2, 1), (T, T), 16)]
         with LargestTensor() as largest:
-            attention(*inputs, impl=impl, alibi_slopes=alibi_slopes(2) if alibi else None).sum().backward()
+            attention(
+                *inputs, impl=impl, alibi_slopes=alibi_slopes(2) if alibi else None
+            ).sum().backward()
         sizes[impl] = largest.elements
     assert sizes["sdpa"] < T * T / 8
     assert sizes["reference"] == 2 * T * T  # the obvious version does: the measurement sees it
@@ -255,7 +316,10 @@ def test_decoding_one_token_in_16_bits_needs_no_mask(monkeypatch):
     monkeypatch.setattr(room, "attention_bias", None)  # a call would raise TypeError
     q, k, v = (x.bfloat16() for x in qkv(lengths=(1, 65)))
     found = attention(q, k, v, impl="sdpa", alibi_slopes=alibi_slopes(4))
-    assert relative_error(found.float(), by_hand(q.float(), k.float(), v.float(), alibi_slopes(4))) < 1e-2
+    assert (
+        relative_error(found.float(), by_hand(q.float(), k.float(), v.float(), alibi_slopes(4)))
+        < 1e-2
+    )
 
 
 @pytest.mark.parametrize("impl", ["blocks", "sdpa"])
@@ -265,15 +329,20 @@ def test_documents_do_not_see_each_other(impl, alibi, lengths):
     """As the obvious version has it, and as each document computed on its own."""
     (Tq, Tk), slopes = lengths, alibi_slopes(4) if alibi else None
     q, k, v = (
-        torch.randn(2, h, t, 16, generator=torch.Generator().manual_seed(h + t)) for h, t in ((4, Tq), (2, Tk), (2, Tk))
+        torch.randn(2, h, t, 16, generator=torch.Generator().manual_seed(h + t))
+        for h, t in ((4, Tq), (2, Tk), (2, Tk))
     )
     first = Tk // 3  # tokens of the first document of row 0; row 1 is one document
     ids = torch.stack([(torch.arange(Tk) >= first).int(), torch.full((Tk,), 7)])
     found = attention(q, k, v, impl=impl, alibi_slopes=slopes, sequence_ids=ids)
-    exact = attention(*(x.double() for x in (q, k, v)), impl="reference", alibi_slopes=slopes, sequence_ids=ids)
+    exact = attention(
+        *(x.double() for x in (q, k, v)), impl="reference", alibi_slopes=slopes, sequence_ids=ids
+    )
     assert relative_error(found, exact) < 1e-5
     n = min(Tq, Tk - first)  # queries of the last document of row 0
-    alone = attention(q[:1, :, -n:], k[:1, :, first:], v[:1, :, first:], impl=impl, alibi_slopes=slopes)
+    alone = attention(
+        q[:1, :, -n:], k[:1, :, first:], v[:1, :, first:], impl=impl, alibi_slopes=slopes
+    )
     assert relative_error(found[:1, :, -n:], alone) < 1e-5
     whole = attention(q[1:], k[1:], v[1:], impl=impl, alibi_slopes=slopes)
     assert relative_error(found[1:], whole) < 1e-5
@@ -328,7 +397,9 @@ def test_dropout_zeroes_probabilities_and_keeps_their_mean(impl):
     torch.manual_seed(0)
     q = k = torch.zeros(64, 2, 33, 16)
     v = torch.ones(64, 2, 33, 16)
-    out = attention(q, k, v, impl=impl, causal=False, dropout_p=0.25)  # 33 probabilities of 1/33, a quarter dropped
+    out = attention(
+        q, k, v, impl=impl, causal=False, dropout_p=0.25
+    )  # 33 probabilities of 1/33, a quarter dropped
     assert out.std() > 0.05 and out.mean().item() == pytest.approx(1, abs=0.01)
 
 

@@ -22,7 +22,9 @@ OLD = """
 def rows(title: str) -> list[list[str]]:
     """The cells of the table below a title, without its head."""
     section = TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    lines = [
+        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
+    ]
     assert lines and all(len(line) == 2 for line in lines)
     return lines
 
@@ -43,7 +45,9 @@ def module_of(command: str) -> str:
 def test_every_old_file_and_its_command_have_a_row(name):
     before = [old.strip("`") for old, _ in rows("Files")]
     assert f"{name}.py" in before
-    assert any(f" {name}.py" in old for old in COMMANDS), f"how was {name}.py called, and how is it now?"
+    assert any(f" {name}.py" in old for old in COMMANDS), (
+        f"how was {name}.py called, and how is it now?"
+    )
 
 
 def test_every_new_place_exists():

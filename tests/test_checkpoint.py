@@ -54,7 +54,9 @@ def take_steps(world, cfg, model, optimizer, steps):
     curve, hashes = [], []
     for step in steps:
         rows = rows_of(world, global_rows(step))
-        loss, norm, batch_hash = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+        loss, norm, batch_hash = fsdp_train.train_step(
+            model, optimizer, rows, step, cfg, world, "fp32"
+        )
         curve.append((loss.item(), norm.item()))
         hashes.append(batch_hash.item() % 2**64)
     return curve, hashes
@@ -63,7 +65,11 @@ def take_steps(world, cfg, model, optimizer, steps):
 def everything(model, optimizer):
     """All weights and all of Adam's state, whole."""
     with torch.no_grad():
-        state = {(n, k): whole(v) for n, p in model.named_parameters() for k, v in optimizer.state[p].items()}
+        state = {
+            (n, k): whole(v)
+            for n, p in model.named_parameters()
+            for k, v in optimizer.state[p].items()
+        }
         return full_weights(model) | {key: value.clone() for key, value in state.items()}
 
 
@@ -112,7 +118,7 @@ def go_on(world, cfg, modes, state):
     """Loaded in one mode after the other: whether every tensor is bit-equal to the saved, and the next five steps."""
     results = []
     for mode in modes:
-        there = sharded(cfg, world.size, mode)
+        there = sharded(cfg, world.global_size, mode)
         model, optimizer = build(world, replace(there, seed=1))  # what is not loaded would differ
         checkpoint.load(checkpoint.latest(cfg.run_dir), model, optimizer)
         same = equal(everything(model, optimizer), state)
@@ -124,9 +130,13 @@ def moves(ranks, folder, source, targets):
     """Save at `source` = (size, mode), go on at each of `targets` = {size: modes}, and compare."""
     cfg = sharded(RUN, *source, run_dir=str(folder))
     state, (curve, hashes) = ranks(source[0])(source_of, cfg)[0]
-    assert len(state) == 4 * sum(isinstance(key, str) for key in state)  # weight, two moments and step of each
+    assert len(state) == 4 * sum(
+        isinstance(key, str) for key in state
+    )  # weight, two moments and step of each
     for size, modes in targets.items():
-        for same, (found, found_hashes) in ranks(size)(go_on, replace(cfg, microbatch_size=5), modes, state)[0]:
+        for same, (found, found_hashes) in ranks(size)(
+            go_on, replace(cfg, microbatch_size=5), modes, state
+        )[0]:
             assert same and found_hashes == hashes
             assert_same_curve(found, curve)
 
@@ -150,21 +160,27 @@ def test_a_run_goes_on_anywhere_from_everywhere(ranks, tmp_path, source):
     moves(ranks, tmp_path, source, dict.fromkeys(SHARD_SIZE, MODES))
 
 
-@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")])
+@pytest.mark.parametrize(
+    "size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
+)
 def test_on_as_many_ranks_it_goes_on_bit_by_bit(ranks, tmp_path, size, mode):
     cfg, straight, _, weights = saved_at_five(ranks, tmp_path, size, mode)
     again, _, end = ranks(size)(train, cfg, 5, 10, checkpoint.latest(cfg.run_dir))[0]
     assert again == straight[5:] and equal(end, weights)
 
 
-@pytest.mark.parametrize("size, mode", [(1, "DDP"), (2, "SHARD_GRAD_OP"), (4, "FULL_SHARD"), (4, "DDP")])
+@pytest.mark.parametrize(
+    "size, mode", [(1, "DDP"), (2, "SHARD_GRAD_OP"), (4, "FULL_SHARD"), (4, "DDP")]
+)
 def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
     """Five more steps were taken while it was written. `load_model` reads it without any process group."""
     cfg, _, at_five, at_ten = saved_at_five(ranks, tmp_path, size, mode)
     model = load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
     found = full_weights(model)
     assert equal(found, at_five) and not equal(found, at_ten)
-    assert not model.training and model.cfg == replace(MODEL, attn_impl="auto")  # chosen where it is loaded
+    assert not model.training and model.cfg == replace(
+        MODEL, attn_impl="auto"
+    )  # chosen where it is loaded
     assert not dist.is_initialized()
 
 
@@ -175,7 +191,9 @@ def load_with(world, cfg, found):
     checkpoint.load(found, model, optimizer)
     after = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     steps = [state["step"].item() for state in optimizer.state.values()]
-    moments = [state["exp_avg"].full_tensor().abs().sum().item() for state in optimizer.state.values()]
+    moments = [
+        state["exp_avg"].full_tensor().abs().sum().item() for state in optimizer.state.values()
+    ]
     return before, after, steps, moments
 
 
@@ -216,7 +234,12 @@ def save_several(world, cfg, steps, wait=False):
 def test_old_ones_are_removed(ranks, tmp_path, size, wait):
     cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2)
     seen = ranks(size)(save_several, cfg, [8, 9, 10, 200], wait)[0]
-    assert seen == [["step-8"], ["step-8", "step-9"], ["step-10", "step-9"], ["step-10", "step-200"]]
+    assert seen == [
+        ["step-8"],
+        ["step-8", "step-9"],
+        ["step-10", "step-9"],
+        ["step-10", "step-200"],
+    ]
     assert checkpoint.latest(tmp_path).name == "step-200"
 
 
@@ -225,24 +248,35 @@ def test_some_are_kept_for_good(ranks, tmp_path):
     cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2, keep_every=10)
     seen = ranks(1)(save_several, cfg, [10, 15, 20, 25, 29])[0]
     for_good = ["step-10", "step-20"]
-    assert seen[2:] == [["step-10", "step-15", "step-20"], [*for_good, "step-25"], [*for_good, "step-25", "step-29"]]
+    assert seen[2:] == [
+        ["step-10", "step-15", "step-20"],
+        [*for_good, "step-25"],
+        [*for_good, "step-25", "step-29"],
+    ]
 
 
 def test_a_step_is_not_saved_over_another(ranks, tmp_path):
     """Saving to a path twice is refused, and what was there stays as it was."""
     cfg, _, at_five, _ = saved_at_five(ranks, tmp_path, 1, "FULL_SHARD")
     with pytest.raises(
-        AssertionError, match="UserError: could not save step 5: .*The last good checkpoint is .*step-5"
+        AssertionError,
+        match="UserError: could not save step 5: .*The last good checkpoint is .*step-5",
     ):
         ranks(1)(train, replace(cfg, seed=2), 4, 5, None, 5)
     assert names(cfg.run_dir) == ["step-5"]
-    assert equal(full_weights(load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))), at_five)
+    assert equal(
+        full_weights(load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))), at_five
+    )
 
 
 def test_half_a_checkpoint_does_not_count_and_is_swept(ranks, tmp_path):
     cfg, *_ = saved_at_five(ranks, tmp_path, 2, "FULL_SHARD")
     folder = Path(cfg.run_dir) / "checkpoints"
-    for name in ("step-9.tmp", "step-10.tmp", "step-11"):  # the last as if another program had copied half of it
+    for name in (
+        "step-9.tmp",
+        "step-10.tmp",
+        "step-11",
+    ):  # the last as if another program had copied half of it
         (folder / name).mkdir()
         (folder / name / "meta.json").write_text("{}")
     (folder / "step-10.tmp" / ".metadata").write_text("written, not yet renamed")
@@ -299,7 +333,9 @@ def failures(ranks, size, folder, spoil, *args) -> str:
     answers = ranks(size)(fail_to_save, cfg, spoil, *args)
     assert all(answer == answers[0] for answer in answers)
     text, left = answers[0]
-    assert left == ["step-1"] and text.endswith(f". The last good checkpoint is {folder}/checkpoints/step-1")
+    assert left == ["step-1"] and text.endswith(
+        f". The last good checkpoint is {folder}/checkpoints/step-1"
+    )
     assert text.startswith("could not save step 2: ") and "\n" not in text
     return text
 
@@ -308,7 +344,7 @@ def failures(ranks, size, folder, spoil, *args) -> str:
 def small_files_on(world, rank):
     """One rank cannot write more than 30 kB to a file, as if its disk were full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if world.rank == rank:
+    if world.global_rank == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -326,8 +362,8 @@ def save_nan(world, cfg):
     saver.save(1, model, optimizer, META)
     with torch.no_grad():
         weight = model.transformer.wpe.weight
-        rows = weight.to_local() if world.size > 1 else weight
-        if world.rank == world.size - 1:
+        rows = weight.to_local() if world.global_size > 1 else weight
+        if world.global_rank == world.global_size - 1:
             rows[-1, 3] = float("nan")
     saver.save(2, model, optimizer, META)
     text = caught(saver.finish)
@@ -351,7 +387,7 @@ def test_weights_that_are_not_finite_are_not_saved(ranks, tmp_path, size):
 
 @contextlib.contextmanager
 def moved_away(world, run_dir):
-    if world.rank == 0:
+    if world.global_rank == 0:
         os.rename(run_dir, run_dir + "-gone")
     yield
 
@@ -362,7 +398,11 @@ def test_a_folder_that_vanished_is_not_made_again(ranks, tmp_path, size):
     answers = ranks(size)(fail_to_save, cfg, moved_away, cfg.run_dir)
     assert all(answer == answers[0] for answer in answers)
     text, left = answers[0]
-    assert text.startswith("could not save step 2: ") and "No such file or directory" in text and left is None
+    assert (
+        text.startswith("could not save step 2: ")
+        and "No such file or directory" in text
+        and left is None
+    )
     assert not Path(cfg.run_dir).exists() and names(cfg.run_dir + "-gone") == ["step-1"]
 
 
@@ -371,7 +411,7 @@ def vanish_while_saving(world, cfg):
     model, optimizer = build(world, cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, 3)
     saver.save(1, model, optimizer, META)
-    if world.rank == 0:
+    if world.global_rank == 0:
         shutil.rmtree(Path(cfg.run_dir) / "checkpoints" / "step-1.tmp", ignore_errors=True)
     return caught(saver.finish)
 
@@ -390,7 +430,11 @@ def disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+    if (
+        sys.platform != "linux"
+        or os.geteuid()
+        or subprocess.run(mount, capture_output=True).returncode
+    ):
         pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
@@ -398,26 +442,28 @@ def disk(tmp_path):
 
 @contextlib.contextmanager
 def filled(world, folder):
-    if world.rank == 0:
+    if world.global_rank == 0:
         (folder / "rest").write_bytes(bytes(shutil.disk_usage(folder).free - 300_000))
     yield
-    if world.rank == 0:
+    if world.global_rank == 0:
         (folder / "rest").unlink()
     dist.barrier()
 
 
 @contextlib.contextmanager
 def read_only(world, folder):
-    if world.rank == 0:
+    if world.global_rank == 0:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     yield
-    if world.rank == 0:
+    if world.global_rank == 0:
         subprocess.run(["mount", "-o", "remount,rw", str(folder)], check=True)
     dist.barrier()
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("spoil, reason", [(filled, "0.00 GB are free there"), (read_only, "Read-only file system")])
+@pytest.mark.parametrize(
+    "spoil, reason", [(filled, "0.00 GB are free there"), (read_only, "Read-only file system")]
+)
 def test_a_full_and_a_read_only_disk(ranks, disk, size, spoil, reason):
     assert reason in failures(ranks, size, disk / "run", spoil, disk)
 
@@ -427,7 +473,9 @@ def save_much(world, folder):
     path = folder / "step-1"
     checkpoint.prepare(path, META)
     with pytest.raises(dcp.CheckpointException) as error:
-        dcp.save({"model": {"weight": torch.ones(1000, 10_000)}}, storage_writer=checkpoint.Writer(path))
+        dcp.save(
+            {"model": {"weight": torch.ones(1000, 10_000)}}, storage_writer=checkpoint.Writer(path)
+        )
     return checkpoint.reason_of(error.value)
 
 
@@ -455,7 +503,14 @@ FLAGS += ["--precision=fp32", "--run_dir=run"]
 
 def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
     """Killed while step-N.tmp is there: the newest complete checkpoint is an older one, and can be read."""
-    flags = [*LARGE, *FLAGS, *flags_for(tiny_data), "--max_steps=100000", "--save_interval=2", "--keep_last=1000"]
+    flags = [
+        *LARGE,
+        *FLAGS,
+        *flags_for(tiny_data),
+        "--max_steps=100000",
+        "--save_interval=2",
+        "--keep_last=1000",
+    ]
     command = [sys.executable, fsdp_train.__file__, *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
@@ -506,7 +561,9 @@ def test_a_run_that_ends_with_nan_weights_does_not_publish_them(python, tiny_dat
         model.transformer.norm_f.weight[0] = float("nan")
     hf.export(model, tmp_path / "nan")
     settings = json.loads((tmp_path / "nan" / "config.json").read_text())
-    (tmp_path / "nan" / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
+    (tmp_path / "nan" / "config.json").write_text(
+        json.dumps(settings | {"tokenizer_name": "bytes"})
+    )
     more = [f"--init_from={tmp_path / 'nan'}", "--run_dir=other", "--max_steps=3"]
     done = python(*flags, *more)
     assert done.returncode == 2 and "No step was good" in done.stderr
@@ -527,7 +584,11 @@ def test_find_takes_a_checkpoint_or_a_run(ranks, tmp_path):
     cfg = replace(RUN, run_dir=str(tmp_path / "run"))
     assert checkpoint.latest(tmp_path / "run") is None
     ranks(1)(save_several, cfg, [9, 10])
-    assert checkpoint.find(str(tmp_path / "run")).name == "step-10" == checkpoint.latest(tmp_path / "run").name
+    assert (
+        checkpoint.find(str(tmp_path / "run")).name
+        == "step-10"
+        == checkpoint.latest(tmp_path / "run").name
+    )
     older = tmp_path / "run" / "checkpoints" / "step-9"
     assert checkpoint.find(str(older)) == older and checkpoint.read_meta(older) == {
         "step": 9,
@@ -546,7 +607,9 @@ def made_up(run, step, **meta):
     (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     checkpoint.write_json(path / "meta.json", {"step": step, **META, **meta})
     files = (".metadata", "meta.json")
-    checkpoint.write_json(path / "checksums.json", {name: checkpoint.checksum(path / name) for name in files})
+    checkpoint.write_json(
+        path / "checksums.json", {name: checkpoint.checksum(path / name) for name in files}
+    )
     return path
 
 
@@ -559,5 +622,11 @@ def test_space_is_told_and_missing_space_is_warned_of(tmp_path, there, more):
     line = checkpoint.space(str(run), 100_000_000, 3)
     assert line.startswith("1.20 GB a checkpoint, ") and line.endswith(f" GB free for {run}")
     free = shutil.disk_usage(tmp_path).free
-    fits, too_large = (checkpoint.space(str(run), int(free / more / 12 * factor), 3) for factor in (0.9, 1.1))
-    assert "WARNING" not in fits and f"WARNING: not enough for {more}: " in too_large and "\n" not in too_large
+    fits, too_large = (
+        checkpoint.space(str(run), int(free / more / 12 * factor), 3) for factor in (0.9, 1.1)
+    )
+    assert (
+        "WARNING" not in fits
+        and f"WARNING: not enough for {more}: " in too_large
+        and "\n" not in too_large
+    )

@@ -59,7 +59,9 @@ def error(*argv):
 
 
 def run(*argv, **options):
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run(
+        [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
+    )
 
 
 # --- what wins
@@ -69,10 +71,18 @@ def test_defaults_then_files_then_flags(write):
     first = write("n_layers = 3\nd_model = 64\nlr = 0.1\n", "first.py")
     second = write("d_model = 128\nseed = 7\n", "second.py")
     settings = both("--lr=0.5", first, second, "--seed=9")  # a flag wins wherever it stands
-    assert (settings["n_layers"], settings["d_model"], settings["lr"], settings["seed"]) == (3, 128, 0.5, 9)
+    assert (settings["n_layers"], settings["d_model"], settings["lr"], settings["seed"]) == (
+        3,
+        128,
+        0.5,
+        9,
+    )
     assert both(second, first)["d_model"] == 64  # of two files the later one
     assert both("--seed=1", "--seed=2")["seed"] == 2  # of two flags, too
-    assert settings["max_seq_len"] == MPTConfig.max_seq_len and settings["run_dir"] == TrainConfig.run_dir
+    assert (
+        settings["max_seq_len"] == MPTConfig.max_seq_len
+        and settings["run_dir"] == TrainConfig.run_dir
+    )
 
 
 def test_without_arguments_the_defaults():
@@ -80,7 +90,9 @@ def test_without_arguments_the_defaults():
 
 
 def test_a_file_may_compute_and_import_and_its_helpers_are_its_own(write):
-    path = write("import math\n_gpus = 2 ** 3\nmicrobatch_size = int(math.sqrt(16))\nglobal_batch_size = 16 * _gpus\n")
+    path = write(
+        "import math\n_gpus = 2 ** 3\nmicrobatch_size = int(math.sqrt(16))\nglobal_batch_size = 16 * _gpus\n"
+    )
     assert (both(path)["microbatch_size"], both(path)["global_batch_size"]) == (4, 128)
 
 
@@ -94,7 +106,9 @@ def test_names_are_unique_over_the_classes():
 
 
 def test_what_is_saved_comes_back():
-    model, train = load(["--n_layers=3", "--kv_n_heads=4", "--logit_scale=0.5", "--lr=0.1"], MPTConfig, TrainConfig)
+    model, train = load(
+        ["--n_layers=3", "--kv_n_heads=4", "--logit_scale=0.5", "--lr=0.1"], MPTConfig, TrainConfig
+    )
     saved = json.loads(to_json(model, train))
     assert (from_dict(MPTConfig, saved), from_dict(TrainConfig, saved)) == (model, train)
 
@@ -117,13 +131,18 @@ def test_what_is_saved_comes_back():
     }.items(),
 )
 def test_an_unknown_name_is_answered_with_ours(theirs, ours, write):
-    assert error(f"--{theirs}=3") == f"unknown key {theirs!r} in the command line, did you mean {ours!r}?"
+    assert (
+        error(f"--{theirs}=3")
+        == f"unknown key {theirs!r} in the command line, did you mean {ours!r}?"
+    )
     path = write(f"{theirs} = 3\n")
     assert error(path) == f"unknown key {theirs!r} in {path}, did you mean {ours!r}?"
 
 
 def test_a_name_like_none_of_ours():
-    assert error("--zzzzzz=1") == "unknown key 'zzzzzz' in the command line, see --help for the names"
+    assert (
+        error("--zzzzzz=1") == "unknown key 'zzzzzz' in the command line, see --help for the names"
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +300,9 @@ BAD_FLAGS = [
 @pytest.mark.parametrize("key, text, wanted", BAD_FLAGS, ids=[f"{k}={t}" for k, t, _ in BAD_FLAGS])
 def test_a_flag_of_the_wrong_type(key, text, wanted):
     message = error(f"--{key}={text}")
-    assert re.fullmatch(rf"{key} in the command line is .*, expected {re.escape(wanted)}.*", message)
+    assert re.fullmatch(
+        rf"{key} in the command line is .*, expected {re.escape(wanted)}.*", message
+    )
 
 
 BAD_VALUES = [
@@ -297,7 +318,9 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize("key, value, wanted", BAD_VALUES, ids=[f"{k}={v}" for k, v, _ in BAD_VALUES])
+@pytest.mark.parametrize(
+    "key, value, wanted", BAD_VALUES, ids=[f"{k}={v}" for k, v, _ in BAD_VALUES]
+)
 def test_a_value_of_the_wrong_type_in_a_file(key, value, wanted, write):
     path = write(f"{key} = {value}\n")
     assert error(path) == f"{key} in {path} is {value}, expected {wanted}"
@@ -321,13 +344,28 @@ def test_a_whole_float_in_a_file_serves_as_an_int(value, kept, write):
         (["--lr=nan"], "lr in the command line is nan, expected a number"),
         (["--grad_clip=-1"], "grad_clip must be from 0 to 1,000,000, not -1.0"),
         (["--global_batch_size=0"], "global_batch_size must be from 1 to 1,000,000, not 0"),
-        (["--d_model=10", "--n_heads=1", "--expansion_ratio=0.01"], "expansion_ratio 0.01 leaves no hidden width"),
-        (["--d_model=1e6", "--n_layers=9999"], "the model has 1e+17 parameters, expected at most 1e+13"),
+        (
+            ["--d_model=10", "--n_heads=1", "--expansion_ratio=0.01"],
+            "expansion_ratio 0.01 leaves no hidden width",
+        ),
+        (
+            ["--d_model=1e6", "--n_layers=9999"],
+            "the model has 1e+17 parameters, expected at most 1e+13",
+        ),
         (["--run_dir="], "run_dir is '', expected the name of a folder, such as runs/NAME"),
         (["--run_dir= "], "run_dir is ' ', expected the name of a folder, such as runs/NAME"),
-        (["--run_dir=a\0b"], r"run_dir is 'a\x00b', expected the name of a folder, such as runs/NAME"),
-        ([f"--run_dir={__file__}"], f"run_dir {__file__} is there and no folder: set another --run_dir"),
-        (["--run_dir=/dev/null"], "run_dir /dev/null is there and no folder: set another --run_dir"),
+        (
+            ["--run_dir=a\0b"],
+            r"run_dir is 'a\x00b', expected the name of a folder, such as runs/NAME",
+        ),
+        (
+            [f"--run_dir={__file__}"],
+            f"run_dir {__file__} is there and no folder: set another --run_dir",
+        ),
+        (
+            ["--run_dir=/dev/null"],
+            "run_dir /dev/null is there and no folder: set another --run_dir",
+        ),
     ],
 )
 def test_values_that_do_not_go_together(flags, message):
@@ -364,9 +402,13 @@ def test_a_number_is_finite_and_in_its_range(name, write):
         f"-{HUGE}",
         "9" * 400,
     ):
-        assert error(f"--{name}={text}").startswith((f"{name} must be from ", f"{name} in the command line is "))
+        assert error(f"--{name}={text}").startswith(
+            (f"{name} must be from ", f"{name} in the command line is ")
+        )
     path = write(f"{name} = 10 ** 5000\n")
-    assert error(path).startswith((f"{name} must be from ", f"{name} in {path} is a number of 5000 digits, expected"))
+    assert error(path).startswith(
+        (f"{name} must be from ", f"{name} in {path} is a number of 5000 digits, expected")
+    )
     for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high, 10**5000):
         cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
         with pytest.raises(UserError, match=f"^{name} must be from"):
@@ -393,7 +435,10 @@ def test_what_is_saved_is_checked_as_well():
         ({"d_model": "64"}, "d_model in m.json is '64', expected a whole number"),
         ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
         ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
-        ({"attn_impl": {}}, "attn_impl in m.json is {}, expected one of: auto, reference, blocks, sdpa, flex, triton"),
+        (
+            {"attn_impl": {}},
+            "attn_impl in m.json is {}, expected one of: auto, reference, blocks, sdpa, flex, triton",
+        ),
         ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3"),
     ]:
         with pytest.raises(UserError) as caught:
@@ -419,7 +464,9 @@ def test_lines_that_set_nothing(line, write):
     assert re.fullmatch(rf"{path}, line 4: .* sets nothing, write key = value", error(path))
 
 
-@pytest.mark.parametrize("line", ["import sys; sys.exit(3)", "raise SystemExit", "exit()", "raise GeneratorExit"])
+@pytest.mark.parametrize(
+    "line", ["import sys; sys.exit(3)", "raise SystemExit", "exit()", "raise GeneratorExit"]
+)
 def test_a_file_that_exits_is_named(line, write):
     path = write(f"{line}\n")
     assert error(path).startswith(f"{path} does not run: ")
@@ -434,15 +481,22 @@ def test_a_file_that_loops_is_named(write):
     """In a real process, which Ctrl-C ends."""
     path = write("while True:\n    pass\n")
     program = "import config; config.PATIENCE = 0.1; config.run(lambda argv: config.load(argv, config.TrainConfig))"
-    looping = subprocess.Popen([sys.executable, "-c", program, path], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    assert looping.stderr.readline() == f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
+    looping = subprocess.Popen(
+        [sys.executable, "-c", program, path], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert (
+        looping.stderr.readline()
+        == f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
+    )
     looping.send_signal(signal.SIGINT)
     assert looping.wait(30) == 130
 
 
 def test_a_file_that_raises(write):
     path = write("n_layers = 1 // 0\n")
-    assert error(path) == f"{path} does not run: ZeroDivisionError: integer division or modulo by zero"
+    assert (
+        error(path) == f"{path} does not run: ZeroDivisionError: integer division or modulo by zero"
+    )
     path = write("n_layers = = 1\n")
     assert error(path).startswith(f"{path} does not run: SyntaxError")
 
@@ -450,8 +504,13 @@ def test_a_file_that_raises(write):
 def test_a_file_that_is_not_there(write, tmp_path):
     near = write("", "mpt1b.py")
     wrong = str(tmp_path / "mpt1bb.py")
-    assert error(wrong) == f"no config file {wrong!r} (flags are written --key=value), did you mean {near}?"
-    assert error("3").startswith("no config file '3' (flags are written --key=value)")  # --n_layers 3
+    assert (
+        error(wrong)
+        == f"no config file {wrong!r} (flags are written --key=value), did you mean {near}?"
+    )
+    assert error("3").startswith(
+        "no config file '3' (flags are written --key=value)"
+    )  # --n_layers 3
     assert error(str(tmp_path / "nowhere" / "x.py")).endswith("(flags are written --key=value)")
 
 
@@ -477,9 +536,11 @@ def test_help_lists_every_field_with_its_default_and_comment():
     source = (ROOT / "config.py").read_text()
     for name, field in FIELDS.items():
         (comment,) = re.findall(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
-        assert re.search(rf"^  --{name}={re.escape(str(field.default))} +{re.escape(comment)}$", text, re.MULTILINE), (
-            name
-        )
+        assert re.search(
+            rf"^  --{name}={re.escape(str(field.default))} +{re.escape(comment)}$",
+            text,
+            re.MULTILINE,
+        ), name
     assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
 
 
@@ -500,7 +561,9 @@ def test_a_program_may_take_something_else_than_config_files():
     words, texts = load(["runs/a", "--n=5", "runs/b"], Texts, takes="RUN ...")
     assert words == ["runs/a", "runs/b"] and texts == Texts(n=5)
     for argv in ([], ["a", "b"]):
-        with pytest.raises(UserError, match=r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"):
+        with pytest.raises(
+            UserError, match=r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"
+        ):
             load(argv, Texts, takes="RUN")
 
 
@@ -532,12 +595,23 @@ def test_a_flag_without_its_value_is_answered_with_what_to_write(argv, meant):
 
 
 def test_a_value_may_stand_behind_a_space_where_no_config_files_are_taken():
-    words, texts = load(["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"], Texts, takes="RUN")
-    assert words == ["RUN"] and (texts.n, texts.prompt, texts.quiet) == (5, ["def main(", "-x"], True)
+    words, texts = load(
+        ["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"],
+        Texts,
+        takes="RUN",
+    )
+    assert words == ["RUN"] and (texts.n, texts.prompt, texts.quiet) == (
+        5,
+        ["def main(", "-x"],
+        True,
+    )
 
 
 def test_help_names_config_files_only_where_they_are_taken(capsys):
-    for takes, begin in (("RUN", "settings: --key=value\n"), (None, "settings: --key=value, or key = value in a")):
+    for takes, begin in (
+        ("RUN", "settings: --key=value\n"),
+        (None, "settings: --key=value, or key = value in a"),
+    ):
         with pytest.raises(SystemExit):
             load(["--help"], Texts, takes=takes)
         shown = capsys.readouterr().out
@@ -550,7 +624,10 @@ def test_help_names_config_files_only_where_they_are_taken(capsys):
 def test_a_mistake_is_one_line_and_exit_status_2():
     result = run("config.py", "--n_layer=3")
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr == "error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?\n"
+    assert (
+        result.stderr
+        == "error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?\n"
+    )
 
 
 def test_config_imports_no_torch():
@@ -563,5 +640,7 @@ def test_config_imports_no_torch():
 def test_under_torchrun_it_is_said_once(torchrun):
     result = torchrun(2, "--n_layer=3")
     assert result.returncode != 0
-    lines = [line for line in result.stderr.splitlines() if "n_layer" in line or "config.load" in line]
+    lines = [
+        line for line in result.stderr.splitlines() if "n_layer" in line or "config.load" in line
+    ]
     assert lines == ["error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?"]

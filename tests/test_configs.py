@@ -51,8 +51,17 @@ def test_a_config_is_the_recipe(recipe):
     assert (train.microbatch_size, train.activation_checkpointing) == (microbatch, checkpointing)
     assert flops.n_params(model) == params and model.learned_positions and not model.no_bias
     assert (model.max_seq_len, model.vocab_size) == (2048, 50368)
-    assert (train.schedule, train.warmup_steps, train.alpha_f, train.decoupled_weight_decay) == ("cosine", 100, 0.1, 0)
-    assert (train.dataset, train.tokenizer, train.run_dir) == ("allenai/c4:en", "gpt2", f"runs/{path.stem}")
+    assert (train.schedule, train.warmup_steps, train.alpha_f, train.decoupled_weight_decay) == (
+        "cosine",
+        100,
+        0.1,
+        0,
+    )
+    assert (train.dataset, train.tokenizer, train.run_dir) == (
+        "allenai/c4:en",
+        "gpt2",
+        f"runs/{path.stem}",
+    )
     assert train.max_tokens == steps * batch * 2048
 
 
@@ -71,14 +80,19 @@ def test_the_comment_does_the_batch_arithmetic(recipe):
         r"= ([\d,]+) tokens; x ([\d,]+) steps = ([\d.]+)(B|T) tokens, ([\d.]+) a parameter", comment
     ).groups()
     assert int(step.replace(",", "")) == tokens and int(steps.replace(",", "")) == train.max_steps
-    assert float(total) * {"B": 1e9, "T": 1e12}[unit] == pytest.approx(tokens * train.max_steps, rel=0.02)
+    assert float(total) * {"B": 1e9, "T": 1e12}[unit] == pytest.approx(
+        tokens * train.max_steps, rel=0.02
+    )
     assert float(ratio) == pytest.approx(tokens * train.max_steps / flops.n_params(model), rel=0.01)
     batch, ranks, microbatch, accumulation = map(
-        int, re.search(r"(\d+) = (\d+) x microbatch (\d+) x (\d+) accumulation steps", comment).groups()
+        int,
+        re.search(r"(\d+) = (\d+) x microbatch (\d+) x (\d+) accumulation steps", comment).groups(),
     )
     assert (batch, microbatch) == (train.global_batch_size, train.microbatch_size)
     assert batch == ranks * microbatch * accumulation and ranks % 8 == 0
-    assert re.search(rf"torchrun .*fsdp_train\.py configs/{path.name}$", comment, re.DOTALL | re.MULTILINE)
+    assert re.search(
+        rf"torchrun .*fsdp_train\.py configs/{path.name}$", comment, re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith("_mi250")])
@@ -91,7 +105,9 @@ def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
     parts = memory.bytes_by_part(model, train, ranks=8)
     state = sum(parts[f"{what}, fp32"] for what in ("weights", "gradients", "Adam's moments"))
     product = math.prod(map(int, said[1:5]))
-    gigabytes = [f"{n / 1e9:.1f}" for n in (state, product, parts["blocks' activations"], parts["peak"])]
+    gigabytes = [
+        f"{n / 1e9:.1f}" for n in (state, product, parts["blocks' activations"], parts["peak"])
+    ]
     assert [said[0], said[5], said[5], said[6]] == gigabytes
     sizes = (train.microbatch_size * model.max_seq_len, model.d_model, model.n_layers)
     assert tuple(map(int, said[2:5])) == sizes
@@ -105,7 +121,9 @@ def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
 @pytest.mark.parametrize("name", ["mpt30b", "mpt70b"])
 def test_the_state_in_the_comment_of_a_large_recipe(name):
     model, _ = config.load([str(FOLDER / f"{name}.py")], MPTConfig, TrainConfig)
-    said = re.search(r"\(weights, gradients, Adam: ([\d,]+) GB\)", (FOLDER / f"{name}.py").read_text())[1]
+    said = re.search(
+        r"\(weights, gradients, Adam: ([\d,]+) GB\)", (FOLDER / f"{name}.py").read_text()
+    )[1]
     assert int(said.replace(",", "")) == round(16 * flops.n_params(model) / 1e9)
 
 
@@ -114,7 +132,9 @@ def test_every_recipe_fits_the_devices_of_its_comment(recipe):
     path, model, train = recipe
     ranks = int(re.search(r"^# On (\d+) devices", path.read_text(), re.M)[1])
     device = devices.by_name("mi250" if "mi250" in path.stem else "a100")
-    assert memory.bytes_by_part(model, train, ranks)["peak"] < memory.ROOM * device.memory_gb * 2**30
+    assert (
+        memory.bytes_by_part(model, train, ranks)["peak"] < memory.ROOM * device.memory_gb * 2**30
+    )
 
 
 def test_the_finetuning_of_the_released_7b():

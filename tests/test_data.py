@@ -39,7 +39,11 @@ def make(tmp_path):
     def make(texts, folder="tokens", **settings):
         path = tmp_path / "docs.jsonl"
         path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-        settings = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)} | settings
+        settings = {
+            "tokenizer": "bytes",
+            "val_fraction": 0.1,
+            "data_dir": str(tmp_path / folder),
+        } | settings
         return TrainConfig(dataset=str(path), **settings)
 
     return make
@@ -49,7 +53,9 @@ def make(tmp_path):
 def large_text(tmp_path_factory):
     """A file of 13 MB in 650 documents: four chunks."""
     path = tmp_path_factory.mktemp("large") / "text.txt"
-    path.write_text("<|endoftext|>".join(f"document {i} " + f"{i * 7919} words " * 1500 for i in range(650)))
+    path.write_text(
+        "<|endoftext|>".join(f"document {i} " + f"{i * 7919} words " * 1500 for i in range(650))
+    )
     return path
 
 
@@ -61,7 +67,9 @@ def undisturbed(large_text):
 
 
 def settings_for(path, folder, **more):
-    return TrainConfig(**{"dataset": str(path), "tokenizer": "bytes", "data_dir": str(folder), **more})
+    return TrainConfig(
+        **{"dataset": str(path), "tokenizer": "bytes", "data_dir": str(folder), **more}
+    )
 
 
 def files(folder):
@@ -73,7 +81,9 @@ def documents_of(folder, split):
     ids = np.concatenate([Shard(p).ids for p in sorted(Path(folder).glob(f"{split}-*.bin"))])
     assert len(ids) == 0 or ids[-1] == EOT
     ends = np.flatnonzero(ids == EOT)
-    return [bytes(part[part != EOT].astype(np.uint8)).decode() for part in np.split(ids, ends + 1)[:-1]]
+    return [
+        bytes(part[part != EOT].astype(np.uint8)).decode() for part in np.split(ids, ends + 1)[:-1]
+    ]
 
 
 TEXTS = [f"Document number {i}: " + "größe, ünd so weiter. " * (i % 5) for i in range(95)]
@@ -90,17 +100,25 @@ def test_a_shard_is_a_header_and_raw_tokens(make):
     assert body == expected
     about = json.dumps({k: v for k, v in header.items() if k != "sha256"}, sort_keys=True).encode()
     assert header["sha256"] == hashlib.sha256(about + expected).hexdigest()
-    assert (header["format"], header["dtype"], header["vocab_size"]) == ("mpt-tokens-1", "uint16", 257)
+    assert (header["format"], header["dtype"], header["vocab_size"]) == (
+        "mpt-tokens-1",
+        "uint16",
+        257,
+    )
     assert (header["tokens"], header["documents"]) == (len(expected) // 2, len(train))
     assert header["text_bytes"] == sum(len(t.encode()) for t in train)
     summary = read_summary(folder)
     assert (summary["tokenizer"], summary["train_tokens"]) == ("bytes", header["tokens"])
 
 
-@pytest.mark.parametrize("fraction, every", [(0.1, 10), (0.02, 50), (0.25, 4), (0.5, 2), (0.005, 200)])
+@pytest.mark.parametrize(
+    "fraction, every", [(0.1, 10), (0.02, 50), (0.25, 4), (0.5, 2), (0.005, 200)]
+)
 def test_validation_takes_whole_documents(make, fraction, every):
     folder = prepare(make(TEXTS, val_fraction=fraction))
-    assert documents_of(folder, "val") == TEXTS[::every]  # the first one always: there is at least one
+    assert (
+        documents_of(folder, "val") == TEXTS[::every]
+    )  # the first one always: there is at least one
     assert documents_of(folder, "train") == [t for i, t in enumerate(TEXTS) if i % every]
 
 
@@ -112,7 +130,9 @@ def test_a_trained_tokenizer_comes_with_the_data(make):
     assert Split(folder, "train", 8).vocab_size == bpe.vocab_size > 257
 
 
-@pytest.mark.parametrize("texts, message", [([], "is empty"), (["", ""], "is empty"), (["one"], "one document only")])
+@pytest.mark.parametrize(
+    "texts, message", [([], "is empty"), (["", ""], "is empty"), (["one"], "one document only")]
+)
 def test_too_little_text(make, texts, message):
     with pytest.raises(UserError, match=message):
         prepare(make(texts))
@@ -144,7 +164,10 @@ def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
 
 def test_no_token_more_than_was_asked_for(tmp_path):
     """Every number from 1 to beyond the end of four chunks, and each chunk begins where the one before it ended."""
-    sizes, about = (5, 1, 7, 4), {"documents": 1, "text_bytes": 99, "vocab_size": 257, "text_sha256": ""}
+    sizes, about = (
+        (5, 1, 7, 4),
+        {"documents": 1, "text_bytes": 99, "vocab_size": 257, "text_sha256": ""},
+    )
     ids = np.arange(sum(sizes), dtype=np.uint16)
     for wanted in [*range(1, sum(sizes) + 3), 0]:
         results = []
@@ -197,7 +220,10 @@ def test_the_bar_goes_on_while_one_document_is_encoded(make, monkeypatch, capsys
     before = threading.active_count()
     prepare(make(["first", "x" * 20_000, "third"]))
     bars = capsys.readouterr().err.split("\r")
-    assert sum("0.0 M characters read" in bar for bar in bars) > 5 and threading.active_count() == before
+    assert (
+        sum("0.0 M characters read" in bar for bar in bars) > 5
+        and threading.active_count() == before
+    )
 
 
 def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
@@ -219,8 +245,16 @@ def test_a_document_of_200_mb_shows_progress_and_ends(tmp_path, kind):
         file.write("short<|endoftext|>")
         for _ in range(200):
             file.write(words * (10**6 // len(words)) if kind == "one line" else "ab" * 500_000)
-    command = [sys.executable, str(ROOT / "data.py"), f"--dataset={path}", "--tokenizer=bpe-300", "--max_seq_len=4"]
-    done = subprocess.run([*command, f"--data_dir={tmp_path}/d"], capture_output=True, text=True, timeout=240)
+    command = [
+        sys.executable,
+        str(ROOT / "data.py"),
+        f"--dataset={path}",
+        "--tokenizer=bpe-300",
+        "--max_seq_len=4",
+    ]
+    done = subprocess.run(
+        [*command, f"--data_dir={tmp_path}/d"], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stderr.count("M characters read") > 3 and "train " in done.stdout
 
@@ -232,9 +266,16 @@ def test_a_document_of_200_mb_shows_progress_and_ends(tmp_path, kind):
 def begun(large_text, tmp_path):
     """`python data.py` as a process that has just made its first shard: (process, command, folder)."""
     folder = tmp_path / "tokens"
-    command = [sys.executable, str(ROOT / "data.py"), f"--dataset={large_text}", "--tokenizer=bytes"]
+    command = [
+        sys.executable,
+        str(ROOT / "data.py"),
+        f"--dataset={large_text}",
+        "--tokenizer=bytes",
+    ]
     command += [f"--data_dir={folder}", "--max_seq_len=64"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     while not (folder / "train-00000.bin").exists() and process.poll() is None:
         time.sleep(0.001)
     yield process, command, folder
@@ -256,9 +297,16 @@ def test_a_killed_preparation_goes_on_where_it_was(begun, undisturbed):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert files(folder) == undisturbed  # and no .tmp file is left
-    assert (first.stat().st_ino, first.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)  # not made twice
+    assert (first.stat().st_ino, first.stat().st_mtime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+    )  # not made twice
     tokens = Split(folder, "train", 64).tokens
-    assert re.search(rf"^train  {tokens:,} tokens  646 documents  .* windows of 64  ", result.stdout, re.MULTILINE)
+    assert re.search(
+        rf"^train  {tokens:,} tokens  646 documents  .* windows of 64  ",
+        result.stdout,
+        re.MULTILINE,
+    )
 
 
 def test_the_workers_of_a_killed_preparation_end_too(begun):
@@ -283,13 +331,27 @@ DAMAGE = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
     "empty": lambda path: os.truncate(path, 0),
     "only the header": lambda path: os.truncate(path, HEADER_BYTES),
-    "header overwritten": lambda path: path.write_bytes(b"\0" * HEADER_BYTES + path.read_bytes()[HEADER_BYTES:]),
+    "header overwritten": lambda path: path.write_bytes(
+        b"\0" * HEADER_BYTES + path.read_bytes()[HEADER_BYTES:]
+    ),
     "a key of the header": lambda path: flip(path, path.read_bytes().index(b"tokens")),
     "one bit of the tokens": lambda path: flip(path, HEADER_BYTES + 100),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0\0"),
 }
 HEADERS = {  # what a stranger may write into a header: "the dtype is ..." and so on
-    "dtype": ["O", "object", "float32", "uint8", "int64", ">u2", "uint16,uint16", "(2,)u2", 7, None, ["u2"]],
+    "dtype": [
+        "O",
+        "object",
+        "float32",
+        "uint8",
+        "int64",
+        ">u2",
+        "uint16,uint16",
+        "(2,)u2",
+        7,
+        None,
+        ["u2"],
+    ],
     "tokens": [-1, -(10**30), 2**62, 10**4000, 1.5, "7", None, True, [1], 10**9],
     "documents": [-1, "1", 1e300],
     "text_bytes": [0, -5, "9", float("nan")],
@@ -319,24 +381,32 @@ def test_a_run_finds_a_bad_shard_and_names_it(make, damage, split):
     DAMAGE[damage](path)
     with pytest.raises(UserError) as caught:
         open_or_prepare(make(TEXTS))
-    assert str(path if damage != "deleted" else folder) in str(caught.value) and "data.py" in str(caught.value)
+    assert str(path if damage != "deleted" else folder) in str(caught.value) and "data.py" in str(
+        caught.value
+    )
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_cannot_be_is_named(tmp_path, name):
     path, ids = tmp_path / "train-00000.bin", np.arange(10, dtype=np.uint16)
-    shards.write_ids(path, ids, {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""})
+    shards.write_ids(
+        path, ids, {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""}
+    )
     raw = path.read_bytes()
     header = json.loads(raw[:HEADER_BYTES])
     for value in HEADERS[name]:
         changed = json.dumps(header | {name: value})
         path.write_bytes(changed.encode().ljust(HEADER_BYTES)[:HEADER_BYTES] + raw[HEADER_BYTES:])
-        with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it and run data.py again") as caught:
+        with pytest.raises(
+            UserError, match=f"^{path} is damaged .*: delete it and run data.py again"
+        ) as caught:
             Shard(path)
         assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("text", [b"[" * HEADER_BYTES, b"7", b"", b'{"dtype": "uint16"}', b'{"a":' * 700])
+@pytest.mark.parametrize(
+    "text", [b"[" * HEADER_BYTES, b"7", b"", b'{"dtype": "uint16"}', b'{"a":' * 700]
+)
 def test_a_header_that_is_none_is_named(tmp_path, text):
     path = tmp_path / "train-00000.bin"
     path.write_bytes(text.ljust(HEADER_BYTES) + b"\0\0")
@@ -344,10 +414,14 @@ def test_a_header_that_is_none_is_named(tmp_path, text):
         Shard(path)
 
 
-@pytest.mark.parametrize("make_it", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    "make_it", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
+)
 def test_what_is_no_file_is_no_shard(tmp_path, make_it):
     make_it(tmp_path / "train-00000.bin")
-    with pytest.raises(UserError, match=f"{tmp_path}/train-00000.bin is (a folder|not a regular file)"):
+    with pytest.raises(
+        UserError, match=f"{tmp_path}/train-00000.bin is (a folder|not a regular file)"
+    ):
         Shard(tmp_path / "train-00000.bin")
 
 
@@ -397,7 +471,9 @@ def test_any_flipped_bit_is_a_clear_message_or_harmless(place, tmp_path_factory)
     """Of the tokens always the message; of the header either that, or the tokens are the right ones."""
     folder = tmp_path_factory.mktemp("flip")
     path, ids = folder / "train-00000.bin", np.arange(50, dtype=np.uint16)
-    shards.write_ids(path, ids, {"documents": 1, "text_bytes": 90, "vocab_size": 257, "text_sha256": "0" * 64})
+    shards.write_ids(
+        path, ids, {"documents": 1, "text_bytes": 90, "vocab_size": 257, "text_sha256": "0" * 64}
+    )
     raw = path.read_bytes()
     text = len(raw[:HEADER_BYTES].rstrip())
     places = [*range(8 * text), *range(8 * HEADER_BYTES, 8 * len(raw))]
@@ -447,7 +523,9 @@ def test_a_summary_of_the_wrong_shape_is_named(make, function, change):
     without = {key: value for key, value in right.items() if key != name}
     for content in (right | change, without, [right], 7):
         path.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=f"{path} is damaged .*: delete {folder} and prepare the data again"):
+        with pytest.raises(
+            UserError, match=f"{path} is damaged .*: delete {folder} and prepare the data again"
+        ):
             function(make(TEXTS))
     path.write_text("[" * 100_000)
     with pytest.raises(UserError, match="nested too deep.*: delete"):
@@ -456,11 +534,15 @@ def test_a_summary_of_the_wrong_shape_is_named(make, function, change):
 
 def test_other_files_in_the_folder_are_left_alone(make):
     folder = prepare(make(TEXTS, max_tokens=1000))
-    others = [folder / name for name in ("._train-00000.bin", "my-notes.bin", "train-x.bin", "val.bin")]
+    others = [
+        folder / name for name in ("._train-00000.bin", "my-notes.bin", "train-x.bin", "val.bin")
+    ]
     for path in others:
         path.write_text("mine")
     assert open_or_prepare(make(TEXTS, max_tokens=2000)) == folder
-    assert Split(folder, "train", 16).tokens == 2000 and all(path.read_text() == "mine" for path in others)
+    assert Split(folder, "train", 16).tokens == 2000 and all(
+        path.read_text() == "mine" for path in others
+    )
 
 
 # --- the folder holds something else
@@ -469,7 +551,9 @@ def test_other_files_in_the_folder_are_left_alone(make):
 @pytest.mark.parametrize("function", [prepare, open_or_prepare])
 def test_another_tokenizer_is_refused(make, function):
     folder = prepare(make(TEXTS))
-    with pytest.raises(UserError, match=f"{folder} was made with --tokenizer=bytes, not bpe-300: set that"):
+    with pytest.raises(
+        UserError, match=f"{folder} was made with --tokenizer=bytes, not bpe-300: set that"
+    ):
         function(make(TEXTS, tokenizer="bpe-300"))
 
 
@@ -477,7 +561,10 @@ def test_another_tokenizer_is_refused(make, function):
 def test_another_share_for_validation_is_refused(make, function):
     """And the advice works: another folder, or the share that it was made with."""
     folder = prepare(make(TEXTS))
-    with pytest.raises(UserError, match=f"{folder} was made with --val_fraction=0.1, not 0.25: set that, or another"):
+    with pytest.raises(
+        UserError,
+        match=f"{folder} was made with --val_fraction=0.1, not 0.25: set that, or another",
+    ):
         function(make(TEXTS, val_fraction=0.25))
     assert function(make(TEXTS, val_fraction=0.1)) == folder
     other = function(make(TEXTS, "other", val_fraction=0.25))
@@ -494,7 +581,12 @@ def test_another_data_set_is_refused(make, tmp_path, function):
 
 def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path):
     """The message holds the command that prepares what this run asks for."""
-    cfg = TrainConfig(dataset="allenai/c4:en", tokenizer="bytes", data_dir=str(tmp_path / "my data"), val_fraction=0.1)
+    cfg = TrainConfig(
+        dataset="allenai/c4:en",
+        tokenizer="bytes",
+        data_dir=str(tmp_path / "my data"),
+        val_fraction=0.1,
+    )
     with pytest.raises(UserError, match="prepare it first: python data.py ") as caught:
         open_or_prepare(cfg)
     argv = shlex.split(str(caught.value).partition("python data.py ")[2])
@@ -516,7 +608,11 @@ def test_the_folders_name_tells_data_set_and_tokenizer():
 # --- batches
 
 SEQ, SIZES = 4, (401, 8, 3, 1203, 90)  # tokens of the shards: 100 + 1 + 0 + 300 + 22 windows
-STARTS = [s + w * SEQ for s, n in zip(np.cumsum([0, *SIZES]), SIZES, strict=False) for w in range((n - 1) // SEQ)]
+STARTS = [
+    s + w * SEQ
+    for s, n in zip(np.cumsum([0, *SIZES]), SIZES, strict=False)
+    for w in range((n - 1) // SEQ)
+]
 
 
 @pytest.fixture(scope="module")
@@ -539,7 +635,9 @@ def test_windows_follow_each_other_and_stay_in_their_shard(split):
 
 def test_every_window_once_an_epoch_and_another_order_in_the_next(split):
     """Batches of 16 do not divide 423: one of them holds the end of an epoch and the beginning of the next."""
-    stream = np.concatenate([split.batch(seed=1, step=s, global_batch_size=16)[:, 0] for s in range(80)])
+    stream = np.concatenate(
+        [split.batch(seed=1, step=s, global_batch_size=16)[:, 0] for s in range(80)]
+    )
     first, second = stream[:423], stream[423:846]
     assert sorted(first) == sorted(second) == STARTS
     assert (first == second).mean() < 0.05 and (first == np.array(STARTS)).mean() < 0.05
@@ -567,7 +665,9 @@ def test_resuming_at_step_a_billion_costs_what_step_0_costs(split):
         return time.perf_counter() - begin
 
     best = [min(seconds(step) for _ in range(20)) for step in (0, 10**9)]
-    print(f"a batch of 64 rows: {best[0] * 1e3:.2f} ms at step 0, {best[1] * 1e3:.2f} ms at step 1,000,000,000")
+    print(
+        f"a batch of 64 rows: {best[0] * 1e3:.2f} ms at step 0, {best[1] * 1e3:.2f} ms at step 1,000,000,000"
+    )
     assert best[1] < 4 * best[0]
 
 
@@ -580,8 +680,13 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
 
 def test_a_sequence_longer_than_the_data(make):
     folder = prepare(make(TEXTS))
-    for name, hint in (("train", "lower --max_seq_len$"), ("val", "lower .*, or raise .* another --data_dir$")):
-        with pytest.raises(UserError, match=f"max_seq_len 100000 is longer than the {name} data .*: {hint}"):
+    for name, hint in (
+        ("train", "lower --max_seq_len$"),
+        ("val", "lower .*, or raise .* another --data_dir$"),
+    ):
+        with pytest.raises(
+            UserError, match=f"max_seq_len 100000 is longer than the {name} data .*: {hint}"
+        ):
             Split(folder, name, 100_000)
 
 
@@ -589,7 +694,10 @@ def test_a_sequence_longer_than_the_data(make):
 
 
 @settings(max_examples=200, deadline=None)
-@given(n=st.integers(1, 3000) | st.sampled_from([4**5, 4**5 + 1, 4**6 - 1, 2**16]), seed=st.integers(0, 2**40))
+@given(
+    n=st.integers(1, 3000) | st.sampled_from([4**5, 4**5 + 1, 4**6 - 1, 2**16]),
+    seed=st.integers(0, 2**40),
+)
 def test_a_permutation_of_any_number_is_one(n, seed):
     for epoch in (0, 7):
         assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
@@ -606,7 +714,11 @@ def test_known_values():
     """Pinned: a change here reorders the data of every run that is under way."""
     assert permute(np.arange(8), 1000, 1337, 0).tolist() == [856, 368, 409, 102, 229, 692, 177, 505]
     assert permute(np.arange(8), 1000, 1337, 1).tolist() == [22, 127, 326, 119, 194, 285, 782, 27]
-    assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 0, 3).tolist() == [891628714229, 543546693989, 29106836283]
+    assert permute(np.array([0, 1, 10**12 - 1]), 10**12, 0, 3).tolist() == [
+        891628714229,
+        543546693989,
+        29106836283,
+    ]
 
 
 @pytest.mark.parametrize("seed, epoch", [(0, 0), (1337, 0), (1337, 1), (5, 40)])
@@ -615,7 +727,9 @@ def test_it_shuffles_as_well_as_chance(seed, epoch):
     n, batch = 2**17 + 333, 64
     order = permute(np.arange(n), n, seed, epoch).astype(float)
     means = order[: n // batch * batch].reshape(-1, batch).mean(1)
-    assert means.std() == pytest.approx(n / np.sqrt(12 * batch), rel=0.07)  # 2,053 batches: sigma 1.6 %
+    assert means.std() == pytest.approx(
+        n / np.sqrt(12 * batch), rel=0.07
+    )  # 2,053 batches: sigma 1.6 %
     for lag in (1, 2, 64):
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < 4 / np.sqrt(n)
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 4 / np.sqrt(n)
@@ -623,7 +737,9 @@ def test_it_shuffles_as_well_as_chance(seed, epoch):
 
 def test_epochs_and_seeds_are_independent():
     n = 2**16
-    orders = [permute(np.arange(n), n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    orders = [
+        permute(np.arange(n), n, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
     for i, a in enumerate(orders):
         for b in orders[:i]:
             assert abs(np.corrcoef(a, b)[0, 1]) < 4 / np.sqrt(n) and (a == b).sum() < 12
@@ -667,4 +783,9 @@ def test_an_error_while_reading_surfaces_at_its_step():
 def test_preparing_needs_no_torch():
     """data.py prepares on login nodes and in worker processes, where importing torch would take seconds."""
     code = "import sys, data; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+        ).stdout
+        == "False\n"
+    )

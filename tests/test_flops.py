@@ -81,7 +81,9 @@ def test_parameters_of_every_config_are_those_of_the_model(path):
 def shapes(draw) -> MPTConfig:
     """Models of any shape, small."""
     head_dim, groups, kv = draw(st.integers(1, 8)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    flags = {name: draw(st.booleans()) for name in ("alibi", "no_bias", "qk_ln", "tie_word_embeddings")}
+    flags = {
+        name: draw(st.booleans()) for name in ("alibi", "no_bias", "qk_ln", "tie_word_embeddings")
+    }
     return MPTConfig(
         d_model=head_dim * groups * kv, n_heads=groups * kv, kv_n_heads=kv, n_layers=draw(st.integers(1, 4)),
         expansion_ratio=draw(st.integers(1, 5)), max_seq_len=draw(st.integers(1, 64)),
@@ -96,7 +98,9 @@ def test_parameters_by_part_are_those_of_the_model(cfg):
         state = dict(MPT(cfg).named_parameters())
     parts = flops.params_by_part(cfg)
     for name in ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "lm_head"):
-        assert parts[name] == sum(p.numel() for key, p in state.items() if f"{name}.weight" in key), name
+        assert parts[name] == sum(
+            p.numel() for key, p in state.items() if f"{name}.weight" in key
+        ), name
     assert parts["biases"] == sum(p.numel() for key, p in state.items() if key.endswith("bias"))
     assert flops.n_params(cfg) == sum(p.numel() for p in state.values())
 
@@ -126,11 +130,17 @@ PUBLISHED = [
 def test_mfu_equals_the_published_one(size, seq, peak, checkpointing, tflops, mfu, speed):
     cfg = mpt(size, max_seq_len=seq)
     ours, more = (flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1))
-    assert 100 * ours - 0.005 <= mfu <= 100 * more + 0.005  # tokens/s are cut to whole ones, MFU is rounded
+    assert (
+        100 * ours - 0.005 <= mfu <= 100 * more + 0.005
+    )  # tokens/s are cut to whole ones, MFU is rounded
     assert 100 * ours == pytest.approx(mfu, abs=0.045)
-    assert ours * peak == pytest.approx(tflops, abs=1)  # the tables cut or round these to whole numbers
+    assert ours * peak == pytest.approx(
+        tflops, abs=1
+    )  # the tables cut or round these to whole numbers
     recomputed = 4 / 3 if checkpointing == "full" else 1
-    assert flops.hfu(cfg, 8 * speed, 8, peak * 1e12, checkpointing) == pytest.approx(recomputed * ours)
+    assert flops.hfu(cfg, 8 * speed, 8, peak * 1e12, checkpointing) == pytest.approx(
+        recomputed * ours
+    )
 
 
 def test_all_142_published_rows():
@@ -143,8 +153,14 @@ def test_all_142_published_rows():
             max_seq_len=int(row["seq"]),
         )  # fmt: skip
         assert flops.n_params(cfg) == int(row["params"])
-        speed, peak, mfu = int(row["tokens_s_gpu"]), float(row["peak_tflops"]), float(row["mfu_pct"])
-        ours, more = (100 * flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1))
+        speed, peak, mfu = (
+            int(row["tokens_s_gpu"]),
+            float(row["peak_tflops"]),
+            float(row["mfu_pct"]),
+        )
+        ours, more = (
+            100 * flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1)
+        )
         assert ours - 0.005 <= mfu <= more + 0.005, row  # printed with two decimals
         assert ours == pytest.approx(mfu, rel=max(5e-4, 1 / speed + 0.005 / mfu)), row
         low, high = (math.floor(share * peak / 100) for share in (ours, more))
@@ -166,7 +182,9 @@ def test_hfu_of_no_selective_and_full_checkpointing():
     once = flops.mfu(*of)
     assert flops.hfu(*of, "none") == flops.hfu(*of, "selective") == once
     assert flops.hfu(*of, "full") == pytest.approx(once * 4 / 3)
-    assert flops.hfu(*of, "full", 5) == pytest.approx(once * (1 + 7 / 32 / 3))  # blocks 0, 5, .., 30
+    assert flops.hfu(*of, "full", 5) == pytest.approx(
+        once * (1 + 7 / 32 / 3)
+    )  # blocks 0, 5, .., 30
 
 
 def test_causal_counts_half_of_the_scores():
@@ -182,7 +200,9 @@ def test_an_unknown_peak_gives_no_utilization():
     assert flops.hfu(mpt("1b"), 1000, 1, None, "full") is None
 
 
-both_programs = pytest.mark.parametrize("main", [flops.main, conventions.main], ids=["flops", "conventions"])
+both_programs = pytest.mark.parametrize(
+    "main", [flops.main, conventions.main], ids=["flops", "conventions"]
+)
 
 
 def shown(capsys, *argv, main=flops.main) -> str:
@@ -195,7 +215,9 @@ def test_the_table_shows_the_chosen_convention_first(capsys):
     flags = (str(CONFIGS / "mpt7b.py"), "--device=mi250", "--tokens_per_second=1922", "--devices=1")
     out = shown(capsys, *flags)
     assert "6,658,859,008" in out and "181.05" in out and "matmuls reach 72%" in out
-    rows = [line for line in out.splitlines() if "%" in line and ": " in line and "TFLOP" not in line]
+    rows = [
+        line for line in out.splitlines() if "%" in line and ": " in line and "TFLOP" not in line
+    ]
     assert rows[0].split()[:5] == ["foundry", "43.174", "82.98", "45.83%", "61.11%"]
     assert rows[0].endswith("LLM Foundry: 6 N + 12 L d S") and rows[1].endswith("6 N + 6 L d S")
     assert [row.split()[0] for row in rows[:2]] == ["foundry", "causal"] and "palm" not in out
@@ -214,14 +236,22 @@ def test_json_has_the_same_figures(capsys):
 def test_the_share_of_what_matmuls_reach(capsys):
     flags = ("--device=a100", "--tokens_per_second=20513", "--json")
     figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
-    assert figures["reachable"] == 0.87 and figures["mfu_of_reachable"] == pytest.approx(figures["mfu"] / 0.87)
+    assert figures["reachable"] == 0.87 and figures["mfu_of_reachable"] == pytest.approx(
+        figures["mfu"] / 0.87
+    )
     figures = json.loads(shown(capsys, *flags, "--peak_tflops=100"))  # the user's own peak
     assert figures["peak_tflops"] == 100 and figures["mfu_of_reachable"] is None
 
 
 def test_without_a_model(capsys):
     """The LoRA thread, in its words, if all its weights trained."""
-    flags = ("--n_params=405e9", "--tokens_per_second=34.1", "--devices=8", "--device=mi300x", "--peak_tflops=1300")
+    flags = (
+        "--n_params=405e9",
+        "--tokens_per_second=34.1",
+        "--devices=8",
+        "--device=mi300x",
+        "--peak_tflops=1300",
+    )
     assert "0.80%" in shown(capsys, *flags) and "6 N, no attention" in shown(capsys, *flags)
     full = json.loads(shown(capsys, *flags, "--activation_checkpointing=full", "--json"))
     assert full["hfu"] == pytest.approx(full["mfu"] * 8 / 6)
@@ -230,7 +260,9 @@ def test_without_a_model(capsys):
 @both_programs
 def test_training_settings_of_a_config_file_mean_this_machine(main, capsys, tmp_path):
     """`device` and `peak_tflops` are a training run's keys too."""
-    (tmp_path / "c.py").write_text('device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n')
+    (tmp_path / "c.py").write_text(
+        'device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n'
+    )
     assert "MFU n/a" in shown(capsys, str(tmp_path / "c.py"), main=main)
     assert "MFU n/a: no bf16 peak known for this machine" in shown(
         capsys, str(tmp_path / "c.py"), "--tokens_per_second=9", main=main

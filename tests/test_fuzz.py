@@ -76,11 +76,20 @@ def run_folder(name):
     """A maker of a run folder with metrics, of which `name` is damaged."""
 
     def make(folder):
-        figures = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "seconds": 0.1, "tokens_per_second": 9.0, "mfu": None}
+        figures = {
+            "loss": 2.5,
+            "lr": 1e-3,
+            "grad_norm": 1.0,
+            "seconds": 0.1,
+            "tokens_per_second": 9.0,
+            "mfu": None,
+        }
         figures |= {"memory_gb": 0.1, "batch_hash": "a0", "microbatch_size": 4}
         rows = [{"step": step, "tokens": 64 * step, **figures} for step in range(1, 9)]
         rows.append({"step": 8, "val_loss": 2.4, "val_bits_per_byte": 3.5})
-        launches = [{"command": "x", "first_step": step, "ranks": step + 1, "torch": "2"} for step in (0, 4)]
+        launches = [
+            {"command": "x", "first_step": step, "ranks": step + 1, "torch": "2"} for step in (0, 4)
+        ]
         for file, lines in (("metrics.jsonl", rows), ("launches.jsonl", launches)):
             (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "config.json").write_text(json.dumps(asdict(train_config(folder))))
@@ -126,7 +135,11 @@ def hugging_face(name):
     def make(folder):
         from weights import hf
 
-        hf.export(tiny_model(), folder / "theirs", max_bytes=10**9 if name == "model.safetensors" else 9000)
+        hf.export(
+            tiny_model(),
+            folder / "theirs",
+            max_bytes=10**9 if name == "model.safetensors" else 9000,
+        )
         return folder / "theirs" / name
 
     return make
@@ -161,7 +174,10 @@ def their_tokenizer(folder):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate([*letters, "th", "<|endoftext|>"])}
     made = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer, made.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     made.add_special_tokens([tokenizers.AddedToken("<|endoftext|>")])
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
@@ -178,7 +194,9 @@ def parquet(folder):
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXT.split("\n\n")}), folder / "text.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXT.split("\n\n")}), folder / "text.parquet"
+    )
     return folder / "text.parquet"
 
 
@@ -195,7 +213,14 @@ MACHINE = {
     "collectives_gbs": {"all": {"all_gather": {"1": 40.0}, "all_reduce": {"1": 30.0}}},
     "latency_us": {"all": 50.0},
 }
-FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests": 1, "nats_per_token": 2.0}
+FIGURES = {
+    "kind": "text",
+    "digest": "0",
+    "n": 1,
+    "contexts_cut": 0,
+    "requests": 1,
+    "nats_per_token": 2.0,
+}
 RESULTS = {"weights": "a", "precision": "fp32", "ids": "b"}
 
 
@@ -207,11 +232,37 @@ def table():
     """A CSV of bench train with two rows."""
     from bench.compare import COLUMNS, FIGURES, MAYBE
 
-    known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "precision": "bf16", "ranks": 8}
-    known |= {"d_model": 768, "n_layers": 12, "n_heads": 12, "max_seq_len": 2048, "vocab_size": 50368, "others": ""}
-    known |= {"microbatch_size": 8, "global_batch_size": 256, "sharding": "FULL_SHARD", "recompute_every": 1}
-    known |= {"activation_checkpointing": "none", "tokens_per_second": 200000, "hfu": 0.4, "grad_accum": 4}
-    known |= {name: 1 for name in ("fastest", "slowest", "memory_gb", "data", "forward", "backward", "optimizer")}
+    known = {
+        "status": "ok",
+        "model": "mpt",
+        "device": "AMD Instinct MI250X",
+        "precision": "bf16",
+        "ranks": 8,
+    }
+    known |= {
+        "d_model": 768,
+        "n_layers": 12,
+        "n_heads": 12,
+        "max_seq_len": 2048,
+        "vocab_size": 50368,
+        "others": "",
+    }
+    known |= {
+        "microbatch_size": 8,
+        "global_batch_size": 256,
+        "sharding": "FULL_SHARD",
+        "recompute_every": 1,
+    }
+    known |= {
+        "activation_checkpointing": "none",
+        "tokens_per_second": 200000,
+        "hfu": 0.4,
+        "grad_accum": 4,
+    }
+    known |= {
+        name: 1
+        for name in ("fastest", "slowest", "memory_gb", "data", "forward", "backward", "optimizer")
+    }
     names = sorted(COLUMNS | known.keys() | {"communication", "idle"})
     cells = [str(known.get(name, 1 if name in FIGURES + MAYBE else "")) for name in names]
     return "\n".join([",".join(names), ",".join(cells), ",".join(cells), ""])
@@ -265,7 +316,9 @@ def read_checkpoint(path, folder):
 def read_weights(path, folder):
     from weights import hf
 
-    hf.import_(path if path.suffix == ".pt" else path.parent, folder / f"run-{time.time_ns()}", "bytes")
+    hf.import_(
+        path if path.suffix == ".pt" else path.parent, folder / f"run-{time.time_ns()}", "bytes"
+    )
 
 
 def read_tokenizer(path, folder):
@@ -307,7 +360,9 @@ def read_measured(path, folder):
     import devices
     from planning import calibrate, step_time
 
-    calibrate.from_file(str(path), step_time.Fleet(devices.by_name("mi250"), 1, 8, 100.0), step_time.OURS)
+    calibrate.from_file(
+        str(path), step_time.Fleet(devices.by_name("mi250"), 1, 8, 100.0), step_time.OURS
+    )
 
 
 def read_table(path, folder):
@@ -347,31 +402,59 @@ READERS = {  # name -> (maker, reader)
     "tokenizer.json": (their_tokenizer, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
     "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
-    "scores": (written("results.json.part-key-1", lines(["a", -1.5, 1.0], ["b", -2.5, 0.0])), read_scores),
+    "scores": (
+        written("results.json.part-key-1", lines(["a", -1.5, 1.0], ["b", -2.5, 0.0])),
+        read_scores,
+    ),
     "results.json": (
         written(
             "results.json",
-            json.dumps({"settings": RESULTS, "tasks": {"a": FIGURES | {"nats_per_byte": 1.0, "perplexity": 3.0}}}),
+            json.dumps(
+                {
+                    "settings": RESULTS,
+                    "tasks": {"a": FIGURES | {"nats_per_byte": 1.0, "perplexity": 3.0}},
+                }
+            ),
         ),
         read_results,
     ),
-    "text.jsonl": (written("text.jsonl", lines({"text": "one"}, {"text": "two", "x": 1})), read_corpus),
+    "text.jsonl": (
+        written("text.jsonl", lines({"text": "one"}, {"text": "two", "x": 1})),
+        read_corpus,
+    ),
     "text.parquet": (parquet, read_corpus),
     "text.txt": (written("text.txt", TEXT), read_corpus),
     "machine.json": (written("machine.json", json.dumps(MACHINE)), read_measured),
     "bench.csv, calibrating": (written("bench.csv", table()), read_measured),
     "bench.csv, comparing": (written("bench.csv", table()), read_table),
-    "config.py": (written("config.py", "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"), read_config),
+    "config.py": (
+        written("config.py", "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"),
+        read_config,
+    ),
     "config.yaml": (written("config.yaml", "d_model: 64\nn_heads: 2\nlr: 1e-3\n"), read_config),
 }
-ANY_NAME = {"config.py", "config.yaml"}  # a range of a setting is told without the file that sets it
+ANY_NAME = {
+    "config.py",
+    "config.yaml",
+}  # a range of a setting is told without the file that sets it
 
 
 # --- what is done to a file
 
 DEEP = "[" * 900 + "]" * 900
 ODD = "null true false 0 -1 1e400 -1e400 NaN Infinity 0.5 {} [] [1] [[]] [null] 1e18 -0".split()
-ODD += ['""', '"x"', '"../x"', '"\\ud800"', '"a\\nb"', '{"a": 1}', str(2**63), str(10**30), "1" + "0" * 400, "9" * 5000]
+ODD += [
+    '""',
+    '"x"',
+    '"../x"',
+    '"\\ud800"',
+    '"a\\nb"',
+    '{"a": 1}',
+    str(2**63),
+    str(10**30),
+    "1" + "0" * 400,
+    "9" * 5000,
+]
 ODD += [DEEP, json.dumps("x" * 10**6), "[" * 10**5]
 
 
@@ -426,7 +509,9 @@ def json_changed(good: bytes, draw) -> bytes | None:
 def changed_value(value, draw) -> str:
     """JSON of `value` in which a value is odd, or a key is missing, there twice, or has another name."""
     places = [
-        (value, key) for value in containers(value) for key in (value if isinstance(value, dict) else range(len(value)))
+        (value, key)
+        for value in containers(value)
+        for key in (value if isinstance(value, dict) else range(len(value)))
     ]
     if not places:
         return draw.choice(ODD)
@@ -438,7 +523,9 @@ def changed_value(value, draw) -> str:
         holder[draw.choice([key + "x", "", "__proto__", "../x"])] = holder.pop(key)
     elif how == 2 and isinstance(holder, dict):
         twice = f"{json.dumps(key)}: {json.dumps(holder[key])}"
-        return json.dumps(value).replace(twice, f"{json.dumps(key)}: {draw.choice(ODD)}, {twice}", 1)
+        return json.dumps(value).replace(
+            twice, f"{json.dumps(key)}: {draw.choice(ODD)}, {twice}", 1
+        )
     else:
         holder[key] = "\0"
         return json.dumps(value).replace('"\\u0000"', draw.choice(ODD), 1)
@@ -544,7 +631,9 @@ def main(names) -> None:
         importlib.import_module(room)  # before the forks, not in each
 
     with tempfile.TemporaryDirectory() as folder:
-        halves = [Path(folder, f"half-{half}.jsonl") for half in range(2)]  # in one pipe they would mix
+        halves = [
+            Path(folder, f"half-{half}.jsonl") for half in range(2)
+        ]  # in one pipe they would mix
         for half, path in enumerate(halves):
             if not os.fork():
                 for name in list(names or READERS)[half::2]:
@@ -563,7 +652,9 @@ def answers():
     """What each reader said, {name: cases}."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {name: cases for line in done.stdout.splitlines() for name, cases in json.loads(line).items()}
+    return {
+        name: cases for line in done.stdout.splitlines() for name, cases in json.loads(line).items()
+    }
 
 
 @pytest.mark.slow

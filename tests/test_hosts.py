@@ -18,7 +18,14 @@ from conftest import PATIENCE, ROOT, clean_environment, flags_for
 
 from lifecycle import runlog
 
-MODEL = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32", "--precision=fp32"]
+MODEL = [
+    "--d_model=32",
+    "--n_heads=4",
+    "--n_layers=2",
+    "--vocab_size=260",
+    "--max_seq_len=32",
+    "--precision=fp32",
+]
 BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000"]
 NAMES = ["head", "second"]
 PORT = 29500  # in a network that nobody else is in
@@ -33,15 +40,21 @@ class Hosts:
     def __init__(self, folder, ranks_per_host=1):
         self.folder, self.ranks_per_host, self.running, self.logs = folder, ranks_per_host, {}, {}
         hold = ["unshare", "--net", "cat"]
-        self.holders = [subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in NAMES]
-        for number, name in enumerate(NAMES):  # their own name is a loopback address to them, as Debian sets it up
+        self.holders = [
+            subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in NAMES
+        ]
+        for number, name in enumerate(
+            NAMES
+        ):  # their own name is a loopback address to them, as Debian sets it up
             own, other = f"127.0.1.1 {name}", f"10.9.0.{2 - number} {NAMES[1 - number]}"
             (folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n{own}\n{other}\n")
         here = os.readlink("/proc/self/ns/net")
         while any(os.readlink(f"/proc/{holder.pid}/ns/net") == here for holder in self.holders):
             time.sleep(0.01)
         ends = [["name", "cable", "netns", str(holder.pid)] for holder in self.holders]
-        subprocess.run(["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True)
+        subprocess.run(
+            ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True
+        )
         for number in range(len(NAMES)):
             self.inside(number, "ip", "address", "add", f"10.9.0.{number + 1}/24", "dev", "cable")
             self.inside(number, "ip", "link", "set", "lo", "up")
@@ -59,12 +72,45 @@ class Hosts:
 
     def start(self, number, *args) -> None:
         """torchrun on this host, with its own name, process numbers and /etc/hosts; on both the same command."""
-        of_its_own = ["unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        of_its_own = [
+            "unshare",
+            "--uts",
+            "--mount",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         name = NAMES[number]
-        enter = f'hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && exec "$@"'
-        torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", str(self.ranks_per_host)]
-        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"head:{PORT}", "--max-restarts", "3"]
-        command = [*self.network(number), *of_its_own, "sh", "-c", enter, "sh", sys.executable, *torchrun]
+        enter = (
+            f'hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && exec "$@"'
+        )
+        torchrun = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            str(self.ranks_per_host),
+        ]
+        torchrun += [
+            "--rdzv_backend",
+            "c10d",
+            "--rdzv_endpoint",
+            f"head:{PORT}",
+            "--max-restarts",
+            "3",
+        ]
+        command = [
+            *self.network(number),
+            *of_its_own,
+            "sh",
+            "-c",
+            enter,
+            "sh",
+            sys.executable,
+            *torchrun,
+        ]
         command += [str(ROOT / "fsdp_train.py"), *map(str, args)]
         interface = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
         env = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | interface
@@ -106,7 +152,9 @@ def hosts(tmp_path):
     missing = [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
-    if subprocess.run(["unshare", "--net", "--pid", "--fork", "true"], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "true"], capture_output=True
+    ).returncode:
         pytest.skip("only root may make network namespaces here")
     made = []
     yield lambda ranks_per_host=1: made.append(Hosts(tmp_path, ranks_per_host)) or made[0]
@@ -117,7 +165,9 @@ def hosts(tmp_path):
 def figures(run_dir) -> dict:
     """step -> what does not depend on the machine's speed; validation at step 0 and the end."""
     keys = ("loss", "grad_norm", "lr", "tokens", "batch_hash", "val_loss")
-    return {(row["step"], "loss" in row): [row.get(key) for key in keys] for row in runlog.read(run_dir)}
+    return {
+        (row["step"], "loss" in row): [row.get(key) for key in keys] for row in runlog.read(run_dir)
+    }
 
 
 def on_one_host(tmp_path, ranks, *args) -> dict:
@@ -128,23 +178,35 @@ def on_one_host(tmp_path, ranks, *args) -> dict:
     command = [sys.executable, str(ROOT / "fsdp_train.py"), *map(str, args), "--run_dir=one"]
     processes = []
     for rank in map(str, range(ranks)):
-        who = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        who = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
         env = clean_environment() | meeting | who
-        processes.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL))
+        processes.append(
+            subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
+        )
     assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
     return figures(tmp_path / "one")
 
 
 def starts(run_dir) -> list[int]:
     """The step at which each launch began."""
-    return [json.loads(line)["first_step"] for line in (run_dir / "launches.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["first_step"]
+        for line in (run_dir / "launches.jsonl").read_text().splitlines()
+    ]
 
 
 def step_reached(run_dir, step, seconds=60) -> bool:
     """Wait until metrics.jsonl has this step."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and any(row["step"] >= step for row in runlog.read(run_dir)):
+        if (run_dir / "metrics.jsonl").exists() and any(
+            row["step"] >= step for row in runlog.read(run_dir)
+        ):
             return True
         time.sleep(0.05)
     return False

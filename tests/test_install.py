@@ -26,7 +26,10 @@ TORCH = {
     "if __name__ == '__main__': main()\n",
 }
 CONTENTS = {"torch": TORCH, "pytorch-triton-rocm": {"triton/__init__.py": ""}}
-CONTENTS["pytest"] = {"pytest/__init__.py": "", "pytest/__main__.py": "import sys; print('pytest', sys.argv[1:])"}
+CONTENTS["pytest"] = {
+    "pytest/__init__.py": "",
+    "pytest/__main__.py": "import sys; print('pytest', sys.argv[1:])",
+}
 NEEDS = {"datasets": ["torch", "tqdm"]}  # so that pip meets torch on the way
 
 
@@ -36,9 +39,13 @@ def wheel(folder, name, version):
     files = dict(CONTENTS.get(name, {f"{name}/__init__.py": f"version = {version!r}"}))
     needs = "".join(f"Requires-Dist: {other}\n" for other in NEEDS.get(name, []))
     files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
-    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/WHEEL"] = (
+        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    )
     if name == "torch":
-        files[f"{info}/entry_points.txt"] = "[console_scripts]\ntorchrun = torch.distributed.run:main\n"
+        files[f"{info}/entry_points.txt"] = (
+            "[console_scripts]\ntorchrun = torch.distributed.run:main\n"
+        )
     files[f"{info}/RECORD"] = "".join(f"{f},,\n" for f in [*files, f"{info}/RECORD"])
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"{info.removesuffix('.dist-info')}-py3-none-any.whl")
@@ -68,8 +75,12 @@ class Project:
         for name in ("fsdp_train.py", "lifecycle/plot.py", "generate.py"):
             self.write(name, "import sys; print('ran', sys.argv); sys.exit('--fail' in sys.argv)")
         self.log = self.folder + "/pip.log"
-        self.env = dict(PATH=os.environ["PATH"], HOME=self.folder, DEVICES="0", PYTHONDONTWRITEBYTECODE="1")
-        self.env |= dict(PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=house, PIP_LOG=self.log)
+        self.env = dict(
+            PATH=os.environ["PATH"], HOME=self.folder, DEVICES="0", PYTHONDONTWRITEBYTECODE="1"
+        )
+        self.env |= dict(
+            PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=house, PIP_LOG=self.log
+        )
 
     def write(self, name, text):
         path = os.path.join(self.folder, name)
@@ -79,7 +90,9 @@ class Project:
 
     def run(self, *command, status=0, **env):
         """Standard output, and standard error after it."""
-        r = subprocess.run(command, cwd=self.folder, env=self.env | env, capture_output=True, text=True)
+        r = subprocess.run(
+            command, cwd=self.folder, env=self.env | env, capture_output=True, text=True
+        )
         assert r.returncode == status, r.stdout + r.stderr
         return r.stdout + r.stderr
 
@@ -105,7 +118,9 @@ def project(tmp_path, house):
 
 def python(folder, versions=(), pip=False):
     """A Python of its own in `folder`, with some packages: its executable."""
-    subprocess.run([sys.executable, "-m", "venv", folder] + ["--without-pip"] * (not pip), check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", folder] + ["--without-pip"] * (not pip), check=True
+    )
     for name in versions:
         put(folder, name, versions[name])
     return str(folder / "bin" / "python")
@@ -123,7 +138,9 @@ def packages(folder):
 def contents(folder):
     """Every file and what is in it, without Python's own caches."""
     return {
-        os.path.join(where, name): hashlib.sha256(open(os.path.join(where, name), "rb").read()).hexdigest()
+        os.path.join(where, name): hashlib.sha256(
+            open(os.path.join(where, name), "rb").read()
+        ).hexdigest()
         for where, _, names in os.walk(folder)
         for name in names
         if "__pycache__" not in where
@@ -136,10 +153,18 @@ def test_a_torch_that_is_there_is_used_and_stays_as_it_is(project, tmp_path):
     before = contents(tmp_path / "rocm")
     project.make("test", python=below)
     assert contents(tmp_path / "rocm") == before
-    assert project.versions("torch", "pytorch-triton-rocm", "tqdm") == ["2.9.0+rocm6.4", "3.5.0", "4.66.0"]
-    assert project.versions("tiktoken") == ["0.14.0"] and "tiktoken" in project.run(".venv/bin/pip", "list")
+    assert project.versions("torch", "pytorch-triton-rocm", "tqdm") == [
+        "2.9.0+rocm6.4",
+        "3.5.0",
+        "4.66.0",
+    ]
+    assert project.versions("tiktoken") == ["0.14.0"] and "tiktoken" in project.run(
+        ".venv/bin/pip", "list"
+    )
     where = project.run(
-        ".venv/bin/python", "-c", "import torch, triton, tiktoken; print(torch.__file__, triton.__file__)"
+        ".venv/bin/python",
+        "-c",
+        "import torch, triton, tiktoken; print(torch.__file__, triton.__file__)",
     )
     assert where.count(str(tmp_path / "rocm")) == 2
     here = os.listdir(packages(tmp_path / "project" / ".venv"))
@@ -147,7 +172,9 @@ def test_a_torch_that_is_there_is_used_and_stays_as_it_is(project, tmp_path):
 
     calls = project.pip_calls()
     assert project.make("setup", "setup-test", python=below) == ""
-    assert project.make("setup", python=".venv/bin/python") == ""  # as after `source .venv/bin/activate`
+    assert (
+        project.make("setup", python=".venv/bin/python") == ""
+    )  # as after `source .venv/bin/activate`
     assert project.pip_calls() == calls
 
     shutil.rmtree(packages(tmp_path / "rocm") / "torch-2.9.0+rocm6.4.dist-info")
@@ -171,12 +198,19 @@ def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
     local = "+cpu" if sys.platform == "linux" and not shutil.which("sbatch") else ""
     assert project.versions("torch", "tiktoken", "tqdm") == [f"2.13.0{local}", "0.14.0", "4.70.1"]
     calls = project.pip_calls()
-    assert calls == (2 if local else 1) and project.run(below, "-c", code) == "" and project.pip_calls() == calls
+    assert (
+        calls == (2 if local else 1)
+        and project.run(below, "-c", code) == ""
+        and project.pip_calls() == calls
+    )
 
     wheel(project.env["PIP_FIND_LINKS"], "newcomer", "1.0")
     project.write("requirements.txt", install.read("requirements.txt") + "newcomer\n")
     project.run(below, "-c", code)
-    assert project.versions("newcomer", "torch") == ["1.0", f"2.13.0{local}"] and project.pip_calls() > calls
+    assert (
+        project.versions("newcomer", "torch") == ["1.0", f"2.13.0{local}"]
+        and project.pip_calls() > calls
+    )
     server.shutdown()
 
 
@@ -184,10 +218,16 @@ def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
 def test_your_own_venv_is_used_with_its_torch(project, tmp_path):
     yours = tmp_path / "project" / ".venv"
     python(yours, ROCM)  # without pip, as uv makes them
-    project.env |= dict(PIP_UPGRADE="1", PIP_UPGRADE_STRATEGY="eager")  # pip is told to take every newer version
+    project.env |= dict(
+        PIP_UPGRADE="1", PIP_UPGRADE_STRATEGY="eager"
+    )  # pip is told to take every newer version
     for _ in range(2):
         project.make("setup", python=sys.executable)
-        assert project.versions("torch", "pytorch-triton-rocm", "tiktoken") == ["2.9.0+rocm6.4", "3.5.0", "0.14.0"]
+        assert project.versions("torch", "pytorch-triton-rocm", "tiktoken") == [
+            "2.9.0+rocm6.4",
+            "3.5.0",
+            "0.14.0",
+        ]
     assert project.pip_calls() == 1
 
 
@@ -201,9 +241,13 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
         f"OMP_NUM_THREADS={threads} .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 "
         "--nproc_per_node=2 fsdp_train.py configs/demo.py --lr=1e-3"
     )
-    assert project.run("sh", "-c", launch) == "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
+    assert (
+        project.run("sh", "-c", launch) == "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
+    )
     ran = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
-    ran = [name.replace(os.path.realpath(project.folder) + "/", "") for name in ran]  # after -m it is a whole path
+    ran = [
+        name.replace(os.path.realpath(project.folder) + "/", "") for name in ran
+    ]  # after -m it is a whole path
     assert ran == ["fsdp_train.py", "lifecycle/plot.py", "generate.py", "generate.py"]
     assert "--nproc_per_node=2 " in project.make("train", python=below, DEVICES="3")
     assert "--nproc_per_node=8 " in project.make("train", python=below, DEVICES="16")
@@ -225,8 +269,14 @@ def test_pip_that_fails_is_not_taken_for_done(project, tmp_path):
 @pytest.mark.parametrize(
     "trick, message",
     [
-        ("sys.version_info = (3, 9, 1, 'final', 0)", "is Python 3.9, too old: make PYTHON=python3.12"),
-        ("sys.modules['ensurepip'] = None", f"sudo apt install python{install.python_version()}-venv"),
+        (
+            "sys.version_info = (3, 9, 1, 'final', 0)",
+            "is Python 3.9, too old: make PYTHON=python3.12",
+        ),
+        (
+            "sys.modules['ensurepip'] = None",
+            f"sudo apt install python{install.python_version()}-venv",
+        ),
     ],
 )
 def test_a_python_that_will_not_do_is_one_line_with_the_fix(project, tmp_path, trick, message):
@@ -235,11 +285,15 @@ def test_a_python_that_will_not_do_is_one_line_with_the_fix(project, tmp_path, t
     (tmp_path / "trick" / "sitecustomize.py").write_text("import sys\n" + trick)
     out = project.run(below, "install.py", status=2, PYTHONPATH=str(tmp_path / "trick"))
     assert message in out
-    assert [line for line in out.splitlines() if not line.startswith("install: ")] == [out.splitlines()[-1]]
+    assert [line for line in out.splitlines() if not line.startswith("install: ")] == [
+        out.splitlines()[-1]
+    ]
     assert not os.path.exists(project.folder + "/.venv")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for other systems is the right one")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="PyPI's torch for other systems is the right one"
+)
 def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     nowhere = "http://127.0.0.1:9"
@@ -255,7 +309,9 @@ def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
     assert install.torch_index(False, tmp_path, nowhere) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for other systems is the right one")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="PyPI's torch for other systems is the right one"
+)
 def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
     """A compute node has sbatch, too: PyPI's torch would be NVIDIA's."""
     (tmp_path / "bin").mkdir()
@@ -263,7 +319,9 @@ def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "dev").mkdir()
-    assert install.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9") is None  # a login node
+    assert (
+        install.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9") is None
+    )  # a login node
     assert "login node" in capsys.readouterr().out
     (tmp_path / "dev/kfd").touch()
     with pytest.raises(SystemExit) as stopped:
@@ -274,7 +332,9 @@ def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
 def test_a_requirement_file_that_is_missing_is_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         install.main(["nowhere.txt"])
-    assert stopped.value.code == 2 and "no requirement file 'nowhere.txt'" in capsys.readouterr().err
+    assert (
+        stopped.value.code == 2 and "no requirement file 'nowhere.txt'" in capsys.readouterr().err
+    )
 
 
 def test_every_requirement_is_pinned_and_every_pin_is_required():

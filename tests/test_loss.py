@@ -53,8 +53,14 @@ def test_value_and_gradients_equal_the_formula(chunk, dtype, limit, scale, z_los
     x, weight, labels = inputs(dtype)
     scales = scale or 1.0, z_loss
     wanted = value_and_gradients(by_hand, x.double(), weight.double(), labels, *scales)
-    assert_close(value_and_gradients(linear_cross_entropy, x, weight, labels, scale, z_loss), wanted, limit)
-    assert_close(value_and_gradients(reference_linear_cross_entropy, x, weight, labels, *scales), wanted, limit)
+    assert_close(
+        value_and_gradients(linear_cross_entropy, x, weight, labels, scale, z_loss), wanted, limit
+    )
+    assert_close(
+        value_and_gradients(reference_linear_cross_entropy, x, weight, labels, *scales),
+        wanted,
+        limit,
+    )
 
 
 def test_the_incoming_gradient_scales_the_gradients(chunk):
@@ -79,7 +85,9 @@ def test_in_bf16_a_small_z_loss_is_not_rounded_away(z_loss):
     along = []
     for function in (linear_cross_entropy, reference_linear_cross_entropy):
         with torch.autocast("cpu", torch.bfloat16):
-            found = [value_and_gradients(function, x, weight, labels, 1.0, z)[2] for z in (z_loss, 0.0)]
+            found = [
+                value_and_gradients(function, x, weight, labels, 1.0, z)[2] for z in (z_loss, 0.0)
+            ]
         along.append((((found[0] - found[1]) * alone).sum() / alone.square().sum()).item())
     assert along[0] == pytest.approx(along[1], abs=0.01) and 0.7 < along[0] < 1.3
 
@@ -108,7 +116,9 @@ def test_what_is_frozen_gets_no_gradient_and_the_other_the_right_one(chunk, froz
 
 def test_a_batch_without_counted_tokens():
     x, weight, labels = inputs(ignored=1.1)
-    assert [t.abs().max().item() for t in value_and_gradients(linear_cross_entropy, x, weight, labels)] == [0, 0, 0]
+    assert [
+        t.abs().max().item() for t in value_and_gradients(linear_cross_entropy, x, weight, labels)
+    ] == [0, 0, 0]
 
 
 def test_it_is_differentiable_once_and_says_so():
@@ -185,8 +195,12 @@ def test_no_matmul_is_done_twice_and_evaluation_does_one():
 def test_initial_loss_of_equal_logits_is_log_v():
     """Logits that are all the same: every token costs log V."""
     labels = torch.arange(V)
-    value = linear_cross_entropy(torch.zeros(V, D, dtype=torch.double), torch.randn(V, D, dtype=torch.double), labels)
-    torch.testing.assert_close(value, V * F.cross_entropy(torch.zeros(1, V, dtype=torch.double), torch.tensor([0])))
+    value = linear_cross_entropy(
+        torch.zeros(V, D, dtype=torch.double), torch.randn(V, D, dtype=torch.double), labels
+    )
+    torch.testing.assert_close(
+        value, V * F.cross_entropy(torch.zeros(1, V, dtype=torch.double), torch.tensor([0]))
+    )
 
 
 @pytest.mark.parametrize("scale", [None, 0.25])
@@ -198,9 +212,13 @@ def test_scores_of_labels_are_those_of_all_logits(chunk, monkeypatch, rows, scal
     labels[::4] = logits[::4].argmax(-1)
     log_probs, greedy = score_labels(x[None], weight, labels[None], scale)
     counted = labels != IGNORE
-    expected = F.log_softmax(logits * (scale or 1), -1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    expected = F.log_softmax(logits * (scale or 1), -1).gather(1, labels.clamp(min=0)[:, None])[
+        :, 0
+    ]
     assert torch.allclose(log_probs[0], expected.masked_fill(~counted, 0), atol=1e-12)
-    assert torch.equal(greedy[0], counted & (logits.argmax(-1) == labels)) and greedy.sum() >= N // 4
+    assert (
+        torch.equal(greedy[0], counted & (logits.argmax(-1) == labels)) and greedy.sum() >= N // 4
+    )
     nothing = torch.full_like(labels, IGNORE)
     assert not any(scores.any() for scores in score_labels(x, weight, nothing))
     assert score_labels(x[:2], weight, torch.tensor([10 * V, -5 * V]))[0].isnan().all()

@@ -41,7 +41,9 @@ def relative_error(found, exact):
 # --- against transformers
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.double, 2e-6), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize(
+    "dtype, limit", [(torch.double, 2e-6), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
+)
 @pytest.mark.parametrize(
     "heads, width, layers, length", [(4, 64, 2, 33), (7, 56, 3, 17), (12, 96, 2, 40), (4, 32, 1, 1)]
 )
@@ -58,7 +60,9 @@ def test_logits_loss_and_gradients_equal_transformers(heads, width, layers, leng
     inputs, labels = ids[:, :-1], ids[:, 1:].clone()
     labels[0, : length // 2] = -100
     logits = theirs(inputs).logits
-    wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    wanted = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     wanted.backward()
     loss = ours(inputs, labels=labels)
     loss.backward()
@@ -66,7 +70,9 @@ def test_logits_loss_and_gradients_equal_transformers(heads, width, layers, leng
     assert relative_error(loss, wanted) < limit
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
-        if gradients[name].abs().max() > 1e-4 or length > 1:  # one token attends to itself alone: q and k do not matter
+        if (
+            gradients[name].abs().max() > 1e-4 or length > 1
+        ):  # one token attends to itself alone: q and k do not matter
             assert relative_error(p.grad, gradients[name]) < limit, name
 
 
@@ -114,19 +120,29 @@ def by_hand(w, ids, cfg):
         block = f"transformer.blocks.{n}"
         qkv = linear(norm(x, w, f"{block}.norm_1"), w, f"{block}.attn.Wqkv")
         if cfg.clip_qkv:
-            qkv = torch.minimum(torch.maximum(qkv, torch.tensor(-cfg.clip_qkv)), torch.tensor(cfg.clip_qkv))
+            qkv = torch.minimum(
+                torch.maximum(qkv, torch.tensor(-cfg.clip_qkv)), torch.tensor(cfg.clip_qkv)
+            )
         q, k, v = qkv[..., :D], qkv[..., D : D + kv], qkv[..., D + kv :]  # not interleaved per head
         if cfg.qk_ln:
             q, k = norm(q, w, f"{block}.attn.q_ln"), norm(k, w, f"{block}.attn.k_ln")
         outputs = []
         for h in range(cfg.n_heads):
-            g = h * (cfg.kv_n_heads or cfg.n_heads) // cfg.n_heads  # the head of keys and values that h shares
-            qh, kh, vh = q[..., h * d : h * d + d], k[..., g * d : g * d + d], v[..., g * d : g * d + d]
+            g = (
+                h * (cfg.kv_n_heads or cfg.n_heads) // cfg.n_heads
+            )  # the head of keys and values that h shares
+            qh, kh, vh = (
+                q[..., h * d : h * d + d],
+                k[..., g * d : g * d + d],
+                v[..., g * d : g * d + d],
+            )
             if cfg.rope:
                 qh, kh = turned(qh, cfg.rope_theta), turned(kh, cfg.rope_theta)
             scores = qh @ kh.transpose(1, 2) * (cfg.softmax_scale or 1 / math.sqrt(d))
             if cfg.alibi:
-                scores = scores - alibi_slopes(cfg.n_heads, cfg.alibi_bias_max)[h].double() * (i - j)
+                scores = scores - alibi_slopes(cfg.n_heads, cfg.alibi_bias_max)[h].double() * (
+                    i - j
+                )
             if cfg.attn_uses_sequence_id:
                 scores = scores.masked_fill(other_documents(ids), -torch.inf)
             outputs.append(scores.masked_fill(j > i, -torch.inf).softmax(-1) @ vh)
@@ -167,7 +183,9 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) or "default")
+@pytest.mark.parametrize(
+    "variant", VARIANTS, ids=lambda v: "-".join(f"{k}={x}" for k, x in v.items()) or "default"
+)
 def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
     cfg = replace(SMALL, **variant)
     model = build(cfg, scramble=True)
@@ -178,14 +196,18 @@ def test_logits_loss_and_gradients_equal_plain_tensor_code(variant):
     logits = by_hand(weights, ids[:, :-1], cfg)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
     loss.backward()
-    exact = cfg.attn_impl != "sdpa" and not cfg.rope  # ALiBi's columns are exact to 24 bits, angles are fp32
+    exact = (
+        cfg.attn_impl != "sdpa" and not cfg.rope
+    )  # ALiBi's columns are exact to 24 bits, angles are fp32
     limit = 1e-10 if exact else 1e-6
     assert relative_error(model(ids[:, :-1]), logits) < limit
     ours = model(ids[:, :-1], labels=ids[:, 1:])
     ours.backward()
     assert relative_error(ours, loss) < limit
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, weights[name].grad, rtol=0, atol=10 * limit * loss.item(), msg=name)
+        torch.testing.assert_close(
+            p.grad, weights[name].grad, rtol=0, atol=10 * limit * loss.item(), msg=name
+        )
 
 
 # --- sizes and names
@@ -203,7 +225,9 @@ SIZES = [  # d_model, heads, layers, parameters with learned positions and biase
 ]
 
 
-@pytest.mark.parametrize("name, d_model, heads, layers, learned, alibi", SIZES, ids=[s[0] for s in SIZES])
+@pytest.mark.parametrize(
+    "name, d_model, heads, layers, learned, alibi", SIZES, ids=[s[0] for s in SIZES]
+)
 def test_parameter_counts_are_mosaicmls(name, d_model, heads, layers, learned, alibi):
     for options, count in ((dict(), learned), (LIKE_TRANSFORMERS, alibi)):
         with torch.device("meta"):
@@ -232,13 +256,20 @@ def test_state_dict_names_and_shapes_are_mpts():
     }
 
     def names(**options):
-        return {n: tuple(p.shape) for n, p in MPT(replace(SMALL, n_layers=1, **options)).state_dict().items()}
+        return {
+            n: tuple(p.shape)
+            for n, p in MPT(replace(SMALL, n_layers=1, **options)).state_dict().items()
+        }
 
     assert names() == shapes
     without = {n: s for n, s in shapes.items() if not n.endswith("bias") and "wpe" not in n}
     assert names(**LIKE_TRANSFORMERS) == without
     assert names(tie_word_embeddings=False) == shapes | {"lm_head.weight": (97, 48)}
-    ln = {f"transformer.blocks.0.attn.{x}_ln.{y}": (s,) for x, s in (("q", 48), ("k", 16)) for y in ("weight", "bias")}
+    ln = {
+        f"transformer.blocks.0.attn.{x}_ln.{y}": (s,)
+        for x, s in (("q", 48), ("k", 16))
+        for y in ("weight", "bias")
+    }
     found = names(qk_ln=True, kv_n_heads=2)
     assert found.keys() == shapes.keys() | ln.keys() and ln.items() <= found.items()
     assert found["transformer.blocks.0.attn.Wqkv.weight"] == (48 + 2 * 16, 48)
@@ -268,7 +299,9 @@ def test_standard_deviations_by_the_rule():
         else:
             kind = next(k for k in rule if k in name)
             seen.add(kind)
-            assert p.std().item() == pytest.approx(rule[kind], rel=4 / math.sqrt(2 * p.numel())), name
+            assert p.std().item() == pytest.approx(rule[kind], rel=4 / math.sqrt(2 * p.numel())), (
+                name
+            )
             assert abs(p.mean().item()) < 4 * rule[kind] / math.sqrt(p.numel()), name
     assert seen == set(rule)
 
@@ -282,15 +315,21 @@ def test_initial_weights_are_a_function_of_the_seed_and_the_name_alone():
     torch.manual_seed(6)
     state = torch.get_rng_state()
     initial_weight("transformer.wte.weight", (97, 48), SMALL, 0)
-    assert torch.equal(state, torch.get_rng_state())  # the global generator is neither read nor moved
+    assert torch.equal(
+        state, torch.get_rng_state()
+    )  # the global generator is neither read nor moved
     assert all(torch.equal(p, first[name]) for name, p in weights().items())
-    assert not torch.equal(first["transformer.wte.weight"], weights(seed=1)["transformer.wte.weight"])
+    assert not torch.equal(
+        first["transformer.wte.weight"], weights(seed=1)["transformer.wte.weight"]
+    )
     a, b = (first[f"transformer.blocks.{i}.attn.Wqkv.weight"] for i in (0, 1))
     assert not torch.equal(a, b)
     fewer = weights(n_layers=1, no_bias=True, alibi=True)  # other parameters around it
     for name in ("transformer.wte.weight", "transformer.blocks.0.attn.Wqkv.weight"):
         assert torch.equal(fewer[name], first[name])
-    alone = initial_weight("transformer.blocks.1.ffn.up_proj.weight", (192, 48), SMALL, 0)  # no other drawn before it
+    alone = initial_weight(
+        "transformer.blocks.1.ffn.up_proj.weight", (192, 48), SMALL, 0
+    )  # no other drawn before it
     assert torch.equal(alone.double(), first["transformer.blocks.1.ffn.up_proj.weight"])
 
 
@@ -335,12 +374,22 @@ def test_a_later_token_changes_no_earlier_logits(options):
     assert (before[:, 20:] != after[:, 20:]).any(-1).all()  # and every one from there on
 
 
-CACHED = [dict(), dict(kv_n_heads=2), dict(alibi=True), dict(alibi=True, kv_n_heads=1), dict(alibi=True, qk_ln=True)]
+CACHED = [
+    dict(),
+    dict(kv_n_heads=2),
+    dict(alibi=True),
+    dict(alibi=True, kv_n_heads=1),
+    dict(alibi=True, qk_ln=True),
+]
 
 
 @pytest.mark.parametrize("impl", ["reference", "sdpa"])
-@pytest.mark.parametrize("pieces", [[1] * 20, [7, 1, 1, 3, 8], [20]], ids=["tokens", "pieces", "at once"])
-@pytest.mark.parametrize("options", CACHED, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default")
+@pytest.mark.parametrize(
+    "pieces", [[1] * 20, [7, 1, 1, 3, 8], [20]], ids=["tokens", "pieces", "at once"]
+)
+@pytest.mark.parametrize(
+    "options", CACHED, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default"
+)
 @torch.no_grad()
 def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
     cfg = replace(SMALL, attn_impl=impl, **options)
@@ -355,7 +404,9 @@ def test_decoding_on_a_cache_gives_the_same_logits(options, pieces, impl):
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
-@pytest.mark.parametrize("options", [dict(), dict(alibi=True), dict(rope=True), dict(rope=True, kv_n_heads=2)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(alibi=True), dict(rope=True), dict(rope=True, kv_n_heads=2)]
+)
 def test_texts_of_different_lengths_share_a_cache(options, impl):
     """Padded at the left, each gives the logits that it gives alone; what the padding holds does not matter."""
     cfg = replace(SMALL, attn_impl=impl, **options)
@@ -367,7 +418,9 @@ def test_texts_of_different_lengths_share_a_cache(options, impl):
         rows = torch.stack([F.pad(text, (20 - len(text), 0), value=filler) for text in texts])
         cache = KVCache.empty(cfg, 3, 30, "cpu", torch.float32, pad=pad)
         first = model(rows[:, :16], cache=cache)[:, -1:]
-        rest = [model(rows[:, i : i + 1], cache=cache) for i in range(16, 20)]  # one token at a time
+        rest = [
+            model(rows[:, i : i + 1], cache=cache) for i in range(16, 20)
+        ]  # one token at a time
         found = torch.cat([first, *rest], dim=1)
         for row, logits in zip(found, alone, strict=True):
             n = min(5, len(logits))
@@ -394,7 +447,9 @@ def test_scores_of_labels(options):
     labels[0] = logits[0].argmax(-1)
     labels[1, :7] = labels[2] = IGNORE
     log_probs, greedy = model(ids, labels=labels, score=True)
-    wanted = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != IGNORE)
+    wanted = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (
+        labels != IGNORE
+    )
     assert relative_error(log_probs, wanted) < 1e-12 and not log_probs.requires_grad
     assert greedy[0].all() and not greedy[1, :7].any() and not greedy[2].any()
     assert greedy[1, 7:].tolist() == (labels[1, 7:] == logits[1, 7:].argmax(-1)).tolist()
@@ -445,7 +500,8 @@ def test_recomputation_changes_no_gradient(pdrop):
 def test_norms_under_autocast():
     """The low-precision norm keeps bf16, so that the residual stream stays bf16; `layernorm` answers in fp32."""
     low, full = (
-        MPT(replace(SMALL, norm_type=kind)).transformer.norm_f for kind in ("low_precision_layernorm", "layernorm")
+        MPT(replace(SMALL, norm_type=kind)).transformer.norm_f
+        for kind in ("low_precision_layernorm", "layernorm")
     )
     x = torch.randn(3, 48)
     assert low(x).dtype == torch.float32 and isinstance(low, LayerNorm)
@@ -464,4 +520,6 @@ def test_bf16_autocast_is_close(options):
         loss = model(ids, labels=ids)
     loss.backward()
     assert loss.dtype == torch.float32 and relative_error(loss, exact) < 1e-2
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters()
+    )

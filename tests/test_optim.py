@@ -61,12 +61,31 @@ def test_the_settings_arrive():
         [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))], cfg
     ).param_groups
     assert len(group["params"]) == 2  # all in one group, norms and biases too
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.5, (0.8, 0.9), 1e-3, 0.2)
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
+        0.5,
+        (0.8, 0.9),
+        1e-3,
+        0.2,
+    )
 
 
 KNOWN = [
     # 100 steps of warmup, then 0.1 + 0.9 * (1 + cos(pi * (t - 100) / 900)) / 2
-    ("cosine", {0: 0, 1: 0.01, 50: 0.5, 99: 0.99, 100: 1, 400: 0.775, 550: 0.55, 700: 0.325, 1000: 0.1, 5000: 0.1}),
+    (
+        "cosine",
+        {
+            0: 0,
+            1: 0.01,
+            50: 0.5,
+            99: 0.99,
+            100: 1,
+            400: 0.775,
+            550: 0.55,
+            700: 0.325,
+            1000: 0.1,
+            5000: 0.1,
+        },
+    ),
     ("constant", {0: 0, 25: 0.25, 100: 1, 101: 1, 10**6: 1}),
     ("inv_sqrt", {0: 0, 50: 0.5, 100: 1, 400: 0.5, 1600: 0.25, 10000: 0.1}),
 ]
@@ -86,7 +105,10 @@ def test_without_warmup(schedule, first):
 
 
 def test_alpha_f_is_where_the_cosine_ends():
-    ends = [learning_rate(100, TrainConfig(lr=1.0, warmup_steps=0, max_steps=100, alpha_f=a)) for a in (0, 0.5, 1)]
+    ends = [
+        learning_rate(100, TrainConfig(lr=1.0, warmup_steps=0, max_steps=100, alpha_f=a))
+        for a in (0, 0.5, 1)
+    ]
     assert ends == pytest.approx([0, 0.5, 1])
 
 
@@ -96,7 +118,9 @@ def test_composers_schedule_is_one_step_late(schedule):
     ours = TrainConfig(schedule=schedule, warmup_steps=3, max_steps=20)
     late = TrainConfig(schedule=schedule, warmup_steps=3, max_steps=20, lr_one_step_late=True)
     assert learning_rate(0, late) == learning_rate(1, late) == 0
-    assert [learning_rate(t + 1, late) for t in range(20)] == [learning_rate(t, ours) for t in range(20)]
+    assert [learning_rate(t + 1, late) for t in range(20)] == [
+        learning_rate(t, ours) for t in range(20)
+    ]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -105,4 +129,7 @@ def test_a_schedule_is_a_pure_function_of_the_step(schedule):
     cfg = TrainConfig(schedule=schedule, warmup_steps=10, max_steps=50)
     forward = [learning_rate(t, cfg) for t in range(51)]
     assert [learning_rate(t, cfg) for t in reversed(range(51))] == forward[::-1]
-    assert all(0 <= rate <= cfg.lr and math.isfinite(rate) for rate in forward) and max(forward) == cfg.lr
+    assert (
+        all(0 <= rate <= cfg.lr and math.isfinite(rate) for rate in forward)
+        and max(forward) == cfg.lr
+    )

@@ -33,9 +33,16 @@ from loss import IGNORE
 from model import MPT, init_weights
 
 # 97 rows, a width of 42 and 15 positions do not divide by 2 or 4; four blocks and the root are five sharded units.
-MODEL = MPTConfig(d_model=42, n_heads=6, n_layers=4, vocab_size=97, max_seq_len=15, attn_impl="reference")
+MODEL = MPTConfig(
+    d_model=42, n_heads=6, n_layers=4, vocab_size=97, max_seq_len=15, attn_impl="reference"
+)
 RUN = TrainConfig(
-    global_batch_size=12, microbatch_size=12, max_steps=10, warmup_steps=2, lr=2e-3, decoupled_weight_decay=1e-4
+    global_batch_size=12,
+    microbatch_size=12,
+    max_steps=10,
+    warmup_steps=2,
+    lr=2e-3,
+    decoupled_weight_decay=1e-4,
 )
 MODES = get_args(get_type_hints(TrainConfig)["sharding"])
 EVERYWHERE = [(size, mode) for size in (1, 2, 4) for mode in MODES]
@@ -68,7 +75,7 @@ def global_rows(step, cfg=RUN, model_cfg=MODEL, ignore=False):
 
 
 def rows_of(world, rows):
-    return rows.chunk(world.size)[world.rank]
+    return rows.chunk(world.global_size)[world.global_rank]
 
 
 def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10):
@@ -88,7 +95,9 @@ def whole(tensor):
 
 def full_weights(model):
     with torch.no_grad():
-        return {name: whole(p).clone() for name, p in model.named_parameters()}  # of one shard, it is no copy yet
+        return {
+            name: whole(p).clone() for name, p in model.named_parameters()
+        }  # of one shard, it is no copy yet
 
 
 def assert_same_curve(found, wanted, loss=5e-6, norm=1e-5):
@@ -108,12 +117,17 @@ def equal(a: dict, b: dict) -> bool:
 @pytest.fixture(scope="module")
 def one_rank(ranks):
     """The reference curves, of one rank that takes the whole batch at once: precision -> curve."""
-    return {precision: ranks(1)(train, RUN, MODEL, precision)[0][0] for precision in ("fp32", "bf16")}
+    return {
+        precision: ranks(1)(train, RUN, MODEL, precision)[0][0] for precision in ("fp32", "bf16")
+    }
 
 
 @pytest.mark.parametrize(
     "size, mode",
-    [slowly(*case) if case[0] == 4 and case[1] not in ("FULL_SHARD", "ZERO1") else case for case in EVERYWHERE],
+    [
+        slowly(*case) if case[0] == 4 and case[1] not in ("FULL_SHARD", "ZERO1") else case
+        for case in EVERYWHERE
+    ],
 )
 def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_rank, size, mode):
     """12 rows = 12, 2 x 6 or 4 x 3, whole or in pieces of 2, which leaves a piece of 1 on four ranks."""
@@ -150,9 +164,9 @@ def gradients(world, cfg, rows):
 
 def reduced_gradients(world, cfg):
     """The gradient of all rows, and the mean of what the ranks would have alone; how many values bf16 cannot hold."""
-    parts = global_rows(0).chunk(world.size)
+    parts = global_rows(0).chunk(world.global_size)
     alone = [gradients(world, cfg, part) for part in parts]  # the mean of equal ones
-    found = gradients(world, cfg, parts[world.rank])
+    found = gradients(world, cfg, parts[world.global_rank])
     wanted = {name: torch.stack([part[name] for part in alone]).mean(0) for name in found}
     flat = torch.cat([gradient.flatten() for gradient in found.values()])
     return found, wanted, (flat != flat.bfloat16().float()).float().mean().item()
@@ -160,7 +174,13 @@ def reduced_gradients(world, cfg):
 
 @pytest.mark.parametrize(
     "size, mode, microbatch",
-    [(2, "FULL_SHARD", 6), (2, "DDP", 6), (2, "ZERO1", 3), slowly(2, "DDP", 3), slowly(4, "HYBRID_SHARD", 3)],
+    [
+        (2, "FULL_SHARD", 6),
+        (2, "DDP", 6),
+        (2, "ZERO1", 3),
+        slowly(2, "DDP", 3),
+        slowly(4, "HYBRID_SHARD", 3),
+    ],
 )
 def test_gradients_are_reduced_in_fp32(ranks, size, mode, microbatch):
     """What ranks compute in bf16 is added in fp32: a sum in bf16 would be rounded to 8 bits."""
@@ -176,7 +196,9 @@ def train_unsharded(world):
     model, optimizer = build_plain(RUN)
     curve = []
     for step in range(10):
-        loss, norm, _ = fsdp_train.train_step(model, optimizer, global_rows(step), step, RUN, world, "fp32")
+        loss, norm, _ = fsdp_train.train_step(
+            model, optimizer, global_rows(step), step, RUN, world, "fp32"
+        )
         curve.append((loss.item(), norm.item()))
     return curve, full_weights(model)
 
@@ -186,11 +208,15 @@ def train_plainly(world, ignore):
     model = MPT(MODEL)
     init_weights(model, RUN.seed)
     decay = RUN.decoupled_weight_decay / RUN.lr
-    optimizer = torch.optim.AdamW(model.parameters(), RUN.lr, (RUN.beta1, RUN.beta2), RUN.adam_eps, decay)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), RUN.lr, (RUN.beta1, RUN.beta2), RUN.adam_eps, decay
+    )
     curve = []
     for step in range(10):
         rows = global_rows(step, ignore=ignore)
-        loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), ignore_index=IGNORE)
+        loss = F.cross_entropy(
+            model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten(), ignore_index=IGNORE
+        )
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), RUN.grad_clip)
         optimizer.param_groups[0]["lr"] = optim.learning_rate(step, RUN)
@@ -210,7 +236,9 @@ def test_the_step_is_the_textbook_step(ranks, one_rank):
     assert_same_curve(one_rank["fp32"], ranks(1)(train_plainly, False)[0])
 
 
-@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "DDP")])
+@pytest.mark.parametrize(
+    "size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "DDP")]
+)
 def test_labels_that_do_not_count_may_lie_anywhere(ranks, size, mode):
     """They are all on the first rank or two; a mean of means would be off by up to 2 %."""
     model = replace(MODEL, max_seq_len=15)
@@ -249,7 +277,13 @@ class Count(TorchDispatchMode):
     "mode, every, matmuls, gelus, attentions",
     [
         ("none", 1, 0, 0, 0),
-        ("full", 1, 4 * 3, 4, 4),  # a recomputation ends when all is there: before the last matmul of a block
+        (
+            "full",
+            1,
+            4 * 3,
+            4,
+            4,
+        ),  # a recomputation ends when all is there: before the last matmul of a block
         ("full", 2, 2 * 3, 2, 2),
         ("selective", 1, 0, 4, 0),
         ("selective", 3, 0, 2, 0),  # blocks 0 and 3
@@ -267,13 +301,25 @@ def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert evaluation.operators["aten::mm"] == 4 * 4 + 1 and evaluation.operators[attention] == 4
     assert training.operators["aten::mm"] == 3 * (4 * 4 + 1) + matmuls
-    assert training.operators["aten::gelu"] == 4 + gelus and training.operators[attention] == 4 + attentions
+    assert (
+        training.operators["aten::gelu"] == 4 + gelus
+        and training.operators[attention] == 4 + attentions
+    )
 
 
 class NoReading(TorchDispatchMode):
     """Raises where an operation would wait for the device to read from it, or to learn the shape of its result."""
 
-    WAIT = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2", "bincount")
+    WAIT = (
+        "_local_scalar_dense",
+        "is_nonzero",
+        "nonzero",
+        "masked_select",
+        "equal",
+        "unique",
+        "_unique2",
+        "bincount",
+    )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().removeprefix("aten::").partition(".")[0]
@@ -292,9 +338,13 @@ def step_without_reading(world, cfg):
     return all(math.isfinite(figure) for figure in runlog.start_reading(*result)())
 
 
-@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "ZERO1"), (2, "DDP")])
+@pytest.mark.parametrize(
+    "size, mode", [(1, "FULL_SHARD"), (2, "FULL_SHARD"), (2, "ZERO1"), (2, "DDP")]
+)
 def test_a_step_never_waits_for_the_device(ranks, size, mode):
-    cfg = replace(RUN, sharding=mode, microbatch_size=3, z_loss=1e-3, activation_checkpointing="selective")
+    cfg = replace(
+        RUN, sharding=mode, microbatch_size=3, z_loss=1e-3, activation_checkpointing="selective"
+    )
     assert all(ranks(size)(step_without_reading, cfg))
 
 
@@ -302,7 +352,10 @@ def test_a_step_never_waits_for_the_device(ranks, size, mode):
 def test_a_step_on_a_gpu_is_only_queued(ranks):
     """The driver itself tells of waiting; and figures are read when they are there, not before."""
     device = torch.device("cuda")
-    model_cfg, world = replace(MODEL, d_model=96, attn_impl="auto"), processes.World(0, 1, 0, 1, device)
+    model_cfg, world = (
+        replace(MODEL, d_model=96, attn_impl="auto"),
+        processes.World(0, 1, 0, 1, device),
+    )
     model, optimizer = build(world, RUN, model_cfg, "bf16")
     rows = global_rows(0).to(device)
     fsdp_train.train_step(model, optimizer, rows, 0, RUN, world, "bf16")
@@ -311,7 +364,9 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     try:
         torch.cuda._sleep(2 * 10**9)  # cycles: about a second
         begin = time.perf_counter()
-        read = runlog.start_reading(*fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16"))
+        read = runlog.start_reading(
+            *fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16")
+        )
         queued = time.perf_counter() - begin
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -319,14 +374,18 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     assert queued < 0.5 < time.perf_counter() - begin
 
 
-COMPILED = [pytest.param(True, how, marks=pytest.mark.slow) for how in ("none", "selective", "full")]
+COMPILED = [
+    pytest.param(True, how, marks=pytest.mark.slow) for how in ("none", "selective", "full")
+]
 
 
 @pytest.mark.parametrize("compiled, how", [(False, "selective"), *COMPILED])
 def test_every_optimisation_on_gives_the_curve_of_none(ranks, compiled, how):
     """Chunked loss, attention by blocks, fused AdamW, recomputation, accumulation, sharding; and the compiler."""
     model, cfg = replace(MODEL, attn_impl="auto"), replace(RUN, sharding="ZERO1", microbatch_size=2)
-    found = ranks(2)(train, replace(cfg, compile=compiled, activation_checkpointing=how), model)[0][0]
+    found = ranks(2)(train, replace(cfg, compile=compiled, activation_checkpointing=how), model)[0][
+        0
+    ]
     assert_same_curve(found, ranks(1)(train_plainly, False)[0], loss=1e-5, norm=1e-4)
 
 
@@ -348,18 +407,28 @@ def test_the_z_loss_is_added(ranks):
 def losses_with_dropout(world):
     """(seed, step, rank, steps taken before) -> loss of that step on fresh weights."""
     model_cfg, found = replace(MODEL, resid_pdrop=0.3), {}
-    for seed, step, rank, before in [(1, 4, 0, 0), (1, 4, 0, 3), (1, 5, 0, 0), (1, 4, 1, 0), (2, 4, 0, 0)]:
+    for seed, step, rank, before in [
+        (1, 4, 0, 0),
+        (1, 4, 0, 3),
+        (1, 5, 0, 0),
+        (1, 4, 1, 0),
+        (2, 4, 0, 0),
+    ]:
         model, optimizer = build_plain(RUN, model_cfg)
         torch.rand(before)  # whatever was drawn earlier
         cfg, someone = replace(RUN, seed=seed), replace(world, rank=rank)
-        loss, *_ = fsdp_train.train_step(model, optimizer, global_rows(0), step, cfg, someone, "fp32")
+        loss, *_ = fsdp_train.train_step(
+            model, optimizer, global_rows(0), step, cfg, someone, "fp32"
+        )
         found[seed, step, rank, before] = loss.item()
     return found
 
 
 def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
     found = ranks(1)(losses_with_dropout)[0]
-    assert found[1, 4, 0, 0] == found[1, 4, 0, 3]  # so a resumed run draws the masks of an undisturbed one
+    assert (
+        found[1, 4, 0, 0] == found[1, 4, 0, 3]
+    )  # so a resumed run draws the masks of an undisturbed one
     assert len(set(found.values())) == 4
 
 
@@ -383,14 +452,19 @@ def count_collectives(world, cfg):
         optimizer.step()
         optimizer.zero_grad()
         calls = list(count.operators.elements())  # "c10d::_allgather_base_" and the like
-        counts.append(tuple(sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS))
+        counts.append(
+            tuple(sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS)
+        )
     return counts
 
 
 @pytest.mark.parametrize(
     "mode, wanted",
     [
-        ("FULL_SHARD", (36, 20, 0)),  # 4 x (5 forward, 4 again backward, since the root keeps its weights), 4 x 5
+        (
+            "FULL_SHARD",
+            (36, 20, 0),
+        ),  # 4 x (5 forward, 4 again backward, since the root keeps its weights), 4 x 5
         ("SHARD_GRAD_OP", (20, 20, 0)),
         ("ZERO1", (5, 5, 0)),
         ("DDP", (0, 0, 5)),
@@ -414,17 +488,23 @@ def clip_a_model(world, cfg, max_norm):
     plain(rows[:, :-1], labels=rows[:, 1:]).backward()
     model, _ = build(world, cfg)
     mine = rows_of(world, rows)
-    (model(mine[:, :-1], labels=mine[:, 1:]) * world.size).backward()
+    (model(mine[:, :-1], labels=mine[:, 1:]) * world.global_size).backward()
     theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     ours = parallel.clip_grad_norm(model.parameters(), max_norm)
-    gradients = [(whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)]
+    gradients = [
+        (whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+    ]
     return ours.item(), theirs.item(), gradients
 
 
-@pytest.mark.parametrize("size, mode", [(1, "FULL_SHARD"), (2, "DDP"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")])
+@pytest.mark.parametrize(
+    "size, mode", [(1, "FULL_SHARD"), (2, "DDP"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
+)
 @pytest.mark.parametrize("max_norm", [1.0, 1e9])
 def test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one(ranks, size, mode, max_norm):
-    for ours, theirs, gradients in ranks(size)(clip_a_model, replace(RUN, sharding=mode, shard_size=2), max_norm):
+    for ours, theirs, gradients in ranks(size)(
+        clip_a_model, replace(RUN, sharding=mode, shard_size=2), max_norm
+    ):
         assert ours == pytest.approx(theirs, rel=1e-5) and ours > 10
         for a, b in gradients:
             torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-5 * min(1, max_norm))
@@ -435,7 +515,11 @@ def clip_a_mixture(world, max_norm):
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     layouts = [None, (flat, [Shard(0)]), (flat, [Shard(0)]), (grid, [Replicate(), Shard(0)])]
-    layouts += [(grid, [Shard(0), Shard(1)]), (grid, [Replicate(), Replicate()]), (flat, [Shard(1)])]
+    layouts += [
+        (grid, [Shard(0), Shard(1)]),
+        (grid, [Replicate(), Replicate()]),
+        (flat, [Shard(1)]),
+    ]
     fulls, params = [], []
     for i, layout in enumerate(layouts):
         full = torch.randn((3, 5), generator=torch.Generator().manual_seed(i))
@@ -467,7 +551,9 @@ def clip_a_strided_shard(world):
     full = torch.randn((8, 5), generator=torch.Generator().manual_seed(0))
     mine = full.chunk(2)[j].chunk(2)[i].clone()
     layout = [_StridedShard(0, split_factor=2), Shard(0)]
-    param = torch.nn.Parameter(DTensor.from_local(torch.zeros_like(mine), grid, layout, run_check=False))
+    param = torch.nn.Parameter(
+        DTensor.from_local(torch.zeros_like(mine), grid, layout, run_check=False)
+    )
     param.grad = DTensor.from_local(mine, grid, layout, run_check=False)
     norm = parallel.clip_grad_norm([param], 0.5)
     return norm, full.norm(), param.grad.to_local(), full.chunk(2)[j].chunk(2)[i] / full.norm() / 2
@@ -511,30 +597,47 @@ def train_and_evaluate(world, cfg, folder, evaluations):
     for step in range(4):
         values += [fsdp_train.evaluate(model, val, cfg, world, "fp32") for _ in range(evaluations)]
         rows = rows_of(world, global_rows(step, cfg, BYTES))
-        curve.append([x.item() for x in fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")[:2]])
+        curve.append(
+            [
+                x.item()
+                for x in fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")[:2]
+            ]
+        )
     return curve, values, full_weights(model)
 
 
 def plain_evaluation(world, cfg, folder, n_windows):
     """Mean loss of each token of the first windows, the obvious way, on the initial weights."""
     model, _ = build_plain(cfg, BYTES)
-    rows = torch.from_numpy(data.Split(folder, "val", BYTES.max_seq_len).windows(np.arange(n_windows)))
+    rows = torch.from_numpy(
+        data.Split(folder, "val", BYTES.max_seq_len).windows(np.arange(n_windows))
+    )
     with torch.no_grad():
         return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
 @pytest.mark.parametrize(
-    "size, mode", [slowly(4, mode) for mode in MODES] + [(1, "ZERO1"), (2, "SHARD_GRAD_OP"), (2, "HYBRID_SHARD")]
+    "size, mode",
+    [slowly(4, mode) for mode in MODES] + [(1, "ZERO1"), (2, "SHARD_GRAD_OP"), (2, "HYBRID_SHARD")],
 )
 def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
     """Not the losses, not a bit of the weights; and each evaluation is right."""
-    cfg = replace(RUN, sharding=mode, shard_size=min(size, 2), microbatch_size=2, eval_tokens=7 * 16, warmup_steps=0)
+    cfg = replace(
+        RUN,
+        sharding=mode,
+        shard_size=min(size, 2),
+        microbatch_size=2,
+        eval_tokens=7 * 16,
+        warmup_steps=0,
+    )
     without = ranks(size)(train_and_evaluate, cfg, tiny_data, 0)[0]
     found = ranks(size)(train_and_evaluate, cfg, tiny_data, 2)
     assert found[0][0] == without[0] and equal(found[0][2], without[2])
     values = found[0][1]
     assert all(rank[1] == values for rank in found)
-    assert values[0::2] == values[1::2] and len(set(values)) == 4  # each sees the weights of its moment
+    assert (
+        values[0::2] == values[1::2] and len(set(values)) == 4
+    )  # each sees the weights of its moment
     assert values[0] == pytest.approx(ranks(1)(plain_evaluation, cfg, tiny_data, 7)[0], rel=1e-6)
 
 
@@ -562,7 +665,9 @@ def test_weights_that_an_evaluation_gathered_are_dropped(ranks, tiny_data, mode)
 
 def evaluate_only(world, cfg, folder):
     model, _ = build(world, cfg, BYTES)
-    return fsdp_train.evaluate(model, data.Split(folder, "val", BYTES.max_seq_len), cfg, world, "fp32")
+    return fsdp_train.evaluate(
+        model, data.Split(folder, "val", BYTES.max_seq_len), cfg, world, "fp32"
+    )
 
 
 @pytest.mark.parametrize("n_windows, microbatch", [(1, 2), (5, 1), (9, 3), (8, 2), (3, 64)])
@@ -570,7 +675,9 @@ def test_evaluation_counts_every_window_once(ranks, tiny_data, n_windows, microb
     cfg = replace(RUN, microbatch_size=microbatch, eval_tokens=n_windows * 16 + 15)
     wanted = ranks(1)(plain_evaluation, cfg, tiny_data, n_windows)[0]
     for size in (1, 2, 4):
-        assert ranks(size)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * size
+        assert (
+            ranks(size)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * size
+        )
 
 
 def test_evaluation_ends_with_the_data(ranks, tiny_data):
@@ -583,11 +690,17 @@ def test_evaluation_ends_with_the_data(ranks, tiny_data):
 # Mesh, decisions, starting
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is promised and found wanting later")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere memory is promised and found wanting later"
+)
 def test_weights_that_do_not_fit_are_the_users_mistake():
     with torch.device("meta"):
-        model = MPT(MPTConfig(d_model=2**16, n_heads=64, n_layers=1, vocab_size=2**24))  # 4 TB of embeddings
-    with pytest.raises(UserError, match="^the weights do not fit into the memory of a device: lower d_model") as caught:
+        model = MPT(
+            MPTConfig(d_model=2**16, n_heads=64, n_layers=1, vocab_size=2**24)
+        )  # 4 TB of embeddings
+    with pytest.raises(
+        UserError, match="^the weights do not fit into the memory of a device: lower d_model"
+    ) as caught:
         parallel.materialize(model, torch.device("cpu"), None)
     assert "\n" not in str(caught.value)
 
@@ -596,7 +709,9 @@ def test_a_buffer_of_your_own_is_not_left_with_garbage():
     with torch.device("meta"):
         model = MPT(MPTConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=64))
         model.transformer.register_buffer("cosines", torch.ones(4), persistent=False)
-    with pytest.raises(UserError, match=r"nothing fills the buffers of model.py \(transformer.cosines\)"):
+    with pytest.raises(
+        UserError, match=r"nothing fills the buffers of model.py \(transformer.cosines\)"
+    ):
         parallel.materialize(model, torch.device("cpu"), 1)
 
 
@@ -659,7 +774,7 @@ def test_no_groups_are_made_that_nobody_uses(ranks, mode, shard_size, waited_for
 
 def test_a_shard_size_that_does_not_divide_is_the_users_mistake(ranks):
     found = ranks(4)(mesh_of, replace(RUN, sharding="HYBRID_SHARD", shard_size=3), 2)
-    assert found == ["shard_size 3 does not divide the 4 ranks"] * 4
+    assert found == ["shard_size 3 does not divide the 4 data-parallel ranks"] * 4
 
 
 def decide(world, good):
@@ -701,7 +816,11 @@ def test_srun_without_torchrun(tmp_path):
                 break
             except OSError:
                 continue
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    }
     slurm = {
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
@@ -712,7 +831,9 @@ def test_srun_without_torchrun(tmp_path):
     for rank in ("0", "1"):
         env = kept | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, root / "parallel.py", "--sharding=HYBRID_SHARD", "--device=cpu"]
-        processes.append(subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        )
     for rank, process in enumerate(processes):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
@@ -722,7 +843,10 @@ def test_srun_without_torchrun(tmp_path):
 
 def dtypes_in_a_block(world):
     """What a block gets under FSDP and bf16: (residual stream, ALiBi slopes)."""
-    cfg, model_cfg = TrainConfig(), MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True)
+    cfg, model_cfg = (
+        TrainConfig(),
+        MPTConfig(d_model=32, n_heads=16, n_layers=1, vocab_size=64, alibi=True),
+    )
     model, _ = build(world, cfg, model_cfg, "bf16")
     seen = []
     model.transformer.blocks[0].attn.register_forward_pre_hook(

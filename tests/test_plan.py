@@ -28,10 +28,16 @@ def planned(capsys, *argv) -> dict:
 def test_what_a_config_says_is_taken(capsys):
     found = planned(capsys, MPT7B, "--device=mi250", "--devices=64", "--network=100")
     layout = found["layout"]
-    assert (layout["sharding"], layout["microbatch_size"], layout["activation_checkpointing"]) == ("ZERO1", 8, "full")
+    assert (layout["sharding"], layout["microbatch_size"], layout["activation_checkpointing"]) == (
+        "ZERO1",
+        8,
+        "full",
+    )
     assert (layout["dp"], layout["tp"], layout["pp"]) == (64, 1, 1)
     assert found["n_params"] == 6_658_859_008 and found["fits"]
-    assert found["seconds"]["step"] == pytest.approx(sum(v for k, v in found["seconds"].items() if k != "step"))
+    assert found["seconds"]["step"] == pytest.approx(
+        sum(v for k, v in found["seconds"].items() if k != "step")
+    )
     assert found["tokens_per_second"] == pytest.approx(1024 * 2048 / found["seconds"]["step"])
 
 
@@ -39,7 +45,9 @@ def test_figures_follow_from_each_other(capsys):
     flags = ["--device=mi250", "--devices=64", "--price=2", "--watts=300", "--tokens=1e11"]
     found = planned(capsys, MPT7B, *flags)
     hours = 1e11 / found["tokens_per_second"] / 3600
-    assert found["days"] == pytest.approx(hours / 24) and found["cost"] == pytest.approx(hours * 64 * 2)
+    assert found["days"] == pytest.approx(hours / 24) and found["cost"] == pytest.approx(
+        hours * 64 * 2
+    )
     assert found["mwh"] == pytest.approx(hours * 64 * 300 / 1e6)
     m = MPTConfig(d_model=4096, n_heads=32, n_layers=32)
     per_device = found["tokens_per_second"] * flops.train_flops_per_token(m) / 64
@@ -49,7 +57,9 @@ def test_figures_follow_from_each_other(capsys):
 
 def test_tokens_are_the_config_files_else_twenty_a_parameter(capsys):
     found = planned(capsys, MPT7B, "--device=h100")
-    assert found["tokens"] == 63900 * 1024 * 2048 and not any("tokens a parameter" in line for line in found["assumed"])
+    assert found["tokens"] == 63900 * 1024 * 2048 and not any(
+        "tokens a parameter" in line for line in found["assumed"]
+    )
     found = planned(capsys, "--device=h100")
     assert found["tokens"] == 20 * found["n_params"] and any(
         "20 tokens a parameter" in line for line in found["assumed"]
@@ -85,28 +95,47 @@ def test_what_is_left_open_is_not_how_the_config_stands(capsys, flag):
 
 
 def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
-    (tmp_path / "big.py").write_text(Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n")
+    (tmp_path / "big.py").write_text(
+        Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n"
+    )
     plan.main([str(tmp_path / "big.py"), "--device=mi250", "--choose"])
     found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("as it is")]
-    assert len(found) == 1 and "activation_checkpointing=none" in found[0] and found[0].endswith("DOES NOT FIT")
+    assert (
+        len(found) == 1
+        and "activation_checkpointing=none" in found[0]
+        and found[0].endswith("DOES NOT FIT")
+    )
 
 
-@pytest.mark.parametrize("device, words", [("mi250", "a card is 2 torch devices: 4 are 2 cards"), ("h100", "")])
+@pytest.mark.parametrize(
+    "device, words", [("mi250", "a card is 2 torch devices: 4 are 2 cards"), ("h100", "")]
+)
 def test_a_card_of_two_devices_is_told(capsys, device, words):
-    said = [line for line in planned(capsys, MPT7B, f"--device={device}", "--devices=4")["assumed"] if "card" in line]
+    said = [
+        line
+        for line in planned(capsys, MPT7B, f"--device={device}", "--devices=4")["assumed"]
+        if "card" in line
+    ]
     assert words in said[0] if words else not said
 
 
 def test_runs_that_outlive_the_restarts_of_a_job_are_told(capsys):
     for name, days in plan.JOB_DAYS.items():
         text = (ROOT / name).read_text()
-        hours, minutes, seconds = map(int, re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", text).groups())
-        assert days == (int(re.search(r"SLURM_RESTART_COUNT:-0} >= (\d+)", text)[1]) + 1) * hours / 24
+        hours, minutes, seconds = map(
+            int, re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", text).groups()
+        )
+        assert (
+            days == (int(re.search(r"SLURM_RESTART_COUNT:-0} >= (\d+)", text)[1]) + 1) * hours / 24
+        )
         assert minutes == seconds == 0 and f"51 jobs of {hours} hours are {int(days)} days" in text
     flags = [MPT7B, "--device=mi250", "--devices=64"]
     plan.main(flags)  # 13 days
     out = capsys.readouterr().out
-    assert "train_srun.sbatch ends after 50 restarts, 4.25 days" in out and "train.sbatch ends" not in out
+    assert (
+        "train_srun.sbatch ends after 50 restarts, 4.25 days" in out
+        and "train.sbatch ends" not in out
+    )
     plan.main([*flags, "--tokens=1e9"])
     assert "restarts" not in capsys.readouterr().out
 
@@ -119,7 +148,13 @@ def test_what_is_chosen_fits_and_is_at_least_as_fast(capsys):
 
 
 def test_the_least_model_parallelism_that_fits(capsys):
-    big = ["--d_model=12288", "--n_heads=96", "--n_layers=96", "--vocab_size=51200", "--global_batch_size=1024"]
+    big = [
+        "--d_model=12288",
+        "--n_heads=96",
+        "--n_layers=96",
+        "--vocab_size=51200",
+        "--global_batch_size=1024",
+    ]
     found = planned(capsys, *big, "--device=mi250x", "--devices=1024", "--sharding=ZERO1")
     layout = found["layout"]
     assert layout["tp"] * layout["pp"] > 1 and found["fits"]
@@ -134,7 +169,13 @@ def test_the_least_model_parallelism_that_fits(capsys):
 
 
 def test_a_layout_that_is_all_given_is_told_though_it_does_not_fit(capsys):
-    fixed = ["--tp=1", "--pp=1", "--sharding=DDP", "--microbatch_size=4", "--activation_checkpointing=none"]
+    fixed = [
+        "--tp=1",
+        "--pp=1",
+        "--sharding=DDP",
+        "--microbatch_size=4",
+        "--activation_checkpointing=none",
+    ]
     found = planned(capsys, MPT7B, *fixed, "--device=mi250", "--devices=8")
     assert not found["fits"] and found["share_of_memory"] > 1
     plan.main([MPT7B, *fixed, "--device=mi250", "--devices=8"])
@@ -142,18 +183,30 @@ def test_a_layout_that_is_all_given_is_told_though_it_does_not_fit(capsys):
 
 
 @pytest.mark.parametrize(
-    "device, words", [("mi250", "EXTRAPOLATED"), ("mi300x", "EXTRAPOLATED"), ("h100", "as LLM Foundry's")]
+    "device, words",
+    [("mi250", "EXTRAPOLATED"), ("mi300x", "EXTRAPOLATED"), ("h100", "as LLM Foundry's")],
 )
 def test_a_device_that_was_not_measured_is_labelled(capsys, device, words):
-    (line,) = [line for line in planned(capsys, MPT7B, f"--device={device}")["assumed"] if line.startswith("speed")]
+    (line,) = [
+        line
+        for line in planned(capsys, MPT7B, f"--device={device}")["assumed"]
+        if line.startswith("speed")
+    ]
     assert words in line
 
 
 def test_the_network_is_an_assumption_only_between_nodes(capsys):
     def said(*flags):
-        return any("network" in line for line in planned(capsys, MPT7B, "--device=mi250", *flags)["assumed"])
+        return any(
+            "network" in line
+            for line in planned(capsys, MPT7B, "--device=mi250", *flags)["assumed"]
+        )
 
-    assert not said("--devices=8") and said("--devices=16") and not said("--devices=16", "--network=50")
+    assert (
+        not said("--devices=8")
+        and said("--devices=16")
+        and not said("--devices=16", "--network=50")
+    )
 
 
 def test_a_sweep(capsys):
@@ -165,7 +218,10 @@ def test_a_sweep(capsys):
         assert row["strong"]["layout"]["global_batch_size"] == 1024
         assert row["weak"]["layout"]["global_batch_size"] == 1024 * row["devices"] // 8
         for name in ("strong", "weak"):
-            rate, first = row[name]["tokens_per_second"] / row["devices"], rows[0][name]["tokens_per_second"] / 8
+            rate, first = (
+                row[name]["tokens_per_second"] / row["devices"],
+                rows[0][name]["tokens_per_second"] / 8,
+            )
             assert row["efficiency"][name] == pytest.approx(rate / first)
     alone = planned(capsys, *flags, "--devices=64")
     assert alone["seconds"] == rows[1]["strong"]["seconds"]
@@ -203,21 +259,32 @@ def test_a_budget_finds_the_largest_of_all_widths(capsys):
 
 
 def test_of_equal_parallelism_the_faster_is_taken(capsys):
-    flags = ["--d_model=12288", "--n_heads=96", "--n_layers=96", "--device=h100", "--devices=64", "--network=400"]
+    flags = [
+        "--d_model=12288",
+        "--n_heads=96",
+        "--n_layers=96",
+        "--device=h100",
+        "--devices=64",
+        "--network=400",
+    ]
     flags += ["--global_batch_size=1024", "--vocab_size=51200"]
     found = planned(capsys, *flags)
     tp, pp = found["layout"]["tp"], found["layout"]["pp"]
     for other in (1, 2, 4, 8):
         if tp * pp % other == 0 and other != tp:
             try:
-                rate = planned(capsys, *flags, f"--tp={other}", f"--pp={tp * pp // other}")["tokens_per_second"]
+                rate = planned(capsys, *flags, f"--tp={other}", f"--pp={tp * pp // other}")[
+                    "tokens_per_second"
+                ]
             except UserError:
                 continue  # that does not fit
             assert rate <= found["tokens_per_second"]
 
 
 def test_the_flags_of_a_plan_launch_it(capsys):
-    found = planned(capsys, MPT7B, "--device=mi250", "--devices=16", "--choose", "--sharding=HYBRID_SHARD")
+    found = planned(
+        capsys, MPT7B, "--device=mi250", "--devices=16", "--choose", "--sharding=HYBRID_SHARD"
+    )
     assert "--sharding=HYBRID_SHARD --shard_size=8" in found["flags"]
     _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
     assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
@@ -238,24 +305,51 @@ def test_what_is_not_known_is_not_made_up(capsys):
         ([MPT7B, "--device=v100"], "no bf16 peak known for V100"),
         ([MPT7B, "--device=mi250", "--devices=0"], "devices must be at least 1, not 0"),
         ([MPT7B, "--device=mi250", "--devices=-8"], "devices must be at least 1, not -8"),
-        ([MPT7B, "--device=mi250", "--devices=8", "--tp=3"], "8 devices are not a multiple of tp 3"),
-        ([MPT7B, "--device=mi250", "--devices=24", "--tp=3", "--pp=1"], "n_heads 32 is not a multiple of tp 3"),
-        ([MPT7B, "--device=mi250", "--devices=40", "--pp=5", "--tp=1"], "n_layers 32 is not a multiple of pp"),
+        (
+            [MPT7B, "--device=mi250", "--devices=8", "--tp=3"],
+            "8 devices are not a multiple of tp 3",
+        ),
+        (
+            [MPT7B, "--device=mi250", "--devices=24", "--tp=3", "--pp=1"],
+            "n_heads 32 is not a multiple of tp 3",
+        ),
+        (
+            [MPT7B, "--device=mi250", "--devices=40", "--pp=5", "--tp=1"],
+            "n_layers 32 is not a multiple of pp",
+        ),
         (
             [MPT7B, "--device=mi250", "--devices=7"],
             "global_batch_size 1024 is not a multiple of the data-parallel ranks",
         ),
-        ([MPT70B, "--device=mi250", "--devices=4", "--choose"], "64.9B parameters fit 4 x MI250 GCD in no layout"),
+        (
+            [MPT70B, "--device=mi250", "--devices=4", "--choose"],
+            "64.9B parameters fit 4 x MI250 GCD in no layout",
+        ),
         ([MPT7B, "--device=mi250", "--sweep_devices=8,x"], "--sweep_devices wants numbers"),
         ([MPT7B, "--device=mi250", "--sweep_devices=0,8"], "--sweep_devices wants numbers above 0"),
         (["--device=mi250", "--budget=0.0001"], "0.0001 days on 8 x MI250 GCD are too few"),
-        ([MPT7B, "--device=mi250", "--budget=7"], "--budget finds the model and its tokens: leave out "),
+        (
+            [MPT7B, "--device=mi250", "--budget=7"],
+            "--budget finds the model and its tokens: leave out ",
+        ),
         (["--device=mi250", "--budget=7", "--tokens=1e9"], "leave out --tokens"),
-        (["--device=mi250", "--devices=61", "--budget=7", "--global_batch_size=256"], "global_batch_size 256 is not a"),
-        (["--device=mi250", "--budget=7", "--sweep_devices=8"], "--budget and --sweep_devices are two questions"),
-        ([MPT7B, "--device=mi250", "--tokens=inf"], "tokens in the command line is inf, expected a number"),
+        (
+            ["--device=mi250", "--devices=61", "--budget=7", "--global_batch_size=256"],
+            "global_batch_size 256 is not a",
+        ),
+        (
+            ["--device=mi250", "--budget=7", "--sweep_devices=8"],
+            "--budget and --sweep_devices are two questions",
+        ),
+        (
+            [MPT7B, "--device=mi250", "--tokens=inf"],
+            "tokens in the command line is inf, expected a number",
+        ),
         ([MPT7B, "--device=mi250", "--precision=fp32"], "plans are for bf16"),
-        ([MPT7B, "--device=mi250", "--interleave=64"], "n_layers 32 is not a multiple of interleave 64"),
+        (
+            [MPT7B, "--device=mi250", "--interleave=64"],
+            "n_layers 32 is not a multiple of interleave 64",
+        ),
         ([MPT7B, "--plot"], "which device?"),
         (["--plot", "--out=plan.foo"], "--out=plan.foo: "),
         ([MPT7B, "--device=mi250", "--network=-1"], "network must be 0 or more, not -1"),
@@ -269,7 +363,12 @@ def test_mistakes_are_told(flags, words):
 
 
 @pytest.mark.parametrize(
-    "flags", [[], [MPT7B, "--device=mi250", "--devices=16"], [MPT7B, "--device=h100", "--sweep_devices=8,64"]]
+    "flags",
+    [
+        [],
+        [MPT7B, "--device=mi250", "--devices=16"],
+        [MPT7B, "--device=h100", "--sweep_devices=8,64"],
+    ],
 )
 def test_pictures(tmp_path, flags):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
@@ -280,7 +379,8 @@ def test_pictures(tmp_path, flags):
 
 def test_answers_come_without_torch():
     """So in a tenth of a second: importing torch alone takes one or more."""
-    code = (
-        f"import sys, plan; plan.main([{MPT7B!r}, '--device=mi250', '--devices=64']); sys.exit('torch' in sys.modules)"
+    code = f"import sys, plan; plan.main([{MPT7B!r}, '--device=mi250', '--devices=64']); sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+        == 0
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0

@@ -124,7 +124,7 @@ def main(argv):
     processes.new_group(processes.TIMEOUT)
     for step in range(10**6):
         dist.all_reduce(torch.ones(1))
-        if world.rank == 0 and step % 10 == 0:
+        if world.global_rank == 0 and step % 10 == 0:
             with open("steps", "a") as file:
                 file.write(f"{{os.getpid()}}\\n")
         time.sleep(0.005)
@@ -187,7 +187,9 @@ KINDS = {
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
     """By kill -9, rank 0 and rank 1 in turns: twenty restarts in all."""
     how = [flag.format(port=processes.free_port()) for flag in KINDS[kind]]
-    job = launched("-m", "torch.distributed.run", *how, "--nproc_per_node=2", f"--max-restarts={kills}")
+    job = launched(
+        "-m", "torch.distributed.run", *how, "--nproc_per_node=2", f"--max-restarts={kills}"
+    )
     for number in range(kills):
         wait_for(lambda: len(starts(tmp_path)) > number)  # noqa: B023
         os.kill(workers(job)[number % 2], signal.SIGKILL)
@@ -198,8 +200,19 @@ def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
 @pytest.mark.slow
 def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
     """Both torchruns start theirs again; to the one whose rank was not killed it may be no restart that counts."""
-    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{processes.free_port()}", "--rdzv-id=x"]
-    how = ["-m", "torch.distributed.run", *meeting, "--nnodes=2", "--nproc_per_node=1", "--max-restarts=2"]
+    meeting = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{processes.free_port()}",
+        "--rdzv-id=x",
+    ]
+    how = [
+        "-m",
+        "torch.distributed.run",
+        *meeting,
+        "--nnodes=2",
+        "--nproc_per_node=1",
+        "--max-restarts=2",
+    ]
     jobs = [launched(*how), launched(*how)]
     for number in range(2):
         wait_for(lambda: len(starts(tmp_path)) > number)  # noqa: B023
@@ -217,14 +230,18 @@ def test_ranks_end_with_torchrun(launched, tmp_path):
     begin = time.monotonic()
     wait_for(lambda: all(map(gone, ranks)), 20)
     assert time.monotonic() - begin < 10
-    assert any(f"ends, since torchrun (process {job.pid}) is gone" in line for line in errors(tmp_path))
+    assert any(
+        f"ends, since torchrun (process {job.pid}) is gone" in line for line in errors(tmp_path)
+    )
 
 
 def shell_of_a_rank(tmp_path, variables) -> int:
     """A rank alone, started by a shell that has left: its process number."""
     program = tmp_path / "program.py"
     body = "open('steps', 'w').write(str(os.getpid())); time.sleep(60)"
-    program.write_text(f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport processes\n")
+    program.write_text(
+        f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport processes\n"
+    )
     with open(program, "a") as file:
         file.write(f"def main(argv):\n    {body}\nprocesses.run(main)\n")
     command = ["sh", "-c", f"nohup {sys.executable} {program} > log 2>&1 &"]
@@ -271,7 +288,10 @@ def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, mom
         "in a group": {"after": f"parallel.make_mesh(world, TrainConfig()); {die}"},
     }
     port = processes.free_port()
-    jobs = [launched(seconds=8, ready=2, **steps[moment], **torchrun_variables(rank, 2, port)) for rank in (0, 1)]
+    jobs = [
+        launched(seconds=8, ready=2, **steps[moment], **torchrun_variables(rank, 2, port))
+        for rank in (0, 1)
+    ]
     assert jobs[1 - victim].wait(120) == 75, (tmp_path / "log").read_text()
     assert jobs[victim].wait(120) == -signal.SIGKILL
     assert len(errors(tmp_path)) == 1
@@ -348,7 +368,13 @@ def gpus(monkeypatch):
 
 @pytest.mark.parametrize(
     "count, local_rank, local_size, index",
-    [(1, 0, 1, 0), (8, 0, 1, 0), (8, 5, 8, 5), (8, 3, 4, 3), (1, 5, 8, 0)],  # the last: srun shows each rank its own
+    [
+        (1, 0, 1, 0),
+        (8, 0, 1, 0),
+        (8, 5, 8, 5),
+        (8, 3, 4, 3),
+        (1, 5, 8, 0),
+    ],  # the last: srun shows each rank its own
 )
 def test_each_rank_takes_its_gpu(gpus, count, local_rank, local_size, index):
     gpus(count)
@@ -356,7 +382,9 @@ def test_each_rank_takes_its_gpu(gpus, count, local_rank, local_size, index):
     assert device == torch.device("cuda", index)
 
 
-@pytest.mark.parametrize("count, local_rank, local_size", [(2, 0, 3), (2, 2, 3), (4, 7, 8), (2, 3, 1)])
+@pytest.mark.parametrize(
+    "count, local_rank, local_size", [(2, 0, 3), (2, 2, 3), (4, 7, 8), (2, 3, 1)]
+)
 def test_more_ranks_than_gpus_are_a_mistake(gpus, count, local_rank, local_size):
     """Also for the ranks that would have one of their own, so that rank 0 says it."""
     gpus(count)
@@ -367,7 +395,7 @@ def test_more_ranks_than_gpus_are_a_mistake(gpus, count, local_rank, local_size)
 
 def compared(world, gpus_of_ranks):
     try:
-        return processes.require_own_gpus(gpus_of_ranks[world.rank])
+        return processes.require_own_gpus(gpus_of_ranks[world.global_rank])
     except UserError as error:
         return str(error), error.everywhere
 
@@ -382,7 +410,11 @@ def test_ranks_that_see_the_same_single_gpu_are_a_mistake(ranks):
     ]
     assert ranks(4)(compared, own) == [None] * 4
     ((words, everywhere),) = set(ranks(4)(compared, [*own[:3], own[1]]))
-    assert words.startswith("ranks 1 and 3 share one GPU of a: ") and "--nproc_per_node" in words and everywhere
+    assert (
+        words.startswith("ranks 1 and 3 share one GPU of a: ")
+        and "--nproc_per_node" in words
+        and everywhere
+    )
 
 
 @pytest.mark.gpu

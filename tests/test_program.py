@@ -68,7 +68,12 @@ def forked(tmp_path_factory):
     code = f"NAMES = {[*FOLDERS, *(path.stem for path in ROOT.glob('*.py'))]}\n{FORKS}"
     command = [sys.executable, "-c", code, str(writer)]
     env = rooms_on_path()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [writer], "text": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "pass_fds": [writer],
+        "text": True,
+    }
     process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
 
     def call(words, read=True):
@@ -76,7 +81,8 @@ def forked(tmp_path_factory):
         for path in (out, err):
             path.unlink(missing_ok=True)
         process.stdin.write(
-            json.dumps([[*words_of(words[0]), *words[1:]], str(out) if read else None, str(err)]) + "\n"
+            json.dumps([[*words_of(words[0]), *words[1:]], str(out) if read else None, str(err)])
+            + "\n"
         )
         process.stdin.flush()
         status = int(process.stdout.readline())
@@ -112,7 +118,9 @@ def test_a_plan_whose_reader_has_left_ends_quietly(tmp_path):
     assert run(plan, tmp_path, read=False) == (141, "", "")
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="Linux has a device that is always full"
+)
 def test_output_to_a_full_disk_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         command = [sys.executable, ROOT / "config.py"]
@@ -126,7 +134,9 @@ def test_a_closed_output_is_no_bug(closed):
     assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="Linux has a device that is always full"
+)
 @pytest.mark.parametrize("arguments", ["A", "A B"])
 def test_the_exit_status_is_right_where_even_the_error_cannot_be_written(tmp_path, arguments):
     """As with `>log 2>&1` on a full disk."""
@@ -161,7 +171,9 @@ ALONE = """
 @pytest.mark.parametrize("name", [*TOO_FEW.split(), *BENCHES])
 def test_without_its_arguments_a_program_says_what_it_wants(name, forked):
     answer = forked([name])
-    assert is_one_line(answer) and ("usage: python " in answer[2] or "--help has the flags" in answer[2]), answer
+    assert is_one_line(answer) and (
+        "usage: python " in answer[2] or "--help has the flags" in answer[2]
+    ), answer
 
 
 @pytest.mark.slow
@@ -203,21 +215,35 @@ READERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("command", READERS)
 def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_data):
-    (tmp_path / "words.jsonl").write_text('{"query": "the", "choices": ["river", "tree"], "gold": 0}\n')
+    (tmp_path / "words.jsonl").write_text(
+        '{"query": "the", "choices": ["river", "tree"], "gold": 0}\n'
+    )
     words = command.format(words=tmp_path / "words.jsonl", data=tiny_data).split()
     if "{data}" in command:
         made = json.loads((tiny_data / "dataset.json").read_text())
         words += [f"--dataset={made['dataset']}", "--tokenizer=bytes"]
     status, out, err = forked(words)
-    lines = [line for line in err.splitlines() if line and not line.startswith("tokens: ")]  # progress
-    out = out.removesuffix("runs/mpt: loading PyTorch\n")  # which fsdp_train.py says before it looks
+    lines = [
+        line for line in err.splitlines() if line and not line.startswith("tokens: ")
+    ]  # progress
+    out = out.removesuffix(
+        "runs/mpt: loading PyTorch\n"
+    )  # which fsdp_train.py says before it looks
     answer = status, out, "\n".join(lines) + "\n"
     assert is_one_line(answer) and READERS[command] in answer[2], answer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpu_kernels.launch_table", "optim.py", "loss.py", "devices.py", "parallel.py", "storage.files"]
+    "name",
+    [
+        "gpu_kernels.launch_table",
+        "optim.py",
+        "loss.py",
+        "devices.py",
+        "parallel.py",
+        "storage.files",
+    ],
 )
 def test_any_output_may_lose_its_reader(name, forked, tmp_path):
     (tmp_path / "a.json").write_text("{}")
@@ -229,6 +255,11 @@ def test_the_number_of_arguments():
     assert program.arguments(["a"], "RUN_DIR") == ["a"]
     assert program.arguments([], "[OUT.png]") == []
     assert program.arguments(["a", "b"], "FILE ...") == ["a", "b"]
-    for argv, names in ((["a", "b"], "[OUT.png]"), ([], "FILE ..."), (["--a"], "FILE ..."), (["a"], "")):
+    for argv, names in (
+        (["a", "b"], "[OUT.png]"),
+        ([], "FILE ..."),
+        (["--a"], "FILE ..."),
+        (["a"], ""),
+    ):
         with pytest.raises(program.UserError, match="usage: python"):
             program.arguments(argv, names)

@@ -44,7 +44,9 @@ SMALL = (
 
 def shrunk(command: str) -> list[str]:
     """The command with this Python, and small."""
-    command = command.replace("step-3000", "step-1").replace("3110:3130", "2:3")  # the run that is here has 2 steps
+    command = command.replace("step-3000", "step-1").replace(
+        "3110:3130", "2:3"
+    )  # the run that is here has 2 steps
     words = shlex.split(command)
     module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
     small = []
@@ -60,25 +62,38 @@ def shrunk(command: str) -> list[str]:
 
 
 def run(command, folder, timeout=240):
-    return subprocess.run(command, cwd=folder, env=clean_environment(), capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command,
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, tiny_text):
     """The project's files in another folder, with some text in my/ and a run in runs/demo."""
     folder = tmp_path_factory.mktemp("readme") / "project"
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__"))
+    shutil.copytree(
+        ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__")
+    )
     shutil.copytree(tiny_text, folder / "my")
     shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
     done = run(shrunk("python fsdp_train.py configs/demo.py"), folder)
     assert done.returncode == 0, done.stderr
-    done = run(shrunk("python -m bench train --out=scaling.csv"), folder)  # for the commands that read such rows
+    done = run(
+        shrunk("python -m bench train --out=scaling.csv"), folder
+    )  # for the commands that read such rows
     assert done.returncode == 0, done.stderr
     for name in ("one", "two", "moved"):  # as of make elastic
         shutil.copytree(folder / "runs/demo", folder / "runs/elastic" / name)
     row = json.dumps({"query": "the", "choices": ["river", "tree"], "gold": 0})
     (folder / "words.jsonl").write_text(f"{row}\n")
-    cfg = MPTConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=32, alibi=True, no_bias=True)
+    cfg = MPTConfig(
+        d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=32, alibi=True, no_bias=True
+    )
     hf.export(MPT(cfg), folder / "mpt-7b")  # as small as the commands are made here
     settings = json.loads((folder / "mpt-7b/config.json").read_text())
     (folder / "mpt-7b/config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
@@ -110,10 +125,14 @@ SLOW = (
 
 
 def marked(command):
-    return pytest.param(command, marks=[pytest.mark.slow] if any(words in command for words in SLOW) else [])
+    return pytest.param(
+        command, marks=[pytest.mark.slow] if any(words in command for words in SLOW) else []
+    )
 
 
-@pytest.mark.parametrize("command", [marked(c) for c in COMMANDS if c.split()[0] in ("python", "torchrun")])
+@pytest.mark.parametrize(
+    "command", [marked(c) for c in COMMANDS if c.split()[0] in ("python", "torchrun")]
+)
 def test_command(command, copy):
     done = run(shrunk(command), copy)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -151,7 +170,9 @@ def test_command_of_a_room(command, copy):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sbatch")])
 def test_slurm_script_parses_and_its_config_is_there(command):
-    script, config = re.fullmatch(r"sbatch --nodes=\d+ (slurm/\S+) (configs/\S+).*", command).groups()
+    script, config = re.fullmatch(
+        r"sbatch --nodes=\d+ (slurm/\S+) (configs/\S+).*", command
+    ).groups()
     assert (ROOT / config).exists()
     subprocess.run(["bash", "-n", ROOT / script], check=True)
     named = re.findall(r"configs/\w+\.py", (ROOT / script).read_text())
@@ -175,19 +196,27 @@ def test_every_file_that_the_readme_names_is_there():
     assert not missing, f"the reading order lacks {missing}"
 
 
-PAPER = [path for path in sorted(ROOT.rglob("*.md")) if ".venv" not in path.parts and path.name != "CHANGES.md"]
+PAPER = [
+    path
+    for path in sorted(ROOT.rglob("*.md"))
+    if ".venv" not in path.parts and path.name != "CHANGES.md"
+]
 
 
 @pytest.mark.parametrize("path", PAPER, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_file_that_a_page_names_is_there(path):
     """With its folder, from the root or from the page; a name alone in code may be anybody's."""
     page = path.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:\w+/)+[a-z]\w*\.(?:py|md|sbatch|png|csv))`", page) + re.findall(r"\]\(([\w./]+)\)", page)
+    named = re.findall(r"`((?:\w+/)+[a-z]\w*\.(?:py|md|sbatch|png|csv))`", page) + re.findall(
+        r"\]\(([\w./]+)\)", page
+    )
     users = ("runs/", "my/", "data/")
     missing = [
         name
         for name in named
-        if not name.startswith(users) and not (ROOT / name).exists() and not (path.parent / name).exists()
+        if not name.startswith(users)
+        and not (ROOT / name).exists()
+        and not (path.parent / name).exists()
     ]
     assert not missing
 
@@ -199,9 +228,18 @@ def test_make_train_from_a_clone(copy, tmp_path):
     shutil.copytree(copy, project, ignore=shutil.ignore_patterns("runs", "data"))
     small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
     for _ in range(2):
-        done = run(["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"], project, timeout=600)
+        done = run(
+            ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"], project, timeout=600
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for words in ("torchrun --rdzv-backend=c10d", "step 3/3", "validation loss", "before training", "step-3", "Next"):
+    for words in (
+        "torchrun --rdzv-backend=c10d",
+        "step 3/3",
+        "validation loss",
+        "before training",
+        "step-3",
+        "Next",
+    ):
         assert words in done.stdout, words
     assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in done.stdout
     assert os.path.exists(project / "runs/demo-1/metrics.jsonl")

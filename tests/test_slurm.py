@@ -22,8 +22,21 @@ from lifecycle import runlog
 
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
 BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])
-TINY = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32", "--precision=fp32"]
-TINY += ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--max_steps=30", "--eval_tokens=256"]
+TINY = [
+    "--d_model=32",
+    "--n_heads=4",
+    "--n_layers=2",
+    "--vocab_size=260",
+    "--max_seq_len=32",
+    "--precision=fp32",
+]
+TINY += [
+    "--global_batch_size=8",
+    "--microbatch_size=2",
+    "--warmup_steps=2",
+    "--max_steps=30",
+    "--eval_tokens=256",
+]
 
 STAND_INS = {
     "srun": """#!PYTHON
@@ -94,14 +107,25 @@ class Job:
         path.chmod(0o755)
 
     def submit(self, script, *args, nodes=1, ranks_per_node=2, edit=lambda text: text):
-        text = edit((ROOT / script).read_text()).replace("--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}")
+        text = edit((ROOT / script).read_text()).replace(
+            "--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}"
+        )
         text = text.replace("=hsn0", "=lo")  # gloo fails if there is no such interface
         (self.folder / "job.sbatch").write_text(text)  # SLURM runs a copy, too
         slurm = dict(SLURM_JOB_ID=self.id, SLURM_JOB_NODELIST="node[1-2]", SLURM_NNODES=str(nodes))
-        slurm |= dict(SLURM_CPUS_PER_TASK="3", TASKS_PER_NODE="1" if script == TORCHRUN else str(ranks_per_node))
+        slurm |= dict(
+            SLURM_CPUS_PER_TASK="3",
+            TASKS_PER_NODE="1" if script == TORCHRUN else str(ranks_per_node),
+        )
         env = clean_environment() | slurm | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
         with open(self.log, "w") as log:
-            options = {"stdout": log, "stderr": log, "cwd": self.folder, "env": env, "start_new_session": True}
+            options = {
+                "stdout": log,
+                "stderr": log,
+                "cwd": self.folder,
+                "env": env,
+                "start_new_session": True,
+            }
             self.process = subprocess.Popen(["bash", "job.sbatch", *map(str, args)], **options)
 
     def end(self) -> int:
@@ -119,7 +143,9 @@ class Job:
 
     def signal(self, number) -> None:
         """To srun's tasks, as SLURM does, and not to the script."""
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=True)
+        found = subprocess.run(
+            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=True
+        )
         os.kill(int(found.stdout), number)
 
     def requeued(self) -> int:
@@ -148,7 +174,7 @@ import processes
 def main(argv):
     world = processes.start("cpu")
     threads = os.environ["OMP_NUM_THREADS"]
-    print(f"{world.rank}/{world.size} {world.local_rank}/{world.local_size} {threads} {argv}\\n", end="", flush=True)
+    print(f"{world.global_rank}/{world.global_size} {world.local_rank}/{world.local_size} {threads} {argv}\\n", end="", flush=True)
 
 processes.run(main)
 """
@@ -163,7 +189,8 @@ def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
     assert job.end() == 0, job.said()
     places = re.findall(r"^(\d/\d \d/\d) (\d+) (.*)$", job.said(), re.M)
     assert sorted(places) == [
-        (f"{rank}/4 {rank % 2}/2", str(threads), "['configs/a.py', '--run_dir=with space']") for rank in range(4)
+        (f"{rank}/4 {rank % 2}/2", str(threads), "['configs/a.py', '--run_dir=with space']")
+        for rank in range(4)
     ]
     assert "srun got --cpus-per-task=3" in job.said() and job.requeued() == 0
 
@@ -175,7 +202,10 @@ def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
 @BOTH
 @pytest.mark.parametrize("status", [0, 1, 2, 75, 137])
 def test_only_a_run_that_asks_for_it_is_started_again(job, script, status):
-    job.put("fsdp_train.py", f"import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0' else 0)")
+    job.put(
+        "fsdp_train.py",
+        f"import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0' else 0)",
+    )
     job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
     job.submit(script)
     assert job.end() == status, job.said()
@@ -262,7 +292,9 @@ def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tin
     assert job.end() == 0 and "going on from" in job.said() and job.requeued() == 1, job.said()
     straight, warned = (runlog.read(job.folder / name) for name in ("straight", "warned"))
     keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
-    assert [[row.get(key) for key in keys] for row in straight] == [[row.get(key) for key in keys] for row in warned]
+    assert [[row.get(key) for key in keys] for row in straight] == [
+        [row.get(key) for key in keys] for row in warned
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -278,17 +310,25 @@ def uncommented(text) -> str:
 @pytest.mark.parametrize("flag", ["--rocm", "--nv"])
 def test_the_line_for_a_container_works(job, script, flag):
     job.put("fsdp_train.py", "import os; print(os.environ['NCCL_IB_GID_INDEX'])")
-    job.put(".venv/bin/torchrun", '#!/bin/sh\nwhile [ "$1" != fsdp_train.py ]; do shift; done; exec PYTHON "$@"\n')
+    job.put(
+        ".venv/bin/torchrun",
+        '#!/bin/sh\nwhile [ "$1" != fsdp_train.py ]; do shift; done; exec PYTHON "$@"\n',
+    )
     job.submit(script, edit=lambda text: uncommented(text).replace("--rocm", flag))
     assert job.end() == 0, job.said()
-    assert f"apptainer got exec {flag} --bind {job.folder} --pwd {job.folder} pytorch.sif" in job.said()
+    assert (
+        f"apptainer got exec {flag} --bind {job.folder} --pwd {job.folder} pytorch.sif"
+        in job.said()
+    )
     assert "\n3\n" in job.said()
 
 
 @BOTH
 def test_the_header_lets_slurm_warn_and_start_again(script):
     header = re.findall(r"^#SBATCH (\S+)$", (ROOT / script).read_text(), re.M)
-    assert {"--requeue", "--signal=USR1@180", "--open-mode=append", "--output=%x-%j.log"} <= set(header)
+    assert {"--requeue", "--signal=USR1@180", "--open-mode=append", "--output=%x-%j.log"} <= set(
+        header
+    )
 
 
 @BOTH
@@ -306,7 +346,11 @@ def test_the_variables_of_each_network_are_there():
     slingshot = "NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_NET_GDR_LEVEL NCCL_CROSS_NIC FI_CXI_DEFAULT_CQ_SIZE "
     slingshot += "FI_CXI_DISABLE_CQ_HUGETLB FI_MR_CACHE_MONITOR CXI_FORK_SAFE MIOPEN_USER_DB_PATH OMP_NUM_THREADS"
     assert set(slingshot.split()) <= set(re.findall(r"^export (\w+)=", text, re.M))
-    roce = "NCCL_IB_HCA NCCL_IB_GID_INDEX GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA"
+    roce = (
+        "NCCL_IB_HCA NCCL_IB_GID_INDEX GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA"
+    )
     for script in (TORCHRUN, SRUN):
         assert set(roce.split()) <= set(re.findall(r"(\w+)=", (ROOT / script).read_text()))
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (ROOT / TORCHRUN).read_text()  # see test_hosts.py
+    assert (
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (ROOT / TORCHRUN).read_text()
+    )  # see test_hosts.py

@@ -143,7 +143,9 @@ def test_our_names_are_not_those_of_installed_packages():
     """A package that is installed and imports its own `config` would get ours."""
     installed = importlib.metadata.packages_distributions()
     names = {path.stem for path in ROOT_FILES} | {room.name for room in ROOM_PATHS}
-    assert not names & installed.keys(), {name: installed[name] for name in names & installed.keys()}
+    assert not names & installed.keys(), {
+        name: installed[name] for name in names & installed.keys()
+    }
     assert not names & set(sys.stdlib_module_names)
 
 
@@ -159,7 +161,9 @@ def test_every_name_is_found_here_with_all_requirements_installed(tmp_path):
 
 
 def python(*words, cwd=ROOT) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=cwd, env=rooms_on_path(), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=rooms_on_path(), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -193,7 +197,9 @@ def test_a_docstring_says_how_to_run_it(path):
     assert len(docstring.splitlines()) >= 3, "a line about the concept, then more"
     name = module_of(path)
     how = (
-        {path.name} if path.parent == ROOT else {f"-m {name}", f"-m {name.replace('.', ' ')}", f"-m {path.parent.name}"}
+        {path.name}
+        if path.parent == ROOT
+        else {f"-m {name}", f"-m {name.replace('.', ' ')}", f"-m {path.parent.name}"}
     )
     words = "|".join(map(re.escape, how))
     assert re.search(rf"(python|torchrun|srun|make) [^\n]*({words})\b", docstring)
@@ -201,7 +207,11 @@ def test_a_docstring_says_how_to_run_it(path):
 
 def is_guard(node):
     """`if __name__ == "__main__":`, which an import does not enter."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'" and not node.orelse
+    return (
+        isinstance(node, ast.If)
+        and ast.unparse(node.test) == "__name__ == '__main__'"
+        and not node.orelse
+    )
 
 
 @every_file
@@ -211,7 +221,9 @@ def test_importing_runs_nothing(path):
     assert is_guard(body[-1])
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for node in body[1:-1]:
-        if path.stem == "fsdp_train" and is_guard(node):  # a program may speak before its slow imports
+        if path.stem == "fsdp_train" and is_guard(
+            node
+        ):  # a program may speak before its slow imports
             assert [ast.unparse(line) for line in node.body] == ["startup.begin(sys.argv[1:])"]
         elif isinstance(node, ast.Try):  # an import that may fail, with a message
             assert all(isinstance(inner, kinds[:2]) for inner in node.body)
@@ -223,7 +235,9 @@ def test_importing_runs_nothing(path):
 def test_nothing_that_is_sent_to_other_processes_lives_in_a_door(path):
     """They could not import it: their own `__main__` is another file."""
     assert is_guard(tree(path).body[-1])
-    defined = {node.name for node in tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    defined = {
+        node.name for node in tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    }
     assert defined <= {"main", "listing"}
 
 
@@ -233,7 +247,10 @@ def test_environment_variables_are_no_messengers(path):
     written = [
         node.lineno
         for node in ast.walk(tree(path))
-        if (isinstance(node, ast.Assign) and any("os.environ" in ast.unparse(t) for t in node.targets))
+        if (
+            isinstance(node, ast.Assign)
+            and any("os.environ" in ast.unparse(t) for t in node.targets)
+        )
         or (isinstance(node, ast.AugAssign) and ast.unparse(node.target) in ("os.environ", "env"))
     ]
     assert not written or path.stem == "processes", f"{path.name}, lines {written}"
@@ -254,7 +271,11 @@ def test_read_next_names_a_file_of_ours(path):
 def test_no_module_variable_changes(path):
     found = [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Global)]
     assert not found, f"`global` in {path.name}, lines {found}"
-    calls = {node.func.id for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and hasattr(node.func, "id")}
+    calls = {
+        node.func.id
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and hasattr(node.func, "id")
+    }
     assert not calls & {"exec", "eval"}
 
 

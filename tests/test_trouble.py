@@ -10,7 +10,13 @@ from conftest import ROOT, flags_for
 from lifecycle import runlog
 
 TINY = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32 --precision=fp32 --warmup_steps=1"
-TINY = [*TINY.split(), "--global_batch_size=8", "--microbatch_size=2", "--eval_tokens=64", "--save_interval=2"]
+TINY = [
+    *TINY.split(),
+    "--global_batch_size=8",
+    "--microbatch_size=2",
+    "--eval_tokens=64",
+    "--save_interval=2",
+]
 
 
 @pytest.fixture
@@ -38,7 +44,12 @@ def test_a_run_goes_on_in_another_place_without_its_text(train, tiny_data, tmp_p
     os.makedirs(tmp_path / "there")
     shutil.move(tmp_path / "here/moved", tmp_path / "there/run")
     shutil.copytree(tiny_data, tmp_path / "there/data")
-    more = ["--run_dir=there/run", f"--data_dir={tmp_path / 'there/data'}", "--max_steps=4", "--schedule=constant"]
+    more = [
+        "--run_dir=there/run",
+        f"--data_dir={tmp_path / 'there/data'}",
+        "--max_steps=4",
+        "--schedule=constant",
+    ]
     assert "there/run: going on from there/run/checkpoints/step-2" in train(*more)
     moved = losses(tmp_path / "there/run")
     assert len(moved) == 4 and moved == losses(tmp_path / "here/straight")
@@ -67,4 +78,6 @@ def test_each_case_is_short_and_has_a_command():
     assert len(cases) >= 9
     for case in cases:
         assert len(case.split()) <= 150, case.splitlines()[0]
-        assert re.search(r"```sh\n|`(sbatch|export|rsync|python)|[Tt]he same\s+command|error: ", case), case
+        assert re.search(
+            r"```sh\n|`(sbatch|export|rsync|python)|[Tt]he same\s+command|error: ", case
+        ), case

@@ -25,7 +25,21 @@ from storage import files as file_reader
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".py")
 # Endings of files that are not read here; no data set of the Hub has such a name.
-OTHER = (".json", ".md", ".html", ".xml", ".pdf", ".docx", ".epub", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
+OTHER = (
+    ".json",
+    ".md",
+    ".html",
+    ".xml",
+    ".pdf",
+    ".docx",
+    ".epub",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".zst",
+    ".zip",
+    ".tar",
+)
 HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 MARKS = {  # at the beginning of a file in another encoding than UTF-8; UTF-32's begins as UTF-16's does
     codecs.BOM_UTF32_LE: "UTF-32",
@@ -39,7 +53,11 @@ PIECE = r"(?s).{1,16384}(?:.{0,16384}?\n\s*\n|.*?\n|.*\Z)"  # ends at a blank li
 def documents(dataset: str):
     """The documents of a data set. Raises UserError when it cannot be found or reached."""
     paths, lossy = files(dataset), dataset == "stdlib"
-    texts = (text for path in paths for text in file_documents(path, lossy)) if paths else hub_documents(dataset)
+    texts = (
+        (text for path in paths for text in file_documents(path, lossy))
+        if paths
+        else hub_documents(dataset)
+    )
     return (text for text in texts if text)
 
 
@@ -71,7 +89,9 @@ def stdlib_files() -> list[str]:
     """Python's own library, about 730 files and 12 MB, without its tests and without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    return sorted(str(p) for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts))
+    return sorted(
+        str(p) for p in root.rglob("*.py") if not left_out & set(p.relative_to(root).parts)
+    )
 
 
 def local_files(dataset: str) -> list[str]:
@@ -82,11 +102,15 @@ def local_files(dataset: str) -> list[str]:
         pattern = os.path.join(glob.escape(dataset), "**", "*") if folder else glob.escape(dataset)
     found = glob.glob(pattern, recursive=True)
     paths = sorted(p for p in found if p.endswith(SUFFIXES) and not os.path.isdir(p))
-    paths = [p for p in paths if not p.endswith((".csv", ".tsv"))] or paths  # a table beside texts is about them
+    paths = [
+        p for p in paths if not p.endswith((".csv", ".tsv"))
+    ] or paths  # a table beside texts is about them
     name = dataset.partition(":")[0]
     on_the_hub = re.fullmatch(HUB_NAME, name) and not name.lower().endswith(SUFFIXES + OTHER)
     endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-    require(paths or (on_the_hub and not exists), f"dataset={dataset!r}: no {endings} file is there")
+    require(
+        paths or (on_the_hub and not exists), f"dataset={dataset!r}: no {endings} file is there"
+    )
     return paths
 
 
@@ -132,7 +156,9 @@ def parquet_documents(path: str):
                 for text in batch.column(0):
                     yield text.as_py()
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{path} is not a whole .parquet file: {config.one_line(error)}") from error
+            raise UserError(
+                f"{path} is not a whole .parquet file: {config.one_line(error)}"
+            ) from error
 
 
 def jsonl_documents(path: str):
@@ -143,20 +169,27 @@ def jsonl_documents(path: str):
             if not isinstance(text, str | None):
                 raise TypeError
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(f'{path}, line {number}: expected one JSON object with a field "text"') from error
+            raise UserError(
+                f'{path}, line {number}: expected one JSON object with a field "text"'
+            ) from error
         yield text
 
 
 def table_documents(path: str):
     """The column `text` of a .csv or .tsv file whose first row has the names; a quoted field may go over lines."""
     csv.field_size_limit(2**31 - 1)  # bytes; by default 128 kB, which documents exceed
-    rows = csv.reader(text_lines(path), delimiter="\t" if path.endswith(".tsv") else ",", strict=True)
+    rows = csv.reader(
+        text_lines(path), delimiter="\t" if path.endswith(".tsv") else ",", strict=True
+    )
     try:
         names = next(rows, [])
         require("text" in names, f"{path} has no column 'text', only {names[:20]}")
         place = names.index("text")
         for row in rows:
-            require(not row or len(row) > place, f"{path}, line {rows.line_num}: no column 'text' in this row")
+            require(
+                not row or len(row) > place,
+                f"{path}, line {rows.line_num}: no column 'text' in this row",
+            )
             yield row[place] if row else None
     except csv.Error as error:
         raise UserError(f"{path}, line {rows.line_num}: {error}") from error
@@ -205,13 +238,19 @@ def hub_documents(dataset: str):
             require("text" in row, f"data set {dataset} has no field 'text', only {sorted(row)}")
             yield row["text"]
     except FileNotFoundError as error:
-        raise UserError(f"dataset={dataset!r} is neither a file here nor a data set on the Hub: {advice}") from error
+        raise UserError(
+            f"dataset={dataset!r} is neither a file here nor a data set on the Hub: {advice}"
+        ) from error
     except OSError as error:
-        raise UserError(f"cannot reach the Hub for dataset={dataset!r}: {advice}, or try again online") from error
+        raise UserError(
+            f"cannot reach the Hub for dataset={dataset!r}: {advice}, or try again online"
+        ) from error
     except UserError:
         raise
     except ValueError as error:  # e.g. the subset is missing, and the message lists them
-        raise UserError(f"dataset={dataset!r}: {' '.join(str(error).split())} (write it {name}:SUBSET)") from error
+        raise UserError(
+            f"dataset={dataset!r}: {' '.join(str(error).split())} (write it {name}:SUBSET)"
+        ) from error
 
 
 def main(argv) -> None:

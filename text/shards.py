@@ -24,7 +24,12 @@ HEADER_BYTES = 4096  # JSON, padded with spaces
 FORMAT, DTYPES = "mpt-tokens-1", ("uint16", "uint32")
 FIX = "delete it and run data.py again, which makes only what is missing"
 FIELDS = {"format": str, "dtype": str, "sha256": str, "text_sha256": str}  # of every header
-COUNTS = {"tokens": int, "documents": int, "text_bytes": int, "vocab_size": int}  # and these, 0 or more
+COUNTS = {
+    "tokens": int,
+    "documents": int,
+    "text_bytes": int,
+    "vocab_size": int,
+}  # and these, 0 or more
 MOST = 2**48  # of anything that is counted in one file
 SUMMARY = {  # of dataset.json
     "dataset": str,
@@ -46,8 +51,12 @@ class Shard:
         with files.open_regular(path) as file:
             text, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
         self.header = files.parse_json(text, str(path), dict, FIELDS | COUNTS, FIX)
-        self.require(self.header["format"] == FORMAT, f"its format is {files.shown(self.header['format'])}")
-        self.require(self.header["dtype"] in DTYPES, f"its dtype is {files.shown(self.header['dtype'])}")
+        self.require(
+            self.header["format"] == FORMAT, f"its format is {files.shown(self.header['format'])}"
+        )
+        self.require(
+            self.header["dtype"] in DTYPES, f"its dtype is {files.shown(self.header['dtype'])}"
+        )
         for name in COUNTS:
             count = self.header[name]
             self.require(0 <= count <= MOST, f"{name!r} is {count}")
@@ -55,11 +64,17 @@ class Shard:
         wanted = HEADER_BYTES + tokens * self.dtype.itemsize
         self.require(size == wanted, f"{size:,} bytes instead of {wanted:,}")
         self.require(tokens == 0 or self.header["text_bytes"] > 0, "tokens of no text")
-        self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, (tokens,)) if tokens else np.empty(0, self.dtype)
+        self.ids = (
+            np.memmap(path, self.dtype, "r", HEADER_BYTES, (tokens,))
+            if tokens
+            else np.empty(0, self.dtype)
+        )
 
     def check_hash(self) -> None:
         """UserError unless the tokens are those that were written."""
-        self.require(sha256_of(self.header, self.ids) == self.header["sha256"], "its checksum does not match")
+        self.require(
+            sha256_of(self.header, self.ids) == self.header["sha256"], "its checksum does not match"
+        )
 
     def require(self, condition: bool, fault: str) -> None:
         require(condition, f"{self.path} is damaged ({fault}): {FIX}")
@@ -67,7 +82,9 @@ class Shard:
 
 def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
     """The shards of a data folder in order; other files are ignored."""
-    return sorted(p for p in Path(folder).glob("*.bin") if re.fullmatch(rf"{split}-[0-9]+\.bin", p.name))
+    return sorted(
+        p for p in Path(folder).glob("*.bin") if re.fullmatch(rf"{split}-[0-9]+\.bin", p.name)
+    )
 
 
 def fingerprint(folder: Path) -> str:
@@ -114,7 +131,11 @@ def cut(path: Path, tokens: int) -> None:
     share = tokens / shard.header["tokens"]
     text_bytes = max(1, round(shard.header["text_bytes"] * share))
     text = {"documents": shard.header["documents"], "text_bytes": text_bytes}
-    write_ids(path, shard.ids[:tokens], {**text, "vocab_size": shard.header["vocab_size"], "text_sha256": "cut"})
+    write_ids(
+        path,
+        shard.ids[:tokens],
+        {**text, "vocab_size": shard.header["vocab_size"], "text_sha256": "cut"},
+    )
 
 
 def main(argv) -> None:
@@ -123,7 +144,9 @@ def main(argv) -> None:
         require(os.path.isfile(name), f"no shard {name!r}")
         shard = Shard(Path(name))
         shard.check_hash()
-        print(f"{name}: {shard.header['tokens']:,} tokens of {shard.header['documents']:,} documents, intact")
+        print(
+            f"{name}: {shard.header['tokens']:,} tokens of {shard.header['documents']:,} documents, intact"
+        )
 
 
 if __name__ == "__main__":

@@ -45,7 +45,9 @@ END_OF_TEXT = "<|endoftext|>"
 # GPT-2's split with possessive quantifiers (++): the same pieces, but a million spaces do not exhaust the stack.
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 # The 256 single bytes in GPT-2's order: the printable ones first. Hugging Face's trainer numbers them so, too.
-BYTES = sorted((bytes([b]) for b in range(256)), key=lambda b: not chr(b[0]).isprintable() or b == b" ")
+BYTES = sorted(
+    (bytes([b]) for b in range(256)), key=lambda b: not chr(b[0]).isprintable() or b == b" "
+)
 PRINTABLE = 188  # of these
 LONGEST = 1000  # characters of a word that a BPE learns from: a join costs its length, and no language has longer ones
 
@@ -83,14 +85,18 @@ class Tokenizer:
         if name != "bytes":
             split, ranks = SPLIT, {token: i for i, token in enumerate(tokens)}
             special = {END_OF_TEXT: self.eot}
-            self.encoding = tiktoken.Encoding(name, pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+            self.encoding = tiktoken.Encoding(
+                name, pat_str=split, mergeable_ranks=ranks, special_tokens=special
+            )
         self.fingerprint = fingerprint(split, tokens)
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (n,) uint16, or uint32 above 65,536 ids. `<|endoftext|>` in it is text like any other."""
         try:
             return self._encode(text)
-        except UnicodeEncodeError:  # half a surrogate pair, which JSON can carry and UTF-8 cannot: becomes U+FFFD
+        except (
+            UnicodeEncodeError
+        ):  # half a surrogate pair, which JSON can carry and UTF-8 cannot: becomes U+FFFD
             return self._encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     def _encode(self, text: str) -> np.ndarray:
@@ -124,20 +130,31 @@ class HuggingFace:
         try:
             import tokenizers
         except ImportError as error:
-            raise UserError(f"{path} is read by Hugging Face's: pip install -r requirements-extra.txt") from error
+            raise UserError(
+                f"{path} is read by Hugging Face's: pip install -r requirements-extra.txt"
+            ) from error
         content = read(path)
         try:
             described = json.loads(content)
             bytewise = "ByteLevel" in json.dumps(described["decoder"])
-            probe(path, json.dumps(described))  # written anew: in the file itself a name may be spelled with \\u0067
+            probe(
+                path, json.dumps(described)
+            )  # written anew: in the file itself a name may be spelled with \\u0067
             self.library = tokenizers.Tokenizer.from_str(content.decode())
         except (KeyboardInterrupt, SystemExit, UserError):
             raise
-        except BaseException as error:  # the library's errors have no class of their own, its panics are no Exception
+        except (
+            BaseException
+        ) as error:  # the library's errors have no class of their own, its panics are no Exception
             damaged = f"{path} is not Hugging Face's tokenizer.json, or is damaged"
             raise UserError(f"{damaged}: {one_line(error)}") from error
-        require(bytewise, f"{path} does not cut text into bytes: only byte-level tokenizers are read here")
-        self.library.encode_special_tokens = True  # `<|endoftext|>` in a text is text like any other
+        require(
+            bytewise,
+            f"{path} does not cut text into bytes: only byte-level tokenizers are read here",
+        )
+        self.library.encode_special_tokens = (
+            True  # `<|endoftext|>` in a text is text like any other
+        )
         self.library.no_padding()
         self.library.no_truncation()
         spelled = {i: word for word, i in self.library.get_vocab().items()}
@@ -146,18 +163,26 @@ class HuggingFace:
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which ends a document here")
         self.dtype = np.uint16 if self.vocab_size <= 65536 else np.uint32
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
-        letters = {chr(b[0]) if i < PRINTABLE else chr(256 + i - PRINTABLE): b for i, b in enumerate(BYTES)}
-        self.bytes_of = {i: b"".join(letters.get(c, c.encode()) for c in word) for i, word in spelled.items()}
+        letters = {
+            chr(b[0]) if i < PRINTABLE else chr(256 + i - PRINTABLE): b for i, b in enumerate(BYTES)
+        }
+        self.bytes_of = {
+            i: b"".join(letters.get(c, c.encode()) for c in word) for i, word in spelled.items()
+        }
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`. UserError if the library gives up, as on a regular expression that never ends."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:
-            return np.array(self.library.encode(text, add_special_tokens=False).ids, dtype=self.dtype)
+            return np.array(
+                self.library.encode(text, add_special_tokens=False).ids, dtype=self.dtype
+            )
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic of the library is no Exception
-            raise UserError(f"{self.path} cannot encode {text[:20]!r}: {one_line(error)}") from error
+            raise UserError(
+                f"{self.path} cannot encode {text[:20]!r}: {one_line(error)}"
+            ) from error
 
     decode_bytes, decode = Tokenizer.decode_bytes, Tokenizer.decode
 
@@ -175,9 +200,13 @@ def probe(path: str, content: str) -> None:
     if not any(word in content for word in ("Regex", "Replace", "Prepend")):
         return
     try:
-        done = subprocess.run([sys.executable, "-c", PROBE, path], capture_output=True, timeout=PROBE_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, path], capture_output=True, timeout=PROBE_SECONDS
+        )
     except subprocess.TimeoutExpired as error:
-        raise UserError(f"{path} needs more than {PROBE_SECONDS} s for some lines of text: not taken") from error
+        raise UserError(
+            f"{path} needs more than {PROBE_SECONDS} s for some lines of text: not taken"
+        ) from error
     said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     require(done.returncode == 0, f"{path} cannot encode some lines of text: {said[:200]}")
 
@@ -191,14 +220,18 @@ def canonical(name: str) -> str:
     """`name` as this project writes it (`bpe` is `bpe-4096`); UserError if there is no such tokenizer."""
     if name in ("gpt2", "bytes") or name.endswith(".json"):
         return name
-    size = 4096 if name == "bpe" else int(name[4:]) if re.fullmatch(r"bpe-[0-9]{1,9}", name) else None
+    size = (
+        4096 if name == "bpe" else int(name[4:]) if re.fullmatch(r"bpe-[0-9]{1,9}", name) else None
+    )
     if size is None:
         near = difflib.get_close_matches(name, ["gpt2", "bytes", "bpe-4096"], n=1)
         hint = f", did you mean {near[0]!r}?" if near else ";"
         raise UserError(
             f"unknown tokenizer {name!r}{hint} choices: gpt2, bytes, bpe-N (as in bpe-4096), a tokenizer.json"
         )
-    require(size > 256, f"bpe-{size} has no room for 256 bytes and end-of-text: the smallest is bpe-257")
+    require(
+        size > 256, f"bpe-{size} has no room for 256 bytes and end-of-text: the smallest is bpe-257"
+    )
     return f"bpe-{size}"
 
 
@@ -220,20 +253,27 @@ def load_gpt2() -> Tokenizer:
     """GPT-2's 50,257 entries: tiktoken downloads two files once (and deletes a cached file that is damaged)."""
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as error:  # no network, or a cache that cannot be written; a damaged download
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # no network, or a cache that cannot be written; a damaged download
         raise UserError(
             f"GPT-2's tokenizer files are not in tiktoken's cache and cannot be fetched ({type(error).__name__}): set "
             "TIKTOKEN_CACHE_DIR to a folder that holds them (where there is a network, `TIKTOKEN_CACHE_DIR=folder "
             "python -m text.tokenizer gpt2` fills it), or take --tokenizer=bpe-4096 or --tokenizer=bytes: no download"
         ) from error
-    return Tokenizer("gpt2", [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)])
+    return Tokenizer(
+        "gpt2", [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
+    )
 
 
 def load_bpe(name: str, path: str | None) -> Tokenizer:
     """A BPE that was trained here, from its JSON file."""
     require(path is not None, f"{name} is trained here, so load it with the path of its file")
     fix = "remove it and train again"
-    saved = files.parse_json(read(path), str(path), dict, {"name": str, "fingerprint": str, "tokens": list}, fix)
+    saved = files.parse_json(
+        read(path), str(path), dict, {"name": str, "fingerprint": str, "tokens": list}, fix
+    )
     words = saved["tokens"]
     texts = all(isinstance(word, str) and max(word, default="") < "\u0100" for word in words)
     tokens = [word.encode("latin-1") for word in words] if texts else []
@@ -296,7 +336,10 @@ def learn(words: list[list[int]], counts: list[int], size: int) -> list[bytes]:
     is the most frequent one, and of equals the one with the smallest ids, as in Hugging Face's trainer.
     """
     tokens, ids = list(BYTES), {token: i for i, token in enumerate(BYTES)}
-    totals, places = collections.Counter(), collections.defaultdict(set)  # of each pair: occurrences, indices of words
+    totals, places = (
+        collections.Counter(),
+        collections.defaultdict(set),
+    )  # of each pair: occurrences, indices of words
     for w, word in enumerate(words):
         for pair in itertools.pairwise(word):
             totals[pair] += counts[w]
@@ -305,13 +348,17 @@ def learn(words: list[list[int]], counts: list[int], size: int) -> list[bytes]:
     heapq.heapify(heap)
     while heap and len(tokens) < size:
         total, pair = heapq.heappop(heap)
-        if -total != totals[pair]:  # lazy: a total falls behind the heap's back, and is put right when it surfaces
+        if (
+            -total != totals[pair]
+        ):  # lazy: a total falls behind the heap's back, and is put right when it surfaces
             heapq.heappush(heap, (-totals[pair], pair))
             continue
         if -total < 2:
             break
         token = tokens[pair[0]] + tokens[pair[1]]
-        new = ids.setdefault(token, len(tokens))  # a + bc may spell what ab + c did: one token, one id
+        new = ids.setdefault(
+            token, len(tokens)
+        )  # a + bc may spell what ab + c did: one token, one id
         if new == len(tokens):
             tokens.append(token)
         change = collections.Counter()
@@ -336,13 +383,17 @@ def main(argv: list[str]) -> None:
     texts = [file.read_text(encoding="utf-8") for file in files]
     start = time.perf_counter()
     tokenizer = train_bpe(texts, int(name[4:])) if name.startswith("bpe") else load(name)
-    print(f"{name}: {tokenizer.vocab_size} entries in {time.perf_counter() - start:.1f} s, {tokenizer.fingerprint}")
+    print(
+        f"{name}: {tokenizer.vocab_size} entries in {time.perf_counter() - start:.1f} s, {tokenizer.fingerprint}"
+    )
     sentence = f"The return value of encode('größe') is not None, and {END_OF_TEXT} is text."
     ids = tokenizer.encode(sentence)
     print("|".join(tokenizer.decode([i]) for i in ids))
     print(*ids)
     corpus = "".join(texts)
-    print(f"{len(corpus.encode()) / len(tokenizer.encode(corpus)):.2f} bytes per token of {len(texts)} stdlib files")
+    print(
+        f"{len(corpus.encode()) / len(tokenizer.encode(corpus)):.2f} bytes per token of {len(texts)} stdlib files"
+    )
     assert tokenizer.decode(ids) == sentence and tokenizer.eot not in ids
 
 

@@ -43,10 +43,22 @@ from processes import rank_zero_decides
 from storage import files
 from storage.checkpoint_files import read_metadata, reason_of
 from text import tokenizer as tokenizers
-from weights.tensor_files import Stored, fill, inside, locate, read_pickle, same, weight_files, write_folder
+from weights.tensor_files import (
+    Stored,
+    fill,
+    inside,
+    locate,
+    read_pickle,
+    same,
+    weight_files,
+    write_folder,
+)
 
 SHARD = 5 * 10**9  # bytes of one exported file, at most
-THEIR_TOKENIZER, OUR_TOKENIZER = "tokenizer.json", "bpe_tokenizer.json"  # their format, and that of our bpe-N
+THEIR_TOKENIZER, OUR_TOKENIZER = (
+    "tokenizer.json",
+    "bpe_tokenizer.json",
+)  # their format, and that of our bpe-N
 
 TOP = """d_model n_heads n_layers expansion_ratio max_seq_len vocab_size learned_pos_emb no_bias logit_scale norm_type
          tie_word_embeddings emb_pdrop resid_pdrop""".split()
@@ -58,7 +70,12 @@ IGNORED = """architectures auto_map model_type name _name_or_path transformers_v
     return_dict id2label label2id problem_type is_encoder_decoder chunk_size_feed_forward output_attentions
     output_hidden_states""".split()
 DEFAULTS = {  # of what we do not have; of any other, one of NOTHING
-    **{"embedding_fraction": [1], "layer_norm_epsilon": [1e-5], "norm_eps": [1e-5], "sliding_window_size": [-1]},
+    **{
+        "embedding_fraction": [1],
+        "layer_norm_epsilon": [1e-5],
+        "norm_eps": [1e-5],
+        "sliding_window_size": [-1],
+    },
     **{"fused_qkv": [True], "ffn_type": ["mptmlp"], "fc_type": [None, "torch", {"name": "torch"}]},
     **{"ffn_act_fn": [None, {"name": "gelu", "approximate": "none"}]},
 }
@@ -68,10 +85,15 @@ NOTHING = [None, False, [], {}]
 def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     """The model that a config.json of transformers or LLM Foundry describes. UserError for what we do not have."""
     model_type = settings.get("model_type")
-    require(model_type == "mpt", f"{source} has model_type {files.shown(model_type)}: only 'mpt' can be read")
+    require(
+        model_type == "mpt",
+        f"{source} has model_type {files.shown(model_type)}: only 'mpt' can be read",
+    )
     architectures = settings.get("architectures") or []
     require(isinstance(architectures, list), f"{source}: architectures must be a list of names")
-    by_transformers = any(isinstance(name, str) and name.startswith("Mpt") for name in architectures)
+    by_transformers = any(
+        isinstance(name, str) and name.startswith("Mpt") for name in architectures
+    )
     values = {"no_bias": True, "alibi": True} if by_transformers else {}
     attention, ffn = settings.get("attn_config") or {}, settings.get("ffn_config") or {}
     groups = isinstance(attention, dict) and isinstance(ffn, dict)
@@ -107,11 +129,17 @@ def kv_heads(attention: dict, source: str) -> int | None:
     kind = attention.get("attn_type", "multihead_attention")
     heads = {"multihead_attention": None, "multiquery_attention": 1, "grouped_query_attention": 0}
     known = isinstance(kind, str) and kind in heads
-    require(known, f"{source} sets attn_type to {files.shown(kind)}, expected one of: {', '.join(heads)}")
+    require(
+        known,
+        f"{source} sets attn_type to {files.shown(kind)}, expected one of: {', '.join(heads)}",
+    )
     if kind != "grouped_query_attention":
         return heads[kind]
     count = attention.get("kv_n_heads") or 0
-    require(type(count) is int, f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number")
+    require(
+        type(count) is int,
+        f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number",
+    )
     return count
 
 
@@ -121,10 +149,16 @@ def check_rope(attention: dict, values: dict, source: str) -> None:
     known = not values.get("rope") or impl in ("dail", "hf")
     require(known, f"{source} sets rope_impl to {files.shown(impl)}, expected dail or hf")
     group = attention.get(f"rope_{impl}_config") if values.get("rope") else None
-    require(isinstance(group, dict | None), f"{source}: rope_{impl}_config must be an object with settings")
+    require(
+        isinstance(group, dict | None),
+        f"{source}: rope_{impl}_config must be an object with settings",
+    )
     form = (group or {}).get("type", "original")
     plain = form in ("original", "no_scaling")
-    require(plain, f"{source} sets rope_{impl}_config to {files.shown(form)}: only plain RoPE can be read")
+    require(
+        plain,
+        f"{source} sets rope_{impl}_config to {files.shown(form)}: only plain RoPE can be read",
+    )
 
 
 def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
@@ -134,20 +168,37 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     """
     values = asdict(cfg)
     known = function_of(cfg.attn_impl) == "auto"
-    require(known, f"attn_impl={cfg.attn_impl} is another function than MPT's attention: this format cannot hold it")
+    require(
+        known,
+        f"attn_impl={cfg.attn_impl} is another function than MPT's attention: this format cannot hold it",
+    )
     known = norm_of(cfg.norm_type) == "layernorm"
     require(known, f"norm_type={cfg.norm_type} is not MPT's norm: this format cannot hold it")
     theirs = {*TOP, *ATTENTION, "kv_n_heads", "attn_impl"}
     own = [field for field in fields(cfg) if field.name not in theirs]
-    changed = [f"{field.name}={values[field.name]}" for field in own if values[field.name] != field.default]
-    require(not changed, f"this format cannot hold {', '.join(changed)}: the model would be another one")
-    for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):  # transformers takes only whole numbers here
+    changed = [
+        f"{field.name}={values[field.name]}" for field in own if values[field.name] != field.default
+    ]
+    require(
+        not changed, f"this format cannot hold {', '.join(changed)}: the model would be another one"
+    )
+    for name in (
+        "expansion_ratio",
+        "alibi_bias_max",
+        "attn_pdrop",
+    ):  # transformers takes only whole numbers here
         values[name] = int(values[name]) if values[name] == int(values[name]) else values[name]
-    kind = {None: "multihead_attention", 1: "multiquery_attention"}.get(cfg.kv_n_heads, "grouped_query_attention")
+    kind = {None: "multihead_attention", 1: "multiquery_attention"}.get(
+        cfg.kv_n_heads, "grouped_query_attention"
+    )
     attention = {"attn_type": kind, **{name: values[name] for name in ATTENTION}}
     if kind == "grouped_query_attention":
         attention["kv_n_heads"] = cfg.kv_n_heads
-    head = {"model_type": "mpt", "architectures": ["MptForCausalLM"], "torch_dtype": str(dtype).removeprefix("torch.")}
+    head = {
+        "model_type": "mpt",
+        "architectures": ["MptForCausalLM"],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
     return {**head, **{name: values[name] for name in TOP}, "attn_config": attention}
 
 
@@ -158,7 +209,9 @@ def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
     layers |= {"attn.Wqkv": (wide + 2 * kv, wide), "attn.out_proj": (wide, wide)}
     layers |= {"ffn.up_proj": (cfg.hidden_dim, wide), "ffn.down_proj": (wide, cfg.hidden_dim)}
     layers |= {"attn.q_ln": (wide,), "attn.k_ln": (kv,)} if cfg.qk_ln else {}
-    shapes = {f"blocks.{i}.{name}": shape for i in range(cfg.n_layers) for name, shape in layers.items()}
+    shapes = {
+        f"blocks.{i}.{name}": shape for i in range(cfg.n_layers) for name, shape in layers.items()
+    }
     shapes["norm_f"] = (wide,)
     found = {f"transformer.{name}.weight": shape for name, shape in shapes.items()}
     if not cfg.no_bias:
@@ -171,21 +224,37 @@ def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
 
 def check_format(state: dict, cfg: MPTConfig) -> None:
     """UserError naming the weights of a model that their MPT of these settings lacks, or has in another shape."""
-    wanted, held = weights_in_format(cfg), {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wanted, held = (
+        weights_in_format(cfg),
+        {name: tuple(tensor.shape) for name, tensor in state.items()},
+    )
     extra = [f"{name} {shape}" for name, shape in held.items() if name not in wanted]
-    other = [f"{name} {held[name]} instead of {wanted[name]}" for name in wanted if held.get(name) != wanted[name]]
+    other = [
+        f"{name} {held[name]} instead of {wanted[name]}"
+        for name in wanted
+        if held.get(name) != wanted[name]
+    ]
     other = [line.replace("None instead", "missing instead") for line in other]
     named = ", ".join((extra + other)[:3])
     count = len(extra + other)
-    require(not count, f"this is no MPT that others can read: {count} weights are not those of the format: {named}")
+    require(
+        not count,
+        f"this is no MPT that others can read: {count} weights are not those of the format: {named}",
+    )
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
     """The settings of a model, as `name=value`, that transformers' MptForCausalLM overlooks or its config refuses."""
-    usual = MPTConfig(no_bias=True, alibi=True, clip_qkv=cfg.clip_qkv, softmax_scale=cfg.softmax_scale)
+    usual = MPTConfig(
+        no_bias=True, alibi=True, clip_qkv=cfg.clip_qkv, softmax_scale=cfg.softmax_scale
+    )
     names = "alibi alibi_bias_max rope no_bias qk_ln logit_scale expansion_ratio attn_uses_sequence_id".split()
     names += "emb_pdrop attn_pdrop resid_pdrop".split()
-    lost = [f"{name}={getattr(cfg, name)}" for name in names if getattr(cfg, name) != getattr(usual, name)]
+    lost = [
+        f"{name}={getattr(cfg, name)}"
+        for name in names
+        if getattr(cfg, name) != getattr(usual, name)
+    ]
     lost += ["learned_pos_emb=True"] if cfg.learned_positions else []
     return lost + ([f"kv_n_heads={cfg.kv_n_heads}"] if cfg.n_kv_heads != cfg.n_heads else [])
 
@@ -195,14 +264,29 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
     found = locate(path)
     wanted = {name: tuple(param.shape) for name, param in model.named_parameters()}
     missing = [name for name in wanted if name not in found]
-    require(not missing, f"{path} lacks {len(missing)} tensors of this model, such as {missing[:1]}")
-    head = found.pop("lm_head.weight") if model.cfg.tie_word_embeddings and "lm_head.weight" in found else None
+    require(
+        not missing, f"{path} lacks {len(missing)} tensors of this model, such as {missing[:1]}"
+    )
+    head = (
+        found.pop("lm_head.weight")
+        if model.cfg.tie_word_embeddings and "lm_head.weight" in found
+        else None
+    )
     tied = head is None or same(head, found["transformer.wte.weight"])
-    require(tied, f"lm_head.weight in {path} differs from the embedding: its config wants tie_word_embeddings false")
+    require(
+        tied,
+        f"lm_head.weight in {path} differs from the embedding: its config wants tie_word_embeddings false",
+    )
     strangers = [name for name in found if name not in wanted]
-    require(not strangers, f"{path} holds {len(strangers)} tensors that this model lacks, such as {strangers[:1]}")
+    require(
+        not strangers,
+        f"{path} holds {len(strangers)} tensors that this model lacks, such as {strangers[:1]}",
+    )
     for name, shape in wanted.items():
-        require(found[name].shape == shape, f"{name} is {found[name].shape} in {path}, but {shape} in this model")
+        require(
+            found[name].shape == shape,
+            f"{name} is {found[name].shape} in {path}, but {shape} in this model",
+        )
     return found
 
 
@@ -244,9 +328,17 @@ def foreign_settings(path: Path) -> tuple[dict, Path]:
     beside = path / "config.json" if path.is_dir() else path.parent / "config.json"
     if path.is_dir() or beside.exists():
         return files.read_json(beside), beside
-    require(path.suffix == ".pt", f"{path} does not hold its model's settings: put its config.json beside it")
-    settings = inside(read_pickle(path), *"state integrations huggingface model config content".split())
-    require(isinstance(settings, dict), f"{path} does not hold its model's settings: put its config.json beside it")
+    require(
+        path.suffix == ".pt",
+        f"{path} does not hold its model's settings: put its config.json beside it",
+    )
+    settings = inside(
+        read_pickle(path), *"state integrations huggingface model config content".split()
+    )
+    require(
+        isinstance(settings, dict),
+        f"{path} does not hold its model's settings: put its config.json beside it",
+    )
     return settings, path
 
 
@@ -287,7 +379,9 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
     def read(names):
         tensors = {name: state[name] for name in names}
         if found:
-            tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()}
+            tensors = {
+                name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors.items()
+            }
             checkpoint.fill(found, {"model": tensors}, metadata)
         return tensors
 
@@ -298,7 +392,10 @@ def export(source, folder, max_bytes: int = SHARD) -> None:
         (temporary / "config.json").write_text(json.dumps(settings, indent=2))
     if lost := lost_in_transformers(cfg):
         lost = ", ".join(lost)
-        print(f"warning: transformers' MptForCausalLM overlooks {lost}: do not load it there", file=sys.stderr)
+        print(
+            f"warning: transformers' MptForCausalLM overlooks {lost}: do not load it there",
+            file=sys.stderr,
+        )
 
 
 def copy_tokenizer(path: Path, folder: Path) -> str:
@@ -315,8 +412,15 @@ def copy_tokenizer(path: Path, folder: Path) -> str:
 def weights_of(metadata) -> dict:
     """Name -> tensor without memory, of the weights in a checkpoint of ours, from what `read_metadata` says."""
     entries = metadata.state_dict_metadata
-    weights = {name.removeprefix("model."): entry for name, entry in entries.items() if name.startswith("model.")}
-    return {name: torch.empty(w.size, dtype=w.properties.dtype, device="meta") for name, w in weights.items()}
+    weights = {
+        name.removeprefix("model."): entry
+        for name, entry in entries.items()
+        if name.startswith("model.")
+    }
+    return {
+        name: torch.empty(w.size, dtype=w.properties.dtype, device="meta")
+        for name, w in weights.items()
+    }
 
 
 def import_(source, run_dir, tokenizer: str = "") -> None:
@@ -330,22 +434,35 @@ def import_(source, run_dir, tokenizer: str = "") -> None:
     name = str(Path(name).absolute()) if name.endswith(".json") else name
     cut = tokenizers.load(name, own_file(source, name))
     fits = cut.vocab_size <= cfg.vocab_size
-    require(fits, f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set --tokenizer")
+    require(
+        fits,
+        f"{name} has {cut.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: set --tokenizer",
+    )
     of_run = asdict(TrainConfig(run_dir=str(run_dir), tokenizer=name))
-    meta = {"step": 0, **asdict(cfg), **of_run, "precision": "fp32", "data_fingerprint": f"imported from {source}"}
+    meta = {
+        "step": 0,
+        **asdict(cfg),
+        **of_run,
+        "precision": "fp32",
+        "data_fingerprint": f"imported from {source}",
+    }
     with published(run_dir) as temporary, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
         model = load_model(source, "cpu")
         step = temporary / "checkpoints" / "step-0"
         step.parent.mkdir()
         checkpoint.prepare(step, meta)
-        dcp.save({"model": model.state_dict()}, storage_writer=checkpoint.Writer(step), no_dist=True)
+        dcp.save(
+            {"model": model.state_dict()}, storage_writer=checkpoint.Writer(step), no_dist=True
+        )
         if cut.name.startswith("bpe"):
             cut.save(temporary / "tokenizer.json")
         elif cut.name.endswith(".json"):
             shutil.copy(cut.name, temporary / "tokenizer.json")
     size = sum(param.numel() for param in model.parameters())
-    print(f"{run_dir}: {size:,} parameters. Text is cut by {name}: a model trained with other ids writes nonsense")
+    print(
+        f"{run_dir}: {size:,} parameters. Text is cut by {name}: a model trained with other ids writes nonsense"
+    )
 
 
 def name_of_tokenizer(source: Path) -> str:
@@ -355,7 +472,9 @@ def name_of_tokenizer(source: Path) -> str:
     if file.exists():
         return str(file)
     try:
-        require(not named.endswith(".json"), "not beside the weights")  # a stranger may name any file
+        require(
+            not named.endswith(".json"), "not beside the weights"
+        )  # a stranger may name any file
         return tokenizers.canonical(named)
     except UserError as error:
         raise UserError(
@@ -366,7 +485,11 @@ def name_of_tokenizer(source: Path) -> str:
 
 def own_file(source: Path, name: str) -> Path | None:
     """Where the tokenizer of a foreign folder or file lies if it is a bpe-N. A tokenizer.json is its own path."""
-    return None if name.endswith(".json") else (source if source.is_dir() else source.parent) / OUR_TOKENIZER
+    return (
+        None
+        if name.endswith(".json")
+        else (source if source.is_dir() else source.parent) / OUR_TOKENIZER
+    )
 
 
 @dataclass
@@ -377,8 +500,12 @@ class ImportSettings:
 
 
 def main(argv) -> None:
-    (what, source, target), cfg = config.load(argv, ImportSettings, takes="import|export SOURCE TARGET")
-    require(what in ("import", "export"), f"{what!r} is neither import nor export (--help shows both)")
+    (what, source, target), cfg = config.load(
+        argv, ImportSettings, takes="import|export SOURCE TARGET"
+    )
+    require(
+        what in ("import", "export"), f"{what!r} is neither import nor export (--help shows both)"
+    )
     if what == "import":
         return import_(source, target, cfg.tokenizer)
     export(source, target)

@@ -44,7 +44,9 @@ def is_ours(path: Path) -> bool:
 def settings_of(path) -> MPTConfig:
     """The model of a Hugging Face folder, a Composer checkpoint, or a run or checkpoint of ours."""
     path = Path(path)
-    return checkpoint.settings(checkpoint.find(str(path))) if is_ours(path) else hf.settings_of(path)
+    return (
+        checkpoint.settings(checkpoint.find(str(path))) if is_ours(path) else hf.settings_of(path)
+    )
 
 
 def load_model(path: Path, device: torch.device) -> MPT:
@@ -54,10 +56,17 @@ def load_model(path: Path, device: torch.device) -> MPT:
     """
     checkpoint.require_sound(path)
     cfg, metadata = checkpoint.settings(path), rank_zero_decides(lambda: read_metadata(path))
-    n_tensors = len(metadata.state_dict_metadata)  # a model of thousands of layers takes a minute to make
-    require(cfg.n_layers <= n_tensors, f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers")
+    n_tensors = len(
+        metadata.state_dict_metadata
+    )  # a model of thousands of layers takes a minute to make
+    require(
+        cfg.n_layers <= n_tensors,
+        f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers",
+    )
     with torch.device("meta"):
-        model = MPT(replace(cfg, attn_impl=function_of(cfg.attn_impl)))  # this may be another device
+        model = MPT(
+            replace(cfg, attn_impl=function_of(cfg.attn_impl))
+        )  # this may be another device
     require_weights(path, metadata, model.state_dict())  # before there is memory for them
     model.to_empty(device=device)
     checkpoint.fill(path, {"model": model.state_dict()}, metadata)
@@ -73,16 +82,21 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str = ""):
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
     found = find(path)
     if not is_ours(found):
-        require(step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step")
+        require(
+            step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step"
+        )
         model = hf.load_model(found, device)
         tokenizer = tokenizer or hf.name_of_tokenizer(found)
         return model, tokenizers.load(tokenizer, hf.own_file(found, tokenizer)), path
-    require(not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer")
+    require(
+        not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer"
+    )
     if step is not None and (step > 0 or (found.parent / "step-0").exists()):
         found = found.parent / f"step-{step}"
         there = ", ".join(p.name for p in checkpoint.complete(found.parent))
         require(
-            found.exists(), f"no checkpoint of step {step} in {found.parent}: there are {there}, and 0 is untrained"
+            found.exists(),
+            f"no checkpoint of step {step} in {found.parent}: there are {there}, and 0 is untrained",
         )
     model, name = load_model(found, device), str(found)  # checks it
     meta = checkpoint.read_meta(found)
@@ -112,7 +126,11 @@ def init_from(model: MPT, path) -> None:
 def check_same_model(path, ours: MPTConfig) -> None:
     """UserError naming the settings in which the model at `path` and `ours` differ as functions."""
     here, theirs = meaning(ours), meaning(settings_of(path))
-    differ = [f"{k} {value} (here {here[k]})" for k, value in theirs.items() if here.get(k, value) != value]
+    differ = [
+        f"{k} {value} (here {here[k]})"
+        for k, value in theirs.items()
+        if here.get(k, value) != value
+    ]
     require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike")
 
 
@@ -121,7 +139,11 @@ def meaning(cfg: MPTConfig) -> dict:
     values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
     values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
     values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
-    needs = {"alibi_bias_max": cfg.alibi, "rope_theta": cfg.rope, "max_seq_len": cfg.learned_positions}
+    needs = {
+        "alibi_bias_max": cfg.alibi,
+        "rope_theta": cfg.rope,
+        "max_seq_len": cfg.learned_positions,
+    }
     return {name: value for name, value in values.items() if needs.get(name, True)}
 
 
@@ -131,14 +153,23 @@ def check_same_tokenizer(path, name: str, file) -> None:
     path = Path(path)
     if is_ours(path):
         found = checkpoint.find(str(path))
-        theirs, their_file = checkpoint.read_meta(found)["tokenizer"], found.parent.parent / "tokenizer.json"
+        theirs, their_file = (
+            checkpoint.read_meta(found)["tokenizer"],
+            found.parent.parent / "tokenizer.json",
+        )
     else:
         theirs = hf.name_of_tokenizer(path)
         their_file = hf.own_file(path, theirs)
     same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
     if not same:
-        same = tokenizers.load(theirs, their_file).fingerprint == tokenizers.load(name, file).fingerprint
-    require(same, f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer")
+        same = (
+            tokenizers.load(theirs, their_file).fingerprint
+            == tokenizers.load(name, file).fingerprint
+        )
+    require(
+        same,
+        f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer",
+    )
 
 
 def demonstrate(argv) -> None:

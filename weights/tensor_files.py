@@ -33,8 +33,18 @@ import parallel
 from config import UserError, require
 from storage import files
 
-WEIGHTS = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of safetensors
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}  # of safetensors
 CHUNK = 2**24  # bytes that are read at once
 NO_ZIP = "it is damaged, or has the format of torch before 1.6: torch.load and torch.save it once"
 MAX_HEADER = 100_000_000  # bytes, as in the safetensors library
@@ -65,7 +75,10 @@ def locate(path: Path) -> dict[str, Stored]:
         layout = pickle_layout(file) if file.suffix in (".bin", ".pt") else safetensors_layout(file)
         for name, stored in layout.items():
             name = name.removeprefix("model.")  # Composer's
-            require(name not in found, f"{config.one_line(name)} is in {path} twice, the second time in {file.name}")
+            require(
+                name not in found,
+                f"{config.one_line(name)} is in {path} twice, the second time in {file.name}",
+            )
             found[name] = stored
     return found
 
@@ -75,14 +88,18 @@ def weight_files(path: Path) -> list[Path]:
     if path.exists() and not path.is_dir():
         return [path]
     found = next((path / name for name in WEIGHTS if (path / name).exists()), None)
-    require(found is not None, f"no weights in {path}: expected {', '.join(WEIGHTS)}, or a .pt file")
+    require(
+        found is not None, f"no weights in {path}: expected {', '.join(WEIGHTS)}, or a .pt file"
+    )
     if found.suffix != ".json":
         return [found]
     weight_map = files.read_json(found, dict, {"weight_map": dict})["weight_map"]
     listed = {files.member(path, name, found) for name in weight_map.values()}
     require(listed, f"{found} names no files")
     missing = [file.name for file in sorted(listed) if not file.exists()]
-    require(not missing, f"{found} names {len(listed)} files, but {', '.join(missing[:3])} is not there")
+    require(
+        not missing, f"{found} names {len(listed)} files, but {', '.join(missing[:3])} is not there"
+    )
     return sorted(listed)
 
 
@@ -110,15 +127,24 @@ def read_header(path: Path) -> tuple[dict, int, int]:
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         limit = min(size - 8, MAX_HEADER)
-        require(length <= limit, f"{path} is no safetensors file, or is damaged: a header of {length:,} bytes")
+        require(
+            length <= limit,
+            f"{path} is no safetensors file, or is damaged: a header of {length:,} bytes",
+        )
         text = file.read(length)
     try:
         header = json.loads(text.decode(), object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is no safetensors file, or is damaged: {config.one_line(error)}") from error
-    require(isinstance(header, dict), f"{path} is no safetensors file: its header is not a JSON object")
+        raise UserError(
+            f"{path} is no safetensors file, or is damaged: {config.one_line(error)}"
+        ) from error
+    require(
+        isinstance(header, dict), f"{path} is no safetensors file: its header is not a JSON object"
+    )
     metadata = header.pop("__metadata__", {})
-    texts = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
+    texts = isinstance(metadata, dict) and all(
+        isinstance(value, str) for value in metadata.values()
+    )
     require(texts, f"{path} is damaged: __metadata__ must be an object of texts")
     return header, 8 + length, size
 
@@ -140,10 +166,15 @@ def entry_of(path: Path, name: str, entry, begin: int) -> Stored:
     """The tensor of one entry of a header. UserError unless its bytes are those of its shape and dtype."""
     where = f"{config.one_line(name)} in {path}"
     keys = {"dtype", "shape", "data_offsets"}
-    require(isinstance(entry, dict) and set(entry) == keys, f"{where} must have dtype, shape and data_offsets")
+    require(
+        isinstance(entry, dict) and set(entry) == keys,
+        f"{where} must have dtype, shape and data_offsets",
+    )
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     require(isinstance(kind, str), f"{where} has a dtype that is no text")
-    require(kind in DTYPES, f"{where} is {config.one_line(kind)}, expected one of: {', '.join(DTYPES)}")
+    require(
+        kind in DTYPES, f"{where} is {config.one_line(kind)}, expected one of: {', '.join(DTYPES)}"
+    )
     require(whole(shape), f"{where} has a shape that is no list of whole numbers")
     pair = whole(offsets) and len(offsets) == 2
     require(pair, f"{where} has data_offsets that are not two whole numbers")
@@ -165,18 +196,34 @@ def read_pickle(path: Path):
     UserError if it holds more than tensors, plain Python, and what Composer adds: times and numpy's random state.
     """
     rebuild = np.zeros(0).__reduce__()[0]
-    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]  # before numpy 2 and since
-    safe = [datetime.timedelta, np.ndarray, np.dtype, type(np.dtype("uint32")), *((rebuild, name) for name in names)]
+    names = [
+        f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")
+    ]  # before numpy 2 and since
+    safe = [
+        datetime.timedelta,
+        np.ndarray,
+        np.dtype,
+        type(np.dtype("uint32")),
+        *((rebuild, name) for name in names),
+    ]
     logging.disable()  # FakeTensorMode logs a traceback for a tensor of impossible shape
     try:
-        with files.open_regular(path) as file, FakeTensorMode(), torch.serialization.safe_globals(safe):
-            require(zipfile.is_zipfile(file), f"cannot read {path} with weights_only=True: {NO_ZIP}")
+        with (
+            files.open_regular(path) as file,
+            FakeTensorMode(),
+            torch.serialization.safe_globals(safe),
+        ):
+            require(
+                zipfile.is_zipfile(file), f"cannot read {path} with weights_only=True: {NO_ZIP}"
+            )
             members(path, file)
             return torch.load(file, weights_only=True)
     except (UserError, OSError):
         raise
     except Exception as error:  # whatever a damaged zip or an unwanted pickle brings about
-        refused = re.search(r"GLOBAL (\S+)", str(error))  # torch's own advice is to run what is in there
+        refused = re.search(
+            r"GLOBAL (\S+)", str(error)
+        )  # torch's own advice is to run what is in there
         reason = f"it would run {refused[1]}" if refused else without_advice(error)
         raise UserError(f"cannot read {path} with weights_only=True: {reason}") from error
     finally:
@@ -186,7 +233,9 @@ def read_pickle(path: Path):
 def without_advice(error: Exception) -> str:
     """What torch says of a pickle, without its advice to read it with `weights_only` set to False."""
     text = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
-    text = re.split("Check the documentation|Please use|In PyTorch|This is an internal", text)[0].strip()
+    text = re.split("Check the documentation|Please use|In PyTorch|This is an internal", text)[
+        0
+    ].strip()
     return text[:200] if text and "weights_only" not in text else type(error).__name__
 
 
@@ -198,11 +247,17 @@ def members(path: Path, file) -> dict[int, int]:
     found = {}
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
-            stored = member.compress_type == zipfile.ZIP_STORED and member.file_size == member.compress_size
+            stored = (
+                member.compress_type == zipfile.ZIP_STORED
+                and member.file_size == member.compress_size
+            )
             require(stored, f"{path} is compressed: torch.save does not write that")
             if member.filename.endswith("/byteorder"):
                 order = archive.read(member)
-                require(order == b"little", f"{path} has another byte order: convert it where it was written")
+                require(
+                    order == b"little",
+                    f"{path} has another byte order: convert it where it was written",
+                )
             file.seek(member.header_offset + 26)  # the lengths of the name and of what follows it
             lengths = struct.unpack("<HH", file.read(4))
             found[member.header_offset + 30 + sum(lengths)] = member.file_size
@@ -232,13 +287,22 @@ def tensor_of(path: Path, name, tensor, room: dict[int, int]) -> Stored:
     """Where a tensor of a pickle lies. UserError unless that is inside of its member of the file."""
     require(isinstance(name, str), f"{path} holds no dictionary of weights by name")
     where = f"{config.one_line(name)} in {path}"
-    known = isinstance(tensor, torch.Tensor) and tensor.dtype in DTYPES.values() and tensor.is_contiguous()
+    known = (
+        isinstance(tensor, torch.Tensor)
+        and tensor.dtype in DTYPES.values()
+        and tensor.is_contiguous()
+    )
     known = known and not tensor.is_neg()  # whose numbers in the file have the other sign
     require(known, f"{where} is not a contiguous tensor of floating-point numbers")
-    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", -1)  # -1: it was made up, without a storage
+    begin = getattr(
+        tensor.untyped_storage(), "_checkpoint_offset", -1
+    )  # -1: it was made up, without a storage
     first = tensor.storage_offset() * tensor.itemsize
     stored = Stored(path, begin + first, tensor.dtype, tuple(tensor.shape))
-    require(first + stored.bytes <= room.get(begin, 0), f"{where} reaches beyond its storage: the file is damaged")
+    require(
+        first + stored.bytes <= room.get(begin, 0),
+        f"{where} reaches beyond its storage: the file is damaged",
+    )
     return stored
 
 
@@ -248,7 +312,9 @@ def same(a: Stored, b: Stored) -> bool:
         return True
 
     def piece(stored, begin):
-        return np.fromfile(stored.file, np.uint8, min(CHUNK, stored.bytes - begin), offset=stored.offset + begin)
+        return np.fromfile(
+            stored.file, np.uint8, min(CHUNK, stored.bytes - begin), offset=stored.offset + begin
+        )
 
     alike = (a.dtype, a.shape) == (b.dtype, b.shape)
     return alike and all(np.array_equal(piece(a, i), piece(b, i)) for i in range(0, a.bytes, CHUNK))
@@ -273,13 +339,19 @@ def fill(param: torch.Tensor, stored: Stored) -> None:
     local, corner, shape = param.detach(), (0,) * param.dim(), stored.shape
     if isinstance(param, DTensor):
         if any(type(placement) not in (Shard, Replicate) for placement in param.placements):
-            fill(whole := torch.empty(shape, dtype=stored.dtype), stored)  # the part is no block of the tensor
+            fill(
+                whole := torch.empty(shape, dtype=stored.dtype), stored
+            )  # the part is no block of the tensor
             return parallel.assign_full(param, whole)
         local, corner = param.to_local(), param.__create_chunk_list__()[0].offsets
     straight = (local.device.type, local.dtype, local.shape[1:]) == ("cpu", stored.dtype, shape[1:])
-    columns = [slice(begin, begin + size) for begin, size in zip(corner[1:], local.shape[1:], strict=True)]
+    columns = [
+        slice(begin, begin + size) for begin, size in zip(corner[1:], local.shape[1:], strict=True)
+    ]
     step = max(1, CHUNK // stored.row_bytes)  # rows
-    buffer = None if straight else torch.empty(min(step, len(local)), *shape[1:], dtype=stored.dtype)
+    buffer = (
+        None if straight else torch.empty(min(step, len(local)), *shape[1:], dtype=stored.dtype)
+    )
     with open(stored.file, "rb", buffering=0) as file:
         for row in range(0, len(local), step):
             part = local[row : row + step]
@@ -294,11 +366,18 @@ def write_folder(folder: Path, tensors: dict, max_bytes: int, read) -> None:
     `read(names)` gives those of one file, name -> tensor."""
     groups, weight_map = in_groups(tensors, max_bytes), {}
     for number, names in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else WEIGHTS[0]
+        file = (
+            f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            if len(groups) > 1
+            else WEIGHTS[0]
+        )
         write_safetensors(folder / file, read(names))
         weight_map |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+            "weight_map": weight_map,
+        }
         (folder / WEIGHTS[1]).write_text(json.dumps(index, indent=2))
 
 
@@ -320,7 +399,11 @@ def write_safetensors(path: Path, tensors: dict) -> None:
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
@@ -332,7 +415,9 @@ def write_safetensors(path: Path, tensors: dict) -> None:
 def main(argv) -> None:
     config.arguments(argv, "MODEL")
     for name, stored in locate(Path(argv[0])).items():
-        print(f"{stored.file.name}  {stored.offset:>14,}  {str(stored.dtype):14}  {name} {stored.shape}")
+        print(
+            f"{stored.file.name}  {stored.offset:>14,}  {str(stored.dtype):14}  {name} {stored.shape}"
+        )
 
 
 if __name__ == "__main__":

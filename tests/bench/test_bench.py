@@ -22,7 +22,11 @@ def test_no_such_benchmark_is_one_line(python, words):
 @pytest.mark.slow
 def test_each_name_leads_to_its_file(python):
     assert "usage: python -m bench scaling" in python("scaling", program="bench").stderr
-    for name, setting in {"train": "--sweep=", "attention": "--head_dims=", "machine": "--seconds="}.items():
+    for name, setting in {
+        "train": "--sweep=",
+        "attention": "--head_dims=",
+        "machine": "--seconds=",
+    }.items():
         assert setting in python(name, "--help", program="bench").stdout
 
 
@@ -65,6 +69,11 @@ def test_spawned_processes_find_their_class_however_it_is_started(python, how):
 @pytest.mark.slow
 def test_a_step_with_something_undone_is_another_step(python):
     """By the door, in spawned processes: the classes are those of bench.before_after and bench.train."""
-    done = python("--only=two of half the size", "--rounds=1", "--steps=1", program="bench before_after")
+    done = python(
+        "--only=two of half the size", "--rounds=1", "--steps=1", program="bench before_after"
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| one microbatch: two of half the size instead | ") == 2 and "n/a" not in done.stdout
+    assert (
+        done.stdout.count("| one microbatch: two of half the size instead | ") == 2
+        and "n/a" not in done.stdout
+    )

@@ -33,7 +33,10 @@ def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 17 GiB")
         return fine["reference"][1](q, k, v)
 
-    fine = {name.split(",")[0]: value for name, value in bench_attention.attention_contestants(slopes).items()}
+    fine = {
+        name.split(",")[0]: value
+        for name, value in bench_attention.attention_contestants(slopes).items()
+    }
     contestants = {
         "breaks": (slopes, breaks),
         "breaks later": (slopes, breaks_later),
@@ -41,16 +44,24 @@ def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
         "fine": fine["blocks"],
         "fine as well": fine["SDPA flash"],
     }
-    cells = [bench_attention.Cell(name, head_dim=16, length=32, heads=2, batch=2) for name in contestants]
+    cells = [
+        bench_attention.Cell(name, head_dim=16, length=32, heads=2, batch=2) for name in contestants
+    ]
     args = bench_attention.AttentionArgs(rounds=3, turn_ms=0.01, cell_seconds=1000)
     bench_attention.measure(contestants, cells, torch.device("cpu"), args, check=True)
     assert [cell.missing for cell in cells[:2]] == ["no / such backend here", "out of memory"]
     assert cells[2].missing.startswith("wrong by ")
-    assert all(not cell.missing and len(cell.turns) == 3 and cell.error < 0.02 for cell in cells[3:])
+    assert all(
+        not cell.missing and len(cell.turns) == 3 and cell.error < 0.02 for cell in cells[3:]
+    )
 
     slow = [bench_attention.Cell("fine", head_dim=16, length=32, heads=2, batch=2)]
     bench_attention.measure(
-        contestants, slow, torch.device("cpu"), bench_attention.AttentionArgs(cell_seconds=1e-9), check=False
+        contestants,
+        slow,
+        torch.device("cpu"),
+        bench_attention.AttentionArgs(cell_seconds=1e-9),
+        check=False,
     )
     assert slow[0].missing.startswith("too slow")
 
@@ -63,7 +74,9 @@ def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeyp
     done = python("attention", *tiny.split(), program="bench")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "results/attention_cpu.md").read_text()
-    assert text.strip() == done.stdout.strip() and text.startswith("`python -m bench attention --device=cpu")
+    assert text.strip() == done.stdout.strip() and text.startswith(
+        "`python -m bench attention --device=cpu"
+    )
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     names = [row[0] for row in rows]
     assert [row[1:] for row in rows if row[0].startswith("head dim 16, ")] == [["16", "32"]] * 4
@@ -72,9 +85,15 @@ def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeyp
     assert "Not here: SDPA cuDNN, no bias (" in text and "SDPA cuDNN, no bias" not in names
     assert float(rows[names.index("reference, ALiBi")][2]) > 0
     raw = json.loads((tmp_path / "results/attention_cpu.json").read_text())
-    assert raw["torch"] == torch.__version__ and raw["settings"]["rounds"] == 1 and len(raw["cells"]) == 20
+    assert (
+        raw["torch"] == torch.__version__
+        and raw["settings"]["rounds"] == 1
+        and len(raw["cells"]) == 20
+    )
     assert all(cell["missing"] or len(cell["turns"]) == 1 for cell in raw["cells"])
-    assert (tmp_path / "results/attention_cpu.png").exists() == bool(importlib.util.find_spec("matplotlib"))
+    assert (tmp_path / "results/attention_cpu.png").exists() == bool(
+        importlib.util.find_spec("matplotlib")
+    )
 
 
 def test_a_list_of_lengths_is_numbers_with_commas():

@@ -8,7 +8,13 @@ from bench import train as bench_train
 from config import MPTConfig, TrainConfig, load
 
 SMALL = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=64", "--max_seq_len=16"]
-SMALL += ["--global_batch_size=2", "--microbatch_size=2", "--device=cpu", "--precision=bf16", "--peak_tflops=1"]
+SMALL += [
+    "--global_batch_size=2",
+    "--microbatch_size=2",
+    "--device=cpu",
+    "--precision=bf16",
+    "--peak_tflops=1",
+]
 
 
 def calls_of(world, undone, replacement):
@@ -17,7 +23,9 @@ def calls_of(world, undone, replacement):
     real = getattr(before_after, replacement)
     with (
         mock.patch.object(before_after, replacement, side_effect=real) as called,
-        mock.patch.object(parallel, "autocast", parallel.autocast),  # what Variant changes is put back
+        mock.patch.object(
+            parallel, "autocast", parallel.autocast
+        ),  # what Variant changes is put back
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
     ):
         before_after.Variant(undone, *cfgs).turn(1)

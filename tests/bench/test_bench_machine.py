@@ -57,7 +57,7 @@ def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
 
     def call():
         calls.append(1)
-        time.sleep(0.02 if world.rank == 0 else 0.002)
+        time.sleep(0.02 if world.global_rank == 0 else 0.002)
 
     return bench_machine.take_turns(call, 0.22, gpu=False), len(calls)
 
@@ -66,7 +66,9 @@ def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
 def test_every_rank_makes_as_many_calls_as_the_slowest_has_time_for(ranks):
     found = ranks(4)(take_turns_of_a_sleep)
     assert len({(len(turns), calls) for turns, calls in found}) == 1
-    assert 1 <= len(found[0][0]) <= 5 and 3 <= found[0][1] <= 2 + 0.22 / 0.02  # 2 to warm up; a fast rank alone: 110
+    assert (
+        1 <= len(found[0][0]) <= 5 and 3 <= found[0][1] <= 2 + 0.22 / 0.02
+    )  # 2 to warm up; a fast rank alone: 110
     assert min(found[0][0]) >= 0.02 > 0.01 > min(found[1][0]) >= 0.002
 
 
@@ -77,8 +79,15 @@ def test_the_slowest_rank_and_figures_of_all():
         "host": "node1",
         "below_median_percent": pytest.approx(100 * (95 - 66) / 95),
     }
-    trees = [{"node": {"all_gather": 3.0}, "all": 1}, {"all": 2}, {"node": {"all_gather": 5.0}, "all": 3}]
-    assert bench_machine.merge(trees, min) == {"node": {"all_gather": 3.0}, "all": 1}  # the second rank was alone
+    trees = [
+        {"node": {"all_gather": 3.0}, "all": 1},
+        {"all": 2},
+        {"node": {"all_gather": 5.0}, "all": 3},
+    ]
+    assert bench_machine.merge(trees, min) == {
+        "node": {"all_gather": 3.0},
+        "all": 1,
+    }  # the second rank was alone
 
 
 def test_the_interface_is_that_of_the_longest_mask_then_of_the_lowest_metric():
@@ -108,7 +117,12 @@ def test_alone(python, tmp_path):
     machine, text = run(python, tmp_path)
     check_matmul_and_memory(machine)
     check_collectives(machine["collectives_gbs"], machine["latency_us"], [])
-    assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node", "device_type")] == [1, 1, 1, "cpu"]
+    assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node", "device_type")] == [
+        1,
+        1,
+        1,
+        "cpu",
+    ]
     assert machine["torch"] == torch.__version__ and machine["settings"]["seconds"] == 0.001
     assert list(machine["network"]) == ["interface", "found_by", "speed_gbits", "infiniband_gbits"]
     assert "bf16, median" in text and "GB/s of a rank" in text and "not used here" in text
@@ -122,7 +136,9 @@ def test_two_ranks_of_one_node(torchrun, tmp_path):
     check_collectives(machine["collectives_gbs"], machine["latency_us"], ["all", "node"])
     assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [2, 1, 2]
     for what, key in {"matmul": "matmul_tflops", "memory": "memory_gbs"}.items():
-        figures = [row[key]["bf16"]["1024"] if what == "matmul" else row[key] for row in machine["by_rank"]]
+        figures = [
+            row[key]["bf16"]["1024"] if what == "matmul" else row[key] for row in machine["by_rank"]
+        ]
         assert machine["slowest"][what]["rank"] == figures.index(min(figures))
         assert f"slowest in {what}: rank {figures.index(min(figures))} on " in text
     assert "all: all_gather" in text and "node: all_reduce" in text and "across" not in text
@@ -130,12 +146,12 @@ def test_two_ranks_of_one_node(torchrun, tmp_path):
 
 def groups_of(world, local_ranks) -> dict:
     """The ranks in each group of a rank that is told that its place is another."""
-    groups = bench_machine.make_groups(replace(world, local_rank=local_ranks[world.rank]))
+    groups = bench_machine.make_groups(replace(world, local_rank=local_ranks[world.global_rank]))
     return {kind: group and dist.get_process_group_ranks(group) for kind, group in groups.items()}
 
 
 def measure_as(world, local_ranks) -> dict:
-    return bench_machine.measure(replace(world, local_rank=local_ranks[world.rank]), 0.001)
+    return bench_machine.measure(replace(world, local_rank=local_ranks[world.global_rank]), 0.001)
 
 
 @pytest.mark.slow
@@ -158,14 +174,18 @@ def test_a_node_of_three_ranks_and_one_of_one(ranks):
         check_collectives(row["collectives_gbs"], row["latency_us"], there)
     machine = bench_machine.summarize(rows, "cpu", bench_machine.MachineArgs())
     assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [4, 2, 3]
-    figures = [row["collectives_gbs"]["across"]["all_reduce"]["1048576"] for row in (rows[0], rows[3])]
+    figures = [
+        row["collectives_gbs"]["across"]["all_reduce"]["1048576"] for row in (rows[0], rows[3])
+    ]
     assert machine["collectives_gbs"]["across"]["all_reduce"]["1048576"] == min(figures)
     assert "across: all_reduce" in bench_machine.report(machine)
 
 
 def test_a_wrong_setting_is_one_line(python):
     done = python("--secs=1", program="bench machine")
-    assert done.returncode == 2 and "'seconds'" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert (
+        done.returncode == 2 and "'seconds'" in done.stderr and len(done.stderr.splitlines()) == 1
+    )
     with pytest.raises(UserError, match="more than 0"):
         bench_machine.main(["--seconds=0"])
 

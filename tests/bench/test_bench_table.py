@@ -7,22 +7,60 @@ from config import UserError
 
 # MPT-1B on 8 H100: 45,455 tokens/s a device, 41.82 % (LLM Foundry, scripts/train/benchmarking)
 H100 = dict(
-    **dict(status="ok", model="1b", n_params="1315950592", max_seq_len="2048", device="h100_80gb", ranks="8"),
-    **dict(mfu="0.41817", hfu="0.41817", tflops_device="413.76", microbatch_size="14", grad_accum="1"),
-    **dict(global_batch_size="112", tokens_per_second="363640", tokens_per_second_device="45455", precision="bf16"),
-    **dict(sharding="FULL_SHARD", activation_checkpointing="none", recompute_every="1", compile="False"),
-    **dict(attn_impl="auto (triton)", threads="1", fastest="364000", slowest="363000", memory_gb="71.25"),
-    **dict(data="0.001", forward="0.3", backward="0.6", optimizer="0.05", communication="0.2", idle="0.05"),
+    **dict(
+        status="ok",
+        model="1b",
+        n_params="1315950592",
+        max_seq_len="2048",
+        device="h100_80gb",
+        ranks="8",
+    ),
+    **dict(
+        mfu="0.41817", hfu="0.41817", tflops_device="413.76", microbatch_size="14", grad_accum="1"
+    ),
+    **dict(
+        global_batch_size="112",
+        tokens_per_second="363640",
+        tokens_per_second_device="45455",
+        precision="bf16",
+    ),
+    **dict(
+        sharding="FULL_SHARD", activation_checkpointing="none", recompute_every="1", compile="False"
+    ),
+    **dict(
+        attn_impl="auto (triton)",
+        threads="1",
+        fastest="364000",
+        slowest="363000",
+        memory_gb="71.25",
+    ),
+    **dict(
+        data="0.001",
+        forward="0.3",
+        backward="0.6",
+        optimizer="0.05",
+        communication="0.2",
+        idle="0.05",
+    ),
 )
 PUBLISHED = "1b | 2048 | 8 | h100_80gb | 41.82 | 41.82 | 413.8 | 14 | 1 | 112 | 177.6 | 363640 | 45455 | 229376"
 
 
 def test_the_published_row():
     lines = bench_table.tables([H100]).splitlines()
-    assert f"| {PUBLISHED} | amp_bf16 | DEFAULT | FULL_SHARD | False | False | 1315950592 |" in lines
-    head = next(line for line in lines if line.startswith("| Model | SeqLen (T) | # GPUs | GPU | MFU | HFU |"))
+    assert (
+        f"| {PUBLISHED} | amp_bf16 | DEFAULT | FULL_SHARD | False | False | 1315950592 |" in lines
+    )
+    head = next(
+        line
+        for line in lines
+        if line.startswith("| Model | SeqLen (T) | # GPUs | GPU | MFU | HFU |")
+    )
     assert head.count("|") == 21
-    assert "| 1b | 363,640 | 364,000 / 363,000 | 1.00 | 71.25 | 0% | 30% | 60% | 5% | 20% | 5% |" in lines
+    assert (
+        "| 1b | 363,640 | 364,000 / 363,000 | 1.00 | 71.25 | 0% | 30% | 60% | 5% | 20% | 5% |"
+        in lines
+    )
 
 
 def test_rows_are_named_by_what_differs_and_compared_with_the_first():

@@ -49,7 +49,8 @@ def test_every_process_answers(team):
 
 
 @pytest.mark.parametrize(
-    "call, words", [(("die", 1), "killed"), (("fill",), "out of memory"), (("jump",), "no attribute")]
+    "call, words",
+    [(("die", 1), "killed"), (("fill",), "out of memory"), (("jump",), "no attribute")],
 )
 def test_when_one_fails_all_are_ended_and_the_reason_is_told(team, call, words):
     pids = [pid for _, _, pid in team.call("add", 0)]

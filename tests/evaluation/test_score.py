@@ -43,7 +43,9 @@ def alike(seed, n=40):
     for _ in range(n):
         kept = draw.choice(rows).ids.tolist() if rows and draw.random() < 0.8 else []
         kept = kept[: draw.randint(0, len(kept))]
-        ids = (kept + [draw.randrange(300) for _ in range(draw.randint(2, 20))])[:65]  # 64 inputs at most
+        ids = (kept + [draw.randrange(300) for _ in range(draw.randint(2, 20))])[
+            :65
+        ]  # 64 inputs at most
         rows.append(request(ids, draw.randint(1, len(ids) - 1)))
     return rows
 
@@ -57,7 +59,9 @@ def test_scores_equal_those_of_one_request_at_a_time(more, batch_tokens):
             row.ids[-1] = mpt(torch.from_numpy(row.ids)[None, :-1])[0, -1].argmax()
         row.count = 1
     groups = grouped(range(len(rows)), rows, batch_tokens)
-    inside = [rows[i].count > len(rows[i].ids) - g.shared for g in groups if g.shared for i in g.numbers]
+    inside = [
+        rows[i].count > len(rows[i].ids) - g.shared for g in groups if g.shared for i in g.numbers
+    ]
     assert any(inside) and not all(inside)  # beginnings hold parts of continuations, and do not
     found = score(mpt, rows, ALONE, "fp32", batch_tokens)
     expected = torch.tensor([alone(mpt, row) for row in rows], dtype=torch.float64)
@@ -79,15 +83,24 @@ def test_what_begins_alike_is_grouped_where_that_pays():
     assert groups == [Group([4]), Group([5]), Group([0, 1, 3], 20), Group([2])]
     assert grouped([], rows, 1000) == []
     assert Group([0, 1], 22) in grouped(range(6), rows, 50)  # a third row of 23 ids would not fit
-    assert grouped([0, 0], rows, 1000) == [Group([0, 0], 22)]  # equal ones: their last id is left for the second pass
+    assert grouped([0, 0], rows, 1000) == [
+        Group([0, 0], 22)
+    ]  # equal ones: their last id is left for the second pass
 
 
 def test_a_beginning_is_read_once():
-    rows, mpt, seen = [request([*range(20), 30 + i, 40 + i], 2) for i in range(3)], model(alibi=True), []
+    rows, mpt, seen = (
+        [request([*range(20), 30 + i, 40 + i], 2) for i in range(3)],
+        model(alibi=True),
+        [],
+    )
     hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape)))
     score(mpt, rows, ALONE, "fp32", 1000)
     hook.remove()
-    assert seen == [(1, 19), (3, 2)]  # what is shared but its last token, then that and the continuations
+    assert seen == [
+        (1, 19),
+        (3, 2),
+    ]  # what is shared but its last token, then that and the continuations
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -117,11 +130,17 @@ def test_greedy_means_every_token_is_the_likeliest():
             ids.append(mpt(torch.tensor([ids]))[0, -1].argmax().item())
     early, late = [*ids[:3], ids[3] + 1, *ids[4:]], [*ids[:-1], ids[-1] + 1]
     found = score(mpt, [request(row, 4) for row in (ids, early, late)], ALONE, "fp32", 100)
-    assert found[:, 1].tolist() == [1, 0, 0]  # the first and the last share a beginning, which is scored
+    assert found[:, 1].tolist() == [
+        1,
+        0,
+        0,
+    ]  # the first and the last share a beginning, which is scored
 
 
 def test_a_request_is_known_by_its_ids_and_count():
     assert request([1, 2, 3], 1).key == request([1, 2, 3], 1).key
-    assert len({request([1, 2, 3], 1).key, request([1, 2, 3], 2).key, request([1, 2, 4], 1).key}) == 3
+    assert (
+        len({request([1, 2, 3], 1).key, request([1, 2, 3], 2).key, request([1, 2, 4], 1).key}) == 3
+    )
     assert icl_score.common(np.array([1, 2, 3]), np.array([1, 2, 3])) == 3
     assert icl_score.common(np.array([1, 2, 3, 4]), np.array([1, 5, 3])) == 1

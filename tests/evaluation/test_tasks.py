@@ -17,16 +17,22 @@ ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0
 
 
 def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return str(path)
 
 
 def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
     item = worded(ICE, "\nAnswer: ")
     assert item.contexts == ["Question: Ice is\nAnswer:"] * 2
-    assert item.continuations == [" cold", " hot"] and item.example == "Question: Ice is\nAnswer: cold"
+    assert (
+        item.continuations == [" cold", " hot"] and item.example == "Question: Ice is\nAnswer: cold"
+    )
     assert worded(ICE, " ").contexts[0] == "Question: Ice is"
-    schema = worded({"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}, " ")
+    schema = worded(
+        {"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}, " "
+    )
     assert (schema.contexts, schema.continuations) == (["Ann", "Joan"], [" left."] * 2)
     assert schema.example == "Joan left."
     plain = worded({"context": "Once upon a ", "continuation": "time"}, " ")
@@ -35,7 +41,10 @@ def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
 
 def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path):
     write(tmp_path / "piqa.jsonl", ICE)
-    write(tmp_path / "winograd_wsc.jsonl", {"context_options": ["a", "b"], "continuation": "c", "gold": 0})
+    write(
+        tmp_path / "winograd_wsc.jsonl",
+        {"context_options": ["a", "b"], "continuation": "c", "gold": 0},
+    )
     mine = write(tmp_path / "mine.jsonl", ICE, "", ICE)
     (tmp_path / "notes.txt").write_text("some words")
     tasks = load(f"piqa,winograd,{mine},notes.txt", str(tmp_path))
@@ -60,12 +69,17 @@ def test_examples_are_others_with_their_answers_and_the_same_each_time(tmp_path)
         assert question == f"Q{number}" and len(set(examples)) == 3
         right = {f"Q{i} {'no' if i % 2 else 'yes'}{i}" for i in range(12) if i != number}
         assert set(examples) <= right
-    assert len({item.contexts[0].partition("\n")[0] for item in one.items}) > 3  # not one example for all
+    assert (
+        len({item.contexts[0].partition("\n")[0] for item in one.items}) > 3
+    )  # not one example for all
     (few,) = load(path, shots=3, limit=2)
     assert few.items == one.items[:2]  # the examples come from all items
     twins = write(tmp_path / "twins.jsonl", *letters(4), *letters(4))
     (task,) = load(twins, shots=3)
-    assert all(item.example.count("Q") == 4 and len(set(item.example.split("\n"))) == 4 for item in task.items)
+    assert all(
+        item.example.count("Q") == 4 and len(set(item.example.split("\n"))) == 4
+        for item in task.items
+    )
     with pytest.raises(UserError, match="shots=4, but there are 4 different items"):
         load(twins, shots=4)
 
@@ -136,7 +150,13 @@ def test_original_rows_become_questions(name, hub):
 
 def test_a_possessive_pronoun_and_the_begin_of_a_sentence():
     text = "Ann saw Joan. Her hat was red."
-    row = {"text": text, "pronoun": "Her", "pronoun_loc": 14, "options": ["The girl", "Ann"], "label": 1}
+    row = {
+        "text": text,
+        "pronoun": "Her",
+        "pronoun_loc": 14,
+        "options": ["The girl", "Ann"],
+        "label": 1,
+    }
     item = icl_tasks.winograd(row)
     assert item["context_options"] == ["Ann saw Joan. The girl's", "Ann saw Joan. Ann's"]
     assert item["continuation"] == " hat was red."
@@ -167,9 +187,14 @@ def test_the_hub_cannot_be_reached(tmp_path):
     pytest.importorskip("datasets")
     code = "import sys, config; from evaluation import tasks; config.run(lambda argv: tasks.load('boolq'))"
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "cannot get task boolq (aps/super_glue) from the Hub" in done.stderr and "--data" in done.stderr
+    assert (
+        "cannot get task boolq (aps/super_glue) from the Hub" in done.stderr
+        and "--data" in done.stderr
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -177,7 +202,8 @@ def test_the_hub_cannot_be_reached(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, n, choices, most", [("arc_challenge", 1172, 4, 311), ("piqa", 1838, 2, 928), ("winograd", 273, 2, 137)]
+    "name, n, choices, most",
+    [("arc_challenge", 1172, 4, 311), ("piqa", 1838, 2, 928), ("winograd", 273, 2, 137)],
 )
 def test_the_real_sets(name, n, choices, most):
     if not SETS.is_dir():
@@ -206,7 +232,10 @@ def test_the_real_sets(name, n, choices, most):
         ({"query": "a"}, "line 2: its keys ['query'] must be those of exactly one kind"),
         (ICE | {"context_options": ["a", "b"], "continuation": "c"}, "exactly one kind"),
         ({"context": "a", "continuation": " "}, "line 2: continuation holds an empty text"),
-        ({"context": "a", "continuation": "b"}, "line 2 is language_modeling, but the file began with multiple_choice"),
+        (
+            {"context": "a", "continuation": "b"},
+            "line 2 is language_modeling, but the file began with multiple_choice",
+        ),
     ],
     ids=str,
 )
@@ -214,7 +243,11 @@ def test_a_wrong_line_is_named(tmp_path, line, words):
     path = write(tmp_path / "a.jsonl", ICE, line)
     with pytest.raises(UserError) as caught:
         load(path)
-    assert words in str(caught.value) and "\n" not in str(caught.value) and "a.jsonl" in str(caught.value)
+    assert (
+        words in str(caught.value)
+        and "\n" not in str(caught.value)
+        and "a.jsonl" in str(caught.value)
+    )
 
 
 def test_a_task_that_is_not_there(tmp_path):
@@ -238,7 +271,9 @@ def test_continuations_are_of_the_text_and_only_one_is_real():
     rows = continuations(text, 200, seed=3)
     assert rows == continuations(text, 200, seed=3) != continuations(text, 200, seed=4)
     golds = [row["gold"] for row in rows]
-    assert all(30 < golds.count(g) < 70 for g in range(4))  # 50 each, and 30 is 3.3 standard deviations below
+    assert all(
+        30 < golds.count(g) < 70 for g in range(4)
+    )  # 50 each, and 30 is 3.3 standard deviations below
     for row in rows:
         assert len(set(row["choices"])) == 4 and all(choice in text for choice in row["choices"])
         follows = [f"{row['query']} {choice}" in text for choice in row["choices"]]
@@ -258,7 +293,9 @@ def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_d
         icl_tasks.main(["nothing", "out.jsonl"])
 
 
-@pytest.mark.parametrize("flag", ["--n=0", "--choices=1", "--choices=-3", "--context=-5", "--length=0"])
+@pytest.mark.parametrize(
+    "flag", ["--n=0", "--choices=1", "--choices=-3", "--context=-5", "--length=0"]
+)
 def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
     (tmp_path / "a.txt").write_text("words " * 200)
     with pytest.raises(UserError, match="must be at least"):
@@ -269,6 +306,9 @@ def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
 def test_a_delimiter_of_ones_own(tmp_path):
     path = tmp_path / "piqa_val.jsonl"
     path.write_text(json.dumps({"query": "Question: a", "choices": ["b", "c"], "gold": 0}))
-    (plain,), (named,) = icl_tasks.load(str(path)), icl_tasks.load(str(path), delimiter="\nAnswer: ")
+    (plain,), (named,) = (
+        icl_tasks.load(str(path)),
+        icl_tasks.load(str(path), delimiter="\nAnswer: "),
+    )
     assert plain.items[0].contexts[0] == "Question: a"
     assert named.items[0].contexts[0] == "Question: a\nAnswer:" and plain.digest != named.digest

@@ -55,11 +55,15 @@ def files(tmp_path_factory):
     """A file of each kind, with an odd number of items."""
     folder = tmp_path_factory.mktemp("tasks")
     write(folder / "mc.jsonl", choices_of(11))
-    pairs = [(f"The {a} met a {b}, and the", (a, b)) for a, b in zip(WORDS, WORDS[1:], strict=False)]
+    pairs = [
+        (f"The {a} met a {b}, and the", (a, b)) for a, b in zip(WORDS, WORDS[1:], strict=False)
+    ]
     schema = [{"context_options": [f"{text} {word}" for word in words]} for text, words in pairs]
     write(folder / "schema.jsonl", [row | {"continuation": "left.", "gold": 0} for row in schema])
     write(folder / "lm.jsonl", [{"context": f"The {w}", "continuation": w} for w in WORDS])
-    (folder / "text.txt").write_text(" ".join(WORDS * 9))  # 400 tokens: four windows, the last one shorter
+    (folder / "text.txt").write_text(
+        " ".join(WORDS * 9)
+    )  # 400 tokens: four windows, the last one shorter
     return folder
 
 
@@ -85,7 +89,9 @@ def test_figures_equal_those_of_one_request_at_a_time(files, more):
     for task in tasks[:2]:
         right = {"foundry": 0, "acc": 0, "acc_norm": 0}
         for item in task.items:
-            found = [alone(mpt, c, t)[0] for c, t in zip(item.contexts, item.continuations, strict=True)]
+            found = [
+                alone(mpt, c, t)[0] for c, t in zip(item.contexts, item.continuations, strict=True)
+            ]
             cross_entropies = torch.stack([-f.mean() for f in found])
             sums = torch.stack([f.sum() for f in found])
             characters = torch.tensor([len(t.removeprefix(" ")) for t in item.continuations])
@@ -96,7 +102,9 @@ def test_figures_equal_those_of_one_request_at_a_time(files, more):
         for name, count in right.items():
             assert r[name] == count / n
             outcomes = torch.tensor([1.0] * count + [0.0] * (n - count))
-            assert r[f"{name}_stderr"] == pytest.approx(outcomes.std().item() / math.sqrt(n), abs=1e-6)
+            assert r[f"{name}_stderr"] == pytest.approx(
+                outcomes.std().item() / math.sqrt(n), abs=1e-6
+            )
         assert r["n"] == n and r["contexts_cut"] == 0
     assert results["mc"]["majority"] == 4 / 11 and results["mc"]["chance"] == pytest.approx(1 / 3)
     log_probs = [alone(mpt, *pair)[0] for pair in zero_shot.pairs_of(tasks[2], BYTES, 128)]
@@ -135,18 +143,25 @@ def test_a_text_is_scored_once_in_windows_as_long_as_the_model(files):
         with torch.no_grad():
             log_probs = F.log_softmax(mpt(ids[None, first:end])[0].double(), dim=-1)
         total -= log_probs.gather(1, ids[first + 1 : end + 1, None])[begin - first :].sum().item()
-    assert r["n"] == n == len(task.text) and r["nats_per_token"] == pytest.approx(total / n, rel=1e-5)
+    assert r["n"] == n == len(task.text) and r["nats_per_token"] == pytest.approx(
+        total / n, rel=1e-5
+    )
     assert r["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
     assert r["nats_per_byte"] == r["nats_per_token"]  # as tokens are bytes
 
 
 def test_long_contexts_are_cut_on_the_left_and_counted(tmp_path):
-    rows = [{"query": "a" * length + " river", "choices": ["sees", "old"], "gold": 0} for length in (400, 1)]
+    rows = [
+        {"query": "a" * length + " river", "choices": ["sees", "old"], "gold": 0}
+        for length in (400, 1)
+    ]
     (task,) = icl_tasks.load(write(tmp_path / "long.jsonl", rows))
     mpt = model(alibi=True)
     requests, cut = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "long", mpt.cfg)
     assert cut == 2 and [len(r.ids) for r in requests] == [129, 129, 12, 11]
-    assert bytes(requests[0].ids.astype("uint8")).endswith(b"a river sees") and requests[0].count == 5
+    assert (
+        bytes(requests[0].ids.astype("uint8")).endswith(b"a river sees") and requests[0].count == 5
+    )
     results = evaluate(mpt, BYTES, [task], ALONE)
     assert results["long"]["contexts_cut"] == 2
     assert "long: 2 of 4 contexts were cut on the left" in table(results, "tiny")
@@ -155,15 +170,23 @@ def test_long_contexts_are_cut_on_the_left_and_counted(tmp_path):
 def test_an_empty_context_is_the_begin_of_a_document():
     (request,), _ = zero_shot.encode([("", " a")], BYTES, "t", MPTConfig(**TINY))
     assert request.ids.tolist() == [BYTES.eot, 32, 97] and request.count == 2
-    (request,), _ = zero_shot.encode([("a ", " b")], BYTES, "t", MPTConfig(**TINY))  # a trailing space is scored
+    (request,), _ = zero_shot.encode(
+        [("a ", " b")], BYTES, "t", MPTConfig(**TINY)
+    )  # a trailing space is scored
     assert request.ids.tolist() == [97, 32, 32, 98] and request.count == 3
 
 
 def test_what_does_not_fit_the_model_is_one_line(files, tmp_path):
-    (task,) = icl_tasks.load(write(tmp_path / "a.jsonl", [{"context": "a", "continuation": "b" * 200}]))
-    with pytest.raises(UserError, match="task a: a continuation has 201 tokens, but max_seq_len is 128: leave out"):
+    (task,) = icl_tasks.load(
+        write(tmp_path / "a.jsonl", [{"context": "a", "continuation": "b" * 200}])
+    )
+    with pytest.raises(
+        UserError, match="task a: a continuation has 201 tokens, but max_seq_len is 128: leave out"
+    ):
         evaluate(model(), BYTES, [task], ALONE)
-    with pytest.raises(UserError, match="task mc: the tokenizer gives id 195, but the model's vocab_size is 150"):
+    with pytest.raises(
+        UserError, match="task mc: the tokenizer gives id 195, but the model's vocab_size is 150"
+    ):
         evaluate(model(vocab_size=150), BYTES, tasks_of(files)[:1], ALONE)
 
 
@@ -174,7 +197,8 @@ def test_what_does_not_fit_the_model_is_one_line(files, tmp_path):
 def figures(results):
     """The numbers that do not depend on the clock."""
     return {
-        name: {k: v for k, v in r.items() if k != "seconds" and not isinstance(v, str)} for name, r in results.items()
+        name: {k: v for k, v in r.items() if k != "seconds" and not isinstance(v, str)}
+        for name, r in results.items()
     }
 
 
@@ -190,7 +214,9 @@ def evaluate_sharded(world, files, sharding):
 
 
 def evaluate_plain(world, files):
-    return figures(evaluate(model(alibi=True), BYTES, tasks_of(files)[:2], world, batch_tokens=10_000))
+    return figures(
+        evaluate(model(alibi=True), BYTES, tasks_of(files)[:2], world, batch_tokens=10_000)
+    )
 
 
 def close(a, b):
@@ -223,7 +249,10 @@ def make_run(world, folder):
     """A run folder with one checkpoint of an untrained model over bytes."""
     import checkpoint
 
-    cfg, model_cfg = TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes"), MPTConfig(**TINY, alibi=True)
+    cfg, model_cfg = (
+        TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes"),
+        MPTConfig(**TINY, alibi=True),
+    )
     mpt, optimizer = parallel.build(model_cfg, cfg, world, "fp32", seed=0)
     saver = checkpoint.Checkpointer(cfg.run_dir, 1)
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
@@ -241,12 +270,15 @@ def run(tmp_path_factory, ranks):
 def program(world, *argv):
     """zero_shot.main in a rank, as under torchrun: what it printed."""
     environment = {
-        "RANK": world.rank,
-        "LOCAL_RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_WORLD_SIZE": world.size,
+        "RANK": world.global_rank,
+        "LOCAL_RANK": world.global_rank,
+        "WORLD_SIZE": world.global_size,
+        "LOCAL_WORLD_SIZE": world.global_size,
     }
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         for name, value in environment.items():
             patch.setenv(name, str(value))
         zero_shot.main(list(argv))
@@ -255,7 +287,12 @@ def program(world, *argv):
 
 def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
     out = run / "results.json"
-    argv = [str(run / "run"), "--tasks=mc.jsonl,schema.jsonl,text.txt", f"--data={files}", f"--out={out}"]
+    argv = [
+        str(run / "run"),
+        "--tasks=mc.jsonl,schema.jsonl,text.txt",
+        f"--data={files}",
+        f"--out={out}",
+    ]
     first, silent = ranks(2)(program, *argv)
     assert "LLM Foundry" in first and "text: " in first and silent == ""
     saved = json.loads(out.read_text())
@@ -265,7 +302,10 @@ def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
     again = ranks(2)(program, *argv[:1], "--tasks=mc.jsonl,lm.jsonl,text.txt", *argv[2:])[0]
     assert "lm: every token" in again
     later = json.loads(out.read_text())["tasks"]
-    assert list(later) == ["mc", "schema", "text", "lm"] and {k: later[k] for k in saved["tasks"]} == saved["tasks"]
+    assert (
+        list(later) == ["mc", "schema", "text", "lm"]
+        and {k: later[k] for k in saved["tasks"]} == saved["tasks"]
+    )
     ranks(2)(program, *argv, "--shots=2")  # other questions under the same names
     assert json.loads(out.read_text())["tasks"]["mc"]["digest"] != later["mc"]["digest"]
     assert not list(run.glob("*.part*"))
@@ -276,9 +316,11 @@ def interrupted(world, files, out):
     zero_shot.PART_SECONDS, before = -1, zero_shot.PART_SECONDS
     mpt, (task,) = model(alibi=True), tasks_of(files)[:1]
     requests, _ = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "mc", mpt.cfg)
-    icl_score.score(mpt, requests[:20], world, "fp32", 300, zero_shot.Part(out, "key", world.rank))
-    part = zero_shot.Part(out, "key", world.rank)
-    other = zero_shot.Part(out, "another model", world.rank)
+    icl_score.score(
+        mpt, requests[:20], world, "fp32", 300, zero_shot.Part(out, "key", world.global_rank)
+    )
+    part = zero_shot.Part(out, "key", world.global_rank)
+    other = zero_shot.Part(out, "another model", world.global_rank)
     zero_shot.PART_SECONDS = before
     seen = []
     hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -292,7 +334,9 @@ def test_a_task_that_was_cut_off_goes_on(files, ranks, tmp_path):
     (tmp_path / "results.json.part-key-7").write_text('["half a line')  # of a rank that was killed
     found = ranks(2)(interrupted, files, out)
     assert [f[:2] for f in found] == [(20, 0)] * 2
-    assert 13 <= sum(f[2] for f in found) < 13 + 8 and found[0][3] == 33  # a last batch may be done twice
+    assert (
+        13 <= sum(f[2] for f in found) < 13 + 8 and found[0][3] == 33
+    )  # a last batch may be done twice
     close(found[0][4], figures(evaluate(model(alibi=True), BYTES, tasks_of(files)[:1], ALONE)))
 
 
@@ -302,9 +346,13 @@ def test_results_of_another_model_are_not_mixed(tmp_path):
     assert finished(str(out), about) == finished("", about) == {}
     out.write_text(json.dumps({"settings": about, "tasks": {"a": {}}}))
     assert finished(str(out), about) == {"a": {}}
-    with pytest.raises(UserError, match="holds results with weights abc, not abd: choose another --out"):
+    with pytest.raises(
+        UserError, match="holds results with weights abc, not abd: choose another --out"
+    ):
         finished(str(out), about | {"weights": "abd"})
-    with pytest.raises(UserError, match="holds results with ids f00, not ba2"):  # of another tokenizer
+    with pytest.raises(
+        UserError, match="holds results with ids f00, not ba2"
+    ):  # of another tokenizer
         finished(str(out), about | {"ids": "ba2"})
     odd = [
         {},
@@ -313,7 +361,10 @@ def test_results_of_another_model_are_not_mixed(tmp_path):
         {"settings": {}, "tasks": {}},
         {"settings": about, "tasks": {"a": 1}},
     ]
-    odd += [{"settings": about, "tasks": {"a": {"digest": "x", "kind": kind}}} for kind in ("text", "what", [], None)]
+    odd += [
+        {"settings": about, "tasks": {"a": {"digest": "x", "kind": kind}}}
+        for kind in ("text", "what", [], None)
+    ]
     for content in map(json.dumps, odd):
         out.write_text(content)
         with pytest.raises(UserError, match="choose another --out"):
@@ -325,7 +376,18 @@ def test_results_of_another_model_are_not_mixed(tmp_path):
 
 def test_damaged_lines_of_scores_are_left_out(tmp_path):
     good = ["good", -1.5, 1.0]
-    lines = ["5", "null", "[]", "{}", "[[1], 2, 3]", '["a", "b", 1]', '["a"]', '["a", 1, 2, 3]', "[" * 10**5, "\x00"]
+    lines = [
+        "5",
+        "null",
+        "[]",
+        "{}",
+        "[[1], 2, 3]",
+        '["a", "b", 1]',
+        '["a"]',
+        '["a", 1, 2, 3]',
+        "[" * 10**5,
+        "\x00",
+    ]
     content = "\n".join([*lines, json.dumps(good)]).encode()
     (tmp_path / "results.json.part-key-7").write_bytes(b"\xff\xfe\n" + content)
     part = object.__new__(zero_shot.Part)  # without other ranks
@@ -335,7 +397,10 @@ def test_damaged_lines_of_scores_are_left_out(tmp_path):
 
 def test_program_answers_mistakes_in_one_line(run):
     wrong = launch([], run, ["run", "--tasks=hellaswg"], program="evaluation/zero_shot.py")
-    assert wrong.returncode == 2 and wrong.stderr == "error: unknown task 'hellaswg', did you mean 'hellaswag'?\n"
+    assert (
+        wrong.returncode == 2
+        and wrong.stderr == "error: unknown task 'hellaswg', did you mean 'hellaswag'?\n"
+    )
     for argv, words in (
         ([], r"usage: python .*RUN \[--key=value"),
         (["run", "--shot=1"], "did you mean 'shots'"),
@@ -350,18 +415,41 @@ def test_program_answers_mistakes_in_one_line(run):
 
 def test_the_table_is_that_of_the_posts():
     values = dict(zip(icl_tasks.TABLE2, zero_shot.PUBLISHED["MPT-1B, published"], strict=True))
-    result = {"kind": "multiple_choice", "n": 100, "majority": 0.5, "contexts_cut": 0, "requests": 200}
+    result = {
+        "kind": "multiple_choice",
+        "n": 100,
+        "majority": 0.5,
+        "contexts_cut": 0,
+        "requests": 200,
+    }
     keys = [k + more for k in zero_shot.SCORINGS for more in ("", "_stderr")]
     results = {task: result | dict.fromkeys(keys, value) for task, value in values.items()}
     rows = {
-        r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]] for r in table(results, "mine").splitlines()
+        r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]]
+        for r in table(results, "mine").splitlines()
     }
-    assert rows[""] == ["ARC-c", "ARC-e", "BoolQ", "HellaSwag", "PIQA", "Winograd", "Winogrande", "mean"]
+    assert rows[""] == [
+        "ARC-c",
+        "ARC-e",
+        "BoolQ",
+        "HellaSwag",
+        "PIQA",
+        "Winograd",
+        "Winogrande",
+        "mean",
+    ]
     assert rows["mine, LLM Foundry"] == rows["MPT-1B, published"]
     assert rows["mine, lm-eval acc_norm"][-1] == "0.537"
-    assert rows["MPT-3B, published"][-1] == "0.578" and rows["Cerebras-GPT-1.3B, published"][-1] == "0.496"
+    assert (
+        rows["MPT-3B, published"][-1] == "0.578"
+        and rows["Cerebras-GPT-1.3B, published"][-1] == "0.496"
+    )
     some = table({"piqa": results["piqa"], "own": results["piqa"]}, "mine").splitlines()
-    assert [c.strip() for c in some[0].split("|")[2:-1]] == ["PIQA", "mean", "own"] and "0.754" in some[-1]
+    assert [c.strip() for c in some[0].split("|")[2:-1]] == [
+        "PIQA",
+        "mean",
+        "own",
+    ] and "0.754" in some[-1]
     assert "published" not in table({"own": results["piqa"]}, "mine")
 
 
@@ -371,7 +459,11 @@ def test_the_real_sets_are_scored(name):
         pytest.skip("needs the evaluation sets beside the project")
     (task,) = icl_tasks.load(name, str(SETS), limit=12)
     (r,) = evaluate(model(alibi=True, max_seq_len=512), BYTES, [task], ALONE).values()
-    assert r["n"] == 12 and 0 <= r["foundry"] <= 1 and r["requests"] == 12 * (4 if "arc" in name else 2)
+    assert (
+        r["n"] == 12
+        and 0 <= r["foundry"] <= 1
+        and r["requests"] == 12 * (4 if "arc" in name else 2)
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -384,7 +476,8 @@ def words_of_bytes():
     from transformers import PreTrainedTokenizerFast
 
     shown = {
-        token[0]: token.decode("latin-1") if i < 188 else chr(256 + i - 188) for i, token in enumerate(tokenizers.BYTES)
+        token[0]: token.decode("latin-1") if i < 188 else chr(256 + i - 188)
+        for i, token in enumerate(tokenizers.BYTES)
     }
     words = Tokenizer(models.BPE({shown[b]: b for b in range(256)} | {"<|endoftext|>": 256}, []))
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -405,7 +498,9 @@ def test_lm_eval_finds_the_same(files, tmp_path):
     theirs = MptForCausalLM.from_pretrained(tmp_path / "mpt").eval()
     mpt = MPT(MPTConfig(**TINY, alibi=True, no_bias=True)).eval()
     mpt.load_state_dict({k: v for k, v in theirs.state_dict().items() if k != "lm_head.weight"})
-    harness = HFLM(pretrained=theirs, tokenizer=words_of_bytes(), max_length=128, batch_size=4, device="cpu")
+    harness = HFLM(
+        pretrained=theirs, tokenizer=words_of_bytes(), max_length=128, batch_size=4, device="cpu"
+    )
     long = {"query": "x" * 200, "choices": ["a", "bb", "ccc"], "gold": 1}  # cut on the left
     path = write(tmp_path / "mc.jsonl", [*choices_of(40), long])
     task = ConfigurableTask(config={
@@ -420,13 +515,17 @@ def test_lm_eval_finds_the_same(files, tmp_path):
     sums = icl_score.score(mpt, requests, ALONE, "fp32", 400).tolist()
     scores = dict(zip(pairs, sums, strict=True))
     for item, sample in zip(ours.items, found["samples"]["mc"], strict=True):
-        for context, continuation, (answer,) in zip(item.contexts, item.continuations, sample["resps"], strict=True):
+        for context, continuation, (answer,) in zip(
+            item.contexts, item.continuations, sample["resps"], strict=True
+        ):
             assert scores[context, continuation][0] == pytest.approx(answer[0], abs=1e-3)
             assert bool(scores[context, continuation][1]) == answer[1]
     r = evaluate(mpt, BYTES, [ours], ALONE)["mc"]
     for name in ("acc", "acc_norm"):
         assert r[name] == found["results"]["mc"][f"{name},none"] != 0
-        assert r[f"{name}_stderr"] == pytest.approx(found["results"]["mc"][f"{name}_stderr,none"], rel=1e-6)
+        assert r[f"{name}_stderr"] == pytest.approx(
+            found["results"]["mc"][f"{name}_stderr,none"], rel=1e-6
+        )
     assert cut == 3
     text = (files / "text.txt").read_text()
     request = lm_eval.api.instance.Instance("loglikelihood_rolling", {}, (text,), 0)
@@ -457,7 +556,9 @@ def learn(world):
     torch.manual_seed(0)
     for step in range(300):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50) * (1 - step / 300)
-        batch = torch.stack([ids[begin : begin + 129] for begin in torch.randint(len(ids) - 129, (8,))])
+        batch = torch.stack(
+            [ids[begin : begin + 129] for begin in torch.randint(len(ids) - 129, (8,))]
+        )
         (mpt(batch[:, :-1], labels=batch[:, 1:]) / 1024).backward()
         torch.nn.utils.clip_grad_norm_(mpt.parameters(), 1.0)
         optimizer.step()

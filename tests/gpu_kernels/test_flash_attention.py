@@ -32,9 +32,13 @@ def by_hand(q, k, v, slopes, causal, scale, ids):
     """Attention in the inputs' dtype. What sees what is written out pair by pair."""
     (H, n_queries), (Hkv, n_keys) = q.shape[1:3], k.shape[1:3]
     positions = range(n_keys - n_queries, n_keys)
-    seen = torch.tensor([[[j <= i or not causal for j in range(n_keys)] for i in positions]] * len(q))
+    seen = torch.tensor(
+        [[[j <= i or not causal for j in range(n_keys)] for i in positions]] * len(q)
+    )
     for row, document in zip(seen, [] if ids is None else ids.tolist(), strict=False):
-        number = [sum(a != b for a, b in itertools.pairwise(document[: j + 1])) for j in range(n_keys)]
+        number = [
+            sum(a != b for a, b in itertools.pairwise(document[: j + 1])) for j in range(n_keys)
+        ]
         row &= torch.tensor([[number[i] == number[j] for j in range(n_keys)] for i in positions])
     distance = torch.tensor([[abs(i - j) for j in range(n_keys)] for i in positions], dtype=q.dtype)
     heads = []
@@ -48,7 +52,16 @@ def by_hand(q, k, v, slopes, causal, scale, ids):
 
 
 DEFAULT = {
-    **dict(lengths=(65, 65), heads=(2, 2), D=32, batch=1, dtype="float32", alibi=True, causal=True, documents=False),
+    **dict(
+        lengths=(65, 65),
+        heads=(2, 2),
+        D=32,
+        batch=1,
+        dtype="float32",
+        alibi=True,
+        causal=True,
+        documents=False,
+    ),
     **dict(scale=None, layout="fused", row=None),
 }
 
@@ -56,9 +69,17 @@ DEFAULT = {
 def tensors_of(case, device="cpu"):
     """q, k, v as the case lays them out, slopes, ids, and the incoming gradient."""
     generator = torch.Generator().manual_seed(case.get("seed", 0))
-    (H, Hkv), (Tq, Tk), D, B, dtype = case["heads"], case["lengths"], case["D"], case["batch"], case["dtype"]
+    (H, Hkv), (Tq, Tk), D, B, dtype = (
+        case["heads"],
+        case["lengths"],
+        case["D"],
+        case["batch"],
+        case["dtype"],
+    )
     dtype = getattr(torch, dtype)
-    if case["layout"] == "fused":  # views of one Wqkv output, as in the model; the queries are its last rows
+    if (
+        case["layout"] == "fused"
+    ):  # views of one Wqkv output, as in the model; the queries are its last rows
         wide = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=generator).to(device, dtype)
         q, k, v = wide.split([H * D, Hkv * D, Hkv * D], dim=-1)
         q, k, v = (x[:, len(x[0]) - T :] for x, T in ((q, Tq), (k, Tk), (v, Tk)))
@@ -87,7 +108,11 @@ def run(case, tensors):
     *qkv, slopes, ids, do = tensors
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = room.flash_attention(
-        *leaves, alibi_slopes=slopes, causal=case["causal"], softmax_scale=case["scale"], sequence_ids=ids
+        *leaves,
+        alibi_slopes=slopes,
+        causal=case["causal"],
+        softmax_scale=case["scale"],
+        sequence_ids=ids,
     )
     return [out.detach(), *torch.autograd.grad(out, leaves, do)]
 
@@ -95,7 +120,10 @@ def run(case, tensors):
 def errors_of(case, device="cpu"):
     """Error of out, dq, dk, dv against float64, relative to the largest exact value."""
     case = DEFAULT | case
-    row, launch_table.row_for = launch_table.row_for, (lambda *_: case["row"]) if case["row"] else launch_table.row_for
+    row, launch_table.row_for = (
+        launch_table.row_for,
+        (lambda *_: case["row"]) if case["row"] else launch_table.row_for,
+    )
     try:
         tensors = tensors_of(case, device)
         found = run(case, tensors)
@@ -109,25 +137,42 @@ def errors_of(case, device="cpu"):
     assert [x.dtype for x in found] == [q.dtype] * 4
     largest = [b.abs().max().item() for b in exact]
     largest = [x if x > 1e-12 else 1 for x in largest]  # with one key to see, dq and dk are zero
-    return [(a.cpu() - b).abs().max().item() / x for a, b, x in zip(found, exact, largest, strict=True)]
+    return [
+        (a.cpu() - b).abs().max().item() / x for a, b, x in zip(found, exact, largest, strict=True)
+    ]
 
 
 # --- the grid
 
-FLAGS = [dict(alibi=a, causal=c, documents=d) for a in (True, False) for c in (True, False) for d in (False, True)]
+FLAGS = [
+    dict(alibi=a, causal=c, documents=d)
+    for a in (True, False)
+    for c in (True, False)
+    for d in (False, True)
+]
 LENGTHS = [(1, 1), (17, 17), (127, 127), (200, 200), (1, 65), (17, 200), (65, 127)]
 MORE_QUERIES = [(65, 17), (127, 1)]  # the first rows see no key when causal
 ROWS = [(128, 64, 4, 1), (64, 128, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
 CASES = FLAGS + [dict(lengths=n) for n in LENGTHS + MORE_QUERIES]
 CASES += [dict(lengths=n, causal=False) for n in [(17, 200), *MORE_QUERIES]]
-CASES += [dict(lengths=n, documents=True, causal=c) for n in [(17, 200), (127, 127)] for c in (True, False)]
+CASES += [
+    dict(lengths=n, documents=True, causal=c)
+    for n in [(17, 200), (127, 127)]
+    for c in (True, False)
+]
 CASES += [dict(D=d, heads=(1, 1)) for d in (16, 17, 40, 48, 64, 72, 80, 96, 112, 128)]
 CASES += [dict(heads=h, D=16) for h in ((1, 1), (6, 6), (7, 7), (12, 12), (6, 3), (12, 4), (7, 1))]
 CASES += [dict(lengths=(200, 200), row=row, documents=d) for row in ROWS for d in (False, True)]
 CASES += [dict(lengths=(127, 200), row=row, causal=False) for row in ROWS[:3]]
 CASES += [dict(layout=layout, batch=2) for layout in ("fused", "cache", "transposed")]
 CASES += [dict(scale=0.5), dict(scale=0.01, alibi=False), dict(batch=3, documents=True, D=16)]
-FEW = [*FLAGS[:4], dict(D=96), dict(D=128, heads=(7, 1)), dict(lengths=(17, 200)), dict(lengths=(65, 17))]
+FEW = [
+    *FLAGS[:4],
+    dict(D=96),
+    dict(D=128, heads=(7, 1)),
+    dict(lengths=(17, 200)),
+    dict(lengths=(65, 17)),
+]
 CASES += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
 
 
@@ -138,7 +183,7 @@ def name(case):
 def share(world, cases):
     """The errors of every second case, or what it raised."""
     results = {}
-    for case in cases[world.rank :: world.size]:
+    for case in cases[world.global_rank :: world.global_size]:
         try:
             results[name(case)] = errors_of(case)
         except Exception as error:
@@ -162,7 +207,10 @@ def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
 def equal_runs(world):
     cases = [FLAGS[1], dict(lengths=(65, 127), heads=(3, 1)), dict(dtype="bfloat16", D=96)]
     tensors = [tensors_of(DEFAULT | case) for case in cases]
-    runs = [[x for case, t in zip(cases, tensors, strict=True) for x in run(DEFAULT | case, t)] for _ in range(2)]
+    runs = [
+        [x for case, t in zip(cases, tensors, strict=True) for x in run(DEFAULT | case, t)]
+        for _ in range(2)
+    ]
     return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -177,9 +225,11 @@ def sweep(world, examples, seed):
     from hypothesis import seed as seeded
     from hypothesis import strategies as st
 
-    some_keys = st.integers(8, 140)  # with one or two, dq and dk are nearly zero: no value to be relative to
+    some_keys = st.integers(
+        8, 140
+    )  # with one or two, dq and dk are nearly zero: no value to be relative to
 
-    @seeded(seed + world.rank)
+    @seeded(seed + world.global_rank)
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate])
     @given(
         st.fixed_dictionaries(
@@ -239,7 +289,9 @@ def hidden_blocks(world):
     whole = room.flash_attention(q, k, v, sequence_ids=ids)
     k[:, :, :128] = v[:, :, :128] = math.nan
     second = room.flash_attention(q, k, v, sequence_ids=ids)
-    return torch.equal(whole[:, :, 128:], second[:, :, 128:]), second[:, :, :128].isnan().all().item()
+    return torch.equal(whole[:, :, 128:], second[:, :, 128:]), second[
+        :, :, :128
+    ].isnan().all().item()
 
 
 def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
@@ -250,7 +302,9 @@ def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
 
 
 def checked_by_pytorch(world):
-    q, k, v, slopes, ids, _ = tensors_of(DEFAULT | dict(lengths=(20, 20), D=16, heads=(2, 1), documents=True))
+    q, k, v, slopes, ids, _ = tensors_of(
+        DEFAULT | dict(lengths=(20, 20), D=16, heads=(2, 1), documents=True)
+    )
     bounds = room.document_bounds(ids)
     for grad in (False, True):
         inputs = [x.detach().requires_grad_(grad) for x in (q, k, v)]
@@ -312,18 +366,24 @@ def in_a_model(world, impl, settings):
     return loss_and_gradients(model_with(impl, **settings), ids)
 
 
-@pytest.mark.parametrize("settings", [{}, {"kv_n_heads": 1, "qk_ln": True, "clip_qkv": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"kv_n_heads": 1, "qk_ln": True, "clip_qkv": 0.5}], ids=str
+)
 def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, interpreted):
     ours, sdpa = (interpreted(in_a_model, impl, settings)[0] for impl in ("triton", "sdpa"))
     assert (ours[0] - sdpa[0]).abs() <= 5e-6 * sdpa[0]
     largest = max(b.abs().max() for b in sdpa[1:])
-    assert all((a - b).abs().max() <= 1e-5 * largest for a, b in zip(ours[1:], sdpa[1:], strict=True))
+    assert all(
+        (a - b).abs().max() <= 1e-5 * largest for a, b in zip(ours[1:], sdpa[1:], strict=True)
+    )
 
 
 def counted_flops(world):
     from torch.utils.flop_counter import FlopCounterMode
 
-    q, k, v = (torch.randn(2, heads, T, 16).requires_grad_() for heads, T in ((6, 32), (3, 64), (3, 64)))
+    q, k, v = (
+        torch.randn(2, heads, T, 16).requires_grad_() for heads, T in ((6, 32), (3, 64), (3, 64))
+    )
     with FlopCounterMode(display=False) as counter:
         room.flash_attention(q, k, v).sum().backward()
     return counter.get_total_flops()
@@ -334,12 +394,18 @@ def test_flop_counter_mode_counts_it_as_pytorch_counts_sdpa(interpreted):
 
     q, k = (2, 6, 32, 16), (2, 6, 64, 16)
     sdpa = sdpa_flop_count(q, k, k) + sdpa_backward_flop_count(q, q, k, k)
-    assert interpreted(counted_flops)[0] == sdpa == 7 * 2 * 2 * 6 * 32 * 64 * 16  # seven matmuls of 2 B H Tq Tk D
+    assert (
+        interpreted(counted_flops)[0] == sdpa == 7 * 2 * 2 * 6 * 32 * 64 * 16
+    )  # seven matmuls of 2 B H Tq Tk D
 
 
 def forward_launches(world, save):
     """How often the forward kernel runs in a step of a checkpointed block, when `save` says to keep its output."""
-    from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+    from torch.utils.checkpoint import (
+        CheckpointPolicy,
+        checkpoint,
+        create_selective_checkpoint_contexts,
+    )
 
     def policy(ctx, function, *args, **kwargs):
         keep = save and function == torch.ops.mpt.flash_attention.default
@@ -352,7 +418,9 @@ def forward_launches(world, save):
     try:
         contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
         block = model.transformer.blocks[0]
-        checkpoint(block, x, Positions(alibi_slopes(2)), use_reentrant=False, context_fn=contexts).sum().backward()
+        checkpoint(
+            block, x, Positions(alibi_slopes(2)), use_reentrant=False, context_fn=contexts
+        ).sum().backward()
     finally:
         room.launch = launch
     return launched.count("forward"), launched.count("dq"), launched.count("dkdv")
@@ -383,9 +451,9 @@ def sharded_step(world, impl, precision):
     """Loss and gradient norm of a step under FULL_SHARD on two ranks."""
     cfg = TrainConfig(sharding="FULL_SHARD")
     model, _ = parallel.build(MPTConfig(**SMALL, attn_impl=impl), cfg, world, precision, seed=0)
-    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.rank))
+    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(world.global_rank))
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = model(ids[:, :-1], labels=ids[:, 1:]) / 160 * world.size
+        loss = model(ids[:, :-1], labels=ids[:, 1:]) / 160 * world.global_size
     loss.backward()
     return loss.item(), parallel.clip_grad_norm(model.parameters(), 0).item()
 
@@ -398,13 +466,21 @@ def test_under_fsdp_it_gives_the_step_of_sdpa(precision, limit, interpreted):
 
 
 @pytest.mark.slow
-def test_the_demo_trains_with_it_as_with_sdpa(interpreted, python, tiny_data, tmp_path, monkeypatch):
+def test_the_demo_trains_with_it_as_with_sdpa(
+    interpreted, python, tiny_data, tmp_path, monkeypatch
+):
     """Three steps of configs/demo.py, narrower, from the same weights and batches."""
     small = "--n_layers=1 --max_seq_len=48 --global_batch_size=2 --max_steps=3 --warmup_steps=1 --eval_tokens=96"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     losses = {}
     for impl in ("triton", "sdpa"):
-        flags = [*small.split(), *flags_for(tiny_data), "--precision=fp32", f"--attn_impl={impl}", f"--run_dir={impl}"]
+        flags = [
+            *small.split(),
+            *flags_for(tiny_data),
+            "--precision=fp32",
+            f"--attn_impl={impl}",
+            f"--run_dir={impl}",
+        ]
         done = python(ROOT / "configs/demo.py", *flags)
         assert done.returncode == 0, done.stderr
         assert f"{impl} attention" in done.stdout
@@ -415,7 +491,9 @@ def test_the_demo_trains_with_it_as_with_sdpa(interpreted, python, tiny_data, tm
 def addresses(world):
     """Of the inputs, and of what the forward kernel reads: views of one fused tensor, and of a longer cache."""
     found, launch = [], room.launch
-    room.launch = lambda what, tensors, *args: found.append([tensors[name].data_ptr() for name in "qkv"])
+    room.launch = lambda what, tensors, *args: found.append(
+        [tensors[name].data_ptr() for name in "qkv"]
+    )
     try:
         for layout in ("fused", "cache"):
             q, k, v, *_ = tensors_of(DEFAULT | dict(layout=layout, heads=(4, 2)))
@@ -437,7 +515,10 @@ def tuned(world):
     import io
 
     clock = itertools.cycle([2.0, 1.0, 3.0])
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
         patch.setattr(launch_table, "candidates", lambda: [(64, 32, 4, 1), (32, 64, 4, 1)])
         patch.setattr(room.triton.testing, "do_bench", lambda run: (run(), next(clock))[1])
         room.tune(torch.device("cpu"), T=16, H=1)
@@ -464,7 +545,9 @@ def refusals(world):
         "wants q (B, H, Tq, D)": dict(k=q[0], v=q[0]),
         "all bf16, fp16 or fp32": dict(k=q.bfloat16()),
         "torch.float64": dict(q=q.double(), k=q.double(), v=q.double()),
-        "head dims up to 128, not 160: take attn_impl=sdpa": {n: torch.randn(1, 1, 8, 160) for n in "qkv"},
+        "head dims up to 128, not 160: take attn_impl=sdpa": {
+            n: torch.randn(1, 1, 8, 160) for n in "qkv"
+        },
         "alibi_slopes must be (4,) fp32": dict(alibi_slopes=torch.ones(3)),
         "alibi_slopes(n_heads": dict(alibi_slopes=torch.ones(4).bfloat16()),
         "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
@@ -484,7 +567,9 @@ def refusals(world):
 
 def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
     said = interpreted(refusals)[0]
-    assert len(said) == 10 and all(message in text and "\n" not in text for message, text in said.items()), said
+    assert len(said) == 10 and all(
+        message in text and "\n" not in text for message, text in said.items()
+    ), said
 
 
 def test_a_cpu_tensor_without_the_interpreter_is_refused():
@@ -498,7 +583,9 @@ def test_a_cpu_tensor_without_the_interpreter_is_refused():
 
 def test_the_program_refuses_other_flags_and_tuning_without_a_gpu(python):
     wrong = python("--tun", program="gpu_kernels/flash_attention.py")
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: usage: python -m gpu_kernels.flash_attention")
+    assert wrong.returncode == 2 and wrong.stderr.startswith(
+        "error: usage: python -m gpu_kernels.flash_attention"
+    )
     if not torch.cuda.is_available():
         wrong = python("--tune", program="gpu_kernels/flash_attention.py")
         assert wrong.returncode == 2 and "there is none here" in wrong.stderr
@@ -510,7 +597,9 @@ def test_without_a_gpu_the_program_starts_itself_again_in_the_interpreter(python
     """From another folder, too."""
     done = python(program="gpu_kernels/flash_attention.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("largest relative error of ") and "(cpu, 48 tokens)" in done.stdout
+    assert (
+        done.stdout.startswith("largest relative error of ") and "(cpu, 48 tokens)" in done.stdout
+    )
     assert len(done.stdout.splitlines()) == 1 + 3 * 6
 
 
@@ -519,7 +608,15 @@ def test_without_a_gpu_the_program_starts_itself_again_in_the_interpreter(python
 
 @pytest.mark.parametrize(
     "head_dim, widths",
-    [(8, (16, 0)), (16, (16, 0)), (17, (32, 0)), (48, (32, 16)), (64, (64, 0)), (72, (64, 16)), (80, (64, 16))]
+    [
+        (8, (16, 0)),
+        (16, (16, 0)),
+        (17, (32, 0)),
+        (48, (32, 16)),
+        (64, (64, 0)),
+        (72, (64, 16)),
+        (80, (64, 16)),
+    ]
     + [(96, (64, 32)), (100, (128, 0)), (112, (128, 0)), (128, (128, 0))],
 )
 def test_a_head_is_held_with_little_waste(head_dim, widths):
@@ -534,7 +631,9 @@ def test_where_documents_begin_and_end():
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_obvious_version_is_the_formula(documents, causal):
-    q, k, v, slopes, ids, _ = tensors_of(DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents))
+    q, k, v, slopes, ids, _ = tensors_of(
+        DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents)
+    )
     q, k, v = (x.double() for x in (q, k, v))
     exact = by_hand(q, k, v, slopes, causal, 0.3, ids)
     assert (room.reference_attention(q, k, v, slopes, causal, 0.3, ids) - exact).abs().max() < 1e-12
@@ -554,7 +653,9 @@ def test_on_the_device(case, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128])
 def test_a_hundred_runs_on_the_device_are_equal_to_the_bit(D):
-    case = DEFAULT | dict(lengths=(1000, 1000), heads=(8, 2), D=D, batch=4, dtype="bfloat16", documents=True)
+    case = DEFAULT | dict(
+        lengths=(1000, 1000), heads=(8, 2), D=D, batch=4, dtype="bfloat16", documents=True
+    )
     tensors = tensors_of(case, "cuda")
     first = run(case, tensors)
     for _ in range(100):

@@ -21,7 +21,13 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 from gpu_kernels import flash_attention, launch_table  # noqa: E402
 from gpu_kernels.launch_table import LAUNCH, UNKNOWN, row_for  # noqa: E402
 
-SHARED = {"sm_80": 166_912, "sm_90": 232_448, "gfx90a": 65_536, "gfx942": 65_536, "gfx950": 163_840}  # bytes a block
+SHARED = {
+    "sm_80": 166_912,
+    "sm_90": 232_448,
+    "gfx90a": 65_536,
+    "gfx942": 65_536,
+    "gfx950": 163_840,
+}  # bytes a block
 PASSES = ("forward", "dq", "dkdv")
 
 # Bytes a thread may keep in memory instead of in registers, where it is not 0. Smaller blocks spill nothing there, and
@@ -30,7 +36,9 @@ SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
 }
-SLACK = 0 if f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text() else 256  # of other compilers
+SLACK = (
+    0 if f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text() else 256
+)  # of other compilers
 
 
 # --- compiling
@@ -45,7 +53,11 @@ class Chip:
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("hip", self.arch, 64) if self.arch[0] == "g" else GPUTarget("cuda", int(self.arch[3:]), 32)
+        return (
+            GPUTarget("hip", self.arch, 64)
+            if self.arch[0] == "g"
+            else GPUTarget("cuda", int(self.arch[3:]), 32)
+        )
 
     def get_current_device(self):
         return self.arch  # Triton keeps what it compiled by device
@@ -68,14 +80,26 @@ class StandIn:
             self.binary = self.kernel.run(grid=grid, warmup=True, **arguments)
 
 
-def binary_of(arch, D, what, alibi=True, causal=True, documents=False, group=1, dtype="bfloat16", lengths=(256, 256)):
+def binary_of(
+    arch,
+    D,
+    what,
+    alibi=True,
+    causal=True,
+    documents=False,
+    group=1,
+    dtype="bfloat16",
+    lengths=(256, 256),
+):
     """The binary of one pass over 4 heads on `arch`, as it would be launched there."""
     triton.runtime.driver.set_active(Chip(arch))
     q, k = (torch.empty(1, T, 4, D, dtype=getattr(torch, dtype)).transpose(1, 2) for T in lengths)
     k = k[:, ::group]
     slopes = torch.ones(4) if alibi else None
     bounds = torch.zeros(1, 2, lengths[1], dtype=torch.int32) if documents else None
-    kernels = {name: StandIn(kernel, name == what) for name, kernel in flash_attention.KERNELS.items()}
+    kernels = {
+        name: StandIn(kernel, name == what) for name, kernel in flash_attention.KERNELS.items()
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_attention, "architecture", lambda device: arch)
         patch.setattr(flash_attention, "KERNELS", kernels)
@@ -101,12 +125,18 @@ def facts(binary, arch):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        text = subprocess.run([dump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [dump, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     instruction = r"wgmma\.mma_async" if arch == "sm_90" else r"mma\.sync"
     return found | {
         "spilled": sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text)),
         "matrix": len(re.findall(instruction, binary.asm["ptx"])),
-        "wide_loads": len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", binary.asm["ptx"])),
+        "wide_loads": len(
+            re.findall(
+                r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", binary.asm["ptx"]
+            )
+        ),
         "binary": binary.asm["cubin"][:4] == b"\x7fELF",
     }
 
@@ -114,7 +144,7 @@ def facts(binary, arch):
 def share(world, cases):
     """The facts of every second case, or what it raised."""
     results = []
-    for arch, D, what, settings in cases[world.rank :: world.size]:
+    for arch, D, what, settings in cases[world.global_rank :: world.global_size]:
         try:
             results.append(facts(binary_of(arch, D, what, **settings), arch))
         except Exception as error:
@@ -126,11 +156,23 @@ def share(world, cases):
 
 USUAL = [dict(alibi=True), dict(alibi=False)]
 CASES = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in USUAL]
-OTHERS = [dict(causal=False), dict(documents=True), dict(group=4), dict(dtype="float16"), dict(dtype="float32")]
-OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True), dict(lengths=(33, 77), causal=False)]
+OTHERS = [
+    dict(causal=False),
+    dict(documents=True),
+    dict(group=4),
+    dict(dtype="float16"),
+    dict(dtype="float32"),
+]
+OTHERS += [
+    dict(lengths=(1, 77)),
+    dict(lengths=(1, 1), documents=True),
+    dict(lengths=(33, 77), causal=False),
+]
 MORE = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in OTHERS]
 MORE += [(arch, 96, what, s) for arch in SHARED for what in PASSES for s in USUAL]
-MORE += [(arch, D, what, dict(alibi=True)) for arch in SHARED for D in (32, 80, 112) for what in PASSES]
+MORE += [
+    (arch, D, what, dict(alibi=True)) for arch in SHARED for D in (32, 80, 112) for what in PASSES
+]
 
 
 def name(case):

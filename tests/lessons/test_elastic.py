@@ -15,13 +15,28 @@ from config import UserError
 from lessons import elastic
 from lifecycle import runlog
 
-SMALL = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=257", "--max_seq_len=16", "--eval_tokens=2000"]
-SMALL += ["--global_batch_size=4", "--warmup_steps=2", "--max_steps=60", "--eval_interval=20", "--save_interval=5"]
+SMALL = [
+    "--d_model=16",
+    "--n_heads=2",
+    "--n_layers=1",
+    "--vocab_size=257",
+    "--max_seq_len=16",
+    "--eval_tokens=2000",
+]
+SMALL += [
+    "--global_batch_size=4",
+    "--warmup_steps=2",
+    "--max_steps=60",
+    "--eval_interval=20",
+    "--save_interval=5",
+]
 
 
 def pids(folder) -> list[str]:
     """The processes that have a folder in their command line."""
-    return subprocess.run(["pgrep", "-f", f"={folder}/"], capture_output=True, text=True).stdout.split()
+    return subprocess.run(
+        ["pgrep", "-f", f"={folder}/"], capture_output=True, text=True
+    ).stdout.split()
 
 
 @pytest.mark.slow
@@ -30,7 +45,9 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path
     folder = tmp_path / "all"
     flags = [*SMALL, *flags_for(tiny_data), f"--run_dir={folder}"]
     command = [sys.executable, "-m", "lessons.elastic", *flags]
-    process = subprocess.Popen(command, cwd=tmp_path, env=rooms_on_path(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=rooms_on_path(), stdout=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + PATIENCE
         while elastic.steps_done(folder / "two") < 10:
@@ -45,11 +62,21 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path
     done = launch([], tmp_path, flags, program="lessons/elastic.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(steps(folder / name) == [*range(1, 61)] for name in elastic.RUNS)
-    assert ranks(folder / "one") == [1] and ranks(folder / "two") == [2, 2] and ranks(folder / "moved") == [1, 2, 4, 1]
-    assert "exit [75]," in done.stdout and "exit [75, 75]," in done.stdout  # asked to move, they save first
+    assert (
+        ranks(folder / "one") == [1]
+        and ranks(folder / "two") == [2, 2]
+        and ranks(folder / "moved") == [1, 2, 4, 1]
+    )
+    assert (
+        "exit [75]," in done.stdout and "exit [75, 75]," in done.stdout
+    )  # asked to move, they save first
     victim = re.search(r"moved  4 ranks  step (\d+)/60: SIGKILL to rank (\d)", done.stdout)
-    statuses = re.search(r"moved  4 ranks  exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout)
-    assert statuses[1].split(", ")[int(victim[2])] == "-9" and 45 - 10 <= int(statuses[2]) <= int(victim[1])
+    statuses = re.search(
+        r"moved  4 ranks  exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout
+    )
+    assert statuses[1].split(", ")[int(victim[2])] == "-9" and 45 - 10 <= int(statuses[2]) <= int(
+        victim[1]
+    )
     assert "each of the 60 steps saw the same tokens in all runs" in done.stdout
     assert (folder / "elastic.png").stat().st_size > 10_000
     done = launch([], tmp_path, [*flags, "--max_steps=70"], program="lessons/elastic.py")
@@ -71,7 +98,12 @@ def test_a_mistake_is_one_line(tmp_path, tiny_data):
     assert done.returncode == 2 and done.stderr.splitlines() == [
         "error: unknown key 'learning_rate' in the command line, did you mean 'lr'?"
     ]
-    done = launch([], tmp_path, [*SMALL, *flags_for(tiny_data), "--vocab_size=100"], program="lessons/elastic.py")
+    done = launch(
+        [],
+        tmp_path,
+        [*SMALL, *flags_for(tiny_data), "--vocab_size=100"],
+        program="lessons/elastic.py",
+    )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert "error: runs/elastic/one does not get on, see runs/elastic/one.log: " in done.stderr
     assert "vocab_size 100 is less than the 257 ids" in done.stderr
@@ -81,7 +113,9 @@ def written(folder: Path, losses, last_val, hashes) -> Path:
     """A run folder with such rows."""
     folder.mkdir()
     pairs = zip(losses, hashes, strict=True)
-    rows = [{"step": n, "loss": loss, "batch_hash": seen} for n, (loss, seen) in enumerate(pairs, 1)]
+    rows = [
+        {"step": n, "loss": loss, "batch_hash": seen} for n, (loss, seen) in enumerate(pairs, 1)
+    ]
     rows += [{"step": len(rows), "val_loss": last_val}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -104,10 +138,20 @@ def test_what_it_checks(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "launched, step, stage",
-    [([], 0, 0), ([1], 10, 0), ([1, 1], 20, 0), ([1], 25, 1), ([1, 2, 2], 30, 1), ([1, 2], 51, 2), ([1, 2, 4], 76, 3)]
+    [
+        ([], 0, 0),
+        ([1], 10, 0),
+        ([1, 1], 20, 0),
+        ([1], 25, 1),
+        ([1, 2, 2], 30, 1),
+        ([1, 2], 51, 2),
+        ([1, 2, 4], 76, 3),
+    ]
     + [([1, 2, 4, 1], 70, 3), ([1, 2, 4, 1, 1], 100, 3)],
 )
 def test_which_stage_is_next(tmp_path, launched, step, stage):
-    (tmp_path / "launches.jsonl").write_text("".join(json.dumps({"ranks": n}) + "\n" for n in launched))
+    (tmp_path / "launches.jsonl").write_text(
+        "".join(json.dumps({"ranks": n}) + "\n" for n in launched)
+    )
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
     assert elastic.stage_now(tmp_path, elastic.RUNS["moved"], 100) == stage

@@ -43,7 +43,10 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     with taken(tmp_path, host="elsewhere"):
         assert leases.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
         leases.main([str(tmp_path)])
-        assert capsys.readouterr().out == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+        assert (
+            capsys.readouterr().out
+            == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+        )
     begin = time.monotonic()
     with taken(tmp_path):
         assert time.monotonic() - begin < 1
@@ -51,7 +54,9 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
 
 
-@pytest.mark.parametrize("text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""])
+@pytest.mark.parametrize(
+    "text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""]
+)
 def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
     """As a power failure or a stranger leaves it; but while another run has the lock, the folder is not free."""
     path = tmp_path / "lease.json"
@@ -90,7 +95,9 @@ def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
     thread.start()
     try:
         wait_for(path.exists)
-        with pytest.raises(UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"):
+        with pytest.raises(
+            UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"
+        ):
             taken(tmp_path)
     finally:
         closed.set()
@@ -98,7 +105,9 @@ def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
     with taken(tmp_path) as lease:  # three beats without a sign of life
         assert leases.read_lease(path)["host"] == lease.me["host"]
         lease.check()
-        path.write_text(json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0}))  # taken over in turn
+        path.write_text(
+            json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0})
+        )  # taken over in turn
         wait_for(lambda: lease.lost)
         with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
             lease.check()

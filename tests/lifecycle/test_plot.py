@@ -62,7 +62,12 @@ def test_running_means_are_over_a_fiftieth_of_the_run(tmp_path):
 
 
 def test_what_is_no_number_is_not_drawn(tmp_path):
-    rows = [step(1, 5.0, mfu=None), step(2, math.nan, skipped=True, mfu=0.5), step(3, 4.0), val(3, math.nan)]
+    rows = [
+        step(1, 5.0, mfu=None),
+        step(2, math.nan, skipped=True, mfu=0.5),
+        step(3, 4.0),
+        val(3, math.nan),
+    ]
     run = plot.read(folder(tmp_path / "run", rows))
     assert plot.curves(run) == ([(100, 5.0), (300, 4.0)], [])
     assert plot.curves(run, "mfu") == ([(200, 0.5)], [])
@@ -71,7 +76,12 @@ def test_what_is_no_number_is_not_drawn(tmp_path):
 
 def test_text_curve_falls_from_left_to_right(run):
     lines = plot.in_terminal([plot.read(str(run))], width=60, height=12).splitlines()
-    dots = [(x, y) for y, line in enumerate(lines[:12]) for x, mark in enumerate(line.partition("|")[2]) if mark == "."]
+    dots = [
+        (x, y)
+        for y, line in enumerate(lines[:12])
+        for x, mark in enumerate(line.partition("|")[2])
+        if mark == "."
+    ]
     assert max(y for x, y in dots if x < 15) < min(y for x, y in dots if x > 45)
     assert "9.50" in lines[0] and lines[0].endswith("A") and "5,000 tokens" in lines[13]
 
@@ -96,7 +106,10 @@ def test_every_quantity_has_its_curve_in_the_terminal(tmp_path):
 
 def marks(path, launches):
     rows = [step(s, 5.0) for s in range(1, 41)]
-    return [(mark["step"], mark["tokens"], mark["label"]) for mark in plot.read(folder(path, rows, launches)).restarts]
+    return [
+        (mark["step"], mark["tokens"], mark["label"])
+        for mark in plot.read(folder(path, rows, launches)).restarts
+    ]
 
 
 def test_restarts_name_their_ranks(tmp_path):
@@ -115,7 +128,9 @@ def test_a_launch_takes_away_the_restarts_whose_steps_it_does_again(tmp_path):
         (20, 2000, "2 ranks"),
     ]
     assert marks(tmp_path / "b", [(0, 1), (20, 2), (0, 1)]) == []
-    assert marks(tmp_path / "c", [(0, 1), (40, 1)]) == [], "a finished run that is started again does nothing"
+    assert marks(tmp_path / "c", [(0, 1), (40, 1)]) == [], (
+        "a finished run that is started again does nothing"
+    )
 
 
 def test_a_run_forked_from_another_is_marked_where_it_began(tmp_path):
@@ -124,7 +139,9 @@ def test_a_run_forked_from_another_is_marked_where_it_began(tmp_path):
 
 
 def test_a_cut_off_launch_is_left_out_and_the_terminal_marks_the_others(run):
-    (run / "launches.jsonl").write_text('{"first_step": 0, "ranks": 1}\n{"first_step": 25, "ranks": 2}\n{"first')
+    (run / "launches.jsonl").write_text(
+        '{"first_step": 0, "ranks": 1}\n{"first_step": 25, "ranks": 2}\n{"first'
+    )
     read = plot.read(str(run))
     axis = plot.in_terminal([read], x="step", width=51, height=12).splitlines()[12]
     assert axis.split("+")[1] == "-" * 25 + "^" + "-" * 25
@@ -136,11 +153,23 @@ def test_a_cut_off_launch_is_left_out_and_the_terminal_marks_the_others(run):
 
 def test_differences_by_hand(tmp_path):
     """|b - a| is 0.5, 1.5 and 1 at steps 1, 2, 4, where both are finite; 0.25 at the common validation."""
-    a = [step(1, 5.0), step(2, 4.0), step(3, math.nan), step(4, 3.0), step(5, 1.0), val(0, 9.0), val(4, 4.0)]
+    a = [
+        step(1, 5.0),
+        step(2, 4.0),
+        step(3, math.nan),
+        step(4, 3.0),
+        step(5, 1.0),
+        val(0, 9.0),
+        val(4, 4.0),
+    ]
     b = [step(1, 5.5), step(2, 2.5), step(3, 3.0), step(4, 4.0), val(2, 1.0), val(4, 3.75)]
     runs = [plot.read(folder(tmp_path / name, rows)) for name, rows in (("a", a), ("b", b))]
-    assert plot.difference(runs[0].steps, runs[1].steps) == plot.Difference(1.5, 2, 1.0, steps=3, common=4)
-    assert plot.difference(runs[0].vals, runs[1].vals, "val_loss") == plot.Difference(0.25, 4, 0.25, 1, 1)
+    assert plot.difference(runs[0].steps, runs[1].steps) == plot.Difference(
+        1.5, 2, 1.0, steps=3, common=4
+    )
+    assert plot.difference(runs[0].vals, runs[1].vals, "val_loss") == plot.Difference(
+        0.25, 4, 0.25, 1, 1
+    )
     rows = [line.split() for line in plot.table_of_differences(runs).splitlines()[3:]]
     assert rows[0] == ["training", "loss", "1.5", "2", "1", "3", "of", "4"]
     assert rows[1] == ["validation", "loss", "0.25", "4", "0.25", "1", "of", "1"]
@@ -165,15 +194,25 @@ def test_batches_are_compared_in_common_steps(tmp_path):
     assert batches(tmp_path, HASH, HASH | {5: "ee"}) == "the same batches"
     assert batches(tmp_path, HASH, HASH | {3: "xx", 4: "yy"}) == "different batches from step 3"
     assert batches(tmp_path, HASH, dict.fromkeys(HASH)) == "batches not recorded"
-    assert batches(tmp_path, HASH, HASH | {2: None}) == "the same batches in the 3 steps that record them"
+    assert (
+        batches(tmp_path, HASH, HASH | {2: None})
+        == "the same batches in the 3 steps that record them"
+    )
 
 
 def test_runs_without_a_common_or_finite_step_say_so(tmp_path):
     rows = {"a": [step(1, 5.0)], "b": [step(2, 5.0)], "c": [step(1, math.nan)]}
-    text = plot.table_of_differences([plot.read(folder(tmp_path / name, row)) for name, row in rows.items()])
+    text = plot.table_of_differences(
+        [plot.read(folder(tmp_path / name, row)) for name, row in rows.items()]
+    )
     lines = text.splitlines()[2:]
-    assert lines[0].endswith("b: no step in common") and lines[1].endswith("c: batches not recorded")
-    assert lines[2].split() == ["training", "loss", "nan", "-", "nan", "0", "of", "1"] and len(lines) == 3
+    assert lines[0].endswith("b: no step in common") and lines[1].endswith(
+        "c: batches not recorded"
+    )
+    assert (
+        lines[2].split() == ["training", "loss", "nan", "-", "nan", "0", "of", "1"]
+        and len(lines) == 3
+    )
 
 
 # --- pictures
@@ -181,7 +220,9 @@ def test_runs_without_a_common_or_finite_step_say_so(tmp_path):
 
 def svg(path):
     """The text that an SVG draws: matplotlib writes it beside the outlines, as comments."""
-    parser = xml.etree.ElementTree.XMLParser(target=xml.etree.ElementTree.TreeBuilder(insert_comments=True))
+    parser = xml.etree.ElementTree.XMLParser(
+        target=xml.etree.ElementTree.TreeBuilder(insert_comments=True)
+    )
     root = xml.etree.ElementTree.parse(path, parser).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     return [html.unescape(node.text.strip()) for node in root.iter(xml.etree.ElementTree.Comment)]
@@ -189,7 +230,9 @@ def svg(path):
 
 @pytest.mark.skipif(not PICTURES, reason="needs matplotlib")
 def test_the_picture_of_all_quantities_is_svg_with_restarts_and_runs(tmp_path):
-    rows = [step(s, 5.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1e4, mfu=None) for s in range(1, 41)]
+    rows = [
+        step(s, 5.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1e4, mfu=None) for s in range(1, 41)
+    ]
     a = plot.read(folder(tmp_path / "$a$", rows, [(0, 1), (20, 2)]))
     b = plot.read(folder(tmp_path / "b", rows[:1]))
     assert plot.as_picture([a, b], tmp_path / "all.svg", "all", "step")
@@ -228,7 +271,9 @@ def test_unfinished_or_missing_runs_are_named(tmp_path):
 def test_program_overlays_two_runs(run, tmp_path):
     done = launch([], tmp_path, ["run", "run", "--out=both.png"], program="lifecycle/plot.py")
     assert done.returncode == 0, done.stderr
-    assert "validation loss 9.500 -> 4.500 nats a token, 4.750 -> 2.250 bits per byte" in done.stdout
+    assert (
+        "validation loss 9.500 -> 4.500 nats a token, 4.750 -> 2.250 bits per byte" in done.stdout
+    )
     assert "to expect: about 4.5" in done.stdout and "difference" not in done.stdout
     assert (tmp_path / "both.png").exists() == PICTURES
     if PICTURES:
@@ -241,7 +286,12 @@ def test_without_matplotlib_the_terminal_has_it_all(run, tmp_path):
     command += "plot.main(['run', 'run', '--what=all', '--diff'])"
     done = launch(["-c", command, str(tmp_path)], tmp_path, [], program=ROOT)
     assert done.returncode == 0, done.stderr
-    for words in ("loss (nats a token)   5,000 tokens", "MFU: not known", "requirements-extra.txt", "50 of 50"):
+    for words in (
+        "loss (nats a token)   5,000 tokens",
+        "MFU: not known",
+        "requirements-extra.txt",
+        "50 of 50",
+    ):
         assert words in done.stdout
     assert not (run / "all.png").exists()
 
@@ -262,4 +312,6 @@ def test_a_picture_is_not_drawn_through_a_link(run, tmp_path):
     (tmp_path / "precious").write_text("mine")
     (run / "loss.png").symlink_to(tmp_path / "precious")
     assert plot.as_picture([plot.read(str(run))], run / "loss.png")
-    assert (tmp_path / "precious").read_text() == "mine" and (run / "loss.png").read_bytes()[1:4] == b"PNG"
+    assert (tmp_path / "precious").read_text() == "mine" and (run / "loss.png").read_bytes()[
+        1:4
+    ] == b"PNG"

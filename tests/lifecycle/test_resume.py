@@ -73,8 +73,14 @@ def flip(path, place):
 
 
 DAMAGES = {
-    "truncated": (lambda p: os.truncate(p / "__1_0.distcp", 4096), r"__1_0\.distcp: 4,096 bytes instead of [\d,]+"),
-    "emptied": (lambda p: os.truncate(p / "__0_0.distcp", 0), r"__0_0\.distcp: 0 bytes instead of [\d,]+"),
+    "truncated": (
+        lambda p: os.truncate(p / "__1_0.distcp", 4096),
+        r"__1_0\.distcp: 4,096 bytes instead of [\d,]+",
+    ),
+    "emptied": (
+        lambda p: os.truncate(p / "__0_0.distcp", 0),
+        r"__0_0\.distcp: 0 bytes instead of [\d,]+",
+    ),
     "flipped": (lambda p: flip(p / "__1_0.distcp", 100_000), r"__1_0\.distcp: checksum differs"),
     "first byte": (lambda p: flip(p / "__0_0.distcp", 0), r"__0_0\.distcp: checksum differs"),
     "last byte": (lambda p: flip(p / "__0_0.distcp", -1), r"__0_0\.distcp: checksum differs"),
@@ -82,17 +88,34 @@ DAMAGES = {
     "no .metadata": (lambda p: (p / ".metadata").unlink(), r"\.metadata: missing"),
     "flipped .metadata": (lambda p: flip(p / ".metadata", 50), r"\.metadata: checksum differs"),
     "flipped meta.json": (lambda p: flip(p / "meta.json", 30), r"meta\.json: checksum differs"),
-    "no checksums": (lambda p: (p / "checksums.json").unlink(), r"checksums\.json is missing or damaged"),
-    "half of them": (lambda p: os.truncate(p / "checksums.json", 40), r"checksums\.json is missing or damaged"),
-    "none of them": (lambda p: (p / "checksums.json").write_text("{}"), r"checksums\.json is missing or damaged"),
-    "flipped ones": (lambda p: flip(p / "checksums.json", 0), r"checksums\.json is missing or damaged"),
-    "nothing left": (lambda p: [f.unlink() for f in p.iterdir()], r"checksums\.json is missing or damaged"),
+    "no checksums": (
+        lambda p: (p / "checksums.json").unlink(),
+        r"checksums\.json is missing or damaged",
+    ),
+    "half of them": (
+        lambda p: os.truncate(p / "checksums.json", 40),
+        r"checksums\.json is missing or damaged",
+    ),
+    "none of them": (
+        lambda p: (p / "checksums.json").write_text("{}"),
+        r"checksums\.json is missing or damaged",
+    ),
+    "flipped ones": (
+        lambda p: flip(p / "checksums.json", 0),
+        r"checksums\.json is missing or damaged",
+    ),
+    "nothing left": (
+        lambda p: [f.unlink() for f in p.iterdir()],
+        r"checksums\.json is missing or damaged",
+    ),
 }
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_named_and_the_one_before_is_used(ranks, two_saved, tmp_path, damage, size):
+def test_a_damaged_one_is_named_and_the_one_before_is_used(
+    ranks, two_saved, tmp_path, damage, size
+):
     run = shutil.copytree(two_saved, tmp_path / "run")
     spoil, fault = DAMAGES[damage]
     spoil(run / "checkpoints" / "step-2")
@@ -100,19 +123,26 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(ranks, two_saved, tmp
     assert answer == run / "checkpoints" / "step-1"
     (line,) = lines
     start = re.escape(f"{run}/checkpoints/step-2 is damaged (")
-    assert re.fullmatch(start + fault + r"\): it is kept as step-2\.damaged, going on from step-1", line), line
+    assert re.fullmatch(
+        start + fault + r"\): it is kept as step-2\.damaged, going on from step-1", line
+    ), line
     assert names(run) == ["step-1", "step-2.damaged"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_sound_one_is_sound(ranks, two_saved, size):
     assert ranks(size)(verify, two_saved / "checkpoints" / "step-2") == [None] * size
-    assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (two_saved / "checkpoints" / "step-2", [])
+    assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (
+        two_saved / "checkpoints" / "step-2",
+        [],
+    )
 
 
 def test_every_file_has_its_checksum(two_saved):
     path = two_saved / "checkpoints" / "step-2"
-    files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "checksums.json"}
+    files = {
+        file.name: file.read_bytes() for file in path.iterdir() if file.name != "checksums.json"
+    }
     assert set(files) == {".metadata", "meta.json", "__0_0.distcp", "__1_0.distcp"}
     wanted = {name: [len(content), binascii.crc32(content)] for name, content in files.items()}
     assert json.loads((path / "checksums.json").read_text()) == wanted
@@ -131,18 +161,30 @@ def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
     for name in ("step-1", "step-2"):
         flip(run / "checkpoints" / name / "meta.json", 5)
     answer, lines = chosen(ranks, 2, cfg)
-    assert answer is None and len(lines) == 2 and all(line.endswith(", starting anew") for line in lines)
+    assert (
+        answer is None
+        and len(lines) == 2
+        and all(line.endswith(", starting anew") for line in lines)
+    )
     assert not checkpoint.complete(run / "checkpoints")
 
 
 def test_a_damaged_one_that_was_asked_for_is_an_error(ranks, two_saved, tmp_path):
     run = shutil.copytree(two_saved, tmp_path / "run")
     newest = run / "checkpoints" / "step-2"
-    assert chosen(ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(newest))) == (newest, [])
+    assert chosen(ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(newest))) == (
+        newest,
+        [],
+    )
     flip(newest / "__1_0.distcp", 70)
     for asked in (run, newest):
-        answer, lines = chosen(ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(asked)))
-        assert answer.startswith(f"UserError: {newest} is damaged (__1_0.distcp: checksum differs): ") and not lines
+        answer, lines = chosen(
+            ranks, 2, replace(RUN, run_dir=str(tmp_path / "new"), resume=str(asked))
+        )
+        assert (
+            answer.startswith(f"UserError: {newest} is damaged (__1_0.distcp: checksum differs): ")
+            and not lines
+        )
     assert names(run) == ["step-1", "step-2"]
 
 
@@ -201,7 +243,9 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
     for step in (100, 119, 120, 130):
         made_up(tmp_path, step, skip_steps="")
     made_up(tmp_path, 160, skip_steps="140:150")
-    answer, lines = chosen(ranks, 1, replace(RUN, run_dir=str(tmp_path), max_steps=200, skip_steps=skip))
+    answer, lines = chosen(
+        ranks, 1, replace(RUN, run_dir=str(tmp_path), max_steps=200, skip_steps=skip)
+    )
     assert answer == (usable and tmp_path / "checkpoints" / f"step-{usable}")
     replaced = [step for step in (160, 130, 120, 119, 100) if step > (usable or 0)]
     end = f"going on from step-{usable}" if usable else "starting anew"
@@ -217,7 +261,9 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
 def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, by):
     """The same command again: what --resume meant is done. A finished run is not put aside, either."""
     run, old = tmp_path / "run", made_up(tmp_path / "old", 3)
-    assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [old]  # not done yet
+    assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [
+        old
+    ]  # not done yet
     for asked in ("never", "again", str(old)):
         cfg = replace(RUN, run_dir=str(run), resume=asked, max_steps=9)
         if asked != "again":
@@ -244,9 +290,16 @@ def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_sav
         flip(run / "checkpoints" / name / "__0_0.distcp", 70)
     for _ in range(2):
         for answer, lines in ranks(2)(choose_after_restart, cfg):
-            assert answer.startswith(f"UserError: {run} has no sound checkpoint any more ({run}/checkpoints/step-2 is ")
-            assert answer.endswith("give the command again by hand to start at step 0") and not lines
-        assert names(run) == ["step-1", "step-2"]  # nothing changed, so the next restart refuses as well
+            assert answer.startswith(
+                f"UserError: {run} has no sound checkpoint any more ({run}/checkpoints/step-2 is "
+            )
+            assert (
+                answer.endswith("give the command again by hand to start at step 0") and not lines
+            )
+        assert names(run) == [
+            "step-1",
+            "step-2",
+        ]  # nothing changed, so the next restart refuses as well
     answer, lines = chosen(ranks, 2, cfg)
     assert answer is None and len(lines) == 2 and names(run) == ["step-1.damaged", "step-2.damaged"]
 
@@ -283,8 +336,12 @@ def choose_as_anyone(world, cfg):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"])
-def test_what_may_not_be_read_is_neither_absent_nor_damaged(ranks, two_saved, anyones, hidden, size):
+@pytest.mark.parametrize(
+    "hidden", ["", "step-2", "step-2/__1_0.distcp", "step-2/.metadata", "step-2/checksums.json"]
+)
+def test_what_may_not_be_read_is_neither_absent_nor_damaged(
+    ranks, two_saved, anyones, hidden, size
+):
     run = shutil.copytree(two_saved, anyones / "run")
     for folder in (run, run / "checkpoints"):
         folder.chmod(0o777)  # so a checkpoint could be given another name
@@ -307,7 +364,9 @@ def snapshot(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden", ["checkpoints", "checkpoints/step-4/__0_0.distcp"])
 def test_a_run_without_permission_ends_and_changes_nothing(tiny_data, tmp_path, hidden):
-    stopped = [] if os.getuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]  # a mortal root
+    stopped = (
+        [] if os.getuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    )  # a mortal root
     if stopped and not shutil.which("setpriv"):
         pytest.skip("permissions do not stop root, and there is no setpriv")
     flags = [*SMALL, *FLAGS, *flags_for(tiny_data), "--save_interval=2"]
@@ -321,7 +380,9 @@ def test_a_run_without_permission_ends_and_changes_nothing(tiny_data, tmp_path, 
     second = subprocess.run([*command, "--max_steps=8"], **how)
     path.chmod(mode)
     errors = [line for line in second.stderr.splitlines() if line.startswith("error: ")]
-    assert second.returncode == 2 and len(errors) == 1 and "Traceback" not in second.stderr, second.stderr
+    assert second.returncode == 2 and len(errors) == 1 and "Traceback" not in second.stderr, (
+        second.stderr
+    )
     assert "Permission denied" in errors[0] and "run/checkpoints" in errors[0]
     assert snapshot(tmp_path / "run") == before
 
@@ -353,8 +414,10 @@ def test_the_program_says_whether_all_are_sound(ranks, two_saved, tmp_path):
 
 def unreadable(world, path):
     """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
-    hidden = path if world.rank == 0 else path.with_name("elsewhere")
-    with mock.patch.object(checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)):
+    hidden = path if world.global_rank == 0 else path.with_name("elsewhere")
+    with mock.patch.object(
+        checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)
+    ):
         try:
             return checkpoint.verify(path)
         except UserError as error:
@@ -368,7 +431,9 @@ def test_a_node_that_does_not_see_the_folder_is_no_damage(ranks, two_saved):
     path = two_saved / "checkpoints" / "step-2"
     answers = ranks(2)(unreadable, path)
     assert len(set(answers)) == 1
-    assert re.fullmatch(rf"UserError: rank 1 on \S+ cannot read {path}: No such file or directory", answers[0])
+    assert re.fullmatch(
+        rf"UserError: rank 1 on \S+ cannot read {path}: No such file or directory", answers[0]
+    )
 
 
 def test_damage_and_steps_to_skip_together(ranks, tmp_path):
@@ -378,8 +443,12 @@ def test_damage_and_steps_to_skip_together(ranks, tmp_path):
     answer, lines = chosen(ranks, 2, cfg)
     assert answer == paths[5] and len(lines) == 3
     assert names(tmp_path) == ["step-10.damaged", "step-15.replaced", "step-20.replaced", "step-5"]
-    elsewhere = replace(cfg, run_dir=str(tmp_path / "new"), resume=str(made_up(tmp_path / "old", 15)))
-    assert chosen(ranks, 2, elsewhere)[0].startswith(f"UserError: {tmp_path}/old/checkpoints/step-15 has learned from")
+    elsewhere = replace(
+        cfg, run_dir=str(tmp_path / "new"), resume=str(made_up(tmp_path / "old", 15))
+    )
+    assert chosen(ranks, 2, elsewhere)[0].startswith(
+        f"UserError: {tmp_path}/old/checkpoints/step-15 has learned from"
+    )
 
 
 def resume_seconds(world, cfg, folder, model_cfg):
@@ -390,7 +459,9 @@ def resume_seconds(world, cfg, folder, model_cfg):
     model, optimizer = build(world, cfg, model_cfg)
     checkpoint.load(found, model, optimizer)
     split = data.Split(folder, "train", model_cfg.max_seq_len)
-    steps = data.prefetch(lambda step: split.batch(cfg.seed, step, 12, 0, 1), range(first, 2 * 10**9), world.device)
+    steps = data.prefetch(
+        lambda step: split.batch(cfg.seed, step, 12, 0, 1), range(first, 2 * 10**9), world.device
+    )
     step, rows = next(iter(steps))
     loss, *_ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
     assert step == first and math.isfinite(loss.item())
@@ -409,8 +480,12 @@ def test_a_resume_at_step_10_to_the_9_is_no_slower(ranks, tmp_path, tiny_data):
     for step in (0, 10**9):
         cfg = replace(RUN, run_dir=str(tmp_path / str(step)), max_steps=2 * 10**9)
         ranks(1)(save_at, cfg, step, model_cfg)
-        seconds[step] = min(ranks(1)(resume_seconds, cfg, tiny_data, model_cfg)[0] for _ in range(5))
-    assert seconds[10**9] < 1.5 * seconds[0] + 0.05, seconds  # replaying so many steps would take months
+        seconds[step] = min(
+            ranks(1)(resume_seconds, cfg, tiny_data, model_cfg)[0] for _ in range(5)
+        )
+    assert seconds[10**9] < 1.5 * seconds[0] + 0.05, (
+        seconds
+    )  # replaying so many steps would take months
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -449,7 +524,9 @@ def test_a_checkpoint_from_before_a_setting_had_its_default():
 
 @pytest.mark.parametrize("key", OTHER)
 def test_another_model_is_refused_by_name(key):
-    with pytest.raises(UserError, match=rf"another model: {key} {META[key]} \(here {OTHER[key]}\)\. "):
+    with pytest.raises(
+        UserError, match=rf"another model: {key} {META[key]} \(here {OTHER[key]}\)\. "
+    ):
         resume.check_same(Path("x"), META, replace(MODEL, **{key: OTHER[key]}), RUN, "f00")
 
 
@@ -469,24 +546,41 @@ def test_another_order_of_the_data_is_refused_by_name(change, fingerprint, names
 
 
 def test_an_imported_run_says_how_to_begin_from_it():
-    with pytest.raises(UserError, match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b "):
+    with pytest.raises(
+        UserError,
+        match="was imported from mpt-7b, not trained here: begin with --init_from=runs/b ",
+    ):
         imported = META | {"data_fingerprint": "imported from mpt-7b"}
         resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
 
 
 def test_what_may_change_may_change():
-    model = replace(MODEL, attn_impl="sdpa", attn_pdrop=0.1, emb_pdrop=0.1, resid_pdrop=0.1, norm_type="layernorm")
-    run = TrainConfig(global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y")
+    model = replace(
+        MODEL,
+        attn_impl="sdpa",
+        attn_pdrop=0.1,
+        emb_pdrop=0.1,
+        resid_pdrop=0.1,
+        norm_type="layernorm",
+    )
+    run = TrainConfig(
+        global_batch_size=12, microbatch_size=1, lr=1.0, max_steps=77, sharding="DDP", run_dir="y"
+    )
     resume.check_same(Path("x"), META, model, run, "f00")
 
 
 def test_a_norm_of_your_own_is_another_model_but_its_precision_is_not():
-    for saved, here in [("layernorm", "rmsnorm"), ("low_precision_rmsnorm", "low_precision_layernorm")]:
+    for saved, here in [
+        ("layernorm", "rmsnorm"),
+        ("low_precision_rmsnorm", "low_precision_layernorm"),
+    ]:
         with (
             mock.patch.dict(config.MPTConfig.__annotations__, norm_type=str),
             pytest.raises(UserError, match="another model: norm_type"),
         ):
-            resume.check_same(Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00")
+            resume.check_same(
+                Path("x"), META | {"norm_type": saved}, replace(MODEL, norm_type=here), RUN, "f00"
+            )
 
 
 def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
@@ -507,4 +601,6 @@ def test_the_opening_tells_of_weights_that_planning_does_not_know(monkeypatch):
     monkeypatch.setattr(resume, "MPT", Gated)
     (line,) = resume.unlike_formulas(cfg)
     known = flops.n_params(cfg)
-    assert line.startswith(f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those")
+    assert line.startswith(
+        f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those"
+    )

@@ -23,7 +23,9 @@ from storage import files
 
 
 def row(step, **more):
-    numbers = dict(tokens=step * 8, loss=5.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1000.0, mfu=0.5)
+    numbers = dict(
+        tokens=step * 8, loss=5.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1000.0, mfu=0.5
+    )
     return {"step": step, **numbers, "memory_gb": 0.1, "seconds": 2.0, **more}
 
 
@@ -43,7 +45,9 @@ def test_going_on_forgets_rows_that_will_come_again(tmp_path):
     log = opened(tmp_path, first_step=5)
     log.row(row(6))
     assert [r["step"] for r in runlog.read(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    launches = [json.loads(text) for text in (tmp_path / "run" / "launches.jsonl").read_text().splitlines()]
+    launches = [
+        json.loads(text) for text in (tmp_path / "run" / "launches.jsonl").read_text().splitlines()
+    ]
     assert [launch["first_step"] for launch in launches] == [0, 5]
     assert launches[0]["torch"] == torch.__version__ and "pytest" in launches[0]["command"]
 
@@ -150,7 +154,10 @@ def test_a_damaged_line_costs_no_other_row(tmp_path, capsys, damage):
     capsys.readouterr()
     opened(tmp_path, first_step=5)
     said = capsys.readouterr().out
-    assert said.count("\n") == 1 and f"{log.path}: 1 damaged line is left out, the first: line 3 is" in said
+    assert (
+        said.count("\n") == 1
+        and f"{log.path}: 1 damaged line is left out, the first: line 3 is" in said
+    )
     assert said.endswith("kept as metrics.jsonl.damaged\n") and len(said) < 600
     assert steps_in(log.path) == [1, 2, 4, 5]
     assert (tmp_path / "run/metrics.jsonl.damaged").read_bytes() == before
@@ -163,9 +170,16 @@ def test_each_damaged_file_is_kept(tmp_path, capsys):
     log = opened(tmp_path)
     for number, name in enumerate(["damaged", "damaged-2", "damaged-3"]):
         log.path.write_bytes(b"%d\nx\n" % number + b"\n".join(good([1, 2])) + b"\n")
-        opened(tmp_path, first_step=0 if number == 2 else 1)  # from step 0 too, where no row is kept
+        opened(
+            tmp_path, first_step=0 if number == 2 else 1
+        )  # from step 0 too, where no row is kept
         assert (tmp_path / f"run/metrics.jsonl.{name}").read_bytes().startswith(b"%d\n" % number)
-    assert capsys.readouterr().out.count("2 damaged lines are left out, the first: line 1 is damaged (not a") == 3
+    assert (
+        capsys.readouterr().out.count(
+            "2 damaged lines are left out, the first: line 1 is damaged (not a"
+        )
+        == 3
+    )
 
 
 def test_a_cut_off_last_line_is_nothing_unusual(tmp_path, capsys):
@@ -179,7 +193,14 @@ def test_a_cut_off_last_line_is_nothing_unusual(tmp_path, capsys):
 def test_a_row_of_tasks_is_kept_with_all_that_is_in_it(tmp_path, capsys):
     """Figures are numbers; a task may say more, in words or lists."""
     log = opened(tmp_path)
-    figures = {"kind": "choice", "digest": "0a", "foundry": 1, "foundry_stderr": 0, "chance": 0.5, "n": [3]}
+    figures = {
+        "kind": "choice",
+        "digest": "0a",
+        "foundry": 1,
+        "foundry_stderr": 0,
+        "chance": 0.5,
+        "n": [3],
+    }
     log.row({"step": 2, "icl": {"piqa": figures}})
     before = log.path.read_bytes()
     capsys.readouterr()
@@ -299,7 +320,9 @@ def status_of(monkeypatch, program, *argv) -> int:
 
 
 @pytest.mark.parametrize("program", [runlog, plot])
-@pytest.mark.parametrize("kind", ["missing", "empty", "a file", "no config", "odd config", "odd rows"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "empty", "a file", "no config", "odd config", "odd rows"]
+)
 def test_an_odd_run_folder_is_one_line(tmp_path, monkeypatch, capsys, program, kind):
     run = tmp_path / "run"
     if kind == "a file":
@@ -307,22 +330,37 @@ def test_an_odd_run_folder_is_one_line(tmp_path, monkeypatch, capsys, program, k
     elif kind != "missing":
         run.mkdir()
     if kind in ("no config", "odd config", "odd rows"):
-        (run / "metrics.jsonl").write_bytes(b"7\n" if kind == "odd rows" else b"\n".join(good([1])) + b"\n")
+        (run / "metrics.jsonl").write_bytes(
+            b"7\n" if kind == "odd rows" else b"\n".join(good([1])) + b"\n"
+        )
     if kind in ("odd config", "odd rows"):
-        (run / "config.json").write_text("[" * 100_000 if kind == "odd config" else '{"max_steps": 9}')
+        (run / "config.json").write_text(
+            "[" * 100_000 if kind == "odd config" else '{"max_steps": 9}'
+        )
     status, (_, error) = status_of(monkeypatch, program, run), capsys.readouterr()
     if (program, kind) == (runlog, "odd rows"):
         assert status == 0
     else:
-        assert status == 2 and error.startswith("error: ") and error.count("\n") == 1 and str(run) in error
+        assert (
+            status == 2
+            and error.startswith("error: ")
+            and error.count("\n") == 1
+            and str(run) in error
+        )
 
 
 def test_a_row_that_lacks_figures_is_shown(tmp_path, monkeypatch, capsys):
     """As from somebody's changed trainer."""
     opened(tmp_path)
     for last in ({"step": 3, "loss": 5.0}, {"step": 3, "loss": 5, "seconds": 1e300}, {"step": 3}):
-        for row in (last, {"step": 3, "val_loss": 5.0}, {"step": 3, "icl": {"a": {}, "b": {"foundry": 1}}}):
-            (tmp_path / "run/metrics.jsonl").write_text(json.dumps(last) + "\n" + json.dumps(row) + "\n")
+        for row in (
+            last,
+            {"step": 3, "val_loss": 5.0},
+            {"step": 3, "icl": {"a": {}, "b": {"foundry": 1}}},
+        ):
+            (tmp_path / "run/metrics.jsonl").write_text(
+                json.dumps(last) + "\n" + json.dumps(row) + "\n"
+            )
             assert status_of(monkeypatch, runlog, tmp_path / "run") == 0
             assert "step   3/100  " in capsys.readouterr().out
 
@@ -336,10 +374,27 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
         return content[:place] + bytes([chance.randrange(256)]) + content[place + 1 :]
     if kind == 2:
         return content[:place] + content[place:][: chance.randrange(40)] * 2 + content[place:]
-    values = [b'"7"', b"null", b"[]", b"{}", b"-1", b"1e999", b"NaN", b"true", b"9" * 400, b"[" * 9999, b"1e308", b"0"]
+    values = [
+        b'"7"',
+        b"null",
+        b"[]",
+        b"{}",
+        b"-1",
+        b"1e999",
+        b"NaN",
+        b"true",
+        b"9" * 400,
+        b"[" * 9999,
+        b"1e308",
+        b"0",
+    ]
     colons = [i for i, byte in enumerate(content) if byte in b":,["] or [0]
     place = chance.choice(colons)
-    end = min(i for i in (content.find(b",", place + 1), content.find(b"}", place + 1), len(content)) if i >= 0)
+    end = min(
+        i
+        for i in (content.find(b",", place + 1), content.find(b"}", place + 1), len(content))
+        if i >= 0
+    )
     return content[: place + 1] + chance.choice(values) + content[end:]
 
 
@@ -351,7 +406,9 @@ def test_no_mutation_of_a_run_folder_is_a_traceback(tmp_path, monkeypatch, capsy
     log.row({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5})
     for step in range(1, 9):
         log.row(row(step, batch_hash="00ff", skipped=False, slowest_rank=0, slowest_by=1.0))
-    log.row({"step": 8, "icl": {"piqa": {"n": 3, "foundry": 0.5, "foundry_stderr": 0.1, "chance": 0.5}}})
+    log.row(
+        {"step": 8, "icl": {"piqa": {"n": 3, "foundry": 0.5, "foundry_stderr": 0.1, "chance": 0.5}}}
+    )
     opened(tmp_path, first_step=8)
     before, chance = (tmp_path / "run" / name).read_bytes(), random.Random(1)
     run, other = tmp_path / "run", tmp_path / "other"
@@ -361,7 +418,9 @@ def test_no_mutation_of_a_run_folder_is_a_traceback(tmp_path, monkeypatch, capsy
         begin = time.monotonic()
         status = status_of(monkeypatch, runlog, run)
         assert status in (0, 2), number
-        pictures = [f"--out={tmp_path}/a.svg"] if number % 20 == 0 else [f"--out={tmp_path}/no/a.svg"]
+        pictures = (
+            [f"--out={tmp_path}/a.svg"] if number % 20 == 0 else [f"--out={tmp_path}/no/a.svg"]
+        )
         assert status_of(monkeypatch, plot, other, run, "--diff", *pictures) in (0, 2), number
         with contextlib.suppress(UserError, OSError):
             opened(tmp_path, first_step=8)
@@ -396,4 +455,17 @@ def test_nothing_is_written_through_a_link(tmp_path):
     files.write_atomically(tmp_path / "a.json", b"new")
     microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits", rank=0)
     assert precious.read_text() == "mine"
-    assert (tmp_path / "a.json").read_text() == "new" and microbatch.read(tmp_path / "microbatch.json")
+    assert (tmp_path / "a.json").read_text() == "new" and microbatch.read(
+        tmp_path / "microbatch.json"
+    )
+
+
+def test_a_launch_on_record_has_no_rows_of_the_launch_before(tmp_path, monkeypatch):
+    """Whoever waits for the launch and then reads the rows must not see steps that are done again."""
+    log = opened(tmp_path)
+    for step in (1, 2, 3):
+        log.row(row(step))
+    seen = []
+    monkeypatch.setattr(runlog, "add_line", lambda *_: seen.append(runlog.read(tmp_path / "run")))
+    opened(tmp_path, first_step=2)
+    assert [[r["step"] for r in rows] for rows in seen] == [[1, 2]]

@@ -33,8 +33,20 @@ from weights import load
 
 INTERVAL = 5
 SIZE = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=257", "--max_seq_len=16"]
-RUN = ["--global_batch_size=4", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=20"]
-RUN += ["--device=cpu", "--precision=fp32", f"--save_interval={INTERVAL}", "--keep_last=2", "--timeout_minutes=2"]
+RUN = [
+    "--global_batch_size=4",
+    "--microbatch_size=2",
+    "--warmup_steps=2",
+    "--eval_tokens=2000",
+    "--eval_interval=20",
+]
+RUN += [
+    "--device=cpu",
+    "--precision=fp32",
+    f"--save_interval={INTERVAL}",
+    "--keep_last=2",
+    "--timeout_minutes=2",
+]
 WHEN = ["saving", "starting", "training", "saving", "training"]  # the kills, in turns
 
 
@@ -71,7 +83,10 @@ class Soak:
             self.seconds[when, victim is None].append(time.monotonic() - begin)
         statuses = [process.returncode for process in launch.processes]
         who = "all" if victim is None else f"rank {victim}"
-        print(f"{when:<8} {ranks} ranks, killed {who}, statuses {statuses}: {self.state()}", flush=True)
+        print(
+            f"{when:<8} {ranks} ranks, killed {who}, statuses {statuses}: {self.state()}",
+            flush=True,
+        )
         self.check(when, victim, before)
 
     def wait_until(self, when: str, launch: Launch) -> None:
@@ -97,7 +112,10 @@ class Soak:
             model = load.load_model(checkpoint.latest(self.folder), torch.device("cpu"))
             assert all(weights.isfinite().all() for weights in model.state_dict().values())
         assert last - newest <= 2 * INTERVAL
-        if when != "starting" and victim in (None, 0):  # starting: the rows may still be those of the launch before
+        if when != "starting" and victim in (
+            None,
+            0,
+        ):  # starting: the rows may still be those of the launch before
             begun = max([newest, *self.being_written()])
             assert last - begun <= INTERVAL and begun - newest <= INTERVAL
 
@@ -132,9 +150,13 @@ def soak(tmp_path, tiny_data, sizes: list[int], kills: int):
             killed.to_the_end(last)
         calm.to_the_end(undisturbed)
     for (when, every), seconds in killed.seconds.items():
-        print(f"{when}, {'all' if every else 'one'} killed: gone after {', '.join(f'{s:.1f}' for s in seconds)} s")
+        print(
+            f"{when}, {'all' if every else 'one'} killed: gone after {', '.join(f'{s:.1f}' for s in seconds)} s"
+        )
     calm_rows, rows = runlog.read(calm.folder), runlog.read(killed.folder)
-    assert [(row["step"], "loss" in row) for row in rows] == [(row["step"], "loss" in row) for row in calm_rows]
+    assert [(row["step"], "loss" in row) for row in rows] == [
+        (row["step"], "loss" in row) for row in calm_rows
+    ]
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, max_steps + 1)]
     assert [row.get("batch_hash") for row in rows] == [row.get("batch_hash") for row in calm_rows]
     return calm_rows, rows
@@ -161,7 +183,9 @@ def test_a_run_killed_again_and_again_is_the_same_bit_by_bit(tmp_path, tiny_data
 def test_a_run_killed_and_moved_again_and_again_ends_the_same(tmp_path, tiny_data):
     calm, killed = soak(tmp_path, tiny_data, [2, 4], kills=10)
     assert len({launch["ranks"] for launch in launches_of(tmp_path / "killed")}) == 2
-    apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(calm, killed, strict=True) if "loss" in a)
+    apart = max(
+        abs(a["loss"] - b["loss"]) for a, b in zip(calm, killed, strict=True) if "loss" in a
+    )
     print(f"training losses at most {apart:.2g} apart")
     assert killed[-1]["val_loss"] == pytest.approx(calm[-1]["val_loss"], abs=1e-3)
 

@@ -13,7 +13,9 @@ RIGHT = ["--run_dir=runs/x", "--max_steps=200"]
 
 def run(*command, **environment):
     env = clean_environment() | environment
-    return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,17 +29,26 @@ def run(*command, **environment):
     ],
 )
 def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags, rank, said):
-    done = run("-c", "import sys; from lifecycle import startup; startup.begin(sys.argv[1:])", *flags, RANK=rank)
+    done = run(
+        "-c",
+        "import sys; from lifecycle import startup; startup.begin(sys.argv[1:])",
+        *flags,
+        RANK=rank,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 @pytest.mark.slow
 def test_importing_the_trainer_says_nothing_and_takes_no_signals():
-    done = run("-c", "import fsdp_train, signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)")
+    done = run(
+        "-c", "import fsdp_train, signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
+    )
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "number, status", [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
     command = [sys.executable, str(ROOT / "fsdp_train.py"), *RIGHT]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

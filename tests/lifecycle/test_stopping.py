@@ -24,14 +24,25 @@ from lifecycle import lease, runlog, stopping
 from weights.load import load_model
 
 SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
-BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000", "--eval_interval=0"]
+BATCH = [
+    "--global_batch_size=8",
+    "--microbatch_size=2",
+    "--warmup_steps=2",
+    "--eval_tokens=2000",
+    "--eval_interval=0",
+]
 FLAGS = [*SIZE, *BATCH, "--device=cpu", "--precision=fp32", "--keep_last=9"]
 FOREVER = ["--max_steps=1000000", "--schedule=constant"]
 
 
 def train_here(world, flags, prepare=None):
     """fsdp_train.main in a rank that is there already: exit status, message, what it printed."""
-    env = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": world.rank, "LOCAL_WORLD_SIZE": world.size}
+    env = {
+        "RANK": world.global_rank,
+        "WORLD_SIZE": world.global_size,
+        "LOCAL_RANK": world.global_rank,
+        "LOCAL_WORLD_SIZE": world.global_size,
+    }
     out = io.StringIO()
     with (
         mock.patch.dict(os.environ, {k: str(v) for k, v in env.items()}),
@@ -100,7 +111,9 @@ def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data,
     assert newest and sorted(steps_of(tmp_path / "run"))[-1] == checkpoint.number(newest)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, number):
     """Status 75, a checkpoint of the very last step; started again it does what an undisturbed run does, bit by bit."""
     run, flags = tmp_path / "run", [*FOREVER, "--save_interval=0"]
@@ -112,12 +125,16 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     last = steps_done(run)
     assert checkpoint.latest(run).name == f"step-{last}"
     assert (
-        f"asked to leave: The last good checkpoint is {run}/checkpoints/step-{last}. " in (tmp_path / "log").read_text()
+        f"asked to leave: The last good checkpoint is {run}/checkpoints/step-{last}. "
+        in (tmp_path / "log").read_text()
     )
     assert lease.read_lease(run / "lease.json") is None
     end = [f"--max_steps={last + 3}", *FOREVER[1:]]
     for folder in (run, tmp_path / "straight"):
-        assert ranks(2)(train_here, [f"--run_dir={folder}", *FLAGS, *flags_for(tiny_data), *end])[0][0] == 0
+        assert (
+            ranks(2)(train_here, [f"--run_dir={folder}", *FLAGS, *flags_for(tiny_data), *end])[0][0]
+            == 0
+        )
     found, wanted = steps_of(run), steps_of(tmp_path / "straight")
     for key in ("loss", "grad_norm", "batch_hash", "tokens", "lr"):
         assert [row[key] for row in found.values()] == [row[key] for row in wanted.values()]
@@ -137,7 +154,9 @@ def test_the_second_ctrl_c(tmp_path):
     program = "import hashlib; from lifecycle import stopping; stopping.Signals().at_once = False; print(flush=True); "
     program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True
+    )
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -149,7 +168,13 @@ def test_the_second_ctrl_c(tmp_path):
 @pytest.mark.slow
 def test_saving_by_the_clock(ranks, tiny_data, tmp_path):
     """Every 0.6 s by --save_minutes, on both ranks at the same step, beside every 40 steps by --save_interval."""
-    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=100", "--save_interval=40"]
+    flags = [
+        f"--run_dir={tmp_path}",
+        *FLAGS,
+        *flags_for(tiny_data),
+        "--max_steps=100",
+        "--save_interval=40",
+    ]
     flags += ["--save_minutes=0.01", "--keep_last=1000"]
     assert [status for status, *_ in ranks(2)(train_here, flags, slow_steps)] == [0, 0]
     saved = [int(path.name[5:]) for path in checkpoint.complete(tmp_path / "checkpoints")]
@@ -191,7 +216,10 @@ def restarting(tmp_path, tiny_data):
 
 
 def workers(torchrun) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
+    return [
+        int(pid)
+        for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    ]
 
 
 @pytest.mark.slow
@@ -204,7 +232,9 @@ def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_pat
         os.kill(workers(job)[number % 2], signal.SIGKILL)
     assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
     assert launches(run) == 5
-    ranks(2)(train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags])
+    ranks(2)(
+        train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags]
+    )
     found, wanted = steps_of(run), steps_of(tmp_path / "straight")
     assert [row["loss"] for row in found.values()] == [row["loss"] for row in wanted.values()]
 
@@ -232,7 +262,7 @@ def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tm
 
 
 def meet(world, values):
-    return vars(stopping.meet(world, *values[world.rank]))
+    return vars(stopping.meet(world, *values[world.global_rank]))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -243,10 +273,19 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         return answers[0]
 
     calm = (0, False, True, 0.5)
-    assert met(calm) == {"leave": 0, "save": False, "settled": True, "slowest_rank": size - 1, "slowest_by": 1.0}
+    assert met(calm) == {
+        "leave": 0,
+        "save": False,
+        "settled": True,
+        "slowest_rank": size - 1,
+        "slowest_by": 1.0,
+    }
     if size > 1:
         assert met(calm, (signal.SIGTERM, False, True, 0.1))["leave"] == signal.SIGTERM
-        assert met(calm, (0, True, False, 0.1))["save"] and not met(calm, (0, True, False, 0.1))["settled"]
+        assert (
+            met(calm, (0, True, False, 0.1))["save"]
+            and not met(calm, (0, True, False, 0.1))["settled"]
+        )
         found = met((0, False, True, 30.0), calm)  # seconds of even and odd ranks
         assert found["slowest_rank"] == size - 2 and found["slowest_by"] == 60
 
@@ -257,7 +296,7 @@ def slow_rank_1(world):
     forward = torch.nn.functional.layer_norm
 
     def slower(x, *args):
-        time.sleep(0.02 * (world.rank == 1))
+        time.sleep(0.02 * (world.global_rank == 1))
         return forward(x, *args)
 
     with mock.patch.object(torch.nn.functional, "layer_norm", slower):
@@ -265,7 +304,13 @@ def slow_rank_1(world):
 
 
 def test_the_slowest_rank_is_named(ranks, tiny_data, tmp_path):
-    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=6", "--sharding=FULL_SHARD"]
+    flags = [
+        f"--run_dir={tmp_path}",
+        *FLAGS,
+        *flags_for(tiny_data),
+        "--max_steps=6",
+        "--sharding=FULL_SHARD",
+    ]
     ranks(2)(train_here, flags, slow_rank_1)
     rows = list(steps_of(tmp_path).values())[2:]
     assert all(row["slowest_rank"] == 1 and row["slowest_by"] > 1.5 for row in rows)
@@ -282,7 +327,7 @@ def poisoned(world, steps):
 
     def train_step(model, optimizer, rows, number, *args):
         forward = model.forward
-        factor = float("nan") if number in steps and world.rank == 1 else 1.0
+        factor = float("nan") if number in steps and world.global_rank == 1 else 1.0
         with mock.patch.object(model, "forward", lambda *a, **k: forward(*a, **k) * factor):
             return step(model, optimizer, rows, number, *args)
 
@@ -299,8 +344,16 @@ def poisoned_4_to_20(world):
 
 
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "DDP"])
-def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(ranks, tiny_data, tmp_path, sharding):
-    flags = [f"--run_dir={tmp_path / 'run'}", *FLAGS, *flags_for(tiny_data), "--max_steps=8", f"--sharding={sharding}"]
+def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(
+    ranks, tiny_data, tmp_path, sharding
+):
+    flags = [
+        f"--run_dir={tmp_path / 'run'}",
+        *FLAGS,
+        *flags_for(tiny_data),
+        "--max_steps=8",
+        f"--sharding={sharding}",
+    ]
     flags += ["--save_interval=1"]
     status, _, printed = ranks(2)(train_here, flags, poisoned_4)[0]
     assert status == 0 and "1 steps without a finite loss were skipped" in printed
@@ -323,25 +376,45 @@ def same(a, b) -> bool:
 
 def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny_data, tmp_path):
     """The message names steps, batch and checkpoint, and the flag that helps; what was skipped stays skipped."""
-    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), "--max_steps=30", "--save_interval=2"]
+    flags = [
+        f"--run_dir={tmp_path}",
+        *FLAGS,
+        *flags_for(tiny_data),
+        "--max_steps=30",
+        "--save_interval=2",
+    ]
     flags += ["--max_bad_steps=3", "--schedule=constant"]
     answers = ranks(2)(train_here, flags, poisoned_4_to_20)
     assert [status for status, *_ in answers] == [2, 2]
     message, rows = answers[0][1], steps_of(tmp_path)
-    assert message.startswith("steps 5 to 7 have no finite loss and gradient, and changed nothing (the last: loss nan")
-    assert f"batch {rows[7]['batch_hash']}). The last good checkpoint is {tmp_path}/checkpoints/step-4" in message
+    assert message.startswith(
+        "steps 5 to 7 have no finite loss and gradient, and changed nothing (the last: loss nan"
+    )
+    assert (
+        f"batch {rows[7]['batch_hash']}). The last good checkpoint is {tmp_path}/checkpoints/step-4"
+        in message
+    )
     assert message.endswith("--skip_steps=5:8") and max(rows) == 7 and rows[7]["skipped"]
-    status, message, printed = ranks(2)(train_here, [*flags, "--skip_steps=5:21"], poisoned_4_to_20)[0]
+    status, message, printed = ranks(2)(
+        train_here, [*flags, "--skip_steps=5:21"], poisoned_4_to_20
+    )[0]
     assert status == 0 and f"going on from {tmp_path}/checkpoints/step-4" in printed
     rows = steps_of(tmp_path)
     assert list(rows) == [1, 2, 3, 4, *range(21, 31)]
     assert [rows[step]["tokens"] for step in (4, 21, 30)] == [4 * 256, 5 * 256, 14 * 256]
     assert json.loads((tmp_path / "config.json").read_text())["skip_steps"] == "5:21"
-    assert json.loads((tmp_path / "launches.jsonl").read_text().splitlines()[-1])["skip_steps"] == "5:21"
+    assert (
+        json.loads((tmp_path / "launches.jsonl").read_text().splitlines()[-1])["skip_steps"]
+        == "5:21"
+    )
     straight = [flag.replace(str(tmp_path), str(tmp_path / "straight")) for flag in flags]
     ranks(2)(train_here, [*straight, "--max_steps=21", "--save_interval=0"])
-    assert steps_of(tmp_path / "straight")[21]["batch_hash"] == rows[21]["batch_hash"]  # its own batch, not the fifth
-    again = ranks(2)(train_here, [*flags, "--max_steps=31"])[0]  # without the flag: the checkpoint remembers
+    assert (
+        steps_of(tmp_path / "straight")[21]["batch_hash"] == rows[21]["batch_hash"]
+    )  # its own batch, not the fifth
+    again = ranks(2)(train_here, [*flags, "--max_steps=31"])[
+        0
+    ]  # without the flag: the checkpoint remembers
     assert again[0] == 0 and list(steps_of(tmp_path)) == [1, 2, 3, 4, *range(21, 32)]
 
 
@@ -350,15 +423,29 @@ def poisoned_always(world):
 
 
 @pytest.mark.parametrize("steps, last", [(30, 3), (2, 2)])
-def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(ranks, tiny_data, tmp_path, steps, last):
+def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(
+    ranks, tiny_data, tmp_path, steps, last
+):
     """And ends as a failure, without a checkpoint, even if it is shorter than --max_bad_steps."""
-    flags = [f"--run_dir={tmp_path}", *FLAGS, *flags_for(tiny_data), f"--max_steps={steps}", "--save_interval=1"]
+    flags = [
+        f"--run_dir={tmp_path}",
+        *FLAGS,
+        *flags_for(tiny_data),
+        f"--max_steps={steps}",
+        "--save_interval=1",
+    ]
     flags += ["--max_bad_steps=3", "--schedule=constant"]
     answers = ranks(2)(train_here, flags, poisoned_always)
     assert [status for status, *_ in answers] == [2, 2]
     message = answers[0][1]
-    assert message.startswith(f"steps 1 to {last} have no finite loss and gradient") and "--skip_steps" not in message
-    assert "There is no checkpoint yet. No step was good, so it is not the batches: look at the weights" in message
+    assert (
+        message.startswith(f"steps 1 to {last} have no finite loss and gradient")
+        and "--skip_steps" not in message
+    )
+    assert (
+        "There is no checkpoint yet. No step was good, so it is not the batches: look at the weights"
+        in message
+    )
     assert message.endswith("or try --precision=fp32") and "\n" not in message
     assert not list((tmp_path / "checkpoints").iterdir())
 
@@ -367,12 +454,24 @@ def test_a_few_bad_steps_are_not_too_many():
     seen = stopping.BadSteps(TrainConfig(max_bad_steps=3), saver=None, skips=None, begun=0)
     nan, inf = float("nan"), float("inf")
     figures = [(nan, 1), (1, nan), (1, 1), (inf, 1), (1, -inf), (2, 2)]
-    assert [seen.see(n, *f, "0") for n, f in enumerate(figures)] == [True, True, False, True, True, False]
+    assert [seen.see(n, *f, "0") for n, f in enumerate(figures)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
     "text, first, end, steps",
-    [("", 2, 6, [2, 3, 4, 5]), ("3:5", 0, 6, [0, 1, 4, 5]), ("2:4, 4:5", 0, 6, [0, 4, 5]), ("2:5,3:6", 3, 7, [5, 6])],
+    [
+        ("", 2, 6, [2, 3, 4, 5]),
+        ("3:5", 0, 6, [0, 1, 4, 5]),
+        ("2:4, 4:5", 0, 6, [0, 4, 5]),
+        ("2:5,3:6", 3, 7, [5, 6]),
+    ],
 )
 def test_steps_that_are_left_out(text, first, end, steps):
     skips = stopping.Skips(TrainConfig(max_steps=100, skip_steps=text), saved="")

@@ -73,12 +73,16 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     """The reading of rank 1 hangs, as on a dead file server; the others wait for it and then end, in time."""
     reading = "time.sleep(10**6 * (step == 9 and rank == 1))"
     job = started(2, *FOREVER, "--timeout_minutes=0.1", "--save_interval=3", reading=reading)
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 7)
+    wait_for(
+        lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 7
+    )
     assert job.left(0.1 * 60 + 15)
     assert statuses(job) == [RESUME_ME] * 2
     line, *more = errors(tmp_path)
     assert not more
-    assert line.startswith(f"error: no step for 0.1 minutes: rank 1 (process {job.processes[1].pid} on ")
+    assert line.startswith(
+        f"error: no step for 0.1 minutes: rank 1 (process {job.processes[1].pid} on "
+    )
     assert " hangs at data.py, line " in line and line.endswith(
         f"/checkpoints/{checkpoint.latest(tmp_path / 'run').name}"
     )
@@ -101,7 +105,9 @@ def test_a_rank_that_hangs_in_a_room_is_named_with_the_line(started, tmp_path):
 def test_a_rank_that_stands_still_is_named(started, tmp_path, size, stopped):
     """SIGSTOP, as a machine that froze; rank 0 has the server through which the others talk."""
     job = started(size, *FOREVER, "--timeout_minutes=0.25")
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 2)
+    wait_for(
+        lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 2
+    )
     job.send(signal.SIGSTOP, stopped)
     others = [process for rank, process in enumerate(job.processes) if rank != stopped]
     for process in others:
@@ -114,7 +120,9 @@ def test_a_rank_that_stands_still_is_named(started, tmp_path, size, stopped):
 
 def test_a_rank_that_was_killed_ends_the_others_at_once(started, tmp_path):
     job = started(2, *FOREVER)
-    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 2)
+    wait_for(
+        lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 2
+    )
     job.send(signal.SIGKILL, 1)
     begin = time.monotonic()
     assert job.left(10)
@@ -137,11 +145,16 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     assert job.left(40)
     assert statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
-    assert "rank 1 (process" in line and "is out of memory, so the next start takes microbatches of 2" in line
+    assert (
+        "rank 1 (process" in line
+        and "is out of memory, so the next start takes microbatches of 2" in line
+    )
     first = steps_of(run)
     job = started(2, *flags, stepping=GREEDY)
     assert job.left(40) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
-    assert "microbatch 2, not 4: out of memory at step 7 on rank 1" in (tmp_path / "log").read_text()
+    assert (
+        "microbatch 2, not 4: out of memory at step 7 on rank 1" in (tmp_path / "log").read_text()
+    )
     second = steps_of(run)
     assert sorted(second) == list(range(1, 10)) and max(first) <= 6
     run.rename(tmp_path / "halved")
@@ -179,7 +192,9 @@ def stuck(enter) -> str:
 def test_lines_of_the_root_and_of_rooms_are_named_and_no_others():
     in_root = stuck(lambda chunks: data.counted(chunks, bar=tqdm(disable=True)))
     assert in_root.startswith("data.py, line ") and in_root.endswith(", in counted")
-    in_room = stuck(lambda chunks: tokenizer.train_bpe((docs[0] for _, _, docs in chunks), 300).encode("a"))
+    in_room = stuck(
+        lambda chunks: tokenizer.train_bpe((docs[0] for _, _, docs in chunks), 300).encode("a")
+    )
     assert in_room.startswith("text/tokenizer.py, line ") and in_room.endswith(", in train_bpe")
     # What lies deeper is not ours: these tests, and a .venv in the root.
     assert stuck(lambda chunks: chunks) == "the end of the program"
@@ -187,5 +202,7 @@ def test_lines_of_the_root_and_of_rooms_are_named_and_no_others():
 
 def test_whose_fault_it_is():
     assert processes.is_lost(torch.distributed.DistNetworkError("x"))
-    assert not processes.is_lost(RuntimeError("shapes differ")) and not processes.is_lost(KeyError("x"))
+    assert not processes.is_lost(RuntimeError("shapes differ")) and not processes.is_lost(
+        KeyError("x")
+    )
     assert watchdog.whereabouts().startswith("lifecycle/watchdog.py, line ")

@@ -38,13 +38,20 @@ def table(path, pace: float, flags=()) -> str:
 
 @pytest.mark.parametrize("pace", [0.8, 1.0, 1.37])
 def test_the_pace_of_a_table(tmp_path, pace):
-    flags = ["--expansion_ratio=2", "--kv_n_heads=2", "--sharding=ZERO1"]  # others than the columns count as well
+    flags = [
+        "--expansion_ratio=2",
+        "--kv_n_heads=2",
+        "--sharding=ZERO1",
+    ]  # others than the columns count as well
     fleet, c = calibrate.from_file(table(tmp_path / "a.csv", pace, flags), FLEET, step_time.OURS)
     assert fleet == FLEET and c.pace == pytest.approx(pace, rel=1e-6)
 
 
 def machine(**more) -> dict:
-    bus = {"all_gather": {"1048576": 10.0, "134217728": 80.0}, "reduce_scatter": {"134217728": 70.0}}
+    bus = {
+        "all_gather": {"1048576": 10.0, "134217728": 80.0},
+        "reduce_scatter": {"134217728": 70.0},
+    }
     found = {
         "device": "AMD Instinct MI250X/MI250",
         "ranks": 8,
@@ -61,14 +68,17 @@ def test_a_machine(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(machine()))
     fleet, c = calibrate.from_file(str(path), FLEET, step_time.OURS)
-    assert fleet.device.reachable == pytest.approx(120 / 181.05) and fleet.device.bandwidth_gbs == 1300
+    assert (
+        fleet.device.reachable == pytest.approx(120 / 181.05) and fleet.device.bandwidth_gbs == 1300
+    )
     assert fleet.bandwidth(8, 1) * c.link == pytest.approx(80e9)  # what collectives reached
     assert c.hop == pytest.approx(42e-6 / 14) and fleet.network_gbs == 100
 
 
 def test_a_machine_of_two_nodes(tmp_path):
     groups = {
-        name: {"all_gather": {"134217728": gbs}} for name, gbs in (("all", 35.0), ("node", 80.0), ("across", 5.0))
+        name: {"all_gather": {"134217728": gbs}}
+        for name, gbs in (("all", 35.0), ("node", 80.0), ("across", 5.0))
     }
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(machine(ranks=16, nodes=2, collectives_gbs=groups)))
@@ -89,8 +99,16 @@ OK = "status,precision,model,device,ranks,tokens_per_second\nok,bf16,x,"
     "name, content, words",
     [
         ("a.csv", "model,status\nx,ok\n", "is not a table of `bench train`: KeyError 'precision'"),
-        ("a.csv", "model,status\nx,out of memory\n", "has no row of this project's trainer in bf16 with status ok"),
-        ("a.csv", OK + "NVIDIA A100-SXM4-80GB,8,1\n", "measured on 'NVIDIA A100-SXM4-80GB', not on MI250 GCD"),
+        (
+            "a.csv",
+            "model,status\nx,out of memory\n",
+            "has no row of this project's trainer in bf16 with status ok",
+        ),
+        (
+            "a.csv",
+            OK + "NVIDIA A100-SXM4-80GB,8,1\n",
+            "measured on 'NVIDIA A100-SXM4-80GB', not on MI250 GCD",
+        ),
         ("a.csv", OK + "cpu,8,1\n", "measured on 'cpu', not on MI250 GCD"),
         ("a.csv", OK + ",8,0\n", "tokens_per_second must be more than 0, not 0"),
         ("a.csv", OK + ",8,nan\n", "tokens_per_second must be more than 0, not nan"),
@@ -103,10 +121,22 @@ OK = "status,precision,model,device,ranks,tokens_per_second\nok,bf16,x,"
             "is not a machine.json of `bench machine`: KeyError 'matmul_tflops'",
         ),
         ("a.json", "nothing", "is not a machine.json of `bench machine`"),
-        ("a.json", broken(collectives_gbs=[]), "is not a machine.json of `bench machine`: AttributeError"),
+        (
+            "a.json",
+            broken(collectives_gbs=[]),
+            "is not a machine.json of `bench machine`: AttributeError",
+        ),
         ("a.json", broken(memory_gbs=None), "is not a machine.json of `bench machine`: TypeError"),
-        ("a.json", broken(matmul_tflops={"bf16": {"8192": 400}}), "matmuls at 221% of MI250 GCD's peak"),
-        ("a.json", broken(matmul_tflops={"bf16": {"8192": 0}}), "matmul_tflops must be more than 0, not 0"),
+        (
+            "a.json",
+            broken(matmul_tflops={"bf16": {"8192": 400}}),
+            "matmuls at 221% of MI250 GCD's peak",
+        ),
+        (
+            "a.json",
+            broken(matmul_tflops={"bf16": {"8192": 0}}),
+            "matmul_tflops must be more than 0, not 0",
+        ),
         ("a.json", broken(device="NVIDIA H100 80GB HBM3"), "not on MI250 GCD"),
     ],
 )
@@ -126,9 +156,15 @@ def test_a_missing_file_is_told():
     "name, content",
     [
         ("a.json", "[" * 10**5),
-        ("a.json", json.dumps({"device": "MI250", "ranks": 8, "matmul_tflops": {"bf16": {"1": 10**400}}})),
+        (
+            "a.json",
+            json.dumps({"device": "MI250", "ranks": 8, "matmul_tflops": {"bf16": {"1": 10**400}}}),
+        ),
         ("a.json", json.dumps({"device": 7})),
-        ("a.csv", "status,model,precision,device,ranks,tokens_per_second,others\nok,mpt,bf16,MI250,8,9,help\n"),
+        (
+            "a.csv",
+            "status,model,precision,device,ranks,tokens_per_second,others\nok,mpt,bf16,MI250,8,9,help\n",
+        ),
         ("a.csv", "status,model,precision\nok,mpt,bf16,more,cells\n"),
         ("a.csv", "status\n" + "x" * 200_000),
         ("a.csv", "status,model\nok,\0\n"),

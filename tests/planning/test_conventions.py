@@ -21,7 +21,14 @@ from planning.matmuls import Work
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = ROOT / "configs"
 
-BIGGER = {"n_layers": 1, "d_model": 0, "max_seq_len": 1, "vocab_size": 1, "expansion_ratio": 1, "kv_n_heads": 0}
+BIGGER = {
+    "n_layers": 1,
+    "d_model": 0,
+    "max_seq_len": 1,
+    "vocab_size": 1,
+    "expansion_ratio": 1,
+    "kv_n_heads": 0,
+}
 
 
 @given(shapes(), st.sampled_from(["none", "full"]), st.sampled_from([0, 2]))
@@ -32,7 +39,11 @@ def test_every_size_makes_every_count_larger(cfg, how, rank):
         step = {"d_model": cfg.n_heads, "kv_n_heads": cfg.n_heads - cfg.kv_n_heads}.get(name, more)
         larger = replace(cfg, **{name: getattr(cfg, name) + step})
         same = step == 0
-        assert (flops.n_params(larger) > flops.n_params(cfg)) or same or (name == "max_seq_len" and cfg.alibi)
+        assert (
+            (flops.n_params(larger) > flops.n_params(cfg))
+            or same
+            or (name == "max_seq_len" and cfg.alibi)
+        )
         for convention, count in conventions.CONVENTIONS.items():
             smaller = count(cfg, work)
             free = same or (name == "max_seq_len" and convention == "6nd" and cfg.alibi)
@@ -41,7 +52,9 @@ def test_every_size_makes_every_count_larger(cfg, how, rank):
 
 def test_palm_540b():
     """PaLM, appendix B: 238.3e3 tokens/s on 6144 TPU v4 of 275 TFLOP/s: 46.2 % with attention, 45.7 % without."""
-    shape = MPTConfig(d_model=48 * 256, n_heads=48, n_layers=118, max_seq_len=2048)  # all heads together: 12288 wide
+    shape = MPTConfig(
+        d_model=48 * 256, n_heads=48, n_layers=118, max_seq_len=2048
+    )  # all heads together: 12288 wide
     rate = 238.3e3 / (6144 * devices.by_name("tpu v4").bf16_tflops * 1e12)
     assert f"{6 * 540.35e9 * rate:.1%}" == "45.7%"
     assert f"{(6 * 540.35e9 + conventions.flops_by_term(shape)['attention']) * rate:.1%}" == "46.2%"
@@ -84,13 +97,19 @@ def test_chinchillas_ratios_to_6nd(layers, d, heads, ratio):
     """They come out without the embedding and the logits that appendix F lists, the first within 0.005 of rounding."""
     cfg = MPTConfig(d_model=d, n_heads=heads, n_layers=layers, max_seq_len=2048, vocab_size=32000)
     blocks = conventions.chinchilla(cfg) - 3 * 2 * (2 * 32000 * d)
-    assert blocks / (6 * (12 * layers * d**2 + 32000 * d + layers * d**2)) == pytest.approx(ratio, abs=0.0055)
+    assert blocks / (6 * (12 * layers * d**2 + 32000 * d + layers * d**2)) == pytest.approx(
+        ratio, abs=0.0055
+    )
 
 
 def test_chinchilla_counts_what_appendix_f_lists():
-    cfg = MPTConfig(d_model=8, n_heads=2, n_layers=3, max_seq_len=5, vocab_size=7, expansion_ratio=2)
+    cfg = MPTConfig(
+        d_model=8, n_heads=2, n_layers=3, max_seq_len=5, vocab_size=7, expansion_ratio=2
+    )
     S, d, V, heads, ffw = 5, 8, 7, 2, 16
-    attention = 2 * 3 * S * d * d + 2 * S * S * d + 3 * heads * S * S + 2 * S * S * d + 2 * S * d * d
+    attention = (
+        2 * 3 * S * d * d + 2 * S * S * d + 3 * heads * S * S + 2 * S * S * d + 2 * S * d * d
+    )
     forward = 2 * S * V * d + 3 * (attention + 2 * S * (d * ffw + d * ffw)) + 2 * S * d * V
     assert S * conventions.CONVENTIONS["chinchilla"](cfg) == 3 * forward
 
@@ -105,7 +124,9 @@ def test_conventions_of_one_model():
     cfg, n = mpt("7b"), SIZES["7b"][3]
     LdS = 32 * 4096 * 2048
     counts = {name: count(cfg) for name, count in conventions.CONVENTIONS.items()}
-    assert counts["foundry"] == counts["palm"] == flops.train_flops_per_token(cfg) == 6 * n + 12 * LdS
+    assert (
+        counts["foundry"] == counts["palm"] == flops.train_flops_per_token(cfg) == 6 * n + 12 * LdS
+    )
     assert counts["causal"] == 6 * n + 6 * LdS and counts["lingua"] == 6 * n + 7 * LdS
     assert counts["flopcounter"] == 6 * n + 14 * LdS and counts["6nd"] == 6 * n
     assert set(conventions.FORMULAS) == set(counts)
@@ -136,9 +157,14 @@ def test_the_table_shows_the_chosen_convention_first(capsys):
     flags = (str(CONFIGS / "mpt7b.py"), "--device=mi250", "--tokens_per_second=1922", "--devices=1")
     out = shown(capsys, *flags)
     assert "6,658,859,008" in out and "181.05" in out and "matmuls reach 72%" in out
-    rows = [line for line in out.splitlines() if "%" in line and ": " in line and "TFLOP" not in line]
+    rows = [
+        line for line in out.splitlines() if "%" in line and ": " in line and "TFLOP" not in line
+    ]
     assert rows[0].split()[:5] == ["foundry", "43.174", "82.98", "45.83%", "61.11%"]
-    assert rows[0].endswith("LLM Foundry: 6 N + 12 L d S") and len(out.split("convention")[1].splitlines()) > 9
+    assert (
+        rows[0].endswith("LLM Foundry: 6 N + 12 L d S")
+        and len(out.split("convention")[1].splitlines()) > 9
+    )
     out = shown(capsys, *flags, "--convention=causal").split("convention")[1]
     assert out.splitlines()[1].split()[0] == "causal" and out.count("causal") == 1
     assert max(map(len, out.splitlines())) <= 130
@@ -157,25 +183,45 @@ def test_json_has_the_same_figures(capsys):
 def test_the_share_of_what_matmuls_reach(capsys):
     flags = ("--device=a100", "--tokens_per_second=20513", "--json")
     figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
-    assert figures["reachable"] == 0.87 and figures["mfu_of_reachable"] == pytest.approx(figures["mfu"] / 0.87)
+    assert figures["reachable"] == 0.87 and figures["mfu_of_reachable"] == pytest.approx(
+        figures["mfu"] / 0.87
+    )
     figures = json.loads(shown(capsys, *flags, "--peak_tflops=100"))  # the user's own peak
     assert figures["peak_tflops"] == 100 and figures["mfu_of_reachable"] is None
 
 
 def test_without_a_model(capsys):
     """The LoRA thread again, in its words."""
-    flags = ("--n_params=405e9", "--tokens_per_second=34.1", "--devices=8", "--device=mi300x", "--peak_tflops=1300")
+    flags = (
+        "--n_params=405e9",
+        "--tokens_per_second=34.1",
+        "--devices=8",
+        "--device=mi300x",
+        "--peak_tflops=1300",
+    )
     assert "0.80%" in shown(capsys, *flags) and "6 N, no attention" in shown(capsys, *flags)
-    assert "0.53%" in shown(capsys, *flags, "--frozen") and "4 N, no attention" in shown(capsys, *flags, "--frozen")
-    full = json.loads(shown(capsys, *flags, "--frozen", "--activation_checkpointing=full", "--json"))
+    assert "0.53%" in shown(capsys, *flags, "--frozen") and "4 N, no attention" in shown(
+        capsys, *flags, "--frozen"
+    )
+    full = json.loads(
+        shown(capsys, *flags, "--frozen", "--activation_checkpointing=full", "--json")
+    )
     assert full["hfu"] == pytest.approx(full["mfu"] * 6 / 4)
 
 
 def test_adapters_on_the_command_line(capsys):
-    out = shown(capsys, str(CONFIGS / "mpt125m.py"), "--lora_rank=8", "--lora_targets=Wqkv, out_proj", "--device=h100")
+    out = shown(
+        capsys,
+        str(CONFIGS / "mpt125m.py"),
+        "--lora_rank=8",
+        "--lora_targets=Wqkv, out_proj",
+        "--device=h100",
+    )
     assert "adapters" in out and "4 N + 6 N_lora + 12 L d S" in out
     assert "weight gradient" in out and "chinchilla" not in out and "72 L" not in out
-    assert "72 L" in shown(capsys) and "72 L" not in shown(capsys, "--kv_n_heads=4")  # that form is for all heads
+    assert "72 L" in shown(capsys) and "72 L" not in shown(
+        capsys, "--kv_n_heads=4"
+    )  # that form is for all heads
 
 
 @pytest.mark.parametrize("flags, message", [

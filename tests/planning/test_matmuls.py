@@ -27,7 +27,9 @@ def small(**more) -> MPTConfig:
 
 def closed(cfg: MPTConfig, work: Work, passes=matmuls.PASSES) -> float:
     """FLOPs of one sequence."""
-    return S * sum(numbers[p] for numbers in matmuls.flops_by_pass(cfg, work).values() for p in passes)
+    return S * sum(
+        numbers[p] for numbers in matmuls.flops_by_pass(cfg, work).values() for p in passes
+    )
 
 
 @pytest.mark.parametrize("attention", ["full", "causal"])
@@ -47,7 +49,9 @@ def test_keys_of_a_query_are_those_of_a_mask(attention, window, document):
 @pytest.mark.parametrize("more", GRID)
 def test_every_part_of_a_step_is_what_torch_counts(more):
     cfg = small(**more)
-    forward, both = (flops_counted.by_part(flops_counted.count(cfg, Work(), b)) for b in (False, True))
+    forward, both = (
+        flops_counted.by_part(flops_counted.count(cfg, Work(), b)) for b in (False, True)
+    )
     assert forward == flops_counted.closed_form(cfg, ["forward"])
     assert both == flops_counted.closed_form(cfg, matmuls.PASSES)
 
@@ -59,7 +63,9 @@ def test_full_checkpointing_does_all_again_but_the_last_matmul(every):
     assert again == closed(cfg, work)
     blocks, d = len(range(0, 2, every)), 48
     last = 2 * 4 * d * d
-    assert again - closed(cfg, Work()) == S * blocks * (2 * d * (2 * d) + 2 * 2 * S * d + 2 * d * d + 2 * last - last)
+    assert again - closed(cfg, Work()) == S * blocks * (
+        2 * d * (2 * d) + 2 * 2 * S * d + 2 * d * d + 2 * last - last
+    )
 
 
 class Adapted(nn.Module):
@@ -90,7 +96,9 @@ def adapt(model, work: Work) -> None:
 def test_adapters_on_a_frozen_model_are_what_torch_counts(targets, first, how):
     """Blocks below the first adapter have no backward, and nothing is computed again there."""
     cfg = small(kv_n_heads=2)
-    work = Work(lora_rank=4, lora_targets=targets, lora_first_block=first, activation_checkpointing=how)
+    work = Work(
+        lora_rank=4, lora_targets=targets, lora_first_block=first, activation_checkpointing=how
+    )
     counted = flops_counted.count(cfg, work, change=lambda model: adapt(model, work))
     assert counted.get_total_flops() == closed(cfg, work)
 
@@ -98,7 +106,9 @@ def test_adapters_on_a_frozen_model_are_what_torch_counts(targets, first, how):
 def test_a_frozen_model_with_a_prompt_that_trains_is_what_torch_counts():
     def prompt(model):
         model.requires_grad_(False)
-        model.transformer.wte.register_forward_hook(lambda module, inputs, out: out.requires_grad_())
+        model.transformer.wte.register_forward_hook(
+            lambda module, inputs, out: out.requires_grad_()
+        )
 
     cfg, work = small(), Work(frozen=True)
     assert flops_counted.count(cfg, work, change=prompt).get_total_flops() == closed(cfg, work)
@@ -128,7 +138,11 @@ def test_flash_attention_costs_three_and_a_half_forwards_of_half_the_scores():
     assert forward == 2 * 2 * 2 * 48 * (S + 1) / 2
     backward = sum(sum(by_pass[part].values()) for part in matmuls.ATTENTION) - forward
     shape = (1, 6, S, 8)
-    assert backward / forward == sdpa_backward_flop_count(shape, *[shape] * 3) / sdpa_flop_count(*[shape] * 3) == 2.5
+    assert (
+        backward / forward
+        == sdpa_backward_flop_count(shape, *[shape] * 3) / sdpa_flop_count(*[shape] * 3)
+        == 2.5
+    )
     linears = {part: numbers for part, numbers in by_pass.items() if part not in matmuls.ATTENTION}
     plain = matmuls.flops_by_pass(cfg)
     assert linears == {part: plain[part] for part in linears}
@@ -136,17 +150,27 @@ def test_flash_attention_costs_three_and_a_half_forwards_of_half_the_scores():
 
 def test_a_window_and_documents_cost_less_in_attention_alone():
     whole, window, packed = (
-        matmuls.flops_by_pass(small(), Work("causal", **more)) for more in ({}, {"window": 8}, {"document": 12})
+        matmuls.flops_by_pass(small(), Work("causal", **more))
+        for more in ({}, {"window": 8}, {"document": 12})
     )
     for less in (window, packed):
         assert {part for part in whole if less[part] != whole[part]} == set(matmuls.ATTENTION)
         assert matmuls.total(less) < matmuls.total(whole)
-    assert packed["scores"]["forward"] == whole["scores"]["forward"] * 13 / 49  # (12 + 1) / 2 keys, not (48 + 1) / 2
+    assert (
+        packed["scores"]["forward"] == whole["scores"]["forward"] * 13 / 49
+    )  # (12 + 1) / 2 keys, not (48 + 1) / 2
 
 
 def test_the_program_prints_parts_and_passes(capsys):
-    matmuls.main(["--n_layers=2", "--lora_rank=8", "--attention=flash", "--activation_checkpointing=full"])
+    matmuls.main(
+        ["--n_layers=2", "--lora_rank=8", "--attention=flash", "--activation_checkpointing=full"]
+    )
     out = capsys.readouterr().out
-    assert "adapters" in out and "recomputed" in out and "100.00%" in out and "--attention=flash" in out
+    assert (
+        "adapters" in out
+        and "recomputed" in out
+        and "100.00%" in out
+        and "--attention=flash" in out
+    )
     matmuls.main(["--n_layers=2"])
     assert "recomputed" not in capsys.readouterr().out

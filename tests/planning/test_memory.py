@@ -16,8 +16,12 @@ from config import MPTConfig, TrainConfig, UserError
 from planning import memory
 
 CONFIGS = ROOT / "configs"
-N_1B = 1_315_950_592  # parameters of MPT-1B: 24 (12 d^2 + 13 d) + 2 d + (50,368 + 2,048) d, d = 2,048
-MID = MPTConfig(d_model=256, n_heads=4, n_layers=3, vocab_size=4096, max_seq_len=512, attn_impl="sdpa")
+N_1B = (
+    1_315_950_592  # parameters of MPT-1B: 24 (12 d^2 + 13 d) + 2 d + (50,368 + 2,048) d, d = 2,048
+)
+MID = MPTConfig(
+    d_model=256, n_heads=4, n_layers=3, vocab_size=4096, max_seq_len=512, attn_impl="sdpa"
+)
 
 
 def mpt1b() -> MPTConfig:
@@ -25,7 +29,9 @@ def mpt1b() -> MPTConfig:
 
 
 def run(batch=4, microbatches=1, ranks=1, **more) -> TrainConfig:
-    return TrainConfig(microbatch_size=batch, global_batch_size=batch * microbatches * ranks, **more)
+    return TrainConfig(
+        microbatch_size=batch, global_batch_size=batch * microbatches * ranks, **more
+    )
 
 
 def peak(m, cfg, ranks=1, precision="bf16", tp=1, pp=1) -> int:
@@ -66,7 +72,9 @@ def test_a_step_of_mpt_1b_by_hand():
     chunk = 1280 * 50368  # logits
     assert parts["final norm and loss"] == 3 * 2 * tokens * d + 4 * wte + 10 * chunk
     sharded = memory.bytes_by_moment(mpt1b(), run(ranks=8), 8)["loss forward"]
-    root = wte + 2048 * d + 2 * d  # embeddings and final norm, and the buffer in which the last block came
+    root = (
+        wte + 2048 * d + 2 * d
+    )  # embeddings and final norm, and the buffer in which the last block came
     assert sharded["copies of the weights"] == 2 * root + 2 * block
     assert sharded["blocks' activations"] == parts["blocks' activations"]
 
@@ -81,11 +89,16 @@ def test_more_of_this_means_more_of_that():
     m = mpt1b()
     peaks = [peak(m, run(batch)) for batch in (1, 2, 4, 8)]
     assert peaks == sorted(set(peaks))
-    ways = [{"activation_checkpointing": "full"}, {"activation_checkpointing": "full", "recompute_every": 2}]
+    ways = [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "recompute_every": 2},
+    ]
     ways += [{"activation_checkpointing": "selective"}, {}]
     peaks = [peak(m, run(microbatches=2, **way)) for way in ways]
     assert peaks == sorted(set(peaks))
-    assert peak(m, run(microbatches=2)) == peak(m, run()) + 4 * N_1B  # gradients that wait for the next microbatch
+    assert (
+        peak(m, run(microbatches=2)) == peak(m, run()) + 4 * N_1B
+    )  # gradients that wait for the next microbatch
     assert peak(m, run(microbatches=3)) == peak(m, run(microbatches=2))
     peaks = [peak(m, run(ranks=ranks), ranks) for ranks in (64, 8, 2)]
     assert peaks == sorted(set(peaks))
@@ -99,7 +112,9 @@ def test_a_block_over_tensor_parallel_ranks_keeps_what_korthikanti_says():
     """2205.05198, equation 2: s b h (10 + 24 / t) without scores; of the 10, two are dropout's masks."""
     d, heads = 2048, 16
     for tp in (1, 2, 4, 16):
-        assert memory.kept_by_block(mpt1b(), "none", tp=tp) == 8 * d + (24 * d + 4 * heads) // tp + 16
+        assert (
+            memory.kept_by_block(mpt1b(), "none", tp=tp) == 8 * d + (24 * d + 4 * heads) // tp + 16
+        )
     assert memory.kept_by_block(mpt1b(), "full", tp=4) == 2 * d  # the whole input, on every rank
     # input, out_proj and down_proj 2 each; over tp: Wqkv 6, attention 2, up_proj 8, logsumexp
     assert memory.kept_by_block(mpt1b(), "selective", tp=4) == 6 * d + (16 * d + 4 * heads) // 4
@@ -109,13 +124,24 @@ def test_the_backward_of_a_block_over_two_tensor_parallel_ranks():
     """Gradients of x, of GELU's output and of down_proj's weight; the last block has nothing to reduce yet."""
     step = memory.Step(MID, run(), 2, tp=2)
     tokens, d, hidden = 4 * 512, 256, 1024 // 2
-    assert step.block_backward(2)["backward's workspace"] == 2 * (tokens * d + tokens * hidden + d * hidden)
+    assert step.block_backward(2)["backward's workspace"] == 2 * (
+        tokens * d + tokens * hidden + d * hidden
+    )
 
 
 def test_175b_on_64_devices_by_hand():
     """Frontier's layout of 175B (2312.12705): tp 4, pp 16, here without data parallelism; microbatch 1, full."""
-    m = MPTConfig(d_model=12288, n_heads=96, n_layers=96, vocab_size=51200, max_seq_len=2048, attn_impl="triton")
-    cfg = TrainConfig(microbatch_size=1, global_batch_size=64, sharding="ZERO1", activation_checkpointing="full")
+    m = MPTConfig(
+        d_model=12288,
+        n_heads=96,
+        n_layers=96,
+        vocab_size=51200,
+        max_seq_len=2048,
+        attn_impl="triton",
+    )
+    cfg = TrainConfig(
+        microbatch_size=1, global_batch_size=64, sharding="ZERO1", activation_checkpointing="full"
+    )
     d, tokens, layers = 12288, 2048, 96 // 16
     matrices = 12 * d * d + 3 * d + 4 * d  # with the biases of Wqkv and up_proj
     block = matrices // 4 + 4 * d + 2 * d  # two norms; biases of out_proj and down_proj
@@ -124,14 +150,22 @@ def test_175b_on_64_devices_by_hand():
     moments = memory.bytes_by_moment(m, cfg, 64, tp=4, pp=16)
     assert sum(moments["update"].values()) == 16 * first
     parts = moments["block 5 backward"]
-    assert parts["blocks' activations"] == 16 * layers * 2 * d * tokens  # 16 microbatches are in flight
+    assert (
+        parts["blocks' activations"] == 16 * layers * 2 * d * tokens
+    )  # 16 microbatches are in flight
     assert parts["copies of the weights"] == 2 * first
-    assert parts["backward's workspace"] == 6 * block - 2 * d * tokens  # bf16 gradients and fp32 ones; its input went
+    assert (
+        parts["backward's workspace"] == 6 * block - 2 * d * tokens
+    )  # bf16 gradients and fp32 ones; its input went
     assert parts["final norm and loss"] == 0
     peak_gib = (18 * first + 6 * block + (16 * layers - 1) * 2 * d * tokens) / 2**30
-    assert peak(m, cfg, 64, tp=4, pp=16) / 2**30 == pytest.approx(peak_gib) and peak_gib < 64  # a GCD of MI250X has 64
+    assert (
+        peak(m, cfg, 64, tp=4, pp=16) / 2**30 == pytest.approx(peak_gib) and peak_gib < 64
+    )  # a GCD of MI250X has 64
     last = memory.Step(m, cfg, 64, tp=4, pp=16, stage=15)
-    assert last.n == layers * block + table + 2 * d  # its copy of the tied embedding, and the final norm
+    assert (
+        last.n == layers * block + table + 2 * d
+    )  # its copy of the tied embedding, and the final norm
     assert last.loss_forward()["blocks' activations"] == layers * 2 * d * tokens
     chunk = 1280 * 51200 // 4
     assert last.loss_forward()["final norm and loss"] == 3 * 2 * tokens * d + 4 * table + 10 * chunk
@@ -179,10 +213,18 @@ def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
     layout = {"ranks": dp * tp * pp, "precision": precision, "tp": tp, "pp": pp}
     base = peak(m, cfg, **layout)
     for name in ("n_layers", "d_model", "max_seq_len", "vocab_size"):
-        assert peak(dataclasses.replace(m, **{name: 2 * getattr(m, name)}), cfg, **layout) > base, name
-    assert peak(m, dataclasses.replace(cfg, microbatch_size=cfg.microbatch_size + 1), **layout) > base
+        assert peak(dataclasses.replace(m, **{name: 2 * getattr(m, name)}), cfg, **layout) > base, (
+            name
+        )
+    assert (
+        peak(m, dataclasses.replace(cfg, microbatch_size=cfg.microbatch_size + 1), **layout) > base
+    )
     double = {"ranks": 2 * layout["ranks"]}
-    for name, wider in {"dp": double, "tp": double | {"tp": 2 * tp}, "pp": double | {"pp": 2 * pp}}.items():
+    for name, wider in {
+        "dp": double,
+        "tp": double | {"tp": 2 * tp},
+        "pp": double | {"pp": 2 * pp},
+    }.items():
         assert peak(m, cfg, **(layout | wider)) <= base, name
 
 
@@ -201,7 +243,9 @@ def test_all_devices_together_hold_12_bytes_a_parameter(seed):
             update = memory.Step(m, cfg, 16, "bf16", tp, pp, stage).moments()["update"]
             total += tp * dp * (update["weights, fp32"] + update["Adam's moments, fp32"])
         embedding_twice = m.vocab_size * m.d_model if pp > 1 and m.tie_word_embeddings else 0
-        assert total == pytest.approx(12 * (n + (tp - 1) * whole + embedding_twice), abs=2 * 16)  # rounded down
+        assert total == pytest.approx(
+            12 * (n + (tp - 1) * whole + embedding_twice), abs=2 * 16
+        )  # rounded down
 
 
 MI250 = devices.by_name("mi250")
@@ -212,7 +256,11 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(seed):
     rng = random.Random(seed)
     m, how = random_case(rng)
     cfg, tp, pp = TrainConfig(**how), rng.choice([1, 2]), rng.choice([1, 4])
-    size, ranks, rows = peak(m, cfg, 4 * tp * pp, "bf16", tp, pp) * rng.uniform(0.5, 4), 4 * tp * pp, 128 // 4
+    size, ranks, rows = (
+        peak(m, cfg, 4 * tp * pp, "bf16", tp, pp) * rng.uniform(0.5, 4),
+        4 * tp * pp,
+        128 // 4,
+    )
     peaks = [
         peak(m, dataclasses.replace(cfg, microbatch_size=n), ranks, "bf16", tp, pp) / memory.ROOM
         for n in range(1, rows + 1)
@@ -237,13 +285,17 @@ PUBLISHED = [
 def test_what_ran_elsewhere_fits_here(layers, d, heads, length, mode, size, batch, gpu):
     """Not many times as much would: their logits are not cut into chunks, and they did not take all there was."""
     m = MPTConfig(d_model=d, n_heads=heads, n_layers=layers, max_seq_len=length, attn_impl="triton")
-    cfg = TrainConfig(microbatch_size="auto", global_batch_size=batch, activation_checkpointing=mode)
+    cfg = TrainConfig(
+        microbatch_size="auto", global_batch_size=batch, activation_checkpointing=mode
+    )
     assert size <= memory.largest_microbatch(m, cfg, devices.by_name(gpu), 8) <= 2.5 * size
 
 
 def test_the_largest_microbatch_of_a_device():
     m, cfg = mpt1b(), run(8, 16, ranks=8, activation_checkpointing="full")
-    assert memory.largest_microbatch(m, cfg, MI250, 8) == memory.largest_microbatch(m, cfg, 64 * 2**30, 8)
+    assert memory.largest_microbatch(m, cfg, MI250, 8) == memory.largest_microbatch(
+        m, cfg, 64 * 2**30, 8
+    )
     assert memory.largest_microbatch(m, run(2, ranks=8), MI250, 8) == 2  # all there are
     assert memory.largest_microbatch(m, cfg, 16 * N_1B // 8, 8) == 0  # no more than the state
     with pytest.raises(UserError, match="give its bytes"):
@@ -259,7 +311,9 @@ def agree(m, cfg, ranks=1, precision="bf16"):
     estimated = memory.bytes_by_moment(m, cfg, ranks, precision)
     counted = memory_measured.count(m, cfg, ranks, precision)
     for moment, parts in estimated.items():
-        if moment == "embedding backward":  # a fake tensor's gradients are added in a third buffer: see memory.md
+        if (
+            moment == "embedding backward"
+        ):  # a fake tensor's gradients are added in a third buffer: see memory.md
             continue
         other = counted["block backward" if moment.startswith("block") else moment]
         assert sum(parts.values()) == pytest.approx(sum(other.values()), rel=0.03), moment
@@ -289,7 +343,11 @@ MODES += [("ZERO1", "none"), ("SHARD_GRAD_OP", "selective")]
 
 @pytest.mark.parametrize("mode, how", MODES)
 def test_eight_ranks_allocate_what_is_estimated(mode, how):
-    agree(MID, run(microbatches=2, ranks=8, sharding=mode, shard_size=4, activation_checkpointing=how), 8)
+    agree(
+        MID,
+        run(microbatches=2, ranks=8, sharding=mode, shard_size=4, activation_checkpointing=how),
+        8,
+    )
 
 
 @pytest.mark.parametrize("mode, how", [("FULL_SHARD", "full"), ("DDP", "none")])
@@ -305,7 +363,9 @@ def test_with_few_tokens_gradients_on_their_way_to_other_ranks_are_the_most():
     counted = memory_measured.count(m, run(1, 2, ranks=8), 8)
     assert memory.bytes_by_part(m, run(1, 2, ranks=8), 8)["moment"] == "block 2 backward"
     for name, other in [("block 2 backward", "block backward"), ("embedding backward",) * 2]:
-        assert sum(estimated[name].values()) == pytest.approx(sum(counted[other].values()), rel=0.05)
+        assert sum(estimated[name].values()) == pytest.approx(
+            sum(counted[other].values()), rel=0.05
+        )
 
 
 VARIANTS = [
@@ -358,7 +418,12 @@ def test_the_program_shows_a_device_and_a_layout(capsys):
 def test_a_question_is_answered_without_torch():
     program = "import sys; from planning import memory; memory.main(sys.argv[1:]); assert 'torch' not in sys.modules"
     question = [str(CONFIGS / "mpt7b.py"), "--ranks=8", "--device=mi250"]
-    subprocess.run([sys.executable, "-c", program, *question], cwd=CONFIGS.parent, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", program, *question],
+        cwd=CONFIGS.parent,
+        check=True,
+        capture_output=True,
+    )
 
 
 LAYOUTS = [  # ranks, tp, pp, changes to the model, what is said

@@ -17,7 +17,13 @@ MPT7B = str(ROOT / "configs/mpt7b.py")
 
 
 def test_shapes_are_mpts():
-    for width, heads, layers in ((1024, 8, 24), (2048, 16, 24), (2560, 20, 32), (4096, 32, 32), (7168, 56, 48)):
+    for width, heads, layers in (
+        (1024, 8, 24),
+        (2048, 16, 24),
+        (2560, 20, 32),
+        (4096, 32, 32),
+        (7168, 56, 48),
+    ):
         m = search.shape(width, MPTConfig())
         assert (m.n_heads, m.n_layers) == (heads, layers)
 

@@ -28,15 +28,21 @@ def test_compute_of_one_device_by_hand():
     tokens, peak, bandwidth = 4 * 512, 312e12, 2039e9
     assert step.microbatches == 4
     assert step.matmuls() == pytest.approx(6 * tokens * (BLOCKS + 4096 * 1024) / (0.87 * peak))
-    assert step.attention() == pytest.approx(7 * tokens * 8 * 512 * 1024 / (EASY.attention_a100 * peak))
+    assert step.attention() == pytest.approx(
+        7 * tokens * 8 * 512 * 1024 / (EASY.attention_a100 * peak)
+    )
     traffic = tokens * (8 * 1024 * EASY.block_bytes * 32.2 / 42.25 + 4096 * 24)
     assert step.memory() == pytest.approx(traffic / bandwidth)
     parts = step.parts()
     n = BLOCKS + 8 * 13 * 1024 + 2 * 1024 + (4096 + 512) * 1024
     assert parts["optimizer"] == pytest.approx(30 * n / bandwidth)
-    assert parts["step"] == pytest.approx(4 * (step.matmuls() + step.attention() + step.memory()) + parts["optimizer"])
+    assert parts["step"] == pytest.approx(
+        4 * (step.matmuls() + step.attention() + step.memory()) + parts["optimizer"]
+    )
     assert parts["bubble"] == parts["exposed traffic"] == parts["tensor parallel"] == 0
-    assert step_time.tokens_per_second(M, run(), Fleet(A100), EASY) == pytest.approx(16 * 512 / parts["step"])
+    assert step_time.tokens_per_second(M, run(), Fleet(A100), EASY) == pytest.approx(
+        16 * 512 / parts["step"]
+    )
 
 
 def test_recomputation_is_a_forward_more_of_the_blocks():
@@ -48,14 +54,21 @@ def test_recomputation_is_a_forward_more_of_the_blocks():
     assert full.matmuls() - none.matmuls() == pytest.approx(forward)
     assert half.matmuls() - none.matmuls() == pytest.approx(forward / 2)
     assert full.attention() == pytest.approx(9 / 7 * none.attention())
-    assert selective.matmuls() == none.matmuls() and none.memory() < selective.memory() == full.memory()
+    assert (
+        selective.matmuls() == none.matmuls()
+        and none.memory() < selective.memory() == full.memory()
+    )
 
 
 def test_small_matmuls_are_slower():
     c = replace(EASY, tile=4 * 512 * 1024)  # the area of this microbatch: half the speed
-    assert Step(M, run(), Fleet(A100), c).matmuls() == pytest.approx(2 * Step(M, run(), Fleet(A100), EASY).matmuls())
+    assert Step(M, run(), Fleet(A100), c).matmuls() == pytest.approx(
+        2 * Step(M, run(), Fleet(A100), EASY).matmuls()
+    )
     halves = Fleet(A100, 2, tp=2)  # half the width: a third of the speed, of half the work
-    assert Step(M, run(), halves, c).matmuls() == pytest.approx(1.5 * Step(M, run(), Fleet(A100), EASY).matmuls())
+    assert Step(M, run(), halves, c).matmuls() == pytest.approx(
+        1.5 * Step(M, run(), Fleet(A100), EASY).matmuls()
+    )
 
 
 def test_what_data_parallel_modes_send():
@@ -83,7 +96,9 @@ def test_a_ring_goes_at_the_speed_of_its_slowest_link():
     inside, across = Fleet(A100, 8, 8, 100), Fleet(A100, 16, 8, 100)
     assert inside.bandwidth(8, 1) == 300e9
     assert across.bandwidth(16, 1) == 100e9  # one ring through all: it has the network alone
-    assert Fleet(A100, 16, 8, 100, tp=4).bandwidth(4, 4) == 25e9  # four, two ranks of each in a node
+    assert (
+        Fleet(A100, 16, 8, 100, tp=4).bandwidth(4, 4) == 25e9
+    )  # four, two ranks of each in a node
     assert replace(across, network_gbs=4000).bandwidth(16, 1) == 300e9
     latency = Step(M, run(), Fleet(A100, 8), replace(EASY, hop=1e-6)).ring(0, 8, 1, calls=3)
     assert latency == pytest.approx(3 * 7e-6)
@@ -118,10 +133,18 @@ def test_more_of_this_is_never_slower():
     "fleet, cfg, words",
     [
         ({"devices": 6, "tp": 4}, {}, "devices 6 is not a multiple of tp 4 x pp 1 = 4"),
-        ({"devices": 16, "tp": 16, "node_size": 8}, {}, "tp 16 is more than the 8 devices of a node"),
+        (
+            {"devices": 16, "tp": 16, "node_size": 8},
+            {},
+            "tp 16 is more than the 8 devices of a node",
+        ),
         ({"devices": 3}, {}, "global_batch_size 16 is not a multiple of the 3 data ranks"),
         ({"devices": 3, "pp": 3}, {}, "n_layers 8 is not a multiple of pp x interleave = 3"),
-        ({"devices": 4, "pp": 2, "interleave": 8}, {}, "n_layers 8 is not a multiple of pp x interleave = 16"),
+        (
+            {"devices": 4, "pp": 2, "interleave": 8},
+            {},
+            "n_layers 8 is not a multiple of pp x interleave = 16",
+        ),
         ({"devices": 2, "network_gbs": -1}, {}, "network_gbs must be more than 0, not -1"),
         ({"device": devices.by_name("v100")}, {}, "no bf16 peak known for V100"),
         ({}, {"microbatch_size": "auto"}, "set --microbatch_size=NUMBER"),
@@ -141,7 +164,10 @@ def test_models_left_out_of_the_fit_are_predicted():
     pytest.importorskip("scipy", reason="the fit needs scipy: see requirements-dev.txt")
     rows = planner.read()
     assert len(rows) == 142
-    ours, constant = planner.summary(planner.left_out(rows)), planner.summary(planner.constant(rows))
+    ours, constant = (
+        planner.summary(planner.left_out(rows)),
+        planner.summary(planner.constant(rows)),
+    )
     assert ours["median"] < 0.06 and ours["p90"] < 0.15
     assert ours["median"] < constant["median"] and ours["p90"] < constant["p90"]
     fitted = planner.fit(rows)

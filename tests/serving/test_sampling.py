@@ -38,7 +38,9 @@ def test_known_distributions():
     logits = torch.tensor([0.2, 0.5, 0.3]).log().tolist()
     assert shares(logits) == pytest.approx([0.2, 0.5, 0.3], abs=1e-3)
     assert shares(logits, top_k=2) == pytest.approx([0, 0.625, 0.375], abs=1e-3)
-    assert shares(logits, top_p=0.6) == pytest.approx([0, 0.625, 0.375], abs=1e-3)  # 0.5 < 0.6: the second too
+    assert shares(logits, top_p=0.6) == pytest.approx(
+        [0, 0.625, 0.375], abs=1e-3
+    )  # 0.5 < 0.6: the second too
     assert shares(logits, top_k=2, top_p=0.6) == [0, 1, 0]  # 0.5 is 0.625 of the two: enough
     assert shares(logits, temperature=0) == [0, 1, 0]
 
@@ -69,9 +71,18 @@ def test_more_numbers_begin_with_the_same():
 
 
 @pytest.mark.parametrize(
-    "how", [{"top_p": 1e-300}, {"top_p": 1e-46}, {"top_p": 1e-30}, {"temperature": 1e-300}, {"temperature": 1e-40}]
+    "how",
+    [
+        {"top_p": 1e-300},
+        {"top_p": 1e-46},
+        {"top_p": 1e-30},
+        {"temperature": 1e-300},
+        {"temperature": 1e-40},
+    ],
 )
 def test_the_smallest_numbers_leave_the_likeliest(how):
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(0))
-    drawn = sample(logits, **how, uniform=torch.rand(64, generator=torch.Generator().manual_seed(1)))
+    drawn = sample(
+        logits, **how, uniform=torch.rand(64, generator=torch.Generator().manual_seed(1))
+    )
     assert torch.equal(drawn, logits.argmax(dim=-1))

@@ -43,7 +43,9 @@ class Evil:
     """Unpickled, it makes a file and becomes what the pickle in `content` holds."""
 
     def __init__(self, mark: Path, content: bytes):
-        self.code = f"(open({str(mark)!r}, 'w').close(), __import__('pickle').loads({content!r}))[1]"
+        self.code = (
+            f"(open({str(mark)!r}, 'w').close(), __import__('pickle').loads({content!r}))[1]"
+        )
 
     def __reduce__(self):
         return eval, (self.code,)
@@ -63,8 +65,12 @@ def save(path: Path, weights: dict, cfg: MPTConfig = SMALL) -> Path:
 
 def seal(path: Path, **more) -> Path:
     """Write checksums that fit what is there now, as a stranger would."""
-    names = [file.name for file in path.iterdir() if file.is_file() and file.name != "checksums.json"]
-    checkpoint.write_json(path / "checksums.json", {n: checkpoint.checksum(path / n) for n in names} | more)
+    names = [
+        file.name for file in path.iterdir() if file.is_file() and file.name != "checksums.json"
+    ]
+    checkpoint.write_json(
+        path / "checksums.json", {n: checkpoint.checksum(path / n) for n in names} | more
+    )
     return path
 
 
@@ -115,7 +121,12 @@ def code_in_piece(path, mark):
     content = evil.getvalue().ljust(20_000, b"\0")
     (path / "evil.distcp").write_bytes(content)
     index = MetadataIndex(WEIGHT, [0, 0])
-    change(path, lambda metadata: metadata.storage_data.update({index: _StorageInfo("evil.distcp", 0, len(content))}))
+    change(
+        path,
+        lambda metadata: metadata.storage_data.update(
+            {index: _StorageInfo("evil.distcp", 0, len(content))}
+        ),
+    )
 
 
 def elsewhere(path, mark):
@@ -246,7 +257,9 @@ def test_settings_of_the_wrong_type_are_named(run):
     meta = json.loads((path / "meta.json").read_text())
     checkpoint.write_json(path / "meta.json", meta | {"n_layers": "many"})
     seal(path)
-    with pytest.raises(UserError, match="n_layers in .*meta.json is 'many', expected a whole number"):
+    with pytest.raises(
+        UserError, match="n_layers in .*meta.json is 'many', expected a whole number"
+    ):
         load.load_for_sampling(str(run), None, torch.device("cpu"))
 
 
@@ -256,7 +269,10 @@ def pieces(metadata):
 
 CHANGES = {
     "a piece is missing": (lambda m: pieces(m).clear(), "do not cover it"),
-    "a piece is negative": (lambda m: setattr(pieces(m)[0], "sizes", torch.Size([-32, -128])), "a size of -32"),
+    "a piece is negative": (
+        lambda m: setattr(pieces(m)[0], "sizes", torch.Size([-32, -128])),
+        "a size of -32",
+    ),
     "too large for its bytes": (
         lambda m: (
             setattr(m.state_dict_metadata[WEIGHT], "size", torch.Size([2**40, 128])),
@@ -264,7 +280,10 @@ CHANGES = {
         ),
         "is missing",
     ),
-    "a piece with other dimensions": (lambda m: setattr(pieces(m)[0], "sizes", torch.Size([32])), "do not cover it"),
+    "a piece with other dimensions": (
+        lambda m: setattr(pieces(m)[0], "sizes", torch.Size([32])),
+        "do not cover it",
+    ),
     "a hole": (lambda m: setattr(pieces(m)[0], "sizes", torch.Size([31, 128])), "do not cover it"),
     "a piece twice": (lambda m: pieces(m).append(pieces(m)[0]), "do not cover it"),
     "nowhere": (lambda m: m.storage_data.pop(MetadataIndex(WEIGHT, [0, 0])), "is missing"),
@@ -277,7 +296,9 @@ CHANGES = {
         "is torch.int64",
     ),
     "a transformed file": (
-        lambda m: setattr(m.storage_data[MetadataIndex(WEIGHT, [0, 0])], "transform_descriptors", ["zstd"]),
+        lambda m: setattr(
+            m.storage_data[MetadataIndex(WEIGHT, [0, 0])], "transform_descriptors", ["zstd"]
+        ),
         "wants a file to be transformed",
     ),
     "no storage": (lambda m: setattr(m, "storage_data", None), "cannot be trusted"),
@@ -342,7 +363,9 @@ def test_mutated_metadata_load_or_are_refused(run):
         mutated = bytearray(content)
         for _ in range(dice.randint(1, 4)):
             mutated[dice.randrange(len(mutated))] = dice.randrange(256)
-        (path / ".metadata").write_bytes(mutated[: dice.choice([None, None, dice.randrange(len(mutated))])])
+        (path / ".metadata").write_bytes(
+            mutated[: dice.choice([None, None, dice.randrange(len(mutated))])]
+        )
         try:
             read_metadata(path)
         except (UserError, FileNotFoundError) as error:
@@ -350,7 +373,9 @@ def test_mutated_metadata_load_or_are_refused(run):
     assert refused > 200
 
 
-@pytest.mark.parametrize("name", ["step-²", "step-007", "step-", "step--1", "step-5x", "step-٣", "step-1.tmp"])
+@pytest.mark.parametrize(
+    "name", ["step-²", "step-007", "step-", "step--1", "step-5x", "step-٣", "step-1.tmp"]
+)
 def test_only_plain_numbers_are_steps(run, name):
     (run / "checkpoints" / name).mkdir()
     assert [path.name for path in checkpoint.complete(run / "checkpoints")] == ["step-5"]
@@ -364,7 +389,9 @@ def test_weights_that_are_not_finite_are_not_imported(tmp_path):
     with torch.no_grad():
         model.transformer.norm_f.weight[3] = float("nan")
     hf.export(model, tmp_path / "theirs")
-    with pytest.raises(UserError, match=r"transformer\.norm_f\.weight holds numbers that are not finite"):
+    with pytest.raises(
+        UserError, match=r"transformer\.norm_f\.weight holds numbers that are not finite"
+    ):
         hf.import_(tmp_path / "theirs", tmp_path / "b", "bytes")
     assert not (tmp_path / "b").exists()
 
@@ -378,7 +405,13 @@ def trained(tmp_path_factory, tiny_data):
     """A folder with a run of two steps in it, and the flags that it had."""
     folder = tmp_path_factory.mktemp("trained")
     flags = "--d_model=32 --n_heads=4 --n_layers=1 --vocab_size=257 --max_seq_len=16 --global_batch_size=4"
-    flags = [*flags.split(), "--warmup_steps=1", "--precision=fp32", "--eval_tokens=64", *flags_for(tiny_data)]
+    flags = [
+        *flags.split(),
+        "--warmup_steps=1",
+        "--precision=fp32",
+        "--eval_tokens=64",
+        *flags_for(tiny_data),
+    ]
     done = program(folder, "fsdp_train.py", *flags, "--run_dir=run", "--max_steps=2")
     assert done.returncode == 0, done.stderr
     (folder / "task.txt").write_text("the blue house")
@@ -406,7 +439,9 @@ PROGRAMS = {
 def test_no_program_runs_a_strangers_code(trained, tmp_path, name):
     """Code in the metadata, and for resuming, which alone reads them, in the settings of the optimizer."""
     source, flags = trained
-    what = [*PROGRAMS[name], *flags] if "fsdp_train.py" in PROGRAMS[name] else [name, *PROGRAMS[name]]
+    what = (
+        [*PROGRAMS[name], *flags] if "fsdp_train.py" in PROGRAMS[name] else [name, *PROGRAMS[name]]
+    )
     mark = tmp_path / "mark"
     lr = "optim.param_groups.transformer.norm_f.weight.lr"
     attacks = {
@@ -419,7 +454,9 @@ def test_no_program_runs_a_strangers_code(trained, tmp_path, name):
         done = program(folder, *what)
         assert done.returncode == (1 if name == "lifecycle.resume" else 2), done.stderr
         said = done.stdout + done.stderr
-        assert re.search(r"(it would run|it wants) (eval|'builtins\.eval'|__builtin__\.eval)", said), said
+        assert re.search(
+            r"(it would run|it wants) (eval|'builtins\.eval'|__builtin__\.eval)", said
+        ), said
         assert not mark.exists() and "weights_only" not in said and "Traceback" not in said
         assert names_of(folder / "run" / "checkpoints") == ["step-2"]
 
@@ -436,7 +473,10 @@ def names_of(folder):
     "settings, message",
     [
         ({"no_bias": True}, r"weights of .*step-5 are not those of its settings, such as .*bias'"),
-        ({"alibi": True}, r"1 weights of .*step-5 are not those of its settings, such as '.*wpe\.weight'"),
+        (
+            {"alibi": True},
+            r"1 weights of .*step-5 are not those of its settings, such as '.*wpe\.weight'",
+        ),
         ({"d_model": 2**18, "n_heads": 2**10}, r"are not those of its settings"),
         ({"n_layers": 10_000}, r"holds 16 tensors, too few for 10000 layers"),
     ],
@@ -456,7 +496,9 @@ def test_metadata_of_many_pieces_are_read_in_seconds(tmp_path):
     """Of 20,000: a 70B on 1,024 ranks has a hundred times as many."""
     entries, places, n = {}, {}, 20_000
     chunks = [ChunkStorageMetadata(torch.Size([i, 0]), torch.Size([1, 64])) for i in range(n)]
-    entries["model.w"] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([n, 64]), chunks)
+    entries["model.w"] = TensorStorageMetadata(
+        TensorProperties(torch.float32), torch.Size([n, 64]), chunks
+    )
     for i, chunk in enumerate(chunks):
         places[MetadataIndex("model.w", chunk.offsets)] = _StorageInfo("__0_0.distcp", 256 * i, 256)
     (tmp_path / "__0_0.distcp").write_bytes(bytes(256 * n))
@@ -478,7 +520,9 @@ def private_tokenizer(run, tmp_path, link: bool):
     tokenizers.Tokenizer("bpe-257", tokenizers.BYTES).save(str(private))
     path = run / "checkpoints" / "step-5"
     meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(meta | {"tokenizer": "bpe-257" if link else str(private)}))
+    (path / "meta.json").write_text(
+        json.dumps(meta | {"tokenizer": "bpe-257" if link else str(private)})
+    )
     if link:
         (run / "tokenizer.json").symlink_to(private)
     seal(path)
@@ -488,7 +532,8 @@ def private_tokenizer(run, tmp_path, link: bool):
 def test_export_copies_no_file_from_elsewhere(run, tmp_path, link):
     private_tokenizer(run, tmp_path, link)
     with pytest.raises(
-        UserError, match="is a link" if link else "cannot read the tokenizer file .*/run/tokenizer.json"
+        UserError,
+        match="is a link" if link else "cannot read the tokenizer file .*/run/tokenizer.json",
     ):
         hf.export(run, tmp_path / "new")
     assert not (tmp_path / "new").exists()
@@ -519,7 +564,10 @@ def test_the_cause_is_found_behind_what_wraps_it():
     full = OSError(28, "No space left on device")
     torch_s = wrapped(full, RuntimeError("unexpected pos 704 vs 600"))
     assert cause_of(torch_s) is full
-    assert cause_of(dcp.CheckpointException("write", {3: (torch_s, None), 5: (ValueError("x"), None)})) is full
+    assert (
+        cause_of(dcp.CheckpointException("write", {3: (torch_s, None), 5: (ValueError("x"), None)}))
+        is full
+    )
     assert reason_of(dcp.CheckpointException("write", {3: (torch_s, None)})) == str(full)
 
 

@@ -33,13 +33,19 @@ def test_a_damaged_file_is_named_with_its_cause(tmp_path, content, cause):
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
         files.read_json(path, fields={"step": int}, fix="delete it")
-    assert str(path) in str(error.value) and cause in str(error.value) and str(error.value).endswith(": delete it")
+    assert (
+        str(path) in str(error.value)
+        and cause in str(error.value)
+        and str(error.value).endswith(": delete it")
+    )
     assert len(str(error.value)) < 400
 
 
 def test_a_good_file_is_read(tmp_path):
     path = tmp_path / "a.json"
-    path.write_bytes(b'\xef\xbb\xbf{"step": 3, "seconds": 2, "lines": []}')  # an editor's byte order mark
+    path.write_bytes(
+        b'\xef\xbb\xbf{"step": 3, "seconds": 2, "lines": []}'
+    )  # an editor's byte order mark
     assert files.read_json(path, fields={"step": int, "seconds": float, "lines": list})["step"] == 3
 
 
@@ -92,10 +98,14 @@ def test_a_last_line_that_a_crash_cut_off_is_nothing_unusual(tmp_path, last, bad
     assert [row["step"] for row in rows] == ([1, 3] if last == b'{"step": 3}' else [1])
     assert found == negative + bad
     path.write_bytes(path.read_bytes() + b"\n")
-    assert len(files.read_json_lines(path, {"step": int}, appended=True)[1]) == (last != b'{"step": 3}')
+    assert len(files.read_json_lines(path, {"step": int}, appended=True)[1]) == (
+        last != b'{"step": 3}'
+    )
 
 
-@pytest.mark.parametrize("name", ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]])
+@pytest.mark.parametrize(
+    "name", ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]]
+)
 def test_another_folder_is_not_entered(tmp_path, name):
     with pytest.raises(UserError, match="index.json names the file"):
         files.member(tmp_path, name, "index.json")

@@ -81,7 +81,9 @@ def test_txt_is_split_at_end_of_text(write):
 def test_txt_without_end_of_text_is_cut_at_blank_lines_and_loses_nothing(write, text):
     pieces = list(documents(write("a.txt", text)))
     assert "".join(pieces) == text
-    assert all(p.endswith("\n") and p.strip(" \t") != p.rstrip() for p in pieces[:-1])  # each ends after a blank line
+    assert all(
+        p.endswith("\n") and p.strip(" \t") != p.rstrip() for p in pieces[:-1]
+    )  # each ends after a blank line
     assert all(len(p) > 16000 for p in pieces[:-1])
 
 
@@ -114,19 +116,29 @@ def test_what_is_not_utf8_is_named_with_its_place(write, bad, suffix):
     path = write(f"a.{suffix}", mark + before + content[len(mark) :])
     wanted = f"{path} is not UTF-8 text: byte {place.split()[0]} at offset {offset:,}. Convert it with iconv"
     told = error(path)
-    assert told.startswith(wanted) or (suffix == "jsonl" and told.startswith(f"{path}, line 2: expected one JSON"))
+    assert told.startswith(wanted) or (
+        suffix == "jsonl" and told.startswith(f"{path}, line 2: expected one JSON")
+    )
 
 
 @pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
 def test_another_unicode_is_named(write, encoding, suffix):
     path = write(f"a.{suffix}", "text\n".encode(encoding))
-    assert error(path) == f"{path} is {encoding}, not UTF-8: convert it with iconv -f {encoding} -t UTF-8"
+    assert (
+        error(path)
+        == f"{path} is {encoding}, not UTF-8: convert it with iconv -f {encoding} -t UTF-8"
+    )
 
 
 def test_a_byte_order_mark_is_no_text(write):
     mark = b"\xef\xbb\xbf"
-    for name, content in (("a.txt", "größe"), ("a.py", "größe"), ("a.jsonl", lines("größe")), ("a.csv", "text\ngröße")):
+    for name, content in (
+        ("a.txt", "größe"),
+        ("a.py", "größe"),
+        ("a.jsonl", lines("größe")),
+        ("a.csv", "text\ngröße"),
+    ):
         assert list(documents(write(name, mark + content.encode()))) == ["größe"], name
 
 
@@ -155,7 +167,9 @@ def test_a_table_holds_one_document_a_row(write):
 def test_a_folder_of_tables_is_read(write, tmp_path):
     write("b.tsv", "text\nb\n")
     write("a.csv", "text\na\n")
-    assert list(documents(str(tmp_path))) == ["a", "b"] and list(documents(f"{tmp_path}/*.tsv")) == ["b"]
+    assert list(documents(str(tmp_path))) == ["a", "b"] and list(
+        documents(f"{tmp_path}/*.tsv")
+    ) == ["b"]
 
 
 @pytest.mark.parametrize(
@@ -197,11 +211,23 @@ def test_no_mutation_of_a_file_is_a_traceback(tmp_path, name):
     if name.endswith(".parquet"):
         write_parquet(path, text=texts)
     else:
-        path.write_text(lines(*texts) if name.endswith(".jsonl") else "text\n" + "\n".join(f'"{t}"' for t in texts))
+        path.write_text(
+            lines(*texts)
+            if name.endswith(".jsonl")
+            else "text\n" + "\n".join(f'"{t}"' for t in texts)
+        )
     before = path.read_bytes()
     for _ in range(150):
-        place, byte, kind = chance.randrange(len(before)), chance.randrange(256), chance.randrange(3)
-        after = [before[:place], before[:place] + bytes([byte]) + before[place + 1 :], before[:place] + before][kind]
+        place, byte, kind = (
+            chance.randrange(len(before)),
+            chance.randrange(256),
+            chance.randrange(3),
+        )
+        after = [
+            before[:place],
+            before[:place] + bytes([byte]) + before[place + 1 :],
+            before[:place] + before,
+        ][kind]
         path.write_bytes(after)
         try:
             list(documents(str(path)))
@@ -215,7 +241,9 @@ def test_no_mutation_of_a_file_is_a_traceback(tmp_path, name):
 def test_jsonl_and_parquet_hold_one_document_a_row(write, tmp_path):
     texts = ["one", "zwei\n\nzwei", "<|endoftext|> is text here"]
     assert list(documents(write("a.jsonl", lines(*texts)))) == texts
-    assert list(documents(write_parquet(tmp_path / "a.parquet", text=texts, other=[1, 2, 3]))) == texts
+    assert (
+        list(documents(write_parquet(tmp_path / "a.parquet", text=texts, other=[1, 2, 3]))) == texts
+    )
 
 
 def test_empty_documents_are_left_out(write, tmp_path):
@@ -230,7 +258,10 @@ def test_empty_documents_are_left_out(write, tmp_path):
     ids=["half", "no field", "a list", "no json", "a number", "not text", "null"],
 )
 def test_a_bad_line_of_jsonl_is_named(write, line):
-    path = write("a.jsonl", lines("fine").encode() + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    path = write(
+        "a.jsonl",
+        lines("fine").encode() + (line if isinstance(line, bytes) else line.encode()) + b"\n",
+    )
     assert error(path) == f'{path}, line 2: expected one JSON object with a field "text"'
 
 
@@ -277,7 +308,9 @@ def test_nothing_there(tmp_path, name):
     assert "no .txt, .jsonl, .parquet, .csv, .tsv or .py file is there" in error(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["my/stories.md", "stories", "stories.json", "stories.TXT", "my/stories.txt.gz"])
+@pytest.mark.parametrize(
+    "name", ["my/stories.md", "stories", "stories.json", "stories.TXT", "my/stories.txt.gz"]
+)
 def test_a_file_of_another_kind_is_never_sought_on_the_hub(write, tmp_path, monkeypatch, name):
     write(name, "text")
     monkeypatch.chdir(tmp_path)
@@ -286,7 +319,8 @@ def test_a_file_of_another_kind_is_never_sought_on_the_hub(write, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "name", ["my/stories.csv", "stories.md", "a.json", "/data/c4", "./c4", "a/b/c", "a b", "", "~/texts"]
+    "name",
+    ["my/stories.csv", "stories.md", "a.json", "/data/c4", "./c4", "a/b/c", "a b", "", "~/texts"],
 )
 def test_what_cannot_be_the_name_of_a_hub_data_set_is_an_error_at_once(name):
     with pytest.raises(UserError, match="file is there"):
@@ -295,7 +329,12 @@ def test_what_cannot_be_the_name_of_a_hub_data_set_is_an_error_at_once(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["allenai/c4:en", "wikitext:wikitext-103-raw-v1", "wikimedia/wikipedia:20231101.en", "bigcode/stack-v1.2"],
+    [
+        "allenai/c4:en",
+        "wikitext:wikitext-103-raw-v1",
+        "wikimedia/wikipedia:20231101.en",
+        "bigcode/stack-v1.2",
+    ],
 )
 def test_the_name_of_a_hub_data_set_is_no_file(name):
     assert corpus.files(name) == []
@@ -343,7 +382,9 @@ def stream(tmp_path, monkeypatch):
 
     def stream(rows, subset=""):
         (tmp_path / "owner" / "name").mkdir(parents=True)
-        (tmp_path / "owner" / "name" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "owner" / "name" / "train.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
         return list(corpus.hub_documents("owner/name" + subset))
 
     return stream
@@ -355,7 +396,9 @@ def test_a_stream_gives_the_rows_in_order(stream):
 
 
 def test_a_stream_without_text(stream):
-    with pytest.raises(UserError, match=r"data set owner/name has no field 'text', only \['content'\]"):
+    with pytest.raises(
+        UserError, match=r"data set owner/name has no field 'text', only \['content'\]"
+    ):
         stream([{"content": "x"}])
 
 
@@ -368,7 +411,9 @@ def test_a_subset_that_is_not_there_is_one_line(stream):
 def test_a_parquet_file_that_says_one_text_many_times_takes_little_memory(tmp_path):
     """400 bytes on disk; as 60,000 texts they were 12 GB at once."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 60_000, pyarrow.int32()), ["x" * 200_000])
+    text = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 60_000, pyarrow.int32()), ["x" * 200_000]
+    )
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": text}), path, store_schema=False, compression="zstd")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

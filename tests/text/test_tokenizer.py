@@ -20,7 +20,9 @@ from text import tokenizer
 from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
 
 VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for vocab.bpe: the sha1 of its address
-GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(ROOT.parent / "shared" / "data" / "tiktoken_cache")
+GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(
+    ROOT.parent / "shared" / "data" / "tiktoken_cache"
+)
 
 
 def stdlib(characters: int) -> list[str]:
@@ -42,7 +44,9 @@ def bpe():
 @pytest.fixture(scope="module")
 def gpt2():
     if not os.path.isfile(os.path.join(GPT2_FILES, VOCAB_BPE)):
-        pytest.skip("GPT-2's tokenizer files are not here: set TIKTOKEN_CACHE_DIR to a folder that holds them")
+        pytest.skip(
+            "GPT-2's tokenizer files are not here: set TIKTOKEN_CACHE_DIR to a folder that holds them"
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", GPT2_FILES)
         return load("gpt2")
@@ -67,13 +71,20 @@ def hugging_face(tmp_path_factory):
 
 
 def test_a_hugging_face_tokenizer(hugging_face):
-    assert hugging_face.eot == 0 and hugging_face.vocab_size == 403 and hugging_face.dtype == np.uint16
+    assert (
+        hugging_face.eot == 0 and hugging_face.vocab_size == 403 and hugging_face.dtype == np.uint16
+    )
     text = "def größe(x):\n        return x  # 日本"
     ids = hugging_face.encode(text)
     assert ids.tolist() == hugging_face.library.encode(text).ids and ids.max() >= 400
     assert hugging_face.decode(ids) == hugging_face.library.decode(ids.tolist()) == text
-    assert b"".join(hugging_face.decode_bytes([i]) for i in ids) == text.encode()  # a character over several tokens
-    assert 0 not in hugging_face.encode(f"a {END_OF_TEXT} b") and hugging_face.decode([0]) == END_OF_TEXT
+    assert (
+        b"".join(hugging_face.decode_bytes([i]) for i in ids) == text.encode()
+    )  # a character over several tokens
+    assert (
+        0 not in hugging_face.encode(f"a {END_OF_TEXT} b")
+        and hugging_face.decode([0]) == END_OF_TEXT
+    )
     assert load(hugging_face.name).fingerprint == hugging_face.fingerprint
 
 
@@ -86,7 +97,11 @@ def test_a_copy_serves_when_the_file_is_gone(hugging_face, tmp_path):
 
 @pytest.mark.parametrize(
     "content, words",
-    [("", "is not Hugging Face's tokenizer.json"), ('{"model": 1}', "is not Hugging Face's"), (None, "cannot read")],
+    [
+        ("", "is not Hugging Face's tokenizer.json"),
+        ('{"model": 1}', "is not Hugging Face's"),
+        (None, "cannot read"),
+    ],
 )
 def test_a_broken_hugging_face_tokenizer_is_one_line(tmp_path, content, words):
     pytest.importorskip("tokenizers")
@@ -108,7 +123,12 @@ def test_any_text_comes_back(any_kind, text):
     ids = any_kind.encode(text)
     assert any_kind.decode(ids) == text
     assert any_kind.decode_bytes(ids) == text.encode()
-    assert ids.dtype == np.uint16 and ids.ndim == 1 and all(ids < any_kind.vocab_size) and any_kind.eot not in ids
+    assert (
+        ids.dtype == np.uint16
+        and ids.ndim == 1
+        and all(ids < any_kind.vocab_size)
+        and any_kind.eot not in ids
+    )
 
 
 def test_end_of_text_is_the_last_of_our_ids():
@@ -124,9 +144,13 @@ def test_no_text_encodes_to_end_of_text(any_kind):
 
 
 def test_decode_replaces_what_is_no_text(any_kind):
-    assert any_kind.decode([any_kind.vocab_size, -1]) == "\ufffd\ufffd"  # the padding of a vocabulary
+    assert (
+        any_kind.decode([any_kind.vocab_size, -1]) == "\ufffd\ufffd"
+    )  # the padding of a vocabulary
     first_byte = next(i for i, token in any_kind.bytes_of.items() if token == "é".encode()[:1])
-    assert any_kind.decode([first_byte]) == "\ufffd" and any_kind.decode_bytes([first_byte]) == b"\xc3"
+    assert (
+        any_kind.decode([first_byte]) == "\ufffd" and any_kind.decode_bytes([first_byte]) == b"\xc3"
+    )
     assert any_kind.decode([]) == ""
 
 
@@ -147,15 +171,35 @@ def test_bytes_are_the_bytes():
 def test_gpt2_ids(gpt2):
     assert gpt2.vocab_size == 50257
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("hello  world\n\n\n don't 123").tolist() == [31373, 220, 995, 628, 198, 836, 470, 17031]
-    assert gpt2.encode(END_OF_TEXT).tolist() == [27, 91, 437, 1659, 5239, 91, 29]  # tiktoken's documentation
+    assert gpt2.encode("hello  world\n\n\n don't 123").tolist() == [
+        31373,
+        220,
+        995,
+        628,
+        198,
+        836,
+        470,
+        17031,
+    ]
+    assert gpt2.encode(END_OF_TEXT).tolist() == [
+        27,
+        91,
+        437,
+        1659,
+        5239,
+        91,
+        29,
+    ]  # tiktoken's documentation
 
 
 def test_our_split_is_tiktokens(gpt2):
     """We rebuild GPT-2's encoding from its tokens and our own SPLIT: the ids are those of tiktoken's."""
     import tiktoken
 
-    text = "".join(stdlib(200_000)) + " \x0b\x0c\x1c\x85\u200b\u3000ßЖ  中文²½Ⅷ٣ 'S 're\t\t x \r\n\r\n "
+    text = (
+        "".join(stdlib(200_000))
+        + " \x0b\x0c\x1c\x85\u200b\u3000ßЖ  中文²½Ⅷ٣ 'S 're\t\t x \r\n\r\n "
+    )
     assert gpt2.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(text)
 
 
@@ -175,7 +219,9 @@ def huggingface_bpe(texts: list[str], tokens: int):
         vocab_size=tokens, min_frequency=2, initial_alphabet=level.alphabet(), show_progress=False
     )
     model.train_from_iterator(texts, trainer)
-    letter = {c: BYTES[i] for i, c in enumerate(sorted(level.alphabet()))}  # one printable character for each byte
+    letter = {
+        c: BYTES[i] for i, c in enumerate(sorted(level.alphabet()))
+    }  # one printable character for each byte
     words = sorted(model.get_vocab(), key=model.get_vocab().get)
     return model, [b"".join(letter[c] for c in word) for word in words]
 
@@ -190,11 +236,15 @@ def test_training_equals_hugging_face():
 
 
 @settings(max_examples=60, deadline=None)
-@given(texts=st.lists(st.text(alphabet="aabc é", max_size=40), max_size=8), size=st.integers(257, 300))
+@given(
+    texts=st.lists(st.text(alphabet="aabc é", max_size=40), max_size=8), size=st.integers(257, 300)
+)
 def test_ties_and_overlaps_equal_hugging_face_and_the_slow_version(texts, size):
     ours = train_bpe(texts, size).tokens
     assert ours == huggingface_bpe(texts, size - 1)[1]
-    words = [[BYTES.index(bytes([b])) for b in piece.encode()] for t in texts for piece in t.split("b")]
+    words = [
+        [BYTES.index(bytes([b])) for b in piece.encode()] for t in texts for piece in t.split("b")
+    ]
     counts = [1 + i % 3 for i in range(len(words))]
     assert tokenizer.learn_slowly(words, counts, size) == tokenizer.learn([*words], counts, size)
 
@@ -237,7 +287,9 @@ def test_save_and_load(bpe, tmp_path):
     bpe.save(path)
     again = load("bpe-512", path)
     text = stdlib(1000)[0]
-    assert again.fingerprint == bpe.fingerprint and again.name == "bpe-512" and again.vocab_size == 512
+    assert (
+        again.fingerprint == bpe.fingerprint and again.name == "bpe-512" and again.vocab_size == 512
+    )
     assert again.encode(text).tolist() == bpe.encode(text).tolist()
     assert os.listdir(tmp_path) == ["bpe.json"]
 
@@ -271,7 +323,11 @@ def test_wrong_files_are_told_apart(bpe, tmp_path):
         ("bpe-512", json.dumps(saved | {"tokens": ["a", "a"]}), "damaged"),
         ("bpe-512", path.read_text()[:-9], "damaged"),
         ("bpe-512", "[]", "damaged"),
-        ("bpe-512", '{"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}', "not a tokenizer file"),
+        (
+            "bpe-512",
+            '{"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}',
+            "not a tokenizer file",
+        ),
         ("bpe-512", '{"name": "bpe-512", "tokens": []}', "damaged"),
         ("bpe-512", forged(["a", "b"]), "not a tokenizer file"),  # without all bytes
         ("bpe-512", json.dumps(saved | {"tokens": [1, None, {}]}), "not a tokenizer file"),
@@ -339,11 +395,15 @@ FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whateve
 
 def test_pathological_patterns_are_refused(tmp_path, monkeypatch):
     path = theirs(tmp_path / "tokenizer.json", r"(a+)+$")
-    with pytest.raises(UserError, match="tokenizer.json cannot encode some lines of text: .*retry-limit") as error:
+    with pytest.raises(
+        UserError, match="tokenizer.json cannot encode some lines of text: .*retry-limit"
+    ) as error:
         load(path)
     assert "\n" not in str(error.value)
     monkeypatch.setattr(tokenizer, "PROBE_SECONDS", 2)
-    with pytest.raises(UserError, match="tokenizer.json needs more than 2 s for some lines of text"):
+    with pytest.raises(
+        UserError, match="tokenizer.json needs more than 2 s for some lines of text"
+    ):
         load(theirs(tmp_path / "tokenizer.json", FOREVER))
 
 
@@ -356,7 +416,12 @@ def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
 
 def test_padding_truncation_and_large_ids(tmp_path):
     """A file may ask to fill up each text to a billion tokens, to cut it, or number a token 100,000."""
-    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+    padding = {
+        "strategy": {"Fixed": 10**9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+    }
     padding |= {"pad_type_id": 0, "pad_token": "a"}
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
     cut = load(theirs(tmp_path / "tokenizer.json", GPT4, padding=padding, truncation=truncation))
@@ -370,13 +435,16 @@ def test_padding_truncation_and_large_ids(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[1]", b"\xff\xfe", b"[" * 10**5, b'{"decoder": 1, "version": "1.0"}', b"null"]
+    "content",
+    [b"", b"{}", b"[1]", b"\xff\xfe", b"[" * 10**5, b'{"decoder": 1, "version": "1.0"}', b"null"],
 )
 def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
     pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="is not Hugging Face's tokenizer.json, or is damaged") as error:
+    with pytest.raises(
+        UserError, match="is not Hugging Face's tokenizer.json, or is damaged"
+    ) as error:
         load(str(path))
     assert "\n" not in str(error.value)
     path.unlink()
@@ -387,10 +455,23 @@ def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
 
 def load_offline(cache: Path) -> subprocess.CompletedProcess:
     """`python -m text.tokenizer gpt2` with this cache and with a network on which nothing answers."""
-    nothing = {name: "http://127.0.0.1:9" for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")}
-    env = {**os.environ, **nothing, "NO_PROXY": "", "no_proxy": "", "TIKTOKEN_CACHE_DIR": str(cache)}
+    nothing = {
+        name: "http://127.0.0.1:9"
+        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    }
+    env = {
+        **os.environ,
+        **nothing,
+        "NO_PROXY": "",
+        "no_proxy": "",
+        "TIKTOKEN_CACHE_DIR": str(cache),
+    }
     return subprocess.run(
-        [sys.executable, "-m", "text.tokenizer", "gpt2"], env=env, cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "text.tokenizer", "gpt2"],
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
 
 
@@ -407,7 +488,9 @@ def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
 
 
 def test_demonstration():
-    done = subprocess.run([sys.executable, "-m", "text.tokenizer"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "text.tokenizer"], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout
 
 

@@ -60,7 +60,12 @@ def empty(cfg, dtype=torch.float32):
 
 
 def tokens(cfg, length=None):
-    return torch.randint(0, cfg.vocab_size, (2, length or cfg.max_seq_len), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0,
+        cfg.vocab_size,
+        (2, length or cfg.max_seq_len),
+        generator=torch.Generator().manual_seed(0),
+    )
 
 
 def same_weights(a, b):
@@ -75,7 +80,11 @@ def relative_error(found, exact):
 @pytest.fixture
 def theirs(tmp_path):
     """A folder in their layout, in many files."""
-    hf.export(build(replace(SMALL, vocab_size=300, **LIKE_TRANSFORMERS)), tmp_path / "theirs", max_bytes=30_000)
+    hf.export(
+        build(replace(SMALL, vocab_size=300, **LIKE_TRANSFORMERS)),
+        tmp_path / "theirs",
+        max_bytes=30_000,
+    )
     return tmp_path / "theirs"
 
 
@@ -113,7 +122,9 @@ def test_transformers_to_here_and_back(heads, width, layers, shard, safe, more, 
     ours = empty(cfg)
     hf.load_into(ours, tmp_path / "a")
     hf.export(ours, tmp_path / "b", max_bytes=50_000)
-    again, report = transformers.MptForCausalLM.from_pretrained(tmp_path / "b", output_loading_info=True)
+    again, report = transformers.MptForCausalLM.from_pretrained(
+        tmp_path / "b", output_loading_info=True
+    )
     assert not any(report.values()), report
     assert same_weights(again, model.float())
     with torch.no_grad():
@@ -127,7 +138,10 @@ def as_bin(folder):
         state = load_file(file)
         if "transformer.wte.weight" in state:
             state["lm_head.weight"] = state["transformer.wte.weight"]
-        torch.save(state, folder / file.name.replace("model", "pytorch_model", 1).replace("safetensors", "bin"))
+        torch.save(
+            state,
+            folder / file.name.replace("model", "pytorch_model", 1).replace("safetensors", "bin"),
+        )
         file.unlink()
     for index in folder.glob("*.index.json"):
         text = index.read_text().replace("model-", "pytorch_model-").replace("safetensors", "bin")
@@ -136,8 +150,21 @@ def as_bin(folder):
 
 
 SETTINGS = {
-    **{"alibi": False, "alibi_bias_max": 16, "no_bias": False, "qk_ln": True, "logit_scale": 0.5, "kv_n_heads": 2},
-    **{"expansion_ratio": 2, "clip_qkv": 0.2, "softmax_scale": 0.4, "tie_word_embeddings": False, "rope": True},
+    **{
+        "alibi": False,
+        "alibi_bias_max": 16,
+        "no_bias": False,
+        "qk_ln": True,
+        "logit_scale": 0.5,
+        "kv_n_heads": 2,
+    },
+    **{
+        "expansion_ratio": 2,
+        "clip_qkv": 0.2,
+        "softmax_scale": 0.4,
+        "tie_word_embeddings": False,
+        "rope": True,
+    },
     **{"learned_pos_emb": True, "norm_type": "layernorm", "attn_pdrop": 0.1},
 }
 
@@ -147,7 +174,9 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
     """A warning if and only if it refuses the folder or computes other logits."""
     transformers = pytest.importorskip("transformers")
     more = (
-        LIKE_TRANSFORMERS | {name: SETTINGS[name]} | ({"alibi": False} if name in ("rope", "learned_pos_emb") else {})
+        LIKE_TRANSFORMERS
+        | {name: SETTINGS[name]}
+        | ({"alibi": False} if name in ("rope", "learned_pos_emb") else {})
     )
     ours = build(replace(SMALL, **more))
     hf.export(ours, tmp_path / "out")
@@ -158,13 +187,18 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
         with torch.no_grad():
             same = relative_error(theirs(ids).logits, ours(ids)) < 1e-5
     except Exception as error:
-        assert isinstance(error, ValueError | RuntimeError | TypeError) or "Validation" in type(error).__name__
+        assert (
+            isinstance(error, ValueError | RuntimeError | TypeError)
+            or "Validation" in type(error).__name__
+        )
         same = False
     assert same == (f"{name}={SETTINGS[name]}" not in warned) == (not warned)
 
 
 def test_dropouts_and_packing_are_warned_of():
-    lost = hf.lost_in_transformers(replace(SMALL, **LIKE_TRANSFORMERS, resid_pdrop=0.1, attn_uses_sequence_id=True))
+    lost = hf.lost_in_transformers(
+        replace(SMALL, **LIKE_TRANSFORMERS, resid_pdrop=0.1, attn_uses_sequence_id=True)
+    )
     assert lost == ["attn_uses_sequence_id=True", "resid_pdrop=0.1"]
 
 
@@ -182,25 +216,81 @@ def test_their_package_reads_our_safetensors(tmp_path):
 # --- settings
 
 HUB_7B = {  # the layout of LLM Foundry in 2023, as on the hub
-    **{"architectures": ["MPTForCausalLM"], "model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32},
+    **{
+        "architectures": ["MPTForCausalLM"],
+        "model_type": "mpt",
+        "d_model": 4096,
+        "n_heads": 32,
+        "n_layers": 32,
+    },
     "attn_config": {
-        **{"alibi": True, "alibi_bias_max": 8, "attn_impl": "torch", "attn_pdrop": 0, "clip_qkv": None},
-        **{"attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False, "qk_ln": False},
+        **{
+            "alibi": True,
+            "alibi_bias_max": 8,
+            "attn_impl": "torch",
+            "attn_pdrop": 0,
+            "clip_qkv": None,
+        },
+        **{
+            "attn_type": "multihead_attention",
+            "attn_uses_sequence_id": False,
+            "prefix_lm": False,
+            "qk_ln": False,
+        },
         "softmax_scale": None,
     },
-    "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig", "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM"},
-    **{"emb_pdrop": 0, "embedding_fraction": 1.0, "expansion_ratio": 4, "init_device": "cpu", "learned_pos_emb": True},
-    "init_config": {"name": "kaiming_normal_", "fan_mode": "fan_in", "init_nonlinearity": "relu", "verbose": 0},
-    **{"logit_scale": None, "max_seq_len": 2048, "no_bias": True, "norm_type": "low_precision_layernorm"},
-    **{"resid_pdrop": 0, "tokenizer_name": "EleutherAI/gpt-neox-20b", "torch_dtype": "bfloat16", "use_cache": False},
+    "auto_map": {
+        "AutoConfig": "configuration_mpt.MPTConfig",
+        "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM",
+    },
+    **{
+        "emb_pdrop": 0,
+        "embedding_fraction": 1.0,
+        "expansion_ratio": 4,
+        "init_device": "cpu",
+        "learned_pos_emb": True,
+    },
+    "init_config": {
+        "name": "kaiming_normal_",
+        "fan_mode": "fan_in",
+        "init_nonlinearity": "relu",
+        "verbose": 0,
+    },
+    **{
+        "logit_scale": None,
+        "max_seq_len": 2048,
+        "no_bias": True,
+        "norm_type": "low_precision_layernorm",
+    },
+    **{
+        "resid_pdrop": 0,
+        "tokenizer_name": "EleutherAI/gpt-neox-20b",
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+    },
     **{"transformers_version": "4.28.1", "verbose": 0, "vocab_size": 50432},
 }
 LATER = {  # what later versions of LLM Foundry add
-    **{"fc_type": {"name": "torch"}, "ffn_config": {"ffn_type": "mptmlp"}, "tie_word_embeddings": True},
-    **{"use_pad_tok_in_ffn": True, "norm_eps": 1e-5, "block_overrides": None, "final_logit_softcapping": None},
+    **{
+        "fc_type": {"name": "torch"},
+        "ffn_config": {"ffn_type": "mptmlp"},
+        "tie_word_embeddings": True,
+    },
+    **{
+        "use_pad_tok_in_ffn": True,
+        "norm_eps": 1e-5,
+        "block_overrides": None,
+        "final_logit_softcapping": None,
+    },
 }
 LATER_ATTENTION = {
-    **{"qk_gn": False, "fused_qkv": True, "sliding_window_size": -1, "attn_logit_softcapping": None, "kv_dim": None},
+    **{
+        "qk_gn": False,
+        "fused_qkv": True,
+        "sliding_window_size": -1,
+        "attn_logit_softcapping": None,
+        "kv_dim": None,
+    },
     **{"rope": False, "rope_theta": 10000, "rope_impl": "dail", "flex_attn_mod_list": []},
     "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
     "rope_hf_config": {"type": "no_scaling", "factor": 1.0},
@@ -211,7 +301,9 @@ def like_hub(top=None, **attention):
     return HUB_7B | (top or {}) | {"attn_config": HUB_7B["attn_config"] | attention}
 
 
-MPT_7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True, no_bias=True)
+MPT_7B = MPTConfig(
+    d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True, no_bias=True
+)
 
 
 @pytest.mark.parametrize(
@@ -228,15 +320,29 @@ MPT_7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alib
             replace(MPT_7B, max_seq_len=65536, alibi_bias_max=16, clip_qkv=6),
         ),
         (like_hub(attn_type="multiquery_attention"), replace(MPT_7B, kv_n_heads=1)),
-        (like_hub(attn_type="grouped_query_attention", kv_n_heads=8), replace(MPT_7B, kv_n_heads=8)),
-        (like_hub(alibi=False, rope=True, rope_theta=5e5), replace(MPT_7B, alibi=False, rope=True, rope_theta=5e5)),
         (
-            like_hub(alibi=False, rope=True, rope_impl="hf", rope_hf_config={"type": "no_scaling", "factor": 1.0}),
+            like_hub(attn_type="grouped_query_attention", kv_n_heads=8),
+            replace(MPT_7B, kv_n_heads=8),
+        ),
+        (
+            like_hub(alibi=False, rope=True, rope_theta=5e5),
+            replace(MPT_7B, alibi=False, rope=True, rope_theta=5e5),
+        ),
+        (
+            like_hub(
+                alibi=False,
+                rope=True,
+                rope_impl="hf",
+                rope_hf_config={"type": "no_scaling", "factor": 1.0},
+            ),
             replace(MPT_7B, alibi=False, rope=True),
         ),
         (like_hub({"logit_scale": 0.5}, qk_ln=True), replace(MPT_7B, logit_scale=0.5, qk_ln=True)),
         ({"model_type": "mpt"}, MPTConfig()),  # LLM Foundry's defaults are ours
-        ({"model_type": "mpt", "architectures": ["MptForCausalLM"]}, MPTConfig(alibi=True, no_bias=True)),
+        (
+            {"model_type": "mpt", "architectures": ["MptForCausalLM"]},
+            MPTConfig(alibi=True, no_bias=True),
+        ),
     ],
 )
 def test_settings_of_published_models(settings, wanted):
@@ -260,17 +366,29 @@ def test_every_setting_comes_back(more):
         (like_hub(fused_qkv=False), "fused_qkv"),
         (like_hub(kv_dim=512), "kv_dim"),
         (like_hub(attn_type="sparse"), "attn_type to 'sparse'"),
-        (like_hub(attn_type="grouped_query_attention"), "kv_n_heads must be from 1 to 65,536, not 0"),
+        (
+            like_hub(attn_type="grouped_query_attention"),
+            "kv_n_heads must be from 1 to 65,536, not 0",
+        ),
         (like_hub(nonsense=3), "nonsense to 3"),
         (like_hub(alibi="yes"), "alibi in config.json is 'yes'"),
         (like_hub(rope=True), "rope and alibi"),
-        (like_hub(alibi=False, rope=True, rope_dail_config={"type": "xpos"}), "rope_dail_config to 'xpos'"),
-        (like_hub(alibi=False, rope=True, rope_impl="hf", rope_hf_config={"type": "linear"}), "config to 'linear'"),
+        (
+            like_hub(alibi=False, rope=True, rope_dail_config={"type": "xpos"}),
+            "rope_dail_config to 'xpos'",
+        ),
+        (
+            like_hub(alibi=False, rope=True, rope_impl="hf", rope_hf_config={"type": "linear"}),
+            "config to 'linear'",
+        ),
         (like_hub({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
         (like_hub({"embedding_fraction": 0.5}), "embedding_fraction"),
         (like_hub({"ffn_config": {"ffn_type": "mptglu"}}), "ffn_type to 'mptglu'"),
         (like_hub({"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 9}}), "ffn_hidden_size"),
-        (like_hub({"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}}), "ffn_act_fn"),
+        (
+            like_hub({"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}}),
+            "ffn_act_fn",
+        ),
         (like_hub({"norm_type": "rmsnorm"}), "norm_type"),
         (like_hub({"layer_norm_epsilon": 1e-6}), "layer_norm_epsilon"),
         (like_hub({"fc_type": "te"}), "fc_type"),
@@ -296,7 +414,9 @@ def test_our_models_come_back_bit_equal(more, tmp_path):
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert set(index["weight_map"]) == set(model.state_dict()) and set(index["weight_map"].values()) == set(files)
+    assert set(index["weight_map"]) == set(model.state_dict()) and set(
+        index["weight_map"].values()
+    ) == set(files)
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
     again = empty(hf.settings_of(tmp_path / "out"))
     hf.load_into(again, tmp_path / "out")
@@ -304,9 +424,13 @@ def test_our_models_come_back_bit_equal(more, tmp_path):
     assert torch.equal(again(tokens(SMALL)), model(tokens(SMALL)))
 
 
-@pytest.mark.parametrize("stored, here", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float64")])
+@pytest.mark.parametrize(
+    "stored, here", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float64")]
+)
 def test_numbers_take_the_dtype_of_the_parameters(stored, here, tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_files, "CHUNK", 1000)  # bytes: several chunks a tensor, the last one short
+    monkeypatch.setattr(
+        tensor_files, "CHUNK", 1000
+    )  # bytes: several chunks a tensor, the last one short
     stored, here = getattr(torch, stored), getattr(torch, here)
     model, found = build(SMALL, dtype=stored), empty(SMALL, here)
     hf.export(model, tmp_path / "out")
@@ -319,7 +443,11 @@ def save_composer(path, model, more=None, **state):
     weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     times = {"Timestamp": {"epoch": 1, "batch": 7, "total_wct": datetime.timedelta(seconds=9)}}
     optimizers = {"DecoupledAdamW": {"state": {}, "param_groups": [{"lr": 1e-3, "params": [0]}]}}
-    rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.random.get_rng_state()}
+    rng = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.random.get_rng_state(),
+    }
     state = {"model": weights, "timestamp": times, "optimizers": optimizers, **state}
     torch.save({"state": state, "rng": [rng], **(more or {})}, path)
 
@@ -327,7 +455,11 @@ def save_composer(path, model, more=None, **state):
 def test_composer_checkpoints(tmp_path):
     cfg = replace(SMALL, qk_ln=True, tie_word_embeddings=False)
     model, path = build(cfg), tmp_path / "ep0-ba7-rank0.pt"
-    content = {"file_extension": ".json", "content": hf.config_to(cfg), "class": "transformers_modules.MPTConfig"}
+    content = {
+        "file_extension": ".json",
+        "content": hf.config_to(cfg),
+        "class": "transformers_modules.MPTConfig",
+    }
     save_composer(path, model, integrations={"huggingface": {"model": {"config": content}}})
     assert hf.settings_of(path) == cfg
     found = empty(cfg)
@@ -350,7 +482,7 @@ def test_composer_checkpoints(tmp_path):
 
 def fill_on(world, folder, cfg, mode, dtype):
     """Fill a model under a sharding; return its logits, and whether its parameters are whole on each rank."""
-    train = TrainConfig(sharding=mode, shard_size=world.size // 2)
+    train = TrainConfig(sharding=mode, shard_size=world.global_size // 2)
     with torch.device("meta"):
         model = MPT(cfg).to(dtype)
     model = parallel.parallelize(model, parallel.make_mesh(world, train), train, "fp32")
@@ -384,7 +516,11 @@ def fill_placed(world, folder, cfg):
         (Shard(0), Shard(0)),
         (_StridedShard(0, split_factor=2), Shard(0)),
     ]
-    for name in ("transformer.wte.weight", "transformer.blocks.0.attn.out_proj.weight", "transformer.norm_f.bias"):
+    for name in (
+        "transformer.wte.weight",
+        "transformer.blocks.0.attn.out_proj.weight",
+        "transformer.norm_f.bias",
+    ):
         for pair in pairs[2 * (weights[name].dim() == 1) :]:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
             found = torch.full_like(wanted, torch.nan)
@@ -428,7 +564,9 @@ processes.run(main)
 def test_a_rank_never_holds_the_whole_model(safe, tmp_path):
     """350 MB in one file, onto two ranks: each grows by its half and little more."""
     tiny = MPT(replace(SMALL, **LIKE_TRANSFORMERS))
-    large = MPT(replace(SMALL, d_model=768, n_heads=12, n_layers=7, vocab_size=50368, **LIKE_TRANSFORMERS))
+    large = MPT(
+        replace(SMALL, d_model=768, n_heads=12, n_layers=7, vocab_size=50368, **LIKE_TRANSFORMERS)
+    )
     for name, model in (("tiny", tiny), ("large", large)):
         hf.export(model, tmp_path / name)
         if not safe:
@@ -451,15 +589,21 @@ def test_import_sample_and_export(tmp_path, capsys):
     hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--tokenizer=bytes"])
     assert "Text is cut by bytes" in capsys.readouterr().out
 
-    found, tokenizer, name = load.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
+    found, tokenizer, name = load.load_for_sampling(
+        str(tmp_path / "run"), None, torch.device("cpu")
+    )
     assert tokenizer.name == "bytes" and name.endswith("step-0") and found.cfg == cfg
     assert same_weights(found, model.float())
     step = tmp_path / "run/checkpoints/step-0"
     wanted = checkpoint_files.read_checksums(step)
     assert {"meta.json", ".metadata"} < set(wanted)
-    assert all(checkpoint_files.fault(step / file, *numbers) is None for file, numbers in wanted.items())
+    assert all(
+        checkpoint_files.fault(step / file, *numbers) is None for file, numbers in wanted.items()
+    )
     weights = sum(path.stat().st_size for path in step.glob("*.distcp"))
-    assert weights < 1.2 * sum(2 * p.numel() for p in found.parameters()) + 50_000  # it keeps their dtype
+    assert (
+        weights < 1.2 * sum(2 * p.numel() for p in found.parameters()) + 50_000
+    )  # it keeps their dtype
 
     hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
     assert "ids are those of the tokenizer bytes" in capsys.readouterr().out
@@ -485,9 +629,12 @@ def test_a_tokenizer_trained_here_goes_along(tmp_path):
 def test_the_tokenizer_must_be_ours_and_fit(theirs, tmp_path):
     hf.export(build(SMALL), tmp_path / "small")
     settings = json.loads((theirs / "config.json").read_text())
-    (theirs / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}))
+    (theirs / "config.json").write_text(
+        json.dumps(settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"})
+    )
     with pytest.raises(
-        UserError, match="wants the tokenizer EleutherAI/gpt-neox-20b: put its tokenizer.json there, or"
+        UserError,
+        match="wants the tokenizer EleutherAI/gpt-neox-20b: put its tokenizer.json there, or",
     ):
         hf.import_(theirs, tmp_path / "run")
     with pytest.raises(UserError, match="bytes has 257 ids, but the model's vocab_size is 97"):
@@ -499,15 +646,20 @@ def test_their_tokenizer_is_taken(theirs, tmp_path):
     """tokenizer.json beside the weights, cut by Hugging Face's package; it goes with the run back to their folder."""
     library = pytest.importorskip("tokenizers")
     made = library.ByteLevelBPETokenizer()
-    made.train_from_iterator(["the cat and the dog and the cat"], 270, special_tokens=["<|endoftext|>"])
+    made.train_from_iterator(
+        ["the cat and the dog and the cat"], 270, special_tokens=["<|endoftext|>"]
+    )
     made.save(str(theirs / "tokenizer.json"))
     hf.import_(theirs, tmp_path / "run")
     _, found, _ = load.load_for_sampling(str(tmp_path / "run"), None, torch.device("cpu"))
     assert (
-        found.name == str(theirs / "tokenizer.json") and found.encode("the cat").tolist() == made.encode("the cat").ids
+        found.name == str(theirs / "tokenizer.json")
+        and found.encode("the cat").tolist() == made.encode("the cat").ids
     )
     hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
-    assert (tmp_path / "back/tokenizer.json").read_bytes() == (theirs / "tokenizer.json").read_bytes()
+    assert (tmp_path / "back/tokenizer.json").read_bytes() == (
+        theirs / "tokenizer.json"
+    ).read_bytes()
 
 
 # --- what is broken
@@ -534,21 +686,29 @@ def overwrite(path, at, data):
 
 
 BROKEN = {
-    "00001-of-.*safetensors is truncated or damaged: .* bytes instead of": lambda f: shorten(first(f)),
-    r"names \d+ files, but model-00001-of-\d+.safetensors is not there": lambda f: first(f).unlink(),
+    "00001-of-.*safetensors is truncated or damaged: .* bytes instead of": lambda f: shorten(
+        first(f)
+    ),
+    r"names \d+ files, but model-00001-of-\d+.safetensors is not there": lambda f: first(
+        f
+    ).unlink(),
     "No such file or directory: .*config.json": lambda f: (f / "config.json").unlink(),
     r"config.json is damaged \(Expecting": lambda f: (f / "config.json").write_text("{"),
     r"index.json is damaged \(": lambda f: shorten(f / "model.safetensors.index.json"),
-    "no weights in .*expected model.safetensors": lambda f: [path.unlink() for path in f.glob("model*")],
-    "is no safetensors file, or is damaged": lambda f: first(f).write_bytes(b"version https://git-lfs.github.com"),
+    "no weights in .*expected model.safetensors": lambda f: [
+        path.unlink() for path in f.glob("model*")
+    ],
+    "is no safetensors file, or is damaged": lambda f: first(f).write_bytes(
+        b"version https://git-lfs.github.com"
+    ),
     "no safetensors file, or is damaged: a header of": lambda f: first(f).write_bytes(b""),
     "no safetensors file, or is damaged: .*position": lambda f: overwrite(first(f), 0, b"\x00\x01"),
     "model_type 'gpt2'": lambda f: (f / "config.json").write_text('{"model_type": "gpt2"}'),
     r"lacks 1 tensors of this model, such as \['transformer.norm_f.weight'\]": lambda f: rewrite(
         f, lambda state: state.pop("transformer.norm_f.weight")
     ),
-    r"holds 1 tensors that this model lacks, such as \['transformer.wpe.weight'\]": lambda f: rewrite(
-        f, lambda state: state.update({"transformer.wpe.weight": torch.zeros(3, 48)})
+    r"holds 1 tensors that this model lacks, such as \['transformer.wpe.weight'\]": lambda f: (
+        rewrite(f, lambda state: state.update({"transformer.wpe.weight": torch.zeros(3, 48)}))
     ),
     r"norm_f.weight is \(7,\) in .*, but \(48,\) in this model": lambda f: rewrite(
         f, lambda state: state.update({"transformer.norm_f.weight": torch.zeros(7)})
@@ -614,7 +774,10 @@ def test_a_file_that_shrinks_while_it_is_read(theirs):
 def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
     """As older versions of transformers write it: under both names."""
     monkeypatch.setattr(tensor_files, "CHUNK", 1000)
-    rewrite(theirs, lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"].clone()}))
+    rewrite(
+        theirs,
+        lambda state: state.update({"lm_head.weight": state["transformer.wte.weight"].clone()}),
+    )
     model = empty(hf.settings_of(theirs))
     hf.load_into(model, theirs)
     assert all(p.isfinite().all() for p in model.parameters())
@@ -648,7 +811,9 @@ def test_nothing_is_half_written(tmp_path, theirs):
 def test_a_mistake_is_one_line(python, tmp_path):
     done = python("export", "nowhere", "out", program="weights/hf.py")
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: no checkpoint in 'nowhere'") and done.stderr.count("\n") == 1
+    assert (
+        done.stderr.startswith("error: no checkpoint in 'nowhere'") and done.stderr.count("\n") == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -663,7 +828,9 @@ def test_odd_settings_are_told(more, words):
         hf.config_from({"model_type": "mpt"} | more)
     assert hf.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
     plain = {"rope": True, "rope_dail_config": None, "alibi": False}
-    assert hf.config_from({"model_type": "mpt", "attn_config": plain, "learned_pos_emb": False}).rope
+    assert hf.config_from(
+        {"model_type": "mpt", "attn_config": plain, "learned_pos_emb": False}
+    ).rope
 
 
 @pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
@@ -704,12 +871,19 @@ def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
         folder = tmp_path / "checkpoints/step-3"
         folder.parent.mkdir()
         made = {"precision": "fp32", "data_fingerprint": "f00"}
-        checkpoint.prepare(folder, {"step": 3, **asdict(SMALL), **asdict(TrainConfig(tokenizer="bytes")), **made})
+        checkpoint.prepare(
+            folder, {"step": 3, **asdict(SMALL), **asdict(TrainConfig(tokenizer="bytes")), **made}
+        )
         writer = checkpoint.Writer(folder)
-        torch.distributed.checkpoint.save({"model": model.state_dict()}, storage_writer=writer, no_dist=True)
+        torch.distributed.checkpoint.save(
+            {"model": model.state_dict()}, storage_writer=writer, no_dist=True
+        )
         done = python("export", tmp_path, tmp_path / "out", program="weights/hf.py")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
-        assert "2 weights are not those of the format: transformer.blocks.0.ffn.gate_proj.weight" in done.stderr
+        assert (
+            "2 weights are not those of the format: transformer.blocks.0.ffn.gate_proj.weight"
+            in done.stderr
+        )
     assert not (tmp_path / "out").exists()
     smaller = replace(SMALL, expansion_ratio=2)
     with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
@@ -738,9 +912,12 @@ NESTED = json.loads("[" * 500 + "]" * 500)
 
 
 @pytest.mark.parametrize(
-    "value", [[1], {"a": 1}, NESTED, float("nan"), float("inf"), 10**400, -(2**63), "64", None, True]
+    "value",
+    [[1], {"a": 1}, NESTED, float("nan"), float("inf"), 10**400, -(2**63), "64", None, True],
 )
-@pytest.mark.parametrize("key", ["d_model", "n_layers", "expansion_ratio", "logit_scale", "norm_type"])
+@pytest.mark.parametrize(
+    "key", ["d_model", "n_layers", "expansion_ratio", "logit_scale", "norm_type"]
+)
 def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
     """A result where the format allows it (logit_scale may be null), else the name of the file and of the setting."""
     file = tmp_path / "config.json"
@@ -748,12 +925,19 @@ def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
     try:
         hf.config_from(files.read_json(file), str(file))
     except UserError as error:
-        assert "\n" not in str(error) and str(file) in str(error) and key in str(error) and len(str(error)) < 400
+        assert (
+            "\n" not in str(error)
+            and str(file) in str(error)
+            and key in str(error)
+            and len(str(error)) < 400
+        )
     else:
         assert key == "logit_scale" and value is None
 
 
-@pytest.mark.parametrize("key", ["architectures", "attn_config", "ffn_config", "model_type", "what_is_this"])
+@pytest.mark.parametrize(
+    "key", ["architectures", "attn_config", "ffn_config", "model_type", "what_is_this"]
+)
 @pytest.mark.parametrize("value", [7, "x", {"a": NESTED}])
 def test_groups_of_a_wrong_type_are_one_line(key, value):
     with pytest.raises(UserError) as error:

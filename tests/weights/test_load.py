@@ -25,7 +25,11 @@ def test_a_path_is_a_run_a_checkpoint_or_a_folder_of_theirs(tmp_path, capsys):
     capsys.readouterr()
     step = tmp_path / "run/checkpoints/step-0"
     ours, foreign = "a checkpoint of ours, step 0", "a Hugging Face folder"
-    for path, found, kind in [(tmp_path / "run", step, ours), (step, step, ours), (theirs, theirs, foreign)]:
+    for path, found, kind in [
+        (tmp_path / "run", step, ours),
+        (step, step, ours),
+        (theirs, theirs, foreign),
+    ]:
         assert load.find(str(path)) == found
         assert load.is_ours(path) == (kind == ours)
         assert load.settings_of(path) == cfg
@@ -44,7 +48,9 @@ def init_from_run(world, run, cfg, other):
     train = TrainConfig()
     with torch.device("meta"):
         models = [MPT(cfg), MPT(other)]
-    models = [parallel.parallelize(m, parallel.make_mesh(world, train), train, "fp32") for m in models]
+    models = [
+        parallel.parallelize(m, parallel.make_mesh(world, train), train, "fp32") for m in models
+    ]
     for model in models:
         parallel.materialize(model, world.device, None)
     load.init_from(models[0], run)
@@ -61,7 +67,9 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
     model = build(cfg)
     hf.export(model, tmp_path / "theirs")
     hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
-    free = dict(resid_pdrop=0.1, max_seq_len=20, learned_pos_emb=False, attn_impl="sdpa", kv_n_heads=6)
+    free = dict(
+        resid_pdrop=0.1, max_seq_len=20, learned_pos_emb=False, attn_impl="sdpa", kv_n_heads=6
+    )
     alone = empty(replace(cfg, **free))
     load.init_from(alone, tmp_path / "run/checkpoints/step-0")
     assert same_weights(alone, model)
@@ -71,14 +79,20 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
         wanted = model(tokens(cfg))
     for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
-        assert error.endswith("of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). Set them alike")
+        assert error.endswith(
+            "of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). Set them alike"
+        )
         assert everywhere
 
 
-@pytest.mark.parametrize("name, value", [("max_seq_len", 20), ("n_heads", 3), ("rope", True), ("alibi", True)])
+@pytest.mark.parametrize(
+    "name, value", [("max_seq_len", 20), ("n_heads", 3), ("rope", True), ("alibi", True)]
+)
 def test_another_model_is_refused(name, value, tmp_path):
     hf.export(build(SMALL), tmp_path / "theirs")
-    with pytest.raises(UserError, match=rf"of another model: .*{name} {getattr(SMALL, name)} \(here {value}\)"):
+    with pytest.raises(
+        UserError, match=rf"of another model: .*{name} {getattr(SMALL, name)} \(here {value}\)"
+    ):
         load.init_from(empty(replace(SMALL, **{name: value})), tmp_path / "theirs")
 
 
@@ -91,11 +105,14 @@ def test_tokenizers_of_weights_are_compared(tmp_path):
     cfg = replace(SMALL, vocab_size=300)
     hf.export(MPT(cfg), tmp_path / "theirs")
     settings = json.loads((tmp_path / "theirs/config.json").read_text())
-    (tmp_path / "theirs/config.json").write_text(json.dumps(settings | {"tokenizer_name": "bpe-260"}))
+    (tmp_path / "theirs/config.json").write_text(
+        json.dumps(settings | {"tokenizer_name": "bpe-260"})
+    )
     shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.OUR_TOKENIZER)
     load.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
     for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
         with pytest.raises(
-            UserError, match=f"was trained with the tokenizer bpe-260, whose ids are not those of {name}"
+            UserError,
+            match=f"was trained with the tokenizer bpe-260, whose ids are not those of {name}",
         ):
             load.check_same_tokenizer(tmp_path / "theirs", name, file)

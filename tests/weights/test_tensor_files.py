@@ -22,9 +22,65 @@ GOOD = {
     "empty": {"dtype": "F64", "shape": [0, 5], "data_offsets": [26, 26]},
     "c": {"dtype": "F16", "shape": [3], "data_offsets": [26, 32]},
 }
-NUMBERS = [0, 1, 2, 3, 5, 24, 26, 32, 33, -1, -24, 2**31, 2**62, 2**63, 2**64, 10**30, 1.0, 24.0, 0.5, True, False]
-VALUES = [*NUMBERS, None, "24", "F32", "I64", "F8", "F4", "", [], [1], [0, 24], [24, 0], [0, 24, 24], {}, {"a": "b"}]
-TEXTS = ['"', ",", "{", "}", "[", "]", "0", "-", "1e1", "NaN", "Infinity", "\ufeff", "\0", "\\ud800", " ", "\n", "/**/"]
+NUMBERS = [
+    0,
+    1,
+    2,
+    3,
+    5,
+    24,
+    26,
+    32,
+    33,
+    -1,
+    -24,
+    2**31,
+    2**62,
+    2**63,
+    2**64,
+    10**30,
+    1.0,
+    24.0,
+    0.5,
+    True,
+    False,
+]
+VALUES = [
+    *NUMBERS,
+    None,
+    "24",
+    "F32",
+    "I64",
+    "F8",
+    "F4",
+    "",
+    [],
+    [1],
+    [0, 24],
+    [24, 0],
+    [0, 24, 24],
+    {},
+    {"a": "b"},
+]
+TEXTS = [
+    '"',
+    ",",
+    "{",
+    "}",
+    "[",
+    "]",
+    "0",
+    "-",
+    "1e1",
+    "NaN",
+    "Infinity",
+    "\ufeff",
+    "\0",
+    "\\ud800",
+    " ",
+    "\n",
+    "/**/",
+]
 
 # Where ours refuses what the reference accepts: pattern in our message -> why.
 STRICTER = {
@@ -52,7 +108,9 @@ def ours(path, content):
 
 
 def theirs(content):
-    safetensors = pytest.importorskip("safetensors", reason="the reference: see requirements-dev.txt")
+    safetensors = pytest.importorskip(
+        "safetensors", reason="the reference: see requirements-dev.txt"
+    )
     try:
         safetensors.deserialize(content)
     except safetensors.SafetensorError as error:
@@ -66,7 +124,9 @@ def mutated(draw):
         entry = header.get(draw.choice([*GOOD, "a.weight", "c"]))
         kind = draw.randrange(8)
         if kind == 0:
-            header[draw.choice([*GOOD, "new"])] = copy.deepcopy(draw.choice([*VALUES, *GOOD.values()]))
+            header[draw.choice([*GOOD, "new"])] = copy.deepcopy(
+                draw.choice([*VALUES, *GOOD.values()])
+            )
         elif kind < 3 and isinstance(entry, dict):
             key = draw.choice([*entry, "dtype", "shape", "data_offsets", "more"])
             entry[key] = copy.deepcopy(draw.choice(VALUES))
@@ -80,13 +140,20 @@ def mutated(draw):
             size += draw.choice([-33, -2, -1, 1, 2, 8])
     text = json.dumps(header)
     kind = draw.randrange(8)
-    at, name = draw.randrange(len(text)), draw.choice(['"a.weight":', '"__metadata__":', '"shape":', '"b":'])
+    at, name = (
+        draw.randrange(len(text)),
+        draw.choice(['"a.weight":', '"__metadata__":', '"shape":', '"b":']),
+    )
     if kind == 0:
         text = text[:at] + draw.choice(TEXTS) + text[at + draw.randrange(2) :]
     elif kind == 1 and name in text:  # the same name again
-        text = text.replace(name, f"{name} {json.dumps(draw.choice([*VALUES, *GOOD.values()]))}, {name}", 1)
+        text = text.replace(
+            name, f"{name} {json.dumps(draw.choice([*VALUES, *GOOD.values()]))}, {name}", 1
+        )
     elif kind == 2:
-        length = draw.choice([0, 1, len(text) - 1, len(text) + 1, 10**8, 10**8 + 1, 2**63, 2**64 - 1])
+        length = draw.choice(
+            [0, 1, len(text) - 1, len(text) + 1, 10**8, 10**8 + 1, 2**63, 2**64 - 1]
+        )
     return packed(text.encode(), max(0, size), length)
 
 
@@ -100,7 +167,10 @@ def test_headers_are_accepted_as_the_reference_accepts_them(tmp_path):
         mine, reference = ours(path, content), theirs(content)
         accepted += reference is None
         if mine is None and reference is not None:
-            assert re.search(rb"-0\b", content), (reference, content)  # a whole number to Python, not to the reference
+            assert re.search(rb"-0\b", content), (
+                reference,
+                content,
+            )  # a whole number to Python, not to the reference
         if mine is not None and reference is None:
             reasons = [pattern for pattern in STRICTER if pattern in mine]
             assert reasons, (mine, content)
@@ -111,11 +181,23 @@ def test_headers_are_accepted_as_the_reference_accepts_them(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [20, 26]}}, "gap, or tensors that overlap"),
+        (
+            {"c": {"dtype": "F16", "shape": [3], "data_offsets": [20, 26]}},
+            "gap, or tensors that overlap",
+        ),
         ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [-6, 0]}}, "not two whole numbers"),
-        ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [26.0, 32.0]}}, "not two whole numbers"),
-        ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [False, 6]}}, "not two whole numbers"),
-        ({"c": {"dtype": "F16", "shape": [3], "data_offsets": [32, 26]}}, "has -6 bytes, but its shape"),
+        (
+            {"c": {"dtype": "F16", "shape": [3], "data_offsets": [26.0, 32.0]}},
+            "not two whole numbers",
+        ),
+        (
+            {"c": {"dtype": "F16", "shape": [3], "data_offsets": [False, 6]}},
+            "not two whole numbers",
+        ),
+        (
+            {"c": {"dtype": "F16", "shape": [3], "data_offsets": [32, 26]}},
+            "has -6 bytes, but its shape",
+        ),
         (
             {"c": {"dtype": "F16", "shape": [2], "data_offsets": [26, 32]}},
             "has 6 bytes, but its shape and dtype need 4",
@@ -124,7 +206,10 @@ def test_headers_are_accepted_as_the_reference_accepts_them(tmp_path):
             {"c": {"dtype": "F16", "shape": [2**62] * 16, "data_offsets": [26, 32]}},
             "shape and dtype need 8.37116099364e+298",
         ),
-        ({"c": {"dtype": "F16", "shape": [3] * 10**5, "data_offsets": [26, 32]}}, "no list of whole numbers"),
+        (
+            {"c": {"dtype": "F16", "shape": [3] * 10**5, "data_offsets": [26, 32]}},
+            "no list of whole numbers",
+        ),
         ({"c": 7}, "must have dtype, shape and data_offsets"),
         ({"__metadata__": {"format": 1}}, "__metadata__ must be an object of texts"),
         ({"__metadata__": [1]}, "__metadata__ must be an object of texts"),
@@ -176,7 +261,9 @@ def test_a_weight_map_names_files_beside_it(name, tmp_path):
     (tmp_path / "model").mkdir()
     tensor_files.write_safetensors(tmp_path / "part.safetensors", {"a": torch.ones(3)})
     index(tmp_path / "model", name, "part.safetensors")
-    with pytest.raises(UserError, match="index.json names the file .*, expected the plain name of a file beside it"):
+    with pytest.raises(
+        UserError, match="index.json names the file .*, expected the plain name of a file beside it"
+    ):
         tensor_files.locate(tmp_path / "model")
 
 
@@ -204,7 +291,9 @@ class Made:
         self.how = offset, shape, strides
 
     def __reduce__(self):
-        storage = torch.storage.TypedStorage(wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float32)
+        storage = torch.storage.TypedStorage(
+            wrap_storage=torch.ones(4).untyped_storage(), dtype=torch.float32
+        )
         return torch._utils._rebuild_tensor_v2, (storage, *self.how, False, {})
 
 
@@ -237,9 +326,16 @@ class Runs:
 
 def test_a_refusal_never_advises_to_read_it_all_the_same(tmp_path):
     path = tmp_path / "pytorch_model.bin"
-    for content in ({"a": Runs()}, {"a": zipfile.ZipFile}, {"a": torch.nn.Linear(2, 2)}, re.compile("x")):
+    for content in (
+        {"a": Runs()},
+        {"a": zipfile.ZipFile},
+        {"a": torch.nn.Linear(2, 2)},
+        re.compile("x"),
+    ):
         torch.save(content, path)
-        with pytest.raises(UserError, match="cannot read .*pytorch_model.bin with weights_only=True: ") as error:
+        with pytest.raises(
+            UserError, match="cannot read .*pytorch_model.bin with weights_only=True: "
+        ) as error:
             tensor_files.locate(tmp_path)
         assert "weights_only=False" not in str(error.value) and "allowlist" not in str(error.value)
     torch.save({"a": torch.ones(3)}, path)
@@ -260,7 +356,9 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
         for name in whole.namelist():
             packed.writestr(name, whole.read(name) + bytes(2**27) * name.endswith("data.pkl"))
     begin = time.monotonic()
-    with pytest.raises(UserError, match="pytorch_model.bin is compressed: torch.save does not write that"):
+    with pytest.raises(
+        UserError, match="pytorch_model.bin is compressed: torch.save does not write that"
+    ):
         tensor_files.locate(tmp_path)
     assert time.monotonic() - begin < 5
 
@@ -268,7 +366,10 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
 def test_another_byte_order_and_a_hidden_sign_are_refused(tmp_path):
     """torch.load of another byte order crashed without memory for the tensors, and the sign was lost."""
     torch.save({"x": torch.arange(4.0)}, tmp_path / "here.bin")
-    with zipfile.ZipFile(tmp_path / "here.bin") as here, zipfile.ZipFile(tmp_path / "big.bin", "w") as big:
+    with (
+        zipfile.ZipFile(tmp_path / "here.bin") as here,
+        zipfile.ZipFile(tmp_path / "big.bin", "w") as big,
+    ):
         for name in here.namelist():
             big.writestr(name, b"big" if name.endswith("byteorder") else here.read(name))
     torch.save({"x": torch.arange(4.0)._neg_view()}, tmp_path / "negative.bin")
