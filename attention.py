@@ -92,9 +92,9 @@ def attention(
 
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
     Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None for no ALiBi.
-    softmax_scale: None means 1 / sqrt(D). sequence_ids: (B, Tk) integers, or None. A document is a
-    run of equal ids, and documents do not see each other. UserError for an unknown `impl`, or one
-    that cannot do what the arguments ask for.
+    softmax_scale: None means 1 / sqrt(D). sequence_ids: (B, Tk) integers, or None: documents lie
+    one after another, each with its own id, and do not see each other. UserError for an unknown
+    `impl`, or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     has_alibi = alibi_slopes is not None
