@@ -213,10 +213,10 @@ def document_of(bounds, b, position, n_keys):
         return tl.zeros_like(position), tl.zeros_like(position) + n_keys
     else:
         exists = (position >= 0) & (position < n_keys)
-        begin_pointer = bounds + b.to(tl.int64) * 2 * n_keys + position
-        end_pointer = begin_pointer + n_keys
-        begin = tl.load(begin_pointer, mask=exists, other=n_keys)
-        return begin, tl.load(end_pointer, mask=exists, other=0)
+        pointer = bounds + b.to(tl.int64) * 2 * n_keys + position
+        begin = tl.load(pointer, mask=exists, other=n_keys)
+        end = tl.load(pointer + n_keys, mask=exists, other=0)
+        return begin, end
 
 
 @triton.jit
