@@ -179,7 +179,7 @@ def test_another_optimizer_than_the_checkpoints_is_named(ranks, tmp_path):
     held = f"{path} was saved with the optimizer SGD (momentum_buffer), here it is "
     for name, here in [("AdamW", optim.ADAMW), ("SGD", "SGD ()"), ("Lion", "Lion (mean)")]:
         answers = ranks(2)(load_as, name, tmp_path)
-        end = f": go on with that one, or begin with --init_from={path} and another --run_dir"
+        end = f": continue with that one, or begin with --init_from={path} and another --run_dir"
         assert answers == [held + here + end] * 2
     ranks(1)(save_and_go_on, "AdamW", tmp_path / "old")
     path = checkpoint.latest(tmp_path / "old") / "meta.json"
