@@ -775,7 +775,10 @@ def from_dict(cls: type, values: dict, source: str = "the saved settings"):
     for key, hint in hints.items():
         if key in values:
             checked_values[key] = checked(values[key], hint, key, source)
-    return filled(cls, checked_values)
+    try:
+        return filled(cls, checked_values)
+    except UserError as error:  # a value out of range, or two that contradict each other
+        raise UserError(f"{error} (in {source})") from error
 
 
 def main(argv: list[str]) -> None:

@@ -419,7 +419,8 @@ WRONG_SAVED = [
     ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
     ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
     ({"norm_type": {}}, "norm_type in m.json is {}, expected one of: low_precision_layernorm, "),
-    ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3"),
+    ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3 (in m.json)"),
+    ({"n_layers": 0}, "n_layers must be from 1 to 10,000, not 0 (in m.json)"),
 ]
 
 
