@@ -194,7 +194,7 @@ def test_another_optimizer_than_the_checkpoints_is_named(ranks, tmp_path):
     ranks(2)(save_and_continue, "SGD with momentum", tmp_path)
     path = checkpoint.latest(tmp_path)
     begin = f"{path} was saved with the optimizer SGD (momentum_buffer), here it is "
-    end = f": go on with that one, or begin with --init_from={path} and another --run_dir"
+    end = f": continue with that one, or begin with --init_from={path} and another --run_dir"
     for name, description in [("AdamW", optim.ADAMW), ("SGD", "SGD ()"), ("Lion", "Lion (mean)")]:
         assert ranks(2)(load_as, name, tmp_path) == [begin + description + end] * 2
 
@@ -220,7 +220,7 @@ def with_lion(world):
 
 def test_a_run_with_lion(ranks, tiny_data, tmp_path):
     """It prints once that each step waits, resumes from its checkpoint, and AdamW does not."""
-    waits = "Lion cannot leave out a bad step by itself, so each step waits for the device"
+    waits = "Lion cannot skip a bad step by itself, so each step waits for the device"
     flags = [*SIZE, *flags_for(tiny_data), f"--run_dir={tmp_path}", "--device=cpu"]
     flags += ["--precision=fp32", "--lr=1e-3", "--global_batch_size=4", "--warmup_steps=1"]
     flags += ["--max_steps=2", "--eval_tokens=100", "--keep_last=9"]
