@@ -33,7 +33,7 @@ from config import (
     require,
 )
 from planning import memory, step_time
-from planning.step_time import Constants, Fleet, FleetArgs, Step, Trainer
+from planning.step_time import Constants, Fleet, FleetArgs, StepTime, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 WIDTHS = [
@@ -108,7 +108,7 @@ class Plan:
 
 def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
     """What this layout gives. UserError if it cannot be."""
-    seconds = Step(m, cfg, fleet, c, trainer).parts()
+    seconds = StepTime(m, cfg, fleet, c, trainer).parts()
     return Plan(
         m,
         cfg,

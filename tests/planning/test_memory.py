@@ -122,7 +122,7 @@ def test_a_block_over_tensor_parallel_ranks_keeps_what_korthikanti_says():
 
 def test_the_backward_of_a_block_over_two_tensor_parallel_ranks():
     """Gradients of x, of GELU's output and of down_proj's weight; the last block has nothing to reduce yet."""
-    step = memory.Step(MID, run(), 2, tp=2)
+    step = memory.StepMemory(MID, run(), 2, tp=2)
     tokens, d, hidden = 4 * 512, 256, 1024 // 2
     assert step.block_backward(2)["backward's workspace"] == 2 * (
         tokens * d + tokens * hidden + d * hidden
@@ -162,9 +162,9 @@ def test_175b_on_64_devices_by_hand():
     assert (
         peak(m, cfg, 64, tp=4, pp=16) / 2**30 == pytest.approx(peak_gib) and peak_gib < 64
     )  # a GCD of MI250X has 64
-    last = memory.Step(m, cfg, 64, tp=4, pp=16, stage=15)
+    last = memory.StepMemory(m, cfg, 64, tp=4, pp=16, stage=15)
     assert (
-        last.n == layers * block + table + 2 * d
+        last.n_params == layers * block + table + 2 * d
     )  # its copy of the tied embedding, and the final norm
     assert last.loss_forward()["blocks' activations"] == layers * 2 * d * tokens
     chunk = 1280 * 51200 // 4
@@ -173,7 +173,7 @@ def test_175b_on_64_devices_by_hand():
 
 def test_a_pipeline_holds_no_more_microbatches_than_there_are():
     m, cfg = dataclasses.replace(MID, n_layers=4), run(2, 2)  # two microbatches, four stages
-    first = memory.Step(m, cfg, 4, pp=4).block_backward(0)["blocks' activations"]
+    first = memory.StepMemory(m, cfg, 4, pp=4).block_backward(0)["blocks' activations"]
     assert first == 2 * 2 * 512 * memory.kept_by_block(m, "none")
 
 
@@ -240,7 +240,7 @@ def test_all_devices_together_hold_12_bytes_a_parameter(seed):
     for tp, pp in [(1, 1), (1, 4), (2, 1), (4, 2), (4, 4)]:
         total, dp = 0, 16 // (tp * pp)
         for stage in range(pp):
-            update = memory.Step(m, cfg, 16, "bf16", tp, pp, stage).moments()["update"]
+            update = memory.StepMemory(m, cfg, 16, "bf16", tp, pp, stage).moments()["update"]
             total += tp * dp * (update["weights, fp32"] + update["Adam's moments, fp32"])
         embedding_twice = m.vocab_size * m.d_model if pp > 1 and m.tie_word_embeddings else 0
         assert total == pytest.approx(
@@ -452,7 +452,7 @@ def test_what_cannot_be_estimated_is_refused():
         peak(MID, dataclasses.replace(run(), microbatch_size="auto"))
     with pytest.raises(UserError, match="shard_size 3 does not divide the 8"):
         peak(MID, run(ranks=8, sharding="HYBRID_SHARD", shard_size=3), 8)
-    with pytest.raises(UserError, match="not a multiple of the 3 ranks"):
+    with pytest.raises(UserError, match="not a multiple of the 3 data-parallel ranks"):
         peak(MID, run(), 3)
     with pytest.raises(UserError, match="--shard_size"):
         peak(MID, run(ranks=8, sharding="HYBRID_SHARD"), 8)

@@ -10,7 +10,7 @@ import devices
 from bench import planner as planner
 from config import MPTConfig, TrainConfig, UserError
 from planning import step_time
-from planning.step_time import Constants, Fleet, Step
+from planning.step_time import Constants, Fleet, StepTime
 
 A100 = devices.by_name("a100")
 MI250 = devices.by_name("mi250")
@@ -24,7 +24,7 @@ def run(batch=16, micro=4, **more) -> TrainConfig:
 
 
 def test_compute_of_one_device_by_hand():
-    step = Step(M, run(), Fleet(A100), EASY)
+    step = StepTime(M, run(), Fleet(A100), EASY)
     tokens, peak, bandwidth = 4 * 512, 312e12, 2039e9
     assert step.microbatches == 4
     assert step.matmuls() == pytest.approx(6 * tokens * (BLOCKS + 4096 * 1024) / (0.87 * peak))
@@ -47,7 +47,7 @@ def test_compute_of_one_device_by_hand():
 
 def test_recomputation_is_a_forward_more_of_the_blocks():
     none, full, half, selective = (
-        Step(M, run(activation_checkpointing=way, recompute_every=every), Fleet(A100), EASY)
+        StepTime(M, run(activation_checkpointing=way, recompute_every=every), Fleet(A100), EASY)
         for way, every in (("none", 1), ("full", 1), ("full", 2), ("selective", 1))
     )
     forward = 2 * 4 * 512 * BLOCKS / (0.87 * 312e12)
@@ -62,12 +62,12 @@ def test_recomputation_is_a_forward_more_of_the_blocks():
 
 def test_small_matmuls_are_slower():
     c = replace(EASY, tile=4 * 512 * 1024)  # the area of this microbatch: half the speed
-    assert Step(M, run(), Fleet(A100), c).matmuls() == pytest.approx(
-        2 * Step(M, run(), Fleet(A100), EASY).matmuls()
+    assert StepTime(M, run(), Fleet(A100), c).matmuls() == pytest.approx(
+        2 * StepTime(M, run(), Fleet(A100), EASY).matmuls()
     )
     halves = Fleet(A100, 2, tp=2)  # half the width: a third of the speed, of half the work
-    assert Step(M, run(), halves, c).matmuls() == pytest.approx(
-        1.5 * Step(M, run(), Fleet(A100), EASY).matmuls()
+    assert StepTime(M, run(), halves, c).matmuls() == pytest.approx(
+        1.5 * StepTime(M, run(), Fleet(A100), EASY).matmuls()
     )
 
 
@@ -75,9 +75,9 @@ def test_what_data_parallel_modes_send():
     """Of 4 ranks in one node, at 300 GB/s x 0.7: 3/4 of the bytes pass each link."""
     seconds = {}
     for mode in ("FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP"):
-        step = Step(M, run(sharding=mode), Fleet(A100, 4), EASY)
+        step = StepTime(M, run(sharding=mode), Fleet(A100, 4), EASY)
         seconds[mode] = step.traffic(), step.once()
-    one = step.n * 3 / 4 / (300e9 * 0.7)  # a byte of every parameter
+    one = step.n_params * 3 / 4 / (300e9 * 0.7)  # a byte of every parameter
     assert seconds["FULL_SHARD"] == (pytest.approx((2 + 2 + 4) * one), 0)
     assert seconds["SHARD_GRAD_OP"] == (pytest.approx((2 + 4) * one), 0)
     assert seconds["ZERO1"] == (0, pytest.approx((4 + 2) * one))
@@ -85,11 +85,11 @@ def test_what_data_parallel_modes_send():
 
 
 def test_hybrid_sharding_stays_in_a_node_but_for_gradients():
-    step = Step(M, run(sharding="HYBRID_SHARD", batch=64), Fleet(A100, 16, 8, network_gbs=50), EASY)
-    assert step.shard == 8
-    assert step.traffic() == pytest.approx((2 + 2 + 4) * step.n * 7 / 8 / (300e9 * 0.7))
+    step = StepTime(M, run(sharding="HYBRID_SHARD", batch=64), Fleet(A100, 16, 8, network_gbs=50), EASY)
+    assert step.shard_ranks == 8
+    assert step.traffic() == pytest.approx((2 + 2 + 4) * step.n_params * 7 / 8 / (300e9 * 0.7))
     # eight rings, one for each device of a node, share its 50 GB/s; each reduces an eighth, there and back
-    assert step.once() == pytest.approx(2 * 4 * step.n / 8 / 2 / (50e9 / 8 * 0.7))
+    assert step.once() == pytest.approx(2 * 4 * step.n_params / 8 / 2 / (50e9 / 8 * 0.7))
 
 
 def test_a_ring_goes_at_the_speed_of_its_slowest_link():
@@ -100,7 +100,7 @@ def test_a_ring_goes_at_the_speed_of_its_slowest_link():
         Fleet(A100, 16, 8, 100, tp=4).bandwidth(4, 4) == 25e9
     )  # four, two ranks of each in a node
     assert replace(across, network_gbs=4000).bandwidth(16, 1) == 300e9
-    latency = Step(M, run(), Fleet(A100, 8), replace(EASY, hop=1e-6)).ring(0, 8, 1, calls=3)
+    latency = StepTime(M, run(), Fleet(A100, 8), replace(EASY, hop=1e-6)).ring(0, 8, 1, calls=3)
     assert latency == pytest.approx(3 * 7e-6)
 
 
@@ -108,13 +108,13 @@ def test_the_bubble():
     """(p - 1) / m of the rest, and a v-th of that with v pieces a stage: 2104.04473, section 2.2."""
     for pp, v in ((2, 1), (4, 1), (4, 2)):
         fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp, interleave=v)
-        parts = Step(M, run(micro=1, sharding="ZERO1"), fleet, EASY).parts()
+        parts = StepTime(M, run(micro=1, sharding="ZERO1"), fleet, EASY).parts()
         rest = sum(parts[name] for name in ("matmuls", "attention", "memory-bound"))
         assert parts["bubble"] == pytest.approx(rest * (pp - 1) / (v * 16), rel=1e-3)
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
-    step = Step(M, run(), Fleet(A100, 4, tp=4), EASY)
+    step = StepTime(M, run(), Fleet(A100, 4, tp=4), EASY)
     assert step.tensor() == pytest.approx(8 * 4 * 2 * (2 * 4 * 512 * 1024) * 3 / 4 / (300e9 * 0.7))
 
 
@@ -138,7 +138,7 @@ def test_more_of_this_is_never_slower():
             {},
             "tp 16 is more than the 8 devices of a node",
         ),
-        ({"devices": 3}, {}, "global_batch_size 16 is not a multiple of the 3 data ranks"),
+        ({"devices": 3}, {}, "global_batch_size 16 is not a multiple of the 3 data-parallel ranks"),
         ({"devices": 3, "pp": 3}, {}, "n_layers 8 is not a multiple of pp x interleave = 3"),
         (
             {"devices": 4, "pp": 2, "interleave": 8},
@@ -152,7 +152,7 @@ def test_more_of_this_is_never_slower():
 )
 def test_mistakes_are_told(fleet, cfg, words):
     with pytest.raises(UserError, match=re.escape(words)):
-        Step(M, replace(run(), **cfg), Fleet(**{"device": A100, **fleet}))
+        StepTime(M, replace(run(), **cfg), Fleet(**{"device": A100, **fleet}))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
