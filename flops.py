@@ -306,6 +306,7 @@ def convention_lines(figures: dict) -> list[str]:
     widths = [max(len(head), 7) + 2 for head in heads]
 
     def aligned(cells: list[str]) -> str:
+        """The cells, each as wide as its head."""
         return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
     lines = [f"{'convention':<20}{aligned(heads)}"]

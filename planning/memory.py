@@ -433,6 +433,7 @@ def largest_microbatch(
     _, rows = layout(m, cfg, ranks, tp, pp)
 
     def too_large(size: int) -> bool:
+        """Does the peak of this microbatch exceed the room?"""
         trial = replace(cfg, microbatch_size=size)
         return bytes_by_part(m, trial, ranks, precision, tp, pp)["peak"] > ROOM * memory
 
