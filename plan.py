@@ -238,7 +238,9 @@ def layout_lines(plan: Plan) -> list[str]:
     size = min(cfg.microbatch_size, rows)
     up_to = "up to " if rows % size else ""
     n_microbatches = math.ceil(rows / size)
-    batch = f"{fleet.dp} ranks x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
+    batch = (
+        f"{fleet.dp} data-parallel ranks x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
+    )
     in_groups = cfg.sharding_mode.over == "group"
     sharding = cfg.sharding + (f", shards of {cfg.shard_size}" if in_groups else "")
 

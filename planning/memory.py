@@ -121,7 +121,7 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tupl
     require_divisible(m, tp, pp)
 
     dp, rest = divmod(ranks, tp * pp)
-    require(rest == 0, f"{ranks} ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
+    require(rest == 0, f"{ranks} global ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
     dp_ranks = "data-parallel ranks"
     if tp * pp > 1:
         dp_ranks += f": {ranks} / (tp {tp} x pp {pp})"
