@@ -209,7 +209,7 @@ def test_a_run_that_asks_for_more_tokens_gets_them(make):
 
 def test_the_bar_goes_on_while_one_document_is_encoded(make, monkeypatch, capsys):
     """The tokenizer takes its time over the second document."""
-    monkeypatch.setattr(data, "TICK", 0.05)
+    monkeypatch.setattr(data, "REDRAW_SECONDS", 0.05)
     encode, asked = tokenizers.Tokenizer.encode, threading.Event()
 
     def slowly(self, text):
