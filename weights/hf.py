@@ -46,10 +46,10 @@ from text import tokenizer as tokenizers
 from weights.tensor_files import (
     Stored,
     fill,
-    inside,
+    nested,
     locate,
     read_pickle,
-    same,
+    same_values,
     weight_files,
     write_folder,
 )
@@ -272,7 +272,7 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
         if model.cfg.tie_word_embeddings and "lm_head.weight" in found
         else None
     )
-    tied = head is None or same(head, found["transformer.wte.weight"])
+    tied = head is None or same_values(head, found["transformer.wte.weight"])
     require(
         tied,
         f"lm_head.weight in {path} differs from the embedding: its config wants tie_word_embeddings false",
@@ -332,7 +332,7 @@ def foreign_settings(path: Path) -> tuple[dict, Path]:
         path.suffix == ".pt",
         f"{path} does not hold its model's settings: put its config.json beside it",
     )
-    settings = inside(
+    settings = nested(
         read_pickle(path), *"state integrations huggingface model config content".split()
     )
     require(
