@@ -21,7 +21,7 @@ from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
 from storage import checkpoint_files, files
 from text import tokenizer as tokenizers
-from weights import hf, load, tensor_files
+from weights import hf, hf_config, load, tensor_files
 
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
 LIKE_TRANSFORMERS = dict(alibi=True, no_bias=True, learned_pos_emb=False)
@@ -196,7 +196,7 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
 
 
 def test_dropouts_and_packing_are_warned_of():
-    lost = hf.lost_in_transformers(
+    lost = hf_config.lost_in_transformers(
         replace(SMALL, **LIKE_TRANSFORMERS, resid_pdrop=0.1, attn_uses_sequence_id=True)
     )
     assert lost == ["attn_uses_sequence_id=True", "resid_pdrop=0.1"]
@@ -346,14 +346,14 @@ MPT_7B = MPTConfig(
     ],
 )
 def test_settings_of_published_models(settings, wanted):
-    assert hf.config_from(settings) == wanted
-    assert hf.config_from(json.loads(json.dumps(hf.config_to(wanted)))) == wanted
+    assert hf_config.config_from(settings) == wanted
+    assert hf_config.config_from(json.loads(json.dumps(hf_config.config_to(wanted)))) == wanted
 
 
 @pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
 def test_every_setting_comes_back(more):
     cfg = replace(SMALL, **more)
-    assert hf.config_from(json.loads(json.dumps(hf.config_to(cfg)))) == cfg
+    assert hf_config.config_from(json.loads(json.dumps(hf_config.config_to(cfg)))) == cfg
 
 
 @pytest.mark.parametrize(
@@ -400,7 +400,7 @@ def test_every_setting_comes_back(more):
 )
 def test_what_we_do_not_have_is_refused_by_name(settings, named):
     with pytest.raises(UserError, match=named) as error:
-        hf.config_from(settings)
+        hf_config.config_from(settings)
     assert "\n" not in str(error.value)
 
 
@@ -457,7 +457,7 @@ def test_composer_checkpoints(tmp_path):
     model, path = build(cfg), tmp_path / "ep0-ba7-rank0.pt"
     content = {
         "file_extension": ".json",
-        "content": hf.config_to(cfg),
+        "content": hf_config.config_to(cfg),
         "class": "transformers_modules.MPTConfig",
     }
     save_composer(path, model, integrations={"huggingface": {"model": {"config": content}}})
@@ -469,7 +469,7 @@ def test_composer_checkpoints(tmp_path):
     save_composer(path, model)
     with pytest.raises(UserError, match="put its config.json beside it"):
         hf.settings_of(path)
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_to(cfg)))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.config_to(cfg)))
     assert hf.settings_of(path) == cfg
 
     save_composer(path, model, {"metrics": launch})  # an object of no known kind
@@ -587,7 +587,7 @@ def test_import_sample_and_export(tmp_path, capsys):
     model = build(cfg, dtype=torch.bfloat16)
     hf.export(model, tmp_path / "theirs", max_bytes=40_000)
     hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--tokenizer=bytes"])
-    assert "Text is cut by bytes" in capsys.readouterr().out
+    assert "Tokenizer: bytes. A model" in capsys.readouterr().out
 
     found, tokenizer, name = load.load_for_sampling(
         str(tmp_path / "run"), None, torch.device("cpu")
@@ -606,7 +606,7 @@ def test_import_sample_and_export(tmp_path, capsys):
     )  # it keeps their dtype
 
     hf.main(["export", str(tmp_path / "run"), str(tmp_path / "back")])
-    assert "ids are those of the tokenizer bytes" in capsys.readouterr().out
+    assert "written. Tokenizer: bytes\n" in capsys.readouterr().out
     again = empty(hf.settings_of(tmp_path / "back"), torch.bfloat16)
     hf.load_into(again, tmp_path / "back")
     assert same_weights(again, model.bfloat16())
@@ -618,7 +618,7 @@ def test_import_sample_and_export(tmp_path, capsys):
 def test_a_tokenizer_trained_here_goes_along(tmp_path):
     bpe = tokenizers.train_bpe(["the cat and the dog and the cat"] * 3, 260)
     hf.export(build(replace(SMALL, vocab_size=264)), tmp_path / "theirs")
-    bpe.save(tmp_path / "theirs" / hf.OUR_TOKENIZER)
+    bpe.save(tmp_path / "theirs" / hf.BPE_TOKENIZER)
     hf.import_(tmp_path / "theirs", tmp_path / "run", bpe.name)
     hf.export(tmp_path / "run", tmp_path / "back")
     hf.import_(tmp_path / "back", tmp_path / "again")
@@ -744,7 +744,7 @@ def test_what_is_broken_is_named_in_one_line(message, theirs, tmp_path):
 
 def test_broken_bin_files(tmp_path):
     model, path = build(SMALL), tmp_path / "pytorch_model.bin"
-    (tmp_path / "config.json").write_text(json.dumps(hf.config_to(SMALL)))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.config_to(SMALL)))
     torch.save(model.state_dict(), path)
     shorten(path)
     with pytest.raises(UserError, match="cannot read .*pytorch_model.bin with weights_only=True"):
@@ -825,10 +825,10 @@ def test_a_mistake_is_one_line(python, tmp_path):
 )
 def test_odd_settings_are_told(more, words):
     with pytest.raises(UserError, match=words):
-        hf.config_from({"model_type": "mpt"} | more)
-    assert hf.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
+        hf_config.config_from({"model_type": "mpt"} | more)
+    assert hf_config.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
     plain = {"rope": True, "rope_dail_config": None, "alibi": False}
-    assert hf.config_from(
+    assert hf_config.config_from(
         {"model_type": "mpt", "attn_config": plain, "learned_pos_emb": False}
     ).rope
 
@@ -838,7 +838,7 @@ def test_the_weights_of_the_format_are_those_of_our_model(more):
     cfg = replace(SMALL, **more)
     with torch.device("meta"):
         shapes = {name: tuple(tensor.shape) for name, tensor in MPT(cfg).state_dict().items()}
-    assert hf.weights_in_format(cfg) == shapes
+    assert hf_config.weights_in_format(cfg) == shapes
 
 
 class Gated(torch.nn.Module):
@@ -881,13 +881,13 @@ def test_weights_that_the_format_lacks_are_not_exported(live, tmp_path, python):
         done = python("export", tmp_path, tmp_path / "out", program="weights/hf.py")
         assert done.returncode == 2 and done.stderr.count("\n") == 1
         assert (
-            "2 weights are not those of the format: transformer.blocks.0.ffn.gate_proj.weight"
+            "2 weights are not those of an MPT: transformer.blocks.0.ffn.gate_proj.weight"
             in done.stderr
         )
     assert not (tmp_path / "out").exists()
     smaller = replace(SMALL, expansion_ratio=2)
     with pytest.raises(UserError, match=r"up_proj.weight \(192, 48\) instead of \(96, 48\)"):
-        hf.check_format(build(SMALL).state_dict(), smaller)
+        hf_config.check_format(build(SMALL).state_dict(), smaller)
 
 
 @dataclass
@@ -903,9 +903,9 @@ class Forked(MPTConfig):
 )
 def test_settings_that_the_format_lacks_are_not_exported(name, value):
     cfg = Forked(**asdict(SMALL))
-    assert hf.config_to(cfg) == hf.config_to(SMALL)
+    assert hf_config.config_to(cfg) == hf_config.config_to(SMALL)
     with pytest.raises(UserError, match=f"{name}={value}.*this format|this format.*{name}={value}"):
-        hf.config_to(replace(cfg, **{name: value}))
+        hf_config.config_to(replace(cfg, **{name: value}))
 
 
 NESTED = json.loads("[" * 500 + "]" * 500)
@@ -923,7 +923,7 @@ def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "mpt", "attn_config": {}} | {key: value}))
     try:
-        hf.config_from(files.read_json(file), str(file))
+        hf_config.config_from(files.read_json(file), str(file))
     except UserError as error:
         assert (
             "\n" not in str(error)
@@ -941,7 +941,7 @@ def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
 @pytest.mark.parametrize("value", [7, "x", {"a": NESTED}])
 def test_groups_of_a_wrong_type_are_one_line(key, value):
     with pytest.raises(UserError) as error:
-        hf.config_from({"model_type": "mpt"} | {key: value}, "their/config.json")
+        hf_config.config_from({"model_type": "mpt"} | {key: value}, "their/config.json")
     assert "\n" not in str(error.value) and str(error.value).startswith("their/config.json")
 
 

@@ -24,14 +24,14 @@ def test_a_path_is_a_run_a_checkpoint_or_a_folder_of_theirs(tmp_path, capsys):
     hf.import_(theirs, tmp_path / "run", "bytes")
     capsys.readouterr()
     step = tmp_path / "run/checkpoints/step-0"
-    ours, foreign = "a checkpoint of ours, step 0", "a Hugging Face folder"
+    ours, foreign = "a checkpoint of this project, step 0", "a Hugging Face folder"
     for path, found, kind in [
         (tmp_path / "run", step, ours),
         (step, step, ours),
         (theirs, theirs, foreign),
     ]:
         assert load.find(str(path)) == found
-        assert load.is_ours(path) == (kind == ours)
+        assert load.is_run(path) == (kind == ours)
         assert load.settings_of(path) == cfg
         load.demonstrate([str(path)])
         shown = capsys.readouterr().out
@@ -108,7 +108,7 @@ def test_tokenizers_of_weights_are_compared(tmp_path):
     (tmp_path / "theirs/config.json").write_text(
         json.dumps(settings | {"tokenizer_name": "bpe-260"})
     )
-    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.OUR_TOKENIZER)
+    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.BPE_TOKENIZER)
     load.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
     for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
         with pytest.raises(
