@@ -85,15 +85,16 @@ def mutated_header(draw):
         is_object = isinstance(entry, dict)
         kind = draw.randrange(8)
         if kind == 0:
-            name = draw.choice([*GOOD, "new"])
-            header[name] = copy.deepcopy(draw.choice([*VALUES, *GOOD.values()]))
+            value = draw.choice([*VALUES, *GOOD.values()])
+            header[draw.choice([*GOOD, "new"])] = copy.deepcopy(value)
         elif kind < 3 and is_object:
             key = draw.choice([*entry, "dtype", "shape", "data_offsets", "more"])
             entry[key] = copy.deepcopy(draw.choice(VALUES))
         elif kind < 6 and is_object and isinstance(entry.get("shape"), list):
             sizes = entry.get(draw.choice(["shape", "data_offsets"]))
             if isinstance(sizes, list) and sizes:
-                sizes[draw.randrange(len(sizes))] = draw.choice(NUMBERS)
+                number = draw.choice(NUMBERS)
+                sizes[draw.randrange(len(sizes))] = number
         elif kind == 6 and is_object and entry:
             entry.pop(draw.choice([*entry]))
         elif kind == 7:
