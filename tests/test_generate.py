@@ -161,10 +161,10 @@ def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     for more in ([], ["--tokenizer=bytes"]):  # its config.json says so
         theirs = said(*flags, *more, run=tmp_path / "theirs")
         assert theirs.splitlines()[1:] == said(*flags).splitlines()[1:]
-    with pytest.raises(UserError, match="has no steps: leave out --step"):
+    with pytest.raises(UserError, match="has no steps: remove --step"):
         said(*flags, "--step=3", run=tmp_path / "theirs")
     with pytest.raises(
-        UserError, match="is a run of ours, which has its tokenizer: leave out --tokenizer"
+        UserError, match="is a run of this project, which has its tokenizer: remove --tokenizer"
     ):
         said(*flags, "--tokenizer=bytes")
     settings = json.loads((tmp_path / "theirs/config.json").read_text())
