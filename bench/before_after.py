@@ -72,7 +72,7 @@ class BeforeAfterArgs:
         require(found, f"--only={self.only}: no row has that in its name")
 
 
-class Variant(bench_train.Ours):
+class Variant(bench_train.OurProgram):
     """Our step with one thing undone."""
 
     def __init__(self, undone: str, model_cfg, cfg):
