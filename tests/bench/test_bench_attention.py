@@ -82,7 +82,7 @@ def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeyp
     assert [row[1:] for row in rows if row[0].startswith("head dim 16, ")] == [["16", "32"]] * 4
     assert names.count("ours, ALiBi") == names.count("blocks, ALiBi") == 4
     assert [row[1] for row in rows if row[0] == "ours, ALiBi"][-1] == "1.00 / 1.00 / 1.00"
-    assert "Not here: SDPA cuDNN, no bias (" in text and "SDPA cuDNN, no bias" not in names
+    assert "Not available: SDPA cuDNN, no bias (" in text and "SDPA cuDNN, no bias" not in names
     assert float(rows[names.index("reference, ALiBi")][2]) > 0
     raw = json.loads((tmp_path / "results/attention_cpu.json").read_text())
     assert (
@@ -97,6 +97,6 @@ def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeyp
 
 
 def test_a_list_of_lengths_is_numbers_with_commas():
-    assert bench_attention.numbers("lengths", "2048,64,64") == [64, 2048]
+    assert bench_attention.whole_numbers("lengths", "2048,64,64") == [64, 2048]
     with pytest.raises(UserError, match="--lengths wants whole numbers .* not '1k,2k'"):
-        bench_attention.numbers("lengths", "1k,2k")
+        bench_attention.whole_numbers("lengths", "1k,2k")
