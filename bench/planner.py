@@ -217,8 +217,8 @@ set before the fit, by counting bytes or from datasheets.
 ## Errors
 
 The errors are |predicted / measured - 1| of tokens/s. Each model's rows are predicted by constants
-fitted without that model. For comparison: one speed in TFLOP/s for each kind of GPU, the median over
-the other models.
+fitted without that model. For comparison: one speed in TFLOP/s for each kind of GPU, the median
+over the other models.
 
 {errors}
 

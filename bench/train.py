@@ -53,7 +53,7 @@ import fsdp_train
 import parallel
 import processes
 from bench.table import PARTS, draw, read, tables
-from bench.team import KILLED, Launched, Team, TeamError, launched
+from bench.team import Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
 from program import RESUME_ME
@@ -412,7 +412,8 @@ class Row:
         An error such as a missing package is not final. A setting `auto` is like any value that it
         may stand for: which one is known only after the measurement.
         """
-        if line["status"] not in ("ok", "out of memory", KILLED):
+        status = line["status"]
+        if status not in ("ok", "out of memory") and not status.startswith("killed"):
             return False
         not_settings = {"time", "command", "status", "device", "nodes", *FIGURES}
         for key in self.columns.keys() - not_settings:
