@@ -355,7 +355,7 @@ def draw(cells: list[Cell], matmul_tflops: float, title: str, path: Path) -> Non
 
 
 def whole_numbers(name: str, text: str) -> list[int]:
-    """The different numbers of a comma-separated setting, sorted. UserError if it has others."""
+    """The numbers of a setting such as 64,128, sorted, each once. UserError if it has others."""
     valid = re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text)
     message = f"--{name} wants whole numbers with commas between, such as 64,128, not {text!r}"
     require(valid, message)
@@ -433,8 +433,8 @@ def main(argv) -> None:
     if importlib.util.find_spec("matplotlib"):
         draw(cells, matmul, title, path.with_suffix(".png"))
     else:
-        words = "no picture: it needs matplotlib, which is in requirements-extra.txt"
-        print(words, file=sys.stderr)
+        message = "no picture: it needs matplotlib, which is in requirements-extra.txt"
+        print(message, file=sys.stderr)
 
 
 if __name__ == "__main__":

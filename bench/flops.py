@@ -136,8 +136,8 @@ def table(title: str, counter: str, rows: list[tuple]) -> list[str]:
 def main(argv: list[str]) -> None:
     """Print both tables: FLOPs, then bytes."""
     cfg, work = config.load(argv, MPTConfig, Work)
-    words = "torch counts a step's FLOPs and bytes on fake tensors; this takes some seconds"
-    print(words, file=sys.stderr)
+    message = "torch counts a step's FLOPs and bytes on fake tensors; this takes some seconds"
+    print(message, file=sys.stderr)
     print("\n".join([*compare(cfg, work), *compare_memory(cfg, work)]))
 
 

@@ -201,7 +201,7 @@ def make_groups(world) -> dict:
     A kind is left out if none of its groups has two ranks.
     """
     first_of_node = world.global_rank - world.local_rank  # launchers number a node's ranks in a row
-    places = gather((first_of_node, world.local_rank))
+    places = gather((first_of_node, world.local_rank))  # by global rank
     keys_by_kind = {  # ranks with equal keys are in one group
         "all": [0] * world.global_size,
         "node": [node for node, _ in places],
@@ -372,14 +372,14 @@ def table(corner: str, columns: list[str], rows: dict[str, dict]) -> list[str]:
 
 def network_lines(machine: dict) -> list[str]:
     """What is known of the network."""
-    found = machine["network"]
-    speed = f"{found['speed_gbits']:g} Gbit/s" if found["speed_gbits"] else "speed unknown"
+    net = machine["network"]
+    speed = f"{net['speed_gbits']:g} Gbit/s" if net["speed_gbits"] else "speed unknown"
     line = "network: only loopback found"
-    if found["interface"]:
-        line = f"network: {found['interface']} ({found['found_by']}), {speed}"
+    if net["interface"]:
+        line = f"network: {net['interface']} ({net['found_by']}), {speed}"
     if machine["nodes"] == 1:
         line += "; not used here, on one node"
-    infiniband = found["infiniband_gbits"].items()
+    infiniband = net["infiniband_gbits"].items()
     return [line, *(f"InfiniBand: {name}, {rate or '?'} Gbit/s" for name, rate in infiniband)]
 
 

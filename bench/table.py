@@ -81,8 +81,7 @@ def our_cells(name: str, row: dict[str, str], base: float) -> dict[str, str]:
 
 def names_of(rows: list[dict[str, str]]) -> list[str]:
     """A name for each row, made of the settings in which the rows differ."""
-    # A row that failed may still say `auto` where the others say what that is. Its precision is
-    # compared with none of them.
+    # The precision of a row that failed may be unknown (`auto`), so only those of the others count.
     measured = [row for row in rows if row["status"] == "ok"] or rows
     differ = []
     for key in NAMING:

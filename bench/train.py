@@ -392,9 +392,11 @@ class Row:
         columns |= {
             "grad_accum": math.ceil(rows_per_rank / cfg.microbatch_size),
             "global_batch_size": cfg.global_batch_size,
+            "others": "",
         }
-        others = self.other_settings(columns)
-        return columns | {"others": others} | dict.fromkeys(FIGURES, "")
+        columns |= dict.fromkeys(FIGURES, "")
+        columns["others"] = self.other_settings(columns)
+        return columns
 
     def other_settings(self, columns: dict) -> str:
         """Settings without a column of their own that differ from their defaults: `a=1 b=2`."""
@@ -490,19 +492,22 @@ def groups(argv: list[str]) -> list[list[Row]]:
     recipes = [f"configs/mpt{size}.py" for size in args.sizes.split(",") if size]
     programs = [OurProgram, TransformersProgram] if args.transformers else [OurProgram]
 
-    found = []
+    row_groups = []
     numbers = itertools.count(1)
     for recipe, swept in itertools.product(recipes or [None], combinations(args.sweep)):
-        file = recipe or (given[-1] if given else None)
-        base = [recipe] if recipe else [] if given else SHAPE
-        model = Path(file).stem if file else ""
+        if recipe:
+            base, model = [recipe], Path(recipe).stem
+        elif given:  # the config file is one of the flags
+            base, model = [], Path(given[-1]).stem
+        else:
+            base, model = SHAPE, ""
         setting = base + flags + swept
-        found.append([Row(next(numbers), setting, model, program) for program in programs])
+        row_groups.append([Row(next(numbers), setting, model, program) for program in programs])
 
     take_turns = args.alternate or args.transformers
     message = "under torchrun rows cannot take turns: run it without torchrun"
     require(not (take_turns and launched()), message)
-    return [list(itertools.chain(*found))] if args.alternate else found
+    return [list(itertools.chain(*row_groups))] if args.alternate else row_groups
 
 
 def combinations(sweep: str) -> list[list[str]]:
@@ -517,7 +522,7 @@ def combinations(sweep: str) -> list[list[str]]:
 
 
 def append(path: str, columns: dict) -> None:
-    """Add a line to a CSV, and its head if the file is new."""
+    """Add a line to a CSV; a new file gets a header."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     is_new = not os.path.exists(path)
     with open(path, "a", newline="") as file:
@@ -571,15 +576,15 @@ def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
             row.finish(args.profile and f"{args.profile}-{row.number}.json")
         keep(row, args.out, rank)
         if launched() and not row.is_ok():  # the ranks may be in different collectives now
-            words = f"{row.columns['model']}: start again to continue with the other rows"
-            print(words, file=sys.stderr)
+            message = f"{row.columns['model']}: start again to continue with the other rows"
+            print(message, file=sys.stderr)
             raise SystemExit(RESUME_ME)
 
 
 def keep(row: Row, out: str, rank: int) -> None:
     """Rank 0 adds the row to the CSV `out`; another rank only adds a failure that rank 0 has not.
 
-    So an error that one rank has alone is on record, and a restart does not meet it again.
+    So an error that only one rank has is recorded too, and a restart skips the row.
     """
     if rank > 0:
         if row.is_ok():

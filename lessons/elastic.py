@@ -120,10 +120,10 @@ def steps_done(run_dir: Path) -> int:
 
 
 def stage_now(run_dir: Path, stages: list, max_steps: int) -> int:
-    """The index of the stage to run next, according to the run folder.
+    """The index of the stage to run next.
 
-    Each launch is on record there, so the number of ranks has changed once for each stage that has
-    ended and been followed by a launch. The last stage may have ended too.
+    The run folder records each launch. Every change of the number of ranks began a new stage. If
+    the newest stage has done its steps, the next one is due.
     """
     ranks = [launch["ranks"] for launch in runlog.read_launches(run_dir) if "ranks" in launch]
     stage = sum(before != after for before, after in zip(ranks, ranks[1:], strict=False))

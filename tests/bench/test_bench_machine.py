@@ -168,8 +168,8 @@ def test_groups_of_two_nodes(ranks):
 def test_a_node_of_three_ranks_and_one_of_one(ranks):
     rows = ranks(4)(measure_as, [0, 1, 2, 0])
     kinds = [["all", "node", "across"], ["all", "node"], ["all", "node"], ["all", "across"]]
-    for row, there in zip(rows, kinds, strict=True):
-        check_collectives(row["collectives_gbs"], row["latency_us"], there)
+    for row, kinds_of_row in zip(rows, kinds, strict=True):
+        check_collectives(row["collectives_gbs"], row["latency_us"], kinds_of_row)
     machine = bench_machine.summarize(rows, "cpu", bench_machine.MachineArgs())
     assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [4, 2, 3]
 

@@ -53,13 +53,13 @@ def test_every_process_answers(team):
 
 
 @pytest.mark.parametrize(
-    "call, words",
+    "call, message",
     [(("die", 1), "killed"), (("fill",), "out of memory"), (("jump",), "no attribute")],
 )
-def test_when_one_fails_all_are_ended_and_the_error_says_why(team, call, words):
+def test_when_one_fails_all_are_ended_and_the_error_says_why(team, call, message):
     pids = [pid for _, _, pid in team.call("add", 0)]
     begin = time.monotonic()
-    with pytest.raises(TeamError, match=words):
+    with pytest.raises(TeamError, match=message):
         team.call(*call)
     assert all(map(gone, pids)) and time.monotonic() - begin < 30
 
