@@ -313,7 +313,7 @@ def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
 
 def interrupted(world, files, out):
     """Score half of a task, then begin anew with what was kept; how many requests were forwarded then?"""
-    zero_shot.PART_SECONDS, before = -1, zero_shot.PART_SECONDS
+    results.PART_SECONDS, before = -1, results.PART_SECONDS
     mpt, (task,) = model(alibi=True), tasks_of(files)[:1]
     requests, _ = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "mc", mpt.cfg)
     icl_score.score(
@@ -321,7 +321,7 @@ def interrupted(world, files, out):
     )
     part = zero_shot.Part(out, "key", world.global_rank)
     other = zero_shot.Part(out, "another model", world.global_rank)
-    zero_shot.PART_SECONDS = before
+    results.PART_SECONDS = before
     seen = []
     hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     results = figures(evaluate(mpt, BYTES, [task], world, batch_tokens=100, part=part))
