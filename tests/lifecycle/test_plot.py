@@ -187,7 +187,7 @@ def batches(tmp_path, a, b):
         plot.read(folder(tmp_path / name, [step(s, 5.0, batch_hash=h) for s, h in hashes.items()]))
         for name, hashes in (("a", a), ("b", b))
     ]
-    return plot.batches(*runs)
+    return plot.compare_batches(*runs)
 
 
 def test_batches_are_compared_in_common_steps(tmp_path):
