@@ -1,9 +1,11 @@
-"""What the trainer does before it imports PyTorch, which takes seconds: say so, obey signals, and
-end if torchrun is killed.
+"""What the trainer does before it imports PyTorch, which takes seconds.
 
-    fsdp_train.py, first lines:    if __name__ == "__main__": startup.begin(sys.argv[1:])
+It says what is loading, handles signals, and exits if torchrun is killed.
 
-Run `python -m lifecycle.startup configs/demo.py` to see the line. Read next: lifecycle/runlog.py.
+    if __name__ == "__main__":           # the first lines of fsdp_train.py
+        startup.begin(sys.argv[1:])
+
+Run `python -m lifecycle.startup configs/demo.py` to see the line that it prints.
 """
 
 import contextlib
@@ -16,12 +18,12 @@ from config import MPTConfig, TrainConfig, UserError
 
 
 def begin(argv: list[str]) -> None:
-    """Obey signals and end with torchrun, as later; on rank 0 say what is loading.
+    """Handle signals, watch torchrun, and on global rank 0 print that PyTorch is loading.
 
-    Says nothing if `argv` asks for help or is wrong: fsdp_train.main answers that.
+    Prints nothing for --help and for wrong arguments: fsdp_train.main answers these.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, leave)
+        signal.signal(number, exit_now)
     program.end_with_torchrun()
     if config.rank() > 0 or config.wants_help(argv):
         return
@@ -30,13 +32,14 @@ def begin(argv: list[str]) -> None:
         print(f"{cfg.run_dir}: loading PyTorch", flush=True)
 
 
-def leave(number: int, frame) -> None:
-    """Nothing is there to be saved yet."""
+def exit_now(number: int, frame) -> None:
+    """Signal handler: there is nothing to save yet."""
     os._exit(130 if number == signal.SIGINT else program.RESUME_ME)
 
 
 def demonstrate(argv) -> None:
-    config.load(argv, MPTConfig, TrainConfig)  # answers --help and mistakes
+    """Answer --help and wrong arguments, else print the line."""
+    config.load(argv, MPTConfig, TrainConfig)
     begin(argv)
 
 
