@@ -7,7 +7,7 @@
 The three differ by up to 10 points on one model. So an accuracy means something only beside its
 scoring rule, its standard error and the share of the most frequent answer.
 
-Run `python -m evaluation.figures` to see three rules disagree about one question.
+Run `python -m evaluation.figures` to see the rules disagree about one question.
 """
 
 import math
@@ -173,6 +173,7 @@ def choice_table(results: dict, name: str) -> list[str]:
         return {task: results[task][key] for task in results}
 
     def with_mean(values):
+        """Of the posts' tasks only."""
         if in_posts:
             values["mean"] = sum(values[task] for task in in_posts) / len(in_posts)
         return values

@@ -42,9 +42,7 @@ class EvalConfig:
     shots: int = 0  # solved examples above each question
     seed: int = 0  # of the choice of examples
     limit: int = 0  # use only the first so many items of each task (0 = all)
-    batch_tokens: int = (
-        8192  # of a batch on one rank, padding included (one question may exceed it)
-    )
+    batch_tokens: int = 8192  # of a batch on one rank, with padding (one question may exceed it)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)

@@ -454,6 +454,15 @@ def test_the_table_is_that_of_the_posts():
     assert "published" not in table({"own": results["piqa"]}, "mine")
 
 
+@pytest.mark.parametrize("has_bf16, expected", [(True, "bf16"), (False, "fp32")])
+def test_auto_is_fp32_on_a_cpu_and_bf16_where_a_gpu_computes_in_it(has_bf16, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert zero_shot.pick_precision("auto", torch.device("cpu")) == "fp32"
+    assert zero_shot.pick_precision("bf16", torch.device("cpu")) == "bf16"
+    assert zero_shot.pick_precision("auto", torch.device("cuda")) == expected
+    assert zero_shot.pick_precision("fp32", torch.device("cuda")) == "fp32"
+
+
 @pytest.mark.parametrize("name", ["arc_challenge", "piqa", "winograd"])
 def test_the_real_sets_are_scored(name):
     if not SETS.is_dir():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from config import MPTConfig
 from model import MPT, KVCache, init_weights
-from serving.decoder import Decoder, generate
+from serving.decoder import Decoder, generate, pick_dtype
 from serving.packed_linear import PackedLinear, can_pack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,3 +120,14 @@ def test_padding_rows_of_the_vocabulary_are_never_drawn():
     ids = torch.zeros(64, 1, dtype=torch.long)
     tokens = generate(decoder(model(alibi=True), vocab_size=5), ids, 8, temperature=5.0)
     assert torch.stack(list(tokens)).max() < 5
+
+
+@pytest.mark.parametrize("has_bf16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bf16_where_the_device_computes_in_it(has_bf16, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    for device in ("cpu", "cuda"):
+        assert pick_dtype("auto", torch.device(device)) == dtype
+        assert pick_dtype("fp32", torch.device(device)) == torch.float32
+        assert pick_dtype("bf16", torch.device(device)) == torch.bfloat16
+    assert pick_dtype("auto", torch.device("mps")) == torch.bfloat16
