@@ -148,7 +148,7 @@ PeakSetting = float | Literal["auto", "measure"]
 class FlopsArgs:
     """What to compute the utilization of."""
 
-    device: str = "auto"  # one torch device: mi250, ... (python devices.py lists them)
+    device: str = "auto"  # mi250, ... (python devices.py lists them); auto: of this machine
     peak_tflops: PeakSetting = "auto"  # its peak; auto: the table; measure: of this machine
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
