@@ -212,7 +212,7 @@ def peak_of_this_machine(args: FlopsArgs) -> tuple[str, float | None, float | No
     if args.peak_tflops == "measure":
         measured = devices.measure_peak(device, torch.bfloat16)
         return "this machine, measured in bf16", measured, None
-    row = devices.of(device)
+    row = devices.identify(device)
     peak = devices.peak_flops("auto", device, torch.bfloat16)
     return "this machine", peak, row and row.reachable
 
