@@ -315,6 +315,66 @@ def measure_peak(device, dtype) -> float:
 # The program
 
 
+# -------------------------------------------------------------------------------------------------
+# The precision that suits a device
+
+
+def choose_precision(
+    cfg: config.TrainConfig, device, saved: str | None = None, measures: bool = True
+) -> tuple[str, str]:
+    """bf16 or fp32, and the reason in words: the setting, or for `auto` what suits the device.
+
+    saved: the precision of the checkpoint that a run resumes from, which `auto` keeps. Without
+    `measures`, the precision may be "" where only a measurement can tell.
+    """
+    import torch
+
+    if cfg.precision != "auto":
+        return cfg.precision, "as set"
+    if saved:
+        return saved, "as in the checkpoint"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", "this GPU multiplies in bf16"
+        return "fp32", "this GPU has no bf16"  # V100 and older
+    if device.type != "cpu":
+        return "bf16", f"the default on {device.type}"
+    # What PyTorch knows of this CPU, such as {"avx512_bf16": True}; nothing before torch 2.11.
+    features = getattr(torch.cpu, "get_capabilities", dict)()
+    precision, reason = cpu_precision(features)
+    if not precision and measures:
+        precision = faster_precision()
+    return precision, reason
+
+
+def cpu_precision(features: dict) -> tuple[str, str]:
+    """The precision for a CPU with these features, "" if it must be measured; and the reason.
+
+    AMX multiplies tiles of bf16, much faster than vectors of fp32. Without any bf16 instruction
+    PyTorch emulates bf16. In between, some CPUs multiply fp32 faster.
+    """
+    if features.get("amx_tile") and features.get("amx_bf16"):
+        return "bf16", "this CPU has AMX"
+    has_bf16 = any(value is True for name, value in features.items() if "bf16" in name)
+    if features and not has_bf16:
+        return "fp32", "this CPU has no bf16 instructions"
+    return "", "measured to be the faster one on this CPU"
+
+
+def faster_precision(size: int = 512, turns: int = 10) -> str:
+    """The precision whose fastest size x size matrix product took less time. They take turns."""
+    import torch
+
+    best = {"fp32": float("inf"), "bf16": float("inf")}
+    for _ in range(turns):
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            a = torch.ones(size, size, dtype=dtype)
+            begin = time.perf_counter()
+            a @ a
+            best[name] = min(best[name], time.perf_counter() - begin)
+    return min(best, key=best.get)
+
+
 def table() -> str:
     """All rows, for a person to read."""
     layout = "{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}"

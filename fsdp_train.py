@@ -37,9 +37,9 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig, require
 from lifecycle import microbatch, reporter, resume, runlog
+from lifecycle.cadence import Cadence
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
-from lifecycle.schedule import Schedule
 from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
 from loss import IGNORE
 
@@ -62,13 +62,13 @@ def main(argv) -> None:
     # where to begin: at the newest sound checkpoint, or at step 0
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     precision = parallel.choose_precision(cfg, world.device, start.precision)
-    schedule = Schedule(cfg, start.skip_steps)
+    cadence = Cadence(cfg, start.skip_steps)
     # From here on cfg has the microbatch size and the skipped steps that the run really uses. A
     # trial of the microbatch runs train_step in a process of its own.
     cfg = replace(
         cfg,
         microbatch_size=microbatch.fit(model_cfg, cfg, world, precision, train_step),
-        skip_steps=schedule.skips.text,
+        skip_steps=cadence.skips.text,
     )
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
@@ -97,33 +97,33 @@ def main(argv) -> None:
         Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step),
         StragglerTimer(model, world.device),
     )
-    report = Reporter(log, model_cfg, cfg, world, peak, schedule, checkpointer, guard, start.step)
+    report = Reporter(log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, start.step)
 
     # the loop
     with guard:
         if start.step == 0:
-            evaluator.evaluate(0, schedule, model, precision, log)
-        schedule.start_save_clock()
+            evaluator.evaluate(0, cadence, model, precision, log)
+        cadence.start_save_clock()
         report.start_clock()
-        for step, rows in guard.watch(dataset.batches(schedule.steps_from(start.step), cfg, world)):
+        for step, rows in guard.watch(dataset.batches(cadence.steps_from(start.step), cfg, world)):
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
             # On a GPU this logs the step before, unless something follows this one.
-            agreed = report.record(step, figures, read_now=schedule.reads_now(done))
+            agreed = report.record(step, figures, read_now=cadence.reads_now(done))
             lease.check()
             if agreed.no_save_running:
                 checkpointer.finish()  # publish the last one
-            if schedule.evaluates(done) or schedule.scores_tasks(done):
-                evaluator.evaluate(done, schedule, model, precision, log)
+            if cadence.evaluates(done) or cadence.scores_tasks(done):
+                evaluator.evaluate(done, cadence, model, precision, log)
                 report.start_clock()
             # During bad steps older checkpoints are worth more than a new one.
-            save = (schedule.saves(done) or agreed.save) and not agreed.bad_step
-            if save or schedule.is_last(done) or agreed.leave:
+            save = (cadence.saves(done) or agreed.save) and not agreed.bad_step
+            if save or cadence.is_last(done) or agreed.leave:
                 checkpointer.save(done, model, optimizer, settings)
-                schedule.start_save_clock()
+                cadence.start_save_clock()
                 report.start_clock()
-            if agreed.leave and not schedule.is_last(done):
+            if agreed.leave and not cadence.is_last(done):
                 stopping.leave(agreed.leave, checkpointer, log)
         checkpointer.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
@@ -194,13 +194,13 @@ class Evaluator:
         """The id between packed documents, with attn_uses_sequence_id; else None."""
         return self.tokenizer and self.tokenizer.eot
 
-    def evaluate(self, done: int, schedule: Schedule, model, precision: str, log) -> None:
+    def evaluate(self, done: int, cadence: Cadence, model, precision: str, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
-        if schedule.evaluates(done):
+        if cadence.evaluates(done):
             loss = evaluate(model, self.val, self.cfg, self.world, precision)
             bits = runlog.bits_per_byte(loss, self.val.tokens, self.val.text_bytes)
             log.row({"step": done, "val_loss": loss, "val_bits_per_byte": bits})
-        if schedule.scores_tasks(done):
+        if cadence.scores_tasks(done):
             from evaluation import zero_shot
 
             scores = zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, precision)

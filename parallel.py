@@ -22,7 +22,6 @@ Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a
 """
 
 import functools
-import time
 from collections import defaultdict
 
 import torch
@@ -33,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
+import devices
 import optim
 import processes
 from config import MPTConfig, TrainConfig, UserError, require
@@ -53,66 +53,11 @@ SAVED = {
 
 
 def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
-    """fp32 or bf16: the setting, or for `auto` what suits the device. A collective.
+    """fp32 or bf16, the same on all ranks: what `devices.choose_precision` says on rank 0.
 
-    saved: the precision of the checkpoint that a run resumes from, which `auto` keeps.
+    A collective. saved: the precision of the checkpoint that a run resumes from.
     """
-    precision, _ = precision_and_reason(cfg, device, saved)
-    return processes.rank_zero_decides(lambda: precision or faster_precision())
-
-
-def reason_for_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
-    """Why `choose_precision` takes what it takes, in a few words."""
-    _, reason = precision_and_reason(cfg, device, saved)
-    return reason
-
-
-def precision_and_reason(
-    cfg: TrainConfig, device: torch.device, saved: str | None
-) -> tuple[str | None, str]:
-    """The precision, or None if it must be measured on this CPU, and the reason in words."""
-    if cfg.precision != "auto":
-        return cfg.precision, "as set"
-    if saved:
-        return saved, "as in the checkpoint"
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", "this GPU multiplies in bf16"
-        return "fp32", "this GPU has no bf16"  # V100 and older
-    if device.type != "cpu":
-        return "bf16", f"the default on {device.type}"
-    return cpu_precision(cpu_features())
-
-
-def cpu_features() -> dict:
-    """What PyTorch knows of this CPU, such as {"avx512_bf16": True}; empty before torch 2.11."""
-    return getattr(torch.cpu, "get_capabilities", dict)()
-
-
-def cpu_precision(features: dict) -> tuple[str | None, str]:
-    """As `precision_and_reason`, for a CPU with these features.
-
-    AMX multiplies tiles of bf16, much faster than vectors of fp32. Without any bf16 instruction
-    PyTorch emulates bf16. In between, some CPUs multiply fp32 faster.
-    """
-    if features.get("amx_tile") and features.get("amx_bf16"):
-        return "bf16", "this CPU has AMX"
-    has_bf16 = any(value is True for name, value in features.items() if "bf16" in name)
-    if features and not has_bf16:
-        return "fp32", "this CPU has no bf16 instructions"
-    return None, "measured to be the faster one on this CPU"
-
-
-def faster_precision(size: int = 512, turns: int = 10) -> str:
-    """The precision whose fastest size x size matrix product took less time. They take turns."""
-    best = dict.fromkeys(DTYPES, float("inf"))
-    for _ in range(turns):
-        for name, dtype in DTYPES.items():
-            a = torch.ones(size, size, dtype=dtype)
-            begin = time.perf_counter()
-            a @ a
-            best[name] = min(best[name], time.perf_counter() - begin)
-    return min(best, key=best.get)
+    return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

@@ -29,7 +29,7 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
-from lifecycle.schedule import BadSteps
+from lifecycle.cadence import BadSteps
 from model import MPT
 
 
@@ -71,12 +71,12 @@ def agree(world, leave: int, save: bool, no_save_running: bool, seconds: float) 
 class Reporter:
     """Reads the figures of each step, lets the ranks agree, and logs the step's row."""
 
-    def __init__(self, log, model_cfg, cfg, world, peak, schedule, checkpointer, guard, first_step):
+    def __init__(self, log, model_cfg, cfg, world, peak, cadence, checkpointer, guard, first_step):
         """peak: FLOP/s of all devices together, or None. first_step: where the run starts."""
         self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
         self.world, self.peak = world, peak
-        self.schedule, self.checkpointer, self.guard = schedule, checkpointer, guard
-        self.bad_steps = BadSteps(cfg, checkpointer, schedule.skips, first_step)
+        self.cadence, self.checkpointer, self.guard = cadence, checkpointer, guard
+        self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
         self.start_clock()
@@ -110,13 +110,13 @@ class Reporter:
         agreed = agree(
             self.world,
             leave=self.guard.signals.requested or self.log.reader_left,
-            save=self.schedule.save_overdue(),
+            save=self.cadence.save_overdue(),
             no_save_running=self.checkpointer.settled(),
             seconds=own_seconds(),
         )
         agreed.bad_step = is_bad
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
-        steps_taken = step + 1 - self.schedule.skips.before(step + 1)
+        steps_taken = step + 1 - self.cadence.skips.before(step + 1)
         tokens_per_second = tokens / step_seconds
         self.log.row(
             {
@@ -180,7 +180,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     )
     device = f"{world.global_size} x {devices.describe(world.device)}"
     speed = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
-    reason = parallel.reason_for_precision(cfg, world.device, start.precision)
+    _, reason = devices.choose_precision(cfg, world.device, start.precision, measures=False)
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
     draws = start.seed_to_draw(cfg) is not None

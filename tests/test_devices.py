@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import devices
-from config import UserError
+from config import TrainConfig, UserError
 
 # Vendors' datasheets and product pages, collected independently of devices.TABLE.
 FIGURES = Path(__file__).parent / "accelerators.csv"
@@ -250,3 +250,27 @@ def test_published_powers_and_figures_are_of_rows_of_the_table():
         assert rows and all(row.watts < watts < 2.1 * row.watts for row in rows), name
     card = 2 * devices.by_name("mi250").bf16_tflops
     assert all(0.4 < tflops / card < 0.5 for tflops in devices.PUBLISHED_MI250.values())
+
+
+AMX = {"amx_tile": True, "amx_bf16": True, "avx512_bf16": True}
+
+
+@pytest.mark.parametrize(
+    "features, precision, reason",
+    [
+        (AMX, "bf16", "this CPU has AMX"),
+        (AMX | {"amx_tile": False}, "", "measured to be the faster one on this CPU"),
+        ({"avx512_bf16": True}, "", "measured to be the faster one on this CPU"),
+        ({"avx2": True, "avx512_bf16": False}, "fp32", "this CPU has no bf16 instructions"),
+        ({}, "", "measured to be the faster one on this CPU"),  # PyTorch does not say
+    ],
+)
+def test_the_precision_of_a_cpu_follows_from_its_features(features, precision, reason):
+    assert devices.cpu_precision(features) == (precision, reason)
+
+
+def test_a_setting_or_a_checkpoint_decides_before_the_cpu_does():
+    cpu = torch.device("cpu")
+    assert devices.choose_precision(TrainConfig(precision="bf16"), cpu) == ("bf16", "as set")
+    auto = TrainConfig(precision="auto")
+    assert devices.choose_precision(auto, cpu, saved="bf16") == ("bf16", "as in the checkpoint")

@@ -839,31 +839,6 @@ def test_ranks_that_share_a_model_are_not_counted_twice(ranks, tiny_data):
     assert ranks(4)(in_pairs, cfg, tiny_data) == [wanted[0]] * 4
 
 
-AMX = {"amx_tile": True, "amx_bf16": True, "avx512_bf16": True}
-
-
-@pytest.mark.parametrize(
-    "features, precision, reason",
-    [
-        (AMX, "bf16", "this CPU has AMX"),
-        (AMX | {"amx_tile": False}, None, "measured to be the faster one on this CPU"),
-        ({"avx512_bf16": True}, None, "measured to be the faster one on this CPU"),
-        ({"avx2": True, "avx512_bf16": False}, "fp32", "this CPU has no bf16 instructions"),
-        ({}, None, "measured to be the faster one on this CPU"),  # PyTorch does not say
-    ],
-)
-def test_the_precision_of_a_cpu_follows_from_its_features(features, precision, reason):
-    assert parallel.cpu_precision(features) == (precision, reason)
-
-
-def test_a_setting_or_a_checkpoint_decides_before_the_cpu_does():
-    cpu = torch.device("cpu")
-    assert parallel.reason_for_precision(replace(RUN, precision="bf16"), cpu) == "as set"
-    auto = replace(RUN, precision="auto")
-    assert parallel.choose_precision(auto, cpu, saved="bf16") == "bf16"
-    assert parallel.reason_for_precision(auto, cpu, saved="bf16") == "as in the checkpoint"
-
-
 def precision_of(world, setting):
     return parallel.choose_precision(replace(RUN, precision=setting), world.device)
 

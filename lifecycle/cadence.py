@@ -1,13 +1,13 @@
-"""The schedule of a run: which steps it takes, what follows each step, and when bad steps end it.
+"""The cadence of a run: which steps it takes, what follows each step, and when bad steps end it.
 
-    Schedule    after which steps to evaluate, score tasks and save
+    Cadence    after which steps to evaluate, score tasks and save
     Skips       --skip_steps: batches that the run does not train on
     BadSteps    a step whose loss or gradient is not finite; too many in a row end the run
 
 Steps are counted in two ways: `step` is 0 for the first one, as in the order of the data and in the
 learning rate; `done` is the number of steps that are finished, so it is step + 1 after a step.
 
-Run `python -m lifecycle.schedule configs/demo.py` to see when a run evaluates and saves.
+Run `python -m lifecycle.cadence configs/demo.py` to see when a run evaluates and saves.
 """
 
 import math
@@ -17,7 +17,7 @@ import config
 from config import TrainConfig, UserError, require
 
 
-class Schedule:
+class Cadence:
     """What follows each step, as the settings say."""
 
     def __init__(self, cfg: TrainConfig, skips_of_checkpoint: str = ""):
@@ -153,11 +153,11 @@ class BadSteps:
 
 def demonstrate(argv) -> None:
     (cfg,) = config.load(argv, TrainConfig)
-    schedule = Schedule(cfg)
+    cadence = Cadence(cfg)
     events = {
-        "evaluates": schedule.evaluates,
-        "scores tasks": schedule.scores_tasks,
-        "saves": schedule.saves,
+        "evaluates": cadence.evaluates,
+        "scores tasks": cadence.scores_tasks,
+        "saves": cadence.saves,
     }
     for name, is_due in events.items():
         steps = [done for done in range(cfg.max_steps + 1) if is_due(done)]

@@ -1,10 +1,10 @@
-"""lifecycle/schedule.py: what follows a step, which steps are skipped, and bad steps."""
+"""lifecycle/cadence.py: what follows a step, which steps are skipped, and bad steps."""
 
 import pytest
 
 from config import TrainConfig, UserError
-from lifecycle import schedule
-from lifecycle.schedule import Schedule
+from lifecycle import cadence
+from lifecycle.cadence import Cadence
 
 
 def steps_with(is_due, max_steps=10):
@@ -13,7 +13,7 @@ def steps_with(is_due, max_steps=10):
 
 def test_what_follows_each_step():
     cfg = TrainConfig(max_steps=10, eval_interval=4, icl_interval=5, save_interval=3, keep_every=6)
-    plan = Schedule(cfg)
+    plan = Cadence(cfg)
     assert steps_with(plan.evaluates) == [0, 4, 8, 10]
     assert steps_with(plan.scores_tasks) == [0, 5, 10]
     assert steps_with(plan.saves) == [0, 3, 6, 9, 10]
@@ -23,7 +23,7 @@ def test_what_follows_each_step():
 
 def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
     cfg = TrainConfig(max_steps=10, eval_interval=0, save_interval=0, keep_every=0)
-    plan = Schedule(cfg)
+    plan = Cadence(cfg)
     assert steps_with(plan.evaluates) == [0, 10]
     assert steps_with(plan.scores_tasks) == []
     assert steps_with(plan.saves) == [10]
@@ -31,21 +31,21 @@ def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
 
 def test_the_clock_for_saving(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(schedule.time, "monotonic", lambda: now)
-    plan = Schedule(TrainConfig(save_minutes=2))
+    monkeypatch.setattr(cadence.time, "monotonic", lambda: now)
+    plan = Cadence(TrainConfig(save_minutes=2))
     now += 119
     assert not plan.save_overdue()
     now += 2
     assert plan.save_overdue()
     plan.start_save_clock()
     assert not plan.save_overdue()
-    never = Schedule(TrainConfig(save_minutes=0))
+    never = Cadence(TrainConfig(save_minutes=0))
     now += 1e6
     assert not never.save_overdue()
 
 
 def test_a_few_bad_steps_are_not_too_many():
-    seen = schedule.BadSteps(
+    seen = cadence.BadSteps(
         TrainConfig(max_bad_steps=3), checkpointer=None, skips=None, first_step=0
     )
     nan, inf = float("nan"), float("inf")
@@ -70,16 +70,16 @@ def test_a_few_bad_steps_are_not_too_many():
     ],
 )
 def test_steps_that_are_left_out(text, first, end, steps):
-    skips = schedule.Skips(TrainConfig(max_steps=100, skip_steps=text), skips_of_checkpoint="")
+    skips = cadence.Skips(TrainConfig(max_steps=100, skip_steps=text), skips_of_checkpoint="")
     assert list(skips.steps(first, end)) == steps
     for step in range(8):
         assert skips.before(step) == step - len(list(skips.steps(0, step)))
 
 
 def test_skips_of_the_checkpoint_and_of_the_flags_add_up():
-    skips = schedule.Skips(
+    skips = cadence.Skips(
         TrainConfig(max_steps=100, skip_steps="7:9,3:5"), skips_of_checkpoint="3:5"
     )
     assert skips.text == "3:5,7:9" and list(skips.steps(0, 9)) == [0, 1, 4, 5, 8]
     with pytest.raises(UserError, match="skips the last step: set --max_steps=98"):
-        schedule.Skips(TrainConfig(max_steps=100, skip_steps="99:101"), skips_of_checkpoint="")
+        cadence.Skips(TrainConfig(max_steps=100, skip_steps="99:101"), skips_of_checkpoint="")
