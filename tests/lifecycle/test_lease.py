@@ -38,7 +38,7 @@ def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_da
     wait_for(lambda: steps_done(tmp_path / "run") > before + 1)
     assert first.status() is None
     first.send(signal.SIGKILL)
-    assert first.left(10)
+    assert first.wait(10)
     with taken(tmp_path / "run"):  # without waiting
         pass
 
