@@ -147,7 +147,8 @@ def table(results: dict, name: str) -> str:
             )
         if r["kind"] == "text":
             lines.append(
-                f"{task}: {r['nats_per_token']:.4f} nats a token, {r['nats_per_byte']:.4f} a byte, "
+                f"{task}: {r['nats_per_token']:.4f} nats per token, "
+                f"{r['nats_per_byte']:.4f} per byte, "
                 f"perplexity {r['perplexity']:.2f}, {r['n']:,} tokens"
             )
         if r["contexts_cut"]:

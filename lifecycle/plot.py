@@ -35,7 +35,7 @@ from storage import files
 LETTERS = string.ascii_uppercase  # one per run, for its validation losses
 DOTS = ".:+x*o%#"  # one per run, for its training losses
 WHAT = {  # key in metrics.jsonl: (title, format of a value in the terminal)
-    "loss": ("loss (nats a token)", ".2f"),
+    "loss": ("loss (nats per token)", ".2f"),
     "lr": ("learning rate", ".2e"),
     "grad_norm": ("gradient norm", ".3g"),
     "tokens_per_second": ("tokens/s", ",.0f"),
@@ -369,7 +369,7 @@ def label_axes(axes, what: str, x: str, small: bool) -> None:
 
 @dataclass
 class Difference:
-    """|b - a| of two curves, nats a token, over the steps where both are finite."""
+    """|b - a| of two curves, nats per token, over the steps where both are finite."""
 
     largest: float  # NaN if no step is compared
     step: int | None  # of the largest
@@ -411,7 +411,7 @@ def compare_batches(first: Run, other: Run) -> str:
 
 
 def table_of_differences(runs: list[Run]) -> str:
-    """Each run against the first, nats a token."""
+    """Each run against the first, nats per token."""
     first = runs[0]
     lines = [
         f"difference from {first.folder}",

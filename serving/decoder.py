@@ -124,7 +124,7 @@ def demonstrate(argv) -> None:
         begin = time.perf_counter()
         tokens = torch.stack(list(tokens))
         ms = 1e3 * (time.perf_counter() - begin) / n
-        print(f"{name:32}{ms:6.2f} ms a token")
+        print(f"{name:32}{ms:6.2f} ms per token")
         return tokens
 
     obvious = timed("the whole text for each token", generate_without_cache(model, prompt, n))

@@ -83,7 +83,7 @@ WRONG_FLAGS = {
     "--stop=": "a stop string is empty",
     "--interactive --json": "remove --prompt, --prompts and --json",
     "--prompts={folder}/empty": "no prompt in .*empty: write one per line",
-    "--prompt": "--prompt wants a value: --prompt=...",
+    "--prompt": "--prompt needs a value: --prompt=...",
     "--promt=x": "unknown key 'promt' in the command line, did you mean 'prompt'",
     "--precision=fp8": "expected one of: auto, fp32, bf16",
 }

@@ -170,7 +170,7 @@ def test_the_metrics_of_before_are_summed_up_and_drawn(old, capsys):
     run = plot.read("run")
     assert [row["step"] for row in run.steps] == [1, 2, 5, 6, 7, 8, 9, 10, 11, 12]
     assert [row["step"] for row in run.vals] == [0, 6, 9, 12]
-    assert "loss (nats a token)   1,920 tokens" in plot.in_terminal([run])
+    assert "loss (nats per token)   1,920 tokens" in plot.in_terminal([run])
 
 
 def test_a_row_of_bench_train_is_not_measured_again(old):

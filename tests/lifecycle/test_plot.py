@@ -265,7 +265,7 @@ def test_without_matplotlib_the_terminal_has_it_all(run, tmp_path):
     code += "plot.main(['run', 'run', '--what=all', '--diff'])"
     done = launch(["-c", code, str(tmp_path)], tmp_path, [], program=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "loss (nats a token)   5,000 tokens" in done.stdout
+    assert "loss (nats per token)   5,000 tokens" in done.stdout
     assert "MFU: not known" in done.stdout
     assert "requirements-extra.txt" in done.stdout
     assert "50 of 50" in done.stdout
