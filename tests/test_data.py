@@ -230,9 +230,9 @@ def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     """A megabyte without a space, as base64 is: learning from it took 30 minutes."""
     chance = random.Random(0)
     blob = "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=10**6))
-    begin = time.perf_counter()
+    begin = time.process_time()
     folder = prepare(make(["the river and the tree " * 50, blob, "the tree"], tokenizer="bpe-280"))
-    assert time.perf_counter() - begin < 30
+    assert time.process_time() - begin < 30
     known = tokenizers.load("bpe-280", folder / "tokenizer.json").tokens
     assert b" the" in known and len(known) <= 279
 
@@ -274,7 +274,10 @@ def begun(large_text, tmp_path):
     ]
     command += [f"--data_dir={folder}", "--max_seq_len=64"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        ["nice", *command],  # so that this process sees the first shard before the last is made
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     while not (folder / "train-00000.bin").exists() and process.poll() is None:
         time.sleep(0.001)
@@ -660,11 +663,12 @@ def test_the_order_depends_on_the_seed_and_nothing_else(split):
 
 def test_resuming_at_step_a_billion_costs_what_step_0_costs(split):
     def seconds(step):
-        begin = time.perf_counter()
+        begin = time.thread_time()  # of the processor: others may use the machine, too
         split.batch(1, step, 64)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
-    best = [min(seconds(step) for _ in range(20)) for step in (0, 10**9)]
+    turns = [(seconds(0), seconds(10**9)) for _ in range(20)]
+    best = [min(column) for column in zip(*turns, strict=True)]
     print(
         f"a batch of 64 rows: {best[0] * 1e3:.2f} ms at step 0, {best[1] * 1e3:.2f} ms at step 1,000,000,000"
     )

@@ -254,7 +254,7 @@ def test_what_is_on_record_of_other_layouts_stays(tmp_path):
         "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
         "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
         "batch": (SMALL, replace(cfg, global_batch_size=32), world, "fp32"),
-        "ranks": (SMALL, cfg, replace(world, size=4), "fp32"),
+        "ranks": (SMALL, cfg, replace(world, global_size=4), "fp32"),
         "nodes": (SMALL, cfg, replace(world, local_size=1), "fp32"),
         "precision": (SMALL, cfg, world, "bf16"),
         "model": (replace(SMALL, n_layers=2), cfg, world, "fp32"),

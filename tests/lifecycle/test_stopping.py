@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -120,7 +121,7 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     first = started(2, *flags)
     wait_for(lambda: steps_done(run) >= 3)
     first.send(number, 1)
-    assert first.left(20)
+    assert first.left(60)
     assert [process.returncode for process in first.processes] == [stopping.RESUME_ME] * 2
     last = steps_done(run)
     assert checkpoint.latest(run).name == f"step-{last}"
@@ -144,7 +145,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
     job = started(1, *FOREVER, "--save_interval=0")
     wait_for(lambda: steps_done(tmp_path / "run") >= 2)
     job.send(signal.SIGINT)
-    assert job.left(20) and job.status() == 130
+    assert job.left(60) and job.status() == 130
     assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
     assert "Ctrl-C again leaves at once" in (tmp_path / "log").read_text()
 
@@ -162,7 +163,7 @@ def test_the_second_ctrl_c(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
+    assert process.wait(60) == 130  # the hash takes many minutes
 
 
 @pytest.mark.slow
@@ -292,11 +293,12 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
 
 @contextlib.contextmanager
 def slow_rank_1(world):
-    """Its norm takes 20 ms more than the others'."""
-    forward = torch.nn.functional.layer_norm
+    """Its final norm, the fifth of two blocks, takes 0.1 s more than the others'."""
+    forward, calls = torch.nn.functional.layer_norm, itertools.count(1)
 
     def slower(x, *args):
-        time.sleep(0.02 * (world.global_rank == 1))
+        if next(calls) % 5 == 0 and world.global_rank == 1:
+            time.sleep(0.1)
         return forward(x, *args)
 
     with mock.patch.object(torch.nn.functional, "layer_norm", slower):

@@ -76,7 +76,7 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     wait_for(
         lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 7
     )
-    assert job.left(0.1 * 60 + 15)
+    assert job.left(120)
     assert statuses(job) == [RESUME_ME] * 2
     line, *more = errors(tmp_path)
     assert not more
@@ -142,7 +142,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     undisturbed run gives, in smaller pieces."""
     run, flags = tmp_path / "run", ["--max_steps=9", "--save_interval=3", "--microbatch_size=4"]
     job = started(2, *flags, stepping=GREEDY)
-    assert job.left(40)
+    assert job.left(120)
     assert statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert (
@@ -151,7 +151,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     )
     first = steps_of(run)
     job = started(2, *flags, stepping=GREEDY)
-    assert job.left(40) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
+    assert job.left(120) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
     assert (
         "microbatch 2, not 4: out of memory at step 7 on rank 1" in (tmp_path / "log").read_text()
     )
@@ -159,7 +159,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     assert sorted(second) == list(range(1, 10)) and max(first) <= 6
     run.rename(tmp_path / "halved")
     job = started(2, *flags)
-    assert job.left(40) and statuses(job) == [0, 0]
+    assert job.left(120) and statuses(job) == [0, 0]
     for step, row in steps_of(run).items():
         assert row["batch_hash"] == second[step]["batch_hash"]
         assert second[step]["loss"] == pytest.approx(row["loss"], rel=5e-6)
@@ -171,7 +171,7 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
     """What only one rank finds out, such as a damaged file on its machine, ends all with status 2 and one line."""
     reading = f"if (step, rank) == (5, {rank}): raise UserError('my shard is damaged')"
     job = started(2, *FOREVER, reading=reading)
-    assert job.left(60)
+    assert job.left(120)
     assert statuses(job) == [2, 2]
     assert errors(tmp_path) == [f"{name}: my shard is damaged"]
 
