@@ -176,6 +176,12 @@ FEW = [
 CASES += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
 
 
+QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(lengths=(65, 127)), dict(lengths=(65, 17))]
+QUICK += [dict(D=80, heads=(1, 1)), dict(heads=(6, 3), D=16), dict(scale=0.5)]
+QUICK += [dict(lengths=(127, 127), documents=True, causal=True), dict(layout="cache", batch=2)]
+QUICK += [dict(lengths=(127, 200), row=ROWS[0], causal=False)]
+
+
 def name(case):
     return "-".join(f"{k}={v}".replace(" ", "") for k, v in case.items())
 
@@ -192,12 +198,20 @@ def share(world, cases):
 
 
 @pytest.fixture(scope="module")
-def measured(interpreted):
-    """{name of a case: errors}, the cases shared by two processes."""
-    return {key: errors for part in interpreted(share, CASES) for key, errors in part.items()}
+def measured(interpreted, request):
+    """{name of a case: errors} of the cases of this session, shared by two processes."""
+    wanted = {item.name.partition("[")[2][:-1] for item in request.session.items}
+    cases = [case for case in CASES if name(case) in wanted]
+    return {key: errors for part in interpreted(share, cases) for key, errors in part.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+def marked(case):
+    """Quick: the flags, lengths, head dims and dtypes that have code of their own; slow: the rest."""
+    quick = case in QUICK or "dtype" in case and len(case) == 2 and case.get("D") == 96
+    return pytest.param(case, id=name(case), marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", map(marked, CASES))
 def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
     errors = measured[name(case)]
     assert isinstance(errors, list), errors
@@ -264,7 +278,7 @@ def test_random_cases(interpreted):
     assert interpreted(sweep, 8, 1) == [None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_random_cases(interpreted):
     assert interpreted(sweep, 120, 3) == [None, None]
 

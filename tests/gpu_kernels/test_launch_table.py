@@ -154,6 +154,7 @@ def share(world, cases):
 
 # --- the matrix
 
+USUAL_CHIPS = ("gfx90a", "sm_90")  # MI250, H100
 USUAL = [dict(alibi=True), dict(alibi=False)]
 CASES = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in USUAL]
 OTHERS = [
@@ -199,13 +200,19 @@ def compilers():
 
 
 @pytest.fixture(scope="module")
-def quick_facts(compilers):
-    return all_facts(compilers, CASES)
+def found(compilers, request):
+    """{name of a case: facts} of the cases of this session."""
+    wanted = {item.name.partition("[")[2][:-1] for item in request.session.items}
+    return all_facts(compilers, [case for case in CASES + MORE if name(case) in wanted])
 
 
-@pytest.fixture(scope="module")
-def more_facts(compilers):
-    return all_facts(compilers, MORE)
+def in_tiers(cases, tiers):
+    """tiers: the marks of a case of one of the two usual chips, and of another."""
+    first, second = tiers
+    return [
+        pytest.param(case, id=name(case), marks=first if case[0] in USUAL_CHIPS else second)
+        for case in cases
+    ]
 
 
 def check(case, found):
@@ -220,15 +227,14 @@ def check(case, found):
     assert found["spilled"] <= SPILLS.get((arch, 64 if D <= 64 else 128, what), 0) + SLACK
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_a_row_fits_its_chip(case, quick_facts):
-    check(case, quick_facts[name(case)])
+@pytest.mark.parametrize("case", in_tiers(CASES, ([], pytest.mark.slow)))
+def test_a_row_fits_its_chip(case, found):
+    check(case, found[name(case)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE, ids=name)
-def test_it_fits_with_every_feature(case, more_facts):
-    check(case, more_facts[name(case)])
+@pytest.mark.parametrize("case", in_tiers(MORE, (pytest.mark.slow, pytest.mark.long)))
+def test_it_fits_with_every_feature(case, found):
+    check(case, found[name(case)])
 
 
 def too_large(world):
