@@ -182,10 +182,13 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind, kills", [("c10d", 8), ("static", 8), ("standalone", 4)])
+@pytest.mark.parametrize(
+    "kind, kills",
+    [pytest.param(kind, 2, marks=pytest.mark.slow) for kind in KINDS]
+    + [pytest.param(kind, 8, marks=pytest.mark.long) for kind in KINDS],
+)
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
-    """By kill -9, rank 0 and rank 1 in turns: twenty restarts in all."""
+    """By kill -9, rank 0 and rank 1 in turns."""
     how = [flag.format(port=processes.free_port()) for flag in KINDS[kind]]
     job = launched(
         "-m", "torch.distributed.run", *how, "--nproc_per_node=2", f"--max-restarts={kills}"

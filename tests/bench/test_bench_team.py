@@ -44,13 +44,18 @@ def gone(pid):
     return False
 
 
+@pytest.mark.slow
 def test_every_process_answers(team):
     assert [answer[:2] for answer in team.call("add", 4)] == [(7, 0), (7, 1)]
 
 
 @pytest.mark.parametrize(
     "call, words",
-    [(("die", 1), "killed"), (("fill",), "out of memory"), (("jump",), "no attribute")],
+    [
+        (("die", 1), "killed"),
+        pytest.param(("fill",), "out of memory", marks=pytest.mark.slow),
+        pytest.param(("jump",), "no attribute", marks=pytest.mark.slow),
+    ],
 )
 def test_when_one_fails_all_are_ended_and_the_reason_is_told(team, call, words):
     pids = [pid for _, _, pid in team.call("add", 0)]
@@ -60,6 +65,7 @@ def test_when_one_fails_all_are_ended_and_the_reason_is_told(team, call, words):
     assert all(map(gone, pids)) and time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_one_that_was_killed_while_it_waited_is_told(team):
     os.kill(team.processes[1].pid, signal.SIGKILL)
     team.processes[1].join()

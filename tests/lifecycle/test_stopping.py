@@ -223,16 +223,18 @@ def workers(torchrun) -> list[int]:
     ]
 
 
-@pytest.mark.slow
-def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path):
-    """Four times one of the two ranks is killed; the curve is that of a run that was left in peace."""
-    flags, run = ["--max_steps=500", "--save_interval=10"], tmp_path / "run"
+@pytest.mark.parametrize(
+    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path, kills):
+    """Each time one of the two ranks is killed; the curve is that of an undisturbed run."""
+    flags, run = [f"--max_steps={120 * kills + 20}", "--save_interval=10"], tmp_path / "run"
     job = restarting(*flags)
-    for number in range(4):
+    for number in range(kills):
         wait_for(lambda: launches(run) == number + 1 and steps_done(run) > 60 * (number + 1), 120)  # noqa: B023
         os.kill(workers(job)[number % 2], signal.SIGKILL)
     assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert launches(run) == 5
+    assert launches(run) == kills + 1
     ranks(2)(
         train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags]
     )
