@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -133,6 +134,15 @@ def work(pipe, rank: int, size: int, store: str) -> None:
             answer = False, traceback.format_exc()
         gc.enable()  # training turns it off
         pipe.send_bytes(pickle.dumps(answer))
+
+
+def pytest_configure():
+    """Let Ctrl-C reach the programs under test, also where a shell runs `make test &`.
+
+    Such a shell ignores SIGINT, and every child would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

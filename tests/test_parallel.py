@@ -416,7 +416,7 @@ def losses_with_dropout(world):
     ]:
         model, optimizer = build_plain(RUN, model_cfg)
         torch.rand(before)  # whatever was drawn earlier
-        cfg, someone = replace(RUN, seed=seed), replace(world, rank=rank)
+        cfg, someone = replace(RUN, seed=seed), replace(world, dp_rank=rank)
         loss, *_ = fsdp_train.train_step(
             model, optimizer, global_rows(0), step, cfg, someone, "fp32"
         )
