@@ -149,6 +149,7 @@ def pytest_collection_modifyitems(items):
     """Tests marked `gpu` are skipped, with the reason, where there is none."""
     import torch
 
+    torch.set_num_threads(1)  # tensors are small here: two threads would wait for each other
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

@@ -75,10 +75,10 @@ MUTANTS = [
     ),
     Mutant(
         "gpu_kernels/flash_attention.py",
-        'tl.where(seen, total, float("inf"))',
-        "tl.where(seen, total, 0.0)",
+        "i[None, :] >= first[:, None]",
+        "i[None, :] > first[:, None]",
         "gpu_kernels/test_flash_attention.py",
-        "a query that sees no key has a gradient",
+        "the gradient of a key and its value lacks the query at its own place",
     ),
     Mutant(
         "model.py",

@@ -1,5 +1,6 @@
 """attention.py: every implementation equals the formula written as a loop, forward and backward."""
 
+import functools
 import math
 import shutil
 
@@ -119,11 +120,26 @@ CASES = [
     for c in (False, True)
     for n in LENGTHS
 ]
+CASES += [dict(lengths=(40, 65))]  # several blocks of queries on a cache
 CASES += [
     dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))
 ]  # heads of queries, heads of keys
 CASES += [dict(head_dim=d) for d in (32, 64, 80, 128)]
 CASES += [dict(scale=0.3), dict(scale=0.01, alibi=False), dict(batch=3), dict(bias_max=16)]
+
+
+@functools.cache
+def exactly(items, dtype):
+    """q, k, v of a case, its slopes, and what the loop gives: once for all implementations."""
+    case = dict(items)
+    inputs = qkv(case["heads"], case["lengths"], case["head_dim"], case["batch"])
+    inputs = [x.to(dtype) for x in inputs]  # the loop sees what was rounded
+    slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
+    exact = output_and_gradients(
+        lambda q, k, v: by_hand(q, k, v, slopes, case["causal"], case["scale"]),
+        [x.double() for x in inputs],
+    )
+    return inputs, slopes, exact
 
 
 def check(case, impl, dtype, limit):
@@ -140,13 +156,7 @@ def check(case, impl, dtype, limit):
         )
         | case
     )
-    inputs = qkv(case["heads"], case["lengths"], case["head_dim"], case["batch"])
-    inputs = [x.to(dtype) for x in inputs]  # the loop sees what was rounded
-    slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
-    exact = output_and_gradients(
-        lambda q, k, v: by_hand(q, k, v, slopes, case["causal"], case["scale"]),
-        [x.double() for x in inputs],
-    )
+    inputs, slopes, exact = exactly(tuple(case.items()), dtype)
     found = output_and_gradients(
         lambda q, k, v: attention(
             q,
