@@ -1,4 +1,4 @@
-"""fsdp_train.py as a user runs it: under torchrun or alone, interrupted, with mistakes; and what it writes down."""
+"""fsdp_train.py as a user runs it: under torchrun or alone, interrupted, with user errors."""
 
 import ast
 import inspect
@@ -47,7 +47,7 @@ def flags(tiny_data, *more) -> list[str]:
 
 
 def rows_by_step(run_dir) -> tuple[dict, dict]:
-    """What does not depend on the machine's speed: step -> (loss, norm, lr, tokens), and step -> validation loss."""
+    """{step: (loss, norm, lr, tokens)} and {step: validation loss}, the figures without timing."""
     rows = runlog.read(run_dir)
     steps = [row for row in rows if "loss" in row]
     assert len({row["step"] for row in steps}) == len(steps)  # none is there twice
@@ -63,7 +63,7 @@ def slowly(*values):
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory, tiny_text):
-    """configs/mpt1b.py on four ranks with nothing but sizes and data changed; folder and what it printed."""
+    """configs/mpt1b.py on four ranks with other sizes and data: its folder and its output."""
     folder = tmp_path_factory.mktemp("mpt1b")
     changed = [
         *SIZE,
@@ -95,7 +95,7 @@ def finished(first_run, tmp_path):
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What a run writes down
 
 
@@ -106,7 +106,7 @@ def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
     assert list(curve) == [1, 2, 3, 4, 5, 6] and list(val) == [0, 6]
     assert val[0] == pytest.approx(math.log(260), abs=1.5) and val[6] < val[0]
     assert f"MPT of {N_PARAMS:,} parameters" in out and "4 x cpu, FULL_SHARD" in out
-    assert "batch 8 sequences x 32 = 4 ranks x 2 in 2 microbatches" in out
+    assert "batch 8 sequences x 32 = 4 data-parallel ranks x 2 in 2 microbatches" in out
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-6"]
     assert (
         load.load_model(folder / "run" / "checkpoints" / "step-6", torch.device("cpu")).cfg == MODEL
@@ -114,7 +114,7 @@ def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
 
 
 def test_the_loss_of_the_first_step_is_that_of_the_first_batch(first_run):
-    """Step 1 has a learning rate of 0, so step 2 still sees the initial weights: two batches, by hand."""
+    """By hand. Step 1 has a learning rate of 0, so step 2 still has the initial weights."""
     folder, _ = first_run
     rows = [row for row in runlog.read(folder / "run") if "loss" in row]
     saved = json.loads((folder / "run" / "checkpoints" / "step-6" / "meta.json").read_text())
@@ -144,7 +144,7 @@ def test_metrics_have_exactly_their_keys(first_run):
 
 
 def test_tokens_and_mfu_are_what_one_computes_by_hand(first_run):
-    """tokens/s = 8 x 32 / seconds; MFU = (6 N + 12 L d S) x tokens/s / (4 ranks x 10^9 FLOP/s); printed likewise."""
+    """tokens/s = 8 x 32 / seconds; MFU = (6 N + 12 L d S) x tokens/s / (4 ranks x 10^9 FLOP/s)."""
     folder, out = first_run
     printed = re.findall(r"step (\d)/6  loss ([\d.]+) .* ([\d,]+) tokens/s  MFU ([\d.]+)%", out)
     rows = [row for row in runlog.read(folder / "run") if "loss" in row]
@@ -190,7 +190,7 @@ def test_the_run_folder_says_what_ran(first_run):
     assert started["torch"] == torch.__version__ and started["precision"] in ("fp32", "bf16")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Again, interrupted, alone
 
 
@@ -216,7 +216,7 @@ def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
 
 
 def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path):
-    """A run that begins with the weights of the finished one evaluates a task at steps 0, 2, 4 and at its end."""
+    """A run with the weights of a finished one scores a task at steps 0, 2, 4 and at its end."""
     row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
     (tmp_path / "task.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     more = [
@@ -256,7 +256,7 @@ def test_more_steps_go_on_where_it_ended(python, finished, tmp_path):
 
 
 def kill_in_the_middle(command, cwd, first_step):
-    """Start it, wait until `first_step` steps are done, then kill -9 every process; the last step that it wrote."""
+    """Start it, kill -9 all processes after `first_step` steps; the last step that it logged."""
     process = subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL)
     metrics, deadline = cwd / "run" / "metrics.jsonl", time.monotonic() + 120
     try:
@@ -278,7 +278,7 @@ def kill_in_the_middle(command, cwd, first_step):
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
     torchrun, tiny_data, tmp_path, size, mode
 ):
-    """kill -9 of all processes, the same command once more: every number of an undisturbed run, bit by bit."""
+    """After kill -9 of all, the same command gives every figure of an undisturbed run."""
     these = [
         "--max_steps=64",
         "--save_interval=3",
@@ -291,7 +291,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
     killed_at = kill_in_the_middle(command, tmp_path, 10)
     assert 10 <= killed_at < 64 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 6
     again = torchrun(size, *these)
-    assert again.returncode == 0 and "going on from run/checkpoints/step-" in again.stdout, (
+    assert again.returncode == 0 and "resuming from run/checkpoints/step-" in again.stdout, (
         again.stderr
     )
     undisturbed = torchrun(size, *these, "--run_dir=other")
@@ -323,12 +323,12 @@ def test_killed_alone(python, tiny_data, tmp_path):
     assert len(steps) == 2 and steps[0] == 0 and 5 <= steps[1] <= killed_at + 1
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Mistakes: one line, exit status 2
 
 
 def assert_one_line(done, *parts):
-    """Plain python: the whole of stderr is one line that begins with `error: ` and has these parts."""
+    """All of stderr is one line that begins with `error: ` and has these parts."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert all(part in done.stderr for part in parts), done.stderr
@@ -400,7 +400,7 @@ def steep(tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(python, steep, tiny_data, tmp_path):
-    """Step 1 has lr 0, step 2 has 5e29, so step 3 is the first with a bad loss. From then on nothing is saved."""
+    """Step 1 has lr 0 and step 2 5e29, so step 3 is the first bad one: then nothing is saved."""
     done = python(*flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
     assert_one_line(
         done,
@@ -472,7 +472,7 @@ def test_launches_end_well_again_and_again(torchrun, tiny_data, tmp_path, times)
     assert np.ptp(np.array(ends), axis=0).max() == 0  # and bit by bit alike
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_and_the_step_stay_short():

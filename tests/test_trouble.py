@@ -50,7 +50,7 @@ def test_a_run_goes_on_in_another_place_without_its_text(train, tiny_data, tmp_p
         "--max_steps=4",
         "--schedule=constant",
     ]
-    assert "there/run: going on from there/run/checkpoints/step-2" in train(*more)
+    assert "there/run: resuming from there/run/checkpoints/step-2" in train(*more)
     moved = losses(tmp_path / "there/run")
     assert len(moved) == 4 and moved == losses(tmp_path / "here/straight")
 

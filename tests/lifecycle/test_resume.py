@@ -1,4 +1,4 @@
-"""lifecycle/resume.py: damage is found before training, the unfit is put aside, another run's is refused."""
+"""lifecycle/resume.py: damage is found before training, and another run's checkpoint is refused."""
 
 import binascii
 import codecs
@@ -18,7 +18,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 from conftest import clean_environment, flags_for
 from test_checkpoint import FLAGS, META, SMALL, made_up, names, save_several
 from test_parallel import MODEL, RUN, build
@@ -26,13 +25,12 @@ from test_parallel import MODEL, RUN, build
 import checkpoint
 import config
 import data
-import flops
 import fsdp_train
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import resume
 from storage import checkpoint_files
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Damage is found before training
 
 
@@ -124,7 +122,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     (line,) = lines
     start = re.escape(f"{run}/checkpoints/step-2 is damaged (")
     assert re.fullmatch(
-        start + fault + r"\): it is kept as step-2\.damaged, going on from step-1", line
+        start + fault + r"\): it is kept as step-2\.damaged, resuming from step-1", line
     ), line
     assert names(run) == ["step-1", "step-2.damaged"]
 
@@ -149,7 +147,7 @@ def test_every_file_has_its_checksum(two_saved):
 
 
 def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
-    """And if that is damaged in turn, it is kept beside the first; when all are, the run starts anew."""
+    """A second damaged one is kept beside the first. If all are damaged, a new run starts."""
     run = shutil.copytree(two_saved, tmp_path / "run")
     cfg = replace(RUN, run_dir=str(run))
     for kept in ("step-2.damaged", "step-2.damaged-2"):
@@ -164,7 +162,7 @@ def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
     assert (
         answer is None
         and len(lines) == 2
-        and all(line.endswith(", starting anew") for line in lines)
+        and all(line.endswith(", starting a new run") for line in lines)
     )
     assert not checkpoint.complete(run / "checkpoints")
 
@@ -188,7 +186,7 @@ def test_a_damaged_one_that_was_asked_for_is_an_error(ranks, two_saved, tmp_path
     assert names(run) == ["step-1", "step-2"]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Where to begin
 
 
@@ -213,7 +211,7 @@ def test_the_rules_of_resume(ranks, tmp_path):
     assert chosen(ranks, 2, finished) == (paths[1], [])
     assert chosen(ranks, 2, replace(finished, resume="again")) == (
         None,
-        [f"the finished run is kept in {run}-1, starting anew"],
+        [f"the finished run is kept in {run}-1, starting a new run"],
     )
     assert names(tmp_path / "run-1") == ["step-10", "step-9"]
 
@@ -248,9 +246,9 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
     )
     assert answer == (usable and tmp_path / "checkpoints" / f"step-{usable}")
     replaced = [step for step in (160, 130, 120, 119, 100) if step > (usable or 0)]
-    end = f"going on from step-{usable}" if usable else "starting anew"
+    end = f"resuming from step-{usable}" if usable else "starting a new run"
     assert lines == [
-        f"{tmp_path}/checkpoints/step-{step} has learned from the steps {skip}: "
+        f"{tmp_path}/checkpoints/step-{step} was trained on the steps {skip}: "
         f"it is kept as step-{step}.replaced, {end}"
         for step in replaced
     ]
@@ -259,7 +257,7 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
 
 @pytest.mark.parametrize("by", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, by):
-    """The same command again: what --resume meant is done. A finished run is not put aside, either."""
+    """The first start has done what --resume asked for. A finished run is not moved aside."""
     run, old = tmp_path / "run", made_up(tmp_path / "old", 3)
     assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [
         old
@@ -283,7 +281,7 @@ def choose_after_restart(world, cfg):
 
 
 def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_saved, tmp_path):
-    """Nobody watches: the run must not begin at step 0. Who types the command reads what happens."""
+    """Nobody is watching, so it must not begin at step 0. A typed command may: its user reads."""
     run = shutil.copytree(two_saved, tmp_path / "run")
     cfg = replace(RUN, run_dir=str(run))
     for name in ("step-1", "step-2"):
@@ -413,7 +411,7 @@ def test_the_program_says_whether_all_are_sound(ranks, two_saved, tmp_path):
 
 
 def unreadable(world, path):
-    """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
+    """What verify raises if one rank does not see the folder, as on a node without the mount."""
     hidden = path if world.global_rank == 0 else path.with_name("elsewhere")
     with mock.patch.object(
         checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)
@@ -447,7 +445,7 @@ def test_damage_and_steps_to_skip_together(ranks, tmp_path):
         cfg, run_dir=str(tmp_path / "new"), resume=str(made_up(tmp_path / "old", 15))
     )
     assert chosen(ranks, 2, elsewhere)[0].startswith(
-        f"UserError: {tmp_path}/old/checkpoints/step-15 has learned from"
+        f"UserError: {tmp_path}/old/checkpoints/step-15 was trained on"
     )
 
 
@@ -488,7 +486,7 @@ def test_a_resume_at_step_10_to_the_9_is_no_slower(ranks, tmp_path, tiny_data):
     )  # replaying so many steps would take months
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Whether it fits
 
 
@@ -587,20 +585,3 @@ def test_every_setting_of_the_model_is_held_to_or_known_to_be_free():
     free = {"attn_impl", "norm_type", "emb_pdrop", "attn_pdrop", "resid_pdrop"}
     assert set(OTHER) | free == set(MPTConfig.__dataclass_fields__)
     assert config.from_dict(MPTConfig, META) == MODEL
-
-
-def test_the_opening_tells_of_weights_that_planning_does_not_know(monkeypatch):
-    cfg = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
-    assert resume.unlike_formulas(cfg) == []
-
-    class Gated(resume.MPT):
-        def __init__(self, cfg):
-            super().__init__(cfg)
-            self.gate_proj = torch.nn.Linear(48, 192, bias=False)
-
-    monkeypatch.setattr(resume, "MPT", Gated)
-    (line,) = resume.unlike_formulas(cfg)
-    known = flops.n_params(cfg)
-    assert line.startswith(
-        f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those"
-    )

@@ -18,7 +18,8 @@ from lifecycle import watchdog
 from program import RESUME_ME
 from text import tokenizer
 
-# fsdp_train.py with a fault: `reading` runs when a rank reads the rows of a step (from 0), `stepping` when it takes it.
+# fsdp_train.py with a fault: the code `reading` runs before a rank reads the rows of a step (from
+# 0), `stepping` before it takes the step.
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
@@ -43,7 +44,7 @@ processes.run(fsdp_train.main)
 
 @pytest.fixture
 def started(tmp_path, tiny_data):
-    """`started(ranks, *flags, reading=..., stepping=...)`: processes on tmp_path/run; ended with the test."""
+    """`started(ranks, *flags, reading=..., stepping=...)` launches PROGRAM until the test ends."""
     launches = []
 
     def start(ranks, *flags, reading="pass", stepping="pass"):
@@ -70,7 +71,7 @@ def errors(folder) -> list[str]:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
-    """The reading of rank 1 hangs, as on a dead file server; the others wait for it and then end, in time."""
+    """Rank 1 hangs while it reads, as from a dead file server. All ranks end, in time."""
     reading = "time.sleep(10**6 * (step == 9 and rank == 1))"
     job = started(2, *FOREVER, "--timeout_minutes=0.1", "--save_interval=3", reading=reading)
     wait_for(
@@ -114,7 +115,7 @@ def test_a_rank_that_stands_still_is_named(started, tmp_path, size, stopped):
         assert process.wait(60) == RESUME_ME
     lines = errors(tmp_path)
     named = f"rank {stopped} (process {job.processes[stopped].pid} on "
-    assert lines and all(f"{named}" in line and "does not answer" in line for line in lines)
+    assert lines and all(f"{named}" in line and "does not reply" in line for line in lines)
     assert len(lines) == 1 or stopped == 0
 
 
@@ -138,8 +139,8 @@ GREEDY = "torch.empty(10**15 * (step == 6 and rank == 1 and cfg.microbatch_size 
 
 @pytest.mark.slow
 def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path):
-    """One rank runs out of memory in a step. All leave with 75; the next start gives the samples and losses that an
-    undisturbed run gives, in smaller pieces."""
+    """One rank runs out of memory in a step, and all exit with 75. The next start gives the losses
+    of an undisturbed run, with half of the microbatch."""
     run, flags = tmp_path / "run", ["--max_steps=9", "--save_interval=3", "--microbatch_size=4"]
     job = started(2, *flags, stepping=GREEDY)
     assert job.left(120)
@@ -147,7 +148,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     (line,) = errors(tmp_path)
     assert (
         "rank 1 (process" in line
-        and "is out of memory, so the next start takes microbatches of 2" in line
+        and "is out of memory, so the next start uses microbatches of 2" in line
     )
     first = steps_of(run)
     job = started(2, *flags, stepping=GREEDY)
@@ -168,7 +169,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("rank, name", [(0, "error"), (1, "error on rank 1")])
 def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_path, rank, name):
-    """What only one rank finds out, such as a damaged file on its machine, ends all with status 2 and one line."""
+    """An error on one rank alone, such as a damaged file, ends all with status 2 and one line."""
     reading = f"if (step, rank) == (5, {rank}): raise UserError('my shard is damaged')"
     job = started(2, *FOREVER, reading=reading)
     assert job.left(120)
@@ -177,12 +178,12 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
 
 
 def stuck(enter) -> str:
-    """What another thread says while this one is in `enter(chunks)`, which waits for its first chunk."""
+    """What `current_line` says in another thread while this one waits in `enter(chunks)`."""
     found = []
 
     def chunks():
         with futures.ThreadPoolExecutor(1) as pool:
-            found.append(pool.submit(watchdog.whereabouts).result())
+            found.append(pool.submit(watchdog.current_line).result())
         yield 0, 0, ["a"]
 
     list(enter(chunks()))
@@ -205,4 +206,4 @@ def test_whose_fault_it_is():
     assert not processes.is_lost(RuntimeError("shapes differ")) and not processes.is_lost(
         KeyError("x")
     )
-    assert watchdog.whereabouts().startswith("lifecycle/watchdog.py, line ")
+    assert watchdog.current_line().startswith("lifecycle/watchdog.py, line ")
