@@ -22,8 +22,13 @@ def taken(run_dir, **other) -> leases.Lease:
     return lease
 
 
-def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):  # noqa: F811
-    """Refused in one line that says who is there; the first is not disturbed; when killed it is no hindrance."""
+def test_a_second_run_refuses_until_the_first_is_killed(
+    started,  # noqa: F811
+    python,
+    tiny_data,
+    tmp_path,
+):
+    """Refused in one line that names the owner, which is not disturbed. A killed one's is free."""
     first = started(1, *FOREVER, "--save_interval=2")
     wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
     second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
@@ -58,7 +63,7 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     "text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""]
 )
 def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
-    """As a power failure or a stranger leaves it; but while another run has the lock, the folder is not free."""
+    """As after a power failure. But while another run has the lock, the folder is not free."""
     path = tmp_path / "lease.json"
     path.write_text(text, encoding="latin-1")
     leases.main([str(tmp_path)])
@@ -81,7 +86,7 @@ def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
 
 
 def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
-    """As where the file system shares no locks: whose heart beats is the owner, whose has stopped was killed."""
+    """Where the file system shares no locks, an owner without a heartbeat was killed."""
     monkeypatch.setattr(leases, "BEAT", 0.1)
     path, closed = tmp_path / "lease.json", threading.Event()
 

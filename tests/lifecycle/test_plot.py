@@ -1,4 +1,4 @@
-"""Curves of run folders, as text and as a picture, with their restarts, and how far they are apart."""
+"""Curves of run folders, as text and picture, with their restarts, and how far they differ."""
 
 import html
 import importlib.util
@@ -152,7 +152,7 @@ def test_a_cut_off_launch_is_left_out_and_the_terminal_marks_the_others(run):
 
 
 def test_differences_by_hand(tmp_path):
-    """|b - a| is 0.5, 1.5 and 1 at steps 1, 2, 4, where both are finite; 0.25 at the common validation."""
+    """|b - a| is 0.5, 1.5 and 1 at steps 1, 2, 4, where both are finite; 0.25 at validation."""
     a = [
         step(1, 5.0),
         step(2, 4.0),
