@@ -16,31 +16,30 @@ from lifecycle import lease as leases
 
 
 def taken(run_dir, **other) -> leases.Lease:
+    """A lease that this process has taken. other: false claims, such as host="elsewhere"."""
     lease = leases.Lease(str(run_dir))
     lease.me |= other
     lease.take()
     return lease
 
 
-def test_a_second_run_refuses_until_the_first_is_killed(
-    started,  # noqa: F811
-    python,
-    tiny_data,
-    tmp_path,
-):
-    """Refused in one line that names the owner, which is not disturbed. A killed one's is free."""
+def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):  # noqa: F811
+    """It names the owner in one line and does not disturb it. A killed run's folder is free."""
     first = started(1, *FOREVER, "--save_interval=2")
     wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
     second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
-    assert second.returncode == 2 and second.stdout == "run: loading PyTorch\n"
+    assert second.returncode == 2
+    assert second.stdout == "run: loading PyTorch\n"
     assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
-    assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
-    seen = steps_done(tmp_path / "run")
-    wait_for(lambda: steps_done(tmp_path / "run") > seen + 1)
+    assert second.stderr.count("\n") == 1
+    assert "set another --run_dir" in second.stderr
+
+    before = steps_done(tmp_path / "run")
+    wait_for(lambda: steps_done(tmp_path / "run") > before + 1)
     assert first.status() is None
     first.send(signal.SIGKILL)
     assert first.left(10)
-    with taken(tmp_path / "run"):  # at once
+    with taken(tmp_path / "run"):  # without waiting
         pass
 
 
@@ -48,10 +47,8 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     with taken(tmp_path, host="elsewhere"):
         assert leases.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
         leases.main([str(tmp_path)])
-        assert (
-            capsys.readouterr().out
-            == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
-        )
+        owned = f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+        assert capsys.readouterr().out == owned
     begin = time.monotonic()
     with taken(tmp_path):
         assert time.monotonic() - begin < leases.BEAT  # it waits for three beats, or not at all
@@ -63,7 +60,7 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     "text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""]
 )
 def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
-    """As after a power failure. But while another run has the lock, the folder is not free."""
+    """Damaged by a power failure, for example. While another run has the lock, it still counts."""
     path = tmp_path / "lease.json"
     path.write_text(text, encoding="latin-1")
     leases.main([str(tmp_path)])
@@ -77,7 +74,7 @@ def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
 
 
 def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
-    """A stranger's run folder may hold a link: what it points to is not written."""
+    """A run folder from elsewhere may hold a link: its target is not written."""
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "lease.json").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match="lease.json is a link"):
@@ -85,40 +82,55 @@ def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
-    """Where the file system shares no locks, an owner without a heartbeat was killed."""
-    monkeypatch.setattr(leases, "BEAT", 0.1)
-    path, closed = tmp_path / "lease.json", threading.Event()
+def lease_of(pid, job=None, beat=0):
+    """The content of the lease of a process on another machine."""
+    return json.dumps({"host": "elsewhere", "pid": pid, "job": job, "beat": beat})
 
-    def write(**lease):
-        """In place and in one call, as a real owner does: no reader sees half of it."""
-        content = json.dumps({"host": "elsewhere"} | lease).ljust(400).encode()
-        file = os.open(path, os.O_WRONLY | os.O_CREAT)
-        os.pwrite(file, content, 0)
-        os.close(file)
 
-    def live():
-        for beat in range(10**9):
-            write(pid=7, job="42", beat=beat)
+def write(path, content):
+    """In place and in one call, as a real owner does: no reader sees half of it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.pwrite(file, content.ljust(400).encode(), 0)
+    os.close(file)
+
+
+@pytest.fixture
+def live_lease(tmp_path):
+    """The lease of a live process on another machine."""
+    path = tmp_path / "lease.json"
+    closed = threading.Event()
+
+    def beat():
+        for number in range(10**9):
+            write(path, lease_of(7, "42", number))
             if closed.wait(0.05):
                 return
 
-    thread = threading.Thread(target=live)
+    thread = threading.Thread(target=beat)
     thread.start()
-    try:
-        wait_for(lambda: leases.read_lease(path))
-        with pytest.raises(
-            UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"
-        ):
-            taken(tmp_path)
-    finally:
-        closed.set()
-        thread.join()
-    with taken(tmp_path) as lease:  # three beats without a sign of life
+    wait_for(lambda: leases.read_lease(path))
+    yield path
+    closed.set()
+    thread.join()
+
+
+def test_of_another_machine_the_heartbeat_decides(tmp_path, live_lease, monkeypatch):
+    """Even where the file system shares no locks."""
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    owned = "is owned by process 7 on elsewhere, job 42: wait for that run"
+    with pytest.raises(UserError, match=owned):
+        taken(tmp_path)
+
+
+def test_a_lease_without_a_heartbeat_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    path = tmp_path / "lease.json"
+    path.write_text(lease_of(7))
+    with taken(tmp_path) as lease:  # after three intervals
         assert leases.read_lease(path)["host"] == lease.me["host"]
         lease.check()
-        # Taken over in turn. The owner's own beat may be written over the first of these.
-        wait_for(lambda: write(pid=8, job=None, beat=0) or lease.lost)
-        with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
+        # Another run takes over. The owner's own beat may replace the first of these.
+        wait_for(lambda: write(path, lease_of(8)) or lease.lost)
+        with pytest.raises(UserError, match="is now owned by process 8 on elsewhere"):
             lease.check()
-    assert leases.read_lease(path)["pid"] == 8  # left alone
+    assert leases.read_lease(path)["pid"] == 8  # left as it is
