@@ -40,8 +40,8 @@ MUTANTS = [
     # --- attention, model, loss
     Mutant(
         "attention.py",
-        "arange(1, n2 + 1",
-        "arange(0, n2",
+        "i = torch.arange(1, n + 1",
+        "i = torch.arange(0, n",
         "test_attention.py",
         "ALiBi's slopes begin at 2^0, one exponent too early",
     ),
@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "model.py",
-        "cumsum(1)[:, :-1], (1, 0)",
-        "cumsum(1), (0, 0)",
+        "F.pad(ended[:, :-1], (1, 0))",
+        "ended",
         "test_model.py",
         "the end-of-text token belongs to the next document",
     ),
@@ -131,8 +131,8 @@ MUTANTS = [
     ),
     Mutant(
         "loss.py",
-        "1 + 2 * z_loss * log_z",
-        "1 + z_loss * log_z",
+        "grad.mul_(1 + 2 * z_loss * log_z)",
+        "grad.mul_(1 + z_loss * log_z)",
         "test_loss.py",
         "the gradient of the z-loss is half of what it should be",
     ),
@@ -146,8 +146,8 @@ MUTANTS = [
     # --- data
     Mutant(
         "data.py",
-        "step * global_batch_size + rank * rows",
-        "step * global_batch_size + rank",
+        "global_batch_size + dp_rank * n_rows",
+        "global_batch_size + dp_rank",
         "test_data.py",
         "the order of the batch depends on the number of ranks",
     ),
@@ -167,8 +167,8 @@ MUTANTS = [
     ),
     Mutant(
         "text/tokenizer.py",
-        "if -total < 2",
-        "if -total < 1",
+        "if totals[pair] < 2",
+        "if totals[pair] < 1",
         "text/test_tokenizer.py",
         "a BPE learns pairs that occur once",
     ),
@@ -253,15 +253,15 @@ MUTANTS = [
     ),
     Mutant(
         "storage/checkpoint_files.py",
-        "if checksum(path) == [size, crc]",
-        "if checksum(path)[0] == size",
+        "if checksum(path) != [size, crc]",
+        "if checksum(path)[0] != size",
         "storage/test_checkpoint_files.py",
         "a flipped bit in a checkpoint is not noticed",
     ),
     Mutant(
         "storage/checkpoint_files.py",
-        "require(name in KNOWN.get(module, ())",
-        "require(module in KNOWN",
+        "known = name in KNOWN_NAMES.get(module, ())",
+        "known = module in KNOWN_NAMES",
         "storage/test_checkpoint_files.py",
         "the restricted unpickler admits any name of a known module",
     ),
@@ -338,7 +338,7 @@ MUTANTS = [
         "a stop string is shown but for its last character",
     ),
     Mutant(
-        "evaluation/zero_shot.py",
+        "evaluation/figures.py",
         '"nats_per_byte": nats / size',
         '"nats_per_byte": nats / tokens',
         "evaluation/test_zero_shot.py",
@@ -367,8 +367,8 @@ MUTANTS = [
     ),
     Mutant(
         "planning/memory.py",
-        '"Adam\'s moments, fp32": 8 * self.n // self.shard',
-        '"Adam\'s moments, fp32": 8 * self.n',
+        '"Adam\'s moments, fp32": 8 * self.n_params // self.shard_ranks',
+        '"Adam\'s moments, fp32": 8 * self.n_params',
         "planning/test_memory.py",
         "the planner does not shard Adam's state",
     ),
