@@ -143,7 +143,7 @@ def test_ids_beyond_16_bits(tmp_path):
 # --- max_tokens
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
     """The limit lies inside the second of four chunks; the first chunk is not changed by it."""
     folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000), workers)
@@ -309,7 +309,7 @@ def test_the_workers_of_a_killed_preparation_end_too(begun):
 
 
 def test_workers_change_no_byte(large_text, undisturbed, tmp_path):
-    assert files(prepare(settings_for(large_text, tmp_path / "t"), workers=3)) == undisturbed
+    assert files(prepare(settings_for(large_text, tmp_path / "t"), workers=2)) == undisturbed
 
 
 def flip(path, byte, bit=0):

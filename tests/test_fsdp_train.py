@@ -202,6 +202,7 @@ def test_a_finished_run_is_left_as_it_is(python, finished, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     done = python(*finished, "--resume=again", "--max_steps=4", "--lr=1e-3")
@@ -215,6 +216,7 @@ def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path):
     """A run with the weights of a finished one scores a task at steps 0, 2, 4 and at its end."""
     row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
