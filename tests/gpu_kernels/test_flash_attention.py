@@ -217,8 +217,9 @@ def measured(interpreted, request):
 
 
 def marked(case):
-    """Quick: the flags, lengths, head dims and dtypes that have code of their own; slow: the rest."""
-    quick = case in QUICK or "dtype" in case and len(case) == 2 and case.get("D") == 96
+    """Quick: what has code of its own, and a head of two widths in each dtype. Slow: the rest."""
+    of_a_dtype = case.keys() == {"D", "dtype"} and case["D"] == 96
+    quick = case in QUICK or of_a_dtype
     return pytest.param(case, id=name(case), marks=[] if quick else pytest.mark.slow)
 
 

@@ -23,7 +23,12 @@ def taken(run_dir, **other) -> leases.Lease:
     return lease
 
 
-def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):  # noqa: F811
+def test_a_second_run_refuses_until_the_first_is_killed(
+    started,  # noqa: F811
+    python,
+    tiny_data,
+    tmp_path,
+):
     """It names the owner in one line and does not disturb it. A killed run's folder is free."""
     first = started(1, *FOREVER, "--save_interval=2")
     wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
