@@ -708,9 +708,9 @@ def help_text(*classes: type, files: bool = True) -> str:
             default = "" if field.default is dataclasses.MISSING else field.default  # "" for a list
             flag = f"  --{field.name}={default}"
             lines.append(f"{flag:<40} {comments.get(field.name, '')}")
-            values = expected(hints[field.name])
-            if "one of" in values:
-                lines.append(f"{'':<41}[{values}]")
+            type_words = expected(hints[field.name])
+            if "one of" in type_words:
+                lines.append(f"{'':<41}[{type_words}]")
     return "\n".join(lines)
 
 
@@ -731,7 +731,7 @@ def comments_of(cls: type) -> tuple[dict, dict]:
             if heading:
                 groups[name] = heading
             heading = ""
-        if match := re.search(r"  # (?!--- )(.*)", line):
+        if match := re.search(r"\S  # (.*)", line):
             comments.setdefault(name, match[1])
     return comments, groups
 

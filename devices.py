@@ -214,7 +214,7 @@ def derived(
     return Device(name, arch, units, bf16, fp16, memory_gb or unknown, unknown, None, None, ())
 
 
-def of(device) -> Device | None:
+def identify(device) -> Device | None:
     """The row of `device`, or None for a CPU and for accelerators that the table does not know."""
     if device.type != "cuda":  # ROCm devices are "cuda" too
         return None
@@ -286,7 +286,7 @@ def peak_flops(setting: float | str, device, dtype) -> float | None:
     if setting != "auto":
         return setting * 1e12
     field = {"torch.bfloat16": "bf16_tflops", "torch.float16": "fp16_tflops"}.get(str(dtype))
-    tflops = field and getattr(of(device), field, None)
+    tflops = field and getattr(identify(device), field, None)
     return tflops and tflops * 1e12
 
 
@@ -339,7 +339,7 @@ def main(argv: list[str]) -> None:
         fix = "set --peak_tflops=NUMBER or --peak_tflops=measure"
         print(f"\nthis machine: no CUDA or ROCm device, MFU n/a: {fix}")
     for i in range(torch.cuda.device_count()):
-        row = of(torch.device("cuda", i))
+        row = identify(torch.device("cuda", i))
         known = "n/a: set --peak_tflops=NUMBER"
         if row:
             known = f"{row.name}, bf16 TFLOP/s {row.bf16_tflops}"

@@ -148,7 +148,7 @@ PeakSetting = float | Literal["auto", "measure"]
 class FlopsArgs:
     """What to compute the utilization of."""
 
-    device: str = "auto"  # one torch device: mi250, ... (python devices.py lists them)
+    device: str = "auto"  # mi250, ... (python devices.py lists them); auto: of this machine
     peak_tflops: PeakSetting = "auto"  # its peak; auto: the table; measure: of this machine
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
@@ -212,7 +212,7 @@ def peak_of_this_machine(args: FlopsArgs) -> tuple[str, float | None, float | No
     if args.peak_tflops == "measure":
         measured = devices.measure_peak(device, torch.bfloat16)
         return "this machine, measured in bf16", measured, None
-    row = devices.of(device)
+    row = devices.identify(device)
     peak = devices.peak_flops("auto", device, torch.bfloat16)
     return "this machine", peak, row and row.reachable
 

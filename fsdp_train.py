@@ -6,9 +6,10 @@
 
 `main` is the recipe, `train_step` is the step. The loss of a step is
 
-    sum of the cross-entropies of all tokens / number of counted tokens
+    sum of the cross-entropies of the counted tokens / their number
 
-both over the whole global batch, so it does not matter how that is cut into ranks and microbatches.
+both over the whole global batch. So, up to rounding, it does not matter how the batch is cut into
+ranks and microbatches (dropout aside, whose masks depend on both).
 `--help` lists the settings.
 """
 
@@ -62,7 +63,8 @@ def main(argv) -> None:
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     schedule = Schedule(cfg, start.skip_steps)
-    # From here on cfg says what the run really uses.
+    # From here on cfg has the microbatch size and the skipped steps that the run really uses. A
+    # trial of the microbatch runs train_step in a process of its own.
     cfg = replace(
         cfg,
         microbatch_size=microbatch.fit(model_cfg, cfg, world, precision, train_step),
@@ -107,13 +109,15 @@ def main(argv) -> None:
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
+            # On a GPU this logs the step before, unless something follows this one.
             agreed = report.record(step, figures, read_now=schedule.reads_now(done))
             lease.check()
-            if agreed.save_done:
-                checkpointer.finish()
+            if agreed.no_save_running:
+                checkpointer.finish()  # publish the last one
             if schedule.evaluates(done) or schedule.scores_tasks(done):
                 evaluator.evaluate(done, schedule, model, precision, log)
                 report.start_clock()
+            # During bad steps older checkpoints are worth more than a new one.
             save = (schedule.saves(done) or agreed.save) and not agreed.bad_step
             if save or schedule.is_last(done) or agreed.leave:
                 checkpointer.save(done, model, optimizer, settings)
@@ -128,27 +132,31 @@ def main(argv) -> None:
 def train_step(model, optimizer, rows, step, cfg, world, precision):
     """One update from this rank's rows (B, T + 1). Returns loss, gradient norm, hash of the ids.
 
-    All three stay on the device: nothing is read back here, so that its queue never runs dry. The
-    norm is that before clipping. If loss or norm is not finite, on all ranks alike, weights and
-    optimizer stay as they are: see optim.update.
+    All three are tensors on the device, and the norm is that before clipping. The host does not
+    wait for them here, so that a GPU always has work in its queue: Reporter reads them later. Loss
+    and norm are sums over all ranks. So if they are not finite, all ranks leave weights and
+    optimizer as they are.
     """
-    # Dropout: a resumed run with equally many ranks draws the same masks.
+    # Dropout: a resumed run with as many ranks and the same microbatch draws the same masks.
     torch.manual_seed(hash((cfg.seed, step, world.dp_rank)) % 2**63)
     ids, labels = rows[:, :-1], rows[:, 1:]
+    # Of the whole global batch, before the first backward divides by n_tokens.
     counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
-    n_tokens, batch_hash = processes.dp_sum(counts, world)  # of the global batch
+    n_tokens, batch_hash = processes.dp_sum(counts, world)
 
-    # forward, backward: gradients add up over the microbatches
+    # forward, backward: .grad adds up over the microbatches
     loss_sum = torch.zeros((), device=rows.device)
     for first in range(0, len(rows), cfg.microbatch_size):
         end = first + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
         with record_function("forward"), parallel.autocast(rows.device, precision):
-            loss = model(ids[first:end], labels=labels[first:end], z_loss=cfg.z_loss)  # a sum
+            # The sum over the tokens of the microbatch.
+            microbatch_loss = model(ids[first:end], labels=labels[first:end], z_loss=cfg.z_loss)
         with record_function("backward"):
-            # Sharding averages gradients over the data-parallel ranks: undo that.
-            (loss * world.dp_size / n_tokens).backward()
-        loss_sum += loss.detach()
+            # fully_shard averages gradients over the data-parallel ranks. Dividing by the tokens
+            # of all ranks is average enough, so dp_size undoes that.
+            (microbatch_loss * world.dp_size / n_tokens).backward()
+        loss_sum += microbatch_loss.detach()
 
     # update
     with record_function("optimizer"):
@@ -156,9 +164,9 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
-        finite = loss.isfinite() & grad_norm.isfinite()
-        # found_inf, GradScaler's hook: fused AdamW reads it on the device and skips the update.
-        optim.update(optimizer, finite)
+        # A bad step is skipped without reading it back: optim.update sets found_inf, as PyTorch's
+        # GradScaler does, and the fused AdamW kernel reads that on the device.
+        optim.update(optimizer, good=loss.isfinite() & grad_norm.isfinite())
     return loss, grad_norm, batch_hash
 
 
@@ -183,11 +191,11 @@ class Evaluator:
 
     @property
     def separator(self) -> int | None:
-        """The id between packed documents, if the model is to know where they end."""
+        """The id between packed documents, with attn_uses_sequence_id; else None."""
         return self.tokenizer and self.tokenizer.eot
 
     def evaluate(self, done: int, schedule: Schedule, model, precision: str, log) -> None:
-        """Log a row for each of the two that is due after `done` steps. A collective."""
+        """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
         if schedule.evaluates(done):
             loss = evaluate(model, self.val, self.cfg, self.world, precision)
             bits = runlog.bits_per_byte(loss, self.val.tokens, self.val.text_bytes)
@@ -223,7 +231,7 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
 
 
 def collective_timeout(cfg: TrainConfig) -> timedelta:
-    """How long a collective may wait: longer than the watchdog, which can say what is wrong."""
+    """How long a collective may wait: so long that the watchdog, which says more, acts first."""
     return max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes))
 
 
@@ -257,9 +265,12 @@ def warn_if_slow(optimizer, log) -> None:
         log.say(f"{name} cannot skip a bad step by itself, so each step waits for the device")
 
 
-def collect_garbage(step: int, interval: int = 50) -> None:
-    """Python's collector would stop one rank at a time while the others wait: collect together."""
-    if step % interval == 0:
+def collect_garbage(steps_since_start: int, interval: int = 50) -> None:
+    """Every `interval` steps of this launch, on all ranks at the same time; never in between.
+
+    Otherwise Python's garbage collector would stop one rank now and then, and the others wait.
+    """
+    if steps_since_start % interval == 0:
         gc.disable()
         gc.collect()
 

@@ -103,7 +103,7 @@ class Attention(nn.Module):
             self.k_ln = LayerNorm(cfg, self.kv_dim)
 
     def forward(self, x, positions, cache=None, layer=0):
-        """x (B, T, d_model) -> (B, T, d_model). With a cache, x continues what it holds."""
+        """x (B, T, d_model) -> (B, T, d_model). With a cache, x follows its tokens."""
         cfg = self.cfg
         B, T, _ = x.shape
         qkv = self.Wqkv(x)  # (B, T, d_model + 2 * kv_dim)
@@ -195,9 +195,9 @@ class Transformer(nn.Module):
     def forward(self, input_ids, cache=None, sequence_ids=None):
         """Token ids (B, T) -> hidden states (B, T, d_model).
 
-        With a cache, the ids continue what it holds, and it grows by T. sequence_ids: (B, T), the
-        document of each token, or None if each row is one document. UserError for more tokens than
-        there are learned positions.
+        With a cache, the ids follow the cached tokens, and the cache grows by T. sequence_ids:
+        (B, T), the document of each token, or None if each row is one document. UserError for more
+        tokens than learned positions.
         """
         cfg = self.cfg
         past = 0 if cache is None else cache.length
@@ -254,8 +254,8 @@ class MPT(nn.Module):
                                             label, (B, T) each
 
         Label -100 does not count. Loss and scores never hold all logits; z_loss: see loss.py. With
-        a `KVCache`, the ids continue what it holds. All three are one `forward`, because
-        fully_shard gathers the weights when forward is called, and only then.
+        a `KVCache`, the ids follow the cached tokens. All three share one `forward`, because
+        fully_shard gathers the weights only when forward is called.
         """
         documents = None
         if self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None:

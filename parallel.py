@@ -5,15 +5,14 @@ each rank of dp_shard keeps a slice of every weight, gradient and optimizer stat
 holds copies of that arrangement. Unused dimensions get no process group, since creating one makes
 all ranks wait. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
 
-    mode           mesh (replicate, shard)   weights between       gradients are      ZeRO
-                                             forward and backward  reduced            stage
-    FULL_SHARD     (n)                       freed, gathered again each microbatch    3
-    SHARD_GRAD_OP  (n)                       kept                  each microbatch    2
-    ZERO1          (n)                       kept until the last   at the last        1
-                                             microbatch            microbatch
-    DDP            (n, 1)                    always whole          at the last        0
-    HYBRID_SHARD   (nodes, ranks of a node)  freed, gathered again in a node: each    3 in a node
-                                                                   between: the last
+    mode           mesh (replicate, shard)   whole weights of a     gradients are          ZeRO
+                                             block are freed        reduced                stage
+    FULL_SHARD     (n)                       after each pass        in each microbatch     3
+    SHARD_GRAD_OP  (n)                       after each backward    in each microbatch     2
+    ZERO1          (n)                       after the last one     in the last one        1
+    DDP            (n, 1)                    never: no shards       in the last one        0
+    HYBRID_SHARD   (nodes, ranks of a node)  after each pass        in a node: in each;    3 in a
+                                                                    across: in the last    node
 
 Weights, gradients and Adam's state are fp32. In bf16 the weights are gathered as bf16, and the
 gradients are reduced as fp32. One process alone has nothing to shard: it trains the plain model,
@@ -43,13 +42,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The operations whose outputs selective activation checkpointing keeps: matmuls with weights, and
 # fused attention. Not batched matmuls, whose outputs are the T x T scores, and not FlexAttention.
 SAVED = {
-    *(
-        "aten::mm",
-        "aten::addmm",
-        "mpt::flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    ),
-    *(f"aten::_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")),
+    "aten::mm",
+    "aten::addmm",
+    "mpt::flash_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
 }
 
 
@@ -59,7 +58,7 @@ def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None =
     saved: the precision of the checkpoint that a run resumes from, which `auto` keeps.
     """
     precision, _ = precision_and_reason(cfg, device, saved)
-    return precision or processes.rank_zero_decides(faster_precision)
+    return processes.rank_zero_decides(lambda: precision or faster_precision())
 
 
 def reason_for_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
@@ -117,9 +116,9 @@ def faster_precision(size: int = 512, turns: int = 10) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """A context for forward passes: matmuls in bf16 with fp32 weights, or all in fp32."""
+    """A context for forward passes: matmuls in bf16, or everything in fp32."""
     is_bf16 = precision == "bf16"
-    # A forward pass uses each weight once, so caching its bf16 copy would only cost memory.
+    # Nearly every weight is used once in a forward pass, so a cache of casts would waste memory.
     return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
 
 
@@ -157,8 +156,9 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
 def connect_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A mesh of all ranks. A collective.
 
-    As init_device_mesh makes it, except for dimensions of size 1: there that makes a group for each
-    rank, one after the other, while all ranks wait. Here a rank makes its own and waits for nobody.
+    As init_device_mesh makes it, except for a dimension of size 1 (DDP's dp_shard): for that,
+    init_device_mesh creates n groups of one rank in turn, while all ranks wait. Here each rank
+    creates its own and does not wait.
     """
     if 1 not in shape:
         return init_device_mesh(device_type, shape, mesh_dim_names=names)
@@ -173,8 +173,9 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
 
     What `fully_shard(block)` does: each rank keeps 1/n of every weight of the block. Hooks gather
     the whole weights (all-gather) just before the block's forward and free them after it. In the
-    backward they gather them again, and leave each rank the average of its 1/n of the gradients
-    (reduce-scatter). While one block computes, the next one's weights arrive.
+    backward they gather them again; then each rank gets its 1/n of the gradient, averaged over the
+    ranks (reduce-scatter), and adds it to what earlier microbatches left. On a GPU the next block's
+    weights arrive while one block computes.
     """
     recompute(model, cfg)
     if cfg.compile:
@@ -191,7 +192,7 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
     frees_weights = cfg.sharding_mode.frees_weights
     for block in model.transformer.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
-    # What is left, the embeddings, is used first and last, so it stays gathered in between.
+    # What is left (embeddings, final norm) is used first and last, so it stays whole in between.
     return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
@@ -246,7 +247,10 @@ def assign_full(param, full) -> None:
 
 
 def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
-    """Postpone to the last microbatch of a step what the table above says."""
+    """Postpone communication to the last microbatch of a step, where the mode says so.
+
+    ZERO1, DDP: the reduction of the gradients. HYBRID_SHARD: their all-reduce between groups.
+    """
     if not isinstance(model, FSDPModule):
         return
     if cfg.sharding_mode.reduces_late:
@@ -257,9 +261,9 @@ def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
 
 
 def free_gathered_weights(model: MPT) -> None:
-    """Drop the weights that a forward pass without backward has gathered.
+    """Free the weights that a forward pass without backward has gathered.
 
-    The optimizer updates the shards, so the next forward pass would use old weights.
+    They would take memory, and be out of date as soon as the optimizer updates the shards.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -271,13 +275,14 @@ def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
 
     Returns the norm before that, an fp32 scalar. A collective.
 
-    Each rank sums the squares of its shards, and each mesh dimension over which a gradient is
-    sharded adds them up. So it holds for any mixture of plain tensors, meshes and placements.
+    Each rank sums the squares of its shards; an all-reduce over each mesh dimension by which a
+    gradient is sharded adds them up. So any mixture of plain tensors, meshes and placements works.
     """
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
         if isinstance(p.grad, DTensor):
-            # `not is_replicate`: a strided shard is no `Shard` in torch 2.13.
+            # Asked this way since a weight that tensor parallelism and FSDP both cut has a
+            # placement (_StridedShard) that is no instance of `Shard` in torch 2.13.
             placements = enumerate(p.grad.placements)
             sharded_dims = tuple(dim for dim, kind in placements if not kind.is_replicate())
             groups[p.grad.device_mesh, sharded_dims].append(p.grad.to_local())

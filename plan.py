@@ -210,7 +210,7 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
 
 
 def text(plan: Plan, args: PlanArgs, own: Plan | None = None) -> str:
-    """A plan for a person to read, compared with the settings as they are (`own`, if known)."""
+    """A plan for a person to read. own: the plan of the settings as they are, to compare with."""
     values = figures(plan, args)
     lines = [
         *layout_lines(plan),
@@ -383,14 +383,14 @@ def fleet_and_constants(args: PlanArgs) -> tuple[Fleet, Constants]:
 def plan_of_settings(
     m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants
 ) -> Plan | None:
-    """What fsdp_train.py would run with these settings; None if they leave it open or it cannot."""
+    """What fsdp_train.py would run with these settings; None if some are auto or it cannot."""
     if "auto" in (cfg.sharding, cfg.activation_checkpointing):
         return None
     in_groups = cfg.sharding_mode.over == "group"
     shard_size = cfg.shard_size or (args.node_size if in_groups else 0)
     try:
         return search.evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
-    except UserError:  # microbatch_size=auto, or a batch that these devices do not divide
+    except UserError:  # microbatch_size=auto, or a batch that cannot be split over these devices
         return None
 
 

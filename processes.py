@@ -2,8 +2,8 @@
 
     start         a rank learns who it is, picks its device and joins the others
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
-    meet          all ranks sign in there; together they get a name that no earlier start had
-    join          what they write from here on, such as gloo's addresses, is kept under that name
+    meet          all ranks sign in there, and agree on a random name for this start
+    join          all that they store from now on, such as gloo's addresses, has that name as prefix
     spawn         starts processes on this machine that are ranks of their own
     run           calls a program's main and ends the rank with an exit status, whatever happens
 
@@ -55,8 +55,9 @@ class World:
 
     global_rank of global_size    all processes of the run
     local_rank of local_size      those on this machine
-    dp_rank of dp_size            data-parallel: each reads rows of its own. Ranks that share one
-                                  model (tensor, pipeline parallelism) have the same dp_rank.
+    dp_rank of dp_size            data-parallel: each reads rows of its own. With tensor or pipeline
+                                  parallelism (not here yet) several ranks will read the same rows:
+                                  they will have the same dp_rank.
     """
 
     global_rank: int
@@ -64,9 +65,9 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
-    dp_rank: int | None = None  # None: the global one, since every rank reads rows of its own
+    dp_rank: int | None = None  # if not given: global_rank, and dp_size is global_size
     dp_size: int | None = None
-    dp_group: dist.ProcessGroup | None = None  # one rank of each dp_rank; None: all ranks
+    dp_group: dist.ProcessGroup | None = None  # the ranks that dp_sum adds up; None: all
 
     def __post_init__(self):
         if self.dp_size is None:
@@ -211,27 +212,28 @@ def open_store(host: str, port: int, rank: int) -> dist.Store:
 
 
 def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
-    """Wait for all ranks; returns the name of their group. SystemExit and a line if one is missing.
+    """Wait for all ranks; returns the name of this start. If one is missing: a line, SystemExit.
 
-    Rank 0 makes up the name. The others sign in under it, and rank 0 publishes the signatures. A
-    rank that read an old name, or whose predecessor signed, does not find its own signature there:
-    it waits for the next name.
+    Rank 0 draws the name. The others sign in under it, each with a random signature, and rank 0
+    publishes the signatures. A rank that has read the name of an earlier start does not find its
+    own signature there, and neither does one whose place a killed process had taken: both wait for
+    the next name.
     """
     signature = uuid.uuid4().hex
     if rank == 0:
-        call_together(store, signature, size, deadline)
+        publish_meeting(store, signature, size, deadline)
         return signature
-    signed = None
+    signed_name = None
     while time.monotonic() < deadline:
         name = store.get("group").decode() if store.check(["group"]) else None
-        if name != signed:
+        if name != signed_name:
             store.set(f"{name} rank {rank}", signature)
-            signed = name
+            signed_name = name
         if name and store.check([f"{name} met"]):
-            met = json.loads(store.get(f"{name} met"))
-            if met["signatures"].get(str(rank)) == signature:
-                if met["missing"]:
-                    raise SystemExit(RESUME_ME)  # rank 0 says who
+            meeting = json.loads(store.get(f"{name} met"))
+            if meeting["signatures"].get(str(rank)) == signature:
+                if meeting["missing"]:
+                    raise SystemExit(RESUME_ME)  # rank 0 prints who
                 return name
         time.sleep(POLL)
     where = f"{store.host}:{store.port}"
@@ -239,23 +241,23 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
     raise SystemExit(RESUME_ME)
 
 
-def call_together(store: dist.Store, name: str, size: int, deadline: float) -> None:
+def publish_meeting(store: dist.Store, name: str, size: int, deadline: float) -> None:
     """Rank 0's part of `meet`."""
     store.set("group", name)
     keys = {rank: f"{name} rank {rank}" for rank in range(1, size)}
     while not store.check(list(keys.values())) and time.monotonic() < deadline:
         time.sleep(POLL)
-    there = [rank for rank in keys if store.check([keys[rank]])]
-    signatures = {rank: store.get(keys[rank]).decode() for rank in there}
+    present = [rank for rank in keys if store.check([keys[rank]])]
+    signatures = {rank: store.get(keys[rank]).decode() for rank in present}
     missing = [rank for rank in keys if rank not in signatures]
     store.set(f"{name} met", json.dumps({"signatures": signatures, "missing": missing}))
     if not missing:
         return
     time.sleep(10 * POLL)  # until the others have read it: the server may be in this process
-    who = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
+    names = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
     where = f"{store.host}:{store.port}"
-    who = f"{len(missing)} of {size} ranks: {who}"
-    config.say_error(f"{whoami(0)} waited {MEETING} s at {where} for {who}")
+    absent = f"{len(missing)} of {size} ranks: {names}"
+    config.say_error(f"{whoami(0)} waited {MEETING} s at {where} for {absent}")
     raise SystemExit(RESUME_ME)
 
 
@@ -460,7 +462,7 @@ def all_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """The sum over the data-parallel ranks, in place: each row of the batch counts once."""
+    """The sum over the data-parallel ranks, in place."""
     if world.dp_size > 1:
         dist.all_reduce(tensor, group=world.dp_group)
     return tensor

@@ -23,11 +23,11 @@ from bench import memory as memory_measured
 from config import MPTConfig, TrainConfig, require
 from model import MPT
 from planning import matmuls
-from planning.matmuls import TrainingSetup as Work
+from planning.matmuls import TrainingSetup
 
 
 def count(
-    cfg: MPTConfig, work: Work, backward: bool = True, change=lambda model: None
+    cfg: MPTConfig, work: TrainingSetup, backward: bool = True, change=lambda model: None
 ) -> FlopCounterMode:
     """Count one sequence's forward, or forward and backward; returns the counter.
 
@@ -77,20 +77,20 @@ def closed_form(cfg: MPTConfig, passes) -> dict[str, float]:
     return parts
 
 
-def compare(cfg: MPTConfig, work: Work) -> list[str]:
+def compare(cfg: MPTConfig, work: TrainingSetup) -> list[str]:
     """Lines of a table: GFLOP of training on one sequence, by both counts.
 
     UserError if a setting of `work` changes what torch would count.
     """
     checkpointing = work.activation_checkpointing
-    counted_work = Work(
+    counted_work = TrainingSetup(
         activation_checkpointing=checkpointing, recompute_every=work.recompute_every
     )
     reason = "torch counts a model whose weights all train, over all T x T scores"
     require(work == counted_work, f"{reason}: remove the other settings")
 
-    forward = by_part(count(cfg, Work(), backward=False))
-    both = by_part(count(cfg, Work()))
+    forward = by_part(count(cfg, TrainingSetup(), backward=False))
+    both = by_part(count(cfg, TrainingSetup()))
     counted = {
         "forward": forward,
         "backward": {part: n - forward[part] for part, n in both.items()},
@@ -112,7 +112,7 @@ def compare(cfg: MPTConfig, work: Work) -> list[str]:
     return table("GFLOP of a sequence", "FlopCounterMode", rows)
 
 
-def compare_memory(cfg: MPTConfig, work: Work) -> list[str]:
+def compare_memory(cfg: MPTConfig, work: TrainingSetup) -> list[str]:
     """Lines of a table: GB of a training step at its peak, by both counts.
 
     One rank, two microbatches of one sequence, bf16.
@@ -135,7 +135,7 @@ def table(title: str, counter: str, rows: list[tuple]) -> list[str]:
 
 def main(argv: list[str]) -> None:
     """Print both tables: FLOPs, then bytes."""
-    cfg, work = config.load(argv, MPTConfig, Work)
+    cfg, work = config.load(argv, MPTConfig, TrainingSetup)
     message = "torch counts a step's FLOPs and bytes on fake tensors; this takes some seconds"
     print(message, file=sys.stderr)
     print("\n".join([*compare(cfg, work), *compare_memory(cfg, work)]))

@@ -21,8 +21,7 @@ import devices
 import flops
 from config import MPTConfig, TrainConfig
 from planning import memory, picture, step_time
-from planning.step_time import Constants, Fleet, Trainer
-from planning.step_time import StepTime as Step
+from planning.step_time import Constants, Fleet, StepTime, Trainer
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
@@ -96,7 +95,7 @@ def error_of(row: dict, c: Constants) -> float:
     return predicted(row, c) / row["measured"] - 1
 
 
-def scaled(c: Constants) -> dict[int, float]:
+def h100_predictions(c: Constants) -> dict[int, float]:
     """Predicted TFLOP/s a GPU of MPT-1B by number of H100 GPUs.
 
     With microbatches of 14, as the published row for 8 GPUs has.
@@ -129,7 +128,7 @@ def fit(rows: list[dict]) -> Constants:
         c = constants(logs)
         errors = [math.log(predicted(row, c) / row["measured"]) for row in rows]
         if has_1b:
-            rates = scaled(c)
+            rates = h100_predictions(c)
             for n in H100:
                 if n > 8:
                     slowdown = (rates[n] / rates[8]) / (H100[n] / H100[8])
@@ -140,7 +139,7 @@ def fit(rows: list[dict]) -> Constants:
     return constants(least_squares(residuals, start, loss="soft_l1", f_scale=0.05).x)
 
 
-def left_out(rows: list[dict]) -> list[float]:
+def held_out_errors(rows: list[dict]) -> list[float]:
     """The error of each row, by constants that were fitted without the row's model."""
     models = dict.fromkeys(row["model"] for row in rows)
     constants = {}
@@ -149,7 +148,7 @@ def left_out(rows: list[dict]) -> list[float]:
     return [error_of(row, constants[row["model"]]) for row in rows]
 
 
-def constant(rows: list[dict]) -> list[float]:
+def constant_speed_errors(rows: list[dict]) -> list[float]:
     """The error of each row if every kind of GPU had one speed in TFLOP/s.
 
     The speed is the median of the GPU's rows of other models.
@@ -191,7 +190,7 @@ def frontier(name: str, microbatch: int) -> float:
             activation_checkpointing="full",
         )
         fleet = Fleet(devices.by_name("mi250x"), n, 8, 100, run.tp, run.pp)
-        seconds = Step(m, cfg, fleet, trainer=step_time.FOUNDRY).parts()["step"]
+        seconds = StepTime(m, cfg, fleet, trainer=step_time.FOUNDRY).parts()["step"]
         rates.append(batch / seconds / n)
     replica, whole = rates
     return 100 * whole / replica
@@ -284,7 +283,7 @@ def errors_table(rows: list[dict], errors: list[float], current: Constants) -> s
     """Summaries of errors, by way of predicting."""
     ways = {
         "planning/step_time.py, model held out": errors,
-        "one TFLOP/s a kind of GPU": constant(rows),
+        "one TFLOP/s a kind of GPU": constant_speed_errors(rows),
         "planning/step_time.py, all rows fitted": [error_of(row, current) for row in rows],
     }
     head = ["", "median", "mean", "90th percentile", "largest"]
@@ -305,7 +304,7 @@ def parts_table(rows: list[dict], errors: list[float]) -> str:
 
 def h100_table(c: Constants) -> str:
     """MPT-1B on 8 to 512 H100."""
-    rates = scaled(c)
+    rates = h100_predictions(c)
     rows = [[n, H100[n], f"{rates[n]:.1f}", percent(rates[n] / H100[n] - 1)] for n in H100]
     return markdown(["GPUs", "published", "predicted", "error"], rows)
 
@@ -364,7 +363,7 @@ def main(argv: list[str]) -> None:
     import scipy
 
     rows = read()
-    errors = left_out(rows)
+    errors = held_out_errors(rows)
     current = Constants()
     document = HEAD.format(
         date=datetime.date.today(),

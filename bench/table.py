@@ -138,7 +138,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def named(path: str):
+def naming_errors(path: str):
     """Turn errors about missing columns or bad numbers into a UserError that names the file."""
     try:
         yield
@@ -154,7 +154,7 @@ def main(argv) -> None:
     rows = read(path)
     require(rows, f"{path} has no rows")
     measured = [row for row in rows if row["status"] == "ok"]
-    with named(path):
+    with naming_errors(path):
         print(tables(rows))
         if measured and importlib.util.find_spec("matplotlib"):
             draw(measured, Path(path).with_suffix(".png"))

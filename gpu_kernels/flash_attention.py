@@ -225,7 +225,7 @@ def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constex
 
     Returns (first, last, begin, mask_from, end). Query i sees the keys first <= j < last; both are
     (BLOCK_M,). The loop over blocks of keys goes from `begin` to `end`. Before `mask_from` every
-    query sees every key, so only the blocks from there on need a mask.
+    query sees every key, so only later blocks need a mask.
     """
     first, last = document_of(bounds, b, i, n_keys)
     if CAUSAL:

@@ -90,7 +90,7 @@ class Launch:
         for process in self.processes if rank is None else [self.processes[rank]]:
             process.send_signal(number)  # does nothing if the process has ended
 
-    def left(self, seconds: float) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait until all ranks have ended, but no longer than `seconds`; whether they have."""
         deadline = time.monotonic() + seconds
         while any(process.poll() is None for process in self.processes):
@@ -106,9 +106,9 @@ class Launch:
         SIGTERM. If one is dead, the others cannot save: they fail or hang waiting for it.
         """
         self.send(signal.SIGTERM)
-        if not self.left(patience):
+        if not self.wait(patience):
             self.send(signal.SIGKILL)
-            self.left(60)
+            self.wait(60)
 
 
 def steps_done(run_dir: Path) -> int:

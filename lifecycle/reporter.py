@@ -39,21 +39,21 @@ class StepConsensus:
 
     leave: int = 0  # stop the run: the number of the signal that a rank received
     save: bool = False  # save now: --save_minutes have passed
-    save_done: bool = False  # no rank is still writing a checkpoint
+    no_save_running: bool = False  # no rank is still writing a checkpoint
     bad_step: bool = False  # the step changed nothing: its loss or gradient was not finite
     slowest_rank: int = 0  # the straggler, a global rank
     slowest_by: float = 1.0  # its seconds outside collectives / those of the fastest rank
 
 
-def agree(world, leave: int, save: bool, save_done: bool, seconds: float) -> StepConsensus:
+def agree(world, leave: int, save: bool, no_save_running: bool, seconds: float) -> StepConsensus:
     """Combine what each rank wants: any rank's stop or save applies to all. A collective.
 
-    leave: the signal that asks this rank to stop, 0 if none. save_done: see StepConsensus.
+    leave: the signal that asks this rank to stop, 0 if none. no_save_running: see StepConsensus.
     seconds: this rank's time outside collectives.
     """
     seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
     seconds_of_rank[world.global_rank] = seconds
-    wishes = torch.tensor([leave, save, not save_done], dtype=torch.float64)
+    wishes = torch.tensor([leave, save, not no_save_running], dtype=torch.float64)
     combined = torch.cat([wishes, seconds_of_rank])
     if world.global_size > 1:
         dist.all_reduce(combined, op=dist.ReduceOp.MAX)
@@ -62,7 +62,7 @@ def agree(world, leave: int, save: bool, save_done: bool, seconds: float) -> Ste
     return StepConsensus(
         leave=leave,
         save=bool(save),
-        save_done=not writing,
+        no_save_running=not writing,
         slowest_rank=int(seconds_of_rank.argmax()),
         slowest_by=round(float(seconds_of_rank.max() / seconds_of_rank.min()), 2),
     )
@@ -111,7 +111,7 @@ class Reporter:
             self.world,
             leave=self.guard.signals.requested or self.log.reader_left,
             save=self.schedule.save_overdue(),
-            save_done=self.checkpointer.settled(),
+            no_save_running=self.checkpointer.settled(),
             seconds=own_seconds(),
         )
         agreed.bad_step = is_bad
@@ -228,7 +228,8 @@ def parameter_warning(model_cfg: MPTConfig) -> list[str]:
 def demonstrate(argv) -> None:
     config.arguments(argv)
     world = processes.start("cpu")
-    agreed = agree(world, leave=0, save=False, save_done=True, seconds=1.0 + world.global_rank)
+    seconds = 1.0 + world.global_rank
+    agreed = agree(world, leave=0, save=False, no_save_running=True, seconds=seconds)
     print(f"rank {world.global_rank}: {agreed}", flush=True)
 
 

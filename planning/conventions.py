@@ -1,7 +1,7 @@
 """The training FLOPs of a token as nine conventions count them. An MFU says little without its own.
 
     foundry, palm         6 N + 12 L d S       the whole S x S square of scores
-    causal                6 N +  6 L d S       what the mask leaves of it
+    causal                6 N +  6 L d S       the half of it that the mask allows
     lingua, flopcounter   6 N +  7, 14 L d S   with the scores that the flash backward repeats
     6nd                   6 N                  no attention
     megatron              every matmul, the logits' too and no embedding: see `by_matmuls`
@@ -123,8 +123,8 @@ def by_matmuls(cfg: MPTConfig, setup: TrainingSetup) -> float:
 def chinchilla(cfg: MPTConfig, setup: TrainingSetup) -> float:
     """Three forwards, as appendix F of arXiv 2203.15556 lists them.
 
-    The input embedding counts as a matmul, and the softmax as 3 FLOPs a score. (To get the ratios
-    of its table A4 one has to count neither the embedding nor the logits.)
+    The input embedding counts as a matmul, and the softmax as 3 FLOPs a score. (The ratios in its
+    table A4 count neither the embedding nor the logits.)
     """
     matmuls_of_block = sum(matmuls.block_forward(cfg, TrainingSetup()).values())
     softmax = 3 * cfg.n_heads * cfg.max_seq_len

@@ -48,7 +48,7 @@ class TrainingSetup:
     frozen: bool = False  # no weight trains, but something before the first block does: a prompt
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
     lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linear layers that have an adapter
-    lora_first_block: int = 0  # blocks before this one have no adapters, so they need no backward
+    lora_first_block: int = 0  # blocks before this one have no adapters, so need no backward
     activation_checkpointing: Checkpointing = "none"  # full: a block's forward is done again
     recompute_every: int = 1  # of every k-th block
 

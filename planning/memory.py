@@ -189,16 +189,16 @@ class StepMemory:
         self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
         self.is_first = stage == 0
         self.is_last = stage == pp - 1
-        self.layers = m.n_layers // pp
+        self.n_layers = m.n_layers // pp
         self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
-        self.residual = self.width * self.tokens * m.d_model  # bytes of the residual stream, once
+        self.residual_bytes = self.width * self.tokens * m.d_model  # of the residual stream, once
 
         self.count_parameters(pp)
         self.count_activations(cfg, precision, rows, pp, stage)
         self.count_gradients(cfg, rows)
 
     def count_parameters(self, pp: int) -> None:
-        """Set the numbers of parameters on this rank: of the embedding, outside blocks, of a block.
+        """Set the numbers of parameters on this rank: all, and of embedding, block and the rest.
 
         The embedding has the size of the weight that the loss multiplies with (W in loss.py).
         """
@@ -206,13 +206,13 @@ class StepMemory:
         parts = flops.params_by_part(m)
         per_norm = 1 if m.no_bias else 2  # tensors: weight and bias
 
-        self.embedding = parts["wte"] // self.tp
+        self.n_embedding = parts["wte"] // self.tp
         has_own_head = pp > 1 or not m.tie_word_embeddings
-        self.outside_blocks = 0
+        self.n_outside = 0
         if self.is_first:
-            self.outside_blocks += self.embedding + parts["wpe"]
+            self.n_outside += self.n_embedding + parts["wpe"]
         if self.is_last:
-            self.outside_blocks += (self.embedding if has_own_head else 0) + m.d_model * per_norm
+            self.n_outside += (self.n_embedding if has_own_head else 0) + m.d_model * per_norm
 
         qk_norms = (m.n_heads + m.n_kv_heads) * m.head_dim if m.qk_ln else 0
         undivided = (2 * m.d_model + qk_norms) * per_norm
@@ -220,69 +220,71 @@ class StepMemory:
             undivided += 2 * m.d_model  # biases of out_proj and down_proj
         all_outside = parts["wte"] + parts["wpe"] + parts["lm_head"] + m.d_model * per_norm
         whole_block = (flops.n_params(m) - all_outside) // m.n_layers
-        self.block = undivided + (whole_block - undivided) // self.tp
+        self.n_block = undivided + (whole_block - undivided) // self.tp
 
-        self.n_params = self.outside_blocks + self.layers * self.block
+        self.n_params = self.n_outside + self.n_layers * self.n_block
 
     def count_activations(self, cfg, precision: str, rows: int, pp: int, stage: int) -> None:
         """Set which blocks are recomputed, and the bytes that each keeps for its backward."""
         mode = cfg.activation_checkpointing
-        blocks = range(stage * self.layers, (stage + 1) * self.layers)
+        blocks = range(stage * self.n_layers, (stage + 1) * self.n_layers)
         self.recomputed = [mode != "none" and i % cfg.recompute_every == 0 for i in blocks]
 
-        self.saved = self.tokens * kept_by_block(self.m, "none", precision, self.tp)
-        kept_if_recomputed = self.tokens * kept_by_block(self.m, mode, precision, self.tp)
-        self.kept = [kept_if_recomputed if again else self.saved for again in self.recomputed]
+        self.saved_bytes = self.tokens * kept_by_block(self.m, "none", precision, self.tp)
+        small = self.tokens * kept_by_block(self.m, mode, precision, self.tp)
+        self.kept_bytes = [small if again else self.saved_bytes for again in self.recomputed]
 
         # Other microbatches in the pipeline, no more than the batch has.
         rows_in_flight = min((pp - stage) * cfg.microbatch_size, rows)
         other_tokens = rows_in_flight * self.m.max_seq_len - self.tokens
-        self.kept_in_flight = sum(self.kept) * other_tokens // self.tokens
+        self.in_flight_bytes = sum(self.kept_bytes) * other_tokens // self.tokens
 
     def count_gradients(self, cfg: TrainConfig, rows: int) -> None:
         """Set the bytes of gradients that wait: from earlier microbatches, and of the loss's W."""
         accumulates = rows > cfg.microbatch_size
         held_whole = self.ranks > 1 and cfg.sharding_mode.reduces_late
         bytes_each = 4 if held_whole else 4 / self.shard_ranks
-        self.waiting_each = bytes_each if accumulates else 0  # bytes a parameter
+        self.waiting_bytes = bytes_each if accumulates else 0  # per parameter
 
         # The gradient of W has W's dtype. It waits for that of the tied embedding, or for its
         # reduction over ranks. On one rank without tying it is added to .grad directly.
         self.head_grad_width = self.width if self.ranks > 1 else 4
         added_directly = accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
         waits = self.is_last and not added_directly
-        self.head_grad = self.head_grad_width * self.embedding if waits else 0
+        self.head_grad_bytes = self.head_grad_width * self.n_embedding if waits else 0
 
     def parts_at(
-        self, n_kept: int, n_done: int, copies: int, loss: int = 0, workspace: float = 0
+        self, blocks_kept: int, params_done: int, copies: int, loss: int = 0, workspace: float = 0
     ) -> dict[str, int]:
         """{part: bytes} at one moment.
 
-        n_kept: blocks whose activations are still kept. n_done: parameters that have the gradient
-        of this microbatch. copies, loss, workspace: bytes of the parts with these names.
+        blocks_kept: how many blocks still keep their activations. params_done: how many parameters
+        have the gradient of this microbatch. copies, loss, workspace: bytes of these parts.
         """
-        gradients = self.waiting_each * (self.n_params - n_done) + 4 / self.shard_ranks * n_done
+        waiting = self.waiting_bytes * (self.n_params - params_done)
+        gradients = waiting + 4 / self.shard_ranks * params_done
         return {
             "weights, fp32": 4 * self.n_params // self.shard_ranks,
             "gradients, fp32": round(gradients),
             "Adam's moments, fp32": 8 * self.n_params // self.shard_ranks,
             "copies of the weights": copies,
-            "blocks' activations": sum(self.kept[:n_kept]) + self.kept_in_flight,
+            "blocks' activations": sum(self.kept_bytes[:blocks_kept]) + self.in_flight_bytes,
             "final norm and loss": loss,
             "backward's workspace": round(workspace),
         }
 
-    def copies(self, n_waiting: int, gathered: int = 0) -> int:
-        """Bytes of weights beside the sharded fp32 ones, while `n_waiting` blocks await backward.
+    def copies(self, blocks_waiting: int, gathered: int = 0) -> int:
+        """Bytes of weights beside the sharded fp32 ones.
 
+        blocks_waiting: how many blocks wait for their backward.
         With several ranks: what FSDP has gathered; `gathered` blocks if it frees them after use.
         On one rank: autocast's bf16 copies, which the graph keeps for blocks not recomputed.
         """
         if self.ranks > 1:
-            n_gathered = min(gathered, n_waiting) if self.frees_weights else n_waiting
-            return self.width * (self.outside_blocks + self.block * n_gathered)
+            n_gathered = min(gathered, blocks_waiting) if self.frees_weights else blocks_waiting
+            return self.width * (self.n_outside + self.n_block * n_gathered)
         if self.width == 2:
-            return 2 * self.block * self.recomputed[:n_waiting].count(False)
+            return 2 * self.n_block * self.recomputed[:blocks_waiting].count(False)
         return 0
 
     def loss_forward(self) -> dict[str, int]:
@@ -295,16 +297,16 @@ class StepMemory:
         bytes_per_logit = 10 if in_bf16 else 8
         chunk = bytes_per_logit * self.m.vocab_size // self.tp * min(rows, self.tokens)
 
-        copies = self.copies(self.layers)
+        copies = self.copies(self.n_layers)
         if self.shard_ranks > 1:  # the buffer of the last gather is kept until the next one
-            copies += self.width * self.block
+            copies += self.width * self.n_block
         elif self.ranks == 1 and in_bf16:  # the loss makes its own copy of W
-            copies += 2 * self.embedding
+            copies += 2 * self.n_embedding
 
         # As large as the residual stream: norm_f's input, its output and the output's gradient.
         # As large as the embedding: the gradient of W in fp32.
-        loss = 3 * self.residual + 4 * self.embedding + chunk
-        return self.parts_at(self.layers, 0, copies, loss)
+        loss = 3 * self.residual_bytes + 4 * self.n_embedding + chunk
+        return self.parts_at(self.n_layers, 0, copies, loss)
 
     def loss_backward(self) -> dict[str, int]:
         """Bytes by part while the gradient of W is multiplied by the incoming gradient.
@@ -312,8 +314,8 @@ class StepMemory:
         Alive are W's gradient (with an fp32 copy if it is bf16), the product, and x's gradient.
         """
         bytes_each = 10 if self.head_grad_width == 2 else 8
-        loss = 3 * self.residual + bytes_each * self.embedding
-        return self.parts_at(self.layers, 0, self.copies(self.layers, 1), loss)
+        loss = 3 * self.residual_bytes + bytes_each * self.n_embedding
+        return self.parts_at(self.n_layers, 0, self.copies(self.n_layers, 1), loss)
 
     def block_backward(self, i: int) -> dict[str, int]:
         """Bytes by part in the backward of this stage's i-th block.
@@ -323,19 +325,20 @@ class StepMemory:
         """
         # down_proj's backward: the gradients of x, of GELU's output and of the weight.
         hidden_and_weight = (self.tokens + self.m.d_model) * self.m.hidden_dim
-        matmuls = self.residual + self.width * hidden_and_weight // self.tp
+        matmuls = self.residual_bytes + self.width * hidden_and_weight // self.tp
         copies = self.copies(i + 1, 2)  # the next block is gathered meanwhile
         if self.recomputed[i]:
-            matmuls += self.saved - self.kept[i]
-            copies += 2 * self.block if self.ranks == 1 and self.width == 2 else 0
+            matmuls += self.saved_bytes - self.kept_bytes[i]
+            copies += 2 * self.n_block if self.ranks == 1 and self.width == 2 else 0
 
         reduction = 0
         if self.ranks > 1:  # gradients are copied into one fp32 buffer, kept until the next block's
-            matmuls += 4 * self.block if i + 1 < self.layers else 0
-            reduction = (self.width + 4) * self.block - self.kept[i]
+            matmuls += 4 * self.n_block if i + 1 < self.n_layers else 0
+            reduction = (self.width + 4) * self.n_block - self.kept_bytes[i]
 
-        n_done = self.block * (self.layers - 1 - i)
-        return self.parts_at(i + 1, n_done, copies, self.head_grad, max(matmuls, reduction))
+        params_done = self.n_block * (self.n_layers - 1 - i)
+        workspace = max(matmuls, reduction)
+        return self.parts_at(i + 1, params_done, copies, self.head_grad_bytes, workspace)
 
     def embedding_backward(self) -> dict[str, int]:
         """Bytes by part while the two gradients of a tied embedding are added.
@@ -345,13 +348,13 @@ class StepMemory:
         copies = self.copies(0)
         workspace = 0
         if self.is_first:
-            workspace = self.head_grad_width * self.embedding + self.residual
+            workspace = self.head_grad_width * self.n_embedding + self.residual_bytes
         if self.ranks > 1:  # gradients, the fp32 buffer that is reduced, and its result
             bytes_each = self.width + 4 + 4 / self.shard_ranks
-            reduction = bytes_each * self.outside_blocks - self.head_grad - copies
+            reduction = bytes_each * self.n_outside - self.head_grad_bytes - copies
             workspace = max(workspace, reduction)
-        n_done = self.n_params - self.outside_blocks
-        return self.parts_at(0, n_done, copies, self.head_grad, workspace)
+        params_done = self.n_params - self.n_outside
+        return self.parts_at(0, params_done, copies, self.head_grad_bytes, workspace)
 
     def moments(self) -> dict[str, dict[str, int]]:
         """{moment: {part: bytes}} in step order, with only the largest of the block backwards."""
@@ -360,7 +363,7 @@ class StepMemory:
             moments["loss forward"] = self.loss_forward()
             moments["loss backward"] = self.loss_backward()
 
-        backwards = {f"block {i} backward": self.block_backward(i) for i in range(self.layers)}
+        backwards = {f"block {i} backward": self.block_backward(i) for i in range(self.n_layers)}
         largest = max(backwards, key=lambda name: sum(backwards[name].values()))
         moments[largest] = backwards[largest]
 

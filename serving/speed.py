@@ -62,7 +62,7 @@ def share_of_bandwidth(gbs: float, device: torch.device) -> str:
     if device.type == "cpu":
         bandwidth = measure_bandwidth()
         source = "this CPU's, measured by reading"
-    elif known := devices.of(device):
+    elif known := devices.identify(device):
         bandwidth = known.bandwidth_gbs
         source = known.name
     else:

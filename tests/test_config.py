@@ -542,6 +542,7 @@ class Wrapped:
     )
     # fmt: on
     two: int = 2
+    # A note for readers of the source.
     # --- the rest
     three: int = 3  # the third
 

@@ -215,11 +215,11 @@ def test_of_reads_the_properties_that_torch_reports(monkeypatch):
     for properties, hip, tflops in cases:
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
-        assert devices.of(cuda).bf16_tflops == tflops
+        assert devices.identify(cuda).bf16_tflops == tflops
         assert devices.peak_flops("auto", cuda, torch.bfloat16) == tflops * 1e12
     assert devices.peak_flops("auto", cuda, torch.float16) == 184.6e12  # MI100: twice its bf16
     assert devices.peak_flops("auto", cuda, torch.float32) is None  # not in the table: MFU is n/a
-    assert devices.of(torch.device("cpu")) is None
+    assert devices.identify(torch.device("cpu")) is None
 
 
 def test_peak_flops_of_a_cpu_is_what_the_user_sets_or_measures():

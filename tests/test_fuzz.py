@@ -339,7 +339,7 @@ def read_table(path, folder):
     from bench import scaling as bench_scaling
     from bench import table as bench_table
 
-    with bench_table.named(str(path)):
+    with bench_table.naming_errors(str(path)):
         bench_table.tables(bench_table.read(str(path)))
     bench_scaling.groups(bench_compare.read(str(path)))
 

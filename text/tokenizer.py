@@ -297,7 +297,7 @@ def load(name: str, path: str | None = None) -> Tokenizer | HuggingFaceTokenizer
 
     path: the file of a `bpe-N`, which `save` wrote; or the copy of a tokenizer.json in a run or
     data folder. If there is such a copy, the path in `name` is never opened: in a run folder from
-    somebody else it may lead anywhere.
+    someone else it may lead anywhere.
     """
     name = canonical(name)
     if name.endswith(".json"):

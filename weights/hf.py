@@ -219,7 +219,7 @@ def copy_tokenizer(path: Path, folder: Path) -> str:
     """Copy the tokenizer's file of a checkpoint, if it has one, into an exported folder.
 
     Returns the name of the tokenizer for config.json. Raises UserError if the file is a link,
-    which in a run folder from somebody else may lead anywhere.
+    which in a run folder from someone else may lead anywhere.
     """
     name = checkpoint.read_meta(path)["tokenizer"]
     file = path.parent.parent / "tokenizer.json"  # of the run folder
@@ -294,7 +294,7 @@ def name_of_tokenizer(source: Path) -> str:
     if (folder / HF_TOKENIZER).exists():
         return str(folder / HF_TOKENIZER)
     try:
-        # A config.json from somebody else may name any file of this machine: only names count.
+        # A config.json from someone else may name any file of this machine: only names count.
         require(not name.endswith(".json"), "it is not beside the weights")
         return tokenizers.canonical(name)
     except UserError as error:

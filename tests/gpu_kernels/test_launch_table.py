@@ -1,12 +1,16 @@
-"""launch_table.py: every row, with the kernels it belongs to, compiled for its chip. No GPU is needed to compile.
+"""launch_table.py: every row, compiled for its chip with the kernels it belongs to. No GPU needed.
 
-In processes of their own Triton is told which chip it has, and the operators of flash_attention.py run on CPU tensors
-up to the launch: Triton specialises and compiles for the arguments as it would there, and does not start the kernel.
-What is read from the binary: shared memory, registers that spilled to memory, matrix instructions, the width of a
-wavefront. Resource use shifts with the compiler: it is held for the triton of constraints.txt, and loosely for others.
+In processes of their own, a stand-in for Triton's driver names the chip, and the operators of
+flash_attention.py run on CPU tensors up to the launch. Triton then specialises and compiles the
+kernel for its arguments as on that chip, and does not start it. The binary says how much shared
+memory it takes, how many registers spilled to memory, and whether it uses matrix instructions.
+
+The numbers shift with the compiler: limits are exact for the triton of constraints.txt, and loose
+for other versions.
 """
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -21,61 +25,65 @@ triton = pytest.importorskip("triton", reason="the kernels need triton: see requ
 from gpu_kernels import flash_attention, launch_table  # noqa: E402
 from gpu_kernels.launch_table import LAUNCH, UNKNOWN, row_for  # noqa: E402
 
+# Shared memory that a block may take, bytes.
 SHARED = {
     "sm_80": 166_912,
     "sm_90": 232_448,
     "gfx90a": 65_536,
     "gfx942": 65_536,
     "gfx950": 163_840,
-}  # bytes a block
+}
 PASSES = ("forward", "dq", "dkdv")
 
-# Bytes a thread may keep in memory instead of in registers, where it is not 0. Smaller blocks spill nothing there, and
-# share less of what they load.
+# Bytes that a thread may spill, where it is not 0. Smaller blocks would spill nothing, but would
+# also reuse less of what they load.
 SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
 }
-SLACK = (
-    0 if f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text() else 256
-)  # of other compilers
+PINNED = f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text()
+SLACK = 0 if PINNED else 256  # bytes more, for other versions of the compiler
 
 
 # --- compiling
 
 
 class Chip:
-    """Triton's driver for a GPU that is not there."""
+    """A driver for Triton that claims to run on a given GPU."""
 
     def __init__(self, arch):
         self.arch = arch
 
     def get_current_target(self):
+        """The chip to compile for."""
         from triton.backends.compiler import GPUTarget
 
-        return (
-            GPUTarget("hip", self.arch, 64)
-            if self.arch[0] == "g"
-            else GPUTarget("cuda", int(self.arch[3:]), 32)
-        )
+        if self.arch.startswith("gfx"):
+            return GPUTarget("hip", self.arch, 64)
+        return GPUTarget("cuda", int(self.arch.removeprefix("sm_")), 32)
 
     def get_current_device(self):
-        return self.arch  # Triton keeps what it compiled by device
+        """The key under which Triton caches what it compiled."""
+        return self.arch
 
     def get_current_stream(self, device):
+        """Triton asks for a stream even if it launches nothing."""
         return 0
 
 
 class StandIn:
-    """Stands where a kernel stands: when it is launched it is compiled instead, if it is wanted."""
+    """Takes a kernel's place: a launch compiles it, if it is wanted, and does not run it."""
 
     def __init__(self, kernel, wanted):
-        self.kernel, self.wanted, self.binary = kernel, wanted, None
+        self.kernel = kernel
+        self.wanted = wanted
+        self.binary = None
 
     def __getitem__(self, grid):
         return functools.partial(self.compile, grid)
 
     def compile(self, grid, **arguments):
+        """What `kernel[grid](...)` calls."""
         if self.wanted:
             self.binary = self.kernel.run(grid=grid, warmup=True, **arguments)
 
@@ -83,7 +91,7 @@ class StandIn:
 def binary_of(
     arch,
     D,
-    what,
+    pass_name,
     alibi=True,
     causal=True,
     documents=False,
@@ -97,56 +105,63 @@ def binary_of(
     k = k[:, ::group]
     slopes = torch.ones(4) if alibi else None
     bounds = torch.zeros(1, 2, lengths[1], dtype=torch.int32) if documents else None
-    kernels = {
-        name: StandIn(kernel, name == what) for name, kernel in flash_attention.KERNELS.items()
+    stand_ins = {
+        name: StandIn(kernel, wanted=name == pass_name)
+        for name, kernel in flash_attention.KERNELS.items()
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flash_attention, "architecture", lambda device: arch)
-        patch.setattr(flash_attention, "KERNELS", kernels)
+        patch.setattr(flash_attention, "KERNELS", stand_ins)
         out, lse = flash_attention.forward_operator(q, k, k, slopes, bounds, causal, 0.125)
         flash_attention.backward_operator(out, q, k, k, out, lse, slopes, bounds, causal, 0.125)
-    return kernels[what].binary
+    return stand_ins[pass_name].binary
 
 
 def facts(binary, arch):
-    """What the binary says of itself."""
-    found = {"shared": binary.metadata.shared, "warp": binary.metadata.target.warp_size}
-    if arch.startswith("gfx"):
-        text = binary.asm["amdgcn"]
-        scratch = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1]  # bytes
-        spilled = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]  # registers
-        return found | {
-            "spilled": int(scratch) + int(spilled),
-            "matrix": len(re.findall(r"\bv_mfma_", text)),
-            "wide_loads": len(re.findall(r"\b(global|buffer)_load_dwordx4", text)),
-            "binary": binary.asm["hsaco"][:4] == b"\x7fELF",
-        }
+    """What the test checks: shared memory (bytes), warp size, spilled bytes, instructions."""
+    common = {"shared": binary.metadata.shared, "warp": binary.metadata.target.warp_size}
+    specific = amd_facts(binary) if arch.startswith("gfx") else nvidia_facts(binary, arch)
+    return common | specific
+
+
+def amd_facts(binary):
+    """The facts that are in AMD's assembly."""
+    text = binary.asm["amdgcn"]
+    scratch_bytes = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1]
+    spilled_registers = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]
+    return {
+        "spilled": int(scratch_bytes) + int(spilled_registers),
+        "matrix": len(re.findall(r"\bv_mfma_", text)),
+        "wide_loads": len(re.findall(r"\b(global|buffer)_load_dwordx4", text)),
+        "binary": binary.asm["hsaco"][:4] == b"\x7fELF",
+    }
+
+
+def nvidia_facts(binary, arch):
+    """The facts that are in PTX, and what cuobjdump reads from the binary."""
+    ptx, cubin = binary.asm["ptx"], binary.asm["cubin"]
     dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [dump, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    instruction = r"wgmma\.mma_async" if arch == "sm_90" else r"mma\.sync"
-    return found | {
-        "spilled": sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", text)),
-        "matrix": len(re.findall(instruction, binary.asm["ptx"])),
-        "wide_loads": len(
-            re.findall(
-                r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", binary.asm["ptx"]
-            )
-        ),
-        "binary": binary.asm["cubin"][:4] == b"\x7fELF",
+        command = [dump, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    matrix = r"wgmma\.mma_async" if arch == "sm_90" else r"mma\.sync"
+    wide_load = r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10"
+    return {
+        "spilled": sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
+        "matrix": len(re.findall(matrix, ptx)),
+        "wide_loads": len(re.findall(wide_load, ptx)),
+        "binary": cubin[:4] == b"\x7fELF",
     }
 
 
 def share(world, cases):
-    """The facts of every second case, or what it raised."""
+    """The facts of this process's part of the cases; for a case that fails, the error's text."""
     results = []
-    for arch, D, what, settings in cases[world.global_rank :: world.global_size]:
+    for arch, D, pass_name, settings in cases[world.global_rank :: world.global_size]:
         try:
-            results.append(facts(binary_of(arch, D, what, **settings), arch))
+            results.append(facts(binary_of(arch, D, pass_name, **settings), arch))
         except Exception as error:
             results.append(repr(error)[:500])
     return results
@@ -156,38 +171,37 @@ def share(world, cases):
 
 USUAL_CHIPS = ("gfx90a", "sm_90")  # MI250, H100
 USUAL = [dict(alibi=True), dict(alibi=False)]
-CASES = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in USUAL]
-OTHERS = [
-    dict(causal=False),
-    dict(documents=True),
-    dict(group=4),
-    dict(dtype="float16"),
-    dict(dtype="float32"),
-]
-OTHERS += [
-    dict(lengths=(1, 77)),
-    dict(lengths=(1, 1), documents=True),
-    dict(lengths=(33, 77), causal=False),
-]
-MORE = [(arch, D, what, s) for arch in SHARED for D in (64, 128) for what in PASSES for s in OTHERS]
-MORE += [(arch, 96, what, s) for arch in SHARED for what in PASSES for s in USUAL]
-MORE += [
-    (arch, D, what, dict(alibi=True)) for arch in SHARED for D in (32, 80, 112) for what in PASSES
-]
+OTHERS = [dict(causal=False), dict(documents=True), dict(group=4)]
+OTHERS += [dict(dtype="float16"), dict(dtype="float32")]
+OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True)]
+OTHERS += [dict(lengths=(33, 77), causal=False)]
+
+
+def cases_of(head_dims, settings):
+    """(architecture, head dim, pass, settings) for all chips and passes."""
+    return list(itertools.product(SHARED, head_dims, PASSES, settings))
+
+
+CASES = cases_of((64, 128), USUAL)
+MORE = cases_of((64, 128), OTHERS)
+MORE += cases_of((96,), USUAL)
+MORE += cases_of((32, 80, 112), [dict(alibi=True)])
 
 
 def name(case):
-    arch, D, what, settings = case
-    return f"{arch}-{D}-{what}-" + ",".join(f"{k}={v}" for k, v in settings.items())
+    """A test id."""
+    arch, D, pass_name, settings = case
+    return f"{arch}-{D}-{pass_name}-" + ",".join(f"{k}={v}" for k, v in settings.items())
 
 
 def all_facts(compilers, cases):
-    """{name of a case: facts}, one chip after another, shared by two processes."""
+    """{name of a case: facts}, one chip at a time, shared by two processes."""
     results = {}
     for arch in SHARED:
-        mine = [case for case in cases if case[0] == arch]
-        for rank, part in enumerate(compilers(share, mine)):
-            results |= dict(zip(map(name, mine[rank::2]), part, strict=True))
+        of_arch = [case for case in cases if case[0] == arch]
+        for rank, rank_facts in enumerate(compilers(share, of_arch)):
+            rank_names = [name(case) for case in of_arch[rank::2]]
+            results |= dict(zip(rank_names, rank_facts, strict=True))
     return results
 
 
@@ -216,15 +230,18 @@ def in_tiers(cases, tiers):
 
 
 def check(case, found):
-    arch, D, what, settings = case
+    """The binary fits the chip, uses its matrix instructions, and spills no more than allowed."""
+    arch, D, pass_name, settings = case
     assert isinstance(found, dict), found
-    assert found["binary"] and found["warp"] == (64 if arch.startswith("gfx") else 32)
+    assert found["binary"]
+    assert found["warp"] == (64 if arch.startswith("gfx") else 32)
     assert found["shared"] <= SHARED[arch]
     if settings.get("dtype") == "float32":
-        return  # the conservative row: it must run, not shine
+        return  # the fallback row: it must fit, and need not be fast
     assert found["matrix"] > 0
     assert found["wide_loads"] > 0 or D < 64  # 16 bytes a thread
-    assert found["spilled"] <= SPILLS.get((arch, 64 if D <= 64 else 128, what), 0) + SLACK
+    allowed = SPILLS.get((arch, 64 if D <= 64 else 128, pass_name), 0) + SLACK
+    assert found["spilled"] <= allowed
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, ([], pytest.mark.slow)))
@@ -237,15 +254,16 @@ def test_it_fits_with_every_feature(case, found):
     check(case, found[name(case)])
 
 
-def too_large(world):
+def facts_of_too_large_a_row(world):
+    """Blocks of 128 x 128 with heads of 128 do not fit an MI300X."""
     launch_table.row_for = lambda *_: (128, 128, 4, 2, 2)
     return facts(binary_of("gfx942", 128, "forward"), "gfx942")
 
 
 def test_a_row_that_is_too_large_is_seen(compilers):
-    """The check can fail: these blocks do not fit an MI300X."""
-    found = compilers(too_large)[0]
-    compilers.stop()  # they have the wrong row now
+    """The check can fail."""
+    found = compilers(facts_of_too_large_a_row)[0]
+    compilers.stop()  # these processes have the wrong row now
     with pytest.raises(AssertionError):
         check(("gfx942", 128, "forward", {}), found)
 
@@ -265,19 +283,21 @@ def test_every_chip_has_all_rows_and_only_amd_has_amds_options():
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("head_dim, column", [(16, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
 def test_a_head_takes_the_narrowest_rows_that_hold_it(arch, head_dim, column, capsys):
-    for what in PASSES:
-        assert row_for(arch, head_dim, what, torch.bfloat16) == LAUNCH[arch, column][what]
-        assert row_for(arch, head_dim, what, torch.float32) == UNKNOWN
+    for pass_name in PASSES:
+        expected = LAUNCH[arch, column][pass_name]
+        assert row_for(arch, head_dim, pass_name, torch.bfloat16) == expected
+        assert row_for(arch, head_dim, pass_name, torch.float32) == UNKNOWN
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("arch", ["gfx1201", "sm_121"])
-def test_an_unknown_chip_takes_the_conservative_row_and_says_so_once(arch, capsys):
+def test_an_unknown_chip_takes_the_fallback_row_and_says_so_once(arch, capsys):
     launch_table.rows_of.cache_clear()
-    for what in PASSES:
-        assert row_for(arch, 64, what, torch.bfloat16) == UNKNOWN
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and arch in said and "--tune" in said
+    for pass_name in PASSES:
+        assert row_for(arch, 64, pass_name, torch.bfloat16) == UNKNOWN
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert arch in message and "--tune" in message
 
 
 def test_the_name_of_a_gpu(monkeypatch):
@@ -294,16 +314,23 @@ def test_the_name_of_a_gpu(monkeypatch):
     assert launch_table.architecture(torch.device("cpu")) == "cpu"
 
 
-def test_the_fastest_candidate_wins_and_those_that_do_not_fit_are_left_out(capsys):
+def test_the_fastest_candidate_wins_and_rows_that_do_not_fit_are_skipped(capsys):
     rows = launch_table.candidates()
-    assert len(rows) == len(set(rows)) > 20 and UNKNOWN[:2] in {row[:2] for row in rows}
+    assert len(rows) == len(set(rows)) > 20
+    assert UNKNOWN[:2] in {row[:2] for row in rows}
 
     def launch(row=None):
         if row and row[0] == 128:
             raise RuntimeError("out of resource: shared memory")
         return row
 
-    best = launch_table.fastest("dq", launch, lambda run: 9.0 if run() is None else sum(run()))
+    def time_of(function):
+        """Smaller rows are faster here; the table's row takes 9 ms."""
+        row = function()
+        return 9.0 if row is None else sum(row)
+
+    best = launch_table.fastest("dq", launch, time_of)
     assert best == min((row for row in rows if row[0] < 128), key=sum)
-    said = capsys.readouterr()
-    assert "dq" in said.out and "9.000" in said.out and "RuntimeError" in said.err
+    printed = capsys.readouterr()
+    assert "dq" in printed.out and "9.000" in printed.out
+    assert "RuntimeError" in printed.err

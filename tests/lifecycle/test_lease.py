@@ -43,7 +43,7 @@ def test_a_second_run_refuses_until_the_first_is_killed(
     wait_for(lambda: steps_done(tmp_path / "run") > before + 1)
     assert first.status() is None
     first.send(signal.SIGKILL)
-    assert first.left(10)
+    assert first.wait(10)
     with taken(tmp_path / "run"):  # without waiting
         pass
 
@@ -64,7 +64,7 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""]
 )
-def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
+def test_a_damaged_lease_has_no_owner(tmp_path, text, capsys):
     """Damaged by a power failure, for example. While another run has the lock, it still counts."""
     path = tmp_path / "lease.json"
     path.write_text(text, encoding="latin-1")

@@ -25,7 +25,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
     assert agreed(nothing) == {
         "leave": 0,
         "save": False,
-        "save_done": True,
+        "no_save_running": True,
         "bad_step": False,
         "slowest_rank": 0,
         "slowest_by": 1.0,
@@ -33,7 +33,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
     if size > 1:
         assert agreed(nothing, (signal.SIGTERM, False, True, 0.1))["leave"] == signal.SIGTERM
         saving = agreed(nothing, (0, True, False, 0.1))
-        assert saving["save"] and not saving["save_done"]
+        assert saving["save"] and not saving["no_save_running"]
         seconds = agreed((0, False, True, 30.0), (0, False, True, 0.5))  # even and odd ranks
         assert seconds["slowest_rank"] == 0 and seconds["slowest_by"] == 60
         seconds = agreed((0, False, True, 0.5), (0, False, True, 30.0))

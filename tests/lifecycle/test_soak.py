@@ -68,7 +68,7 @@ class Soak:
             launch.send(signal.SIGKILL)
 
     def to_the_end(self, launch: Launch) -> None:
-        assert launch.left(300) and launch.status() == 0, self.log.read_text()[-3000:]
+        assert launch.wait(300) and launch.status() == 0, self.log.read_text()[-3000:]
 
     def kill(self, when: str, ranks: int) -> None:
         """Start it, kill it, end the other ranks, and look at what is left."""
@@ -79,7 +79,7 @@ class Soak:
             launch.send(signal.SIGKILL, victim)
             begin = time.monotonic()
             if self.chance.random() < 0.5:
-                launch.left(3)  # do they leave without being asked?
+                launch.wait(3)  # do they leave without being asked?
             launch.end(patience=5)
             self.seconds[when, victim is None].append(time.monotonic() - begin)
         statuses = [process.returncode for process in launch.processes]

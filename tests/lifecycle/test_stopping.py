@@ -87,7 +87,7 @@ def started(tmp_path, tiny_data):
     yield start
     for launch in launches:
         launch.send(signal.SIGKILL)
-        launch.left(30)
+        launch.wait(30)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     first = started(2, *flags)
     wait_for(lambda: steps_done(run) >= 3)
     first.send(number, 1)
-    assert first.left(60)
+    assert first.wait(60)
     assert [process.returncode for process in first.processes] == [stopping.RESUME_ME] * 2
     last = steps_done(run)
     assert checkpoint.latest(run).name == f"step-{last}"
@@ -145,7 +145,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
     job = started(1, *FOREVER, "--save_interval=0")
     wait_for(lambda: steps_done(tmp_path / "run") >= 2)
     job.send(signal.SIGINT)
-    assert job.left(60) and job.status() == 130
+    assert job.wait(60) and job.status() == 130
     assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
     assert "Ctrl-C again exits immediately" in (tmp_path / "log").read_text()
 

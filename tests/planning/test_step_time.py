@@ -163,8 +163,8 @@ def test_models_left_out_of_the_fit_are_predicted():
     pytest.importorskip("scipy", reason="the fit needs scipy: see requirements-dev.txt")
     rows = planner.read()
     assert len(rows) == 142
-    ours = planner.summary(planner.left_out(rows))
-    constant = planner.summary(planner.constant(rows))
+    ours = planner.summary(planner.held_out_errors(rows))
+    constant = planner.summary(planner.constant_speed_errors(rows))
     assert ours["median"] < 0.06 and ours["p90"] < 0.15
     assert ours["median"] < constant["median"] and ours["p90"] < constant["p90"]
     fitted = planner.fit(rows)
@@ -173,7 +173,7 @@ def test_models_left_out_of_the_fit_are_predicted():
 
 
 def test_mpt_1b_on_many_h100():
-    for n, tflops in planner.scaled(Constants()).items():
+    for n, tflops in planner.h100_predictions(Constants()).items():
         assert tflops == pytest.approx(planner.H100[n], rel=0.02)
 
 

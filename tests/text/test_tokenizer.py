@@ -1,4 +1,4 @@
-"""text/tokenizer.py: every text comes back, training equals Hugging Face's, and a missing file is one clear line."""
+"""text/tokenizer.py: every text comes back, training equals Hugging Face's, errors are one line."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from config import UserError
 from text import tokenizer
 from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
 
-VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"  # tiktoken's name for vocab.bpe: the sha1 of its address
-GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(
-    ROOT.parent / "shared" / "data" / "tiktoken_cache"
-)
+# The name of vocab.bpe in tiktoken's cache: the SHA-1 of its address.
+VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
+BESIDE_THIS_PROJECT = ROOT.parent / "shared" / "data" / "tiktoken_cache"
+GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(BESIDE_THIS_PROJECT)
 
 
 def stdlib(characters: int) -> list[str]:
@@ -44,9 +44,7 @@ def bpe():
 @pytest.fixture(scope="module")
 def gpt2():
     if not os.path.isfile(os.path.join(GPT2_FILES, VOCAB_BPE)):
-        pytest.skip(
-            "GPT-2's tokenizer files are not here: set TIKTOKEN_CACHE_DIR to a folder that holds them"
-        )
+        pytest.skip("set TIKTOKEN_CACHE_DIR to a folder that holds GPT-2's tokenizer files")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", GPT2_FILES)
         return load("gpt2")
@@ -54,7 +52,10 @@ def gpt2():
 
 @pytest.fixture(scope="module")
 def hugging_face(tmp_path_factory):
-    """A byte-level BPE by Hugging Face's trainer, with end-of-text first and words of spaces added, like GPT-NeoX's."""
+    """A byte-level BPE by Hugging Face's trainer.
+
+    Like GPT-NeoX's, it has end-of-text as its first id, and added tokens of several spaces.
+    """
     hf = pytest.importorskip("tokenizers")
     made = hf.Tokenizer(hf.models.BPE())
     made.pre_tokenizer = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -71,43 +72,39 @@ def hugging_face(tmp_path_factory):
 
 
 def test_a_hugging_face_tokenizer(hugging_face):
-    assert (
-        hugging_face.eot == 0 and hugging_face.vocab_size == 403 and hugging_face.dtype == np.uint16
-    )
+    assert hugging_face.eot == 0 and hugging_face.vocab_size == 403
+    assert hugging_face.dtype == np.uint16
     text = "def größe(x):\n        return x  # 日本"
     ids = hugging_face.encode(text)
     assert ids.tolist() == hugging_face.library.encode(text).ids and ids.max() >= 400
     assert hugging_face.decode(ids) == hugging_face.library.decode(ids.tolist()) == text
-    assert (
-        b"".join(hugging_face.decode_bytes([i]) for i in ids) == text.encode()
-    )  # a character over several tokens
-    assert (
-        0 not in hugging_face.encode(f"a {END_OF_TEXT} b")
-        and hugging_face.decode([0]) == END_OF_TEXT
-    )
+    one_by_one = [hugging_face.decode_bytes([i]) for i in ids]  # some hold parts of a character
+    assert b"".join(one_by_one) == text.encode()
+    assert 0 not in hugging_face.encode(f"a {END_OF_TEXT} b")
+    assert hugging_face.decode([0]) == END_OF_TEXT
     assert load(hugging_face.name).fingerprint == hugging_face.fingerprint
 
 
 def test_a_copy_serves_when_the_file_is_gone(hugging_face, tmp_path):
-    """A run folder holds one; what its own path leads to later does not matter."""
+    """A run folder holds a copy, so the original may be moved or changed later."""
     shutil.copy(hugging_face.name, tmp_path / "tokenizer.json")
     copy = load("gone/tokenizer.json", tmp_path / "tokenizer.json")
     assert copy.fingerprint == hugging_face.fingerprint and copy.name == "gone/tokenizer.json"
 
 
 @pytest.mark.parametrize(
-    "content, words",
+    "content, message",
     [
         ("", "is not Hugging Face's tokenizer.json"),
         ('{"model": 1}', "is not Hugging Face's"),
         (None, "cannot read"),
     ],
 )
-def test_a_broken_hugging_face_tokenizer_is_one_line(tmp_path, content, words):
+def test_a_broken_hugging_face_tokenizer_is_one_line(tmp_path, content, message):
     pytest.importorskip("tokenizers")
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(UserError, match=words) as error:
+    with pytest.raises(UserError, match=message) as error:
         load(str(tmp_path / "tokenizer.json"))
     assert "\n" not in str(error.value)
 
@@ -123,12 +120,8 @@ def test_any_text_comes_back(any_kind, text):
     ids = any_kind.encode(text)
     assert any_kind.decode(ids) == text
     assert any_kind.decode_bytes(ids) == text.encode()
-    assert (
-        ids.dtype == np.uint16
-        and ids.ndim == 1
-        and all(ids < any_kind.vocab_size)
-        and any_kind.eot not in ids
-    )
+    assert ids.dtype == np.uint16 and ids.ndim == 1
+    assert all(ids < any_kind.vocab_size) and any_kind.eot not in ids
 
 
 def test_end_of_text_is_the_last_of_our_ids():
@@ -144,13 +137,11 @@ def test_no_text_encodes_to_end_of_text(any_kind):
 
 
 def test_decode_replaces_what_is_no_text(any_kind):
-    assert (
-        any_kind.decode([any_kind.vocab_size, -1]) == "\ufffd\ufffd"
-    )  # the padding of a vocabulary
-    first_byte = next(i for i, token in any_kind.bytes_of.items() if token == "é".encode()[:1])
-    assert (
-        any_kind.decode([first_byte]) == "\ufffd" and any_kind.decode_bytes([first_byte]) == b"\xc3"
-    )
+    beyond = [any_kind.vocab_size, -1]  # a model's vocabulary may be larger
+    assert any_kind.decode(beyond) == "\ufffd\ufffd"
+    half_e = next(i for i, token in any_kind.bytes_of.items() if token == "é".encode()[:1])
+    assert any_kind.decode([half_e]) == "\ufffd"
+    assert any_kind.decode_bytes([half_e]) == b"\xc3"
     assert any_kind.decode([]) == ""
 
 
@@ -171,40 +162,23 @@ def test_bytes_are_the_bytes():
 def test_gpt2_ids(gpt2):
     assert gpt2.vocab_size == 50257
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("hello  world\n\n\n don't 123").tolist() == [
-        31373,
-        220,
-        995,
-        628,
-        198,
-        836,
-        470,
-        17031,
-    ]
-    assert gpt2.encode(END_OF_TEXT).tolist() == [
-        27,
-        91,
-        437,
-        1659,
-        5239,
-        91,
-        29,
-    ]  # tiktoken's documentation
+    wanted = [31373, 220, 995, 628, 198, 836, 470, 17031]
+    assert gpt2.encode("hello  world\n\n\n don't 123").tolist() == wanted
+    wanted = [27, 91, 437, 1659, 5239, 91, 29]  # from tiktoken's documentation
+    assert gpt2.encode(END_OF_TEXT).tolist() == wanted
 
 
 def test_our_split_is_tiktokens(gpt2):
-    """We rebuild GPT-2's encoding from its tokens and our own SPLIT: the ids are those of tiktoken's."""
+    """Our GPT-2 has its tokens and our SPLIT: its ids equal those of tiktoken's own encoding."""
     import tiktoken
 
-    text = (
-        "".join(stdlib(200_000))
-        + " \x0b\x0c\x1c\x85\u200b\u3000ßЖ  中文²½Ⅷ٣ 'S 're\t\t x \r\n\r\n "
-    )
+    odd_spaces_and_letters = " \x0b\x0c\x1c\x85\u200b\u3000ßЖ  中文²½Ⅷ٣ 'S 're\t\t x \r\n\r\n "
+    text = "".join(stdlib(200_000)) + odd_spaces_and_letters
     assert gpt2.encode(text).tolist() == tiktoken.get_encoding("gpt2").encode_ordinary(text)
 
 
 def test_fingerprints_are_stable(gpt2):
-    """Prepared data is refused under another fingerprint, so a change of these must be meant."""
+    """Prepared data is refused under another fingerprint, so these must not change by accident."""
     assert load("bytes").fingerprint == "fdf46046baa81ed0"
     assert gpt2.fingerprint == "e70b36628c3174d8"
 
@@ -219,11 +193,10 @@ def huggingface_bpe(texts: list[str], tokens: int):
         vocab_size=tokens, min_frequency=2, initial_alphabet=level.alphabet(), show_progress=False
     )
     model.train_from_iterator(texts, trainer)
-    letter = {
-        c: BYTES[i] for i, c in enumerate(sorted(level.alphabet()))
-    }  # one printable character for each byte
-    words = sorted(model.get_vocab(), key=model.get_vocab().get)
-    return model, [b"".join(letter[c] for c in word) for word in words]
+    # The vocabulary spells each byte as one printable character.
+    byte_of = {character: BYTES[i] for i, character in enumerate(sorted(level.alphabet()))}
+    spellings = sorted(model.get_vocab(), key=model.get_vocab().get)
+    return model, [b"".join(byte_of[c] for c in spelling) for spelling in spellings]
 
 
 def test_training_equals_hugging_face():
@@ -242,9 +215,8 @@ def test_training_equals_hugging_face():
 def test_ties_and_overlaps_equal_hugging_face_and_the_slow_version(texts, size):
     ours = train_bpe(texts, size).tokens
     assert ours == huggingface_bpe(texts, size - 1)[1]
-    words = [
-        [BYTES.index(bytes([b])) for b in piece.encode()] for t in texts for piece in t.split("b")
-    ]
+    pieces = [piece for text in texts for piece in text.split("b")]
+    words = [[BYTES.index(bytes([value])) for value in piece.encode()] for piece in pieces]
     counts = [1 + i % 3 for i in range(len(words))]
     assert tokenizer.learn_slowly(words, counts, size) == tokenizer.learn([*words], counts, size)
 
@@ -260,18 +232,19 @@ def test_training_depends_on_the_corpus_only(bpe):
     texts = stdlib(100_000)
     assert train_bpe(reversed(texts), 512).fingerprint == bpe.fingerprint
     assert train_bpe(texts[1:], 512).fingerprint != bpe.fingerprint
-    code = "from text import tokenizer; print(tokenizer.train_bpe(['in an inn an ant'] * 2, 300).tokens)"
-    runs = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in "12"
-    ]
-    assert runs[0] == runs[1] and b" an" in runs[0]
+    code = """
+from text import tokenizer
+print(tokenizer.train_bpe(["in an inn an ant"] * 2, 300).tokens)
+"""
+
+    def tokens_with_hash_seed(seed):
+        command = [sys.executable, "-c", code]
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, check=True)
+        return done.stdout
+
+    assert tokens_with_hash_seed("1") == tokens_with_hash_seed("2")
+    assert b" an" in tokens_with_hash_seed("1")
 
 
 def test_vocabulary_of_a_small_corpus():
@@ -287,9 +260,8 @@ def test_save_and_load(bpe, tmp_path):
     bpe.save(path)
     again = load("bpe-512", path)
     text = stdlib(1000)[0]
-    assert (
-        again.fingerprint == bpe.fingerprint and again.name == "bpe-512" and again.vocab_size == 512
-    )
+    assert again.fingerprint == bpe.fingerprint
+    assert again.name == "bpe-512" and again.vocab_size == 512
     assert again.encode(text).tolist() == bpe.encode(text).tolist()
     assert os.listdir(tmp_path) == ["bpe.json"]
 
@@ -307,9 +279,11 @@ def test_a_save_that_fails_leaves_the_old_file(bpe, tmp_path, monkeypatch):
     assert load("bpe-512", path).fingerprint == bpe.fingerprint
 
 
-def forged(words):
-    made = tokenizer.fingerprint(tokenizer.SPLIT, [word.encode("latin-1") for word in words])
-    return json.dumps({"name": "bpe-512", "tokens": words, "fingerprint": made})
+def forged(texts):
+    """A saved tokenizer with these tokens and the fingerprint that fits them."""
+    tokens = [text.encode("latin-1") for text in texts]
+    fingerprint = tokenizer.fingerprint(tokenizer.SPLIT, tokens)
+    return json.dumps({"name": "bpe-512", "tokens": texts, "fingerprint": fingerprint})
 
 
 def test_wrong_files_are_told_apart(bpe, tmp_path):
@@ -317,17 +291,14 @@ def test_wrong_files_are_told_apart(bpe, tmp_path):
     bpe.save(str(path))
     saved = json.loads(path.read_text())
     saved["tokens"][300], saved["tokens"][301] = saved["tokens"][301], saved["tokens"][300]
+    not_latin_1 = {"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}
     for name, content, message in (
         ("bpe", None, "holds bpe-512, not bpe-4096"),
         ("bpe-512", json.dumps(saved), "damaged"),
         ("bpe-512", json.dumps(saved | {"tokens": ["a", "a"]}), "damaged"),
         ("bpe-512", path.read_text()[:-9], "damaged"),
         ("bpe-512", "[]", "damaged"),
-        (
-            "bpe-512",
-            '{"name": "bpe-512", "fingerprint": "", "tokens": ["Ж"]}',
-            "not a tokenizer file",
-        ),
+        ("bpe-512", json.dumps(not_latin_1), "not a tokenizer file"),
         ("bpe-512", '{"name": "bpe-512", "tokens": []}', "damaged"),
         ("bpe-512", forged(["a", "b"]), "not a tokenizer file"),  # without all bytes
         ("bpe-512", json.dumps(saved | {"tokens": [1, None, {}]}), "not a tokenizer file"),
@@ -363,13 +334,13 @@ def test_wrong_names(name, message):
 
 
 GPT4 = (  # GPT-4's and Llama 3's
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 def theirs(path, pattern=None, **more):
-    """A byte-level tokenizer.json, with a pattern of its own."""
+    """Write a byte-level tokenizer.json. pattern: its own split; more: top-level JSON fields."""
     library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
     byte_level = library.pre_tokenizers.ByteLevel
     vocab = {letter: i for i, letter in enumerate(byte_level.alphabet())} | {END_OF_TEXT: 256}
@@ -386,8 +357,9 @@ def theirs(path, pattern=None, **more):
 
 def test_patterns_of_others_work(tmp_path):
     for pattern in (None, GPT4):
-        cut = load(theirs(tmp_path / "tokenizer.json", pattern))
-        assert cut.decode(cut.encode("it's 12345 größe\n\n  x")) == "it's 12345 größe\n\n  x"
+        loaded = load(theirs(tmp_path / "tokenizer.json", pattern))
+        text = "it's 12345 größe\n\n  x"
+        assert loaded.decode(loaded.encode(text)) == text
 
 
 FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whatever the text
@@ -395,43 +367,44 @@ FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whateve
 
 def test_pathological_patterns_are_refused(tmp_path, monkeypatch):
     path = theirs(tmp_path / "tokenizer.json", r"(a+)+$")
-    with pytest.raises(
-        UserError, match="tokenizer.json cannot encode some lines of text: .*retry-limit"
-    ) as error:
+    message = "tokenizer.json cannot encode some lines of text: .*retry-limit"
+    with pytest.raises(UserError, match=message) as error:
         load(path)
     assert "\n" not in str(error.value)
     monkeypatch.setattr(tokenizer, "PROBE_SECONDS", 2)
-    with pytest.raises(
-        UserError, match="tokenizer.json needs more than 2 s for some lines of text"
-    ):
+    message = "tokenizer.json needs more than 2 s for some lines of text"
+    with pytest.raises(UserError, match=message):
         load(theirs(tmp_path / "tokenizer.json", FOREVER))
 
 
 def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
-    """The probe has no run of q."""
-    cut = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
+    """The text that is tried when a file is loaded has no run of q."""
+    loaded = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
     with pytest.raises(UserError, match="tokenizer.json cannot encode 'qqqq.*retry-limit"):
-        cut.encode("q" * 100 + "!")
+        loaded.encode("q" * 100 + "!")
 
 
 def test_padding_truncation_and_large_ids(tmp_path):
-    """A file may ask to fill up each text to a billion tokens, to cut it, or number a token 100,000."""
+    """A file may ask for padding to a billion tokens or truncation, or number a token 100,000."""
+    path = tmp_path / "tokenizer.json"
     padding = {
         "strategy": {"Fixed": 10**9},
         "direction": "Right",
         "pad_to_multiple_of": None,
         "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "a",
     }
-    padding |= {"pad_type_id": 0, "pad_token": "a"}
     truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    cut = load(theirs(tmp_path / "tokenizer.json", GPT4, padding=padding, truncation=truncation))
-    assert cut.encode("some words").shape == (10,)
-    path = tmp_path / "tokenizer.json"
+    loaded = load(theirs(path, GPT4, padding=padding, truncation=truncation))
+    assert loaded.encode("some words").shape == (10,)
+
     content = json.loads(path.read_text())
     content["model"]["vocab"]["a"] = 100_000
     path.write_text(json.dumps(content))
-    cut = load(str(path))
-    assert cut.vocab_size == 100_001 and cut.dtype == np.uint32 and 100_000 in cut.encode("abc")
+    loaded = load(str(path))
+    assert loaded.vocab_size == 100_001 and loaded.dtype == np.uint32
+    assert 100_000 in loaded.encode("abc")
 
 
 @pytest.mark.parametrize(
@@ -442,9 +415,8 @@ def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
     pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
-    with pytest.raises(
-        UserError, match="is not Hugging Face's tokenizer.json, or is damaged"
-    ) as error:
+    message = "is not Hugging Face's tokenizer.json, or is damaged"
+    with pytest.raises(UserError, match=message) as error:
         load(str(path))
     assert "\n" not in str(error.value)
     path.unlink()
@@ -454,25 +426,16 @@ def test_what_is_no_tokenizer_is_one_line(content, tmp_path):
 
 
 def load_offline(cache: Path) -> subprocess.CompletedProcess:
-    """`python -m text.tokenizer gpt2` with this cache and with a network on which nothing answers."""
-    nothing = {
-        name: "http://127.0.0.1:9"
-        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    }
-    env = {
-        **os.environ,
-        **nothing,
-        "NO_PROXY": "",
-        "no_proxy": "",
-        "TIKTOKEN_CACHE_DIR": str(cache),
-    }
-    return subprocess.run(
-        [sys.executable, "-m", "text.tokenizer", "gpt2"],
-        env=env,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    """`python -m text.tokenizer gpt2` with this cache and without a network.
+
+    Its proxy is a port on which nothing answers.
+    """
+    proxies = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    env = dict(os.environ)
+    env |= dict.fromkeys(proxies, "http://127.0.0.1:9")
+    env |= {"NO_PROXY": "", "no_proxy": "", "TIKTOKEN_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "text.tokenizer", "gpt2"]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("damaged_file", [False, True])
@@ -482,15 +445,14 @@ def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
     done = load_offline(tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: GPT-2's tokenizer files") and done.stderr.count("\n") == 1
-    for way_out in ("TIKTOKEN_CACHE_DIR", "--tokenizer=bpe-4096", "--tokenizer=bytes"):
-        assert way_out in done.stderr
+    for fix in ("TIKTOKEN_CACHE_DIR", "--tokenizer=bpe-4096", "--tokenizer=bytes"):
+        assert fix in done.stderr
     assert not os.listdir(tmp_path)  # tiktoken removes a damaged file
 
 
 def test_demonstration():
-    done = subprocess.run(
-        [sys.executable, "-m", "text.tokenizer"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "text.tokenizer"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout
 
 
