@@ -223,7 +223,7 @@ def marked(case):
     return pytest.param(case, id=name(case), marks=[] if quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
     errors = measured[name(case)]
     assert isinstance(errors, list), errors
