@@ -1,23 +1,28 @@
-# make train      watch a small MPT learn to write: three minutes on two CPU cores (ARGS="--lr=1e-3" to change a setting)
-# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with a kill -9: five minutes, one picture
-# make test       the quick tests
-# make test-all   the slow tests
+# make train      watch a small MPT learn to write: three minutes on two CPU cores
+#                 (ARGS="--lr=1e-3" to change a setting)
+# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with a kill -9:
+#                 five minutes, one picture
+# make test       the quick tests: 6 minutes on two CPU cores
+# make test-all   the slow tests, without the quick ones: 40 minutes
+# make soak       the long tests, without the others: half an hour
+# make mutants    forty planted bugs: the quick tests must find each
 # make lint       what ruff finds
 #
-# Each first sees to .venv: install.py says what goes into it, and does nothing if all is there.
-# PYTHON=... chooses the Python below it: the first python3 on the PATH, so an active conda or venv's.
+# Each first makes .venv: install.py says what goes into it, and does nothing if all is there.
+# PYTHON=... chooses the Python below it. Default: the first python3 on the PATH, so an active
+# conda's or venv's.
 
 PYTHON ?= $(shell command -v python3 2>/dev/null || echo python)
 PY = .venv/bin/python
-# One process for each GPU (CUDA or ROCm), as far as the demo's batch of 8 divides; without one, two on the CPU.
+# One process for each GPU (CUDA or ROCm), if they divide the demo's batch of 8; without a GPU, two.
 COUNT = import torch; n = torch.cuda.device_count(); print(max(r for r in (1, 2, 4, 8) if r <= n) if n else 2)
 RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
 OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
 LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
 
-.PHONY: help train elastic test test-all lint setup setup-test
+.PHONY: help train elastic test test-all soak mutants lint setup setup-test
 help:
-	@sed -n 's/^# \(make.*\)/\1/p' Makefile
+	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
 train: setup
 	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
@@ -34,10 +39,16 @@ elastic: setup
 	$(PY) -m lessons.elastic $(ARGS)
 
 test: setup-test
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -m "not slow and not long" $(ARGS)
 
 test-all: setup-test
-	$(PY) -m pytest -m slow $(ARGS)
+	$(PY) -m pytest -m "slow and not long" $(ARGS)
+
+soak: setup-test
+	$(PY) -m pytest -m "long" $(ARGS)
+
+mutants: setup-test
+	$(PY) tests/mutants.py $(ARGS)
 
 lint: setup-test
 	$(PY) -m ruff check .

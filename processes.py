@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import signal
 import socket
 import subprocess
@@ -322,9 +323,14 @@ def slurm_first_host() -> str:
 
 
 def free_port() -> int:
-    """A port of this machine at which nobody listens now."""
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
+    """A port of this machine at which no process listens now.
+
+    Below 32768: above, Linux picks ports for outgoing connections, which may take it meanwhile.
+    """
+    for port in random.SystemRandom().sample(range(20000, 32000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError("no free port between 20000 and 32000")
 
 
 def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:

@@ -1,10 +1,11 @@
-"""What several test files share: a pool of real gloo ranks, a small data set, and launching a program as a user does.
+"""What test files share: a pool of real gloo ranks, a small data set, launching a program.
 
 ranks(4)(function, x)        function(world, x) on four ranks at once; a list of what each returned
 torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its own
 python("--lr=1e-3")          the same as a plain process
 """
 
+import collections
 import functools
 import gc
 import json
@@ -12,6 +13,7 @@ import os
 import pickle
 import random
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,14 +32,15 @@ TORCHRUN = [
     "--rdzv-endpoint=localhost:0",
     "--nproc_per_node",
 ]
-LIFE = 150  # calls after which ranks are replaced: what they leave behind (groups of checkpoints) polls for ever
+LIFE = 150  # calls after which ranks are replaced: groups of checkpoints leave polling threads
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
 
 class Ranks:
-    """`size` processes, joined by gloo and kept for the session. Calling it runs a module-level function on each.
+    """`size` processes, joined by gloo and kept for the session.
 
-    They inherit one thread each and what `environment` sets.
+    Calling it runs a module-level function on each. Each process has one thread, and the variables
+    of `environment`.
     """
 
     def __init__(self, size: int, **environment):
@@ -59,7 +62,10 @@ class Ranks:
         os.environ.update(before)
 
     def __call__(self, function, *args) -> list:
-        """`function(world, *args)` on every rank at once: their results by rank, or AssertionError if one failed."""
+        """Run `function(world, *args)` on every rank. Returns their results by rank.
+
+        Raises AssertionError if one failed.
+        """
         self.calls += 1
         if self.calls % LIFE == 0:
             self.stop()
@@ -68,36 +74,39 @@ class Ranks:
         for pipe in self.pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         deadline = time.monotonic() + PATIENCE
-        answers = []
-        for pipe in self.pipes:
-            try:
-                late = not pipe.poll(max(0, deadline - time.monotonic()))
-                answers.append(
-                    (False, "no answer in time") if late else pickle.loads(pipe.recv_bytes())
-                )
-            except EOFError:
-                answers.append((False, "the process died"))
-            if not answers[-1][0]:
+        results, failures = [], []
+        for rank, pipe in enumerate(self.pipes):
+            succeeded, result = answer_of(pipe, deadline)
+            results.append(result)
+            if not succeeded:
+                failures.append(f"rank {rank}: {result}")
                 deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it in vain
-        failed = [
-            f"rank {rank}: {answer}" for rank, (fine, answer) in enumerate(answers) if not fine
-        ]
-        if failed:
-            self.stop()  # the ranks may be in different collectives now: the next call starts new ones
-            raise AssertionError("\n".join(failed))
-        return [answer for _, answer in answers]
+        if failures:
+            self.stop()  # the ranks may be in different collectives: the next call starts new ones
+            raise AssertionError("\n".join(failures))
+        return results
 
     def stop(self) -> None:
         for pipe in self.pipes:
-            pipe.close()  # a rank that waits for work leaves now
+            pipe.close()  # a rank that waits for work exits now
         for process in self.processes:
             process.join(1)
             process.kill()  # one that hangs
         self.pipes, self.processes = [], []
 
 
+def answer_of(pipe, deadline: float) -> tuple[bool, object]:
+    """What a rank sent: (True, its result) or (False, what went wrong)."""
+    try:
+        if not pipe.poll(max(0, deadline - time.monotonic())):
+            return False, "no answer in time"
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        return False, "the process died"
+
+
 def work(pipe, rank: int, size: int, store: str) -> None:
-    """The life of one rank: run what comes through the pipe until it is closed."""
+    """The loop of one rank: run each function that comes through the pipe, until it is closed."""
     import torch
     import torch.distributed as dist
 
@@ -127,10 +136,20 @@ def work(pipe, rank: int, size: int, store: str) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
+def pytest_configure():
+    """Let Ctrl-C reach the programs under test, also where a shell runs `make test &`.
+
+    Such a shell ignores SIGINT, and every child would inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked `gpu` are skipped, with the reason, where there is none."""
     import torch
 
+    torch.set_num_threads(1)  # tensors are small here: two threads would wait for each other
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -166,7 +185,7 @@ def interpreted():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """On one thread of PyTorch: two would wait for each other in products that take a microsecond."""
+    """One thread of PyTorch: in products of a microsecond, two would wait for each other."""
     import torch
 
     before = torch.get_num_threads()
@@ -180,20 +199,7 @@ def tiny_text(tmp_path_factory) -> Path:
     """A folder of four .txt files, 40 documents of a few hundred words each, 90 kB."""
     folder = tmp_path_factory.mktemp("text")
     words = random.Random(0)
-    vocabulary = [
-        "the",
-        "a",
-        "river",
-        "tree",
-        "house",
-        "blue",
-        "old",
-        "sings",
-        "walks",
-        "sees",
-        "under",
-        "slowly",
-    ]
+    vocabulary = "the a river tree house blue old sings walks sees under slowly".split()
     for number in range(4):
         documents = [" ".join(words.choices(vocabulary, k=400)) for _ in range(10)]
         (folder / f"{number}.txt").write_text("<|endoftext|>".join(documents))
@@ -202,16 +208,16 @@ def tiny_text(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_data(tiny_text, tmp_path_factory) -> Path:
-    """The same text as bytes (257 ids): the folder of a prepared data set, one document in ten for validation."""
+    """The same text as bytes (257 ids): the folder of a prepared data set.
+
+    One document in ten is for validation.
+    """
     import data
     from config import TrainConfig
 
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
-    return data.prepare(
-        TrainConfig(
-            dataset=f"{tiny_text}/*.txt", tokenizer="bytes", data_dir=str(folder), val_fraction=0.1
-        )
-    )
+    source = {"dataset": f"{tiny_text}/*.txt", "tokenizer": "bytes", "val_fraction": 0.1}
+    return data.prepare(TrainConfig(**source, data_dir=str(folder)))
 
 
 def flags_for(folder) -> list[str]:
@@ -223,32 +229,39 @@ def flags_for(folder) -> list[str]:
 
 @pytest.fixture
 def python(tmp_path):
-    """`python(*args)` runs fsdp_train.py, or another `program`, alone, in tmp_path; its exit status and output."""
+    """`python(*args)` runs fsdp_train.py, or another `program`, as one process in tmp_path."""
     return lambda *args, **more: launch([], tmp_path, args, **more)
 
 
 @pytest.fixture
 def torchrun(tmp_path):
-    """`torchrun(n, *args)` runs fsdp_train.py, or another `program`, as n processes, in tmp_path."""
+    """`torchrun(n, *args)` runs fsdp_train.py, or another `program`, as n ranks in tmp_path."""
     return lambda n, *args, **more: launch([*TORCHRUN, str(n)], tmp_path, args, **more)
 
 
 def launch(
     how, cwd, args, program="fsdp_train.py", largest_file=None
 ) -> subprocess.CompletedProcess:
-    """Run a program to its end. `largest_file`: no file may grow beyond so many bytes, as if the disk were full."""
+    """Run a program to its end.
+
+    `largest_file`: no file may grow beyond so many bytes, as if the disk were full.
+    """
     command = [sys.executable, *how, *words_of(program), *map(str, args)]
-    limit = largest_file and (
-        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    )
-    run = {"cwd": cwd, "env": rooms_on_path(), "preexec_fn": limit, "timeout": PATIENCE}
-    return subprocess.run(command, capture_output=True, text=True, **run)
+
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    options = {"cwd": cwd, "env": rooms_on_path(), "timeout": PATIENCE}
+    if largest_file:
+        options["preexec_fn"] = limit_files
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 def words_of(program) -> list[str]:
-    """What `python` or torchrun takes for a program: the path of a file in the root, or `-m` and a module.
+    """The arguments of `python` or torchrun for a program: a path, or `-m` and a module.
 
-    "plan.py" -> ROOT/plan.py    "lifecycle/plot.py" -> -m lifecycle.plot    "bench train" -> -m bench train
+    "plan.py" -> ROOT/plan.py    "lifecycle/plot.py" -> -m lifecycle.plot
+    "bench train" -> -m bench train
     """
     if isinstance(program, Path):
         return [str(program)]
@@ -264,18 +277,33 @@ def rooms_on_path() -> dict:
 
 
 def clean_environment() -> dict:
-    """The environment without the traces of a launcher, one thread a process."""
-    of_a_launcher = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_",
-        "GROUP_",
-        "ROLE_",
-        "MASTER_",
-        "SLURM_",
-        "TORCHELASTIC_",
-    )
-    of_a_launcher += ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE",)
-    return {k: v for k, v in os.environ.items() if not k.startswith(of_a_launcher)} | {
-        "OMP_NUM_THREADS": "1"
-    }
+    """The environment without the variables of a launcher, one thread for each process."""
+    prefixes = "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ SLURM_ TORCHELASTIC_".split()
+    prefixes.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(tuple(prefixes))}
+    return kept | {"OMP_NUM_THREADS": "1"}
+
+
+# --------------------------------------------------------------------------------------------------
+# Where the time went
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the seconds of each folder of tests, and the ten slowest tests.
+
+    A fixture's time belongs to the first test that uses it.
+    """
+    tests, folders = collections.Counter(), collections.Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                tests[report.nodeid] += report.duration
+                folders[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
+    if len(tests) <= 10:
+        return
+    terminalreporter.section("seconds")
+    for folder, seconds in folders.most_common():
+        terminalreporter.write_line(f"{seconds:8.1f}  {folder}/")
+    terminalreporter.write_line("the slowest tests:")
+    for name, seconds in tests.most_common(10):
+        terminalreporter.write_line(f"{seconds:8.1f}  {name}")

@@ -1,5 +1,6 @@
 """attention.py: each implementation equals the formula written as a loop, forward and backward."""
 
+import functools
 import math
 import shutil
 
@@ -109,6 +110,7 @@ CASES = [
     for causal in (False, True)
     for lengths in LENGTHS
 ]
+CASES += [dict(lengths=(40, 65))]  # several blocks of queries on a cache
 CASES += [dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))]  # of queries, of keys
 CASES += [dict(head_dim=d) for d in (32, 64, 80, 128)]
 CASES += [dict(scale=0.3), dict(scale=0.01, alibi=False), dict(batch=3), dict(bias_max=16)]
@@ -126,23 +128,32 @@ DEFAULT = dict(
 )
 
 
-def check(case, impl, dtype, limit):
-    """Compare `impl` in `dtype` with the loop in float64: relative errors below `limit`."""
-    case = DEFAULT | case
-    causal, scale = case["causal"], case["scale"]
+@functools.cache
+def exactly(items, dtype):
+    """Of a case: q, k, v, slopes, and what the loop gives, once for all implementations."""
+    case = dict(items)
     inputs = qkv(case["heads"], case["lengths"], case["head_dim"], case["batch"])
     inputs = [x.to(dtype) for x in inputs]  # the loop gets the rounded values
     slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
 
     def exact_function(q, k, v):
-        return by_hand(q, k, v, slopes, causal, scale)
+        return by_hand(q, k, v, slopes, case["causal"], case["scale"])
+
+    exact = output_and_gradients(exact_function, [x.double() for x in inputs])
+    return inputs, slopes, exact
+
+
+def check(case, impl, dtype, limit):
+    """Compare `impl` in `dtype` with the loop in float64: relative errors below `limit`."""
+    case = DEFAULT | case
+    causal, scale = case["causal"], case["scale"]
+    inputs, slopes, exact = exactly(tuple(case.items()), dtype)
 
     def function(q, k, v):
         return attention(
             q, k, v, impl=impl, alibi_slopes=slopes, causal=causal, softmax_scale=scale
         )
 
-    exact = output_and_gradients(exact_function, [x.double() for x in inputs])
     found = output_and_gradients(function, inputs)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
         if b.abs().max() > 1e-12:  # with one key the scores do not matter: dq = dk = 0

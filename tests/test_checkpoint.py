@@ -487,6 +487,17 @@ FLAGS = ["--global_batch_size=4", "--microbatch_size=2", "--warmup_steps=2", "--
 FLAGS += ["--precision=fp32", "--run_dir=run"]
 
 
+def stopped_while(condition, process) -> bool:
+    """Stop a process where a condition holds. If it holds no more once it is stopped: go on."""
+    if condition():
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        if condition():
+            return True
+        process.send_signal(signal.SIGCONT)
+    return False
+
+
 def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
     """Killed while step-N.tmp is there: the newest complete checkpoint is the one before."""
     flags = [*LARGE, *FLAGS, *flags_for(tiny_data)]
@@ -496,7 +507,11 @@ def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
     try:
         folder, deadline = tmp_path / "run" / "checkpoints", time.monotonic() + 120
-        while not ((folder / "step-2").exists() and any(folder.glob("*.tmp"))):
+
+        def saving():
+            return any(folder.glob("*.tmp"))
+
+        while not (folder / "step-2").exists() or not stopped_while(saving, process):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.001)
     finally:

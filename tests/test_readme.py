@@ -107,27 +107,21 @@ def test_the_readme_has_the_two_commands_first():
     assert len(README.splitlines()) <= 250
 
 
-SLOW = (
-    "python attention.py",
-    "weights.hf import",
-    "generate.py",
-    "--max_steps=1000",
-    "bench machine",
-    "bench attention",
-    "--sizes=",
-    "--sweep=",
-    "gpu_kernels.flash_attention",
-    "--transformers",
-    "finetune",
-    "--icl_interval",
-    "fsdp_train.py configs/mpt1b.py",
-)  # 10 s and more
+# Commands without torch, and the first run on one's own text. The others take 2 s and more.
+QUICK = (
+    "plan.py",
+    "planning.",
+    "flops.py",
+    "lifecycle.lease",
+    "storage.files",
+    "bench compare",
+    "--dataset='my/*.txt'",
+)
 
 
 def marked(command):
-    return pytest.param(
-        command, marks=[pytest.mark.slow] if any(words in command for words in SLOW) else []
-    )
+    quick = any(words in command for words in QUICK)
+    return pytest.param(command, marks=[] if quick else [pytest.mark.slow])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The rules of the house that a program can check: order of imports, rooms, short functions."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import subprocess
@@ -43,6 +44,7 @@ every_file = pytest.mark.parametrize("path", FILES, ids=module_of)
 every_room = pytest.mark.parametrize("room", ROOM_PATHS, ids=lambda room: room.name)
 
 
+@functools.cache
 def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 

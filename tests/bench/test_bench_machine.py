@@ -113,6 +113,7 @@ def test_a_variable_names_the_interface(monkeypatch):
         assert found["speed_gbits"] is None  # no such interface here; loopback has no speed
 
 
+@pytest.mark.slow
 def test_alone(python, tmp_path):
     machine, text = run(python, tmp_path)
     check_matmul_and_memory(machine)

@@ -48,13 +48,18 @@ def gone(pid):
     return False
 
 
+@pytest.mark.slow
 def test_every_process_answers(team):
     assert [answer[:2] for answer in team.call("add", 4)] == [(7, 0), (7, 1)]
 
 
 @pytest.mark.parametrize(
     "call, message",
-    [(("die", 1), "killed"), (("fill",), "out of memory"), (("jump",), "no attribute")],
+    [
+        (("die", 1), "killed"),
+        pytest.param(("fill",), "out of memory", marks=pytest.mark.slow),
+        pytest.param(("jump",), "no attribute", marks=pytest.mark.slow),
+    ],
 )
 def test_when_one_fails_all_are_ended_and_the_error_says_why(team, call, message):
     pids = [pid for _, _, pid in team.call("add", 0)]
@@ -64,6 +69,7 @@ def test_when_one_fails_all_are_ended_and_the_error_says_why(team, call, message
     assert all(map(gone, pids)) and time.monotonic() - begin < 30
 
 
+@pytest.mark.slow
 def test_a_process_killed_between_calls_is_an_error(team):
     os.kill(team.processes[1].pid, signal.SIGKILL)
     team.processes[1].join()

@@ -34,6 +34,7 @@ def beside_transformers(tmp_path_factory):
     return folder, flags, done
 
 
+@pytest.mark.slow
 def test_figures_follow_from_each_other(beside_transformers):
     lines = lines_of(beside_transformers[0] / "results/tiny.csv")
     assert [line["model"] for line in lines] == ["2x32", "transformers 2x32"]
@@ -57,6 +58,7 @@ def test_figures_follow_from_each_other(beside_transformers):
         assert sum(shares) + float(line["idle"]) == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_tables_pictures_and_traces_are_written(beside_transformers):
     folder, _, done = beside_transformers
     text = (folder / "results/tiny.md").read_text()
@@ -74,6 +76,7 @@ def test_tables_pictures_and_traces_are_written(beside_transformers):
         assert {"data", "forward", "backward", "optimizer"} <= names
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_not_measured_again(beside_transformers):
     folder, flags, _ = beside_transformers
     before = (folder / "results/tiny.csv").read_text()

@@ -239,7 +239,7 @@ def close(a, b):
         assert a[name] == pytest.approx(b[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "ZERO1"])
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", pytest.param("ZERO1", marks=pytest.mark.slow)])
 def test_two_ranks_with_a_sharded_model_find_what_one_finds(files, ranks, sharding):
     one = figures(evaluate(model(alibi=True), BYTES, tasks_of(files), ALONE))
     (first, training), (second, _) = ranks(2)(evaluate_sharded, files, sharding)

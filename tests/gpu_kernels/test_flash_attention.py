@@ -186,6 +186,12 @@ FEW += [dict(lengths=(17, 200)), dict(lengths=(65, 17))]
 CASES += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
 
 
+QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(lengths=(65, 127)), dict(lengths=(65, 17))]
+QUICK += [dict(D=80, heads=(1, 1)), dict(heads=(6, 3), D=16), dict(scale=0.5)]
+QUICK += [dict(lengths=(127, 127), documents=True, causal=True), dict(layout="cache", batch=2)]
+QUICK += [dict(lengths=(127, 200), row=ROWS[0], causal=False)]
+
+
 def name(case):
     """A test id."""
     return "-".join(f"{k}={v}".replace(" ", "") for k, v in case.items())
@@ -203,13 +209,21 @@ def share(world, cases):
 
 
 @pytest.fixture(scope="module")
-def measured(interpreted):
-    """{name of a case: errors}; two processes share the cases."""
-    first, second = interpreted(share, CASES)
+def measured(interpreted, request):
+    """{name of a case: errors} of the cases of this session; two processes share them."""
+    wanted = {item.name.partition("[")[2][:-1] for item in request.session.items}
+    first, second = interpreted(share, [case for case in CASES if name(case) in wanted])
     return first | second
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
+def marked(case):
+    """Quick: what has code of its own, and a head of two widths in each dtype. Slow: the rest."""
+    of_a_dtype = case.keys() == {"D", "dtype"} and case["D"] == 96
+    quick = case in QUICK or of_a_dtype
+    return pytest.param(case, id=name(case), marks=[] if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
     errors = measured[name(case)]
     assert isinstance(errors, list), errors
@@ -277,7 +291,7 @@ def test_random_cases(interpreted):
     assert interpreted(sweep, 8, 1) == [None, None]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_random_cases(interpreted):
     assert interpreted(sweep, 120, 3) == [None, None]
 

@@ -169,6 +169,7 @@ def share(world, cases):
 
 # --- the matrix
 
+USUAL_CHIPS = ("gfx90a", "sm_90")  # MI250, H100
 USUAL = [dict(alibi=True), dict(alibi=False)]
 OTHERS = [dict(causal=False), dict(documents=True), dict(group=4)]
 OTHERS += [dict(dtype="float16"), dict(dtype="float32")]
@@ -213,15 +214,19 @@ def compilers():
 
 
 @pytest.fixture(scope="module")
-def quick_facts(compilers):
-    """Of CASES."""
-    return all_facts(compilers, CASES)
+def found(compilers, request):
+    """{name of a case: facts} of the cases of this session."""
+    wanted = {item.name.partition("[")[2][:-1] for item in request.session.items}
+    return all_facts(compilers, [case for case in CASES + MORE if name(case) in wanted])
 
 
-@pytest.fixture(scope="module")
-def more_facts(compilers):
-    """Of MORE."""
-    return all_facts(compilers, MORE)
+def in_tiers(cases, tiers):
+    """tiers: the marks of a case of one of the two usual chips, and of another."""
+    first, second = tiers
+    return [
+        pytest.param(case, id=name(case), marks=first if case[0] in USUAL_CHIPS else second)
+        for case in cases
+    ]
 
 
 def check(case, found):
@@ -239,15 +244,14 @@ def check(case, found):
     assert found["spilled"] <= allowed
 
 
-@pytest.mark.parametrize("case", CASES, ids=name)
-def test_a_row_fits_its_chip(case, quick_facts):
-    check(case, quick_facts[name(case)])
+@pytest.mark.parametrize("case", in_tiers(CASES, ([], pytest.mark.slow)))
+def test_a_row_fits_its_chip(case, found):
+    check(case, found[name(case)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE, ids=name)
-def test_it_fits_with_every_feature(case, more_facts):
-    check(case, more_facts[name(case)])
+@pytest.mark.parametrize("case", in_tiers(MORE, (pytest.mark.slow, pytest.mark.long)))
+def test_it_fits_with_every_feature(case, found):
+    check(case, found[name(case)])
 
 
 def facts_of_too_large_a_row(world):

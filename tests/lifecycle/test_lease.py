@@ -51,7 +51,7 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
         assert capsys.readouterr().out == owned
     begin = time.monotonic()
     with taken(tmp_path):
-        assert time.monotonic() - begin < 1
+        assert time.monotonic() - begin < leases.BEAT  # it waits for three beats, or not at all
     leases.main([str(tmp_path)])
     assert capsys.readouterr().out == f"no run owns {tmp_path}\n"
 
@@ -87,6 +87,13 @@ def lease_of(pid, job=None, beat=0):
     return json.dumps({"host": "elsewhere", "pid": pid, "job": job, "beat": beat})
 
 
+def write(path, content):
+    """In place and in one call, as a real owner does: no reader sees half of it."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT)
+    os.pwrite(file, content.ljust(400).encode(), 0)
+    os.close(file)
+
+
 @pytest.fixture
 def live_lease(tmp_path):
     """The lease of a live process on another machine."""
@@ -95,13 +102,13 @@ def live_lease(tmp_path):
 
     def beat():
         for number in range(10**9):
-            path.write_text(lease_of(7, "42", number))
+            write(path, lease_of(7, "42", number))
             if closed.wait(0.05):
                 return
 
     thread = threading.Thread(target=beat)
     thread.start()
-    wait_for(path.exists)
+    wait_for(lambda: leases.read_lease(path))
     yield path
     closed.set()
     thread.join()
@@ -122,8 +129,8 @@ def test_a_lease_without_a_heartbeat_is_taken_over(tmp_path, monkeypatch):
     with taken(tmp_path) as lease:  # after three intervals
         assert leases.read_lease(path)["host"] == lease.me["host"]
         lease.check()
-        path.write_text(lease_of(8))  # another run takes over in turn
-        wait_for(lambda: lease.lost)
+        # Another run takes over. The owner's own beat may replace the first of these.
+        wait_for(lambda: write(path, lease_of(8)) or lease.lost)
         with pytest.raises(UserError, match="is now owned by process 8 on elsewhere"):
             lease.check()
     assert leases.read_lease(path)["pid"] == 8  # left as it is

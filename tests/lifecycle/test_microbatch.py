@@ -26,8 +26,9 @@ from config import MPTConfig, TrainConfig, UserError
 from fsdp_train import train_step
 from lifecycle import microbatch
 
-# One sequence takes about 68 MB of scores (T x T) and what is made of them; a process before its
-# first step 0.3 GB. Between two runs or two machines the whole differs by up to 0.1 GB.
+# With 4 heads one sequence takes about 40 MB of scores (T x T) and what is made of them; a process
+# before its first step 0.3 GB. Two runs or two machines differ by up to 0.1 GB. So the tests with a
+# limit take larger scores: the limit is 0.2 GB and more away from what fits and from what does not.
 SHAPE = "--d_model=32 --n_heads=4 --n_layers=4 --max_seq_len=512 --vocab_size=257 --alibi "
 SHAPE += "--attn_impl=reference"
 FLAGS = [
@@ -37,7 +38,8 @@ FLAGS = [
     "--global_batch_size=32",
     "--microbatch_size=auto",
 ]
-TIGHT = 950_000_000  # bytes: 8 fits here, 16 does not
+LARGER = ["--n_heads=8"]
+TIGHT = 1_300_000_000  # bytes: 8 sequences of LARGER fit, 16 do not
 SMALL = MPTConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=64)
 
 
@@ -302,12 +304,12 @@ def test_the_program_says_what_is_on_record(tmp_path, capsys):
 @pytest.mark.slow
 def test_what_fits_is_found_and_kept(alone, tmp_path):
     """16 does not fit into the limit, 8 does; the second start tries nothing."""
-    status, output = alone("train_step", "--global_batch_size=16", limit=TIGHT)
+    status, output = alone("train_step", *LARGER, "--global_batch_size=16", limit=TIGHT)
     assert status == 0, output
     assert list(sizes(output)) == [16, 8] and sizes(output)[16] == "out of memory"
     assert re.fullmatch(r"fits, \d\.\d GB at the peak", sizes(output)[8])
     assert output.endswith("takes 8\n") and record(tmp_path) == [8]
-    status, output = alone("train_step", "--global_batch_size=16", limit=TIGHT)
+    status, output = alone("train_step", *LARGER, "--global_batch_size=16", limit=TIGHT)
     assert status == 0 and not sizes(output)
     assert "microbatch 8, not auto: the largest that fits" in output and output.endswith(
         "takes 8\n"
@@ -324,7 +326,7 @@ def test_other_circumstances_are_tried_anew(alone, tmp_path):
 @pytest.mark.slow
 def test_one_rank_s_want_of_memory_is_everybody_s(two, tmp_path):
     """Rank 0 has no limit and would wait forever in a collective."""
-    statuses, (output, other) = two("train_step", limits=(None, TIGHT))
+    statuses, (output, other) = two("train_step", *LARGER, limits=(None, TIGHT))
     assert statuses == [0, 0], output + other
     tried = sizes(output)
     assert tried[16] == "out of memory on rank 1" and list(tried.values())[-1].startswith("fits")
@@ -356,7 +358,8 @@ def test_a_death_without_a_word_is_told(alone):
 
 @pytest.mark.slow
 def test_where_nothing_fits_the_line_says_what_helps(alone):
-    status, output = alone("train_step", "--global_batch_size=2", limit=335_000_000)
+    flags = ["--max_seq_len=2048", "--global_batch_size=2"]  # 0.6 GB for one sequence
+    status, output = alone("train_step", *flags, limit=700_000_000)
     assert status == 2 and list(sizes(output).items()) == [
         (2, "out of memory"),
         (1, "out of memory"),

@@ -2,7 +2,7 @@
 
 The long form, 40 kills in about five minutes on two cores (-s shows each kill):
 
-    .venv/bin/python -m pytest tests/lifecycle/test_soak.py -m slow
+    .venv/bin/python -m pytest tests/lifecycle/test_soak.py -m long
 
 SIGKILL hits one rank or all, at random: while they start, between two steps, while a checkpoint is
 being written. SOAK_SEED=... repeats the choices of a run (not the machine's timing).
@@ -174,16 +174,18 @@ def test_three_kills_on_two_ranks(tmp_path, tiny_data):
     assert figures(killed) == figures(calm)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("ranks, kills", [(2, 16), (4, 14)])
 def test_a_run_killed_again_and_again_is_the_same_bit_by_bit(tmp_path, tiny_data, ranks, kills):
     calm, killed = soak(tmp_path, tiny_data, [ranks], kills)
     assert figures(killed) == figures(calm)
 
 
-@pytest.mark.slow
-def test_a_run_killed_and_moved_again_and_again_ends_the_same(tmp_path, tiny_data):
-    calm, killed = soak(tmp_path, tiny_data, [2, 4], kills=10)
+@pytest.mark.parametrize(
+    "kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)]
+)
+def test_a_run_killed_and_moved_again_and_again_ends_the_same(tmp_path, tiny_data, kills):
+    calm, killed = soak(tmp_path, tiny_data, [2, 4], kills)
     assert len({launch["ranks"] for launch in launches_of(tmp_path / "killed")}) == 2
     apart = max(
         abs(a["loss"] - b["loss"]) for a, b in zip(calm, killed, strict=True) if "loss" in a

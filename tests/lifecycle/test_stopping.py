@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -120,7 +121,7 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     first = started(2, *flags)
     wait_for(lambda: steps_done(run) >= 3)
     first.send(number, 1)
-    assert first.wait(20)
+    assert first.wait(60)
     assert [process.returncode for process in first.processes] == [stopping.RESUME_ME] * 2
     last = steps_done(run)
     assert checkpoint.latest(run).name == f"step-{last}"
@@ -144,7 +145,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
     job = started(1, *FOREVER, "--save_interval=0")
     wait_for(lambda: steps_done(tmp_path / "run") >= 2)
     job.send(signal.SIGINT)
-    assert job.wait(20) and job.status() == 130
+    assert job.wait(60) and job.status() == 130
     assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
     assert "Ctrl-C again exits immediately" in (tmp_path / "log").read_text()
 
@@ -163,7 +164,7 @@ def test_the_second_ctrl_c(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(5) == 130
+    assert process.wait(60) == 130  # the hash takes many minutes
 
 
 @pytest.mark.slow
@@ -223,16 +224,18 @@ def workers(torchrun) -> list[int]:
     ]
 
 
-@pytest.mark.slow
-def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path):
-    """One of the two ranks is killed four times; the curve is that of an undisturbed run."""
-    flags, run = ["--max_steps=500", "--save_interval=10"], tmp_path / "run"
+@pytest.mark.parametrize(
+    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path, kills):
+    """Each time one of the two ranks is killed; the curve is that of an undisturbed run."""
+    flags, run = [f"--max_steps={120 * kills + 20}", "--save_interval=10"], tmp_path / "run"
     job = restarting(*flags)
-    for number in range(4):
+    for number in range(kills):
         wait_for(lambda n=number + 1: launches(run) == n and steps_done(run) > 60 * n, 120)
         os.kill(workers(job)[number % 2], signal.SIGKILL)
     assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
-    assert launches(run) == 5
+    assert launches(run) == kills + 1
     ranks(2)(
         train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags]
     )
@@ -264,11 +267,12 @@ def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tm
 
 @contextlib.contextmanager
 def slow_rank_1(world):
-    """Its norm takes 20 ms more than the others'."""
-    forward = torch.nn.functional.layer_norm
+    """Its final norm, the fifth of two blocks, takes 0.1 s more than the others'."""
+    forward, calls = torch.nn.functional.layer_norm, itertools.count(1)
 
     def slower(x, *args):
-        time.sleep(0.02 * (world.global_rank == 1))
+        if next(calls) % 5 == 0 and world.global_rank == 1:
+            time.sleep(0.1)
         return forward(x, *args)
 
     with mock.patch.object(torch.nn.functional, "layer_norm", slower):

@@ -77,7 +77,7 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     wait_for(
         lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 7
     )
-    assert job.wait(0.1 * 60 + 15)
+    assert job.wait(120)
     assert statuses(job) == [RESUME_ME] * 2
     line, *more = errors(tmp_path)
     assert not more
@@ -143,7 +143,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     of an undisturbed run, with half of the microbatch."""
     run, flags = tmp_path / "run", ["--max_steps=9", "--save_interval=3", "--microbatch_size=4"]
     job = started(2, *flags, stepping=GREEDY)
-    assert job.wait(40)
+    assert job.wait(120)
     assert statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert (
@@ -152,7 +152,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     )
     first = steps_of(run)
     job = started(2, *flags, stepping=GREEDY)
-    assert job.wait(40) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
+    assert job.wait(120) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
     assert (
         "microbatch 2, not 4: out of memory at step 7 on rank 1" in (tmp_path / "log").read_text()
     )
@@ -160,7 +160,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     assert sorted(second) == list(range(1, 10)) and max(first) <= 6
     run.rename(tmp_path / "halved")
     job = started(2, *flags)
-    assert job.wait(40) and statuses(job) == [0, 0]
+    assert job.wait(120) and statuses(job) == [0, 0]
     for step, row in steps_of(run).items():
         assert row["batch_hash"] == second[step]["batch_hash"]
         assert second[step]["loss"] == pytest.approx(row["loss"], rel=5e-6)
@@ -172,7 +172,7 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
     """An error on one rank alone, such as a damaged file, ends all with status 2 and one line."""
     reading = f"if (step, rank) == (5, {rank}): raise UserError('my shard is damaged')"
     job = started(2, *FOREVER, reading=reading)
-    assert job.wait(60)
+    assert job.wait(120)
     assert statuses(job) == [2, 2]
     assert errors(tmp_path) == [f"{name}: my shard is damaged"]
 

@@ -302,11 +302,11 @@ def test_a_zip_bomb_is_not_unpacked(tmp_path):
     with zipfile.ZipFile(made) as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in whole.namelist():
             packed.writestr(name, whole.read(name) + bytes(2**27) * name.endswith("data.pkl"))
-    begin = time.monotonic()
+    begin = time.process_time()
     message = "pytorch_model.bin is compressed: torch.save does not write that"
     with pytest.raises(UserError, match=message):
         tensor_files.locate(tmp_path)
-    assert time.monotonic() - begin < 5
+    assert time.process_time() - begin < 5
 
 
 def test_another_byte_order_and_a_hidden_sign_are_refused(tmp_path):

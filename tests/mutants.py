@@ -1,0 +1,483 @@
+"""Plant one bug at a time in a copy of the code: the quick tests of that part must fail.
+
+    make mutants                                    all of them, about half an hour on two cores
+    .venv/bin/python tests/mutants.py alibi lease   those with such a word in file or reason
+    .venv/bin/python tests/mutants.py --jobs=2      two at a time
+
+First the tests must pass in the copy without a bug. Each line says which test found a bug, and
+after how many seconds. Exit status: 1 if a bug survives, 2 if a snippet is not found exactly once.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 900  # seconds for the tests of one mutant: one that hangs is found, too
+KEPT_OUT = (".git", ".venv", "runs", "data", "__pycache__", ".pytest_cache", ".ruff_cache")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, which is in `file` exactly once, becomes `new`; `tests` must fail because of `why`."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # files or folders in tests/, the likeliest first
+    why: str
+
+
+MUTANTS = [
+    # --- attention, model, loss
+    Mutant(
+        "attention.py",
+        "i = torch.arange(1, n + 1",
+        "i = torch.arange(0, n",
+        "test_attention.py",
+        "ALiBi's slopes begin at 2^0, one exponent too early",
+    ),
+    Mutant(
+        "attention.py",
+        "[slopes[1::2], slopes[0::2]]",
+        "[slopes[0::2], slopes[1::2]]",
+        "test_attention.py",
+        "ALiBi with 12 heads takes the slopes in another order than MPT",
+    ),
+    Mutant(
+        "attention.py",
+        "masked_fill(j > i,",
+        "masked_fill(j > i + 1,",
+        "test_attention.py",
+        "the causal mask shows each query the next token",
+    ),
+    Mutant(
+        "attention.py",
+        "seen = past + end",
+        "seen = end",
+        "test_attention.py",
+        "a block of queries on a cache does not see the newest keys",
+    ),
+    Mutant(
+        "attention.py",
+        "* position / scale",
+        "* position",
+        "test_attention.py",
+        "ALiBi's columns are scaled with the scores",
+    ),
+    Mutant(
+        "gpu_kernels/flash_attention.py",
+        "i[None, :] >= first[:, None]",
+        "i[None, :] > first[:, None]",
+        "gpu_kernels/test_flash_attention.py",
+        "the gradient of a key and its value lacks the query at its own place",
+    ),
+    Mutant(
+        "model.py",
+        "self.k_ln(k).to(v.dtype)",
+        "k",
+        "test_model.py weights",
+        "qk_ln does not norm the keys",
+    ),
+    Mutant(
+        "model.py",
+        "torch.arange(past, end,",
+        "torch.arange(0, end - past,",
+        "test_model.py serving/test_decoder.py",
+        "on a KV cache the positions begin at 0 again",
+    ),
+    Mutant(
+        "model.py",
+        "< cache.pad[:, None]",
+        "< cache.pad[:, None] - 1",
+        "serving/test_decoder.py test_model.py",
+        "left padding: a text sees the last padding token",
+    ),
+    Mutant(
+        "model.py",
+        "F.pad(ended[:, :-1], (1, 0))",
+        "ended",
+        "test_model.py",
+        "the end-of-text token belongs to the next document",
+    ),
+    Mutant(
+        "model.py",
+        "torch.cat([-b, a]",
+        "torch.cat([b, a]",
+        "test_model.py weights",
+        "RoPE mirrors pairs of numbers instead of turning them",
+    ),
+    Mutant(
+        "model.py",
+        "math.sqrt(2 * cfg.n_layers)",
+        "math.sqrt(cfg.n_layers)",
+        "test_model.py",
+        "the initial weights of out_proj and down_proj are too large",
+    ),
+    Mutant(
+        "loss.py",
+        "z_loss * log_z.square() - log_prob",
+        "-z_loss * log_z.square() - log_prob",
+        "test_loss.py",
+        "the z-loss rewards large logits",
+    ),
+    Mutant(
+        "loss.py",
+        "grad.mul_(1 + 2 * z_loss * log_z)",
+        "grad.mul_(1 + z_loss * log_z)",
+        "test_loss.py",
+        "the gradient of the z-loss is half of what it should be",
+    ),
+    Mutant(
+        "loss.py",
+        "(grad @ weight).mul_(counted)",
+        "(grad @ weight)",
+        "test_loss.py",
+        "labels that do not count have a gradient",
+    ),
+    # --- data
+    Mutant(
+        "data.py",
+        "global_batch_size + dp_rank * n_rows",
+        "global_batch_size + dp_rank",
+        "test_data.py",
+        "the order of the batch depends on the number of ranks",
+    ),
+    Mutant(
+        "data.py",
+        "np.divmod(samples, len(self))",
+        "np.divmod(samples, len(self) - 1)",
+        "test_data.py",
+        "an epoch leaves out a window",
+    ),
+    Mutant(
+        "data.py",
+        'side="right") - 1',
+        'side="left") - 1',
+        "test_data.py",
+        "the first window of a shard is looked for in the one before",
+    ),
+    Mutant(
+        "text/tokenizer.py",
+        "if totals[pair] < 2",
+        "if totals[pair] < 1",
+        "text/test_tokenizer.py",
+        "a BPE learns pairs that occur once",
+    ),
+    Mutant(
+        "text/tokenizer.py",
+        "heap = [(-total, pair)",
+        "heap = [(-total, pair[::-1])",
+        "text/test_tokenizer.py",
+        "a BPE learns its merges in another order",
+    ),
+    # --- optimizer and step
+    Mutant(
+        "optim.py",
+        "return t / cfg.warmup_steps",
+        "return (t + 1) / cfg.warmup_steps",
+        "test_optim.py",
+        "the warm-up ends a step early",
+    ),
+    Mutant(
+        "optim.py",
+        "weight_decay=cfg.decoupled_weight_decay / cfg.lr",
+        "weight_decay=cfg.decoupled_weight_decay",
+        "test_optim.py",
+        "weight decay is multiplied by the learning rate",
+    ),
+    Mutant(
+        "optim.py",
+        "(~good).float()",
+        "good.float()",
+        "test_optim.py",
+        "good steps are skipped, bad ones are taken",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "loss * world.dp_size / n_tokens",
+        "loss / n_tokens",
+        "test_parallel.py",
+        "the gradient is divided by the number of ranks once too often",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "cfg.seed, step, world.dp_rank",
+        "cfg.seed, world.dp_rank",
+        "test_parallel.py test_fsdp_train.py",
+        "every step has the same dropout masks",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "window_ids >= n_windows",
+        "window_ids > n_windows",
+        "test_fsdp_train.py test_parallel.py",
+        "an evaluation counts a window twice where the ranks do not divide them",
+    ),
+    Mutant(
+        "parallel.py",
+        "dist.all_reduce(squares, group=mesh.get_group(dim))",
+        "pass",
+        "test_parallel.py",
+        "each rank clips by the norm of its own shard",
+    ),
+    Mutant(
+        "parallel.py",
+        ".clamp(max=1.0)",
+        "",
+        "test_parallel.py",
+        "small gradients are scaled up to the clipping norm",
+    ),
+    # --- checkpoints and files
+    Mutant(
+        "checkpoint.py",
+        "[: -self.keep_last]",
+        "[: -self.keep_last - 1]",
+        "test_checkpoint.py",
+        "one checkpoint more than keep_last stays",
+    ),
+    Mutant(
+        "checkpoint.py",
+        "group.update(settings)",
+        "pass",
+        "test_checkpoint.py",
+        "a resumed run trains with the saved learning rate, not with the one that is set",
+    ),
+    Mutant(
+        "storage/checkpoint_files.py",
+        "if checksum(path) != [size, crc]",
+        "if checksum(path)[0] != size",
+        "storage/test_checkpoint_files.py",
+        "a flipped bit in a checkpoint is not noticed",
+    ),
+    Mutant(
+        "storage/checkpoint_files.py",
+        "known = name in KNOWN_NAMES.get(module, ())",
+        "known = module in KNOWN_NAMES",
+        "storage/test_checkpoint_files.py",
+        "the restricted unpickler admits any name of a known module",
+    ),
+    Mutant(
+        "storage/files.py",
+        "os.replace(temporary, path)",
+        "path.write_bytes(content)",
+        "storage/test_files.py",
+        "an atomic write is not atomic",
+    ),
+    # --- lifecycle
+    Mutant(
+        "lifecycle/lease.py",
+        "fcntl.LOCK_EX",
+        "fcntl.LOCK_SH",
+        "lifecycle/test_lease.py",
+        "two runs may own one folder",
+    ),
+    Mutant(
+        "lifecycle/reporter.py",
+        "dist.all_reduce(combined, op=dist.ReduceOp.MAX)",
+        "pass",
+        "lifecycle/test_reporter.py lifecycle/test_stopping.py",
+        "only the rank that got the signal stops",
+    ),
+    Mutant(
+        "lifecycle/schedule.py",
+        "range(r.start, min(r.stop, step))",
+        "range(r.start, min(r.stop, step + 1))",
+        "lifecycle/test_schedule.py",
+        "a skipped step is counted one step early",
+    ),
+    Mutant(
+        "lifecycle/resume.py",
+        'min(skipped_now.stop, meta["step"])',
+        'min(skipped_now.stop, meta["step"] - 1)',
+        "lifecycle/test_resume.py",
+        "a checkpoint that has learned from a step to be skipped is used",
+    ),
+    Mutant(
+        "lifecycle/runlog.py",
+        'row["step"] <= first_step',
+        'row["step"] < first_step',
+        "lifecycle/test_runlog.py",
+        "a resumed run drops the row of its last step",
+    ),
+    Mutant(
+        "lifecycle/microbatch.py",
+        "half = cfg.microbatch_size // 2",
+        "half = cfg.microbatch_size",
+        "lifecycle/test_microbatch.py",
+        "out of memory, the run announces the same microbatch again",
+    ),
+    Mutant(
+        "program.py",
+        "        status = 2",
+        "        status = 1",
+        "test_program.py",
+        "a user error ends with the exit status of a bug",
+    ),
+    # --- use of a model, arithmetic
+    Mutant(
+        "serving/sampling.py",
+        "probs.cumsum(dim=-1) - probs",
+        "probs.cumsum(dim=-1)",
+        "serving/test_sampling.py",
+        "top_p drops the token that crosses the limit",
+    ),
+    Mutant(
+        "serving/stream.py",
+        "range(1, len(stop))",
+        "range(1, len(stop) - 1)",
+        "serving/test_stream.py",
+        "a stop string is shown but for its last character",
+    ),
+    Mutant(
+        "evaluation/figures.py",
+        '"nats_per_byte": nats / size',
+        '"nats_per_byte": nats / tokens',
+        "evaluation/test_zero_shot.py",
+        "nats a byte are nats a token",
+    ),
+    Mutant(
+        "evaluation/score.py",
+        "labels[number, end - count : end]",
+        "labels[number, end - count - 1 : end - 1]",
+        "evaluation/test_score.py",
+        "scores are of the tokens before the continuation",
+    ),
+    Mutant(
+        "weights/tensor_files.py",
+        '"shape": list(tensor.shape)',
+        '"shape": list(tensor.shape)[::-1]',
+        "weights/test_hf.py",
+        "exported matrices are transposed",
+    ),
+    Mutant(
+        "flops.py",
+        "2 * (n_params(cfg) - lookup)",
+        "2 * n_params(cfg)",
+        "test_flops.py",
+        "looking up an embedding counts as a matmul",
+    ),
+    Mutant(
+        "planning/memory.py",
+        '"Adam\'s moments, fp32": 8 * self.n_params // self.shard_ranks',
+        '"Adam\'s moments, fp32": 8 * self.n_params',
+        "planning/test_memory.py",
+        "the planner does not shard Adam's state",
+    ),
+]
+
+
+def lost_snippets(root: Path = ROOT) -> list[str]:
+    """A line for each mutant whose snippet is not in its file exactly once."""
+    lines = []
+    for mutant in MUTANTS:
+        path = root / mutant.file
+        times = path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
+        if times != 1:
+            lines.append(f"{mutant.file}: {mutant.old!r} is there {times} times ({mutant.why})")
+    return lines
+
+
+def copy_of_the_code(folder: Path) -> Path:
+    """A copy of the working tree in `folder`, with this one's virtual environment."""
+    copy = folder / "project"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*KEPT_OUT))
+    if (ROOT / ".venv").exists():
+        (copy / ".venv").symlink_to((ROOT / ".venv").resolve())
+    return copy
+
+
+def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
+    """Exit status and output of the quick tests in some files, up to the first failure."""
+    paths = [f"tests/{name}" for name in tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not long", *paths]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    options = {"cwd": copy, "env": environment, "text": True, "timeout": LIMIT}
+    try:
+        done = subprocess.run(command, capture_output=True, **options)
+    except subprocess.TimeoutExpired:
+        return 1, f"FAILED after {LIMIT} s without an end"
+    return done.returncode, done.stdout + done.stderr
+
+
+def plant(mutant: Mutant, copy: Path) -> tuple[bool, str]:
+    """Whether the tests found the bug, and a line about it. The copy is as before afterwards."""
+    path = copy / mutant.file
+    sound = path.read_text(encoding="utf-8")
+    path.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")
+    begin = time.monotonic()
+    try:
+        status, output = run_tests(copy, mutant.tests.split())
+    finally:
+        path.write_text(sound, encoding="utf-8")
+    seconds = time.monotonic() - begin
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output, re.MULTILINE)
+    killed = status == 1 and failed is not None
+    what = f"killed by {failed[1]}" if killed else f"SURVIVED (pytest: {status})"
+    return killed, f"{seconds:6.1f} s  {mutant.file}: {mutant.why}: {what}"
+
+
+def run_all(mutants: list[Mutant], jobs: int) -> list[Mutant]:
+    """Plant each, `jobs` at a time; the survivors."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
+        copies = SimpleQueue()
+        for number in range(jobs):
+            copies.put(copy_of_the_code(Path(folder, str(number))))
+
+        def judge(mutant: Mutant) -> bool:
+            copy = copies.get()
+            try:
+                killed, line = plant(mutant, copy)
+            finally:
+                copies.put(copy)
+            print(line, flush=True)
+            return killed
+
+        verdicts = list(threads.map(judge, mutants))
+    return [mutant for mutant, killed in zip(mutants, verdicts, strict=True) if not killed]
+
+
+def passes_without_a_bug(mutants: list[Mutant]) -> bool:
+    """Whether the tests of these mutants pass in an unchanged copy: else nothing is proved."""
+    files = dict.fromkeys(name for mutant in mutants for name in mutant.tests.split())
+    with tempfile.TemporaryDirectory() as folder:
+        begin = time.monotonic()
+        status, output = run_tests(copy_of_the_code(Path(folder)), list(files))
+    print(
+        f"{time.monotonic() - begin:6.1f} s  without a bug: pytest ends with {status}", flush=True
+    )
+    if status:
+        print(output[-3000:], file=sys.stderr)
+    return status == 0
+
+
+def main(argv: list[str]) -> int:
+    """The exit status: see the top of the file."""
+    jobs = next((int(word[7:]) for word in argv if word.startswith("--jobs=")), 1)
+    words = [word.lower() for word in argv if not word.startswith("--")]
+    mutants = [
+        mutant
+        for mutant in MUTANTS
+        if not words or any(word in f"{mutant.file} {mutant.why}".lower() for word in words)
+    ]
+    if lost := lost_snippets():
+        print("tests/mutants.py: change these snippets with the code:", *lost, sep="\n  ")
+        return 2
+    if "--unchecked" not in argv and not passes_without_a_bug(mutants):
+        return 2
+    survivors = run_all(mutants, jobs)
+    print(f"{len(mutants) - len(survivors)} of {len(mutants)} bugs were found")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
