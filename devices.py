@@ -333,18 +333,23 @@ def choose_precision(
         return cfg.precision, "as set"
     if saved:
         return saved, "as in the checkpoint"
-    if device.type == "cuda":
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            return "bf16", "this GPU multiplies in bf16"
-        return "fp32", "this GPU has no bf16"  # V100 and older
     if device.type != "cpu":
-        return "bf16", f"the default on {device.type}"
+        if computes_in_bf16(device):
+            return "bf16", "this device computes in it"
+        return "fp32", "this GPU only emulates bf16"
     # What PyTorch knows of this CPU, such as {"avx512_bf16": True}; nothing before torch 2.11.
     features = getattr(torch.cpu, "get_capabilities", dict)()
     precision, reason = cpu_precision(features)
     if not precision and measures:
         precision = faster_precision()
     return precision, reason
+
+
+def computes_in_bf16(device) -> bool:
+    """Does an accelerator have bf16 instructions? V100 and older only emulate them."""
+    import torch
+
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def cpu_precision(features: dict) -> tuple[str, str]:

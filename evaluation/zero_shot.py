@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import config
+import devices
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, require
@@ -253,9 +254,7 @@ def pick_precision(precision: str, device: torch.device) -> str:
         return precision
     if device.type == "cpu":
         return "fp32"
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "fp32"  # V100 and older
-    return "bf16"
+    return "bf16" if devices.computes_in_bf16(device) else "fp32"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import time
 import torch
 import torch.nn.functional as F
 
+import devices
 from config import MPTConfig, arguments, run
 from model import MPT, KVCache, init_weights
 from serving.packed_linear import PackedLinear, can_pack, pack_linear_layers
@@ -94,11 +95,10 @@ def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
     """
     if precision != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    has_bf16 = True
     if device.type == "cpu":
         has_bf16 = torch.cpu._is_avx512_bf16_supported()
-    elif device.type == "cuda":
-        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)  # false: V100 and older
+    else:
+        has_bf16 = devices.computes_in_bf16(device)
     return torch.bfloat16 if has_bf16 else torch.float32
 
 
