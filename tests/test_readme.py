@@ -260,7 +260,7 @@ def test_every_file_that_a_page_names_exists(path):
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, GLOSSARY], ids=["README", "CON", "GLOSS"])
 def test_every_file_without_a_folder_that_a_page_names_exists(page):
-    names = set(re.findall(r"`(\w+\.(?:py|md|txt))[`: ]", page))
+    names = set(re.findall(r"`([A-Za-z]\w*\.(?:py|md|txt))[`: ]", page))
     assert names and all((ROOT / name).exists() for name in names), names
 
 
