@@ -304,6 +304,35 @@ class Split:
         return self.windows(numbers)
 
 
+class Dataset:
+    """A prepared data set as a run uses it: both splits, cut into windows of max_seq_len tokens."""
+
+    def __init__(self, folder: Path, model_cfg: config.MPTConfig):
+        """UserError if the folder holds larger ids than the model's vocabulary, or too few."""
+        self.folder = folder
+        self.train = Split(folder, "train", model_cfg.max_seq_len)
+        self.val = Split(folder, "val", model_cfg.max_seq_len)
+        self.fingerprint = read_summary(folder)["fingerprint"]
+        self.tokenizer_file = folder / "tokenizer.json"  # not there for bytes and GPT-2's
+        n_ids = self.train.vocab_size
+        problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}"
+        require(n_ids <= model_cfg.vocab_size, f"{problem}: raise it")
+
+    def batches(self, steps, cfg: TrainConfig, world):
+        """Yield (step, rows), rows (B, T + 1) on this rank's device, for each of the `steps`.
+
+        The rows depend on (seed, step) alone, and B = global_batch_size / data-parallel ranks. A
+        thread reads the next ones while this rank trains.
+        """
+
+        def read(step: int) -> np.ndarray:
+            return self.train.batch(
+                cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size
+            )
+
+        return prefetch(read, steps, world.device)
+
+
 def permute(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Where a random permutation of 0..n-1 sends `places`. Integers only: the same on every machine.
 

@@ -1,26 +1,28 @@
-"""Train an MPT: one process on a laptop, or one per GPU on many nodes. `main` is the recipe, `train_step` the step.
+"""Train an MPT: one process on a laptop, or one per GPU on many nodes.
 
     python fsdp_train.py configs/demo.py
-    torchrun --nproc_per_node 4 fsdp_train.py configs/mpt1b.py --run_dir=runs/my1b --microbatch_size=2
+    torchrun --nproc_per_node 4 fsdp_train.py configs/mpt1b.py --run_dir=runs/my1b
     srun --ntasks-per-node=8 --gpus-per-task=1 python fsdp_train.py configs/mpt7b.py
 
-Loss of a step = sum of the token cross-entropies / number of counted tokens, both over the whole global batch, so it
-does not matter how the batch was cut into ranks and microbatches. `--help` lists the settings.
-Read next: generate.py.
+`main` is the recipe, `train_step` is the step. The loss of a step is
+
+    sum of the cross-entropies of all tokens / number of counted tokens
+
+both over the whole global batch, so it does not matter how that is cut into ranks and microbatches.
+`--help` lists the settings.
 """
 
 import sys
 
-from lifecycle import startup
+from lifecycle import stopping
 
 if __name__ == "__main__":  # before the imports that take seconds
-    startup.begin(sys.argv[1:])
+    stopping.begin(sys.argv[1:])
 
-import collections
 import gc
-import time
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,273 +31,230 @@ from torch.profiler import record_function
 import checkpoint
 import config
 import data
-import devices
-import flops
 import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, require
-from lifecycle import microbatch, resume, runlog, stopping, watchdog
+from lifecycle import microbatch, reporter, resume, runlog
 from lifecycle.lease import Lease
+from lifecycle.reporter import Reporter
+from lifecycle.schedule import Schedule
+from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
 from loss import IGNORE
 
 
 def main(argv) -> None:
+    # settings, processes
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
-    world = processes.start(
-        cfg.device, max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes))
-    )
+    world = processes.start(cfg.device, collective_timeout(cfg))
     log = runlog.RunLog(cfg, world.global_rank)
-    rest = cfg.global_batch_size % world.dp_size
-    require(
-        rest == 0,
-        f"global_batch_size {cfg.global_batch_size} is not a multiple of the {world.dp_size} data-parallel ranks",
-    )
-    if cfg.init_from:
-        from weights import load  # here, since most runs do without
-
-        processes.rank_zero_decides(lambda: load.check_same_model(cfg.init_from, model_cfg))
+    check_settings(model_cfg, cfg, world)
     lease = Lease(cfg.run_dir)
     processes.rank_zero_decides(lease.take)
 
     # data
-    folder = processes.rank_zero_decides(lambda: data.open_or_prepare(cfg))
-    train = data.Split(folder, "train", model_cfg.max_seq_len)
-    val = data.Split(folder, "val", model_cfg.max_seq_len)
-    fingerprint = data.read_summary(folder)["fingerprint"]
-    require(
-        train.vocab_size <= model_cfg.vocab_size,
-        f"vocab_size {model_cfg.vocab_size} is less than the {train.vocab_size} ids of {folder}: raise it",
-    )
-    tokens_file = folder / "tokenizer.json"  # of a tokenizer that has one
-    tasks, tokenizer = tasks_and_tokenizer(model_cfg, cfg, tokens_file)
-    if cfg.init_from:
-        processes.rank_zero_decides(
-            lambda: load.check_same_tokenizer(cfg.init_from, cfg.tokenizer, tokens_file)
-        )
+    folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg))
+    dataset = data.Dataset(folder, model_cfg)
+    evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
-    # where to begin
-    found = resume.choose(cfg)
-    saved = checkpoint.read_meta(found) if found else {}
-    if found:
-        resume.check_same(found, saved, model_cfg, cfg, fingerprint)
-    first = saved.get("step", 0)
-    precision = parallel.choose_precision(cfg, world.device, saved.get("precision"))
-    skips = stopping.Skips(cfg, saved.get("skip_steps", ""))
-    microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
-    cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=skips.text)
-    peak = resume.peak_of_all_ranks(cfg, world, precision)
-    log.say(resume.opening(model_cfg, cfg, world, precision, folder, train, found, first, peak))
+    # where to begin: at the newest sound checkpoint, or at step 0
+    start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
+    precision = parallel.choose_precision(cfg, world.device, start.precision)
+    schedule = Schedule(cfg, start.skip_steps)
+    # From here on cfg says what the run really uses.
+    cfg = replace(
+        cfg,
+        microbatch_size=microbatch.fit(model_cfg, cfg, world, precision, train_step),
+        skip_steps=schedule.skips.text,
+    )
+    peak = reporter.peak_of_all_ranks(cfg, world, precision)
+    log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
     # model, optimizer
-    seed = None if found or cfg.init_from else cfg.seed
+    seed = None if start.has_weights else cfg.seed
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed)
-    model.separator = tokenizer and tokenizer.eot
-    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
-    if found:
-        checkpoint.load(found, model, optimizer)
-    elif cfg.init_from:
-        load.init_from(model, cfg.init_from)
+    model.separator = evaluator.separator
+    checkpointer = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
+    load_weights(start, model, optimizer)
+    warn_if_slow(optimizer, log)
 
-    # what is written down
-    settings = {
-        **asdict(model_cfg),
-        **asdict(cfg),
-        "precision": precision,
-        "data_fingerprint": fingerprint,
-    }
-    launch = {
-        "ranks": world.global_size,
-        "device": devices.describe(world.device),
-        "precision": precision,
-        "microbatch_size": cfg.microbatch_size,
-        "skip_steps": cfg.skip_steps,
-        "resumed": found and str(found),
-    }
-    processes.rank_zero_decides(lambda: log.start(model_cfg, cfg, launch, tokens_file, first))
-    if not optim.skips_on_device(optimizer):
-        log.say(
-            f"{type(optimizer).__name__} cannot leave out a bad step by itself, so each step waits for the device"
-        )
-
-    def due(every, step):
-        return every and (step % every == 0 or step == cfg.max_steps)
-
-    def evaluate_now(step):
-        if due(cfg.eval_interval or cfg.max_steps, step):
-            loss = evaluate(model, val, cfg, world, precision)
-            bits = runlog.bits_per_byte(loss, val.tokens, val.text_bytes)
-            log.row({"step": step, "val_loss": loss, "val_bits_per_byte": bits})
-        if due(cfg.icl_interval, step):
-            from evaluation import zero_shot  # `tasks_and_tokenizer` did so
-
-            log.row(
-                {"step": step, "icl": zero_shot.evaluate(model, tokenizer, tasks, world, precision)}
-            )
-
-    def rows_of(step):
-        return train.batch(cfg.seed, step, cfg.global_batch_size, world.dp_rank, world.dp_size)
-
-    def halve():
-        return microbatch.halve(model_cfg, cfg, world, precision, step + 1)
-
-    def report(step, result, own_seconds):
-        """Meet the other ranks after a step, write it down. `result` is read here: the one wait for the device."""
-        nonlocal begin
-        loss, grad_norm, batch_hash = result()
-        batch_hash = f"{batch_hash % 2**64:016x}"
-        seconds, begin = time.perf_counter() - begin, time.perf_counter()
-        done, rate = step + 1, tokens / seconds
-        bad = bad_steps.see(done, loss, grad_norm, batch_hash)
-        to_save = 0 < 60 * cfg.save_minutes < time.monotonic() - saved_at
-        met = stopping.meet(
-            world, signals.asked or log.asked, to_save, saver.settled(), own_seconds()
-        )
-        log.row(
-            {
-                "step": done,
-                "tokens": (done - skips.before(done)) * tokens,
-                "loss": loss,
-                "lr": optim.learning_rate(step, cfg),
-                "grad_norm": grad_norm,
-                "batch_hash": batch_hash,
-                "skipped": bad,
-                "tokens_per_second": rate,
-                "mfu": flops.mfu(model_cfg, rate, 1, peak),
-                "memory_gb": runlog.memory_gb(world.device),
-                "seconds": seconds,
-                "slowest_rank": met.slowest_rank,
-                "slowest_by": met.slowest_by,
-            }
-        )
-        bad_steps.check()
-        return met
+    # the record of the run, and what protects it
+    settings = {**asdict(model_cfg), **asdict(cfg)}
+    settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
+    launch = runlog.launch_record(cfg, world, precision, start.checkpoint)
+    log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
+    halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
+    watchdog = Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step)
+    guard = Guard(signals, lease, watchdog, StragglerTimer(model, world.device))
+    report = Reporter(log, model_cfg, cfg, world, peak, schedule, checkpointer, guard, start.step)
 
     # the loop
-    tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
-    late = (
-        1 if world.device.type == "cuda" else 0
-    )  # steps that are queued before the one before them is read
-    unread, step, met = collections.deque(), first, stopping.Met()
-    pace, bad_steps = (
-        stopping.Pace(model, world.device),
-        stopping.BadSteps(cfg, saver, skips, first),
-    )
-    signals.at_once = False
-    with lease, watchdog.Watch(world, cfg.timeout_minutes, saver.last_good, halve) as watching:
-        if first == 0:
-            evaluate_now(0)
-        begin, saved_at = time.perf_counter(), time.monotonic()
-        for step, rows in pace.timed(
-            data.prefetch(rows_of, skips.steps(first, cfg.max_steps), world.device)
-        ):
-            collect_garbage(step - first)
-            result = runlog.start_reading(
-                *train_step(model, optimizer, rows, step, cfg, world, precision)
-            )
-            unread.append((step, result, pace.take()))
+    with guard:
+        if start.step == 0:
+            evaluator.evaluate(0, schedule, model, precision, log)
+        schedule.start_save_clock()
+        report.start_clock()
+        batches = dataset.batches(schedule.steps_from(start.step), cfg, world)
+        for step, rows in guard.watch(batches):
+            collect_garbage(step - start.step)
+            figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
-            last = done == cfg.max_steps
-            evaluates = last or due(cfg.eval_interval, done) or due(cfg.icl_interval, done)
-            saves = last or any(
-                every and done % every == 0 for every in (cfg.save_interval, cfg.keep_every)
-            )
-            while unread and (len(unread) > late or evaluates or saves or met.save or met.leave):
-                met = report(*unread.popleft())
+            agreed = report.record(step, figures, read_now=schedule.reads_now(done))
             lease.check()
-            if met.settled:
-                saver.finish()
-            if evaluates:
-                evaluate_now(done)
-                begin = time.perf_counter()
-            if (
-                last or met.leave or ((saves or met.save) and not bad_steps.count)
-            ):  # good checkpoints stay
-                saver.save(done, model, optimizer, settings)
-                met, saved_at, begin = (
-                    stopping.Met(leave=met.leave),
-                    time.monotonic(),
-                    time.perf_counter(),
-                )
-            if met.leave and not last:
-                saver.finish()
-                log.say(f"asked to leave: {saver.last_good()}. The same command goes on from there")
-                stopping.leave(met.leave)
-            watching.step()
-        saver.finish()
+            if agreed.save_done:
+                checkpointer.finish()
+            if schedule.evaluates(done) or schedule.scores_tasks(done):
+                evaluator.evaluate(done, schedule, model, precision, log)
+                report.start_clock()
+            save = (schedule.saves(done) or agreed.save) and not agreed.bad_step
+            if save or schedule.is_last(done) or agreed.leave:
+                checkpointer.save(done, model, optimizer, settings)
+                schedule.start_save_clock()
+                report.start_clock()
+            if agreed.leave and not schedule.is_last(done):
+                stopping.leave(agreed.leave, checkpointer, log)
+        checkpointer.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
 
 
-def tasks_and_tokenizer(model_cfg, cfg, tokens_file):
-    """For evaluation on tasks, and for packed documents. Most runs do without, and import nothing."""
-    if not (cfg.icl_interval or model_cfg.attn_uses_sequence_id):
-        return [], None
-    from evaluation import zero_shot
-
-    return zero_shot.prepare(model_cfg, cfg, tokens_file)
-
-
 def train_step(model, optimizer, rows, step, cfg, world, precision):
-    """One update from this rank's rows (B, T + 1). Returns loss, gradient norm before clipping, hash of the ids.
+    """One update from this rank's rows (B, T + 1). Returns loss, gradient norm, hash of the ids.
 
-    They stay on the device: nothing is read back here, so its queue never runs dry between microbatches. If the loss or
-    the norm is not finite, on all ranks alike, weights and optimizer stay as they are: see optim.update.
+    All three stay on the device: nothing is read back here, so that its queue never runs dry. The
+    norm is that before clipping. If loss or norm is not finite, on all ranks alike, weights and
+    optimizer stay as they are: see optim.update.
     """
-    torch.manual_seed(
-        hash((cfg.seed, step, world.dp_rank)) % 2**63
-    )  # dropout: on as many ranks the same masks again
+    # Dropout: a resumed run with equally many ranks draws the same masks.
+    torch.manual_seed(hash((cfg.seed, step, world.dp_rank)) % 2**63)
     ids, labels = rows[:, :-1], rows[:, 1:]
-    counted = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
-    tokens, batch_hash = processes.dp_sum(counted, world)  # over the global batch
+    counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
+    n_tokens, batch_hash = processes.dp_sum(counts, world)  # of the global batch
+
+    # forward, backward: gradients add up over the microbatches
     loss_sum = torch.zeros((), device=rows.device)
-    for begin in range(0, len(rows), cfg.microbatch_size):
-        end = begin + cfg.microbatch_size
+    for first in range(0, len(rows), cfg.microbatch_size):
+        end = first + cfg.microbatch_size
         parallel.before_microbatch(model, cfg, last=end >= len(rows))
         with record_function("forward"), parallel.autocast(rows.device, precision):
-            loss = model(
-                ids[begin:end], labels=labels[begin:end], z_loss=cfg.z_loss
-            )  # a sum over tokens
+            loss = model(ids[first:end], labels=labels[first:end], z_loss=cfg.z_loss)  # a sum
         with record_function("backward"):
-            (
-                loss * world.dp_size / tokens
-            ).backward()  # sharding averages gradients over the data-parallel ranks: undo that
+            # Sharding averages gradients over the data-parallel ranks: undo that.
+            (loss * world.dp_size / n_tokens).backward()
         loss_sum += loss.detach()
+
+    # update
     with record_function("optimizer"):
-        loss = processes.dp_sum(loss_sum, world) / tokens
+        loss = processes.dp_sum(loss_sum, world) / n_tokens
         grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
-        optim.update(optimizer, loss.isfinite() & grad_norm.isfinite())
+        finite = loss.isfinite() & grad_norm.isfinite()
+        # found_inf, GradScaler's hook: fused AdamW reads it on the device and skips the update.
+        optim.update(optimizer, finite)
     return loss, grad_norm, batch_hash
 
 
-def collect_garbage(step, interval=50):
-    """Python's collector would stop one rank at a time, and the others wait for it: all collect together instead."""
-    if step % interval == 0:
-        gc.disable()
-        gc.collect()
+class Evaluator:
+    """Validation loss and zero-shot tasks. Every rank calls it alike."""
+
+    def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig, world, dataset: data.Dataset):
+        """UserError if a task or a tokenizer is missing: now, not hours later."""
+        self.cfg, self.world, self.val = cfg, world, dataset.val
+        self.tasks, self.tokenizer = [], None
+        if cfg.icl_interval or model_cfg.attn_uses_sequence_id:
+            from evaluation import zero_shot  # here, since most runs do without
+
+            self.tasks, self.tokenizer = zero_shot.prepare(model_cfg, cfg, dataset.tokenizer_file)
+        if cfg.init_from:
+            from weights import load
+
+            check = partial(
+                load.check_same_tokenizer, cfg.init_from, cfg.tokenizer, dataset.tokenizer_file
+            )
+            processes.rank_zero_decides(check)
+
+    @property
+    def separator(self) -> int | None:
+        """The id between packed documents, if the model is to know where they end."""
+        return self.tokenizer and self.tokenizer.eot
+
+    def evaluate(self, done: int, schedule: Schedule, model, precision: str, log) -> None:
+        """Log a row for each of the two that is due after `done` steps. A collective."""
+        if schedule.evaluates(done):
+            loss = evaluate(model, self.val, self.cfg, self.world, precision)
+            bits = runlog.bits_per_byte(loss, self.val.tokens, self.val.text_bytes)
+            log.row({"step": done, "val_loss": loss, "val_bits_per_byte": bits})
+        if schedule.scores_tasks(done):
+            from evaluation import zero_shot
+
+            scores = zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, precision)
+            log.row({"step": done, "icl": scores})
 
 
 @torch.no_grad()
-def evaluate(model, val, cfg, world, precision) -> float:
-    """Mean loss in nats a token over the first windows of the validation split, shared by the ranks."""
+def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) -> float:
+    """Mean loss in nats per token over the first windows of the validation split. A collective."""
     model.eval()
     n_windows = max(1, min(len(val), cfg.eval_tokens // val.seq_len))
     sums = torch.zeros(2, device=world.device)  # loss, tokens
     for first in range(0, n_windows, world.dp_size * cfg.microbatch_size):
-        numbers = first + world.dp_rank * cfg.microbatch_size + np.arange(cfg.microbatch_size)
-        rows = torch.from_numpy(val.windows(np.minimum(numbers, n_windows - 1))).to(world.device)
+        first_of_rank = first + world.dp_rank * cfg.microbatch_size
+        window_ids = first_of_rank + np.arange(cfg.microbatch_size)
+        # Every rank makes the same number of passes: beyond the end it repeats the last window,
+        # and ignores it.
+        rows = torch.from_numpy(val.windows(np.minimum(window_ids, n_windows - 1)))
+        rows = rows.to(world.device)
         ids, labels = rows[:, :-1], rows[:, 1:].clone()
-        labels[torch.from_numpy(numbers >= n_windows)] = (
-            IGNORE  # every rank makes the same number of passes
-        )
+        labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE
         with parallel.autocast(rows.device, precision):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)
-    loss, tokens = processes.dp_sum(sums, world).tolist()
-    return loss / tokens
+    loss, n_tokens = processes.dp_sum(sums, world).tolist()
+    return loss / n_tokens
+
+
+def collective_timeout(cfg: TrainConfig) -> timedelta:
+    """How long a collective may wait: longer than the watchdog, which can say what is wrong."""
+    return max(processes.TIMEOUT, timedelta(minutes=2 * cfg.timeout_minutes))
+
+
+def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
+    """UserError if the batch does not divide, or if --init_from is another model's."""
+    problem = (
+        f"global_batch_size {cfg.global_batch_size} is not a multiple of the "
+        f"{world.dp_size} data-parallel ranks"
+    )
+    require(cfg.global_batch_size % world.dp_size == 0, problem)
+    if cfg.init_from:
+        from weights import load  # here, since most runs do without
+
+        processes.rank_zero_decides(partial(load.check_same_model, cfg.init_from, model_cfg))
+
+
+def load_weights(start: resume.Start, model, optimizer) -> None:
+    """Fill model and optimizer from the checkpoint, or the model from --init_from. A collective."""
+    if start.checkpoint:
+        checkpoint.load(start.checkpoint, model, optimizer)
+    elif start.init_from:
+        from weights import load
+
+        load.init_from(model, start.init_from)
+
+
+def warn_if_slow(optimizer, log) -> None:
+    """Say so if the optimizer cannot skip a bad step by itself."""
+    if not optim.skips_on_device(optimizer):
+        name = type(optimizer).__name__
+        log.say(f"{name} cannot skip a bad step by itself, so each step waits for the device")
+
+
+def collect_garbage(step: int, interval: int = 50) -> None:
+    """Python's collector would stop one rank at a time while the others wait: collect together."""
+    if step % interval == 0:
+        gc.disable()
+        gc.collect()
 
 
 if __name__ == "__main__":

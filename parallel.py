@@ -2,20 +2,24 @@
 
 A rank is one process with one device (processes.py). The ranks form a mesh with named dimensions:
 each rank of dp_shard keeps a slice of every weight, gradient and optimizer state, and dp_replicate
-holds copies of that arrangement. Unused dimensions get no process group: to create one makes all
-ranks wait. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
+holds copies of that arrangement. Unused dimensions get no process group, since creating one makes
+all ranks wait. One function of PyTorch, `fully_shard` (FSDP2), makes every mode:
 
-    mode            mesh (replicate, shard)  weights between forward and backward   gradients are reduced    ZeRO
-    FULL_SHARD      (n)                      freed, gathered again                  every microbatch          3
-    SHARD_GRAD_OP   (n)                      kept                                   every microbatch          2
-    ZERO1           (n)                      kept until the last microbatch         at the last microbatch    1
-    DDP             (n, 1)                   always whole                           at the last microbatch    0
-    HYBRID_SHARD    (nodes, ranks of a node) freed, gathered again                  as FULL_SHARD in a node   3 per node
-                                                                               between nodes at the last
+    mode           mesh (replicate, shard)   weights between       gradients are      ZeRO
+                                             forward and backward  reduced            stage
+    FULL_SHARD     (n)                       freed, gathered again each microbatch    3
+    SHARD_GRAD_OP  (n)                       kept                  each microbatch    2
+    ZERO1          (n)                       kept until the last   at the last        1
+                                             microbatch            microbatch
+    DDP            (n, 1)                    always whole          at the last        0
+    HYBRID_SHARD   (nodes, ranks of a node)  freed, gathered again in a node: each    3 in a node
+                                                                   between: the last
 
-Weights, gradients and Adam's state are fp32; with bf16 the weights are gathered as bf16, gradients reduced as fp32.
-One process alone has nothing to shard: it trains the plain model, under autocast.
-Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh. Read next: checkpoint.py.
+Weights, gradients and Adam's state are fp32. In bf16 the weights are gathered as bf16, and the
+gradients are reduced as fp32. One process alone has nothing to shard: it trains the plain model,
+under autocast.
+
+Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh.
 """
 
 import functools
@@ -36,8 +40,8 @@ from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, init_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# Outputs that selective activation checkpointing keeps: of matmuls with weights (not of batched ones, which are T x T
-# attention scores) and of fused attention (FlexAttention's is computed again).
+# The operations whose outputs selective activation checkpointing keeps: matmuls with weights, and
+# fused attention. Not batched matmuls, whose outputs are the T x T scores, and not FlexAttention.
 SAVED = {
     *(
         "aten::mm",
@@ -50,25 +54,62 @@ SAVED = {
 
 
 def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
-    """fp32 or bf16. `auto` keeps what a resumed run had; on a CPU it takes whichever multiplies matrices faster here,
-    since old CPUs emulate bf16."""
+    """fp32 or bf16: the setting, or for `auto` what suits the device. A collective.
+
+    saved: the precision of the checkpoint that a run resumes from, which `auto` keeps.
+    """
+    precision, _ = precision_and_reason(cfg, device, saved)
+    return precision or processes.rank_zero_decides(faster_precision)
+
+
+def reason_for_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
+    """Why `choose_precision` takes what it takes, in a few words."""
+    _, reason = precision_and_reason(cfg, device, saved)
+    return reason
+
+
+def precision_and_reason(
+    cfg: TrainConfig, device: torch.device, saved: str | None
+) -> tuple[str | None, str]:
+    """The precision, or None if it must be measured on this CPU, and the reason in words."""
     if cfg.precision != "auto":
-        return cfg.precision
+        return cfg.precision, "as set"
     if saved:
-        return saved
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return "fp32"  # V100 and older
+        return saved, "as in the checkpoint"
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return "bf16", "this GPU multiplies in bf16"
+        return "fp32", "this GPU has no bf16"  # V100 and older
     if device.type != "cpu":
-        return "bf16"
-    return processes.rank_zero_decides(faster_precision)
+        return "bf16", f"the default on {device.type}"
+    return cpu_precision(cpu_features())
 
 
-def faster_precision(n: int = 512, turns: int = 10) -> str:
-    """The name of the dtype whose fastest n x n matrix product took less time; they take turns."""
+def cpu_features() -> dict:
+    """What PyTorch knows of this CPU, such as {"avx512_bf16": True}; empty before torch 2.11."""
+    return getattr(torch.cpu, "get_capabilities", dict)()
+
+
+def cpu_precision(features: dict) -> tuple[str | None, str]:
+    """As `precision_and_reason`, for a CPU with these features.
+
+    AMX multiplies tiles of bf16, much faster than vectors of fp32. Without any bf16 instruction
+    PyTorch emulates bf16. In between, some CPUs multiply fp32 faster.
+    """
+    if features.get("amx_tile") and features.get("amx_bf16"):
+        return "bf16", "this CPU has AMX"
+    has_bf16 = any(value is True for name, value in features.items() if "bf16" in name)
+    if features and not has_bf16:
+        return "fp32", "this CPU has no bf16 instructions"
+    return None, "measured to be the faster one on this CPU"
+
+
+def faster_precision(size: int = 512, turns: int = 10) -> str:
+    """The precision whose fastest size x size matrix product took less time. They take turns."""
     best = dict.fromkeys(DTYPES, float("inf"))
     for _ in range(turns):
         for name, dtype in DTYPES.items():
-            a = torch.ones(n, n, dtype=dtype)
+            a = torch.ones(size, size, dtype=dtype)
             begin = time.perf_counter()
             a @ a
             best[name] = min(best[name], time.perf_counter() - begin)
@@ -76,20 +117,20 @@ def faster_precision(n: int = 512, turns: int = 10) -> str:
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """bf16 matmuls over fp32 weights, or nothing at all. A forward uses each weight once, so no cast is cached."""
-    return torch.autocast(
-        device.type, dtype=torch.bfloat16, enabled=precision == "bf16", cache_enabled=False
-    )
+    """A context for forward passes: matmuls in bf16 with fp32 weights, or all in fp32."""
+    is_bf16 = precision == "bf16"
+    # A forward pass uses each weight once, so caching its bf16 copy would only cost memory.
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
 
 
 def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
-    """This rank's part of a model, and its optimizer, as training has them.
+    """This rank's part of a model, and its optimizer, ready for training. A collective.
 
-    No rank ever holds the whole model. seed: of the initial weights; None leaves them as the memory
-    was, for whoever fills them next. Returns (model, optimizer). A collective.
+    No rank ever holds the whole model. seed: of the initial weights; None leaves them undefined,
+    for a caller who loads others. Returns (model, optimizer).
     """
     mesh = make_mesh(world, cfg)
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes without memory
         model = MPT(model_cfg)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
@@ -97,14 +138,15 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
 
 
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
-    """The grid of ranks: (dp_shard) or (dp_replicate, dp_shard). None for one process alone."""
+    """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
+
+    None for one process alone. UserError if cfg.shard_size does not divide the ranks.
+    """
     if world.dp_size == 1:
         return None
     shard = cfg.shard_ranks(world.dp_size, world.local_size)
-    require(
-        world.dp_size % shard == 0,
-        f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks",
-    )
+    problem = f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks"
+    require(world.dp_size % shard == 0, problem)
     shape = {"dp_shard": shard}
     if cfg.sharding_mode.over != "all":
         shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
@@ -127,42 +169,45 @@ def connect_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...
 
 
 def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision: str) -> MPT:
-    """Put recomputation, compilation and sharding on a model that is still on the meta device, in this order."""
+    """Add recomputation, compilation and sharding, in this order, to a model on the meta device.
+
+    What `fully_shard(block)` does: each rank keeps 1/n of every weight of the block. Hooks gather
+    the whole weights (all-gather) just before the block's forward and free them after it. In the
+    backward they gather them again, and leave each rank the average of its 1/n of the gradients
+    (reduce-scatter). While one block computes, the next one's weights arrive.
+    """
     recompute(model, cfg)
     if cfg.compile:
         for block in model.transformer.blocks:
             block.compile()
     if mesh is None:
         return model
-    low = torch.bfloat16 if precision == "bf16" else None
-    options = {
-        "mesh": mesh,
-        # Inputs are not cast: activations are bf16 already, and ALiBi's slopes must stay fp32.
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False
-        ),
-    }
-    free = cfg.sharding_mode.frees_weights
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if precision == "bf16" else None,
+        reduce_dtype=torch.float32,
+        # Activations are bf16 already, and ALiBi's slopes must stay fp32.
+        cast_forward_inputs=False,
+    )
+    frees_weights = cfg.sharding_mode.frees_weights
     for block in model.transformer.blocks:
-        fully_shard(block, reshard_after_forward=free, **options)
-    return fully_shard(
-        model, reshard_after_forward=False, **options
-    )  # embeddings: used first and last, so kept
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=frees_weights)
+    # What is left, the embeddings, is used first and last, so it stays gathered in between.
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 def recompute(model: MPT, cfg: TrainConfig) -> None:
-    """Activation checkpointing of every `recompute_every`-th block. What a block keeps for its backward:
+    """Activation checkpointing of every `recompute_every`-th block: what to keep for the backward.
 
-    none        whatever its operations need: 32 bytes per token and d_model in bf16
-    selective   its input, and what SAVED computes; norms, GELU and sums are done again, which is cheap
-    full        its input; everything is done again, a forward more, so 4/3 of the FLOPs
+    none        all intermediate activations: 32 bytes per token and d_model in bf16
+    selective   its input and the outputs of SAVED; norms, GELU and sums are computed again
+    full        its input; everything is computed again: one more forward, 4/3 of the FLOPs
     """
     if cfg.activation_checkpointing == "none":
         return
 
     def choose(context, operation, *args, **kwargs):
-        saved = operation.name() in SAVED
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = operation.name() in SAVED
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     arguments = {"use_reentrant": False}
     if cfg.activation_checkpointing == "selective":
@@ -172,27 +217,27 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
 
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
-    """Give a meta-device model memory, and each rank its part of the initial weights (none if seed is None).
+    """Allocate a model that is on the meta device, and draw this rank's part of its weights.
 
-    UserError if that memory is too small, or if a buffer would be left with what the memory held before.
+    seed: None leaves them undefined. UserError if memory is too small, or if the model has buffers,
+    which nothing here would fill.
     """
     buffers = ", ".join(name for name, _ in model.named_buffers())
-    require(
-        not buffers,
-        f"nothing fills the buffers of model.py ({buffers[:80]}): compute them in forward instead",
-    )
+    problem = f"nothing fills the buffers of model.py ({buffers[:80]})"
+    require(not buffers, f"{problem}: compute them in forward instead")
     try:
         model.to_empty(device=device)
     except (RuntimeError, MemoryError) as error:
-        words = "the weights do not fit into the memory of a device: lower d_model or n_layers, or take more ranks"
-        raise UserError(f"{words} ({config.one_line(error)})") from error
+        problem = "the weights do not fit into the memory of a device"
+        fix = "lower d_model or n_layers, or take more ranks"
+        raise UserError(f"{problem}: {fix} ({config.one_line(error)})") from error
     if seed is not None:
         with torch.no_grad():
             init_weights(model, seed, assign_full)
 
 
 def assign_full(param, full) -> None:
-    """Copy a full tensor (on the CPU, the same on every rank) into a parameter, sharded or not."""
+    """Copy a whole tensor (on the CPU, the same on every rank) into a parameter, sharded or not."""
     if isinstance(param, DTensor):
         full = distribute_tensor(
             full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
@@ -201,7 +246,7 @@ def assign_full(param, full) -> None:
 
 
 def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
-    """What waits for the last microbatch of a step: see the table above."""
+    """Postpone to the last microbatch of a step what the table above says."""
     if not isinstance(model, FSDPModule):
         return
     if cfg.sharding_mode.reduces_late:
@@ -212,31 +257,37 @@ def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
 
 
 def free_gathered_weights(model: MPT) -> None:
-    """After a forward pass without backward: drop the gathered weights, which the optimizer would not update."""
+    """Drop the weights that a forward pass without backward has gathered.
+
+    The optimizer updates the shards, so the next forward pass would use old weights.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most max_norm (0: leave them). Returns the norm, fp32 scalar.
+    """Scale all gradients so that their global norm is at most max_norm (0: do not scale them).
 
-    Each rank sums the squares of its shards; each mesh dimension over which a gradient is sharded adds them up. So it
-    holds for any mixture of plain tensors, meshes and placements. A collective: call it on every rank.
+    Returns the norm before that, an fp32 scalar. A collective.
+
+    Each rank sums the squares of its shards, and each mesh dimension over which a gradient is
+    sharded adds them up. So it holds for any mixture of plain tensors, meshes and placements.
     """
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
         if isinstance(p.grad, DTensor):
-            dims = tuple(
-                i for i, placement in enumerate(p.grad.placements) if not placement.is_replicate()
-            )
-            groups[p.grad.device_mesh, dims].append(p.grad.to_local())
+            # `not is_replicate`: a strided shard is no `Shard` in torch 2.13.
+            placements = enumerate(p.grad.placements)
+            sharded_dims = tuple(dim for dim, kind in placements if not kind.is_replicate())
+            groups[p.grad.device_mesh, sharded_dims].append(p.grad.to_local())
         elif p.grad is not None:
             groups[None, ()].append(p.grad)
-    total = torch.zeros((), device=next(iter(groups.values()))[0].device)
-    for (mesh, dims), grads in groups.items():
+    any_grad = next(iter(groups.values()))[0]
+    total = torch.zeros((), device=any_grad.device)
+    for (mesh, sharded_dims), grads in groups.items():
         squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
-        for dim in dims:
+        for dim in sharded_dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
     norm = total.sqrt()
@@ -252,11 +303,9 @@ def demonstrate(argv) -> None:
     world = processes.start(cfg.device)
     mesh = make_mesh(world, cfg)
     require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
-    place = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
-    print(
-        f"rank {world.global_rank} of {world.global_size} on {world.device}, {cfg.sharding}: {place}",
-        flush=True,
-    )
+    coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
+    who = f"global rank {world.global_rank} of {world.global_size} on {world.device}"
+    print(f"{who}, {cfg.sharding}: {coordinates}", flush=True)
 
 
 if __name__ == "__main__":

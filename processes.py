@@ -154,7 +154,10 @@ def require_own_gpus(mine: tuple) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep freed buffers: else every step returns its memory to the kernel and faults it in again."""
+    """Tell glibc to keep freed buffers.
+
+    Otherwise each step returns its memory to the kernel, and faults it in again.
+    """
     with contextlib.suppress(OSError, AttributeError):  # no glibc
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
@@ -364,10 +367,10 @@ def spawned(environment: dict[str, str], target, *args) -> None:
 
 
 def run(main) -> None:
-    """Call `main(argv)` as a program of many processes, and leave in a way that keeps the exit status.
+    """Call `main(argv)` as a program of many ranks, then end this one with its exit status.
 
-    With gloo a rank may abort while the interpreter shuts down, so the process ends by os._exit, after a barrier.
-    A failing rank other than 0 waits a little before it speaks: if rank 0 fails as well, its line is enough.
+    It ends by os._exit, after a barrier: with gloo a rank may abort while the interpreter shuts
+    down, which would change the status.
     """
     status = 0
     end_with_torchrun()
@@ -380,46 +383,43 @@ def run(main) -> None:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # the reader of the output has left
+    except BrokenPipeError:  # whatever read our output has exited
         status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-        rank = config.rank()
-        if rank == 0:
-            config.say_error(error)
-        elif not getattr(error, "everywhere", False):
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as torchrun sends once rank 0 has gone
-            time.sleep(5)
-            config.say_error(error, f"error on rank {rank}")
+        report_user_error(error)
         status = 2
     except BaseException as error:
         if is_lost(error):
-            config.say_error(
-                f"lost another rank: {config.one_line(error)}", f"error on rank {config.rank()}"
-            )
+            line = f"lost another rank: {config.one_line(error)}"
+            config.say_error(line, f"error on rank {config.rank()}")
             status = RESUME_ME
         else:
             traceback.print_exc()
             status = 1
     if status == 2:
-        end_torchrun()  # the same mistake would come again
+        program.end_torchrun()  # a restart would only fail in the same way
     status = config.flushed(status)
     os._exit(status)
+
+
+def report_user_error(error: BaseException) -> None:
+    """Print the line of an error, once if all ranks share it.
+
+    Other ranks wait 5 seconds before they print: if rank 0 fails as well, its line is enough, and
+    torchrun ends the others in the meantime.
+    """
+    if config.rank() == 0:
+        config.say_error(error)
+    elif not getattr(error, "everywhere", False):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
+        time.sleep(5)
+        config.say_error(error, f"error on rank {config.rank()}")
 
 
 def is_lost(error: BaseException) -> bool:
     """Did a collective fail because another rank has gone?"""
     # gloo has no class of its own: its errors begin with the path of its source
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
-
-
-def end_torchrun() -> None:
-    """Where torchrun would start this rank again, and that is not wanted: end torchrun."""
-    env = os.environ
-    restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - int(
-        env.get("TORCHELASTIC_RESTART_COUNT", 0)
-    )
-    if restarts > 0 and env["LOCAL_RANK"] == "0" and os.getppid() > 1:
-        os.kill(os.getppid(), signal.SIGTERM)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import contextlib
 import math
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -165,6 +166,16 @@ def look_for_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(1)
     end(f"{whoami(rank())} ends, since torchrun (process {parent}) is gone")
+
+
+def end_torchrun() -> None:
+    """Stop torchrun, so that it does not restart this rank. Does nothing without --max-restarts."""
+    env = os.environ
+    restarts_done = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
+    restarts_left = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restarts_done
+    parent = os.getppid()
+    if restarts_left > 0 and env["LOCAL_RANK"] == "0" and parent > 1:
+        os.kill(parent, signal.SIGTERM)
 
 
 def end_with_parent() -> None:

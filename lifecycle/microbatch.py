@@ -1,17 +1,21 @@
-"""The microbatch that fits: the most sequences that every rank can take through a step at once, found before step 0.
+"""The microbatch that fits: the most sequences that every rank can process in one pass.
 
-    memory of a step = weights, gradients, Adam's state + microbatch x what its activations take
+    memory of a step = weights, gradients, Adam's state + microbatch x activations of a sequence
 
-planning/memory.py estimates it; here it is tried. Every rank starts a child, and the children together make the model
-and take two steps. A live step that runs out of memory cannot be undone, for the other ranks wait in a collective;
-children can be killed. What fits is written to RUN_DIR/microbatch.json for the next start under the same
-circumstances. If memory runs out later, `halve` writes half there and the run leaves: loss and samples do not depend on
-the microbatch.
+planning/memory.py estimates this; here it is tried, before step 0. Each rank starts a trial
+process, and together these build the model and take two steps. Why not try in the run itself: a
+rank that runs out of memory cannot undo its step while the others wait for it in a collective.
+Trial processes can simply be killed.
 
-What a run needs beside its steps, such as a copy of the weights while they are saved from a CPU, is not tried.
+The result is recorded in RUN_DIR/microbatch.json, for the next start under the same circumstances.
+If a run runs out of memory later, `halve` records half of it and the run exits; the next start uses
+that. Neither the loss nor the order of the data depends on the microbatch.
+
+A trial does not include what a run needs besides its steps, such as the copy of the weights while a
+checkpoint is written.
 
 Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`;
-`python -m lifecycle.microbatch runs/mpt1b` shows what is on record. Read next: lifecycle/stopping.py.
+`python -m lifecycle.microbatch runs/mpt1b` shows what is recorded.
 """
 
 import collections
@@ -36,101 +40,105 @@ from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import runlog
 from storage import files
 
-RECORD, SIZES = "microbatch.json", (32, 16, 8, 4, 2, 1)
+RECORD = "microbatch.json"
+SIZES = (32, 16, 8, 4, 2, 1)
+# The states of a trial process.
 RUNNING, FITS, NO_MEMORY, FAILED = "running", "fits", "out of memory", "failed"
-INTERVAL, GRACE = (
-    0.3,
-    3.0,
-)  # seconds between two looks at the children; for the reason of a failure to be known
+INTERVAL = 0.3  # seconds between two looks at the trial processes
+GRACE = 3.0  # seconds for the cause of a failure to show, which may be on another rank
 HELP = (
     "set --activation_checkpointing=full, or --sharding=FULL_SHARD on more ranks; "
-    "python -m planning.memory tells what helps"
+    "python -m planning.memory shows what helps"
 )
 
 
 def fit(
     model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, train_step
 ) -> int:
-    """The microbatch size to train with: cfg.microbatch_size, unless that is auto or more than what is on record.
+    """The microbatch size to train with. A collective, called before anything large is in memory.
 
-    train_step: fsdp_train's. A collective, called before anything big is in memory. UserError if nothing fits.
+    It is cfg.microbatch_size, unless that is "auto" or more than what is recorded to fit. The trial
+    runs `train_step`, that of fsdp_train.py. UserError if nothing fits.
     """
-    here, asked = circumstances(model_cfg, cfg, world, precision), cfg.microbatch_size
-    for record in processes.rank_zero_decides(lambda: read(Path(cfg.run_dir, RECORD))):
+    asked = cfg.microbatch_size
+    circumstances = circumstances_of(model_cfg, cfg, world, precision)
+    path = Path(cfg.run_dir, RECORD)
+    for record in processes.rank_zero_decides(lambda: read(path)):
         size = record["microbatch_size"]
-        if record["circumstances"] == here and (asked == "auto" or size < asked):
+        applies = record["circumstances"] == circumstances
+        if applies and (asked == "auto" or size < asked):
             if world.global_rank == 0:
-                print(
-                    f"microbatch {size}, not {asked}: {record['reason']} ({cfg.run_dir}/{RECORD})",
-                    flush=True,
-                )
+                print(f"microbatch {size}, not {asked}: {record['reason']} ({path})", flush=True)
             return size
     if asked != "auto":
         return asked
     size = search(model_cfg, cfg, world, precision, train_step)
-    processes.rank_zero_decides(
-        lambda: write(cfg, here, size, "the largest that fits", world.global_rank)
-    )
+    reason = "the largest that fits"
+    processes.rank_zero_decides(lambda: write(cfg, circumstances, size, reason, world.global_rank))
     return size
 
 
 def halve(
     model_cfg: MPTConfig, cfg: TrainConfig, world: processes.World, precision: str, step: int
 ) -> int:
-    """Record half of cfg.microbatch_size and return it. On any rank, not a collective. UserError if it is 1 already."""
-    reason = f"out of memory at step {step} on rank {world.global_rank} with microbatch {cfg.microbatch_size}"
+    """Record half of cfg.microbatch_size, and return it. UserError if it is 1 already.
+
+    Not a collective: any rank may call it. step: counted from 1, for the record.
+    """
+    where = f"at step {step} on rank {world.global_rank}"
+    reason = f"out of memory {where} with microbatch {cfg.microbatch_size}"
     require(cfg.microbatch_size > 1, f"{reason}: {HELP}")
-    write(
-        cfg,
-        circumstances(model_cfg, cfg, world, precision),
-        cfg.microbatch_size // 2,
-        reason,
-        world.global_rank,
-    )
-    return cfg.microbatch_size // 2
+    half = cfg.microbatch_size // 2
+    circumstances = circumstances_of(model_cfg, cfg, world, precision)
+    write(cfg, circumstances, half, reason, world.global_rank)
+    return half
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Of an accelerator, whose class in torch all vendors share, or of the CPU, where torch has no class for it."""
-    on_cpu = isinstance(error, RuntimeError) and (
-        "can't allocate memory" in str(error) or "bad_alloc" in str(error)
-    )
-    return on_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    """Is this error about memory, of an accelerator or of the CPU?"""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # Torch has no class for the memory of the CPU.
+    text = str(error)
+    is_of_cpu = "can't allocate memory" in text or "bad_alloc" in text
+    return isinstance(error, RuntimeError) and is_of_cpu
 
 
-def circumstances(model_cfg, cfg, world, precision) -> dict:
-    """What the memory of a step depends on besides the microbatch."""
+# -------------------------------------------------------------------------------------------------
+# The record
+
+
+def circumstances_of(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> dict:
+    """Everything besides the microbatch that the memory of a step depends on."""
     names = "global_batch_size sharding shard_size activation_checkpointing recompute_every compile"
-    ranks = {
+    return {
         "ranks": world.global_size,
         "ranks_of_a_node": world.local_size,
         "device": devices.describe(world.device),
+        **{name: getattr(cfg, name) for name in names.split()},
+        "precision": precision,
+        "model": asdict(model_cfg),
     }
-    return (
-        ranks
-        | {k: getattr(cfg, k) for k in names.split()}
-        | {"precision": precision, "model": asdict(model_cfg)}
-    )
 
 
 def read(path: Path) -> list[dict]:
-    """What is on record, nothing if there is no such file. UserError if it is damaged."""
+    """The records of a run, none if there is no such file. UserError if it is damaged."""
     if not os.path.lexists(path):
         return []
     records = files.read_json(path, list, fix="delete it")
     for record in records:
         wrong = fault(record)
         require(not wrong, f"{path} is damaged ({wrong}): delete it")
-        record["circumstances"] = todays_circumstances(record["circumstances"], path)
+        record["circumstances"] = with_current_names(record["circumstances"], path)
     return records
 
 
-def todays_circumstances(saved: dict, path: Path) -> dict:
-    """Circumstances with settings under today's names, those of the model included."""
-    saved = config.renamed(saved, f"{path}")
-    if isinstance(saved.get("model"), dict):
-        saved["model"] = config.renamed(saved["model"], f"{path}")
-    return saved
+def with_current_names(circumstances: dict, path: Path) -> dict:
+    """The same circumstances with today's names of the settings, those of the model included."""
+    circumstances = config.renamed(circumstances, f"{path}")
+    if isinstance(circumstances.get("model"), dict):
+        circumstances["model"] = config.renamed(circumstances["model"], f"{path}")
+    return circumstances
 
 
 def fault(record) -> str:
@@ -144,123 +152,140 @@ def fault(record) -> str:
     return "" if size > 0 else f"'microbatch_size' is {size}"
 
 
-def write(cfg, here: dict, size: int, reason: str, rank: int) -> None:
-    """Replace what was on record for these circumstances. Several ranks may do so at once."""
-    path, new = (
-        Path(cfg.run_dir, RECORD),
-        {"microbatch_size": size, "reason": reason, "circumstances": here},
-    )
-    records = [record for record in read(path) if record["circumstances"] != here] + [new]
+def write(cfg: TrainConfig, circumstances: dict, size: int, reason: str, global_rank: int) -> None:
+    """Replace the record of these circumstances. Several ranks may write at the same time."""
+    path = Path(cfg.run_dir, RECORD)
+    record = {"microbatch_size": size, "reason": reason, "circumstances": circumstances}
+    others = [old for old in read(path) if old["circumstances"] != circumstances]
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomically(path, json.dumps(records, indent=2).encode(), writer=rank)
+    text = json.dumps([*others, record], indent=2)
+    files.write_atomically(path, text.encode(), writer=global_rank)
 
 
-def search(model_cfg, cfg, world, precision, train_step) -> int:
-    """The first of SIZES, of those that are at most the rows of a rank, that fits on all ranks. A collective."""
-    for size in [size for size in SIZES if size <= cfg.global_batch_size // world.dp_size]:
-        fits, words = attempt(
-            replace(cfg, microbatch_size=size), world, (model_cfg, precision, train_step)
-        )
+# -------------------------------------------------------------------------------------------------
+# The trial
+
+
+def search(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, train_step) -> int:
+    """The largest of SIZES that fits on all ranks. A collective. UserError if none does."""
+    rows_per_rank = cfg.global_batch_size // world.dp_size
+    for size in SIZES:
+        if size > rows_per_rank:
+            continue
+        trial_cfg = replace(cfg, microbatch_size=size)
+        fits, result = attempt(trial_cfg, world, (model_cfg, precision, train_step))
         if world.global_rank == 0:
-            print(f"microbatch {size}: {words}", flush=True)
+            print(f"microbatch {size}: {result}", flush=True)
         if fits:
             return size
     raise UserError(f"a step does not fit with one sequence at a time: {HELP}")
 
 
-def attempt(cfg, world, others) -> tuple[bool, str]:
-    """Whether a child of each rank, all together, can take a step; and that in words."""
+def attempt(cfg: TrainConfig, world, others: tuple) -> tuple[bool, str]:
+    """Start a trial process on each rank. Returns whether a step fits, and why. A collective."""
     port = processes.rank_zero_decides(processes.free_port)  # on the host of rank 0
-    # The child is the same rank as we are, but not of a torchrun around us.
+    # The process is the same rank as this one, but does not belong to a torchrun around it.
     environment = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
     child, pipe = processes.spawn(trial, cfg, *others, environment=environment)
     try:
-        return agree(child, pipe, world)
+        return watch(child, pipe, world)
     finally:
         child.kill()
         child.join()
 
 
-def agree(child, pipe, world) -> tuple[bool, str]:
-    """Watch the children of all ranks until all fit or one does not. UserError if one fails for another reason."""
-    answer, answers, patience = (RUNNING, 0.0, ""), [None] * world.global_size, GRACE
-    while patience > 0:  # a rank may fail because another, killed for want of memory, has left it
-        if answer[0] == RUNNING:
-            answer = listen(child, pipe)
-        dist.all_gather_object(answers, answer)
-        verdicts = [verdict for verdict, _, _ in answers]
-        if NO_MEMORY in verdicts:
-            return False, NO_MEMORY + (
-                f" on rank {verdicts.index(NO_MEMORY)}" if world.global_size > 1 else ""
-            )
-        if verdicts == [FITS] * world.global_size:
-            return True, "fits, {1:.1f} GB{2} at the peak".format(*max(answers))
-        patience -= INTERVAL if FAILED in verdicts else 0
+def watch(child, pipe, world) -> tuple[bool, str]:
+    """Wait until the trial fits on all ranks, or one is out of memory. A collective.
+
+    UserError if a trial fails for another reason.
+    """
+    mine = RUNNING, 0.0, ""
+    reports = [None] * world.global_size
+    patience = GRACE
+    while patience > 0:
+        if mine[0] == RUNNING:
+            mine = report_of(child, pipe)
+        dist.all_gather_object(reports, mine)
+        states = [state for state, _, _ in reports]
+        if NO_MEMORY in states:
+            where = f" on rank {states.index(NO_MEMORY)}" if world.global_size > 1 else ""
+            return False, NO_MEMORY + where
+        if states == [FITS] * world.global_size:
+            _, peak_gb, of_capacity = max(reports)
+            return True, f"fits, {peak_gb:.1f} GB{of_capacity} at the peak"
+        if FAILED in states:  # perhaps only because another rank was killed for lack of memory
+            patience -= INTERVAL
         time.sleep(INTERVAL)
-    raise UserError(f"the step fails on trial: {answers[verdicts.index(FAILED)][2]}")
+    _, _, reason = reports[states.index(FAILED)]
+    raise UserError(f"the step fails on trial: {reason}")
 
 
-def listen(child, pipe) -> tuple[str, float, str]:
-    """What the child has said, or what its death says: verdict, GB, words."""
-    alive = child.is_alive()  # asked first: if it is dead, all that it said is in the pipe
+def report_of(child, pipe) -> tuple[str, float, str]:
+    """(state, GB at the peak, words) of a trial process, from its pipe or from how it died."""
+    # Ask this first: if it is dead, everything that it sent is in the pipe.
+    is_alive = child.is_alive()
     with contextlib.suppress(EOFError, OSError):
         if pipe.poll():
             return pipe.recv()
-    killed = child.exitcode == -signal.SIGKILL  # by the kernel, which had no memory left
-    verdict = RUNNING if alive else NO_MEMORY if killed else FAILED
-    return verdict, 0.0, f"its process ended with status {child.exitcode}"
+    if is_alive:
+        return RUNNING, 0.0, ""
+    killed_by_kernel = child.exitcode == -signal.SIGKILL  # it does that when memory runs out
+    state = NO_MEMORY if killed_by_kernel else FAILED
+    return state, 0.0, f"its process ended with status {child.exitcode}"
 
 
-def trial(pipe, cfg, model_cfg, precision, train_step) -> None:
-    """The life of a child: two steps and an answer. Then it waits to be killed: the others may still need it."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # the parent's business
+def trial(pipe, cfg: TrainConfig, model_cfg: MPTConfig, precision: str, train_step) -> None:
+    """The trial process: take two steps, report, wait to be killed, since other ranks may still
+    need this one."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # for the parent to handle
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(
-        OSError
-    ):  # not Linux. Else the kernel, when it must kill, kills the child, not the parent
+    with contextlib.suppress(OSError):  # not Linux
+        # If the kernel must kill a process for lack of memory, then this one, not the parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
-        answer = FITS, *two_steps(model_cfg, cfg, precision, train_step)
+        report = FITS, *two_steps(model_cfg, cfg, precision, train_step)
     except Exception as error:
-        words = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-        answer = NO_MEMORY if out_of_memory(error) else FAILED, 0.0, words
-    pipe.send(answer)
+        state = NO_MEMORY if out_of_memory(error) else FAILED
+        reason = f"{type(error).__name__}: {error}"
+        report = state, 0.0, textwrap.shorten(reason, 200, placeholder=" ...")
+    pipe.send(report)
     multiprocessing.parent_process().join()
 
 
-def two_steps(model_cfg, cfg, precision, train_step) -> tuple[float, str]:
-    """The peak of this rank in GB, and " of so many". In the second step Adam's state is there, and in its second
-    microbatch the gradients of the first. Weights of 0.01 take as much memory as drawn ones, and less time."""
+def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[float, str]:
+    """The peak memory of this rank, GB, and " of ..." the GB that a GPU has.
+
+    The second step finds Adam's state in memory, and its second microbatch the gradients of the
+    first. All weights are 0.01: they take as much memory as random ones, and less time.
+    """
     world = processes.start(cfg.device)
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
-    for p in model.parameters():
-        torch.nn.init.constant_(p, 0.01)
+    for param in model.parameters():
+        torch.nn.init.constant_(param, 0.01)
     n_rows = min(2 * cfg.microbatch_size, cfg.global_batch_size // world.dp_size)
-    rows = torch.randint(
-        model_cfg.vocab_size, (n_rows, model_cfg.max_seq_len + 1), device=world.device
-    )
+    shape = n_rows, model_cfg.max_seq_len + 1
+    rows = torch.randint(model_cfg.vocab_size, shape, device=world.device)
     for step in range(2):
-        train_step(model, optimizer, rows, step, cfg, world, precision)[
-            0
-        ].item()  # waits for the device
-    there = (
-        f" of {torch.cuda.mem_get_info(world.device)[1] / 1e9:.1f}"
-        if world.device.type == "cuda"
-        else ""
-    )
-    return runlog.memory_gb(world.device), there
+        loss, _, _ = train_step(model, optimizer, rows, step, cfg, world, precision)
+        loss.item()  # waits for the device
+    of_capacity = ""
+    if world.device.type == "cuda":
+        _, capacity = torch.cuda.mem_get_info(world.device)
+        of_capacity = f" of {capacity / 1e9:.1f}"
+    return runlog.memory_gb(world.device), of_capacity
 
 
 def main(argv) -> None:
     config.arguments(argv, "RUN_DIR")
-    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")
-    records = read(Path(argv[0], RECORD))
+    folder = Path(argv[0])
+    require(folder.is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")
+    records = read(folder / RECORD)
     for record in records:
-        known = collections.defaultdict(lambda: "?", record["circumstances"])
-        where = "{ranks} x {device}, {precision}, {sharding}".format_map(known)
+        circumstances = collections.defaultdict(lambda: "?", record["circumstances"])
+        where = "{ranks} x {device}, {precision}, {sharding}".format_map(circumstances)
         print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")
     if not records:
-        print(f"no microbatch is on record in {argv[0]}")
+        print(f"no microbatch is recorded in {argv[0]}")
 
 
 if __name__ == "__main__":

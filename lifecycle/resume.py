@@ -1,242 +1,229 @@
-"""Where a run begins: the newest sound checkpoint that fits it, the same one on every rank, or step 0.
+"""Where a run begins: at the newest checkpoint that is sound and fits it, or at step 0.
 
-    runs/demo/checkpoints/step-600             sound: the run goes on from here
-    runs/demo/checkpoints/step-800.damaged     a file of it is missing or its checksum differs
-    runs/demo/checkpoints/step-1000.replaced   it learned from steps that --skip_steps leaves out now
+    runs/demo/checkpoints/step-600             sound: the run resumes here
+    runs/demo/checkpoints/step-800.damaged     a file is missing, or its checksum differs
+    runs/demo/checkpoints/step-1000.replaced   trained on steps that are now in --skip_steps
 
-What is unfit gets another name, so that its step can be saved again, and is never deleted.
+A checkpoint that cannot be used is renamed, so that its step can be saved again. It is never
+deleted. All ranks find the same checkpoint.
 
-`opening` says what is about to run.
-
-Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run. Read next: lifecycle/microbatch.py.
+Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run.
 """
 
 import functools
-import math
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 import attention
 import config
-import devices
-import flops
-import parallel
 import processes
-from checkpoint import find, latest, number, numbered, space, verify
+from checkpoint import find, latest, number, numbered, verify
 from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from lifecycle import runlog
-from model import MPT
 from storage.checkpoint_files import read_meta
 
-# What must be the same when a run goes on: the function that the weights mean, and the order of the data.
+# What must not change when a run is resumed: what the model computes, and the order of the data.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 SAME_RUN = ["seed", "global_batch_size"]
 
 
-def choose(cfg: TrainConfig) -> Path | None:
-    """The checkpoint to go on from, the same on every rank, or None to start anew: the newest that is fit.
+@dataclass
+class Start:
+    """Where a run begins: in a checkpoint, or anew, perhaps with the weights of --init_from."""
 
-    Newer ones that are not get another name, so that their steps can be saved again. UserError if cfg.resume names an
-    unfit one itself. A finished run is put aside if cfg.resume is "again".
+    checkpoint: Path | None
+    meta: dict  # meta.json of the checkpoint: its settings; empty if there is none
+    init_from: str
+
+    @property
+    def step(self) -> int:
+        """The first step, counted from 0: as many are done."""
+        return self.meta.get("step", 0)
+
+    @property
+    def precision(self) -> str | None:
+        """What the checkpoint was trained in."""
+        return self.meta.get("precision")
+
+    @property
+    def skip_steps(self) -> str:
+        """The --skip_steps that the checkpoint was trained with."""
+        return self.meta.get("skip_steps", "")
+
+    @property
+    def has_weights(self) -> bool:
+        """Are there weights to load, so that none have to be drawn?"""
+        return bool(self.checkpoint or self.init_from)
+
+
+def find_start(model_cfg: MPTConfig, cfg: TrainConfig, data_fingerprint: str) -> Start:
+    """Choose the checkpoint to resume from, if any, and check that it is of this run. A collective.
+
+    UserError if it is of another model or data, or if none can be chosen: see `choose`.
+    """
+    path = choose(cfg)
+    if path is None:
+        return Start(None, {}, cfg.init_from)
+    meta = read_meta(path)
+    check_same(path, meta, model_cfg, cfg, data_fingerprint)
+    return Start(path, meta, cfg.init_from)
+
+
+def choose(cfg: TrainConfig) -> Path | None:
+    """The newest checkpoint that is fit for use, or None to start a new run. A collective.
+
+    Newer ones that are unfit are renamed. A finished run is moved aside if cfg.resume is "again".
+    UserError if cfg.resume names an unfit checkpoint, or is "never" and there is one.
     """
     decides = processes.rank_zero_decides
-    if restarted() and decides(lambda: latest(cfg.run_dir)):  # what cfg.resume asked for is done
-        cfg = replace(cfg, resume="auto")
+    if was_restarted() and decides(lambda: latest(cfg.run_dir)):
+        cfg = replace(cfg, resume="auto")  # the first start has done what cfg.resume asked for
     if cfg.resume not in ("auto", "again", "never"):
-        path = decides(lambda: asked_for(cfg))
-        _, reason = unfit(path, cfg)
+        path = decides(lambda: named_checkpoint(cfg))
+        _, reason = why_unfit(path, cfg)
         require(not reason, f"{path} {reason}: set --resume to another one")
         return path
-    found, unfit_ones = None, []
-    for path in decides(lambda: numbered(Path(cfg.run_dir) / "checkpoints")[::-1]):
-        require(
-            cfg.resume != "never",
-            f"{cfg.run_dir} holds {path}: set --resume=auto to go on, or another --run_dir",
-        )
-        kind, reason = unfit(path, cfg)
-        if not kind:
-            found = path
-            break
-        unfit_ones.append((path, kind, reason))
-    lost = not found and any(kind == "damaged" for _, kind, _ in unfit_ones)
-    if lost and restarted():
-        raise UserError(nothing_sound(cfg.run_dir, unfit_ones), everywhere=True)
+    chosen, unfit = newest_fit(cfg)
+    is_damaged = any(kind == "damaged" for _, kind, _ in unfit)
+    if is_damaged and not chosen and was_restarted():
+        raise UserError(nothing_sound(cfg.run_dir, unfit), everywhere=True)
     lines = []
-    for path, kind, reason in unfit_ones:
-        lines.append(
-            f"{path} {reason}: it is kept as {decides(functools.partial(put_aside, path, kind))}"
-        )
-    if (
-        found
-        and cfg.resume == "again"
-        and decides(lambda: read_meta(found)["step"]) >= cfg.max_steps
-    ):
-        lines.append(
-            f"the finished run is kept in {decides(lambda: runlog.put_aside(cfg.run_dir))}"
-        )
-        found = None
+    for path, kind, reason in unfit:
+        new_name = decides(functools.partial(put_aside, path, kind))
+        lines.append(f"{path} {reason}: it is kept as {new_name}")
+    asks_again = chosen and cfg.resume == "again"
+    if asks_again and decides(lambda: read_meta(chosen)["step"]) >= cfg.max_steps:
+        moved_to = decides(lambda: runlog.put_aside(cfg.run_dir))
+        lines.append(f"the finished run is kept in {moved_to}")
+        chosen = None
     if dist.get_rank() == 0:
+        action = f"resuming from {chosen.name}" if chosen else "starting a new run"
         for line in lines:
-            print(
-                line + (f", going on from {found.name}" if found else ", starting anew"), flush=True
-            )
-    return found
-
-
-def nothing_sound(run_dir: str, unfit_ones: list) -> str:
-    """The error of an automatic restart that finds no sound checkpoint."""
-    path, _, reason = unfit_ones[0]
-    return (
-        f"{run_dir} has no sound checkpoint any more ({path} {reason}), and this is a restart, which does not start "
-        "anew by itself: put a sound one there, or give the command again by hand to start at step 0"
-    )
-
-
-def restarted() -> bool:
-    """Did torchrun or SLURM start this program before, with the same command?"""
-    return any(
-        int(os.environ.get(f"{by}_RESTART_COUNT", 0)) > 0 for by in ("TORCHELASTIC", "SLURM")
-    )
-
-
-def asked_for(cfg: TrainConfig) -> Path:
-    """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
-    chosen, newest = (
-        find(cfg.resume),
-        next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None),
-    )
-    later = newest and number(newest) > read_meta(chosen)["step"]
-    require(
-        not later,
-        f"{cfg.run_dir} holds {newest}, which is later than {chosen}: set another --run_dir",
-    )
+            print(f"{line}, {action}", flush=True)
     return chosen
 
 
-def unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
-    """Why a checkpoint is not to be used: what its name will end with, and a reason. Both empty if it is fit."""
+def newest_fit(cfg: TrainConfig) -> tuple[Path | None, list[tuple[Path, str, str]]]:
+    """The newest checkpoint that is fit, and (path, kind, reason) of the newer ones. A collective.
+
+    UserError if there is any checkpoint and cfg.resume is "never".
+    """
+    unfit = []
+    folder = Path(cfg.run_dir) / "checkpoints"
+    for path in processes.rank_zero_decides(lambda: numbered(folder)[::-1]):
+        fix = "set --resume=auto to resume it, or another --run_dir"
+        require(cfg.resume != "never", f"{cfg.run_dir} holds {path}: {fix}")
+        kind, reason = why_unfit(path, cfg)
+        if not kind:
+            return path, unfit
+        unfit.append((path, kind, reason))
+    return None, unfit
+
+
+def nothing_sound(run_dir: str, unfit: list[tuple[Path, str, str]]) -> str:
+    """The error of an automatic restart that finds no sound checkpoint."""
+    path, _, reason = unfit[0]
+    return (
+        f"{run_dir} has no sound checkpoint any more ({path} {reason}), and an automatic restart "
+        "does not begin a new run: put a sound one there, or give the command again by hand to "
+        "start at step 0"
+    )
+
+
+def was_restarted() -> bool:
+    """Did torchrun or SLURM start this program before, with the same command?"""
+    counts = [os.environ.get(f"{by}_RESTART_COUNT", 0) for by in ("TORCHELASTIC", "SLURM")]
+    return any(int(count) > 0 for count in counts)
+
+
+def named_checkpoint(cfg: TrainConfig) -> Path:
+    """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
+    chosen = find(cfg.resume)
+    newest = next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
+    is_later = newest and number(newest) > read_meta(chosen)["step"]
+    problem = f"{cfg.run_dir} holds {newest}, which is later than {chosen}"
+    require(not is_later, f"{problem}: set another --run_dir")
+    return chosen
+
+
+def why_unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
+    """Why a checkpoint cannot be used: the ending of its new name, and the reason in words.
+
+    Both are empty if it can be used. A collective.
+    """
     if damage := verify(path):
         return "damaged", f"is damaged ({damage})"
-    if processes.rank_zero_decides(lambda: has_learned(path, cfg.skip_steps)):
-        return "replaced", f"has learned from the steps {cfg.skip_steps}"
+    if processes.rank_zero_decides(lambda: has_trained_on(path, cfg.skip_steps)):
+        return "replaced", f"was trained on the steps {cfg.skip_steps}"
     return "", ""
 
 
-def has_learned(path: Path, skip_steps: str) -> bool:
-    """Whether any of the steps `skip_steps` was taken, not skipped, on the way to a checkpoint."""
+def has_trained_on(path: Path, skip_steps: str) -> bool:
+    """Was a checkpoint trained on any of the steps `skip_steps`?"""
     meta = read_meta(path)
-    skipped = step_ranges(meta.get("skip_steps", ""))
-    done = (
-        step for r in step_ranges(skip_steps) for step in range(r.start, min(r.stop, meta["step"]))
-    )
-    return any(not any(step in r for r in skipped) for step in done)
+    skipped_then = step_ranges(meta.get("skip_steps", ""))
+    for skipped_now in step_ranges(skip_steps):
+        for step in range(skipped_now.start, min(skipped_now.stop, meta["step"])):
+            if not any(step in r for r in skipped_then):
+                return True
+    return False
 
 
 def put_aside(path: Path, kind: str) -> str:
-    """step-N -> step-N.kind, or step-N.kind-2 and so on if that is there."""
-    aside, number = path.with_suffix(f".{kind}"), 1
+    """Rename step-N to step-N.kind, or step-N.kind-2 and so on if that exists. The new name."""
+    aside = path.with_suffix(f".{kind}")
+    copy = 1
     while aside.exists():
-        number += 1
-        aside = path.with_suffix(f".{kind}-{number}")
+        copy += 1
+        aside = path.with_suffix(f".{kind}-{copy}")
     return path.rename(aside).name
 
 
 def check_same(
-    path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, fingerprint: str
+    path: Path, meta: dict, model_cfg: MPTConfig, cfg: TrainConfig, data_fingerprint: str
 ) -> None:
-    """UserError unless the checkpoint is of this model, this data and this order."""
-    saved = config.from_dict(
-        MPTConfig, meta, f"{path}/meta.json"
-    )  # what was no setting then has its default
-    here, meta = asdict(model_cfg) | asdict(cfg), asdict(saved) | meta
-    for settings in (here, meta):
-        settings["attn_impl"] = attention.function_of(settings["attn_impl"])
-        settings["norm_type"] = norm_of(settings["norm_type"])
-    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_MODEL if meta[k] != here[k]]
-    require(
-        not differ,
-        f"{path} is of another model: {', '.join(differ)}. Set them alike, or use another --run_dir",
-    )
-    imported = str(meta["data_fingerprint"]).startswith("imported from")
-    begin = f"--init_from={path.parent.parent} and another --run_dir"
-    require(
-        not imported, f"{path} was {meta['data_fingerprint']}, not trained here: begin with {begin}"
-    )
-    differ = [f"{k} {meta[k]} (here {here[k]})" for k in SAME_RUN if meta[k] != here[k]]
-    if meta["data_fingerprint"] != fingerprint:
-        differ.append(f"data {meta['data_fingerprint']} (here {fingerprint})")
-    require(
-        not differ,
-        f"{path} has seen its data in another order: {', '.join(differ)}. Set them alike, or use another --run_dir",
-    )
+    """UserError unless the checkpoint is of this model, this data and this order of the data."""
+    # A setting that did not exist when the checkpoint was saved has its default.
+    saved_cfg = config.from_dict(MPTConfig, meta, f"{path}/meta.json")
+    saved = comparable(asdict(saved_cfg) | meta)
+    ours = comparable(asdict(model_cfg) | asdict(cfg))
+    fix = "Use the same settings, or another --run_dir"
+
+    differences = differing(SAME_MODEL, saved, ours)
+    require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
+
+    fingerprint = saved["data_fingerprint"]
+    imported = str(fingerprint).startswith("imported from")
+    begin = f"begin with --init_from={path.parent.parent} and another --run_dir"
+    require(not imported, f"{path} was {fingerprint}, not trained here: {begin}")
+
+    differences = differing(SAME_RUN, saved, ours)
+    if fingerprint != data_fingerprint:
+        differences.append(f"data {fingerprint} (here {data_fingerprint})")
+    problem = f"{path} has seen its data in another order: {', '.join(differences)}"
+    require(not differences, f"{problem}. {fix}")
+
+
+def differing(names: list[str], saved: dict, ours: dict) -> list[str]:
+    """A few words for each of the settings `names` that differs."""
+    return [f"{k} {saved[k]} (here {ours[k]})" for k in names if saved[k] != ours[k]]
+
+
+def comparable(settings: dict) -> dict:
+    """The settings with one name for all ways to compute the same function.
+
+    A run may be resumed with another attention kernel, or with its norms in another precision.
+    """
+    attn_impl = attention.function_of(settings["attn_impl"])
+    return settings | {"attn_impl": attn_impl, "norm_type": norm_of(settings["norm_type"])}
 
 
 def norm_of(norm_type: str) -> str:
-    """The function of a norm, in whatever precision: a run may change the latter when it goes on."""
+    """The function of a norm, whatever its precision."""
     return norm_type.removeprefix("low_precision_")
-
-
-def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
-    """FLOP/s of all devices together; None if that of one is unknown."""
-    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    peak = processes.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
-    return None if math.isnan(peak) else peak
-
-
-def opening(model_cfg, cfg, world, precision, folder, train, found, first, peak) -> str:
-    """What is about to run, in seven lines, and a warning if planning does not know this model."""
-    per_rank = cfg.global_batch_size // world.dp_size
-    passes = math.ceil(per_rank / cfg.microbatch_size)
-    impl = attention.choose(
-        model_cfg.attn_impl,
-        world.device.type,
-        parallel.DTYPES[precision],
-        model_cfg.head_dim,
-        model_cfg.alibi,
-        model_cfg.attn_pdrop,
-    )
-    how = (
-        f"going on from {found}"
-        if found
-        else f"starting from {cfg.init_from}"
-        if cfg.init_from
-        else "starting anew"
-    )
-    if first >= cfg.max_steps:
-        how = f"finished at step {first}; to go on raise --max_steps, to start anew set --resume=again"
-    known = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
-    size = f"{flops.n_params(model_cfg):,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}"
-    return "\n".join(
-        [
-            f"MPT of {size}, {impl} attention",
-            f"{world.global_size} x {devices.describe(world.device)}, {cfg.sharding}, {precision}, {known}",
-            f"{folder}: {train.tokens:,} training tokens",
-            f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
-            f"{world.dp_size} ranks x {per_rank} in {passes} microbatches",
-            f"{cfg.run_dir}: {how}",
-            space(cfg.run_dir, flops.n_params(model_cfg), cfg.keep_last),
-            *unlike_formulas(model_cfg),
-            "reading the weights"
-            if found or cfg.init_from
-            else "drawing the weights, then a first evaluation",
-        ]
-    )
-
-
-def unlike_formulas(model_cfg) -> list[str]:
-    """A line if the model has other parameters than flops.py and planning/memory.py count, or none."""
-    with torch.device("meta"):
-        real = sum(param.numel() for param in MPT(model_cfg).parameters())
-    known = flops.n_params(model_cfg)
-    if real == known:
-        return []
-    return [
-        f"WARNING: model.py has {real:,} parameters: memory, FLOPs and MFU are those of the MPT with {known:,}"
-    ]
 
 
 def demonstrate(argv) -> None:
@@ -248,17 +235,17 @@ def demonstrate(argv) -> None:
     world = processes.start("cpu")
     paths = processes.rank_zero_decides(lambda: numbered(Path(argv[0]) / "checkpoints"))
     require(paths, f"no checkpoint in {argv[0]!r}: give a run folder, such as runs/demo")
-    unsound = 0
+    any_damage = False
     for path in paths:
         try:
             damage = verify(path)
         except (UserError, OSError) as error:
             damage = str(error)
-        unsound += bool(damage)
+        any_damage = any_damage or bool(damage)
         if world.global_rank == 0:
             print(f"{path}: {damage or 'sound'}", flush=True)
     dist.barrier()
-    if unsound:
+    if any_damage:
         raise SystemExit(1)
 
 

@@ -1,21 +1,24 @@
 """The run folder, which explains itself: what ran, where, with which settings, and what came of it.
 
     runs/demo/config.json      every setting, as resolved from defaults, files and flags
-    runs/demo/launches.jsonl   one line a launch: command, versions, devices, first step
-    runs/demo/tokenizer.json   a copy, when the tokenizer was trained here
-    runs/demo/metrics.jsonl    one line a step: step tokens loss lr grad_norm batch_hash skipped tokens_per_second mfu
-                               memory_gb seconds slowest_rank slowest_by (its own seconds / those of the fastest),
-                               and one an evaluation: step val_loss val_bits_per_byte, or step icl {task: figures}
+    runs/demo/launches.jsonl   one line per launch: command, versions, devices, first step
+    runs/demo/tokenizer.json   a copy, if the tokenizer was trained here
+    runs/demo/metrics.jsonl    one row per step: step tokens loss lr grad_norm batch_hash skipped
+                               tokens_per_second mfu memory_gb seconds slowest_rank slowest_by (the
+                               straggler's time outside collectives / that of the fastest rank),
+                               and one per evaluation: step val_loss val_bits_per_byte,
+                               or step icl {task: figures}
     runs/demo/checkpoints/     see checkpoint.py
-    runs/demo/lease.json       who owns the folder, see lifecycle/lease.py
+    runs/demo/lease.json       which process owns the folder, see lifecycle/lease.py
     runs/demo/microbatch.json  the microbatch that fits, see lifecycle/microbatch.py
 
-A step's row has its 1-based number, so `step` counts the updates that are done; its loss was taken before the update.
-A run that goes on from step n first drops the rows after n, so no step is there twice. Damaged lines are left out by
-every reader; a run that goes on says so and keeps the file as it was, as metrics.jsonl.damaged. A last line that a
-crash has cut off is nothing unusual, and is dropped without a word.
+A row's `step` is the number of updates that are done. Its loss was computed before the update.
 
-Run `python -m lifecycle.runlog runs/demo` for a summary. Read next: lifecycle/lease.py.
+A run that resumes after step n first drops the rows after n, so no step appears twice. Every reader
+skips damaged lines. A run that resumes reports them, and keeps the file as it was, under the name
+metrics.jsonl.damaged. A last line that a crash has cut off is normal, and is dropped silently.
+
+Run `python -m lifecycle.runlog runs/demo` for a summary.
 """
 
 import collections
@@ -33,8 +36,10 @@ from pathlib import Path
 import torch
 
 import config
+import devices
+import processes
 import program
-from config import UserError
+from config import MPTConfig, TrainConfig, UserError
 from storage import files
 
 COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some of the others
@@ -57,29 +62,43 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
 }
 
 
+# -------------------------------------------------------------------------------------------------
+# Writing
+
+
 class RunLog:
-    """Writes a run folder; all but rank 0 do nothing."""
+    """Writes a run folder from global rank 0. On other ranks it does nothing."""
 
-    def __init__(self, cfg, rank: int):
-        self.cfg, self.rank = cfg, rank
+    def __init__(self, cfg: TrainConfig, global_rank: int):
+        self.cfg, self.global_rank = cfg, global_rank
         self.path = Path(cfg.run_dir) / "metrics.jsonl"
-        self.asked = 0  # signal.SIGPIPE once the reader of the output has left
-        self.size, self.unwritten = (
-            0,
-            b"",
-        )  # bytes of whole rows in the file, and those that did not go there yet
+        self.reader_left = 0  # signal.SIGPIPE after the reader of our output has exited
+        self.size = 0  # bytes of complete rows in the file
+        self.unwritten = b""  # rows that could not be written yet
 
-    def start(self, model_cfg, cfg, launch: dict, tokenizer_file: Path, first_step: int) -> None:
-        """Write down the settings and this launch; forget metrics of steps that will be done again.
+    def start(
+        self,
+        model_cfg: MPTConfig,
+        cfg: TrainConfig,
+        launch: dict,
+        tokenizer_file: Path,
+        first_step: int,
+    ) -> None:
+        """Write the settings and this launch; drop the rows of steps that will be repeated.
 
-        Raises OSError, before anything is changed, if the metrics of an earlier launch cannot be read.
+        A collective. OSError or UserError, before anything is changed, if the metrics of an earlier
+        launch cannot be read.
         """
-        if self.rank > 0:
-            return
+        processes.rank_zero_decides(
+            lambda: self.write_start(model_cfg, cfg, launch, tokenizer_file, first_step)
+        )
+
+    def write_start(self, model_cfg, cfg, launch, tokenizer_file, first_step) -> None:
+        """What `start` does on rank 0."""
         folder = self.path.parent
-        linked = tokenizer_file.is_symlink()
+        problem = f"{tokenizer_file} is a link"
         config.require(
-            not linked, f"{tokenizer_file} is a link: put the file there that it points to"
+            not tokenizer_file.is_symlink(), f"{problem}: put the file there that it points to"
         )
         folder.mkdir(parents=True, exist_ok=True)
         rows, bad = read_rows(self.path) if os.path.lexists(self.path) else ([], [])
@@ -87,107 +106,80 @@ class RunLog:
         if tokenizer_file.exists():
             files.write_atomically(folder / "tokenizer.json", tokenizer_file.read_bytes())
         if bad:
-            aside = keep_damaged(self.path)
-            self.say(f"{left_out(self.path, bad)}. The file as it was is kept as {aside.name}")
+            copy = keep_damaged(self.path)
+            self.say(f"{damaged_lines(self.path, bad)}. The original file is kept as {copy.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
-        files.write_atomically(
-            self.path, b"".join(json.dumps(row).encode() + b"\n" for row in kept)
-        )
+        files.write_atomically(self.path, b"".join(map(as_line, kept)))
         self.size = self.path.stat().st_size
-        # Last, so that a launch on record has no rows of the launch before after its first step.
+        # Last, so that nobody who sees this launch finds rows of the launch before it.
         launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
         add_line(folder / "launches.jsonl", launch)
 
     def say(self, text: str) -> None:
-        """To the console, from rank 0."""
-        if self.rank == 0:
+        """Print to the console, from rank 0."""
+        if self.global_rank == 0:
             print(text, flush=True)
 
     def row(self, row: dict) -> None:
-        """Append one line of metrics and show it. While the disk is full, the rows wait and training goes on.
+        """Append a row of metrics and print it.
 
-        If the reader of the output has left, `asked` says so: Ctrl-C ends `| tee`, too, and the run is to save first.
+        While the disk is full, rows are kept in memory and training continues. If the reader of our
+        output has exited (Ctrl-C ends `| tee`, too), `reader_left` asks the run to save and stop.
         """
-        if self.rank > 0:
+        if self.global_rank > 0:
             return
         try:
             self.say(line(row, self.cfg.max_steps))
         except BrokenPipeError:
-            self.asked = signal.SIGPIPE
+            self.reader_left = signal.SIGPIPE
             program.silence()
-        waited = bool(self.unwritten)
-        self.unwritten += json.dumps(row).encode() + b"\n"
+        was_waiting = bool(self.unwritten)
+        self.unwritten += as_line(row)
         try:
-            with open(self.path, "ab") as file:
-                self.size = min(self.size, file.tell())  # somebody may have cut or deleted it
-                file.truncate(self.size)  # without what an earlier try has left there
-                file.write(self.unwritten)
-            self.size, self.unwritten = self.size + len(self.unwritten), b""
+            self.append(self.unwritten)
+            self.unwritten = b""
         except OSError as error:
-            if not waited:
+            if not was_waiting:
                 self.say(
-                    f"cannot write {self.path} now ({error.strerror}): its rows are kept for later"
+                    f"cannot write {self.path} now ({error.strerror}): its rows wait in memory"
                 )
 
-
-def start_reading(loss, grad_norm, batch_hash):
-    """Start copying a step's figures to the host; returns a function that waits for them: (loss, norm, hash).
-
-    Who calls it when the next step is queued already does not let the device wait for the host.
-    """
-    figures = [x.to("cpu", non_blocking=loss.is_cuda) for x in (loss, grad_norm, batch_hash)]
-    copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
-
-    def read():
-        if copied:
-            copied.synchronize()
-        return [x.item() for x in figures]
-
-    return read
+    def append(self, rows: bytes) -> None:
+        """Write complete rows behind those that are in the file. OSError if it cannot."""
+        with open(self.path, "ab") as file:
+            self.size = min(self.size, file.tell())  # the file may have been cut or deleted
+            file.truncate(self.size)  # removes what an attempt that failed has left
+            file.write(rows)
+        self.size += len(rows)
 
 
-def line(row: dict, max_steps: int) -> str:
-    """A row of metrics for people; a figure that is not there is nan."""
-    row = collections.defaultdict(lambda: math.nan, row)
-    head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
-    if "val_loss" in row:
-        return f"{head}  validation loss {row['val_loss']:.4f}  {row['val_bits_per_byte']:.3f} bits per byte"
-    if "icl" in row:
-        return f"{head}  " + "  ".join(map(task_line, *zip(*row["icl"].items(), strict=True)))
-    mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    seconds = (max_steps - row["step"]) * row["seconds"]
-    left = datetime.timedelta(seconds=round(seconds)) if abs(seconds) < 1e12 else "unknown time"
-    return (
-        f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
-        f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  {left} left"
-    )
+def as_line(row: dict) -> bytes:
+    """A line of a .jsonl file."""
+    return json.dumps(row).encode() + b"\n"
 
 
-def task_line(name: str, figures: dict) -> str:
-    """A task's accuracy by LLM Foundry's scoring beside chance; of the other kinds what they have."""
-    figures = collections.defaultdict(lambda: math.nan, figures)
-    if "foundry" in figures:
-        return f"{name} {figures['foundry']:.3f} +- {figures['foundry_stderr']:.3f} (chance {figures['chance']:.3f})"
-    if "acc" in figures:
-        return f"{name} {figures['acc']:.3f}"
-    return f"{name} {figures['nats_per_token']:.4f} nats a token"
+def add_line(path: Path, row: dict) -> None:
+    """Append to a short .jsonl file, on a new line even if a crash has cut off the last one."""
+    before = path.read_bytes() if path.exists() else b""
+    if before and not before.endswith(b"\n"):
+        before += b"\n"
+    files.write_atomically(path, before + as_line(row))
 
 
-def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
-    """Nats a token -> bits a byte of text: comparable between tokenizers."""
-    return loss * tokens / text_bytes / math.log(2)
-
-
-def memory_gb(device: torch.device) -> float:
-    """Peak memory so far, GB (10^9 bytes): of a CUDA or ROCm device, else of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, kB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | None) -> dict:
+    """What launches.jsonl says of this launch, besides command and versions."""
+    return {
+        "ranks": world.global_size,
+        "device": devices.describe(world.device),
+        "precision": precision,
+        "microbatch_size": cfg.microbatch_size,
+        "skip_steps": cfg.skip_steps,
+        "resumed": checkpoint and str(checkpoint),
+    }
 
 
 def versions() -> dict:
-    """What ran, for whoever compares two runs."""
+    """Time, host and versions, for a reader who compares two runs."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
@@ -199,23 +191,77 @@ def versions() -> dict:
     }
 
 
+def memory_gb(device: torch.device) -> float:
+    """Peak memory so far, GB (10^9 bytes): of a CUDA or ROCm device, else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, kB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
+    """Nats per token -> bits per byte of text, which is comparable between tokenizers."""
+    return loss * tokens / text_bytes / math.log(2)
+
+
+def require_no_links(run_dir) -> None:
+    """UserError if a file that a run reads or replaces in its folder is a link to another place.
+
+    `checkpoints` may be a link: people put checkpoints on a larger disk.
+    """
+    names = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json"
+    for name in names.split():
+        path = Path(run_dir) / name
+        problem = f"{path} is a link, and a run changes nothing outside of its folder"
+        fix = "move there what it points to, or set another --run_dir"
+        config.require(not path.is_symlink(), f"{problem}: {fix}")
+
+
+def keep_damaged(path: Path) -> Path:
+    """Copy a file to NAME.damaged, or NAME.damaged-2 and so on if that exists."""
+    aside = path.with_name(f"{path.name}.damaged")
+    copy = 1
+    while os.path.lexists(aside):
+        copy += 1
+        aside = path.with_name(f"{path.name}.damaged-{copy}")
+    files.write_atomically(aside, path.read_bytes())
+    return aside
+
+
+def put_aside(run_dir: str) -> Path:
+    """Move a finished run to run_dir-1, -2, ..., so that a new one can start. The lease stays."""
+    copy = 1
+    while (aside := Path(f"{Path(run_dir)}-{copy}")).exists():
+        copy += 1
+    aside.mkdir()
+    # The checkpoints last: they say that the run is finished.
+    for path in sorted(Path(run_dir).iterdir(), key=lambda path: path.name == "checkpoints"):
+        if path.name != "lease.json":
+            path.rename(aside / path.name)
+    return aside
+
+
+# -------------------------------------------------------------------------------------------------
+# Reading
+
+
 def read(run_dir) -> list[dict]:
     """The rows of metrics.jsonl without damaged lines. UserError if there is no such file."""
     return read_metrics(run_dir)[0]
 
 
 def read_metrics(run_dir) -> tuple[list[dict], list[str]]:
-    """The rows of metrics.jsonl, and what is wrong with its other lines. UserError if there is no such file."""
+    """The rows of metrics.jsonl, and what is wrong with each damaged line. UserError if there is no
+    such file."""
     try:
         return read_rows(Path(run_dir) / "metrics.jsonl")
     except FileNotFoundError as error:
-        raise UserError(
-            f"no metrics in {str(run_dir)!r}: give a run folder, such as runs/demo"
-        ) from error
+        fix = "give a run folder, such as runs/demo"
+        raise UserError(f"no metrics in {str(run_dir)!r}: {fix}") from error
 
 
 def read_rows(path: Path) -> tuple[list[dict], list[str]]:
-    """See `read_metrics`. OSError if the file is not there or cannot be read."""
+    """As `read_metrics`. OSError if the file does not exist or cannot be read."""
     return files.read_json_lines(path, {"step": int}, fault, appended=True)
 
 
@@ -227,113 +273,111 @@ def fault(row: dict) -> str:
         if row.get(name, 0) < 0:
             return f"{name!r} is {row[name]}"
     for task, figures in row.get("icl", {}).items():
-        shown = dict.fromkeys(
-            ("foundry", "foundry_stderr", "chance", "acc", "nats_per_token"), float
-        )
-        wrong = (
-            files.wrong_type(figures, shown)
-            if isinstance(figures, dict)
-            else f"it is {files.shown(figures)}"
-        )
-        if wrong:
+        if wrong := fault_of_task(figures):
             return f"the figures of {files.shown(task)}: {wrong}"
     return ""
 
 
-def left_out(path: Path, bad: list[str]) -> str:
-    """How many lines of a file are damaged, and which is the first."""
-    return f"{path}: {len(bad)} damaged line{'s are' if len(bad) > 1 else ' is'} left out, the first: {bad[0]}"
+def fault_of_task(figures) -> str:
+    """What is wrong with the figures of a zero-shot task, "" if nothing."""
+    if not isinstance(figures, dict):
+        return f"it is {files.shown(figures)}"
+    names = ("foundry", "foundry_stderr", "chance", "acc", "nats_per_token")
+    return files.wrong_type(figures, dict.fromkeys(names, float))
 
 
-def require_no_links(run_dir) -> None:
-    """UserError if a file that a run reads or replaces in its folder is a link to another place.
-
-    `checkpoints` may be one: people put them on a larger disk.
-    """
-    names = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json"
-    for name in names.split():
-        path = Path(run_dir) / name
-        words = f"{path} is a link, and a run changes nothing outside of its folder"
-        config.require(
-            not path.is_symlink(),
-            f"{words}: move there what it points to, or set another --run_dir",
-        )
-
-
-def keep_damaged(path: Path) -> Path:
-    """Copy a file to NAME.damaged, or NAME.damaged-2 and so on if that is there."""
-    aside, number = path.with_name(f"{path.name}.damaged"), 1
-    while os.path.lexists(aside):
-        number += 1
-        aside = path.with_name(f"{path.name}.damaged-{number}")
-    files.write_atomically(aside, path.read_bytes())
-    return aside
+def damaged_lines(path: Path, bad: list[str]) -> str:
+    """How many lines of a file are damaged, and what the first one's fault is."""
+    lines = "1 damaged line is" if len(bad) == 1 else f"{len(bad)} damaged lines are"
+    return f"{path}: {lines} left out, the first: {bad[0]}"
 
 
 def read_launches(run_dir) -> list[dict]:
-    """The rows of launches.jsonl that are whole, none if there is no such file."""
+    """The complete rows of launches.jsonl, none if there is no such file."""
     path = Path(run_dir) / "launches.jsonl"
     if not os.path.lexists(path):
         return []
-    return files.read_json_lines(path, fault=wrong_launch, appended=True)[0]
+    return files.read_json_lines(path, fault=fault_of_launch, appended=True)[0]
 
 
-def wrong_launch(row: dict) -> str:
+def fault_of_launch(row: dict) -> str:
     """What is wrong with a row of launches.jsonl, "" if nothing."""
     return files.wrong_type(row, {"first_step": int, "ranks": (int, type(None))})
 
 
-def add_line(path: Path, row: dict) -> None:
-    """Append to a short .jsonl file, on a line of its own even where a crash has cut off the last one."""
-    before = path.read_bytes() if path.exists() else b""
-    if before and not before.endswith(b"\n"):
-        before += b"\n"
-    files.write_atomically(path, before + json.dumps(row).encode() + b"\n")
-
-
 def read_settings(run_dir) -> dict:
-    """config.json of a run folder. UserError if it is damaged, OSError if it is not there."""
-    path, fix = Path(run_dir) / "config.json", "the next start of the run writes it anew"
+    """config.json of a run folder. UserError if it is damaged, OSError if it does not exist."""
+    path = Path(run_dir) / "config.json"
+    fix = "the next start of the run writes it again"
     return config.renamed(files.read_json(path, fields={"max_steps": int}, fix=fix), str(path))
 
 
-def put_aside(run_dir: str) -> Path:
-    """Move a finished run to run_dir-1, -2, ...: nothing is lost when another one starts. The lease stays."""
-    number = 1
-    while (aside := Path(f"{Path(run_dir)}-{number}")).exists():
-        number += 1
-    aside.mkdir()
-    for path in sorted(
-        Path(run_dir).iterdir(), key=lambda path: path.name == "checkpoints"
-    ):  # they say it is finished
-        if path.name != "lease.json":
-            path.rename(aside / path.name)
-    return aside
+# -------------------------------------------------------------------------------------------------
+# Rows and runs in words
+
+
+def line(row: dict, max_steps: int) -> str:
+    """A row of metrics for people; a figure that is missing is nan."""
+    row = collections.defaultdict(lambda: math.nan, row)
+    head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
+    if "val_loss" in row:
+        bits = f"{row['val_bits_per_byte']:.3f} bits per byte"
+        return f"{head}  validation loss {row['val_loss']:.4f}  {bits}"
+    if "icl" in row:
+        return "  ".join([head, *(task_line(*task) for task in row["icl"].items())])
+    mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
+    seconds = (max_steps - row["step"]) * row["seconds"]
+    is_sensible = abs(seconds) < 1e12
+    left = datetime.timedelta(seconds=round(seconds)) if is_sensible else "unknown time"
+    return (
+        f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
+        f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  "
+        f"{left} left"
+    )
+
+
+def task_line(name: str, figures: dict) -> str:
+    """A task's accuracy by LLM Foundry's scoring beside chance; or the figures that it has."""
+    figures = collections.defaultdict(lambda: math.nan, figures)
+    if "foundry" in figures:
+        accuracy = f"{figures['foundry']:.3f} +- {figures['foundry_stderr']:.3f}"
+        return f"{name} {accuracy} (chance {figures['chance']:.3f})"
+    if "acc" in figures:
+        return f"{name} {figures['acc']:.3f}"
+    return f"{name} {figures['nats_per_token']:.4f} nats per token"
 
 
 def summary(run_dir: str, expect: str = "") -> str:
-    """First and last validation, and what to expect, in three lines at most; one more if metrics are damaged."""
+    """Steps, first and last validation, what to expect, and damaged lines: at most four lines."""
     rows, bad = read_metrics(run_dir)
-    vals = [row for row in rows if "val_loss" in row]
     steps = [row for row in rows if "loss" in row]
-    lines = [f"{run_dir}: {steps[-1]['step'] if steps else 0} steps"]
-    if steps:
-        seconds = sum(row.get("seconds", 0) for row in steps)
-        lines[0] += f", {steps[-1].get('tokens', 0):,} tokens, {seconds:.0f} s of training"
-        skipped = sum(row.get("skipped", False) for row in steps)
-        lines[0] += f", {skipped} steps without a finite loss were skipped" if skipped else ""
-    if vals:
-        a, b = vals[0], vals[-1]
-        bits = [row.get("val_bits_per_byte", math.nan) for row in (a, b)]
+    evaluations = [row for row in rows if "val_loss" in row]
+    lines = [f"{run_dir}: {summary_of_steps(steps)}"]
+    if evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        first_bits = first.get("val_bits_per_byte", math.nan)
+        last_bits = last.get("val_bits_per_byte", math.nan)
         lines.append(
-            f"validation loss {a['val_loss']:.3f} -> {b['val_loss']:.3f} nats a token, "
-            f"{bits[0]:.3f} -> {bits[1]:.3f} bits per byte"
+            f"validation loss {first['val_loss']:.3f} -> {last['val_loss']:.3f} nats per token, "
+            f"{first_bits:.3f} -> {last_bits:.3f} bits per byte"
         )
     if expect:
         lines.append(f"to expect: {expect}")
     if bad:
-        lines.append(left_out(Path(run_dir) / "metrics.jsonl", bad))
+        lines.append(damaged_lines(Path(run_dir) / "metrics.jsonl", bad))
     return "\n".join(lines)
+
+
+def summary_of_steps(steps: list[dict]) -> str:
+    """How many steps, tokens and seconds the rows are worth."""
+    if not steps:
+        return "0 steps"
+    last = steps[-1]
+    seconds = sum(row.get("seconds", 0) for row in steps)
+    words = f"{last['step']} steps, {last.get('tokens', 0):,} tokens, {seconds:.0f} s of training"
+    if skipped := sum(row.get("skipped", False) for row in steps):
+        words += f", {skipped} steps without a finite loss were skipped"
+    return words
 
 
 def main(argv) -> None:

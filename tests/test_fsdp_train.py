@@ -102,7 +102,7 @@ def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
     assert list(curve) == [1, 2, 3, 4, 5, 6] and list(val) == [0, 6]
     assert val[0] == pytest.approx(math.log(260), abs=1.5) and val[6] < val[0]
     assert f"MPT of {N_PARAMS:,} parameters" in out and "4 x cpu, FULL_SHARD" in out
-    assert "batch 8 sequences x 32 = 4 ranks x 2 in 2 microbatches" in out
+    assert "batch 8 sequences x 32 = 4 data-parallel ranks x 2 in 2 microbatches" in out
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-6"]
     assert (
         load.load_model(folder / "run" / "checkpoints" / "step-6", torch.device("cpu")).cfg == MODEL
@@ -287,7 +287,7 @@ def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
     killed_at = kill_in_the_middle(command, tmp_path, 10)
     assert 10 <= killed_at < 32 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 6
     again = torchrun(size, *these)
-    assert again.returncode == 0 and "going on from run/checkpoints/step-" in again.stdout, (
+    assert again.returncode == 0 and "resuming from run/checkpoints/step-" in again.stdout, (
         again.stderr
     )
     undisturbed = torchrun(size, *these, "--run_dir=other")

@@ -264,7 +264,7 @@ def test_the_cable_is_pulled_until_the_hosts_give_each_other_up(hosts, tiny_data
         two.start(number, *args, "--run_dir=two", "--timeout_minutes=0.2")
     assert step_reached(tmp_path / "two", 15), two.said()
     two.cable("down")
-    assert two.says(0, "on second) does not answer"), two.said()
+    assert two.says(0, "on second) does not reply"), two.said()
     two.cable("up")
     assert two.wait() == [0, 0], two.said()
     assert figures(tmp_path / "two") == on_one_host(tmp_path, 2, *args)

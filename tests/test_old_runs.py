@@ -101,7 +101,7 @@ def test_a_checkpoint_is_of_the_same_model_and_data(old):
     model_cfg, cfg = load(["settings.py"], MPTConfig, TrainConfig)
     fingerprint = data.read_summary(Path("tokens"))["fingerprint"]
     resume.check_same(path, meta, model_cfg, cfg, fingerprint)
-    assert not resume.has_learned(path, cfg.skip_steps)
+    assert not resume.has_trained_on(path, cfg.skip_steps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_the_microbatch_that_was_found_by_trial_is_still_on_record(old, n_ranks,
 
     def found(*flags):
         model_cfg, cfg = load(["settings.py", *flags], MPTConfig, TrainConfig)
-        here = microbatch.circumstances(model_cfg, cfg, world, "fp32")
+        here = microbatch.circumstances_of(model_cfg, cfg, world, "fp32")
         records = microbatch.read(Path("run/microbatch.json"))
         return [record["microbatch_size"] for record in records if record["circumstances"] == here]
 
@@ -164,7 +164,7 @@ def test_the_metrics_of_before_are_summed_up_and_drawn(old, capsys):
     runlog.main(["run"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("run: 12 steps, 1,920 tokens, ")
-    losses = "validation loss 6.476 -> 4.472 nats a token, 6.529 -> 4.509 bits per byte"
+    losses = "validation loss 6.476 -> 4.472 nats per token, 6.529 -> 4.509 bits per byte"
     assert lines[1] == losses
     assert lines[2] == "to expect: a run of before"
     run = plot.read("run")
@@ -197,7 +197,7 @@ def train_on(old, n_ranks: int, *flags: str):
 def test_a_run_goes_on_as_it_would_have_before(old, n_ranks, size):
     done = train_on(old, n_ranks)
     assert done.returncode == 0, done.stderr
-    assert "going on from run/checkpoints/step-6" in done.stdout
+    assert "resuming from run/checkpoints/step-6" in done.stdout
     assert f"microbatch {size}, not auto: the largest that fits" in done.stdout
     assert not re.search(r"microbatch \d+: ", done.stdout)  # a trial
     assert "training a tokenizer" not in done.stderr

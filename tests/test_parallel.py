@@ -28,7 +28,7 @@ import optim
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError
-from lifecycle import runlog
+from lifecycle import reporter
 from loss import IGNORE
 from model import MPT, init_weights
 
@@ -335,7 +335,7 @@ def step_without_reading(world, cfg):
         result = fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "bf16")
     with pytest.raises(AssertionError, match="reads from the device"), NoReading():
         result[0].item()
-    return all(math.isfinite(figure) for figure in runlog.start_reading(*result)())
+    return all(math.isfinite(figure) for figure in reporter.start_reading(*result)())
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,7 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     try:
         torch.cuda._sleep(2 * 10**9)  # cycles: about a second
         begin = time.perf_counter()
-        read = runlog.start_reading(
+        read = reporter.start_reading(
             *fsdp_train.train_step(model, optimizer, rows, 1, RUN, world, "bf16")
         )
         queued = time.perf_counter() - begin

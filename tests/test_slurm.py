@@ -289,7 +289,7 @@ def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tin
     job.signal(signal.SIGUSR1)
     assert job.end() == 75 and job.requeued() == 1, job.said()
     job.submit(script, *args, "--run_dir=warned", edit=one_thread)
-    assert job.end() == 0 and "going on from" in job.said() and job.requeued() == 1, job.said()
+    assert job.end() == 0 and "resuming from" in job.said() and job.requeued() == 1, job.said()
     straight, warned = (runlog.read(job.folder / name) for name in ("straight", "warned"))
     keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
     assert [[row.get(key) for key in keys] for row in straight] == [

@@ -44,7 +44,7 @@ def test_a_run_resumes_in_another_place_without_its_text(train, tiny_data, tmp_p
     places = ["--run_dir=there/run", f"--data_dir={tmp_path / 'there/data'}"]
     printed = train(*places, "--max_steps=4", "--schedule=constant")
 
-    assert re.search(r"there/run: \w.* from there/run/checkpoints/step-2", printed)
+    assert "there/run: resuming from there/run/checkpoints/step-2" in printed
     moved = losses(tmp_path / "there/run")
     assert len(moved) == 4 and moved == losses(tmp_path / "here/straight")
 

@@ -271,7 +271,7 @@ def test_what_is_on_record_of_other_layouts_stays(tmp_path):
                 other: [
                     r["microbatch_size"]
                     for r in records
-                    if r["circumstances"] == microbatch.circumstances(*about)
+                    if r["circumstances"] == microbatch.circumstances_of(*about)
                 ]
                 for other, about in layouts.items()
             }
@@ -286,7 +286,7 @@ def test_the_program_says_what_is_on_record(tmp_path, capsys):
     ):
         microbatch.main([str(tmp_path / "nowhere")])
     microbatch.main([str(tmp_path)])
-    assert capsys.readouterr().out == f"no microbatch is on record in {tmp_path}\n"
+    assert capsys.readouterr().out == f"no microbatch is recorded in {tmp_path}\n"
     (tmp_path / "microbatch.json").write_text(
         '[{"microbatch_size": 4, "reason": "so", "circumstances": {"ranks": 2}}]'
     )

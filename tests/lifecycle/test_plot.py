@@ -272,7 +272,7 @@ def test_program_overlays_two_runs(run, tmp_path):
     done = launch([], tmp_path, ["run", "run", "--out=both.png"], program="lifecycle/plot.py")
     assert done.returncode == 0, done.stderr
     assert (
-        "validation loss 9.500 -> 4.500 nats a token, 4.750 -> 2.250 bits per byte" in done.stdout
+        "validation loss 9.500 -> 4.500 nats per token, 4.750 -> 2.250 bits per byte" in done.stdout
     )
     assert "to expect: about 4.5" in done.stdout and "difference" not in done.stdout
     assert (tmp_path / "both.png").exists() == PICTURES

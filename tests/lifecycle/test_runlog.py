@@ -29,9 +29,9 @@ def row(step, **more):
     return {"step": step, **numbers, "memory_gb": 0.1, "seconds": 2.0, **more}
 
 
-def opened(tmp_path, first_step=0, rank=0):
+def opened(tmp_path, first_step=0):
     cfg = TrainConfig(run_dir=str(tmp_path / "run"), max_steps=100)
-    log = runlog.RunLog(cfg, rank)
+    log = runlog.RunLog(cfg, 0)
     log.start(MPTConfig(), cfg, {"ranks": 1}, tmp_path / "tokenizer.json", first_step)
     return log
 
@@ -69,7 +69,7 @@ def test_metrics_deleted_or_cut_during_the_run_go_on(tmp_path, capsys):
 
 
 def test_only_rank_zero_writes(tmp_path, capsys):
-    log = opened(tmp_path, rank=1)
+    log = runlog.RunLog(TrainConfig(run_dir=str(tmp_path / "run")), 1)
     log.row(row(1))
     log.say("hello")
     assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
@@ -453,7 +453,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
     for name in ("a.json", "microbatch.json.0"):
         (tmp_path / f"{name}.tmp").symlink_to(precious)
     files.write_atomically(tmp_path / "a.json", b"new")
-    microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits", rank=0)
+    microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits", global_rank=0)
     assert precious.read_text() == "mine"
     assert (tmp_path / "a.json").read_text() == "new" and microbatch.read(
         tmp_path / "microbatch.json"

@@ -1,4 +1,4 @@
-"""lifecycle/startup.py: what the trainer does before PyTorch is imported."""
+"""lifecycle/stopping.py: what the trainer does before PyTorch is imported."""
 
 import signal
 import subprocess
@@ -31,7 +31,7 @@ def run(*command, **environment):
 def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags, rank, said):
     done = run(
         "-c",
-        "import sys; from lifecycle import startup; startup.begin(sys.argv[1:])",
+        "import sys; from lifecycle import stopping; stopping.begin(sys.argv[1:])",
         *flags,
         RANK=rank,
     )
@@ -62,7 +62,7 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
 
 def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
     """A shell stands for torchrun; what takes long in the rank are imports."""
-    program = "import time; from lifecycle import startup; startup.begin(['--help']); "
+    program = "import time; from lifecycle import stopping; stopping.begin(['--help']); "
     program += "print('here', flush=True); time.sleep(60)"
     shell = ["sh", "-c", f'{sys.executable} -c "{program}" & wait']
     env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}

@@ -114,7 +114,7 @@ def test_a_rank_that_stands_still_is_named(started, tmp_path, size, stopped):
         assert process.wait(60) == RESUME_ME
     lines = errors(tmp_path)
     named = f"rank {stopped} (process {job.processes[stopped].pid} on "
-    assert lines and all(f"{named}" in line and "does not answer" in line for line in lines)
+    assert lines and all(f"{named}" in line and "does not reply" in line for line in lines)
     assert len(lines) == 1 or stopped == 0
 
 
@@ -147,7 +147,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     (line,) = errors(tmp_path)
     assert (
         "rank 1 (process" in line
-        and "is out of memory, so the next start takes microbatches of 2" in line
+        and "is out of memory, so the next start uses microbatches of 2" in line
     )
     first = steps_of(run)
     job = started(2, *flags, stepping=GREEDY)
@@ -182,7 +182,7 @@ def stuck(enter) -> str:
 
     def chunks():
         with futures.ThreadPoolExecutor(1) as pool:
-            found.append(pool.submit(watchdog.whereabouts).result())
+            found.append(pool.submit(watchdog.current_line).result())
         yield 0, 0, ["a"]
 
     list(enter(chunks()))
@@ -205,4 +205,4 @@ def test_whose_fault_it_is():
     assert not processes.is_lost(RuntimeError("shapes differ")) and not processes.is_lost(
         KeyError("x")
     )
-    assert watchdog.whereabouts().startswith("lifecycle/watchdog.py, line ")
+    assert watchdog.current_line().startswith("lifecycle/watchdog.py, line ")

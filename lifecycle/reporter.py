@@ -1,0 +1,238 @@
+"""Reporter: describes a run at its start; after each step the ranks agree, and a row is logged.
+
+    queue step n + 1 on the GPU -> read the figures of step n -> the ranks agree -> log a row
+
+This logging lag of one step means that a GPU never waits for the host. A CPU has no queue, so there
+a step is read immediately.
+
+`agree` is how one rank's wish becomes the action of all: a signal to any rank stops all of them, at
+the same step. It is an all-reduce between the CPUs, for which no GPU waits.
+
+Run `torchrun --nproc_per_node 2 -m lifecycle.reporter` to see two ranks agree.
+"""
+
+import collections
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+import attention
+import checkpoint
+import config
+import devices
+import flops
+import optim
+import parallel
+import processes
+from config import MPTConfig, TrainConfig
+from lifecycle import runlog
+from lifecycle.schedule import BadSteps
+from model import MPT
+
+
+@dataclass
+class StepConsensus:
+    """What the ranks have agreed on after a step. The default asks for nothing."""
+
+    leave: int = 0  # stop the run: the number of the signal that a rank received
+    save: bool = False  # save now: --save_minutes have passed
+    save_done: bool = False  # no rank is still writing a checkpoint
+    bad_step: bool = False  # the step changed nothing: its loss or gradient was not finite
+    slowest_rank: int = 0  # the straggler, a global rank
+    slowest_by: float = 1.0  # its seconds outside collectives / those of the fastest rank
+
+
+def agree(world, leave: int, save: bool, save_done: bool, seconds: float) -> StepConsensus:
+    """Combine what each rank wants: any rank's stop or save applies to all. A collective.
+
+    leave: the signal that asks this rank to stop, 0 if none. save_done: see StepConsensus.
+    seconds: this rank's time outside collectives.
+    """
+    seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
+    seconds_of_rank[world.global_rank] = seconds
+    wishes = torch.tensor([leave, save, not save_done], dtype=torch.float64)
+    combined = torch.cat([wishes, seconds_of_rank])
+    if world.global_size > 1:
+        dist.all_reduce(combined, op=dist.ReduceOp.MAX)
+    leave, save, writing = (int(wish) for wish in combined[:3])
+    seconds_of_rank = combined[3:].clamp(min=1e-6)
+    return StepConsensus(
+        leave=leave,
+        save=bool(save),
+        save_done=not writing,
+        slowest_rank=int(seconds_of_rank.argmax()),
+        slowest_by=round(float(seconds_of_rank.max() / seconds_of_rank.min()), 2),
+    )
+
+
+class Reporter:
+    """Reads the figures of each step, lets the ranks agree, and logs the step's row."""
+
+    def __init__(self, log, model_cfg, cfg, world, peak, schedule, checkpointer, guard, first_step):
+        """peak: FLOP/s of all devices together, or None. first_step: where the run starts."""
+        self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
+        self.world, self.peak = world, peak
+        self.schedule, self.checkpointer, self.guard = schedule, checkpointer, guard
+        self.bad_steps = BadSteps(cfg, checkpointer, schedule.skips, first_step)
+        self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
+        self.unread = collections.deque()
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Time the next step from now: what came before is no training."""
+        self.clock = time.perf_counter()
+
+    def record(self, step: int, figures, read_now: bool) -> StepConsensus:
+        """Take the (loss, gradient norm, batch hash) of a step that was just queued, read the steps
+        whose turn it is, and return what the ranks agreed on after the last of them. A collective.
+
+        read_now: this step's turn has come as well. UserError after too many bad steps.
+        """
+        self.unread.append((step, start_reading(*figures), self.guard.straggler_timer.take()))
+        agreed = StepConsensus()
+        while self.unread:
+            read_all = read_now or agreed.save or agreed.leave
+            if len(self.unread) <= self.lag and not read_all:
+                break
+            agreed = self.finish_step(*self.unread.popleft())
+        return agreed
+
+    def finish_step(self, step: int, read_figures, own_seconds) -> StepConsensus:
+        """Read one step, agree, log."""
+        loss, grad_norm, batch_hash = read_figures()  # the one wait for the device
+        batch_hash = f"{batch_hash % 2**64:016x}"
+        now = time.perf_counter()
+        step_seconds, self.clock = now - self.clock, now
+        is_bad = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
+        agreed = agree(
+            self.world,
+            leave=self.guard.signals.requested or self.log.reader_left,
+            save=self.schedule.save_overdue(),
+            save_done=self.checkpointer.settled(),
+            seconds=own_seconds(),
+        )
+        agreed.bad_step = is_bad
+        tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
+        steps_taken = step + 1 - self.schedule.skips.before(step + 1)
+        tokens_per_second = tokens / step_seconds
+        self.log.row(
+            {
+                "step": step + 1,
+                "tokens": steps_taken * tokens,
+                "loss": loss,
+                "lr": optim.learning_rate(step, self.cfg),
+                "grad_norm": grad_norm,
+                "batch_hash": batch_hash,
+                "skipped": is_bad,
+                "tokens_per_second": tokens_per_second,
+                "mfu": flops.mfu(self.model_cfg, tokens_per_second, 1, self.peak),
+                "memory_gb": runlog.memory_gb(self.world.device),
+                "seconds": step_seconds,
+                "slowest_rank": agreed.slowest_rank,
+                "slowest_by": agreed.slowest_by,
+            }
+        )
+        self.bad_steps.check()
+        return agreed
+
+
+def start_reading(*figures: torch.Tensor):
+    """Start copying a step's figures to the host. Returns a function that waits for them.
+
+    Call that after the next step is queued: then the GPU never waits for the host.
+    """
+    on_gpu = figures[0].is_cuda
+    copies = [figure.to("cpu", non_blocking=on_gpu) for figure in figures]
+    copied = torch.cuda.current_stream().record_event() if on_gpu else None
+
+    def read() -> list:
+        if copied:
+            copied.synchronize()
+        return [copy.item() for copy in copies]
+
+    return read
+
+
+# -------------------------------------------------------------------------------------------------
+# The description of a run
+
+
+def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
+    """FLOP/s of all devices together; None if that of one is unknown. A collective."""
+    peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
+    peak = processes.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
+    return None if math.isnan(peak) else peak
+
+
+def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
+    """What is about to run, in eight lines, and a warning if planning does not know this model."""
+    n_params = flops.n_params(model_cfg)
+    implementation = attention.choose(
+        model_cfg.attn_impl,
+        world.device.type,
+        parallel.DTYPES[precision],
+        model_cfg.head_dim,
+        model_cfg.alibi,
+        model_cfg.attn_pdrop,
+    )
+    device = f"{world.global_size} x {devices.describe(world.device)}"
+    speed = f"{peak / 1e12:.4g} TFLOP/s peak" if peak else "peak unknown: set --peak_tflops for MFU"
+    reason = parallel.reason_for_precision(cfg, world.device, start.precision)
+    rows_per_rank = cfg.global_batch_size // world.dp_size
+    n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
+    from_weights = start.checkpoint or cfg.init_from
+    next_line = (
+        "reading the weights" if from_weights else "drawing the weights, then a first evaluation"
+    )
+    lines = [
+        f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
+        f"{implementation} attention",
+        f"{device}, {cfg.sharding}, {precision} ({reason}), {speed}",
+        f"{dataset.folder}: {dataset.train.tokens:,} training tokens",
+        f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
+        f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches",
+        f"{cfg.run_dir}: {describe_start(cfg, start)}",
+        checkpoint.space(cfg.run_dir, n_params, cfg.keep_last),
+        *parameter_warning(model_cfg),
+        next_line,
+    ]
+    return "\n".join(lines)
+
+
+def describe_start(cfg: TrainConfig, start) -> str:
+    """Where the run begins, in a few words."""
+    if start.step >= cfg.max_steps:
+        fix = "to continue raise --max_steps, to start a new run set --resume=again"
+        return f"finished at step {start.step}; {fix}"
+    if start.checkpoint:
+        return f"resuming from {start.checkpoint}"
+    if cfg.init_from:
+        return f"starting from {cfg.init_from}"
+    return "starting a new run"
+
+
+def parameter_warning(model_cfg: MPTConfig) -> list[str]:
+    """A line if the model has other parameters than flops.py and planning/memory.py count."""
+    with torch.device("meta"):
+        n_params = sum(param.numel() for param in MPT(model_cfg).parameters())
+    planned = flops.n_params(model_cfg)
+    if n_params == planned:
+        return []
+    return [
+        f"WARNING: model.py has {n_params:,} parameters: memory, FLOPs and MFU are those of the "
+        f"MPT with {planned:,}"
+    ]
+
+
+def demonstrate(argv) -> None:
+    config.arguments(argv)
+    world = processes.start("cpu")
+    agreed = agree(world, leave=0, save=False, save_done=True, seconds=1.0 + world.global_rank)
+    print(f"rank {world.global_rank}: {agreed}", flush=True)
+
+
+if __name__ == "__main__":
+    processes.run(demonstrate)

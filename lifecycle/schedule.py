@@ -1,0 +1,168 @@
+"""The schedule of a run: which steps it takes, what follows each step, and when bad steps end it.
+
+    Schedule    after which steps to evaluate, score tasks and save
+    Skips       --skip_steps: batches that the run does not train on
+    BadSteps    a step whose loss or gradient is not finite; too many in a row end the run
+
+Steps are counted in two ways: `step` is 0 for the first one, as in the order of the data and in the
+learning rate; `done` is the number of steps that are finished, so it is step + 1 after a step.
+
+Run `python -m lifecycle.schedule configs/demo.py` to see when a run evaluates and saves.
+"""
+
+import math
+import time
+
+import config
+from config import TrainConfig, UserError, require
+
+
+class Schedule:
+    """What follows each step, as the settings say."""
+
+    def __init__(self, cfg: TrainConfig, skips_of_checkpoint: str = ""):
+        """skips_of_checkpoint: the --skip_steps that the checkpoint was trained with. UserError if
+        the last step is skipped."""
+        self.cfg = cfg
+        self.skips = Skips(cfg, skips_of_checkpoint)
+        self.start_save_clock()
+
+    def steps_from(self, first: int):
+        """The steps from `first` to the end of the run, in order, without the skipped ones."""
+        return self.skips.steps(first, self.cfg.max_steps)
+
+    def is_last(self, done: int) -> bool:
+        return done == self.cfg.max_steps
+
+    def evaluates(self, done: int) -> bool:
+        """Is the validation loss due? At the end of the run it always is."""
+        return self.is_due(self.cfg.eval_interval or self.cfg.max_steps, done)
+
+    def scores_tasks(self, done: int) -> bool:
+        """Are the zero-shot tasks due? Never if --icl_interval is 0."""
+        return self.is_due(self.cfg.icl_interval, done)
+
+    def is_due(self, interval: int, done: int) -> bool:
+        return interval > 0 and (done % interval == 0 or self.is_last(done))
+
+    def saves(self, done: int) -> bool:
+        """Is a checkpoint due, by the number of steps?"""
+        intervals = filter(None, (self.cfg.save_interval, self.cfg.keep_every))
+        return self.is_last(done) or any(done % interval == 0 for interval in intervals)
+
+    def reads_now(self, done: int) -> bool:
+        """Must this step's figures be read before anything else, since something follows it?"""
+        return self.evaluates(done) or self.scores_tasks(done) or self.saves(done)
+
+    def start_save_clock(self) -> None:
+        """Count --save_minutes from now."""
+        self.saved_at = time.monotonic()
+
+    def save_overdue(self) -> bool:
+        """Have --save_minutes passed since the last save? 0 minutes: never."""
+        return 0 < 60 * self.cfg.save_minutes < time.monotonic() - self.saved_at
+
+
+class Skips:
+    """The steps that a run skips together with their batches: --skip_steps now and in the past."""
+
+    def __init__(self, cfg: TrainConfig, skips_of_checkpoint: str):
+        texts = [skips_of_checkpoint, cfg.skip_steps]
+        parts = [part.strip() for text in texts for part in text.split(",")]
+        self.text = ",".join(dict.fromkeys(filter(None, parts)))
+        self.ranges = disjoint(config.step_ranges(self.text))
+        last_step = cfg.max_steps - 1
+        end = next((r.start for r in self.ranges if last_step in r), cfg.max_steps)
+        fix = f"set --max_steps={end}"
+        require(end == cfg.max_steps, f"skip_steps skips the last step: {fix}")
+
+    def steps(self, first: int, end: int):
+        """The steps from `first` to end - 1 that are not skipped, in order."""
+        return (step for step in range(first, end) if not any(step in r for r in self.ranges))
+
+    def before(self, step: int) -> int:
+        """How many of the steps 0 to step - 1 are skipped."""
+        return sum(len(range(r.start, min(r.stop, step))) for r in self.ranges)
+
+
+def disjoint(ranges: list[range]) -> list[range]:
+    """The same steps in ranges that do not overlap, in order. Some may be empty."""
+    result = []
+    end = 0
+    for r in sorted(ranges, key=lambda r: r.start):
+        result.append(range(max(r.start, end), max(r.stop, end)))
+        end = result[-1].stop
+    return result
+
+
+class BadSteps:
+    """Counts bad steps in a row: those whose loss or gradient is not finite.
+
+    `train_step` has changed neither weights nor optimizer in such a step, on any rank.
+    """
+
+    def __init__(self, cfg: TrainConfig, checkpointer, skips: Skips, first_step: int):
+        """first_step: the step that the run starts or resumes at."""
+        self.checkpointer, self.skips = checkpointer, skips
+        self.any_good_step = first_step > 0
+        new_run_limit = min(cfg.max_bad_steps, cfg.max_steps)
+        self.limit = cfg.max_bad_steps if self.any_good_step else new_run_limit
+        self.in_a_row = 0
+        self.first = 0  # the first of them, counted from 1
+        self.last = None  # the last of them, and its figures in words
+
+    def count(self, done: int, loss: float, grad_norm: float, batch_hash: str) -> bool:
+        """Count the step with the 1-based number `done`. Returns whether it is bad."""
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            self.in_a_row = 0
+            self.any_good_step = True
+            return False
+        if self.in_a_row == 0:
+            self.first = done
+        self.in_a_row += 1
+        self.last = done, f"loss {loss}, gradient norm {grad_norm}, batch {batch_hash}"
+        return True
+
+    def check(self) -> None:
+        """Raise UserError, on all ranks alike, after too many bad steps in a row."""
+        if self.in_a_row < self.limit:
+            return
+        self.checkpointer.finish()
+        last, figures = self.last
+        problem = (
+            f"steps {self.first} to {last} have no finite loss and gradient, and changed nothing "
+            f"(the last: {figures})"
+        )
+        message = f"{problem}. {self.checkpointer.last_good()}. {self.advice(last)}"
+        raise UserError(message, everywhere=True)
+
+    def advice(self, last: int) -> str:
+        """What to try after bad steps up to `last`."""
+        if self.any_good_step:
+            all_skips = [self.skips.text, f"{self.first}:{last + 1}"]
+            flag = f"--skip_steps={','.join(filter(None, all_skips))}"
+            return f"If other batches fail, too, lower --lr. To continue without these: {flag}"
+        # Nothing has changed since the start, and the learning rate was never used.
+        return (
+            "No step was good, so it is not the batches: look at the weights that the run began "
+            "with (--init_from), and at settings such as softmax_scale; or try --precision=fp32"
+        )
+
+
+def demonstrate(argv) -> None:
+    (cfg,) = config.load(argv, TrainConfig)
+    schedule = Schedule(cfg)
+    events = {
+        "evaluates": schedule.evaluates,
+        "scores tasks": schedule.scores_tasks,
+        "saves": schedule.saves,
+    }
+    for name, is_due in events.items():
+        steps = [done for done in range(cfg.max_steps + 1) if is_due(done)]
+        first = ", ".join(map(str, steps[:8]))
+        more = f", ... {steps[-1]}" if len(steps) > 8 else ""
+        print(f"{name} after {len(steps)} of {cfg.max_steps} steps: {first}{more}")
+
+
+if __name__ == "__main__":
+    config.run(demonstrate)

@@ -1,0 +1,85 @@
+"""lifecycle/schedule.py: what follows a step, which steps are skipped, and bad steps."""
+
+import pytest
+
+from config import TrainConfig, UserError
+from lifecycle import schedule
+from lifecycle.schedule import Schedule
+
+
+def steps_with(is_due, max_steps=10):
+    return [done for done in range(max_steps + 1) if is_due(done)]
+
+
+def test_what_follows_each_step():
+    cfg = TrainConfig(max_steps=10, eval_interval=4, icl_interval=5, save_interval=3, keep_every=6)
+    plan = Schedule(cfg)
+    assert steps_with(plan.evaluates) == [0, 4, 8, 10]
+    assert steps_with(plan.scores_tasks) == [0, 5, 10]
+    assert steps_with(plan.saves) == [0, 3, 6, 9, 10]
+    assert steps_with(plan.is_last) == [10]
+    assert steps_with(plan.reads_now) == [0, 3, 4, 5, 6, 8, 9, 10]
+
+
+def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
+    cfg = TrainConfig(max_steps=10, eval_interval=0, save_interval=0, keep_every=0)
+    plan = Schedule(cfg)
+    assert steps_with(plan.evaluates) == [0, 10]
+    assert steps_with(plan.scores_tasks) == []
+    assert steps_with(plan.saves) == [10]
+
+
+def test_the_clock_for_saving(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(schedule.time, "monotonic", lambda: now)
+    plan = Schedule(TrainConfig(save_minutes=2))
+    now += 119
+    assert not plan.save_overdue()
+    now += 2
+    assert plan.save_overdue()
+    plan.start_save_clock()
+    assert not plan.save_overdue()
+    never = Schedule(TrainConfig(save_minutes=0))
+    now += 1e6
+    assert not never.save_overdue()
+
+
+def test_a_few_bad_steps_are_not_too_many():
+    seen = schedule.BadSteps(
+        TrainConfig(max_bad_steps=3), checkpointer=None, skips=None, first_step=0
+    )
+    nan, inf = float("nan"), float("inf")
+    figures = [(nan, 1), (1, nan), (1, 1), (inf, 1), (1, -inf), (2, 2)]
+    assert [seen.count(n, *f, "0") for n, f in enumerate(figures)] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, first, end, steps",
+    [
+        ("", 2, 6, [2, 3, 4, 5]),
+        ("3:5", 0, 6, [0, 1, 4, 5]),
+        ("2:4, 4:5", 0, 6, [0, 4, 5]),
+        ("2:5,3:6", 3, 7, [5, 6]),
+    ],
+)
+def test_steps_that_are_left_out(text, first, end, steps):
+    skips = schedule.Skips(TrainConfig(max_steps=100, skip_steps=text), skips_of_checkpoint="")
+    assert list(skips.steps(first, end)) == steps
+    for step in range(8):
+        assert skips.before(step) == step - len(list(skips.steps(0, step)))
+
+
+def test_skips_of_the_checkpoint_and_of_the_flags_add_up():
+    skips = schedule.Skips(
+        TrainConfig(max_steps=100, skip_steps="7:9,3:5"), skips_of_checkpoint="3:5"
+    )
+    assert skips.text == "3:5,7:9" and list(skips.steps(0, 9)) == [0, 1, 4, 5, 8]
+    with pytest.raises(UserError, match="skips the last step: set --max_steps=98"):
+        schedule.Skips(TrainConfig(max_steps=100, skip_steps="99:101"), skips_of_checkpoint="")
