@@ -317,7 +317,7 @@ CHANGES += ["data format", "device"]
 def test_a_change_names_its_files_and_its_test_in_both_pages(change):
     (row,) = (line for line in README.splitlines() if line.startswith(f"| {change} |"))
     for text in (row, section(CONTRIBUTING, f"Another {change}")):
-        assert re.search(REFERENCE, text) and re.search(r"`tests/[\w/]+\.py`", text), change
+        assert re.search(REFERENCE, text) and re.search(r"`tests/[\w/]+\.py(::\w+)?`", text), change
 
 
 def test_the_glossary_has_forty_terms_of_two_lines_each_with_its_file():
