@@ -72,8 +72,7 @@ def main(argv) -> None:
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
     # model, optimizer
-    seed = None if start.has_weights else cfg.seed
-    model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed)
+    model, optimizer = parallel.build(model_cfg, cfg, world, precision, start.seed_to_draw(cfg))
     model.separator = evaluator.separator
     checkpointer = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
     load_weights(start, model, optimizer)
@@ -82,11 +81,20 @@ def main(argv) -> None:
     # the record of the run, and what protects it
     settings = {**asdict(model_cfg), **asdict(cfg)}
     settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
-    launch = runlog.launch_record(cfg, world, precision, start.checkpoint)
-    log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
+    log.start(
+        model_cfg,
+        cfg,
+        runlog.launch_record(cfg, world, precision, start.checkpoint),
+        dataset.tokenizer_file,
+        start.step,
+    )
     halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
-    watchdog = Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step)
-    guard = Guard(signals, lease, watchdog, StragglerTimer(model, world.device))
+    guard = Guard(
+        signals,
+        lease,
+        Watchdog(world, cfg.timeout_minutes, checkpointer.last_good, halve, start.step),
+        StragglerTimer(model, world.device),
+    )
     report = Reporter(log, model_cfg, cfg, world, peak, schedule, checkpointer, guard, start.step)
 
     # the loop
@@ -95,8 +103,7 @@ def main(argv) -> None:
             evaluator.evaluate(0, schedule, model, precision, log)
         schedule.start_save_clock()
         report.start_clock()
-        batches = dataset.batches(schedule.steps_from(start.step), cfg, world)
-        for step, rows in guard.watch(batches):
+        for step, rows in guard.watch(dataset.batches(schedule.steps_from(start.step), cfg, world)):
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1

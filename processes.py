@@ -305,6 +305,7 @@ def slurm_variables() -> dict[str, str]:
 
 
 def slurm_first_host() -> str:
+    """The name of the job's first node, where rank 0 runs. UserError if SLURM does not tell."""
     try:
         command = ["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]
         found = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -183,10 +183,8 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     reason = parallel.reason_for_precision(cfg, world.device, start.precision)
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
-    from_weights = start.checkpoint or cfg.init_from
-    next_line = (
-        "reading the weights" if from_weights else "drawing the weights, then a first evaluation"
-    )
+    draws = start.seed_to_draw(cfg) is not None
+    next_line = "drawing the weights, then a first evaluation" if draws else "reading the weights"
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention",

@@ -53,10 +53,9 @@ class Start:
         """The --skip_steps that the checkpoint was trained with."""
         return self.meta.get("skip_steps", "")
 
-    @property
-    def has_weights(self) -> bool:
-        """Are there weights to load, so that none have to be drawn?"""
-        return bool(self.checkpoint or self.init_from)
+    def seed_to_draw(self, cfg: TrainConfig) -> int | None:
+        """The seed of new weights, or None if weights will be loaded."""
+        return None if self.checkpoint or self.init_from else cfg.seed
 
 
 def find_start(model_cfg: MPTConfig, cfg: TrainConfig, data_fingerprint: str) -> Start:

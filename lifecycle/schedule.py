@@ -32,6 +32,7 @@ class Schedule:
         return self.skips.steps(first, self.cfg.max_steps)
 
     def is_last(self, done: int) -> bool:
+        """Are all steps of the run done?"""
         return done == self.cfg.max_steps
 
     def evaluates(self, done: int) -> bool:
@@ -43,6 +44,7 @@ class Schedule:
         return self.is_due(self.cfg.icl_interval, done)
 
     def is_due(self, interval: int, done: int) -> bool:
+        """Is something due that happens every `interval` steps (0: never) and at the end?"""
         return interval > 0 and (done % interval == 0 or self.is_last(done))
 
     def saves(self, done: int) -> bool:

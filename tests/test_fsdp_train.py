@@ -1,4 +1,4 @@
-"""fsdp_train.py as a user runs it: under torchrun or alone, interrupted, with mistakes; and what it writes down."""
+"""fsdp_train.py as a user runs it: under torchrun or alone, interrupted, with user errors."""
 
 import ast
 import inspect
@@ -47,7 +47,7 @@ def flags(tiny_data, *more) -> list[str]:
 
 
 def rows_by_step(run_dir) -> tuple[dict, dict]:
-    """What does not depend on the machine's speed: step -> (loss, norm, lr, tokens), and step -> validation loss."""
+    """{step: (loss, norm, lr, tokens)} and {step: validation loss}, the figures without timing."""
     rows = runlog.read(run_dir)
     steps = [row for row in rows if "loss" in row]
     assert len({row["step"] for row in steps}) == len(steps)  # none is there twice
@@ -59,7 +59,7 @@ def rows_by_step(run_dir) -> tuple[dict, dict]:
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory, tiny_text):
-    """configs/mpt1b.py on four ranks with nothing but sizes and data changed; folder and what it printed."""
+    """configs/mpt1b.py on four ranks with other sizes and data: its folder and its output."""
     folder = tmp_path_factory.mktemp("mpt1b")
     changed = [
         *SIZE,
@@ -91,7 +91,7 @@ def finished(first_run, tmp_path):
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What a run writes down
 
 
@@ -110,7 +110,7 @@ def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
 
 
 def test_the_loss_of_the_first_step_is_that_of_the_first_batch(first_run):
-    """Step 1 has a learning rate of 0, so step 2 still sees the initial weights: two batches, by hand."""
+    """By hand. Step 1 has a learning rate of 0, so step 2 still has the initial weights."""
     folder, _ = first_run
     rows = [row for row in runlog.read(folder / "run") if "loss" in row]
     saved = json.loads((folder / "run" / "checkpoints" / "step-6" / "meta.json").read_text())
@@ -140,7 +140,7 @@ def test_metrics_have_exactly_their_keys(first_run):
 
 
 def test_tokens_and_mfu_are_what_one_computes_by_hand(first_run):
-    """tokens/s = 8 x 32 / seconds; MFU = (6 N + 12 L d S) x tokens/s / (4 ranks x 10^9 FLOP/s); printed likewise."""
+    """tokens/s = 8 x 32 / seconds; MFU = (6 N + 12 L d S) x tokens/s / (4 ranks x 10^9 FLOP/s)."""
     folder, out = first_run
     printed = re.findall(r"step (\d)/6  loss ([\d.]+) .* ([\d,]+) tokens/s  MFU ([\d.]+)%", out)
     rows = [row for row in runlog.read(folder / "run") if "loss" in row]
@@ -186,7 +186,7 @@ def test_the_run_folder_says_what_ran(first_run):
     assert started["torch"] == torch.__version__ and started["precision"] in ("fp32", "bf16")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Again, interrupted, alone
 
 
@@ -212,7 +212,7 @@ def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
 
 
 def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path):
-    """A run that begins with the weights of the finished one evaluates a task at steps 0, 2, 4 and at its end."""
+    """A run with the weights of a finished one scores a task at steps 0, 2, 4 and at its end."""
     row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
     (tmp_path / "task.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     more = [
@@ -252,7 +252,7 @@ def test_more_steps_go_on_where_it_ended(python, finished, tmp_path):
 
 
 def kill_in_the_middle(command, cwd, first_step):
-    """Start it, wait until `first_step` steps are done, then kill -9 every process; the last step that it wrote."""
+    """Start it, kill -9 all processes after `first_step` steps; the last step that it logged."""
     process = subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL)
     metrics, deadline = cwd / "run" / "metrics.jsonl", time.monotonic() + 120
     try:
@@ -274,7 +274,7 @@ def kill_in_the_middle(command, cwd, first_step):
 def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
     torchrun, tiny_data, tmp_path, size, mode
 ):
-    """kill -9 of all processes, the same command once more: every number of an undisturbed run, bit by bit."""
+    """After kill -9 of all, the same command gives every figure of an undisturbed run."""
     these = [
         "--max_steps=32",
         "--save_interval=3",
@@ -319,12 +319,12 @@ def test_killed_alone(python, tiny_data, tmp_path):
     assert len(steps) == 2 and steps[0] == 0 and 5 <= steps[1] <= killed_at + 1
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Mistakes: one line, exit status 2
 
 
 def assert_one_line(done, *parts):
-    """Plain python: the whole of stderr is one line that begins with `error: ` and has these parts."""
+    """All of stderr is one line that begins with `error: ` and has these parts."""
     assert done.returncode == 2, (done.returncode, done.stderr)
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
     assert all(part in done.stderr for part in parts), done.stderr
@@ -394,7 +394,7 @@ def steep(tmp_path):
 
 
 def test_a_loss_that_is_no_number_stops_the_run(python, steep, tiny_data, tmp_path):
-    """Step 1 has lr 0, step 2 has 5e29, so step 3 is the first with a bad loss. From then on nothing is saved."""
+    """Step 1 has lr 0 and step 2 5e29, so step 3 is the first bad one: then nothing is saved."""
     done = python(*flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
     assert_one_line(
         done,
@@ -452,7 +452,7 @@ def test_a_loss_that_is_no_number_on_many_ranks_is_one_line(torchrun, steep, tin
 
 @pytest.mark.slow
 def test_launches_end_well_ten_times(torchrun, tiny_data, tmp_path):
-    """With gloo a rank now and then aborts while the interpreter shuts down: processes.run must not let it."""
+    """With gloo a rank may abort while the interpreter shuts down, but not in processes.run."""
     for number in range(10):
         done = torchrun(2, *flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3"))
         assert done.returncode == 0, done.stderr
@@ -460,7 +460,7 @@ def test_launches_end_well_ten_times(torchrun, tiny_data, tmp_path):
     assert np.ptp(np.array(ends), axis=0).max() == 0  # and bit by bit alike
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_and_the_step_stay_short():

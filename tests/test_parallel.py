@@ -1,4 +1,4 @@
-"""parallel.py and the step of fsdp_train.py on real gloo ranks: cut as you like, the same training."""
+"""parallel.py and train_step on real gloo ranks: however a batch is cut, training is the same."""
 
 import math
 import os
@@ -32,7 +32,8 @@ from lifecycle import reporter
 from loss import IGNORE
 from model import MPT, init_weights
 
-# 97 rows, a width of 42 and 15 positions do not divide by 2 or 4; four blocks and the root are five sharded units.
+# 97 rows, a width of 42 and 15 positions do not divide by 2 or 4. Four blocks and the root are five
+# sharded units.
 MODEL = MPTConfig(
     d_model=42, n_heads=6, n_layers=4, vocab_size=97, max_seq_len=15, attn_impl="reference"
 )
@@ -65,7 +66,7 @@ def build_plain(cfg, model_cfg=MODEL):
 
 
 def global_rows(step, cfg=RUN, model_cfg=MODEL, ignore=False):
-    """The rows of a step, (global batch, T + 1). `ignore`: the last label of the first five rows does not count."""
+    """The rows of a step, (global batch, T + 1). `ignore`: five of the labels do not count."""
     generator = torch.Generator().manual_seed(step)
     shape = (cfg.global_batch_size, model_cfg.max_seq_len + 1)
     rows = torch.randint(0, model_cfg.vocab_size, shape, generator=generator)
@@ -79,7 +80,7 @@ def rows_of(world, rows):
 
 
 def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10):
-    """Loss and gradient norm of each step, as `[(loss, norm), ...]`, and the full weights in the end."""
+    """`[(loss, gradient norm), ...]` of the steps, and the full weights at the end."""
     model, optimizer = build(world, cfg, model_cfg, precision)
     curve = []
     for step in range(steps):
@@ -110,7 +111,7 @@ def equal(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The step
 
 
@@ -130,7 +131,7 @@ def one_rank(ranks):
     ],
 )
 def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_rank, size, mode):
-    """12 rows = 12, 2 x 6 or 4 x 3, whole or in pieces of 2, which leaves a piece of 1 on four ranks."""
+    """12 rows as 12, 2 x 6 or 4 x 3, whole or in microbatches of 2 (and one of 1 on four ranks)."""
     for microbatch in (12, 5) if size == 1 else (12, 2):
         cfg = replace(RUN, sharding=mode, microbatch_size=microbatch, shard_size=min(size, 2))
         found = ranks(size)(train, cfg)
@@ -150,7 +151,7 @@ def test_bf16_stays_near_one_rank(ranks, one_rank, size, mode):
 
 
 def gradients(world, cfg, rows):
-    """The full gradient of `rows`, given to each rank as they are, in bf16; and the dtypes of its parts."""
+    """The full gradient in bf16 of `rows`, which every rank gets; and the dtypes of its parts."""
     model, _ = build(world, cfg, precision="bf16")
     for begin in range(0, len(rows), cfg.microbatch_size):
         end = begin + cfg.microbatch_size
@@ -163,7 +164,7 @@ def gradients(world, cfg, rows):
 
 
 def reduced_gradients(world, cfg):
-    """The gradient of all rows, and the mean of what the ranks would have alone; how many values bf16 cannot hold."""
+    """The mean of the ranks' gradients is that of all rows, and holds values that bf16 cannot."""
     parts = global_rows(0).chunk(world.global_size)
     alone = [gradients(world, cfg, part) for part in parts]  # the mean of equal ones
     found = gradients(world, cfg, parts[world.global_rank])
@@ -204,7 +205,7 @@ def train_unsharded(world):
 
 
 def train_plainly(world, ignore):
-    """The obvious loop: logits, mean cross-entropy of the counted labels, PyTorch's own clip and AdamW."""
+    """The textbook loop: logits, mean cross-entropy, PyTorch's own clipping and AdamW."""
     model = MPT(MODEL)
     init_weights(model, RUN.seed)
     decay = RUN.decoupled_weight_decay / RUN.lr
@@ -290,7 +291,7 @@ class Count(TorchDispatchMode):
     ],
 )
 def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
-    """Four blocks; forward 4 matmuls with weights, a GELU and an attention each; backward as well, of other names."""
+    """Four blocks, each with 4 matmuls with weights, a GELU and an attention in the forward."""
     model = MPT(replace(MODEL, attn_impl="sdpa", no_bias=True, alibi=True))
     parallel.recompute(model, replace(RUN, activation_checkpointing=mode, recompute_every=every))
     rows = global_rows(0)
@@ -308,7 +309,7 @@ def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
 
 
 class NoReading(TorchDispatchMode):
-    """Raises where an operation would wait for the device to read from it, or to learn the shape of its result."""
+    """Raises where an operation would wait for the device: for a value, or for a result's shape."""
 
     WAIT = (
         "_local_scalar_dense",
@@ -381,7 +382,7 @@ COMPILED = [
 
 @pytest.mark.parametrize("compiled, how", [(False, "selective"), *COMPILED])
 def test_every_optimisation_on_gives_the_curve_of_none(ranks, compiled, how):
-    """Chunked loss, attention by blocks, fused AdamW, recomputation, accumulation, sharding; and the compiler."""
+    """Chunked loss, blocked attention, fused AdamW, recomputation, sharding, compiler."""
     model, cfg = replace(MODEL, attn_impl="auto"), replace(RUN, sharding="ZERO1", microbatch_size=2)
     found = ranks(2)(train, replace(cfg, compile=compiled, activation_checkpointing=how), model)[0][
         0
@@ -416,7 +417,7 @@ def losses_with_dropout(world):
     ]:
         model, optimizer = build_plain(RUN, model_cfg)
         torch.rand(before)  # whatever was drawn earlier
-        cfg, someone = replace(RUN, seed=seed), replace(world, rank=rank)
+        cfg, someone = replace(RUN, seed=seed), replace(world, dp_rank=rank, dp_size=1)
         loss, *_ = fsdp_train.train_step(
             model, optimizer, global_rows(0), step, cfg, someone, "fp32"
         )
@@ -432,7 +433,7 @@ def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
     assert len(set(found.values())) == 4
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # What goes over the wire
 
 
@@ -440,7 +441,7 @@ KINDS = ("_allgather", "_reduce_scatter", "allreduce")
 
 
 def count_collectives(world, cfg):
-    """All-gathers, reduce-scatters and all-reduces of the forward and backward passes of one step of 4 microbatches."""
+    """All-gathers, reduce-scatters and all-reduces of one step of 4 microbatches."""
     model, optimizer = build(world, cfg)
     counts = []
     for _ in range(2):  # and again after an optimizer step, when nothing is new to FSDP
@@ -477,12 +478,12 @@ def test_collectives_of_a_step(ranks, mode, wanted):
     assert found == [[wanted, wanted]] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Gradient clipping
 
 
 def clip_a_model(world, cfg, max_norm):
-    """Norm and full gradients after clipping, ours on the sharded model and PyTorch's on the plain one."""
+    """Norm and gradients after our clipping of a sharded model, PyTorch's of a plain one."""
     rows = global_rows(0)
     plain, _ = build_plain(cfg)
     plain(rows[:, :-1], labels=rows[:, 1:]).backward()
@@ -511,7 +512,7 @@ def test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one(ranks, size, m
 
 
 def clip_a_mixture(world, max_norm):
-    """Plain tensors and DTensors on two meshes, one of them smaller than the mesh, so with empty shards."""
+    """Plain tensors and DTensors on two meshes; one has fewer rows than its mesh has ranks."""
     flat = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     layouts = [None, (flat, [Shard(0)]), (flat, [Shard(0)]), (grid, [Replicate(), Shard(0)])]
@@ -545,7 +546,7 @@ def test_clipping_a_mixture_of_layouts(ranks, max_norm):
 
 
 def clip_a_strided_shard(world):
-    """As tensor parallelism under FSDP lays it out: rows cut for the second mesh dimension, then for the first."""
+    """As tensor parallelism under FSDP: rows are cut for mesh dimension 1, then for 0."""
     grid = init_device_mesh("cpu", (2, 2))
     i, j = grid.get_coordinate()
     full = torch.randn((8, 5), generator=torch.Generator().manual_seed(0))
@@ -565,12 +566,12 @@ def test_clipping_a_strided_shard(ranks):
         torch.testing.assert_close(gradient, clipped)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Initial weights, evaluation
 
 
 def initial_weights_equal(world, cfg):
-    """Are the sharded model's initial weights, gathered, the plain model's bit by bit? And is it really sharded?"""
+    """Do the sharded initial weights equal the plain ones bit by bit? Are they really sharded?"""
     model, _ = build(world, cfg)
     plain, _ = build_plain(cfg)
     local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
@@ -642,7 +643,7 @@ def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
 
 
 def evaluate_around_an_update(world, cfg, folder, before):
-    """The validation loss after an optimizer step, with `before` one evaluation just before it, too."""
+    """The validation loss after an optimizer step; with `before` there is also one before it."""
     val = data.Split(folder, "val", BYTES.max_seq_len)
     model, optimizer = build(world, cfg, BYTES)
     rows = rows_of(world, global_rows(0, cfg, BYTES))
@@ -686,7 +687,7 @@ def test_evaluation_ends_with_the_data(ranks, tiny_data):
     assert ranks(4)(evaluate_only, cfg, tiny_data) == [pytest.approx(wanted, rel=1e-6)] * 4
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Mesh, decisions, starting
 
 
@@ -767,7 +768,7 @@ def groups_of_a_mesh(world, cfg, local_size):
     ],
 )
 def test_no_groups_are_made_that_nobody_uses(ranks, mode, shard_size, waited_for, sizes):
-    """All four dimensions (pp, dp_replicate, dp_shard, tp) would be 12 groups here, 1,096 at 512 ranks."""
+    """With all of pp, dp_replicate, dp_shard, tp it would be 12 groups here, 1,096 on 512 ranks."""
     cfg = replace(RUN, sharding=mode, shard_size=shard_size)
     assert ranks(4)(groups_of_a_mesh, cfg, 2) == [(waited_for, sizes)] * 4
 
@@ -796,6 +797,73 @@ def test_rank_zero_decides_for_all(ranks, size):
     assert ranks(size)(decide, False) == ["UserError: no such file"] * size
 
 
+def in_pairs(world, cfg, folder):
+    """Train and evaluate where ranks 0 and 1, and 2 and 3, share a data-parallel rank.
+
+    As tensor parallelism will lay them out; here both of a pair hold the same part of the model.
+    """
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pair"))
+    mesh = grid["dp_shard"]
+    pair = replace(
+        world, dp_rank=world.global_rank // 2, dp_size=2, dp_group=mesh.get_group("dp_shard")
+    )
+    with torch.device("meta"):
+        model = MPT(BYTES)
+    model = parallel.parallelize(model, mesh, cfg, "fp32")
+    parallel.materialize(model, world.device, cfg.seed)
+    optimizer = optim.build_optimizer(model.parameters(), cfg)
+    return steps_and_evaluation(model, optimizer, pair, cfg, folder)
+
+
+def alone(world, cfg, folder):
+    """The same on ranks that each read rows of their own."""
+    model, optimizer = build(world, cfg, BYTES)
+    return steps_and_evaluation(model, optimizer, world, cfg, folder)
+
+
+def steps_and_evaluation(model, optimizer, world, cfg, folder):
+    """(loss, norm, batch hash) of three steps with dropout, then the validation loss."""
+    dataset = data.Dataset(folder, BYTES)
+    figures = []
+    for step, rows in dataset.batches(range(3), cfg, world):
+        assert len(rows) == cfg.global_batch_size // world.dp_size
+        result = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+        figures += [figure.item() for figure in result]
+    return [*figures, fsdp_train.evaluate(model, dataset.val, cfg, world, "fp32")]
+
+
+def test_ranks_that_share_a_model_are_not_counted_twice(ranks, tiny_data):
+    """Four ranks in pairs that read the same rows train exactly as two ranks do."""
+    cfg = replace(RUN, sharding="FULL_SHARD", microbatch_size=2, eval_tokens=9 * 16)
+    wanted = ranks(2)(alone, cfg, tiny_data)
+    assert ranks(4)(in_pairs, cfg, tiny_data) == [wanted[0]] * 4
+
+
+AMX = {"amx_tile": True, "amx_bf16": True, "avx512_bf16": True}
+
+
+@pytest.mark.parametrize(
+    "features, precision, reason",
+    [
+        (AMX, "bf16", "this CPU has AMX"),
+        (AMX | {"amx_tile": False}, None, "measured to be the faster one on this CPU"),
+        ({"avx512_bf16": True}, None, "measured to be the faster one on this CPU"),
+        ({"avx2": True, "avx512_bf16": False}, "fp32", "this CPU has no bf16 instructions"),
+        ({}, None, "measured to be the faster one on this CPU"),  # PyTorch does not say
+    ],
+)
+def test_the_precision_of_a_cpu_follows_from_its_features(features, precision, reason):
+    assert parallel.cpu_precision(features) == (precision, reason)
+
+
+def test_a_setting_or_a_checkpoint_decides_before_the_cpu_does():
+    cpu = torch.device("cpu")
+    assert parallel.reason_for_precision(replace(RUN, precision="bf16"), cpu) == "as set"
+    auto = replace(RUN, precision="auto")
+    assert parallel.choose_precision(auto, cpu, saved="bf16") == "bf16"
+    assert parallel.reason_for_precision(auto, cpu, saved="bf16") == "as in the checkpoint"
+
+
 def precision_of(world, setting):
     return parallel.choose_precision(replace(RUN, precision=setting), world.device)
 
@@ -807,7 +875,7 @@ def test_all_ranks_choose_one_precision(ranks):
 
 
 def test_srun_without_torchrun(tmp_path):
-    """Two processes that know of each other from SLURM's variables only; the port comes from the job's number."""
+    """Two processes that find each other by SLURM's variables; the port is made of the job's id."""
     root = Path(parallel.__file__).parent
     with socket.socket() as probe:
         for port in range(20000, 32000):
@@ -838,7 +906,7 @@ def test_srun_without_torchrun(tmp_path):
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         place = {"dp_replicate": 0, "dp_shard": rank}
-        assert out.strip() == f"rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"
+        assert out.strip() == f"global rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"
 
 
 def dtypes_in_a_block(world):

@@ -1,4 +1,4 @@
-"""processes.py: ranks find each other whatever an earlier start left behind, and end when that fails."""
+"""processes.py: ranks meet whatever an earlier start has left behind, and exit if they cannot."""
 
 import json
 import os
@@ -21,7 +21,7 @@ import processes
 from config import UserError
 from processes import torchrun_variables
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Meeting in a store
 
 
@@ -58,7 +58,7 @@ def test_each_start_gets_one_new_name(connect, pool, order):
 
 
 def test_killed_ranks_do_not_count(connect, pool):
-    """Left in the store: the name of a rank 0 that is gone, a signature below it, and one below the new name."""
+    """The store holds the name of a rank 0 that is gone, and old signatures."""
     store = connect()
     store.set("group", "old")
     store.set("old rank 1", "killed")
@@ -80,7 +80,7 @@ def test_killed_ranks_do_not_count(connect, pool):
 
 
 def test_who_does_not_come_is_named(connect, pool, capsys):
-    """Of four ranks 1 and 3 are missing: rank 0 says so, and the others end with the same status."""
+    """Ranks 1 and 3 of four are missing: rank 0 says so, and the others exit with its status."""
     second = meet(connect, pool, 2, 4)
     first = meet(connect, pool, 0, 4, 1)
     assert [each.exception().code for each in (first, second)] == [75, 75]
@@ -91,10 +91,10 @@ def test_who_does_not_come_is_named(connect, pool, capsys):
     assert capsys.readouterr().err.endswith(", but rank 0 did not answer\n")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Real processes
 
-# Ranks that add numbers for ever; rank 0 writes the start it belongs to into a file, again and again.
+# Ranks that sum numbers forever; rank 0 keeps writing the start that it belongs to into a file.
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
@@ -135,7 +135,7 @@ processes.run(main)
 
 @pytest.fixture
 def launched(tmp_path):
-    """`launched(how)` runs PROGRAM in tmp_path; `how` goes before its name, `environment` is added."""
+    """`launched(launcher)` runs PROGRAM in tmp_path by a launcher; `environment` is added."""
     started = []
 
     def launch(*how, seconds=60, ready=1, before="pass", after="pass", **environment):
@@ -199,7 +199,7 @@ def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
 
 @pytest.mark.slow
 def test_a_rank_of_another_torchrun_is_killed(launched, tmp_path):
-    """Both torchruns start theirs again; to the one whose rank was not killed it may be no restart that counts."""
+    """Both torchruns restart their ranks; only the one whose rank was killed may count it."""
     meeting = [
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint=localhost:{processes.free_port()}",
@@ -280,7 +280,7 @@ def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment, victim", [("signed in", 1), ("connected", 0), ("in a group", 1)])
 def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, moment, victim):
-    """Also where a launcher does not look: it would wait for gloo's addresses of the dead one for an hour."""
+    """Even without a watching launcher. Else it would wait an hour for the dead one's addresses."""
     die = f"dist.get_rank() == {victim} and os.kill(os.getpid(), 9)"
     steps = {
         "signed in": {"before": f"processes.meet = dying(processes.meet, {victim})"},
@@ -297,7 +297,7 @@ def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, mom
     assert len(errors(tmp_path)) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Starting ranks on this machine
 
 
@@ -349,7 +349,7 @@ def test_a_free_port_can_be_listened_at():
         assert server.getsockname()[1] != processes.free_port()
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # One GPU a rank
 
 
@@ -401,7 +401,7 @@ def compared(world, gpus_of_ranks):
 
 
 def test_ranks_that_see_the_same_single_gpu_are_a_mistake(ranks):
-    """Under torchrun all ranks of a machine that has one GPU see that; on two machines it is another."""
+    """Under torchrun all ranks of a machine with one GPU see it; on two machines they are two."""
     own = [
         ("a", "0", "12", "0", "x"),
         ("a", "0", "13", "0", "y"),

@@ -1,6 +1,6 @@
-"""Memory that runs out for real: a limit of the kernel on the bytes of a process, which its children inherit.
+"""lifecycle/microbatch.py with memory that really runs out: the kernel limits the test process.
 
-This file is a program as well, which calls `fit` as fsdp_train.py does, with one of the steps below:
+This file is also a program, which calls `fit` as fsdp_train.py does, with one of the steps below:
 `PYTHONPATH=.:tests python tests/lifecycle/test_microbatch.py STEP --flags`.
 """
 
@@ -28,7 +28,8 @@ from lifecycle import microbatch
 
 # One sequence takes about 68 MB of scores (T x T) and what is made of them; a process before its
 # first step 0.3 GB. Between two runs or two machines the whole differs by up to 0.1 GB.
-SHAPE = "--d_model=32 --n_heads=4 --n_layers=4 --max_seq_len=512 --vocab_size=257 --alibi --attn_impl=reference"
+SHAPE = "--d_model=32 --n_heads=4 --n_layers=4 --max_seq_len=512 --vocab_size=257 --alibi "
+SHAPE += "--attn_impl=reference"
 FLAGS = [
     *SHAPE.split(),
     "--device=cpu",
@@ -139,8 +140,8 @@ def record(tmp_path):
     ]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What is a want of memory
+# -------------------------------------------------------------------------------------------------
+# Which errors are about memory
 
 
 def error_of(function):
@@ -166,7 +167,7 @@ def test_words_alone_are_none():
     assert not microbatch.out_of_memory(error_of(lambda: torch.ones(2) @ torch.ones(3)))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The record
 
 
@@ -246,7 +247,7 @@ def test_a_record_of_the_wrong_shape_is_named(tmp_path, kind):
 
 
 def test_what_is_on_record_of_other_layouts_stays(tmp_path):
-    """Each is halved in turn: its own record is replaced, the others stay as they are, in any order."""
+    """Each is halved in turn: its own record is replaced, and the others stay as they are."""
     cfg = TrainConfig(run_dir=str(tmp_path), microbatch_size=16)
     world = processes.World(0, 2, 0, 2, torch.device("cpu"))
     layouts = {
@@ -254,7 +255,7 @@ def test_what_is_on_record_of_other_layouts_stays(tmp_path):
         "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
         "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
         "batch": (SMALL, replace(cfg, global_batch_size=32), world, "fp32"),
-        "ranks": (SMALL, cfg, replace(world, size=4), "fp32"),
+        "ranks": (SMALL, cfg, replace(world, global_size=4), "fp32"),
         "nodes": (SMALL, cfg, replace(world, local_size=1), "fp32"),
         "precision": (SMALL, cfg, world, "bf16"),
         "model": (replace(SMALL, n_layers=2), cfg, world, "fp32"),
@@ -294,7 +295,7 @@ def test_the_program_says_what_is_on_record(tmp_path, capsys):
     assert capsys.readouterr().out == "2 x ?, ?, ?: microbatch 4, so\n"
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The trial
 
 
@@ -367,7 +368,7 @@ def test_where_nothing_fits_the_line_says_what_helps(alone):
 
 @pytest.mark.slow
 def test_a_run_finds_and_keeps_it(torchrun, tiny_data, tmp_path, capsys):
-    """fsdp_train.py under torchrun; its settings, launch and record all say 2, and the second start tries nothing."""
+    """Settings, launch and record of a run all say 2, and its second start tries nothing."""
     flags = [
         *FLAGS,
         *flags_for(tiny_data),

@@ -1,4 +1,4 @@
-"""lifecycle/resume.py: damage is found before training, the unfit is put aside, another run's is refused."""
+"""lifecycle/resume.py: damage is found before training, and another run's checkpoint is refused."""
 
 import binascii
 import codecs
@@ -30,7 +30,7 @@ from config import MPTConfig, TrainConfig, UserError
 from lifecycle import resume
 from storage import checkpoint_files
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Damage is found before training
 
 
@@ -147,7 +147,7 @@ def test_every_file_has_its_checksum(two_saved):
 
 
 def test_a_damaged_step_is_saved_again(ranks, two_saved, tmp_path):
-    """And if that is damaged in turn, it is kept beside the first; when all are, the run starts anew."""
+    """A second damaged one is kept beside the first. If all are damaged, a new run starts."""
     run = shutil.copytree(two_saved, tmp_path / "run")
     cfg = replace(RUN, run_dir=str(run))
     for kept in ("step-2.damaged", "step-2.damaged-2"):
@@ -186,7 +186,7 @@ def test_a_damaged_one_that_was_asked_for_is_an_error(ranks, two_saved, tmp_path
     assert names(run) == ["step-1", "step-2"]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Where to begin
 
 
@@ -257,7 +257,7 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
 
 @pytest.mark.parametrize("by", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, by):
-    """The same command again: what --resume meant is done. A finished run is not put aside, either."""
+    """The first start has done what --resume asked for. A finished run is not moved aside."""
     run, old = tmp_path / "run", made_up(tmp_path / "old", 3)
     assert ranks(1)(choose_again, replace(RUN, run_dir=str(run), resume=str(old)), by) == [
         old
@@ -281,7 +281,7 @@ def choose_after_restart(world, cfg):
 
 
 def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_saved, tmp_path):
-    """Nobody watches: the run must not begin at step 0. Who types the command reads what happens."""
+    """Nobody is watching, so it must not begin at step 0. A typed command may: its user reads."""
     run = shutil.copytree(two_saved, tmp_path / "run")
     cfg = replace(RUN, run_dir=str(run))
     for name in ("step-1", "step-2"):
@@ -411,7 +411,7 @@ def test_the_program_says_whether_all_are_sound(ranks, two_saved, tmp_path):
 
 
 def unreadable(world, path):
-    """What verify raises where one rank does not see the folder, as on a node that lacks the mount."""
+    """What verify raises if one rank does not see the folder, as on a node without the mount."""
     hidden = path if world.global_rank == 0 else path.with_name("elsewhere")
     with mock.patch.object(
         checkpoint_files, "fault", lambda file, *rest: checkpoint_fault(hidden / file.name, *rest)
@@ -486,7 +486,7 @@ def test_a_resume_at_step_10_to_the_9_is_no_slower(ranks, tmp_path, tiny_data):
     )  # replaying so many steps would take months
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Whether it fits
 
 

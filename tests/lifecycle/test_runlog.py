@@ -78,7 +78,8 @@ def test_only_rank_zero_writes(tmp_path, capsys):
 def test_console_line_says_the_same_as_the_row():
     line = runlog.line(row(40, mfu=0.4321, tokens_per_second=12345.6), max_steps=100)
     assert line == (
-        "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%  0.1 GB  0:02:00 left"
+        "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%  "
+        "0.1 GB  0:02:00 left"
     )
     assert "MFU n/a" in runlog.line(row(1, mfu=None), 100)
     assert runlog.line({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5}, 100) == (
@@ -252,7 +253,7 @@ def test_metrics_without_permission_are_an_error():
 
 
 def in_a_child(function) -> int:
-    """Fork, call it, and return the child's process id; its exit status is what `function` returns."""
+    """Call it in a forked child, whose exit status is its result. Returns the process id."""
     if child := os.fork():
         return child
     try:
@@ -278,7 +279,7 @@ def test_a_full_disk_at_the_start_is_named_and_loses_no_row(tmp_path):
 
 
 def test_a_kill_while_the_file_is_rewritten_loses_no_row(tmp_path):
-    """kill -9 of a process that does nothing but start: rows, settings and launches are whole at any time."""
+    """Rows, settings and launches are complete whenever a process that starts is killed."""
     log = opened(tmp_path)
     log.path.write_bytes(b"\n".join([*good(range(1, 2000)), b"7", *good([2000])]) + b"\n")
     chance = random.Random(0)
@@ -401,7 +402,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["metrics.jsonl", "launches.jsonl", "config.json"])
 def test_no_mutation_of_a_run_folder_is_a_traceback(tmp_path, monkeypatch, capsys, name):
-    """40 mutations of each file: readers skip it or say one line, and a run goes on or says one line."""
+    """40 mutations of each file: readers and runs carry on, or end with one line."""
     log = opened(tmp_path)
     log.row({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5})
     for step in range(1, 9):
@@ -461,7 +462,7 @@ def test_nothing_is_written_through_a_link(tmp_path):
 
 
 def test_a_launch_on_record_has_no_rows_of_the_launch_before(tmp_path, monkeypatch):
-    """Whoever waits for the launch and then reads the rows must not see steps that are done again."""
+    """A reader who waits for the launch must not see rows of steps that will be repeated."""
     log = opened(tmp_path)
     for step in (1, 2, 3):
         log.row(row(step))

@@ -1,17 +1,18 @@
-"""A run that is killed again and again loses no step, repeats none, and ends as one that was left in peace.
+"""A run that is killed again and again loses no step, repeats none, and ends as an undisturbed one.
 
 The long form, 40 kills in about five minutes on two cores (-s shows each kill):
 
     .venv/bin/python -m pytest tests/lifecycle/test_soak.py -m slow
 
-SIGKILL hits one rank or all, at random: while they start, between two steps, while a checkpoint is being written.
-SOAK_SEED=... repeats the choices of a run (not the machine's timing).
+SIGKILL hits one rank or all, at random: while they start, between two steps, while a checkpoint is
+being written. SOAK_SEED=... repeats the choices of a run (not the machine's timing).
 
 What is promised after a kill at step `last`, with `newest` the newest complete checkpoint:
     nothing was being written           last - newest <= save_interval
     step-N.tmp was being written        last - N <= save_interval and N - newest <= save_interval
-since a checkpoint is begun only when the one before it is published. When rank 0 survives for a moment it removes the
-step-N.tmp that cannot be completed any more: then only the sum is seen, last - newest <= 2 * save_interval.
+since a checkpoint is begun only when the one before it is published. If rank 0 survives for a
+moment, it removes the step-N.tmp that cannot be completed any more. Then only the sum can be
+checked: last - newest <= 2 * save_interval.
 """
 
 import collections
@@ -105,7 +106,7 @@ class Soak:
         time.sleep(self.chance.uniform(0, 0.04))
 
     def check(self, when: str, victim: int | None, before: int) -> None:
-        """The newest checkpoint can be read, is not older than before, and is as near as promised."""
+        """The newest checkpoint can be read, is no older than before, and as recent as promised."""
         newest, last = self.newest(), steps_done(self.folder)
         assert newest >= before
         if newest:
@@ -131,11 +132,12 @@ class Soak:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def state(self) -> str:
-        return f"step {steps_done(self.folder)}, newest checkpoint {self.newest()}, half {self.being_written()}"
+        steps = steps_done(self.folder)
+        return f"step {steps}, newest checkpoint {self.newest()}, half {self.being_written()}"
 
 
 def soak(tmp_path, tiny_data, sizes: list[int], kills: int):
-    """Undisturbed on sizes[0] ranks, and killed `kills` times on sizes in turns: the rows of both."""
+    """The rows of a run on sizes[0] ranks, and of one on `sizes` in turns, killed `kills` times."""
     seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 10**6))
     print(f"\nSOAK_SEED={seed}")
     max_steps = 4 * INTERVAL * kills + 20  # enough that it is not done before
@@ -150,9 +152,9 @@ def soak(tmp_path, tiny_data, sizes: list[int], kills: int):
             killed.to_the_end(last)
         calm.to_the_end(undisturbed)
     for (when, every), seconds in killed.seconds.items():
-        print(
-            f"{when}, {'all' if every else 'one'} killed: gone after {', '.join(f'{s:.1f}' for s in seconds)} s"
-        )
+        victims = "all" if every else "one"
+        times = ", ".join(f"{s:.1f}" for s in seconds)
+        print(f"{when}, {victims} killed: gone after {times} s")
     calm_rows, rows = runlog.read(calm.folder), runlog.read(killed.folder)
     assert [(row["step"], "loss" in row) for row in rows] == [
         (row["step"], "loss" in row) for row in calm_rows

@@ -1,4 +1,4 @@
-"""lifecycle/stopping.py: leaving when asked, steps that went bad, batches left out; all for real."""
+"""How runs stop: signals, torchrun's restarts, stragglers, bad steps. Real processes throughout."""
 
 import contextlib
 import io
@@ -75,7 +75,7 @@ def wait_for(condition, seconds=60) -> None:
 
 @pytest.fixture
 def started(tmp_path, tiny_data):
-    """`started(ranks, *flags)`: processes of fsdp_train.py on tmp_path/run, as elastic.Launch; ended with the test."""
+    """`started(ranks, *flags)` launches fsdp_train.py on tmp_path/run, until the test ends."""
     launches = []
 
     def start(ranks, *flags):
@@ -89,7 +89,7 @@ def started(tmp_path, tiny_data):
         launch.left(30)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Leaving when asked
 
 
@@ -115,7 +115,7 @@ def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data,
     "number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, number):
-    """Status 75, a checkpoint of the very last step; started again it does what an undisturbed run does, bit by bit."""
+    """Status 75, a checkpoint of the last step, and resumed it equals an undisturbed run."""
     run, flags = tmp_path / "run", [*FOREVER, "--save_interval=0"]
     first = started(2, *flags)
     wait_for(lambda: steps_done(run) >= 3)
@@ -151,7 +151,8 @@ def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
 
 def test_the_second_ctrl_c(tmp_path):
     """In a step that lasts, and in which Python's own handlers do not run."""
-    program = "import hashlib; from lifecycle import stopping; stopping.Signals().nothing_to_save = False; print(flush=True); "
+    program = "import hashlib; from lifecycle import stopping; "
+    program += "stopping.Signals().nothing_to_save = False; print(flush=True); "
     program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
@@ -167,7 +168,7 @@ def test_the_second_ctrl_c(tmp_path):
 
 @pytest.mark.slow
 def test_saving_by_the_clock(ranks, tiny_data, tmp_path):
-    """Every 0.6 s by --save_minutes, on both ranks at the same step, beside every 40 steps by --save_interval."""
+    """Every 0.6 s by --save_minutes, at the same step on both ranks, and every 40 steps."""
     flags = [
         f"--run_dir={tmp_path}",
         *FLAGS,
@@ -192,13 +193,13 @@ def slow_steps(world):
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # torchrun
 
 
 @pytest.fixture
 def restarting(tmp_path, tiny_data):
-    """`restarting(*flags)`: torchrun --max-restarts=4 with 2 ranks on tmp_path/run, and a file with what they say."""
+    """`restarting(*flags)`: torchrun --max-restarts=4 with 2 ranks; their output goes to a file."""
     started = []
 
     def start(*flags):
@@ -224,11 +225,11 @@ def workers(torchrun) -> list[int]:
 
 @pytest.mark.slow
 def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path):
-    """Four times one of the two ranks is killed; the curve is that of a run that was left in peace."""
+    """One of the two ranks is killed four times; the curve is that of an undisturbed run."""
     flags, run = ["--max_steps=500", "--save_interval=10"], tmp_path / "run"
     job = restarting(*flags)
     for number in range(4):
-        wait_for(lambda: launches(run) == number + 1 and steps_done(run) > 60 * (number + 1), 120)  # noqa: B023
+        wait_for(lambda n=number + 1: launches(run) == n and steps_done(run) > 60 * n, 120)
         os.kill(workers(job)[number % 2], signal.SIGKILL)
     assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
     assert launches(run) == 5
@@ -257,7 +258,7 @@ def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tm
     assert sum(line.startswith("error:") for line in lines) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Meeting after a step
 
 
@@ -287,13 +288,13 @@ def test_the_slowest_rank_is_named(ranks, tiny_data, tmp_path):
     assert all(row["slowest_rank"] == 1 and row["slowest_by"] > 1.5 for row in rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Bad numbers
 
 
 @contextlib.contextmanager
 def poisoned(world, steps):
-    """Rank 1's loss of these steps (from 0) is not a number, in its last microbatch: so are all its gradients."""
+    """In these steps (from 0) the loss of rank 1's last microbatch is NaN, and so its gradients."""
     step = fsdp_train.train_step
 
     def train_step(model, optimizer, rows, number, *args):
@@ -346,7 +347,7 @@ def same(a, b) -> bool:
 
 
 def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny_data, tmp_path):
-    """The message names steps, batch and checkpoint, and the flag that helps; what was skipped stays skipped."""
+    """The message names steps, batch, checkpoint and flag; skipped steps stay skipped."""
     flags = [
         f"--run_dir={tmp_path}",
         *FLAGS,
@@ -414,8 +415,8 @@ def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(
         and "--skip_steps" not in message
     )
     assert (
-        "There is no checkpoint yet. No step was good, so it is not the batches: look at the weights"
-        in message
+        "There is no checkpoint yet. No step was good, so it is not the batches: look at the "
+        "weights" in message
     )
     assert message.endswith("or try --precision=fp32") and "\n" not in message
     assert not list((tmp_path / "checkpoints").iterdir())
@@ -428,7 +429,7 @@ def test_what_is_no_range_of_steps(text):
 
 
 def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
-    """A folder that vanishes, and a real file that cannot grow, as on a full disk: the rows are there later, once."""
+    """Rows wait while the folder is gone, or a real file cannot grow; then each is there once."""
     folder = tmp_path / "run"
     cfg = TrainConfig(run_dir=str(folder))
     log = runlog.RunLog(cfg, 0)
@@ -445,8 +446,10 @@ def test_rows_wait_while_they_cannot_be_written(tmp_path, capsys):
     program = (
         "import resource, signal, sys;"
         "from lifecycle import runlog; from config import *;"
-        "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0); log.size = log.path.stat().st_size;"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
+        "log = runlog.RunLog(TrainConfig(run_dir=sys.argv[1]), 0);"
+        "log.size = log.path.stat().st_size;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1];"
         "row = lambda n: log.row({'step': n, 'val_loss': 1.0, 'val_bits_per_byte': 2.0});"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (log.size + 20, hard)); row(4);"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); row(5)"

@@ -18,7 +18,8 @@ from lifecycle import watchdog
 from program import RESUME_ME
 from text import tokenizer
 
-# fsdp_train.py with a fault: `reading` runs when a rank reads the rows of a step (from 0), `stepping` when it takes it.
+# fsdp_train.py with a fault: the code `reading` runs before a rank reads the rows of a step (from
+# 0), `stepping` before it takes the step.
 PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
@@ -43,7 +44,7 @@ processes.run(fsdp_train.main)
 
 @pytest.fixture
 def started(tmp_path, tiny_data):
-    """`started(ranks, *flags, reading=..., stepping=...)`: processes on tmp_path/run; ended with the test."""
+    """`started(ranks, *flags, reading=..., stepping=...)` launches PROGRAM until the test ends."""
     launches = []
 
     def start(ranks, *flags, reading="pass", stepping="pass"):
@@ -70,7 +71,7 @@ def errors(folder) -> list[str]:
 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
-    """The reading of rank 1 hangs, as on a dead file server; the others wait for it and then end, in time."""
+    """Rank 1 hangs while it reads, as from a dead file server. All ranks end, in time."""
     reading = "time.sleep(10**6 * (step == 9 and rank == 1))"
     job = started(2, *FOREVER, "--timeout_minutes=0.1", "--save_interval=3", reading=reading)
     wait_for(
@@ -138,8 +139,8 @@ GREEDY = "torch.empty(10**15 * (step == 6 and rank == 1 and cfg.microbatch_size 
 
 @pytest.mark.slow
 def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path):
-    """One rank runs out of memory in a step. All leave with 75; the next start gives the samples and losses that an
-    undisturbed run gives, in smaller pieces."""
+    """One rank runs out of memory in a step, and all exit with 75. The next start gives the losses
+    of an undisturbed run, with half of the microbatch."""
     run, flags = tmp_path / "run", ["--max_steps=9", "--save_interval=3", "--microbatch_size=4"]
     job = started(2, *flags, stepping=GREEDY)
     assert job.left(40)
@@ -168,7 +169,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("rank, name", [(0, "error"), (1, "error on rank 1")])
 def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_path, rank, name):
-    """What only one rank finds out, such as a damaged file on its machine, ends all with status 2 and one line."""
+    """An error on one rank alone, such as a damaged file, ends all with status 2 and one line."""
     reading = f"if (step, rank) == (5, {rank}): raise UserError('my shard is damaged')"
     job = started(2, *FOREVER, reading=reading)
     assert job.left(60)
@@ -177,7 +178,7 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
 
 
 def stuck(enter) -> str:
-    """What another thread says while this one is in `enter(chunks)`, which waits for its first chunk."""
+    """What `current_line` says in another thread while this one waits in `enter(chunks)`."""
     found = []
 
     def chunks():
