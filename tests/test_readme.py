@@ -236,6 +236,14 @@ def test_the_readme_links_to_the_page_of_every_folder():
     assert pages <= set(re.findall(r"\]\(([\w./]+)\)", README))
 
 
+def test_each_use_is_one_screen_with_commands_and_a_link():
+    uses = re.findall(r"^## Use: .*?(?=^## )", README, re.MULTILINE | re.DOTALL)
+    assert len(uses) == 6
+    for use in uses:
+        assert len(use.splitlines()) <= 40 and "```sh\n" in use, use.splitlines()[0]
+        assert re.search(r"\]\([\w/]+/(README|\w+)\.md\)", use), use.splitlines()[0]
+
+
 # --- Names of files and of what is in them
 
 
