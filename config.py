@@ -1,15 +1,21 @@
-"""Settings: defaults, then config files, then flags, into typed dataclasses. A typo is an error, never silence.
+"""Settings: typed dataclasses, filled from defaults, config files and flags. A typo is an error.
+
+A later source wins over an earlier one:
 
     defaults below  <  configs/mpt1b.py  <  more files  <  --lr=1e-4 --compile
 
-A config file is flat Python assignments that may compute; names that start with `_` are its helpers:
+A config file is Python: flat assignments, which may compute. Names that start with `_` are local
+to the file:
 
     _gpus = 8
     microbatch_size = 4
     global_batch_size = 16 * microbatch_size * _gpus
 
-Field names are unique over all classes, so a flag needs no prefix. Run `python config.py --help` for the list.
-This file imports no torch, so that a wrong flag is answered at once. Read next: devices.py.
+Settings are grouped by what they belong to: model, data, batch, optimizer, machine, evaluation,
+saving, lifecycle. Their names are unique over all groups, so a flag needs no prefix.
+
+Run `python config.py --help` to list them all, or with config files and flags to see what they
+add up to. This file does not import torch, so a wrong flag is reported within 0.1 s.
 """
 
 import ast
@@ -29,7 +35,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-# Re-exported: a file that has settings takes these from here.
+# Re-exported: a program that has settings imports these from here.
 from program import (  # noqa: F401
     UserError,
     arguments,
@@ -43,7 +49,8 @@ from program import (  # noqa: F401
     wants_help,
 )
 
-# What each number can be meant to be, from the smallest to the largest; anything else is a slip.
+# Smallest and largest value of each number; whatever is outside is a typo.
+# Every number below has an entry. A fork may add settings without one: those need only be finite.
 RANGES = {
     name: (low, high)
     for low, high, names in [
@@ -51,134 +58,136 @@ RANGES = {
         (1, 2**16, "n_heads kv_n_heads"),
         (1, 10**4, "n_layers recompute_every"),
         (1, 2**24, "max_seq_len vocab_size"),
-        (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is about the smallest fp32 number
+        (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is near the smallest fp32 number
         (1e-9, 10**6, "softmax_scale logit_scale"),
         (0, 0.99, "emb_pdrop attn_pdrop resid_pdrop"),
         (0, 10**18, "seed"),
         (1e-9, 0.5, "val_fraction"),
         (1, 10**6, "global_batch_size microbatch_size keep_last max_bad_steps"),
         (1, 10**15, "max_steps eval_tokens rope_theta"),
-        (
-            0,
-            10**15,
-            "max_tokens warmup_steps eval_interval icl_interval icl_limit save_interval keep_every",
-        ),
+        (0, 10**15, "max_tokens warmup_steps eval_interval save_interval keep_every"),
+        (0, 10**15, "icl_interval icl_limit"),
         (1e-12, 1000, "lr"),
         (0, 1, "alpha_f decoupled_weight_decay z_loss"),
         (0, 0.999999, "beta1 beta2"),
-        (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where there is no gradient
+        (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where the gradient is 0
         (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
         (1e-3, 10**6, "timeout_minutes peak_tflops"),
     ]
     for name in names.split()
 }
-LARGEST = 10**13  # parameters
-PATIENCE = 5  # seconds after which a config file that still runs is named
+MAX_PARAMETERS = 10**13
+SLOW_FILE_SECONDS = 5  # a config file that runs longer is named on standard error
+
+# --------------------------------------------------------------------------------------------------
+# The model
+
+Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
+AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
 
 
 @dataclass
 class MPTConfig:
-    """The model: what decides its weights and its logits. Names and defaults are MPT's."""
+    """The model: everything that decides its weights and logits. Names and defaults are MPT's."""
 
+    # --- model: sizes
     d_model: int = 2048  # width of the residual stream
     n_heads: int = 16  # attention heads (queries)
     n_layers: int = 24  # transformer blocks
     expansion_ratio: float = 4  # hidden width of the feed-forward / d_model
     max_seq_len: int = 2048  # tokens of one training sequence
-    vocab_size: int = 50368  # rows of the embedding, at least the tokenizer's entries
-    learned_pos_emb: bool = True  # add a learned vector per position (ALiBi and RoPE turn it off)
-    alibi: bool = False  # attention with linear biases instead of learned positions
-    alibi_bias_max: float = 8  # the steepest ALiBi slopes: 2^(-i * alibi_bias_max / n_heads)
-    rope: bool = False  # rotary positions: q and k are turned by angles that grow with the position
-    rope_theta: float = 10000.0  # their longest wavelength / 2 pi
-    attn_uses_sequence_id: bool = False  # the documents of one row do not see each other
-    kv_n_heads: int | None = (
-        None  # heads of keys and values: None = n_heads, 1 = multi-query, between = grouped
-    )
-    no_bias: bool = False  # True: no bias anywhere, the norms' included
-    clip_qkv: float | None = (
-        None  # clamp the output of Wqkv to [-clip_qkv, clip_qkv] (0 or None: do not)
-    )
+    vocab_size: int = 50368  # rows of the embedding; at least the tokenizer's entries
+    no_bias: bool = False  # True: no bias anywhere, not in the norms either
+    # --- model: positions
+    learned_pos_emb: bool = True  # a learned vector per position (ALiBi and RoPE turn it off)
+    alibi: bool = False  # attention with linear biases
+    alibi_bias_max: float = 8  # slope of head i = 1..n_heads: 2^(-i * alibi_bias_max / n_heads)
+    rope: bool = False  # rotary positions: rotate q and k by angles that grow with the position
+    rope_theta: float = 10000.0  # RoPE: base of the wavelengths; the longest is about 2 pi * this
+    # --- model: attention
+    kv_n_heads: int | None = None  # key/value heads: None = n_heads, 1 = multi-query, else grouped
+    attn_uses_sequence_id: bool = False  # documents packed into one row do not see each other
+    clip_qkv: float | None = None  # clamp the output of Wqkv to +-clip_qkv (0 or None: do not)
     qk_ln: bool = False  # LayerNorm over all of q and all of k
     softmax_scale: float | None = None  # None = 1 / sqrt(head_dim)
-    logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits
-    tie_word_embeddings: bool = True  # the output layer is the embedding, transposed
+    attn_impl: AttentionImpl = "auto"  # see attention.py
+    # --- model: norm, dropout and output
+    norm_type: Norm = "low_precision_layernorm"  # norm in bf16, or in fp32
     emb_pdrop: float = 0.0  # dropout after the embedding
     attn_pdrop: float = 0.0  # dropout on the attention probabilities
     resid_pdrop: float = 0.0  # dropout after attention and after the feed-forward
-    norm_type: Literal["low_precision_layernorm", "layernorm"] = (
-        "low_precision_layernorm"  # norm in bf16, or in fp32
-    )
-    attn_impl: Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"] = (
-        "auto"  # see attention.py
-    )
+    tie_word_embeddings: bool = True  # the output layer is the embedding, transposed
+    logit_scale: float | Literal["inv_sqrt_d_model"] | None = None  # multiply the logits by this
 
     @property
     def head_dim(self) -> int:
+        """Channels of one attention head."""
         return self.d_model // self.n_heads
 
     @property
     def n_kv_heads(self) -> int:
+        """Heads of keys and values; fewer than n_heads in multi-query and grouped attention."""
         return self.n_heads if self.kv_n_heads is None else self.kv_n_heads
 
     @property
     def hidden_dim(self) -> int:
+        """Hidden width of the feed-forward."""
         return int(self.d_model * self.expansion_ratio)
 
     @property
     def learned_positions(self) -> bool:
+        """Whether the model has a table of learned positions."""
         return self.learned_pos_emb and not (self.alibi or self.rope)
 
     def check(self) -> None:
+        """Raise UserError if a setting is out of range or contradicts another."""
         check_ranges(self)
-        require(
-            self.hidden_dim > 0, f"expansion_ratio {self.expansion_ratio} leaves no hidden width"
-        )
-        size = self.n_layers * self.d_model * (4 * self.d_model + 2 * self.hidden_dim)
-        size += self.vocab_size * self.d_model
-        require(
-            size <= LARGEST, f"the model has {size:.0e} parameters, expected at most {LARGEST:.0e}"
-        )
-        require(
-            self.d_model % self.n_heads == 0,
-            f"d_model {self.d_model} is not a multiple of n_heads {self.n_heads}",
-        )
-        require(
-            self.n_heads % self.n_kv_heads == 0,
-            f"n_heads {self.n_heads} is not a multiple of kv_n_heads {self.n_kv_heads}",
-        )
-        require(
-            not (self.rope and self.alibi),
-            "rope and alibi are two ways to tell positions: set one of them",
-        )
-        even = not self.rope or self.head_dim % 2 == 0
-        require(
-            even,
-            f"rope turns pairs of numbers: a head dim of {self.head_dim} is odd, change n_heads",
-        )
-        fused = self.attn_impl in ("flex", "triton")
-        require(
-            not (fused and self.attn_pdrop),
-            f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0",
-        )
-        small = self.attn_impl != "triton" or self.head_dim <= 128
-        require(
-            small,
-            f"attn_impl=triton has head dims up to 128, not {self.head_dim}: take sdpa, or more heads",
-        )
+        self.check_sizes()
+        self.check_attention()
+
+    def check_sizes(self) -> None:
+        """Raise UserError if the feed-forward has no width, or the model is absurdly large."""
+        ratio = f"expansion_ratio {self.expansion_ratio}"
+        require(self.hidden_dim > 0, f"{ratio} leaves the feed-forward no hidden width")
+
+        block = 4 * self.d_model**2 + 2 * self.d_model * self.hidden_dim
+        size = self.n_layers * block + self.vocab_size * self.d_model
+        limit = f"expected at most {MAX_PARAMETERS:.0e}"
+        require(size <= MAX_PARAMETERS, f"the model has {size:.0e} parameters, {limit}")
+
+    def check_attention(self) -> None:
+        """Raise UserError if the heads do not divide evenly, or attn_impl cannot compute them."""
+        d_model, n_heads, n_kv_heads = self.d_model, self.n_heads, self.n_kv_heads
+        require(d_model % n_heads == 0, f"d_model {d_model} is not a multiple of n_heads {n_heads}")
+        grouped = f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv_heads}"
+        require(n_heads % n_kv_heads == 0, grouped)
+
+        both = self.rope and self.alibi
+        require(not both, "rope and alibi both encode positions: set only one of them")
+        odd = f"rope rotates pairs of channels: head dim {self.head_dim} is odd, change n_heads"
+        require(not self.rope or self.head_dim % 2 == 0, odd)
+
+        dropout = self.attn_pdrop and self.attn_impl in ("flex", "triton")
+        require(not dropout, f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")
+        too_wide = self.attn_impl == "triton" and self.head_dim > 128
+        limit = f"attn_impl=triton has head dims up to 128, not {self.head_dim}"
+        require(not too_wide, f"{limit}: use sdpa, or more heads")
 
 
-Checkpointing = Literal["none", "selective", "full"]  # of activations: see parallel.py
-Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"]
+# --------------------------------------------------------------------------------------------------
+# The run
 
 
 @dataclass(frozen=True)
 class ShardingMode:
-    """What a mode shards, and when. parallel.py does it, planning counts its bytes and seconds."""
+    """What a mode shards, and when.
+
+    parallel.py carries it out; planning/ counts its bytes and seconds.
+    """
 
     over: Literal["all", "group", "none"]  # data-parallel ranks that share one copy of the weights
-    frees_weights: bool  # a block's gathered weights go after its forward, and are gathered again
-    reduces_late: bool  # gradients are reduced at the last microbatch of a step only
+    frees_weights: bool  # free a block's gathered weights after its forward; backward gathers again
+    reduces_late: bool  # reduce gradients only at the last microbatch of a step
 
 
 SHARDING_MODES = {
@@ -189,148 +198,145 @@ SHARDING_MODES = {
     "DDP": ShardingMode(over="none", frees_weights=False, reduces_late=True),
 }
 
+Sharding = Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP"]
+Checkpointing = Literal["none", "selective", "full"]  # of activations: see parallel.py
+Schedule = Literal["cosine", "constant", "inv_sqrt"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Precision = Literal["auto", "fp32", "bf16"]
+
 
 @dataclass
 class TrainConfig:
-    """The run: data, batch, optimizer, machine, checkpoints."""
+    """The run: data, batch, optimizer, machine, evaluation, saving, lifecycle."""
 
-    run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
-    init_from: str = (
-        ""  # weights to begin with: a Hugging Face folder, a Composer .pt, a run or a checkpoint
-    )
+    # --- model: what its weights start from
+    init_from: str = ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty = none
     seed: int = 1337  # of the initial weights, the data order and dropout
-    # data
-    dataset: str = (
-        "stdlib"  # stdlib, local files (my/*.txt, .jsonl, .parquet), or a Hub name (allenai/c4:en)
-    )
-    tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (a BPE of N entries trained on the data set), or a tokenizer.json
+    # --- data
+    dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
+    tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
-    max_tokens: int = 0  # prepare at most this many training tokens (0 = all there are)
+    max_tokens: int = 0  # prepare at most this many training tokens (0 = all of them)
     val_fraction: float = 0.005  # share of the documents kept for validation
-    # batch: global_batch_size = microbatch_size x ranks x accumulation steps, in sequences
+    # --- batch: global = microbatch x data-parallel ranks x accumulation steps
     global_batch_size: int = 256  # sequences per optimizer step, over all ranks
-    microbatch_size: int | Literal["auto"] = (
-        8  # sequences per forward pass of one rank, at most (auto: what fits)
-    )
+    microbatch_size: int | Literal["auto"] = 8  # sequences per forward of a rank (auto: what fits)
     max_steps: int = 4800  # optimizer steps
-    # optimizer
+    # --- optimizer
     lr: float = 6e-4  # peak learning rate
-    schedule: Literal["cosine", "constant", "inv_sqrt"] = "cosine"  # after the warmup
+    schedule: Schedule = "cosine"  # after the warmup
     warmup_steps: int = 100  # steps of linear warmup
     alpha_f: float = 0.1  # cosine ends at alpha_f * lr
-    lr_one_step_late: bool = (
-        False  # apply the schedule as Composer does: step k uses the factor of k-1
-    )
+    lr_one_step_late: bool = False  # schedule as in Composer: step k uses the factor of step k-1
     beta1: float = 0.9  # Adam: decay of the mean of the gradient
     beta2: float = 0.95  # Adam: decay of the mean of its square
     adam_eps: float = 1e-8  # Adam: added to the denominator
-    decoupled_weight_decay: float = 0.0  # p *= 1 - (lr_t / lr) * this: not PyTorch's weight_decay
+    decoupled_weight_decay: float = 0.0  # p *= 1 - (lr_t / lr) * this; not PyTorch's weight_decay
     grad_clip: float = 1.0  # clip the global gradient norm to this (0 = never)
-    z_loss: float = (
-        0.0  # add this times the squared logsumexp of the logits to the training loss (PaLM: 1e-4)
-    )
-    # machine
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # cuda is ROCm too
-    precision: Literal["auto", "fp32", "bf16"] = (
-        "auto"  # auto: bf16 on accelerators, the faster one on a CPU
-    )
+    z_loss: float = 0.0  # weight of the squared logsumexp of the logits in the loss (PaLM: 1e-4)
+    # --- machine
+    device: Device = "auto"  # cuda is ROCm too
+    precision: Precision = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
-    shard_size: int = (
-        0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = the ranks of a node)
-    )
+    shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
     activation_checkpointing: Checkpointing = "none"  # see parallel.py
     recompute_every: int = 1  # activation checkpointing of every k-th block
     compile: bool = False  # torch.compile each block
-    peak_tflops: float | Literal["auto", "measure"] = (
-        "auto"  # of one device, for MFU; auto: the table of devices.py
-    )
-    # evaluation, checkpoints
-    eval_interval: int = (
-        500  # steps between evaluations on the validation split (0 = only first and last)
-    )
+    peak_tflops: float | Literal["auto", "measure"] = "auto"  # of a device, for MFU; see devices.py
+    # --- evaluation
+    eval_interval: int = 500  # steps between validations (0 = only before the first and at the end)
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
     icl_interval: int = 0  # steps between evaluations on icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
     icl_limit: int = 0  # items of each task, at most (0 = all)
-    save_interval: int = 500  # steps between checkpoints (0 = only the last)
-    save_minutes: float = 0.0  # and minutes between them, at most (0 = no limit)
-    keep_last: int = 3  # newest checkpoints kept
-    keep_every: int = 0  # and those of every so many steps, for good (0 = none)
-    resume: str = "auto"  # auto: go on from run_dir; again: also restart a finished run; never; or a checkpoint
     expect: str = ""  # what a good run ends with: printed beside the result
-    # staying alive: see lifecycle/stopping.py
-    skip_steps: str = ""  # leave out these steps and their batches: 120:140 is 120 to 139, as metrics.jsonl counts
-    max_bad_steps: int = (
-        10  # so many steps in a row without a finite loss and gradient stop the run
-    )
-    timeout_minutes: float = (
-        30.0  # without a step (evaluation included) end the run, naming the rank that hangs
-    )
+    # --- saving
+    run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
+    save_interval: int = 500  # steps between checkpoints (0 = only the last)
+    save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
+    keep_last: int = 3  # keep this many of the newest checkpoints
+    keep_every: int = 0  # also keep, for good, those of every so many steps (0 = none)
+    # --- lifecycle: resuming, bad steps, hangs
+    resume: str = "auto"  # auto (continue), again (if finished, restart), never, or a checkpoint
+    skip_steps: str = ""  # skip these steps and their batches; 120:140 is 120 to 139, as in metrics
+    max_bad_steps: int = 10  # stop after so many steps in a row with a non-finite loss or gradient
+    timeout_minutes: float = 30.0  # longest a step may take, evaluation included; then the run ends
 
     def check(self) -> None:
+        """Raise UserError if a setting is out of range or contradicts another."""
         check_ranges(self)
-        plain = self.run_dir.strip() and self.run_dir.isprintable()
-        require(
-            plain,
-            f"run_dir is {shown(self.run_dir)}, expected the name of a folder, such as runs/NAME",
-        )
-        taken = os.path.exists(self.run_dir) and not os.path.isdir(self.run_dir)
-        require(not taken, f"run_dir {self.run_dir} is there and no folder: set another --run_dir")
-        require(
-            self.icl_tasks or not self.icl_interval,
-            "icl_interval wants tasks: set --icl_tasks=piqa, or a .jsonl",
-        )
+        check_run_dir(self.run_dir)
+        no_tasks = self.icl_interval and not self.icl_tasks
+        require(not no_tasks, "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
         step_ranges(self.skip_steps)
-        require(
-            self.schedule != "cosine" or self.warmup_steps < self.max_steps,
-            f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}",
-        )
+        steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
+        require(self.schedule != "cosine" or self.warmup_steps < self.max_steps, steps)
 
     @property
     def sharding_mode(self) -> ShardingMode:
+        """What `sharding` shards, and when."""
         return SHARDING_MODES[self.sharding]
 
-    def shard_ranks(self, ranks: int, node: int) -> int:
-        """How many of `ranks` data-parallel ranks share one copy of the weights.
-        node: how many of them a node has."""
-        return {"all": ranks, "group": self.shard_size or node, "none": 1}[self.sharding_mode.over]
+    def shard_ranks(self, dp_size: int, node: int) -> int:
+        """How many data-parallel ranks share one copy of the weights.
+
+        dp_size: data-parallel ranks in all. node: those on one node.
+        """
+        group = self.shard_size or node
+        return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
+
+
+def check_run_dir(run_dir: str) -> None:
+    """Raise UserError unless this can be the name of a folder. It need not exist."""
+    printable = run_dir.strip() and run_dir.isprintable()
+    example = "expected the name of a folder, such as runs/NAME"
+    require(printable, f"run_dir is {shown(run_dir)}, {example}")
+
+    other_file = os.path.exists(run_dir) and not os.path.isdir(run_dir)
+    require(not other_file, f"run_dir {run_dir} is not a folder: set another --run_dir")
 
 
 def check_ranges(settings) -> None:
-    """UserError naming the first number of a dataclass that is outside its range; NaN always is."""
+    """Raise UserError for the first number of a dataclass outside its range. NaN always is."""
     for name, value in vars(settings).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             low, high = RANGES.get(name, (-sys.float_info.max, sys.float_info.max))
-            wanted = f"{name} must be from {shown(low)} to {shown(high)}"
-            require(low <= value <= high, f"{wanted}, not {shown(value)}")
+            expected_range = f"{name} must be from {shown(low)} to {shown(high)}"
+            require(low <= value <= high, f"{expected_range}, not {shown(value)}")
 
 
 def shown(value) -> str:
-    """A value in a message, 80 characters at most. Python refuses to print a whole number of 5,000 digits."""
-    if type(value) is int:
-        return (
-            f"{value:,}"
-            if abs(value) < 10**60
-            else f"a number of {math.log10(abs(value)):.0f} digits"
-        )
-    return repr(value)[:80]
+    """A value as messages show it, at most 80 characters.
+
+    Python refuses to print whole numbers of more than 4,300 digits; those show their length.
+    """
+    if type(value) is not int:
+        return repr(value)[:80]
+    if abs(value) < 10**60:
+        return f"{value:,}"
+    return f"a number of {math.log10(abs(value)):.0f} digits"
 
 
 def step_ranges(text: str) -> list[range]:
-    """`"120:140,300:310"`, counted from 1 as in metrics.jsonl -> ranges of steps counted from 0. Raises UserError."""
+    """The ranges of `skip_steps`: "120:140,300:310" -> [range(119, 139), range(299, 309)].
+
+    The text counts steps from 1, as metrics.jsonl does; the ranges count from 0. Raises UserError.
+    """
     ranges = []
     for part in text.split(",") if text else []:
         ends = re.fullmatch(r"\s*(\d{1,15}):(\d{1,15})\s*", part)
-        require(
-            ends and 0 < int(ends[1]) < int(ends[2]),
-            f"skip_steps wants steps a:b, such as 120:140 for 120 to 139, not {shown(part)}",
-        )
+        valid = ends and 0 < int(ends[1]) < int(ends[2])
+        example = "ranges such as 120:140, which is 120 to 139"
+        require(valid, f"skip_steps takes {example}, not {shown(part)}")
         ranges.append(range(int(ends[1]) - 1, int(ends[2]) - 1))
     return ranges
 
 
-# Names that people bring from other projects, and what they are called here.
-ELSEWHERE = {
+# --------------------------------------------------------------------------------------------------
+# Names
+
+# Names of other projects, and ours for the same thing.
+FOREIGN_NAMES = {
     "block_size": "max_seq_len",
     "seq_len": "max_seq_len",
     "n_positions": "max_seq_len",
@@ -352,94 +358,16 @@ ELSEWHERE = {
     "dtype": "precision",
 }
 
-
-# Settings that were called something else: old name -> today's. Both are understood, in what people
-# type and in what runs have saved; only today's is written.
+# Settings that had another name here: old -> new. Config files, flags and saved settings may use
+# either name, but not both at once. We write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
-# What a checkpoint says of itself among its settings.
-BESIDE_SETTINGS = {"step", "data_fingerprint", "optimizer"}
+# Keys that a checkpoint saves beside its settings.
+OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer"}
 
 
-def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
-    """Fill `classes` from defaults < config files < flags.
-
-    argv: config file paths and `--key=value` flags in any order; `--key` alone sets a boolean,
-    and a list grows each time that its flag is given.
-    takes: what a program wants in place of config files, as in `arguments`: "RUN", "FILE OUT". There
-    `--key value` is `--key=value`.
-    Returns one instance per class; with `takes`, the list of those arguments comes first.
-    Raises UserError naming the source, the key and the fix.
-    """
-    if wants_help(argv):
-        show_help(help_text(*classes, files=takes is None))
-    known = {f.name: f for c in classes for f in dataclasses.fields(c)}
-    types_ = {name: hint for c in classes for name, hint in typing.get_type_hints(c).items()}
-    every = {
-        f.name for c in (MPTConfig, TrainConfig) for f in dataclasses.fields(c)
-    }  # a file may serve many programs
-    values, strangers = {}, []
-    if takes is not None:
-        argv = joined(argv, types_)
-    words = [a for a in argv if not a.startswith("-")]
-    for path in words if takes is None else []:
-        of_file = read_file(path)
-        require_one_name(of_file, path)
-        for key, value in of_file.items():
-            key = todays_name(key, path, every | known.keys())
-            if key in known:
-                values[key] = checked(value, types_[key], key, path)
-            elif key not in every:
-                strangers.append((key, path, value))
-    flags = [a.lstrip("-").partition("=") for a in argv if a.startswith("-")]
-    require_one_name([key for key, _, _ in flags], "the command line")
-    for key, equals, text in flags:
-        key = todays_name(key, "the command line", known)
-        if key not in known:
-            strangers.append((key, "the command line", text))
-            continue
-        if not equals:
-            require(
-                types_[key] is bool, f"--{key} wants a value: --{key}=... ({expected(types_[key])})"
-            )
-            text = "true"
-        value = checked(parse(text, types_[key]), types_[key], key, "the command line")
-        values[key] = values.get(key, []) + value if types_[key] == list[str] else value
-    for key, source, value in strangers:
-        raise UserError(
-            unknown(key, source, value, known if source == "the command line" else every, values)
-        )
-    instances = [] if takes is None else [with_usage(words, takes)]
-    for c in classes:
-        instance = c(**{f.name: values[f.name] for f in dataclasses.fields(c) if f.name in values})
-        if hasattr(instance, "check"):
-            instance.check()
-        instances.append(instance)
-    return instances
-
-
-def joined(argv: list[str], types_: dict) -> list[str]:
-    """argv with `--key value` as `--key=value`, where the key is one that wants a value."""
-    words, rest = [], list(argv)
-    while rest:
-        word = rest.pop(0)
-        wants_value = word.startswith("--") and types_.get(word[2:], bool) is not bool
-        if wants_value and rest and not rest[0].startswith("--"):
-            word = f"{word}={rest.pop(0)}"
-        words.append(word)
-    return words
-
-
-def with_usage(words: list[str], takes: str) -> list[str]:
-    """`arguments` of a program that has settings, too."""
-    try:
-        return arguments(words, takes)
-    except UserError as error:
-        raise UserError(f"{error} [--key=value ...] (--help lists the settings)") from error
-
-
-def todays_name(key: str, source: str, known) -> str:
-    """Today's name of a setting that was typed under an old one, and rank 0 says so. Else `key`."""
+def new_name(key: str, source: str, known) -> str:
+    """`key`, or its new name if it was renamed. Rank 0 notes the new name once."""
     name = RENAMED.get(key)
     if name not in known:
         return key
@@ -448,202 +376,415 @@ def todays_name(key: str, source: str, known) -> str:
 
 
 def require_one_name(names, source: str) -> None:
-    """UserError if a setting is there twice, under its old name and under today's."""
+    """Raise UserError if a setting is given twice, under its old name and its new one."""
     for old, new in RENAMED.items():
         both = old in names and new in names
-        require(not both, f"{source} sets {old} and {new}, its new name: leave out {old}")
+        require(not both, f"{source} sets {old} and {new}, its new name: remove {old}")
+
+
+def unknown_key(key: str, value, source: str, names, lr: float) -> str:
+    """The message for an unknown key, with our name for the same thing or the closest match.
+
+    lr: the learning rate that the user has set, for the hint about weight_decay.
+    """
+    message = f"unknown key {key!r} in {source}"
+    if key == "weight_decay":
+        return f"{message}: {weight_decay_hint(value, lr)}"
+    closest = difflib.get_close_matches(key, names, n=1)
+    if key in FOREIGN_NAMES:
+        closest = [FOREIGN_NAMES[key]]
+    hint = f"did you mean {closest[0]!r}?" if closest else "see --help for the names"
+    return f"{message}, {hint}"
+
+
+def weight_decay_hint(weight_decay, lr: float) -> str:
+    """How to write PyTorch's weight_decay here.
+
+    PyTorch: p *= 1 - lr_t * weight_decay. Here: p *= 1 - (lr_t / lr) * decoupled_weight_decay.
+    """
+    try:
+        same_decay = f"{float(weight_decay) * lr:.3g}"
+    except (TypeError, ValueError, OverflowError):
+        same_decay = "weight_decay * lr"
+    return (
+        "PyTorch multiplies it by lr, MPT's decay is decoupled from it. "
+        f"The same decay here, at lr {lr:g}: decoupled_weight_decay={same_decay}"
+    )
 
 
 @functools.cache
 def say_once(head: str, words: str) -> None:
-    """A line on standard error from rank 0, however often this process comes here."""
+    """Print `head: words` on standard error, on rank 0, only the first time in a process."""
     if rank() == 0:
         say_error(words, head)
 
 
-def read_file(path: str) -> dict:
-    """The assignments of a config file, without helpers (`_name`) and imported modules."""
-    require(
-        os.path.isfile(path),
-        f"no config file {path!r} (flags are written --key=value){near_file(path)}",
-    )
-    line = f"{path} is still running after {PATIENCE} s: if it does not end, press Ctrl-C"
-    slow = threading.Timer(
-        PATIENCE, lambda: rank() == 0 and print(line, file=sys.stderr, flush=True)
-    )
-    slow.daemon = True
-    slow.start()
+# --------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
+    """Fill `classes` from defaults < config files < flags, and check them. Returns the instances.
+
+    argv: config files and `--key=value` flags in any order. Of two files, or two flags, the later
+        one wins. `--key` alone sets a boolean. A list grows each time its flag is given.
+    takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
+        "FILE OUT". Then `--key value` works too, and those arguments come first in the result.
+
+    Raises UserError naming the source, the key and the fix.
+    """
+    if wants_help(argv):
+        show_help(help_text(*classes, files=takes is None))
+    hints = types_of(*classes)
+    if takes is not None:
+        argv = join_values(argv, hints)
+    flags = [word for word in argv if word.startswith("-")]
+    words = [word for word in argv if not word.startswith("-")]
+
+    values = {}
+    unknown_keys = []  # reported last, when lr is known: the hint about weight_decay uses it
+    for path in words if takes is None else []:
+        unknown_keys += add_file(path, hints, values)
+    unknown_keys += add_flags(flags, hints, values)
+    if unknown_keys:
+        key, value, source, names = unknown_keys[0]
+        lr = values.get("lr", TrainConfig.lr)
+        raise UserError(unknown_key(key, value, source, names, lr))
+
+    positional = [] if takes is None else [require_usage(words, takes)]
+    return positional + [filled(cls, values) for cls in classes]
+
+
+def types_of(*classes: type) -> dict:
+    """Field name -> type, over all these dataclasses."""
+    hints = {}
+    for cls in classes:
+        of_class = typing.get_type_hints(cls)
+        hints |= {field.name: of_class[field.name] for field in dataclasses.fields(cls)}
+    return hints
+
+
+def add_file(path: str, hints: dict, values: dict) -> list[tuple]:
+    """Put what a config file sets into `values`. Returns its unknown keys for `unknown_key`.
+
+    A program may know fewer settings than the file has: model and training settings that are not
+    in `hints` are ignored.
+    """
+    names = hints.keys() | types_of(MPTConfig, TrainConfig).keys()
+    assignments = read_file(path)
+    require_one_name(assignments, path)
+
+    unknown_keys = []
+    for key, value in assignments.items():
+        key = new_name(key, path, names)
+        if key in hints:
+            values[key] = checked(value, hints[key], key, path)
+        elif key not in names:
+            unknown_keys.append((key, value, path, names))
+    return unknown_keys
+
+
+def add_flags(flags: list[str], hints: dict, values: dict) -> list[tuple]:
+    """Put what flags set into `values`. Returns the unknown keys for `unknown_key`."""
+    source = "the command line"
+    parts = [flag.lstrip("-").partition("=") for flag in flags]
+    require_one_name([key for key, _, _ in parts], source)
+
+    unknown_keys = []
+    for key, equals, text in parts:
+        key = new_name(key, source, hints)
+        if key not in hints:
+            unknown_keys.append((key, text, source, hints.keys()))
+            continue
+        hint = hints[key]
+        if not equals:
+            require(hint is bool, f"--{key} needs a value: --{key}=... ({expected(hint)})")
+            text = "true"
+        value = checked(parse(text, hint), hint, key, source)
+        values[key] = values.get(key, []) + value if hint == list[str] else value
+    return unknown_keys
+
+
+def join_values(argv: list[str], hints: dict) -> list[str]:
+    """`--key value` -> `--key=value`, for keys that are not boolean. A value may begin with `-`."""
+    words = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        needs_value = word.startswith("--") and hints.get(word[2:], bool) is not bool
+        if needs_value and rest and not rest[0].startswith("--"):
+            word = f"{word}={rest.pop(0)}"
+        words.append(word)
+    return words
+
+
+def require_usage(words: list[str], takes: str) -> list[str]:
+    """`program.arguments`, with a usage line that mentions the settings."""
     try:
-        refuse_idle_lines(path)
+        return arguments(words, takes)
+    except UserError as error:
+        raise UserError(f"{error} [--key=value ...] (--help lists the settings)") from error
+
+
+def filled(cls: type, values: dict):
+    """A checked instance of a dataclass, from those of `values` that are its fields."""
+    names = {field.name for field in dataclasses.fields(cls)}
+    instance = cls(**{name: value for name, value in values.items() if name in names})
+    if hasattr(instance, "check"):
+        instance.check()
+    return instance
+
+
+# --------------------------------------------------------------------------------------------------
+# Config files
+
+
+def read_file(path: str) -> dict:
+    """Run a config file and return its assignments, without `_names` and imported modules.
+
+    Raises UserError if the file is missing, fails, or ends the program (`exit()`). Ctrl-C stays
+    Ctrl-C. Rank 0 names a file that is still running after SLOW_FILE_SECONDS.
+    """
+    syntax = "flags are written --key=value"
+    require(os.path.isfile(path), f"no config file {path!r} ({syntax}){similar_file(path)}")
+
+    timer = threading.Timer(SLOW_FILE_SECONDS, report_slow_file, [path])
+    timer.daemon = True
+    timer.start()
+    try:
+        require_assignments(path)
         names = runpy.run_path(path)
     except (UserError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # SystemExit, too: a config file that ends the program
-        raise UserError(
-            f"{path} does not run: {type(error).__name__}: {one_line(error)}"
-        ) from error
+    except BaseException as error:  # SystemExit too
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise UserError(f"{path} does not run: {reason}") from error
     finally:
-        slow.cancel()
-    return {
-        k: v
-        for k, v in names.items()
-        if not k.startswith("_") and not isinstance(v, types.ModuleType)
-    }
+        timer.cancel()
+
+    settings = {}
+    for name, value in names.items():
+        if not name.startswith("_") and not isinstance(value, types.ModuleType):
+            settings[name] = value
+    return settings
 
 
-def refuse_idle_lines(path: str) -> None:
-    """UserError for lines that set nothing: `d_model: 64` as in YAML, `{"d_model": 64}` as in JSON, `d_model == 64`."""
+def report_slow_file(path: str) -> None:
+    """Name a config file that may never end; on rank 0."""
+    if rank() == 0:
+        line = f"{path} is still running after {SLOW_FILE_SECONDS} s"
+        print(f"{line}: if it does not end, press Ctrl-C", file=sys.stderr, flush=True)
+
+
+def require_assignments(path: str) -> None:
+    """Raise UserError for lines that look like settings but set nothing.
+
+    `d_model: 64` as in YAML is an annotation to Python; `{"d_model": 64}` as in JSON and
+    `d_model == 64` are expressions. Docstrings and calls such as print() are allowed.
+    """
     with open(path, "rb") as file:
-        lines = ast.parse(file.read(), path).body
-    for line in lines:
-        where = f"{path}, line {line.lineno}: "
-        if isinstance(line, ast.AnnAssign) and line.value is None:
-            name, value = ast.unparse(line.target), ast.unparse(line.annotation)
+        statements = ast.parse(file.read(), path).body
+    for node in statements:
+        where = f"{path}, line {node.lineno}: "
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            name = ast.unparse(node.target)
+            value = ast.unparse(node.annotation)
             raise UserError(f"{where}'{name}: {value}' sets nothing, write {name} = {value}")
-        idle = isinstance(line, ast.Expr) and not isinstance(line.value, ast.Call | ast.Constant)
-        require(not idle, f"{where}{shown(ast.unparse(line))} sets nothing, write key = value")
+        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Call | ast.Constant):
+            text = shown(ast.unparse(node))
+            raise UserError(f"{where}{text} sets nothing, write key = value")
 
 
-def near_file(path: str) -> str:
-    """A hint with the config file whose name is nearest, or nothing."""
+def similar_file(path: str) -> str:
+    """A hint that names the config file with the most similar name, or "" if there is none."""
     folder = os.path.dirname(path) or "configs"
-    there = [os.path.join(folder, f) for f in os.listdir(folder)] if os.path.isdir(folder) else []
-    near = difflib.get_close_matches(path, set(there) - {path}, n=1)
-    return f", did you mean {near[0]}?" if near else ""
+    files = os.listdir(folder) if os.path.isdir(folder) else []
+    paths = {os.path.join(folder, file) for file in files} - {path}
+    closest = difflib.get_close_matches(path, paths, n=1)
+    return f", did you mean {closest[0]}?" if closest else ""
 
 
-def unknown(key: str, source: str, value, names, values: dict) -> str:
-    """The message for a key that we do not have: the name that we use for it, or the nearest one."""
-    if key == "weight_decay":
-        lr = values.get("lr", TrainConfig.lr)
-        try:
-            same = f"{float(value) * lr:.3g}"
-        except (TypeError, ValueError, OverflowError):
-            same = "weight_decay * lr"
-        return (
-            f"unknown key 'weight_decay' in {source}: PyTorch multiplies it by lr, MPT's decay is decoupled from it. "
-            f"The same decay here, at lr {lr:g}: decoupled_weight_decay={same}"
-        )
-    name = ELSEWHERE.get(key) or next(iter(difflib.get_close_matches(key, names, n=1)), None)
-    return f"unknown key {key!r} in {source}, " + (
-        f"did you mean {name!r}?" if name else "see --help for the names"
-    )
+# --------------------------------------------------------------------------------------------------
+# Values
+
+NO_MATCH = object()  # `convert` returns it; None is a value
 
 
 def alternatives(hint) -> tuple:
-    """The members of a union, or the one type itself."""
-    return (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType)
-        else (hint,)
-    )
+    """The members of a union type, or the one type itself."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def parse(text: str, hint):
-    """Text of a flag -> a Python value of the first type of `hint` that takes it, else the text itself."""
+    """The text of a flag as the Python value that a config file would hold.
+
+    Text that does not fit `hint` is returned as it is; `checked` then reports it.
+    """
     options = alternatives(hint)
+    lower = text.lower()
     if hint == list[str]:
         return [text]
-    if text.lower() == "none" and type(None) in options:
+    if lower == "none" and type(None) in options:
         return None
-    if bool in options and text.lower() in ("true", "false", "1", "0", "yes", "no"):
-        return text.lower() in ("true", "1", "yes")
+    if bool in options and lower in ("true", "false", "1", "0", "yes", "no"):
+        return lower in ("true", "1", "yes")
     if int in options or float in options:
+        return parse_number(text)
+    return text
+
+
+def parse_number(text: str):
+    """The int or float that a text stands for, or the text itself."""
+    for kind in (int, float):
         try:
-            return int(text)
+            return kind(text)
         except ValueError:
-            try:
-                return float(text)
-            except ValueError:
-                pass
+            continue
     return text
 
 
 def checked(value, hint, key: str, source: str):
-    """`value` as the type `hint` wants it (1e9 for an int, 1 for a float, any case for a choice), or UserError."""
+    """`value` converted to the type `hint`. Raises UserError if it does not fit.
+
+    A whole float serves as an int (1e9), an int as a float, and choices ignore case.
+    """
     for option in alternatives(hint):
-        if typing.get_origin(option) is Literal:
-            for choice in typing.get_args(option):
-                if isinstance(value, str) and value.lower() == choice.lower():
-                    return choice
-        elif option == list[str]:
-            if isinstance(value, list) and all(isinstance(text, str) for text in value):
-                return value
-        elif option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            if abs(value) <= sys.float_info.max:  # not NaN, not infinite, no whole number beyond
-                return float(value)
-        elif option is int and isinstance(value, float) and value.is_integer():
-            return int(value)
-        elif isinstance(value, option) and not (isinstance(value, bool) and option is not bool):
-            return value
+        converted = convert(value, option)
+        if converted is not NO_MATCH:
+            return converted
     raise UserError(f"{key} in {source} is {shown(value)}, expected {expected(hint)}")
 
 
+def convert(value, option):
+    """`value` converted to one member of a union type, or NO_MATCH. A bool is not a number."""
+    if typing.get_origin(option) is Literal:
+        for choice in typing.get_args(option):
+            if isinstance(value, str) and value.lower() == choice.lower():
+                return choice
+        return NO_MATCH
+    if option == list[str]:
+        of_texts = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        return value if of_texts else NO_MATCH
+
+    if option is not bool and isinstance(value, bool):
+        return NO_MATCH
+    if option is float:
+        is_number = isinstance(value, int | float)
+        finite = is_number and abs(value) <= sys.float_info.max  # false for NaN and huge integers
+        return float(value) if finite else NO_MATCH
+    if option is int and isinstance(value, float):
+        return int(value) if value.is_integer() else NO_MATCH
+    return value if isinstance(value, option) else NO_MATCH
+
+
 def expected(hint) -> str:
-    """A type in a user's words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
-    words = {
-        int: "a whole number",
-        float: "a number",
-        bool: "true or false",
-        str: "text",
-        type(None): "none",
-    }
-    words[list[str]] = "text"
-    return " or ".join(
-        words.get(o) or "one of: " + ", ".join(typing.get_args(o)) for o in alternatives(hint)
-    )
+    """A type in plain words: `a number`, `one of: auto, cpu`, `a whole number or none`."""
+    words = {int: "a whole number", float: "a number", bool: "true or false"}
+    words |= {str: "text", list[str]: "text", type(None): "none"}
+    names = []
+    for option in alternatives(hint):
+        names.append(words.get(option) or "one of: " + ", ".join(typing.get_args(option)))
+    return " or ".join(names)
+
+
+# --------------------------------------------------------------------------------------------------
+# Help
 
 
 def help_text(*classes: type, files: bool = True) -> str:
-    """Every field with its default and the comment that stands beside it in the source.
+    """Each setting with its default and the comment beside it in the source, under its group.
 
-    files: does the program take config files?
+    files: whether the program takes config files.
     """
     lines = ["settings: --key=value" + (", or key = value in a config file" if files else "")]
-    for c in classes:
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(c), re.MULTILINE))
-        lines += ["", (c.__doc__ or c.__name__).strip().splitlines()[0]]
-        for f in dataclasses.fields(c):
-            hint = typing.get_type_hints(c)[f.name]
-            default = f.default if f.default is not dataclasses.MISSING else ""  # an empty list
-            lines.append(f"  --{f.name}={default}".ljust(40) + f" {comments.get(f.name, '')}")
-            if "one of" in expected(hint):
-                lines.append(" " * 41 + f"[{expected(hint)}]")
+    for cls in classes:
+        lines += ["", (cls.__doc__ or cls.__name__).strip().splitlines()[0]]
+        comments, groups = comments_of(cls)
+        hints = types_of(cls)
+        for field in dataclasses.fields(cls):
+            if field.name in groups:
+                lines += ["", groups[field.name]]
+            default = "" if field.default is dataclasses.MISSING else field.default  # "" for a list
+            flag = f"  --{field.name}={default}"
+            lines.append(f"{flag:<40} {comments.get(field.name, '')}")
+            values = expected(hints[field.name])
+            if "one of" in values:
+                lines.append(f"{'':<41}[{values}]")
     return "\n".join(lines)
 
 
+def comments_of(cls: type) -> tuple[dict, dict]:
+    """From the source of a dataclass: field -> its comment, and field -> the group it begins.
+
+    A group begins with a line `# --- heading`.
+    """
+    comments, groups = {}, {}
+    heading = name = ""
+    for line in inspect.getsource(cls).splitlines():
+        if re.match(r"    (def|@)", line):
+            break
+        if match := re.match(r"    # --- (.*)", line):
+            heading = match[1]
+        if match := re.match(r"    (\w+): ", line):
+            name = match[1]
+            if heading:
+                groups[name] = heading
+            heading = ""
+        if match := re.search(r"  # (?!--- )(.*)", line):
+            comments.setdefault(name, match[1])
+    return comments, groups
+
+
+# --------------------------------------------------------------------------------------------------
+# Saved settings
+
+
 def to_json(*configs) -> str:
-    """All fields of the configs as one JSON object."""
-    return json.dumps({k: v for c in configs for k, v in dataclasses.asdict(c).items()}, indent=2)
+    """All fields of these dataclasses as one JSON object."""
+    values = {}
+    for settings in configs:
+        values |= dataclasses.asdict(settings)
+    return json.dumps(values, indent=2)
 
 
 def renamed(values: dict, source: str) -> dict:
-    """Saved settings under today's names. UserError if one is there under both names."""
+    """Saved settings under their new names. Raises UserError if one has both names."""
     require_one_name(values, source)
     return {RENAMED.get(key, key): value for key, value in values.items()}
 
 
 def from_dict(cls: type, values: dict, source: str = "the saved settings"):
-    """An instance of `cls` from what was saved, without the keys of other classes.
+    """A checked instance of `cls` from saved settings. Raises UserError if a value is wrong.
 
-    Settings that no class has, such as those of a newer version, are left out, too. Rank 0 names
-    them: nobody can know whether the model is the same without them. UserError if a value is wrong.
+    Keys of other classes are ignored. So are unknown ones, as a newer version or a fork may have
+    saved, but rank 0 warns: the model may not be the same without them.
     """
     values = renamed(values, source)
-    hints = typing.get_type_hints(cls)
-    known = {f.name for c in (MPTConfig, TrainConfig, cls) for f in dataclasses.fields(c)}
-    unknown_keys = [key for key in values if key not in known and key not in BESIDE_SETTINGS]
+    hints = types_of(cls)
+    known = types_of(MPTConfig, TrainConfig).keys() | hints.keys() | OTHER_SAVED_KEYS
+    unknown_keys = [key for key in values if key not in known]
     if unknown_keys:
-        named = ", ".join(map(shown, unknown_keys[:5])) + (", ..." if len(unknown_keys) > 5 else "")
-        words = f"{source} has settings that are unknown here and left out: {named}"
-        hint = "If they decide what the model computes, it is another model here"
-        say_once("warning", f"{words}. {hint}")
-    instance = cls(
-        **{k: checked(values[k], hint, k, source) for k, hint in hints.items() if k in values}
-    )
-    instance.check()
-    return instance
+        named = ", ".join(map(shown, unknown_keys[:5]))
+        if len(unknown_keys) > 5:
+            named += ", ..."
+        ignored = f"{source} has unknown settings, which are ignored: {named}"
+        say_once("warning", f"{ignored}. If they change the model, its results differ")
+
+    checked_values = {}
+    for key, hint in hints.items():
+        if key in values:
+            checked_values[key] = checked(values[key], hint, key, source)
+    try:
+        return filled(cls, checked_values)
+    except UserError as error:  # a value out of range, or two that contradict each other
+        raise UserError(f"{error} (in {source})") from error
+
+
+def main(argv: list[str]) -> None:
+    """Print the settings that config files and flags add up to, as JSON."""
+    print(to_json(*load(argv, MPTConfig, TrainConfig)))
 
 
 if __name__ == "__main__":
-    run(lambda argv: print(to_json(*load(argv, MPTConfig, TrainConfig))))
+    run(main)

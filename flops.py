@@ -1,22 +1,24 @@
-"""Parameters and FLOPs of an MPT model in closed form, and the share of the machine's peak that a run reaches.
+"""Parameters and FLOPs of an MPT model in closed form, and the share of the peak a run reaches.
 
     FLOPs of training on one token = 6 N + 12 L d S
 
-N: parameters, the tied embedding once (if untied, without the input embedding, which is a lookup); L layers; d the
-width of all heads together; S the sequence. A matmul weight costs 2 FLOPs a token forward and 4 backward, hence 6 N
-(4 N if it is frozen). Attention costs 2 S d for q.k and 2 S d for p.v a layer and token forward, three times that with
-backward: 12 L d S. This is LLM Foundry's convention, in which the published MPT throughput stands, and PaLM's (arXiv
-2204.02311, app. B): the whole S x S square counts though half of it is masked, and recomputation does not count.
-Megatron-LM leaves out the masked half: 6 N + 6 L d S, "causal" here. A share of the peak says
-little without its convention; planning/conventions.py has nine, and counts LoRA, windows, documents.
+N: parameters, a tied embedding counted once; an untied input embedding is a lookup and does not
+count. L: layers. d: width of all heads together. S: sequence length. A matmul weight costs 2 FLOPs
+a token forward and 4 backward, hence 6 N (4 N if it is frozen). Attention costs 2 S d for q.k and
+2 S d for p.v per layer and token forward, and three times that with the backward: 12 L d S.
 
-    MFU = FLOPs per token x tokens/s / (devices x peak)             model FLOPs utilization: useful work only
-    HFU = 4/3 MFU under full activation checkpointing, else MFU     hardware FLOPs: the forward is done twice
+This is the convention of LLM Foundry, which published MPT's throughput, and of PaLM (arXiv
+2204.02311, app. B). It counts the whole S x S square, though half of it is masked, and not what is
+recomputed. Megatron-LM does not count the masked half: 6 N + 6 L d S, here "causal". A share of the
+peak says little without its convention; planning/conventions.py has nine of them, and counts LoRA,
+sliding windows and packed documents.
+
+    MFU = FLOPs per token x tokens/s / (devices x peak)         model FLOPs utilization: useful work
+    HFU = 4/3 MFU with full activation checkpointing, else MFU  hardware FLOPs: two forwards
 
 Run `python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922`, or without a model
 `python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`.
 `python -m bench flops` compares with what torch counts. Only `--device=auto` imports torch.
-Read next: attention.py.
 """
 
 import json
@@ -30,34 +32,43 @@ from config import Checkpointing, MPTConfig, UserError, require
 
 CONVENTION = "LLM Foundry: 6 N + 12 L d S"
 FORMULAS = {"foundry": CONVENTION, "causal": "Megatron-LM today: 6 N + 6 L d S"}
-ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of its forward / d S, of a layer and token
+ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of its forward per layer and token / (d S)
 
-# Flags of other programs that look as if they belonged here.
+# Flags of planning/conventions.py that people also try here.
 CONVENTION_FLAGS = """convention attention window document frozen
     lora_rank lora_targets lora_first_block""".split()
-SHAPE = {field.name for field in fields(MPTConfig)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Parameters
 
 
 def params_by_part(cfg: MPTConfig) -> dict[str, int]:
-    """Number of parameters by what they are, summed over the layers; all biases, the norms' too, are one part."""
-    d, hidden, L = cfg.d_model, cfg.hidden_dim, cfg.n_layers
+    """{part: number of parameters}, summed over the layers. All biases are one part."""
+    d = cfg.d_model
+    hidden = cfg.hidden_dim
     kv = cfg.n_kv_heads * cfg.head_dim  # width of all keys, and of all values
-    per_layer = {
+    layer = {
         "Wqkv": d * (d + 2 * kv),
         "out_proj": d * d,
         "up_proj": d * hidden,
         "down_proj": hidden * d,
         "norms": 2 * d + (d + kv if cfg.qk_ln else 0),
     }
-    biases = 0 if cfg.no_bias else L * ((d + 2 * kv) + d + hidden + d + per_layer["norms"]) + d
+    wqkv_bias = d + 2 * kv
+    linear_biases = wqkv_bias + d + hidden + d
+    norm_biases = layer["norms"]
+    norm_f = d  # and as many biases
+    biases = cfg.n_layers * (linear_biases + norm_biases) + norm_f
+
     parts = {
         "wte": cfg.vocab_size * d,
         "wpe": cfg.max_seq_len * d if cfg.learned_positions else 0,
-        **{name: L * n for name, n in per_layer.items()},
-        "biases": biases,
+        **{name: cfg.n_layers * n for name, n in layer.items()},
+        "biases": 0 if cfg.no_bias else biases,
         "lm_head": 0 if cfg.tie_word_embeddings else cfg.vocab_size * d,
     }
-    parts["norms"] += d  # norm_f
+    parts["norms"] += norm_f
     return parts
 
 
@@ -66,85 +77,94 @@ def n_params(cfg: MPTConfig) -> int:
     return sum(params_by_part(cfg).values())
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # FLOPs
 
 
 def forward_flops_per_token(cfg: MPTConfig, convention: str = "foundry") -> int:
-    """2 N + 4 L d S, or 2 N + 2 L d S if the convention is "causal"."""
+    """FLOPs of the forward per token: 2 N + 4 L d S, or 2 N + 2 L d S if "causal"."""
     lookup = 0 if cfg.tie_word_embeddings else cfg.vocab_size * cfg.d_model
     attention = ATTENTION[convention] * cfg.n_layers * cfg.d_model * cfg.max_seq_len
     return 2 * (n_params(cfg) - lookup) + attention
 
 
 def train_flops_per_token(cfg: MPTConfig, convention: str = "foundry") -> int:
-    """6 N + 12 L d S, or 6 N + 6 L d S if "causal": the backward costs two forwards."""
+    """FLOPs of training per token: 6 N + 12 L d S, or 6 N + 6 L d S if "causal".
+
+    The backward costs two forwards.
+    """
     return 3 * forward_flops_per_token(cfg, convention)
 
 
 def hardware_flops_per_token(
     cfg: MPTConfig, activation_checkpointing: str, every: int = 1, convention: str = "foundry"
 ) -> float:
-    """`train_flops_per_token`, and a forward more if activation_checkpointing is "full" for all
-    blocks, less if only for every so-and-so-many-th. "selective" computes no matmul again."""
-    again = 0
+    """`train_flops_per_token`, and the forwards that activation checkpointing does again.
+
+    "full" repeats the forward of every `every`-th block; "selective" repeats no matmul.
+    """
+    share_again = 0
     if activation_checkpointing == "full":
-        again = len(range(0, cfg.n_layers, every)) / cfg.n_layers  # share of the blocks
+        share_again = len(range(0, cfg.n_layers, every)) / cfg.n_layers  # of the blocks
     once = train_flops_per_token(cfg, convention)
-    return once + again * forward_flops_per_token(cfg, convention)
+    return once + share_again * forward_flops_per_token(cfg, convention)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Utilization
 
 
 def mfu(
     cfg: MPTConfig, tokens_per_second: float, n_devices: int, peak_flops: float | None
 ) -> float | None:
-    """Model FLOPs utilization, 0 to 1. tokens_per_second: of all devices; peak_flops: FLOP/s of one, None: unknown."""
+    """Model FLOPs utilization, 0 to 1; None if the peak is unknown.
+
+    tokens_per_second: of all devices together. peak_flops: FLOP/s of one device, or None.
+    """
     return hfu(cfg, tokens_per_second, n_devices, peak_flops, "none")
 
 
 def hfu(
     cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing, every=1
 ) -> float | None:
-    """Hardware FLOPs utilization: `mfu`, times 4/3 if activation_checkpointing is "full" for all
-    blocks; None if the peak is. See `hardware_flops_per_token`."""
+    """Hardware FLOPs utilization; None if the peak is unknown.
+
+    That is `mfu`, times 4/3 if activation_checkpointing is "full" for all blocks. Arguments as in
+    `mfu` and `hardware_flops_per_token`.
+    """
     if peak_flops is None:
         return None
-    of_a_token = hardware_flops_per_token(cfg, activation_checkpointing, every)
-    return of_a_token * tokens_per_second / (n_devices * peak_flops)
+    per_token = hardware_flops_per_token(cfg, activation_checkpointing, every)
+    return per_token * tokens_per_second / (n_devices * peak_flops)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The program
+# --------------------------------------------------------------------------------------------------
+# The program's settings
+
+PeakSetting = float | Literal["auto", "measure"]
 
 
 @dataclass
 class FlopsArgs:
     """What to compute the utilization of."""
 
-    device: str = "auto"  # one torch device: mi250, h100-nvl, ... (python devices.py lists them); auto: this machine's
-    peak_tflops: float | Literal["auto", "measure"] = (
-        "auto"  # its peak; auto: the table; measure: of this machine
-    )
+    device: str = "auto"  # one torch device: mi250, ... (python devices.py lists them)
+    peak_tflops: PeakSetting = "auto"  # its peak; auto: the table; measure: of this machine
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
-    n_params: int | None = (
-        None  # instead of a model: its number of parameters, attention is not counted then
-    )
+    n_params: int | None = None  # in place of a model: its parameters (attention is not counted)
     json: bool = False  # print JSON
 
     def check(self) -> None:
+        """UserError if a number is out of range."""
         require(self.devices > 0, f"devices must be at least 1, not {self.devices}")
-        known = 0 <= self.tokens_per_second < 10**15
-        require(known, f"tokens_per_second must be from 0 to 1e15, not {self.tokens_per_second:g}")
+        in_range = 0 <= self.tokens_per_second < 10**15
+        limits = "tokens_per_second must be from 0 to 1e15"
+        require(in_range, f"{limits}, not {self.tokens_per_second:g}")
         for name in ("peak_tflops", "n_params"):
             value = getattr(self, name)
-            require(
-                not isinstance(value, int | float) or value > 0,
-                f"{name} must be more than 0, not {value}",
-            )
+            if isinstance(value, int | float):
+                require(value > 0, f"{name} must be more than 0, not {value}")
 
 
 @dataclass
@@ -155,67 +175,85 @@ class Recomputation:
     recompute_every: int = 1  # of every k-th block
 
     def check(self) -> None:
-        require(
-            self.recompute_every > 0,
-            f"recompute_every must be at least 1, not {self.recompute_every}",
-        )
+        """UserError if a number is out of range."""
+        every = self.recompute_every
+        require(every > 0, f"recompute_every must be at least 1, not {every}")
+
+
+# --------------------------------------------------------------------------------------------------
+# The report
 
 
 def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
-    """Name and peak FLOP/s of the device, and the share of that which its large matmuls reach, each None if unknown.
-    A config file's `device = "cpu"` means this machine's, which is asked only if there is something to divide."""
-    named = None if args.device in ("auto", "cpu", "cuda", "mps") else devices.by_name(args.device)
+    """(name of the device, its peak in FLOP/s, the share of it that large matmuls reach).
+
+    Both numbers are None if unknown. `device = "cpu"` in a config file means this machine, which
+    is asked only if there is a speed to divide: that imports torch.
+    """
+    row = None
+    if args.device not in devices.THIS_MACHINE:
+        row = devices.by_name(args.device)
     if isinstance(args.peak_tflops, float):
-        return named.name if named else "the device", args.peak_tflops * 1e12, None
-    if named:
-        return named.name, named.bf16_tflops and named.bf16_tflops * 1e12, named.reachable
-    if not args.tokens_per_second and args.peak_tflops != "measure":
-        return "a device that is not named", None, None
+        return row.name if row else "the device", args.peak_tflops * 1e12, None
+    if row:
+        peak = row.bf16_tflops and row.bf16_tflops * 1e12
+        return row.name, peak, row.reachable
+    if args.tokens_per_second or args.peak_tflops == "measure":
+        return peak_of_this_machine(args)
+    return "a device that is not named", None, None
+
+
+def peak_of_this_machine(args: FlopsArgs) -> tuple[str, float | None, float | None]:
+    """`find_peak` for the GPU of this machine, or its CPU if it has none or `--device=cpu`."""
     import torch
 
-    here = torch.device(
-        "cuda" if torch.cuda.is_available() and args.device in ("auto", "cuda") else "cpu"
-    )
+    use_gpu = torch.cuda.is_available() and args.device in ("auto", "cuda")
+    device = torch.device("cuda" if use_gpu else "cpu")
     if args.peak_tflops == "measure":
-        return "this machine, measured in bf16", devices.measure_peak(here, torch.bfloat16), None
-    known = devices.of(here)
-    return (
-        "this machine",
-        devices.peak_flops("auto", here, torch.bfloat16),
-        known and known.reachable,
-    )
+        measured = devices.measure_peak(device, torch.bfloat16)
+        return "this machine, measured in bf16", measured, None
+    row = devices.of(device)
+    peak = devices.peak_flops("auto", device, torch.bfloat16)
+    return "this machine", peak, row and row.reachable
 
 
-def counts(cfg: MPTConfig | None, how: Recomputation, args: FlopsArgs) -> dict[str, tuple]:
-    """{convention: (formula, FLOPs per token, and with what is computed again)}.
-    cfg: None with `args.n_params`."""
-    mode, every = how.activation_checkpointing, how.recompute_every
+def counts(
+    cfg: MPTConfig | None, recomputation: Recomputation, args: FlopsArgs
+) -> dict[str, tuple[str, float, float]]:
+    """{convention: (formula, FLOPs per token, the same with what is recomputed)}.
+
+    cfg: None with `args.n_params`, then only 6 N is counted.
+    """
+    mode = recomputation.activation_checkpointing
     if cfg is None:
         again = 2 if mode == "full" else 0
         return {"6nd": ("6 N, no attention", 6 * args.n_params, (6 + again) * args.n_params)}
-    found = {}
+    counted = {}
     for name, formula in FORMULAS.items():
         once = train_flops_per_token(cfg, name)
-        found[name] = formula, once, hardware_flops_per_token(cfg, mode, every, name)
-    return found
+        every = recomputation.recompute_every
+        counted[name] = formula, once, hardware_flops_per_token(cfg, mode, every, name)
+    return counted
 
 
 def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: FlopsArgs) -> dict:
-    """All figures. `flops_per_token`, `mfu` and `hfu` follow the first convention of `counted`,
-    which is what `counts` returns. mode: of activation checkpointing."""
+    """All figures. `flops_per_token`, `mfu` and `hfu` are those of the first convention.
+
+    counted: what `counts` returns. mode: of activation checkpointing.
+    """
     device, peak, reachable = find_peak(args)
-    rate = args.tokens_per_second / args.devices
-    rows = {
+    rate = args.tokens_per_second / args.devices  # of one device
+    conventions = {
         name: {
-            "formula": text,
+            "formula": formula,
             "flops_per_token": once,
             "tflops_per_device": rate * once / 1e12,
             "mfu": peak and rate * once / peak,
-            "hfu": peak and rate * again / peak,
+            "hfu": peak and rate * with_recomputed / peak,
         }
-        for name, (text, once, again) in counted.items()
+        for name, (formula, once, with_recomputed) in counted.items()
     }
-    first = next(iter(rows.values()))
+    first = next(iter(conventions.values()))
     return {
         "n_params": n_params(cfg) if cfg else args.n_params,
         "params": params_by_part(cfg) if cfg else {},
@@ -226,104 +264,124 @@ def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: Fl
         "tokens_per_second": args.tokens_per_second,
         "activation_checkpointing": mode,
         "convention": first["formula"],
-        **{name: first[name] for name in ("flops_per_token", "tflops_per_device", "mfu", "hfu")},
+        "flops_per_token": first["flops_per_token"],
+        "tflops_per_device": first["tflops_per_device"],
+        "mfu": first["mfu"],
+        "hfu": first["hfu"],
         "mfu_of_reachable": first["mfu"] and reachable and first["mfu"] / reachable,
-        "conventions": rows,
+        "conventions": conventions,
     }
 
 
-def table(cfg: MPTConfig | None, r: dict) -> str:
-    """The report as a person reads it."""
-    model = [*model_lines(cfg, r), ""] if cfg else []
-    return "\n".join([*model, *convention_lines(r)])
+# --------------------------------------------------------------------------------------------------
+# The report as text
 
 
-def model_lines(cfg: MPTConfig, r: dict) -> list[str]:
+def table(cfg: MPTConfig | None, figures: dict) -> str:
+    """The report, for a person to read."""
+    model = [*model_lines(cfg, figures), ""] if cfg else []
+    return "\n".join([*model, *convention_lines(figures)])
+
+
+def model_lines(cfg: MPTConfig, figures: dict) -> list[str]:
     """The model's shape, and its parameters by part."""
     shape = f"{cfg.n_layers} layers, {cfg.n_heads} heads, sequence {cfg.max_seq_len}"
-    lines = [f"d_model {cfg.d_model}, {shape}", ""]
-    lines += [f"{'parameters':<24}{'number':>18}{'share':>9}"]
-    for name, n in [*r["params"].items(), ("all (N)", r["n_params"])]:
-        lines += [f"  {name:<22}{n:>18,}{n / r['n_params']:>9.2%}"] if n else []
+    lines = [f"d_model {cfg.d_model}, {shape}", "", f"{'parameters':<24}{'number':>18}{'share':>9}"]
+    all_params = figures["n_params"]
+    for name, n in [*figures["params"].items(), ("all (N)", all_params)]:
+        if n:
+            lines.append(f"  {name:<22}{n:>18,}{n / all_params:>9.2%}")
     return lines
 
 
-def convention_lines(r: dict) -> list[str]:
-    """Each convention's FLOPs, and MFU and HFU of the measured speed, or the speed that would be 100 %."""
-    peak, speed, names = r["peak_tflops"], r["tokens_per_second"], ["GFLOP a token"]
-    if speed:
-        names += ["TFLOP/s each", "MFU", "HFU"]
+def convention_lines(figures: dict) -> list[str]:
+    """Each convention's FLOPs, and its MFU and HFU, or the speed that would be an MFU of 100 %."""
+    peak = figures["peak_tflops"]
+    has_speed = bool(figures["tokens_per_second"])
+    heads = ["GFLOP a token"]
+    if has_speed:
+        heads += ["TFLOP/s each", "MFU", "HFU"]
     elif peak:
-        names += ["tokens/s at MFU 100 %"]
-    lines = [f"{'convention':<20}" + "".join(f"{name:>{max(len(name), 7) + 2}}" for name in names)]
-    for name, row in r["conventions"].items():
+        heads += ["tokens/s at MFU 100 %"]
+    widths = [max(len(head), 7) + 2 for head in heads]
+
+    def aligned(cells: list[str]) -> str:
+        """The cells, each as wide as its head."""
+        return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    lines = [f"{'convention':<20}{aligned(heads)}"]
+    for name, row in figures["conventions"].items():
         cells = [f"{row['flops_per_token'] / 1e9:,.3f}"]
-        if speed:
-            cells += [
-                f"{row['tflops_per_device']:.2f}",
-                *(f"{row[x]:.2%}" if peak else "n/a" for x in ("mfu", "hfu")),
-            ]
+        if has_speed:
+            cells += [f"{row['tflops_per_device']:.2f}"]
+            cells += [f"{row['mfu']:.2%}", f"{row['hfu']:.2%}"] if peak else ["n/a", "n/a"]
         elif peak:
             cells += [f"{peak * 1e12 / row['flops_per_token']:,.0f}"]
-        cells = "".join(
-            f"{cell:>{max(len(head), 7) + 2}}" for head, cell in zip(names, cells, strict=True)
-        )
-        lines.append(f"  {name:<18}{cells}  {row['formula']}")
-    return [*lines, "", *device_lines(r)]
+        lines.append(f"  {name:<18}{aligned(cells)}  {row['formula']}")
+    return [*lines, "", *device_lines(figures)]
 
 
-def device_lines(r: dict) -> list[str]:
-    """What the shares are shares of."""
-    if r["peak_tflops"] is None:
-        return [
-            f"MFU n/a: no bf16 peak known for {r['device']}, set --device=mi250 (for one) or --peak_tflops=NUMBER"
-        ]
-    lines = [f"{r['device']}: {r['peak_tflops']:.6g} TFLOP/s peak a torch device"]
-    if r["tokens_per_second"]:
-        lines[0] += f", {r['tokens_per_second']:,.6g} tokens/s on {r['devices']}"
-    if r["hfu"] and r["hfu"] > 1:
-        lines.append(
-            "more than all of it: are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
-        )
-    elif r["mfu_of_reachable"]:
-        text = "large matmuls reach {reachable:.0%} of that, this run {mfu_of_reachable:.2%} of what they reach"
-        lines.append(f"{text.format(**r)} ({r['convention']})")
-    return lines
+def device_lines(figures: dict) -> list[str]:
+    """What 100 % is, and a warning if the run is above it."""
+    device, peak = figures["device"], figures["peak_tflops"]
+    if peak is None:
+        fix = "set --device=mi250 (for example) or --peak_tflops=NUMBER"
+        return [f"MFU n/a: no bf16 peak known for {device}, {fix}"]
+
+    line = f"{device}: {peak:.6g} TFLOP/s peak a torch device"
+    if figures["tokens_per_second"]:
+        line += f", {figures['tokens_per_second']:,.6g} tokens/s on {figures['devices']}"
+    if figures["hfu"] and figures["hfu"] > 1:
+        check = "are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
+        return [line, f"that is above the peak: {check}"]
+    if figures["mfu_of_reachable"]:
+        reach = f"large matmuls reach {figures['reachable']:.0%} of that"
+        share = f"this run {figures['mfu_of_reachable']:.2%} of what they reach"
+        return [line, f"{reach}, {share} ({figures['convention']})"]
+    return [line]
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def flag_name(text: str) -> str:
+    """--device=mi250 -> device"""
+    return text.lstrip("-").split("=")[0]
 
 
 def refuse_other_programs_flags(argv: list[str]) -> None:
     """UserError that names the program which has this flag."""
-    for flag in (text for text in argv if text.startswith("-")):
-        name = flag.lstrip("-").split("=")[0]
-        if name in CONVENTION_FLAGS:
-            words = shlex.join(argv)
-            raise UserError(
-                f"--{name} is a flag of another program: python -m planning.conventions {words}"
-            )
-        model = [
-            text for text in argv if not text.startswith("-") or text[2:].split("=")[0] in SHAPE
-        ]
-        words = shlex.join(model) or "configs/mpt1b.py"
-        require(
-            name != "check",
-            f"--check has become a program of its own: python -m bench flops {words}",
-        )
+    flags = [flag_name(text) for text in argv if text.startswith("-")]
+    for flag in flags:
+        if flag in CONVENTION_FLAGS:
+            command = f"python -m planning.conventions {shlex.join(argv)}"
+            raise UserError(f"--{flag} is a flag of another program: {command}")
+        if flag == "check":
+            shape = {field.name for field in fields(MPTConfig)}
+            model = [text for text in argv if not text.startswith("-") or flag_name(text) in shape]
+            command = f"python -m bench flops {shlex.join(model) or 'configs/mpt1b.py'}"
+            raise UserError(f"--check is now a program of its own: {command}")
 
 
-def refuse_model(argv: list[str], keys: set[str]) -> None:
-    """UserError if argv names a config file or one of `keys` beside --n_params."""
-    names = keys | {old for old, new in config.RENAMED.items() if new in keys}
-    model = [a for a in argv if not a.startswith("-") or a.lstrip("-").split("=")[0] in names]
-    require(not model, f"--n_params stands instead of a model: leave out it or {' '.join(model)}")
+def refuse_model(argv: list[str], model_keys: set[str]) -> None:
+    """UserError if argv has a config file, or sets one of `model_keys`, beside --n_params."""
+    old_names = {old for old, new in config.RENAMED.items() if new in model_keys}
+    keys = model_keys | old_names
+    model = [text for text in argv if not text.startswith("-") or flag_name(text) in keys]
+    require(not model, f"--n_params takes the place of a model: remove it or {' '.join(model)}")
 
 
 def main(argv: list[str]) -> None:
+    """Print the report for the config files and flags in argv."""
     refuse_other_programs_flags(argv)
-    cfg, how, args = config.load(argv, MPTConfig, Recomputation, FlopsArgs)
+    cfg, recomputation, args = config.load(argv, MPTConfig, Recomputation, FlopsArgs)
     if args.n_params:
-        refuse_model(argv, {field.name for field in fields(MPTConfig)} | {"recompute_every"})
+        model_keys = {field.name for field in fields(MPTConfig)}
+        refuse_model(argv, model_keys | {"recompute_every"})
         cfg = None
-    figures = report(cfg, counts(cfg, how, args), how.activation_checkpointing, args)
+    counted = counts(cfg, recomputation, args)
+    figures = report(cfg, counted, recomputation.activation_checkpointing, args)
     print(json.dumps(figures, indent=2) if args.json else table(cfg, figures))
 
 

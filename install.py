@@ -1,18 +1,19 @@
-"""The Python environment of this folder, `.venv`: over the torch that is there, or complete, with tested versions.
+"""Makes this folder's Python environment, `.venv`: over the torch that is there, or complete.
 
-    the Python in use ...      `.venv` ...                               and pip puts into it
-    imports torch >= 2.9       sees that Python's packages               what is missing; torch and triton are held
-    does not                   stands alone                              everything, at the versions of constraints.txt
+    the Python in use ...     `.venv` ...                    pip installs into `.venv` ...
+    imports torch >= 2.9      sees that Python's packages    what is missing; never torch or triton
+    does not                  is separate                    everything, as in constraints.txt
 
-A container, a conda environment or a cluster's module has the torch that fits its driver; losing that to PyPI's torch,
-which is NVIDIA's, is the classic way to break an AMD machine. So pip writes to `.venv` only. That works over a
-read-only image and Debian's "externally managed" Python too, and `rm -rf .venv` undoes it. (`--system-site-packages`
-would show less: from an active venv, not its packages but those of the Python below it. A .pth file names the folders.)
-A `.venv` that you made is used with the torch that you put there: that is how to choose a build.
+A container, a conda environment or a cluster's module has the torch that fits its driver. To
+replace it by PyPI's torch, which is NVIDIA's, is the classic way to break an AMD machine. So pip
+writes to `.venv` only. That also works over a read-only image and Debian's "externally managed"
+Python, and `rm -rf .venv` undoes it. A `.venv` that you made yourself is used with the torch that
+you put there: that is how to choose a build.
 
-`python install.py requirements.txt` answers in 0.2 s and calls no pip if `.venv` has what that file wants. Exit
-status: 0, or 2 with one line that says what to do.
-It starts on Python 3.6 too, to say that 3.10 is needed. Read next: Makefile.
+Run `python install.py requirements.txt`. If `.venv` has all that this file asks for, it takes 0.2 s
+and calls no pip. The exit status is 0, or 2 with one line that says what to do.
+
+Also starts on Python 3.6, to say that 3.10 is needed.
 """
 
 import hashlib
@@ -29,203 +30,228 @@ import urllib.request
 ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
-STAMP = os.path.join(
-    VENV, "environment.json"
-)  # the name of before, so that an old .venv is recognised
-PYTORCH = "https://download.pytorch.org/whl"  # /cpu, /cu126, /rocm7.1: torch's builds
-HELD = ("torch", "triton")  # never replaced where they are there
+# What was installed. Older versions used this name too, so their `.venv` is recognised.
+STAMP = os.path.join(VENV, "environment.json")
+PYTORCH = "https://download.pytorch.org/whl"  # /cpu, /cu126, /rocm7.1: builds of torch
+PROTECTED = ("torch", "triton")  # never replaced if they are there
 
 
 def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
-    """Make `.venv` unless there is one for the Python in use; install the requirement files that it lacks.
+    """Make `.venv` if there is none for the Python in use; install what the files ask for.
 
-    dev: the folder of device files; cpu_index: where torch's CPU build is. A mistake is one line and exit status 2.
+    files: requirement files. dev: the folder of device files. cpu_index: where torch's CPU build
+    is. A user error is one line and exit status 2.
     """
     if {"--help", "-h"} & set(files):
         print(__doc__.strip())
         return
     if sys.version_info < (3, 10):  # noqa: UP036
-        stop(
-            f"{sys.executable} is Python {python_version()}, too old: make PYTHON=python3.12, or any from 3.10 on"
-        )
+        fix = "make PYTHON=python3.12, or any from 3.10 on"
+        stop(f"{sys.executable} is Python {python_version()}, too old: {fix}")
     for name in files:
         if not os.path.isfile(os.path.join(ROOT, name)):
             stop(f"no requirement file {name!r} here: python install.py requirements.txt")
-    stamp = read_stamp()
-    if os.path.realpath(sys.prefix) != os.path.realpath(VENV):  # else `.venv` is active, and right
-        below = python_below()
-        if stamp["below"] != "yours" and (stamp["below"] != below or not os.path.exists(PYTHON)):
-            stamp = make_venv(below)
-    if not os.path.exists(PYTHON):
-        stop(f"{PYTHON} leads nowhere: rm -rf {VENV}, then make again")
-    want = {name: digest(name) for name in files}
-    todo = [name for name in files if stamp["installed"].get(name) != want[name]]
-    if todo:
-        held = in_venv("install.found()")
-        if stamp["brought_torch"] is None:  # your `.venv`, seen for the first time
-            stamp["brought_torch"] = "torch" in held
-            if not in_venv("bool(install.importlib.util.find_spec('pip'))"):  # made by uv
-                subprocess.run([PYTHON, "-m", "ensurepip"], check=True)
-        if stamp["brought_torch"]:
-            install_beside_torch(todo, held)
-        else:
-            install_tested(todo, torch_index("torch" in held, dev, cpu_index))
-        stamp["installed"].update(want)
+    stamp = current_venv()
+    digests = {name: digest(name) for name in files}
+    outdated = [name for name in files if stamp["installed"].get(name) != digests[name]]
+    if outdated:
+        install(outdated, stamp, dev, cpu_index)
+        stamp["installed"].update(digests)
         write_stamp(stamp)
 
 
-def python_below():
-    """What `.venv` is to stand on: this Python's version, and its torch and package folders if it has torch >= 2.9."""
-    torch = found().get("torch")
-    lowest = re.search(r"^torch>=(\S+)", read("requirements.txt"), re.M)[1]
-    if torch and numbers(torch["version"]) >= numbers(lowest):
-        folders = [
-            path
-            for path in sys.path
-            if os.path.basename(path) in ("site-packages", "dist-packages")
-        ]
+def current_venv():
+    """Make `.venv` unless it fits the Python in use. Returns its stamp."""
+    stamp = read_stamp()
+    is_active = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
+    if not is_active:
+        below = python_below()
+        fits = stamp["below"] == below and os.path.exists(PYTHON)
+        if stamp["below"] != "yours" and not fits:
+            stamp = make_venv(below)
+    if not os.path.exists(PYTHON):
+        stop(f"{PYTHON} does not exist: rm -rf {VENV}, then make again")
+    return stamp
+
+
+def install(files, stamp, dev, cpu_index):
+    """Install requirement files into `.venv`, beside its torch or with a torch of their own."""
+    protected = in_venv("install.protected_packages()")
+    if stamp["brought_torch"] is None:  # a `.venv` that the user made, seen for the first time
+        stamp["brought_torch"] = "torch" in protected
+        if not in_venv("bool(install.importlib.util.find_spec('pip'))"):  # as uv makes them
+            subprocess.run([PYTHON, "-m", "ensurepip"], check=True)
+    if stamp["brought_torch"]:
+        install_beside_torch(files, protected)
     else:
-        torch, folders = None, []
+        install_tested(files, torch_index("torch" in protected, dev, cpu_index))
+
+
+# --------------------------------------------------------------------------------------------------
+# The virtual environment
+
+
+def python_below():
+    """The Python that `.venv` is made from: its version, and its torch and package folders.
+
+    No torch and no folders if its torch is older than requirements.txt allows.
+    """
+    torch = protected_packages().get("torch")
+    lowest = re.search(r"^torch>=(\S+)", read("requirements.txt"), re.M)[1]
+    folders = []
+    if torch and major_minor(torch["version"]) >= major_minor(lowest):
+        for path in sys.path:
+            if os.path.basename(path) in ("site-packages", "dist-packages"):
+                folders.append(path)
+    else:
+        torch = None
     return {"venv": VENV, "python": python_version(), "torch": torch, "folders": folders}
 
 
-def found():
-    """{"torch": {"file", "version", "package"}, "triton": ...}: what this Python would import, without importing it."""
+def protected_packages():
+    """{"torch": {"file", "version", "package"}, ...}: what this Python would import, unimported."""
     from importlib import metadata
 
-    result = {}
-    for name in HELD:
+    packages = {}
+    for name in PROTECTED:
         spec = importlib.util.find_spec(name)
         if spec and spec.origin:
-            package = metadata.packages_distributions().get(name, [name])[
-                0
-            ]  # ROCm's triton is pytorch-triton-rocm
-            result[name] = {
-                "file": spec.origin,
-                "version": metadata.version(package),
-                "package": package,
-            }
-    return result
+            # ROCm's triton is in the package pytorch-triton-rocm.
+            package = metadata.packages_distributions().get(name, [name])[0]
+            version = metadata.version(package)
+            packages[name] = {"file": spec.origin, "version": version, "package": package}
+    return packages
 
 
 def make_venv(below):
-    """A new `.venv` on the Python in use; over its packages if `below` names them. Returns its stamp."""
+    """A new `.venv` on the Python in use, over its packages if it has torch. Returns its stamp."""
     torch = below["torch"]
     if torch:
         say(f".venv over torch {torch['version']} of {sys.prefix}, where nothing is changed")
         if subprocess.run([sys.executable, "-c", "import torch"], cwd="/").returncode:
-            stop(
-                f"torch of {sys.executable} does not import (above): mend it, or make PYTHON=another one"
-            )
+            fix = "fix it, or make PYTHON=another one"
+            stop(f"torch of {sys.executable} does not import (above): {fix}")
     else:
-        say(f".venv of its own: {sys.executable} has no torch to stand on")
+        say(f".venv of its own: {sys.executable} has no torch to use")
     pip_below = torch and importlib.util.find_spec("pip")
     if not pip_below and not importlib.util.find_spec("ensurepip"):
-        stop(
-            f"{sys.executable} cannot make a .venv: sudo apt install python{python_version()}-venv, then make again"
-        )
+        fix = f"sudo apt install python{python_version()}-venv, then make again"
+        stop(f"{sys.executable} cannot make a .venv: {fix}")
+
     shutil.rmtree(VENV, ignore_errors=True)
     os.makedirs(VENV)
     write_stamp({"below": None})  # in case this is interrupted
-    subprocess.run(
-        [sys.executable, "-m", "venv", VENV] + ["--without-pip"] * bool(pip_below),
-        cwd="/",
-        check=True,
-    )
+    command = [sys.executable, "-m", "venv", VENV]
+    if pip_below:
+        command.append("--without-pip")
+    subprocess.run(command, cwd="/", check=True)
     if torch:
-        packages = os.path.join(VENV, "lib", "python" + python_version(), "site-packages")
-        with open(os.path.join(packages, "python_below.pth"), "w") as f:
-            f.writelines(
-                f"import site; site.addsitedir({folder!r})\n" for folder in below["folders"]
-            )
-        for command, module in {"torchrun": "torch.distributed.run", "pip": "pip"}.items():
-            path = os.path.join(
-                VENV, "bin", command
-            )  # those of the Python below would not see `.venv`
-            if not os.path.exists(path):
-                with open(path, "w") as f:
-                    f.write(f'#!/bin/sh\nexec "$(dirname "$0")/python" -m {module} "$@"\n')
-                os.chmod(path, 0o755)
+        show_packages(below["folders"])
+        write_starters()
     stamp = {"below": below, "brought_torch": bool(torch), "installed": {}}
     write_stamp(stamp)
     return stamp
 
 
+def show_packages(folders):
+    """Let `.venv` import from these package folders, after its own.
+
+    A .pth file names them. `venv --system-site-packages` would show less: from an active virtual
+    environment, not its packages but those of the Python below it.
+    """
+    packages = os.path.join(VENV, "lib", "python" + python_version(), "site-packages")
+    with open(os.path.join(packages, "python_below.pth"), "w") as f:
+        for folder in folders:
+            f.write(f"import site; site.addsitedir({folder!r})\n")
+
+
+def write_starters():
+    """Write .venv/bin/torchrun and pip: those of the Python below would not see `.venv`."""
+    for command, module in {"torchrun": "torch.distributed.run", "pip": "pip"}.items():
+        path = os.path.join(VENV, "bin", command)
+        if not os.path.exists(path):
+            with open(path, "w") as f:
+                f.write(f'#!/bin/sh\nexec "$(dirname "$0")/python" -m {module} "$@"\n')
+            os.chmod(path, 0o755)
+
+
+# --------------------------------------------------------------------------------------------------
+# Packages
+
+
 def install_tested(files, index):
-    """Everything at the versions of constraints.txt; torch from `index`, if there is one."""
+    """Install everything at the versions of constraints.txt; torch from `index` unless None."""
     if index:
-        pip(
-            "--index-url",
-            index,
-            *[line for line in lines("constraints.txt") if name_of(line) == "torch"],
-        )
+        torch = [line for line in lines("constraints.txt") if name_of(line) == "torch"]
+        pip("--index-url", index, *torch)
     pip("-c", os.path.join(ROOT, "constraints.txt"), *requirements(files))
 
 
 def torch_index(has_torch, dev, cpu_index):
-    """Where torch's build for this machine is, None = where pip looks. PyPI's for Linux is NVIDIA's: gigabytes."""
+    """The package index that has torch's build for this machine; None = pip's own.
+
+    PyPI's torch for Linux is NVIDIA's: gigabytes, and useless with an AMD GPU or without a GPU.
+    """
     devices = os.listdir(dev)
     nvidia = any(name.startswith(("nvidia", "dxg")) for name in devices)  # dxg: Linux on Windows
     if sys.platform != "linux" or nvidia:
         return None
     if "kfd" in devices and not has_torch:
         stop(
-            "an AMD GPU is here, torch is not, and PyPI's torch is NVIDIA's. Bring the build that you want, then make "
-            f"again: {sys.executable} -m venv .venv && .venv/bin/pip install torch --index-url {PYTORCH}/rocmX.Y "
-            "(X.Y: see https://pytorch.org/get-started/locally; `cpu` in place of `rocmX.Y` leaves the GPU alone)"
+            "an AMD GPU is here, torch is not, and PyPI's torch is NVIDIA's. Install the build you "
+            f"want, then make again: {sys.executable} -m venv .venv && .venv/bin/pip install torch "
+            f"--index-url {PYTORCH}/rocmX.Y (X.Y: see https://pytorch.org/get-started/locally; "
+            "with `cpu` in place of `rocmX.Y` the GPU is not used)"
         )
     if shutil.which("sbatch"):  # a login node does not show the cluster's GPUs
         if not has_torch:
-            say(
-                "SLURM without a GPU, a login node: PyPI's torch, NVIDIA's, is taken. AMD: see ROCm in INSTALL.md"
-            )
+            say("SLURM and no GPU here, so a login node: taking PyPI's torch, which is NVIDIA's")
+            say("for AMD see ROCm in INSTALL.md")
         return None
     try:
         urllib.request.urlopen(cpu_index + "/torch/", timeout=5).close()
         return cpu_index
     except OSError:
-        return None  # no way there, as behind a mirror: pip's own settings decide
+        return None  # not reachable, as behind a mirror: pip's own settings decide
 
 
-def install_beside_torch(files, held):
-    """What is missing, at tested versions; packages that are there stay, and torch and triton exactly as they are."""
-    there = {
-        plain(name) for name in in_venv("[d.name for d in importlib.metadata.distributions()]")
-    }
-    limits = [line for line in lines("constraints.txt") if name_of(line) not in there.union(held)]
-    limits += ["{package}=={version}".format(**held[name]) for name in held]
+def install_beside_torch(files, protected):
+    """Install what is missing, at tested versions. Packages that are there stay as they are."""
+    installed = in_venv("[d.name for d in importlib.metadata.distributions()]")
+    keep = {plain(name) for name in installed} | set(protected)
+    limits = [line for line in lines("constraints.txt") if name_of(line) not in keep]
+    limits += ["{package}=={version}".format(**protected[name]) for name in protected]
+    wanted = [line for line in requirements(files) if name_of(line) not in protected]
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as f:
         f.write("\n".join(limits))
         f.flush()
-        pip("-c", f.name, *[line for line in requirements(files) if name_of(line) not in held])
-    after = in_venv("install.found()")
-    if any(after.get(name) != held[name] for name in held):
-        stop(f"pip changed what it had to leave alone: {held} became {after}")
+        pip("-c", f.name, *wanted)
+    after = in_venv("install.protected_packages()")
+    if any(after.get(name) != protected[name] for name in protected):
+        stop(f"pip changed packages that must stay: {protected} became {after}")
 
 
 def in_venv(expression):
-    """The value of an expression in `.venv`'s Python."""
+    """The value of an expression in `.venv`'s Python, through JSON."""
     code = f"import importlib.metadata, install, json; print(json.dumps({expression}))"
-    return json.loads(
-        subprocess.run([PYTHON, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
-    )
+    command = [PYTHON, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)
 
 
 def pip(*arguments):
-    command = [
-        PYTHON,
-        "-m",
-        "pip",
-        "install",
-        "--no-user",
-        "--disable-pip-version-check",
-        *arguments,
-    ]
-    if subprocess.run(command).returncode:
-        stop("pip failed (above): mend it and make again, what is done stays done")
+    """Run `pip install` in `.venv`. Packages that it has installed stay if a later one fails."""
+    command = [PYTHON, "-m", "pip", "install", "--no-user", "--disable-pip-version-check"]
+    if subprocess.run([*command, *arguments]).returncode:
+        stop("pip failed (above): fix it and make again; what is installed stays")
+
+
+# --------------------------------------------------------------------------------------------------
+# Requirement files
 
 
 def requirements(files):
+    """The lines of several requirement files."""
     return [line for name in files for line in lines(name)]
 
 
@@ -235,54 +261,67 @@ def lines(name):
 
 
 def name_of(line):
+    """The package that a line is about: `torch>=2.9` -> torch"""
     return plain(re.match(r"[\w.-]+", line)[0])
 
 
 def plain(name):
-    """A package's name as pip compares it."""
+    """A package's name as pip compares it: `Ruamel.YAML_x` -> ruamel-yaml-x"""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def numbers(version):
+def major_minor(version):
     """2.9.0+rocm6.4 -> [2, 9]"""
     return [int(n) for n in re.findall(r"\d+", version)[:2]]
 
 
 def python_version():
+    """Of the Python in use: 3.12"""
     return ".".join(map(str, sys.version_info[:2]))
 
 
 def read(name):
+    """The text of a file of this folder."""
     with open(os.path.join(ROOT, name)) as f:
         return f.read()
 
 
+# --------------------------------------------------------------------------------------------------
+# The stamp: what was installed into `.venv`, and on which Python
+
+
 def digest(name):
-    """Of all that decides what is installed for a requirement file."""
+    """A hash of all that decides what is installed for a requirement file."""
     return hashlib.sha256((read(name) + read("constraints.txt")).encode()).hexdigest()
 
 
 def read_stamp():
+    """The stamp of `.venv`, or the first one of a `.venv` that the user made or that is missing.
+
+    below: see `python_below`; "yours" for the user's own, None if it must be made.
+    brought_torch: whether torch was there before we installed anything; None if not known yet.
+    installed: requirement file -> its digest.
+    """
     if os.path.exists(STAMP):
         with open(STAMP) as f:
             return json.load(f)
-    return {
-        "below": "yours" if os.path.exists(VENV) else None,
-        "brought_torch": None,
-        "installed": {},
-    }
+    below = "yours" if os.path.exists(VENV) else None
+    return {"below": below, "brought_torch": None, "installed": {}}
 
 
 def write_stamp(stamp):
+    """Write the stamp of `.venv`."""
     with open(STAMP, "w") as f:
         json.dump(stamp, f, indent=2)
 
 
 def say(message):
+    """Print a line about what is being done."""
     print("install: " + message, flush=True)
 
 
 def stop(message):
+    """Exit with a user error."""
     print("error: " + message, file=sys.stderr)
     sys.exit(2)
 
@@ -291,5 +330,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:] or ["requirements.txt"])
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of the output has left: quiet, as program.run
+    except BrokenPipeError:  # the reader of the output is gone: exit quietly, as program.run does
         os._exit(141)

@@ -1,13 +1,15 @@
-"""MPT: a decoder-only transformer, the architecture and the parameter names of MosaicML's models.
+"""MPT: a decoder-only transformer, with the architecture and parameter names of MosaicML's models.
 
     x = wte[ids] (+ wpe[position])                          (B, T, d_model)
     x = x + attn(norm_1(x));  x = x + ffn(norm_2(x))        n_layers times
     logits = norm_f(x) @ wte^T                              (B, T, vocab_size)
 
-The model does not know that it is distributed: parallel.py shards, compiles and checkpoints it from outside.
-State-dict names equal Hugging Face's MPT, so real weights load without a map.
+Shapes: B rows, T tokens, H heads of width D = d_model / H, Hkv heads of keys and values, L layers.
 
-Run `python model.py` to build a small one and take one step. Read next: text/corpus.py.
+The model does not know that it is distributed: parallel.py shards, compiles and checkpoints it from
+outside. Names in the state dict are those of Hugging Face's MPT, so its weights load as they are.
+
+Run `python model.py` to build a small model and take one training step.
 """
 
 import hashlib
@@ -26,55 +28,69 @@ from loss import autocast_dtype, linear_cross_entropy, score_labels
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm whose dtype under autocast is chosen: autocast's own, so that the residual stream stays in it (the
-    sums are fp32 in the kernel), or fp32."""
+    """LayerNorm that chooses its own dtype under autocast.
+
+    `low_precision_layernorm` answers in autocast's dtype, so the residual stream stays bf16 (the
+    kernel sums in fp32 either way); `layernorm` answers in fp32.
+    """
 
     def __init__(self, cfg: MPTConfig, dim: int):
         super().__init__(dim, eps=1e-5, bias=not cfg.no_bias)
         self.low_precision = cfg.norm_type == "low_precision_layernorm"
 
     def forward(self, x):
+        """Normalize the last dimension of x (..., dim)."""
         kind = x.device.type
         if not torch.is_autocast_enabled(kind):
             return super().forward(x)
         dtype = autocast_dtype(x) if self.low_precision else torch.float32
         bias = None if self.bias is None else self.bias.to(dtype)
         with torch.autocast(kind, enabled=False):
-            return F.layer_norm(
-                x.to(dtype), self.normalized_shape, self.weight.to(dtype), bias, self.eps
-            )
+            x = x.to(dtype)
+            weight = self.weight.to(dtype)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class Positions(NamedTuple):
-    """What attention knows of positions, the same in every layer. None: not used."""
+    """What attention knows about positions; the same in every layer. None: not used."""
 
-    slopes: torch.Tensor | None = None  # ALiBi, (H,)
-    angles: tuple | None = None  # RoPE, cos and sin, (B or 1, 1, T, D) each
-    sequence_ids: torch.Tensor | None = None  # documents, (B, Tk)
+    slopes: torch.Tensor | None = None  # ALiBi: (H,)
+    angles: tuple | None = None  # RoPE: cos and sin, each (B or 1, 1, T, D)
+    sequence_ids: torch.Tensor | None = None  # the document of each key: (B, Tk)
 
 
 def rope_angles(cfg: MPTConfig, positions):
-    """cos and sin of position * theta^(-2 i / D), i < D / 2, twice (RoFormer, 2104.09864). positions: (1 or B, T)."""
-    frequencies = cfg.rope_theta ** (
-        -torch.arange(0, cfg.head_dim, 2, device=positions.device) / cfg.head_dim
-    )
-    angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)  # fp32
+    """RoPE's cos and sin for positions (1 or B, T), each (1 or B, 1, T, D) in fp32.
+
+    The angle of pair m < D / 2 at position t is t * theta^(-2 m / D) (RoFormer, arXiv 2104.09864).
+    The D / 2 angles come twice, once for each half of a head: see `rotate`.
+    """
+    even = torch.arange(0, cfg.head_dim, 2, device=positions.device)  # 2 m
+    frequencies = cfg.rope_theta ** (-even / cfg.head_dim)  # (D / 2,)
+    angles = (positions[:, None, :, None] * frequencies).repeat(1, 1, 1, 2)
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (x_i, x_{i + D/2}) of x (B, H, T, D) by its angle."""
+    """Turn each pair (x_m, x_{m + D/2}) of x (B, H, T, D) by its angle; returns x's dtype."""
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat([-b, a], dim=-1) * sin).to(x.dtype)
 
 
 def document_ids(input_ids, separator: int):
-    """0, 1, 2 ... for the documents of each row (B, T); the id that ends a document is its last token."""
-    return F.pad((input_ids == separator).cumsum(1)[:, :-1], (1, 0))
+    """Number the documents of each row 0, 1, 2, ...: (B, T) -> (B, T).
+
+    A document ends with its separator token, which belongs to it.
+    """
+    ended = (input_ids == separator).cumsum(1)  # documents that have ended, this token included
+    return F.pad(ended[:, :-1], (1, 0))
 
 
 class Attention(nn.Module):
-    """Fused q, k, v projection (rows: all q, all k, all v), attention, output projection."""
+    """Multi-head attention: one fused projection to q, k, v, then attention, then out_proj.
+
+    The rows of Wqkv's weight: d_model of q, then Hkv * D of k, then Hkv * D of v.
+    """
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
@@ -87,37 +103,45 @@ class Attention(nn.Module):
             self.k_ln = LayerNorm(cfg, self.kv_dim)
 
     def forward(self, x, positions, cache=None, layer=0):
-        cfg, (B, T, _) = self.cfg, x.shape
-        qkv = self.Wqkv(x)
+        """x (B, T, d_model) -> (B, T, d_model). With a cache, x continues what it holds."""
+        cfg = self.cfg
+        B, T, _ = x.shape
+        qkv = self.Wqkv(x)  # (B, T, d_model + 2 * kv_dim)
         if cfg.clip_qkv:
             qkv = qkv.clamp(-cfg.clip_qkv, cfg.clip_qkv)
         q, k, v = qkv.split([cfg.d_model, self.kv_dim, self.kv_dim], dim=-1)
         if cfg.qk_ln:
-            q, k = self.q_ln(q).to(v.dtype), self.k_ln(k).to(v.dtype)
-        q, k, v = (
-            y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v)
-        )  # (B, H or Hkv, T, D)
+            q = self.q_ln(q).to(v.dtype)
+            k = self.k_ln(k).to(v.dtype)
+        q, k, v = (y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v))
+
         if positions.angles:
-            q, k = rotate(q, *positions.angles), rotate(k, *positions.angles)
+            q = rotate(q, *positions.angles)
+            k = rotate(k, *positions.angles)
         if cache is not None:
-            k, v = cache.append(layer, k, v)
+            k, v = cache.append(layer, k, v)  # all keys so far: Tk >= T
             q = q.to(k.dtype)  # a cache may be wider than the weights
-        dropout_p = cfg.attn_pdrop if self.training else 0.0
-        where = {"alibi_slopes": positions.slopes, "sequence_ids": positions.sequence_ids}
+
+        # y = softmax(q k^T * scale + bias) v, for each head on its own:
+        #     q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
+        #     bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
+        # attention.py has this in plain PyTorch, and kernels that never store q k^T.
         y = attention(
             q,
             k,
             v,
             impl=cfg.attn_impl,
-            softmax_scale=cfg.softmax_scale,
-            dropout_p=dropout_p,
-            **where,
+            alibi_slopes=positions.slopes,
+            softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
+            dropout_p=cfg.attn_pdrop if self.training else 0.0,
+            sequence_ids=positions.sequence_ids,
         )
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, cfg.d_model).to(qkv.dtype))
+        y = y.transpose(1, 2).reshape(B, T, cfg.d_model)  # heads side by side
+        return self.out_proj(y.to(qkv.dtype))
 
 
 class FFN(nn.Module):
-    """down_proj(gelu(up_proj(x))), the exact (erf) GELU."""
+    """The feed-forward network: down_proj(gelu(up_proj(x))), with the exact (erf) GELU."""
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
@@ -125,37 +149,39 @@ class FFN(nn.Module):
         self.down_proj = nn.Linear(cfg.hidden_dim, cfg.d_model, bias=not cfg.no_bias)
 
     def forward(self, x):
+        """x (B, T, d_model) -> (B, T, d_model)."""
         return self.down_proj(F.gelu(self.up_proj(x)))
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind its norm, each added to the residual stream."""
+    """One layer: attention, then feed-forward. Each has a norm before it and a residual around."""
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.resid_pdrop = cfg.resid_pdrop
-        self.recompute = (
-            None  # activation checkpointing, put on from outside: arguments of `checkpoint`
-        )
+        # Activation checkpointing: None, or torch's arguments for it (parallel.recompute sets it).
+        self.recompute = None
         self.norm_1 = LayerNorm(cfg, cfg.d_model)
         self.attn = Attention(cfg)
         self.norm_2 = LayerNorm(cfg, cfg.d_model)
         self.ffn = FFN(cfg)
 
     def forward(self, x, positions, cache=None, layer=0):
+        """x (B, T, d_model) -> (B, T, d_model). `layer` is this block's index in the cache."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self.layer, x, positions, **self.recompute)
-        return self.layer(x, positions, cache, layer)
+            return checkpoint(self.compute, x, positions, **self.recompute)
+        return self.compute(x, positions, cache, layer)
 
-    def layer(self, x, positions, cache=None, layer=0):
-        x = x + F.dropout(
-            self.attn(self.norm_1(x), positions, cache, layer), self.resid_pdrop, self.training
-        )
-        return x + F.dropout(self.ffn(self.norm_2(x)), self.resid_pdrop, self.training)
+    def compute(self, x, positions, cache=None, layer=0):
+        """`forward` without activation checkpointing."""
+        attended = self.attn(self.norm_1(x), positions, cache, layer)
+        x = x + F.dropout(attended, self.resid_pdrop, self.training)
+        fed = self.ffn(self.norm_2(x))
+        return x + F.dropout(fed, self.resid_pdrop, self.training)
 
 
 class Transformer(nn.Module):
-    """Embeddings, blocks, final norm: ids (B, T) -> hidden states (B, T, d_model)."""
+    """Embeddings, blocks, final norm."""
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
@@ -167,61 +193,76 @@ class Transformer(nn.Module):
         self.norm_f = LayerNorm(cfg, cfg.d_model)
 
     def forward(self, input_ids, cache=None, sequence_ids=None):
-        cfg, past = self.cfg, 0 if cache is None else cache.length
-        x, end = self.wte(input_ids), past + input_ids.shape[1]
-        places = torch.arange(past, end, device=x.device)[None]  # (1 or B, T)
+        """Token ids (B, T) -> hidden states (B, T, d_model).
+
+        With a cache, the ids continue what it holds, and it grows by T. sequence_ids: (B, T), the
+        document of each token, or None if each row is one document. UserError for more tokens than
+        there are learned positions.
+        """
+        cfg = self.cfg
+        past = 0 if cache is None else cache.length
+        end = past + input_ids.shape[1]
+        x = self.wte(input_ids)  # (B, T, d_model)
+
+        token_positions = torch.arange(past, end, device=x.device)[None]  # (1 or B, T)
         if cache is not None and cache.pad is not None:
-            places = (places - cache.pad[:, None]).clamp(min=0)
-            sequence_ids = (
-                torch.arange(end, device=x.device) < cache.pad[:, None]
-            ).int()  # padding: a document before
+            # Left padding: a row's positions start at its first real token. The padding is its own
+            # document (id 1, the text has id 0), so real tokens never see it.
+            token_positions = (token_positions - cache.pad[:, None]).clamp(min=0)
+            is_padding = torch.arange(end, device=x.device) < cache.pad[:, None]  # (B, end)
+            sequence_ids = is_padding.int()
+
         if cfg.learned_positions:
             require(
                 end <= cfg.max_seq_len,
-                f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} (ALiBi has no such limit)",
+                f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} "
+                "(ALiBi has no such limit)",
             )
-            x = x + self.wpe(places)
-        x = F.dropout(x, cfg.emb_pdrop, self.training).to(
-            autocast_dtype(x)
-        )  # the residual stream: bf16 under autocast
+            x = x + self.wpe(token_positions)
+        x = F.dropout(x, cfg.emb_pdrop, self.training)
+        x = x.to(autocast_dtype(x))  # the residual stream: bf16 under autocast
+
         slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, x.device) if cfg.alibi else None
-        positions = Positions(slopes, rope_angles(cfg, places) if cfg.rope else None, sequence_ids)
+        angles = rope_angles(cfg, token_positions) if cfg.rope else None
+        positions = Positions(slopes, angles, sequence_ids)
         for layer, block in enumerate(self.blocks):
             x = block(x, positions, cache, layer)
         if cache is not None:
-            cache.length += input_ids.shape[1]
+            cache.length = end
         return self.norm_f(x)
 
 
 class MPT(nn.Module):
-    """The language model.
-
-    forward(input_ids) gives logits (B, T, vocab_size). forward(input_ids, labels) gives the sum of the token
-    cross-entropies, a scalar, and never holds all logits; label -100 does not count; z_loss: see loss.py. With `score`
-    it gives (log-probability, is it the likeliest?) of each label instead, (B, T) each. ids and labels: int64 (B, T).
-    With a `KVCache` the ids continue what the cache holds.
-    """
+    """The language model: the transformer and the output layer, which is `wte` again when tied."""
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
-        self.separator = (
-            None  # the id that ends a document, for attn_uses_sequence_id; put on from outside
-        )
+        # The id that ends a document, for attn_uses_sequence_id. It depends on the tokenizer, so
+        # the program that trains sets it.
+        self.separator = None
         self.transformer = Transformer(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
     def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False):
-        packed = self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None
-        documents = document_ids(input_ids, self.separator) if packed else None
-        x = self.transformer(input_ids, cache, documents)
-        weight = (
-            self.transformer.wte.weight if self.cfg.tie_word_embeddings else self.lm_head.weight
-        )  # (V, d)
-        scale = self.cfg.logit_scale
-        if scale == "inv_sqrt_d_model":
-            scale = 1 / math.sqrt(self.cfg.d_model)
+        """The logits, the loss, or the scores of labels. ids and labels: (B, T) int64.
+
+            model(ids)                      logits (B, T, V)
+            model(ids, labels)              sum of the cross-entropies of the tokens, a scalar
+            model(ids, labels, score=True)  (log-probability, is it the most likely token?) of each
+                                            label, (B, T) each
+
+        Label -100 does not count. Loss and scores never hold all logits; z_loss: see loss.py. With
+        a `KVCache`, the ids continue what it holds. All three are one `forward`, because
+        fully_shard gathers the weights when forward is called, and only then.
+        """
+        documents = None
+        if self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None:
+            documents = document_ids(input_ids, self.separator)
+        x = self.transformer(input_ids, cache, documents)  # (B, T, d_model)
+        weight = self.output_weight
+        scale = self.logit_scale
         if score:
             return score_labels(x, weight, labels, scale)
         if labels is not None:
@@ -229,12 +270,26 @@ class MPT(nn.Module):
         logits = F.linear(x, weight)
         return logits if scale is None else logits * scale
 
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """The weight of the output layer, (V, d_model)."""
+        return (self.transformer.wte if self.cfg.tie_word_embeddings else self.lm_head).weight
+
+    @property
+    def logit_scale(self) -> float | None:
+        """The factor on the logits, or None for no factor."""
+        if self.cfg.logit_scale == "inv_sqrt_d_model":
+            return 1 / math.sqrt(self.cfg.d_model)
+        return self.cfg.logit_scale
+
 
 @dataclass
 class KVCache:
-    """Keys and values of all layers for decoding, (L, B, Hkv, S, D) each, of which `length` positions are filled.
+    """The keys and values of all layers, for decoding: (L, B, Hkv, S, D) each.
 
-    pad: (B,) how many tokens at the left of each row are none, so that texts of different lengths end together.
+    S is the room for tokens; the first `length` positions are filled. pad: (B,) left padding, how
+    many positions at the start of each row are padding, so that rows of different lengths end
+    together; None for none.
     """
 
     k: torch.Tensor
@@ -244,38 +299,50 @@ class KVCache:
 
     @classmethod
     def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None):
+        """An empty cache with room for `max_tokens` positions in each of `batch_size` rows."""
         shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_tokens, cfg.head_dim)
-        return cls(*(torch.empty(shape, device=device, dtype=dtype) for _ in range(2)), pad=pad)
+        k = torch.empty(shape, device=device, dtype=dtype)
+        v = torch.empty(shape, device=device, dtype=dtype)
+        return cls(k, v, pad=pad)
 
     def append(self, layer, k, v):
-        """Store k, v (B, Hkv, T, D) behind what is there; return all of this layer's, (B, Hkv, length + T, D)."""
+        """Store one layer's new k, v (B, Hkv, T, D) after the filled positions.
+
+        Returns all k and v of the layer so far, (B, Hkv, length + T, D). `length` stays as it is:
+        the transformer moves it once all layers have stored theirs.
+        """
         end = self.length + k.shape[2]
         self.k[layer, :, :, self.length : end] = k
         self.v[layer, :, :, self.length : end] = v
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
-def init_weights(model: MPT, seed: int, assign=lambda param, full: param.data.copy_(full)) -> None:
-    """MPT's initial weights, the same numbers on any device and for any number of ranks.
+def copy_whole(param, full) -> None:
+    """Fill a parameter of an unsharded model."""
+    param.data.copy_(full)
+
+
+def init_weights(model: MPT, seed: int, assign=copy_whole) -> None:
+    """MPT's initial weights: the same values on any device and for any number of global ranks.
 
         wte, wpe             N(0, 2 / d_model)          biases   0
         linear weights       N(0, 2 / fan_in)           norms    1
-        out_proj, down_proj  the same / sqrt(2 * n_layers)
+        out_proj, down_proj  the same, the standard deviation divided by sqrt(2 * n_layers)
 
-    Each tensor is drawn whole on the CPU from a generator seeded with (seed, parameter name). `assign(param, full)`
-    puts it in place; parallel.py passes one that keeps a rank's shard only.
+    Each tensor is drawn whole, on the CPU, from a generator seeded with (seed, parameter name).
+    `assign(param, full)` stores it; parallel.py passes one that keeps only this rank's shard.
     """
     for name, param in model.named_parameters():
         assign(param, initial_weight(name, param.shape, model.cfg, seed))
 
 
 def initial_weight(name, shape, cfg, seed):
-    """The initial value of one parameter, fp32 on the CPU, of its full shape."""
+    """The initial value of the parameter `name`, fp32 on the CPU, unsharded."""
     if name.endswith("bias"):
         return torch.zeros(shape)
     if len(shape) == 1:  # norms
         return torch.ones(shape)
-    std = math.sqrt(2 / shape[1])  # d_model for the embeddings, fan_in for a linear layer
+    std = math.sqrt(2 / shape[1])  # shape[1]: d_model for embeddings, fan_in for linear layers
     if "out_proj" in name or "down_proj" in name:
         std /= math.sqrt(2 * cfg.n_layers)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
@@ -284,18 +351,20 @@ def initial_weight(name, shape, cfg, seed):
 
 
 def demonstrate(argv) -> None:
+    """Print a small model, and its loss beside that of a guess at random."""
     arguments(argv)
-    demo_cfg = MPTConfig(
-        d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True
-    )
-    mpt = MPT(demo_cfg)
-    init_weights(mpt, seed=0)
+    cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True)
+    model = MPT(cfg)
+    init_weights(model, seed=0)
     ids = torch.arange(33)[None] % 7  # (1, 33)
-    loss = mpt(ids[:, :-1], labels=ids[:, 1:]) / 32
+    inputs = ids[:, :-1]
+    labels = ids[:, 1:]
+    loss = model(inputs, labels=labels) / labels.numel()
     loss.backward()
-    print(mpt)
+    print(model)
     print(
-        f"logits {tuple(mpt(ids[:, :-1]).shape)}, loss {loss:.3f} nats a token, at random {math.log(256):.3f}"
+        f"logits {tuple(model(inputs).shape)}, loss {loss:.3f} nats per token, "
+        f"at random {math.log(256):.3f}"
     )
 
 

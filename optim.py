@@ -1,16 +1,19 @@
-"""AdamW with decoupled weight decay, and the learning-rate schedules: pure functions of the step.
+"""AdamW with decoupled weight decay, and learning-rate schedules that are functions of the step.
 
-    p *= 1 - (lr_t / lr) * decoupled_weight_decay      the decay, which does not grow with the learning rate
-    p -= lr_t * mean(g) / (sqrt(mean(g^2)) + eps)      Adam (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)
+    p *= 1 - (lr_t / lr) * decoupled_weight_decay      the decay, independent of the peak rate lr
+    p -= lr_t * m / (sqrt(v) + eps)                    Adam (Kingma and Ba, 2015)
 
-PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay = decoupled_weight_decay / lr is the rule above
-exactly, and its fused kernel can be used. As in MPT's recipes, all parameters are in one group.
+lr_t is the learning rate of step t. m and v are the running means of the gradient and of its
+square, corrected for their start at zero. The decay is decoupled from the gradient (Loshchilov and
+Hutter, 2019). PyTorch's AdamW decays by lr_t * weight_decay, so weight_decay =
+decoupled_weight_decay / lr gives exactly this rule, and its fused kernel can be used. As in MPT's
+recipes, all parameters are in one group: norms and biases decay too.
 
 To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
-step takes `closure=None`, as theirs do. It may have several parameter groups, such as one without
-decay; each step gives all groups the same learning rate.
+step takes `closure=None`, as PyTorch's do. It may have several parameter groups, such as one
+without decay; each step gives all groups the same learning rate.
 
-Run `python optim.py` to see the schedules. Read next: processes.py.
+Run `python optim.py` to see the schedules.
 """
 
 import math
@@ -19,9 +22,11 @@ import torch
 
 from config import TrainConfig, arguments, run
 
+ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"  # kind_of the optimizer that build_optimizer returns
+
 
 def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over `params`, in one fused kernel (torch has one for CPU, CUDA, ROCm and MPS)."""
+    """AdamW over `params`, in one fused kernel (PyTorch has one for CPU, CUDA, ROCm and MPS)."""
     return torch.optim.AdamW(
         params,
         lr=cfg.lr,
@@ -32,44 +37,53 @@ def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
     )
 
 
-def update(optimizer: torch.optim.Optimizer, good) -> None:
-    """One step of the optimizer. Unless `good`, a bool on the device, weights and state stay as they are."""
+def update(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
+    """Take one optimizer step and clear the gradients. A bad step changes no weight and no state.
+
+    good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
+    """
     if skips_on_device(optimizer):
-        optimizer.found_inf = (~good).float()
+        # GradScaler's hook: fused AdamW skips the update when found_inf is set. The kernel reads
+        # the flag on the device, so the CPU need not wait to learn whether the step is bad.
+        bad = (~good).float()
+        optimizer.found_inf = bad
         optimizer.step()
-    elif good:  # waits for the device
+    elif good:  # reading the flag here makes the CPU wait for the device
         optimizer.step()
     optimizer.zero_grad()
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Does its fused kernel change nothing where `found_inf` is 1? GradScaler asks the same."""
-    # After a bad first step the momentum of a fused SGD would be whatever its memory held before (torch 2.13).
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
-        optimizer, torch.optim.SGD
-    )
+    """Whether the optimizer's fused kernel skips the update when `found_inf` is 1.
+
+    GradScaler reads the same attribute. SGD is excluded: if its first step is bad, the momentum of
+    the fused kernel stays uninitialized memory (torch 2.13).
+    """
+    has_hook = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return has_hook and not isinstance(optimizer, torch.optim.SGD)
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """Its class and what it keeps of each weight, as in ADAMW."""
-    kept = sorted({name for state in optimizer.state.values() for name in state})
-    return f"{type(optimizer).__name__} ({', '.join(kept)})"
+    """The optimizer's class and the names of its state, like ADAMW. Checkpoints record it."""
+    state_names = sorted({name for state in optimizer.state.values() for name in state})
+    return f"{type(optimizer).__name__} ({', '.join(state_names)})"
 
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
-    """The learning rate of step 0, 1, 2, ...: lr * factor(step)."""
-    if (
-        cfg.lr_one_step_late
-    ):  # Composer's schedulers run after the step, so steps 0 and 1 both have factor(0)
+    """The learning rate of step 0, 1, 2, ...: cfg.lr times the schedule's factor."""
+    if cfg.lr_one_step_late:
+        # Composer's schedulers run after the step, so its steps 0 and 1 both use factor(0).
         step = max(step - 1, 0)
-    return cfg.lr * SCHEDULES[cfg.schedule](step, cfg)
+    factor = SCHEDULES[cfg.schedule]
+    return cfg.lr * factor(step, cfg)
 
 
-def constant(t, cfg):
+def constant(t: int, cfg: TrainConfig) -> float:
+    """Linear to 1 over the warmup, then 1."""
     return min(1.0, t / cfg.warmup_steps) if cfg.warmup_steps else 1.0
 
 
-def cosine(t, cfg):
+def cosine(t: int, cfg: TrainConfig) -> float:
     """Linear to 1 over the warmup, then half a cosine down to alpha_f at max_steps."""
     if t < cfg.warmup_steps:
         return t / cfg.warmup_steps
@@ -77,24 +91,25 @@ def cosine(t, cfg):
     return cfg.alpha_f + (1 - cfg.alpha_f) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def inv_sqrt(t, cfg):
+def inv_sqrt(t: int, cfg: TrainConfig) -> float:
     """Linear to 1 over the warmup, then sqrt(warmup / t)."""
     warmup = max(1, cfg.warmup_steps)
     return min(t / warmup, math.sqrt(warmup / max(t, 1)))
 
 
-ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"
 SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}
 
 
 def demonstrate(argv) -> None:
+    """Print each schedule as bars."""
     arguments(argv)
     for name in SCHEDULES:
-        c = TrainConfig(schedule=name, max_steps=1000, warmup_steps=100)
+        cfg = TrainConfig(schedule=name, max_steps=1000, warmup_steps=100)
         print(name)
-        for t in (0, 50, 100, 300, 600, 1000):
-            rate = learning_rate(t, c)
-            print(f"  step {t:4d}  lr {rate:.2e}  " + "#" * round(60 * rate / c.lr))
+        for step in (0, 50, 100, 300, 600, 1000):
+            rate = learning_rate(step, cfg)
+            bar = "#" * round(60 * rate / cfg.lr)
+            print(f"  step {step:4d}  lr {rate:.2e}  {bar}")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""What a run will need, how fast it will be and how it will scale, before it is launched.
+"""What a run will need, how fast it will be and how it will scale, before you launch it.
 
-    python plan.py configs/mpt7b.py --device=mi250 --devices=64 --network=100     a layout, and what it gives
-    python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,64,256       strong and weak scaling
-    python plan.py --device=h100 --devices=64 --budget=7                          the best model of seven days
-    python plan.py --plot                                                         pictures: scaling, memory
+    python plan.py configs/mpt7b.py --device=mi250 --devices=64 --network=100   one layout
+    python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,64,256     strong, weak scaling
+    python plan.py --device=h100 --devices=64 --budget=7                        the best in a week
+    python plan.py --plot                                                       pictures
 
-What a config file or a flag sets is taken; what is `auto` or not set (tp, pp, sharding, microbatch, checkpointing) is
-chosen: the least tensor and pipeline parallelism with which the model fits, and then whatever is fastest.
+What a config file or a flag sets is kept. What is `auto` or not set (tp, pp, sharding, microbatch,
+activation checkpointing) is chosen: the least tensor and pipeline parallelism with which the model
+fits, and then whatever is fastest. fsdp_train.py itself has no tensor or pipeline parallelism yet.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
-planning/step_time.py. Its constants were fitted to LLM Foundry's published runs of MPT on A100 and H100
-(bench/results/planner.md has every row's error); any other device is extrapolated, and says so, until
-`--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a table of `bench train`. The last
-lines of a plan say what was assumed. fsdp_train.py itself has no tensor or pipeline parallelism yet.
-
-Read next: planning/README.md.
+planning/step_time.py. Its constants were fitted to LLM Foundry's published runs of MPT on A100 and
+H100; bench/results/planner.md has the error of every row. Any other device is extrapolated, and the
+plan says so, until `--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a
+table of `bench train`. The last lines of a plan list what was assumed.
 """
 
 import itertools
@@ -32,8 +31,9 @@ from planning import calibrate, picture, search, step_time
 from planning.search import TOKENS_PER_PARAMETER, LayoutArgs, Plan
 from planning.step_time import Constants, Fleet
 
-CALIBRATED = ("A100 SXM", "H100 SXM")  # devices whose runs the constants were fitted to
-NETWORK = 100.0  # GB/s of a node, if nothing is said: 800 Gb/s
+FITTED_TO = ("A100 SXM", "H100 SXM")  # the devices whose runs the constants were fitted to
+NETWORK = 100.0  # GB/s of a node if the user does not say: 800 Gb/s
+# The settings that fsdp_train.py needs for a layout.
 LAYOUT = (
     "sharding",
     "shard_size",
@@ -41,340 +41,441 @@ LAYOUT = (
     "microbatch_size",
     "global_batch_size",
 )
+# Days that each job script runs, with all 50 restarts.
 JOB_DAYS = {
     "slurm/train_srun.sbatch": 51 * 2 / 24,
     "slurm/train.sbatch": 51 * 12 / 24,
-}  # with all 50 restarts
+}
+
+TrainerName = Literal["ours", "foundry"]
 
 
 @dataclass
 class PlanArgs:
     """The fleet and the question."""
 
-    device: str = (
-        "auto"  # the kind: mi250, h100, ... (python devices.py lists them); one torch device each
-    )
-    devices: int = 8  # how many torch devices
+    device: str = "auto"  # the kind: mi250, h100, ... (python devices.py lists them)
+    devices: int = 8  # how many torch devices (an MI250 card is two)
     node_size: int = 8  # torch devices of a node
-    network: float = 0.0  # GB/s of a node's network, each way (0: 100 is assumed where there is more than one node)
-    interleave: int = 1  # pieces of the model on each stage
+    network: float = 0.0  # GB/s of a node's network, each way (0: 100 is assumed for several nodes)
+    interleave: int = 1  # pieces of the model on each pipeline stage
     choose: bool = False  # choose the layout even where a config file sets it
-    global_batch_size: int = (
-        0  # sequences of a step (0: 256 or a little more, and at least 4 a device)
-    )
+    global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
     max_steps: int = 0  # steps of the run, for its time
-    trainer: Literal["ours", "foundry"] = (
-        "ours"  # foundry: reductions in bf16, residuals in fp32, as published rows
-    )
+    trainer: TrainerName = "ours"  # foundry: reduce in bf16, residuals in fp32, as published rows
     tokens: float = 0.0  # to train on (0: those of max_steps, else 20 a parameter)
     price: float = 0.0  # of one torch device for an hour
     watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
     calibrate: str = ""  # machine.json of bench machine, or a .csv of bench train
     sweep_devices: str = ""  # numbers of devices: 8,16,64
     budget: float = 0.0  # days: the Chinchilla-optimal model that these devices train in them
-    plot: bool = False  # draw pictures: of the sweep, else of the published MI250 runs and of the memory by sharding
-    out: str = "plan.png"  # where
+    plot: bool = False  # draw the sweep or the memory by sharding; alone: the published MI250 runs
+    out: str = "plan.png"  # where to draw
     json: bool = False  # print JSON
 
     def check(self) -> None:
+        """UserError if a number is out of range, or two questions are asked."""
         for name in ("devices", "node_size", "interleave"):
-            require(
-                getattr(self, name) > 0, f"{name} must be at least 1, not {getattr(self, name)}"
-            )
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be at least 1, not {value}")
         for name in ("network", "tokens", "price", "watts", "budget"):
-            require(
-                0 <= getattr(self, name) < math.inf,
-                f"{name} must be 0 or more, not {getattr(self, name)}",
-            )
-        require(
-            not (self.budget and self.sweep_devices),
-            "--budget and --sweep_devices are two questions: ask one",
-        )
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be 0 or more, not {value}")
+        one_question = not (self.budget and self.sweep_devices)
+        require(one_question, "--budget and --sweep_devices are two questions: ask one")
 
 
-def trainer(args: PlanArgs) -> step_time.Trainer:
-    return step_time.FOUNDRY if args.trainer == "foundry" else step_time.OURS
+# --------------------------------------------------------------------------------------------------
+# The figures of a plan
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a plan says
+def figures(plan: Plan, args: PlanArgs) -> dict:
+    """All that a plan predicts, with the flags that launch it and what was assumed."""
+    fleet, cfg = plan.fleet, plan.cfg
+    n_params = flops.n_params(plan.m)
+    tokens = args.tokens or TOKENS_PER_PARAMETER * n_params
+    hours = plan.hours(tokens)
+    device_flops = plan.tokens_per_second * flops.train_flops_per_token(plan.m) / fleet.devices
+    device_watts = watts(fleet.device, args)
 
-
-def figures(one: Plan, args: PlanArgs) -> dict:
-    """All that a plan predicts."""
-    device, n, rate = one.fleet.device, one.fleet.devices, one.tokens_per_second
-    tokens = args.tokens or TOKENS_PER_PARAMETER * flops.n_params(one.m)
-    hours = one.hours(tokens)
-    layout = {name: getattr(one.cfg, name) for name in LAYOUT} | {
-        "tp": one.fleet.tp,
-        "pp": one.fleet.pp,
-    }
+    layout = {name: getattr(cfg, name) for name in LAYOUT}
+    layout |= {"tp": fleet.tp, "pp": fleet.pp, "dp": fleet.dp, "interleave": fleet.interleave}
     return {
-        "n_params": flops.n_params(one.m),
-        "device": device.name,
-        "devices": n,
-        "layout": {**layout, "dp": one.fleet.dp, "interleave": one.fleet.interleave},
-        "seconds": one.seconds,
-        "tokens_per_second": rate,
-        "tflops_per_device": rate * flops.train_flops_per_token(one.m) / n / 1e12,
-        "mfu": one.mfu,
+        "n_params": n_params,
+        "device": fleet.device.name,
+        "devices": fleet.devices,
+        "layout": layout,
+        "seconds": plan.seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "tflops_per_device": device_flops / 1e12,
+        "mfu": plan.mfu,
         "convention": flops.CONVENTION,
-        "bytes": one.bytes,
-        "share_of_memory": one.bytes["peak"] / (device.memory_gb * 2**30),
-        "fits": one.fits,
+        "bytes": plan.bytes,
+        "share_of_memory": plan.share_of_memory,
+        "fits": plan.fits,
         "tokens": tokens,
-        "max_steps": math.ceil(tokens / (one.cfg.global_batch_size * one.m.max_seq_len)),
+        "max_steps": math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
         "days": hours / 24,
-        "mwh": watts(device, args) and hours * n * watts(device, args) / 1e6,
-        "cost": hours * n * args.price,
-        "flags": flags(one),
-        "assumed": assumed(one, args),
+        "mwh": device_watts and hours * fleet.devices * device_watts / 1e6,
+        "cost": hours * fleet.devices * args.price,
+        "flags": flags(plan),
+        "assumed": assumed(plan, args),
     }
 
 
 def watts(device: Device, args: PlanArgs) -> float | None:
-    """Of one torch device with its share of the node. None: not known."""
-    known = next((w for name, w in NODE_WATTS.items() if device.name.startswith(name)), None)
-    return args.watts or known or (device.watts and NODE_OVER_BOARD * device.watts)
+    """Watts of one torch device with its share of the node, or None if unknown."""
+    of_nodes = [w for family, w in NODE_WATTS.items() if device.name.startswith(family)]
+    published = of_nodes[0] if of_nodes else None
+    return args.watts or published or (device.watts and NODE_OVER_BOARD * device.watts)
 
 
-def flags(one: Plan) -> str:
-    """What makes fsdp_train.py run this layout; nothing if it cannot."""
-    names = [name for name in LAYOUT if getattr(one.cfg, name)]
-    return (
-        ""
-        if one.fleet.tp * one.fleet.pp > 1
-        else " ".join(f"--{name}={getattr(one.cfg, name)}" for name in names)
-    )
+def flags(plan: Plan) -> str:
+    """The flags with which fsdp_train.py runs this layout; empty if it cannot."""
+    if plan.fleet.tp * plan.fleet.pp > 1:
+        return ""
+    values = {name: getattr(plan.cfg, name) for name in LAYOUT}
+    return " ".join(f"--{name}={value}" for name, value in values.items() if value)
 
 
-def assumed(one: Plan, args: PlanArgs) -> list[str]:
-    """What a plan rests on and the user did not say."""
-    device, fleet = one.fleet.device, one.fleet
-    cards = fleet.devices / device.per_card
-    link = (
-        f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {step_time.UNKNOWN_LINK:g}"
-    )
-    said = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
+# --------------------------------------------------------------------------------------------------
+# What was assumed
+
+
+def assumed(plan: Plan, args: PlanArgs) -> list[str]:
+    """What a plan rests on and the user did not set."""
+    return [*assumed_fleet(plan, args), *assumed_speed(plan, args), *assumed_run(plan, args)]
+
+
+def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
+    """Nodes, links, cards and the network."""
+    device, fleet = plan.fleet.device, plan.fleet
+    link = f"not known, so {step_time.UNKNOWN_LINK:g}"
+    if device.link_gbs:
+        link = f"{device.link_gbs:g}"
+    lines = [f"{fleet.node_size} devices a node, link {link} GB/s each way"]
     if device.per_card > 1:
-        said.append(
-            f"a card is {device.per_card} torch devices: {fleet.devices} are {cards:g} cards"
-        )
-    if fleet.devices > fleet.node_size and not args.network and not args.calibrate:
-        said.append(
-            f"network {NETWORK:g} GB/s a node, each way: set --network, it matters more than any constant"
-        )
+        cards = f"{fleet.devices / device.per_card:g} cards"
+        lines.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards}")
+    several_nodes = fleet.devices > fleet.node_size
+    if several_nodes and not args.network and not args.calibrate:
+        fix = "set --network, it matters more than any constant"
+        lines.append(f"network {NETWORK:g} GB/s a node, each way: {fix}")
+    return lines
+
+
+def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
+    """Where the speed comes from."""
+    device = plan.fleet.device
     if args.calibrate:
-        said.append(f"speed calibrated by {args.calibrate}")
-    elif device.name.startswith(CALIBRATED):
-        said.append("speed as LLM Foundry's on this device; our trainer was not measured on it")
+        lines = [f"speed calibrated by {args.calibrate}"]
+    elif device.name.startswith(FITTED_TO):
+        lines = ["speed as LLM Foundry's on this device; our trainer was not measured on it"]
     else:
-        said.append(
-            f"speed EXTRAPOLATED: no run on {device.name} was used, set --calibrate to bring one"
-        )
+        fix = "set --calibrate to use a measured one"
+        lines = [f"speed EXTRAPOLATED: no run on {device.name} was used, {fix}"]
     if device.reachable is None:
-        said.append(
-            f"matmuls reach {step_time.Constants().reachable:.0%} of the peak, as on no device in particular"
-        )
+        share = f"{step_time.Constants().reachable:.0%}"
+        lines.append(f"matmuls reach {share} of the peak: not measured on {device.name}")
+    return lines
+
+
+def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
+    """Tokens, batch, attention, memory of interleaving, power, and what the trainer lacks."""
+    device, fleet = plan.fleet.device, plan.fleet
+    lines = []
     if not args.tokens:
-        said.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
+        lines.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
     if not args.global_batch_size:
-        said.append(
-            f"a global batch of {one.cfg.global_batch_size} sequences: set --global_batch_size"
-        )
-    if one.m.alibi or one.m.attn_impl != "triton":
-        said.append(
-            "attention by a fused kernel that keeps no scores and, for ALiBi, needs no more columns"
-        )
+        batch = f"a global batch of {plan.cfg.global_batch_size} sequences"
+        lines.append(f"{batch}: set --global_batch_size")
+    if plan.m.alibi or plan.m.attn_impl != "triton":
+        kernel = "attention by a fused kernel that keeps no scores"
+        lines.append(f"{kernel} and needs no extra columns for ALiBi")
     if fleet.interleave > 1:
-        said.append(
-            "memory as without interleaving, which keeps more: up to (p - 1) / (p v) more activations"
-        )
-    if not args.watts and watts(device, args):
-        known = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if known else f"{NODE_OVER_BOARD} times the board's"
-        said.append(f"{watts(device, args):.0f} W a device with its share of the node, {source}")
+        more = "up to (p - 1) / (p v) more activations"
+        lines.append(f"memory as without interleaving, which keeps {more}")
+    device_watts = watts(device, args)
+    if not args.watts and device_watts:
+        published = device.name.startswith(tuple(NODE_WATTS))
+        source = "of published nodes" if published else f"{NODE_OVER_BOARD} times the board's"
+        lines.append(f"{device_watts:.0f} W a device with its share of the node, {source}")
     if fleet.tp * fleet.pp > 1:
-        said.append("fsdp_train.py has no tensor and pipeline parallelism yet")
-    return said
+        lines.append("fsdp_train.py has no tensor and pipeline parallelism yet")
+    return lines
 
 
-def beside_own(one: Plan, own: Plan | None) -> list[str]:
-    """How the settings as they stand, `own`, would do beside the plan, if that changes them."""
-    before = [name for name in LAYOUT if own and getattr(own.cfg, name) != getattr(one.cfg, name)]
-    before = [f"{name}={getattr(own.cfg, name)}" for name in before]
-    before += ["tp=1", "pp=1"] if own and own.fleet != one.fleet else []
-    if not before:
-        return []
-    gain = one.tokens_per_second / own.tokens_per_second - 1
-    speed = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-    return [f"as it is    {', '.join(before)}: {speed if own.fits else 'DOES NOT FIT'}"]
+# --------------------------------------------------------------------------------------------------
+# A plan as text
 
 
-def too_long(days: float) -> list[str]:
-    """The job scripts that have used their 50 restarts before the run ends."""
-    last = "{} ends after 50 restarts, {:.3g} days: submit it again then"
-    short = [last.format(name, limit) for name, limit in JOB_DAYS.items() if days > limit]
-    return [f"{'' if i else 'restarts':<12}{line}" for i, line in enumerate(short)]
-
-
-def text(one: Plan, args: PlanArgs, own: Plan | None = None) -> str:
-    """A plan as a person reads it, beside the settings as they stand."""
-    f, cfg, fleet = figures(one, args), one.cfg, one.fleet
-    group = f", shards of {cfg.shard_size}" if cfg.sharding_mode.over == "group" else ""
-    rows = cfg.global_batch_size // fleet.dp
-    size = min(cfg.microbatch_size, rows)
-    most = f"{'up to ' if rows % size else ''}{size}"
-    passes = f"{fleet.dp} ranks x {rows}, microbatches of {most}: {math.ceil(rows / size)}"
+def text(plan: Plan, args: PlanArgs, own: Plan | None = None) -> str:
+    """A plan for a person to read, compared with the settings as they are (`own`, if known)."""
+    values = figures(plan, args)
     lines = [
-        f"{f['n_params'] / 1e9:.3g}B parameters, sequence {one.m.max_seq_len}, {f['devices']} x {f['device']}",
-        f"dp {fleet.dp} x tp {fleet.tp} x pp {fleet.pp}, {cfg.sharding}{group}, checkpointing "
-        f"{cfg.activation_checkpointing}, batch {cfg.global_batch_size} = {passes}",
+        *layout_lines(plan),
         "",
-        f"{'a step':<26}{'ms':>12}{'share':>9}    {'GB of one device':<26}{'at its peak':>12}",
+        *step_and_memory_lines(plan),
+        "",
+        *summary_lines(plan, values, args),
+        *restart_lines(values["days"]),
+        *comparison_lines(plan, own),
     ]
-    left = [
-        f"  {name:<24}{1e3 * s:>12,.1f}{s / one.seconds['step']:>9.1%}"
-        for name, s in one.seconds.items()
-    ]
-    parts = {name: n for name, n in one.bytes.items() if name not in ("peak", "moment")}
-    right = [f"  {name:<24}{n / 1e9:>12.2f}" for name, n in parts.items()]
-    right += [f"  {'all: ' + one.bytes['moment']:<24}{one.bytes['peak'] / 1e9:>12.2f}"]
-    lines += [
-        f"{a:<47}    {b}".rstrip() for a, b in itertools.zip_longest(left, right, fillvalue="")
-    ]
-    money = f", {f['cost']:,.0f} at {args.price:g} a device-hour" if args.price else ""
-    energy = f"{f['mwh']:,.3g} MWh" if f["mwh"] else "energy n/a: set --watts"
-    room = "fits" if one.fits else "DOES NOT FIT"
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"memory      {f['share_of_memory']:.0%} of {fleet.device.memory_gb:g} GiB: {room}",
-            f"speed       {f['tokens_per_second']:,.0f} tokens/s, {f['tflops_per_device']:.1f} TFLOP/s a device, "
-            f"MFU {f['mfu']:.1%} ({f['convention']})",
-            f"the run     {f['tokens'] / 1e9:,.4g}B tokens, --max_steps={f['max_steps']}: {f['days']:,.3g} days, "
-            f"{energy}{money}",
-            *too_long(f["days"]),
-            *beside_own(one, own),
-            *([f"its flags   {f['flags']}"] if f["flags"] else []),
-            *(f"{'assumed' if i == 0 else '':<12}{line}" for i, line in enumerate(f["assumed"])),
-        ]
+    if values["flags"]:
+        lines.append(f"its flags   {values['flags']}")
+    return "\n".join(lines + labelled("assumed", values["assumed"]))
+
+
+def labelled(label: str, lines: list[str]) -> list[str]:
+    """The lines with the label before the first."""
+    return [f"{label if i == 0 else '':<12}{line}" for i, line in enumerate(lines)]
+
+
+def layout_lines(plan: Plan) -> list[str]:
+    """The model, the fleet, and how the batch is split."""
+    cfg, fleet = plan.cfg, plan.fleet
+    rows = cfg.global_batch_size // fleet.dp  # of a data-parallel rank
+    size = min(cfg.microbatch_size, rows)
+    up_to = "up to " if rows % size else ""
+    n_microbatches = math.ceil(rows / size)
+    batch = (
+        f"{fleet.dp} data-parallel ranks x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
     )
+    in_groups = cfg.sharding_mode.over == "group"
+    sharding = cfg.sharding + (f", shards of {cfg.shard_size}" if in_groups else "")
+
+    model = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters, sequence {plan.m.max_seq_len}"
+    split = f"dp {fleet.dp} x tp {fleet.tp} x pp {fleet.pp}, {sharding}"
+    mode = f"checkpointing {cfg.activation_checkpointing}"
+    return [
+        f"{model}, {fleet.devices} x {fleet.device.name}",
+        f"{split}, {mode}, batch {cfg.global_batch_size} = {batch}",
+    ]
+
+
+def step_and_memory_lines(plan: Plan) -> list[str]:
+    """The milliseconds of a step by part, and beside them the bytes of a rank by part."""
+    left = [f"{'a step':<26}{'ms':>12}{'share':>9}"]
+    for name, seconds in plan.seconds.items():
+        share = seconds / plan.seconds["step"]
+        left.append(f"  {name:<24}{1e3 * seconds:>12,.1f}{share:>9.1%}")
+
+    right = [f"{'GB of one device':<26}{'at its peak':>12}"]
+    for name, n in plan.bytes.items():
+        if name not in ("peak", "moment"):
+            right.append(f"  {name:<24}{n / 1e9:>12.2f}")
+    total = f"all: {plan.bytes['moment']}"
+    right.append(f"  {total:<24}{plan.bytes['peak'] / 1e9:>12.2f}")
+
+    pairs = itertools.zip_longest(left, right, fillvalue="")
+    return [f"{a:<47}    {b}".rstrip() for a, b in pairs]
+
+
+def summary_lines(plan: Plan, values: dict, args: PlanArgs) -> list[str]:
+    """Does it fit, how fast is it, and how long does the run take? values: of `figures`."""
+    memory_gb = f"{plan.fleet.device.memory_gb:g} GiB"
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    speed = f"{values['tokens_per_second']:,.0f} tokens/s"
+    tflops = f"{values['tflops_per_device']:.1f} TFLOP/s a device"
+    run = f"{values['tokens'] / 1e9:,.4g}B tokens, --max_steps={values['max_steps']}"
+    energy = f"{values['mwh']:,.3g} MWh" if values["mwh"] else "energy n/a: set --watts"
+    cost = ""
+    if args.price:
+        cost = f", {values['cost']:,.0f} at {args.price:g} a device-hour"
+    return [
+        f"memory      {values['share_of_memory']:.0%} of {memory_gb}: {fits}",
+        f"speed       {speed}, {tflops}, MFU {values['mfu']:.1%} ({values['convention']})",
+        f"the run     {run}: {values['days']:,.3g} days, {energy}{cost}",
+    ]
+
+
+def restart_lines(days: float) -> list[str]:
+    """The job scripts that will have used their 50 restarts before the run ends."""
+    lines = []
+    for script, limit in JOB_DAYS.items():
+        if days > limit:
+            lines.append(f"{script} ends after 50 restarts, {limit:.3g} days: submit it again then")
+    return labelled("restarts", lines)
+
+
+def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
+    """How the settings as they are would do, if the plan changes them."""
+    if own is None:
+        return []
+    changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
+    settings = [f"{name}={getattr(own.cfg, name)}" for name in changed]
+    if own.fleet != plan.fleet:
+        settings += ["tp=1", "pp=1"]
+    if not settings:
+        return []
+    result = "DOES NOT FIT"
+    if own.fits:
+        gain = plan.tokens_per_second / own.tokens_per_second - 1
+        difference = f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
+        result = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {difference}"
+    return [f"as it is    {', '.join(settings)}: {result}"]
+
+
+# --------------------------------------------------------------------------------------------------
+# A sweep
 
 
 def sweep_json(row: dict, args: PlanArgs) -> dict:
-    plans = {name: figures(row[name], args) for name in ("strong", "weak")}
+    """A row of search.sweep as JSON."""
+    strong, weak = row["efficiency"]
     return {
         "devices": row["devices"],
-        "efficiency": dict(zip(plans, row["efficiency"], strict=True)),
-        **plans,
+        "efficiency": {"strong": strong, "weak": weak},
+        "strong": figures(row["strong"], args),
+        "weak": figures(row["weak"], args),
     }
 
 
 def sweep_text(rows: list[dict], args: PlanArgs) -> str:
-    head = f"{'':<10}{'strong scaling':^44}  {'weak scaling':^44}"
-    names = f"{'tokens/s':>13}{'TFLOP/s':>9}{'MFU':>8}{'efficiency':>12}  "
-    lines = [head, f"{'devices':>8}  {names}{names}  layout (strong)"]
+    """The rows of search.sweep for a person to read."""
+    heads = f"{'tokens/s':>13}{'TFLOP/s':>9}{'MFU':>8}{'efficiency':>12}  "
+    lines = [
+        f"{'':<10}{'strong scaling':^44}  {'weak scaling':^44}",
+        f"{'devices':>8}  {heads}{heads}  layout (strong)",
+    ]
     for row in rows:
-        cells = ""
-        for one, efficiency in zip((row["strong"], row["weak"]), row["efficiency"], strict=True):
-            tflops = one.mfu * one.fleet.device.bf16_tflops
-            cells += (
-                f"{one.tokens_per_second:>13,.0f}{tflops:>9.1f}{one.mfu:>8.1%}{efficiency:>12.1%}  "
-            )
+        strong_efficiency, weak_efficiency = row["efficiency"]
+        strong = sweep_cells(row["strong"], strong_efficiency)
+        weak = sweep_cells(row["weak"], weak_efficiency)
+
         cfg, fleet = row["strong"].cfg, row["strong"].fleet
         split = f"tp {fleet.tp} pp {fleet.pp} " if fleet.tp * fleet.pp > 1 else ""
-        how = f"{split}{cfg.sharding}, {cfg.microbatch_size}, {cfg.activation_checkpointing}"
-        lines.append(f"{row['devices']:>8}  {cells}  {how}")
+        layout = f"{cfg.sharding}, {cfg.microbatch_size}, {cfg.activation_checkpointing}"
+        lines.append(f"{row['devices']:>8}  {strong}{weak}  {split}{layout}")
+
     lines += ["", f"MFU: {flops.CONVENTION}"]
     lines += [f"assumed: {line}" for line in assumed(rows[-1]["strong"], args)]
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def sweep_cells(plan: Plan, efficiency: float) -> str:
+    """Tokens/s, TFLOP/s of a device, MFU and efficiency."""
+    tflops = plan.mfu * plan.fleet.device.bf16_tflops
+    return f"{plan.tokens_per_second:>13,.0f}{tflops:>9.1f}{plan.mfu:>8.1%}{efficiency:>12.1%}  "
 
 
-def as_it_stands(
+# --------------------------------------------------------------------------------------------------
+# The question
+
+
+def trainer(args: PlanArgs) -> step_time.Trainer:
+    """The trainer that --trainer names."""
+    return step_time.FOUNDRY if args.trainer == "foundry" else step_time.OURS
+
+
+def fleet_and_constants(args: PlanArgs) -> tuple[Fleet, Constants]:
+    """The devices and the constants of step_time.py, measured if --calibrate has a file."""
+    device = devices.by_name(args.device)
+    network = args.network or NETWORK
+    fleet = Fleet(
+        device, args.devices, args.node_size, network_gbs=network, interleave=args.interleave
+    )
+    if args.calibrate:
+        return calibrate.from_file(args.calibrate, fleet, trainer(args))
+    return fleet, Constants()
+
+
+def plan_of_settings(
     m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants
 ) -> Plan | None:
-    """What fsdp_train.py would run with these settings; None if that is not known or cannot be."""
+    """What fsdp_train.py would run with these settings; None if they leave it open or it cannot."""
     if "auto" in (cfg.sharding, cfg.activation_checkpointing):
         return None
-    shard_size = cfg.shard_size or (args.node_size if cfg.sharding_mode.over == "group" else 0)
+    in_groups = cfg.sharding_mode.over == "group"
+    shard_size = cfg.shard_size or (args.node_size if in_groups else 0)
     try:
         return search.evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
     except UserError:  # microbatch_size=auto, or a batch that these devices do not divide
         return None
 
 
-def fleet_of(args: PlanArgs) -> tuple[Fleet, Constants]:
-    """The devices, measured if a file says so."""
-    fleet = Fleet(
-        devices.by_name(args.device), args.devices, args.node_size, args.network or NETWORK
-    )
-    fleet = replace(fleet, interleave=args.interleave)
-    return (
-        calibrate.from_file(args.calibrate, fleet, trainer(args))
-        if args.calibrate
-        else (fleet, Constants())
-    )
-
-
-def counts_of(args: PlanArgs) -> list[int]:
+def device_counts(args: PlanArgs) -> list[int]:
+    """--sweep_devices as sorted numbers. Raises UserError."""
+    needs = "--sweep_devices needs numbers"
     try:
         counts = sorted({int(n) for n in args.sweep_devices.split(",")})
     except ValueError as error:
-        raise UserError(
-            f"--sweep_devices wants numbers: 8,16,64, not {args.sweep_devices!r}"
-        ) from error
-    require(counts[0] > 0, f"--sweep_devices wants numbers above 0, not {counts[0]}")
+        raise UserError(f"{needs}: 8,16,64, not {args.sweep_devices!r}") from error
+    require(counts[0] > 0, f"{needs} above 0, not {counts[0]}")
     return counts
 
 
+def require_one_question(args: PlanArgs, cfg: TrainConfig, files: list[str], given: set) -> None:
+    """UserError if the settings contradict the question. given: names of the flags."""
+    fix = "remove --precision=fp32"
+    require(cfg.precision != "fp32", f"plans are for bf16, in which speeds were published: {fix}")
+    found_by_budget = [f"--{name}" for name in ("tokens", "max_steps") if name in given]
+    if args.budget and (files or found_by_budget):
+        extra = " ".join(files + found_by_budget)
+        raise UserError(f"--budget finds the model and its tokens: remove {extra}")
+
+
+def with_defaults(
+    m: MPTConfig, cfg: TrainConfig, args: PlanArgs
+) -> tuple[MPTConfig, TrainConfig, PlanArgs]:
+    """The settings with fused attention, the tokens of --max_steps, and a global batch."""
+    if m.attn_impl != "triton":
+        m = replace(m, attn_impl="sdpa")
+    if args.max_steps and not args.tokens:
+        tokens = cfg.max_steps * cfg.global_batch_size * m.max_seq_len
+        args = replace(args, tokens=float(tokens))
+    if not args.global_batch_size:
+        rows = max(4, math.ceil(cfg.global_batch_size / args.devices))  # of a device
+        cfg = replace(cfg, global_batch_size=rows * args.devices)
+    return m, cfg, args
+
+
 def main(argv: list[str]) -> None:
+    """Answer the question that the config files and flags in argv ask."""
     m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
-    require(
-        cfg.precision != "fp32",
-        "plans are for bf16, in which speeds were published: leave out --precision=fp32",
-    )
-    files, given = (
-        [a for a in argv if not a.startswith("-")],
-        {a.lstrip("-").split("=")[0] for a in argv},
-    )
+    files = [text for text in argv if not text.startswith("-")]
+    given = {flops.flag_name(text) for text in argv}
+    require_one_question(args, cfg, files, given)
     if args.plot and not files and args.device == "auto":
         return picture.published(args.out)
-    others = [*files, *(f"--{name}" for name in ("tokens", "max_steps") if name in given)]
-    require(
-        not (args.budget and others),
-        f"--budget finds the model and its tokens: leave out {' '.join(others)}",
-    )
+
     if args.choose:
         left_open = [field.name for field in fields(asked) if field.name not in given]
         asked = replace(asked, **dict.fromkeys(left_open, "auto"))
-    m = m if m.attn_impl == "triton" else replace(m, attn_impl="sdpa")
-    if args.max_steps and not args.tokens:
-        args = replace(args, tokens=float(cfg.max_steps * cfg.global_batch_size * m.max_seq_len))
-    fleet, c = fleet_of(args)
-    own = as_it_stands(m, cfg, args, fleet, c) if files else None
-    if not args.global_batch_size:
-        rows = max(4, math.ceil(cfg.global_batch_size / fleet.devices))  # of a device
-        cfg = replace(cfg, global_batch_size=rows * fleet.devices)
-    how = asked, fleet, c, trainer(args)
+    fleet, c = fleet_and_constants(args)
+    settings_cfg = cfg
+    m, cfg, args = with_defaults(m, cfg, args)
+    own = plan_of_settings(m, settings_cfg, args, fleet, c) if files else None
+
+    search_args = (asked, fleet, c, trainer(args))
     if args.sweep_devices:
-        rows = search.sweep(m, cfg, counts_of(args), *how)
-        print(
-            json.dumps([sweep_json(row, args) for row in rows], indent=2)
-            if args.json
-            else sweep_text(rows, args)
-        )
-        if args.plot:
-            picture.scaling(rows, args.out)
-        return
-    one = search.budget(m, cfg, args.budget, *how) if args.budget else search.fastest(m, cfg, *how)
-    print(json.dumps(figures(one, args), indent=2) if args.json else text(one, args, own))
+        rows = search.sweep(m, cfg, device_counts(args), *search_args)
+        return show_sweep(rows, args)
+    if args.budget:
+        plan = search.budget(m, cfg, args.budget, *search_args)
+    else:
+        plan = search.fastest(m, cfg, *search_args)
+    show_plan(plan, args, own)
+
+
+def show_sweep(rows: list[dict], args: PlanArgs) -> None:
+    """Print the rows of search.sweep, as text or JSON, and draw them if asked."""
+    if args.json:
+        print(json.dumps([sweep_json(row, args) for row in rows], indent=2))
+    else:
+        print(sweep_text(rows, args))
     if args.plot:
-        picture.bytes_by_sharding(one.m, one.cfg, one.fleet, args.out)
+        picture.scaling(rows, args.out)
+
+
+def show_plan(plan: Plan, args: PlanArgs, own: Plan | None) -> None:
+    """Print the plan, as text or JSON, and draw its memory if asked."""
+    if args.json:
+        print(json.dumps(figures(plan, args), indent=2))
+    else:
+        print(text(plan, args, own))
+    if args.plot:
+        picture.bytes_by_sharding(plan.m, plan.cfg, plan.fleet, args.out)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,19 @@
-"""How every program here begins and ends: its arguments, --help, an error in one line, the exit status.
+"""How every program here begins and ends: arguments, --help, one-line errors, the exit status.
 
-    0     done, or --help
-    1     a bug: the traceback is printed. torchrun ends with 1 whatever its ranks ended with
-    2     your mistake, a file that is missing, a full disk: one line that says what to do
+    0     success, or --help
+    1     a bug: the traceback is printed. torchrun exits with 1 whatever its ranks exit with
+    2     user error, missing file or full disk: one line that says what to do
     75    the run is not finished: start it again as it was (fsdp_train.py under torchrun or SLURM)
     130   Ctrl-C
-    141   the reader of the output has left, as in `python plan.py ... | head -1`; a shell reports the same of `cat`
+    141   the reader of the output is gone, as in `python plan.py ... | head -1`
 
     if __name__ == "__main__":
         program.run(main)      main(argv) may raise UserError or OSError
 
-`processes.run` does the same for a program of many ranks. Programs with settings call `config.load`,
-which knows --help; those without call `arguments`. Run `python program.py A` to see a mistake. Read next: config.py.
+`processes.run` does the same for a program of many ranks. A program with settings reads argv by
+`config.load`, which handles --help; one without settings reads it by `arguments`.
+
+Run `python program.py A` to see a user error.
 """
 
 import contextlib
@@ -23,15 +25,18 @@ import sys
 import threading
 import time
 
-RESUME_ME = 75  # EX_TEMPFAIL of sysexits.h, as exit status: start this program again as it was
+RESUME_ME = 75  # exit status "start me again as I was"; EX_TEMPFAIL in sysexits.h
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix: shown as one line, from one rank, without a traceback, exit status 2."""
+    """An error that the user can fix: one line from one rank, no traceback, exit status 2.
+
+    everywhere: all ranks raise it together, so rank 0 alone prints it.
+    """
 
     def __init__(self, message: str, everywhere: bool = False):
         super().__init__(message)
-        self.everywhere = everywhere  # do all ranks raise it together?
+        self.everywhere = everywhere
 
 
 def require(condition: bool, message: str) -> None:
@@ -41,69 +46,76 @@ def require(condition: bool, message: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """What an error says, without line breaks, 200 characters at most."""
+    """The message of an error without line breaks, at most 200 characters."""
     return " ".join(str(error).split())[:200]
 
 
 def rank() -> int:
-    """The number of this process among those of the run, as torchrun or SLURM say; 0 when alone."""
+    """The global rank of this process, as torchrun or SLURM set it; 0 if there is only one."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Arguments
 
 
 def arguments(argv: list[str], names: str = "") -> list[str]:
-    """argv of a program without settings. `names` says what it takes: "RUN_DIR", "[OUT.png]", "FILE ...", or nothing.
+    """Check and return the argv of a program without settings.
 
-    --help prints the program's docstring and exits. Raises UserError if arguments are missing or unknown.
+    names: what it takes: "RUN_DIR", "[OUT.png]" (optional), "FILE ..." (one or more), or "".
+    --help prints the program's docstring and exits. Raises UserError if arguments are missing,
+    too many, or flags.
     """
     if wants_help(argv):
         show_help()
-    wanted = names.split()
-    least = sum(not name.startswith(("[", "...")) for name in wanted)
-    most = math.inf if "..." in wanted else len(wanted)
-    flags = [text for text in argv if text.startswith("-")]
-    fine = least <= len(argv) <= most and not flags
-    require(fine, f"usage: {command()} {names or '(no arguments)'}")
+    expected = names.split()
+    fewest = sum(not name.startswith(("[", "...")) for name in expected)
+    most = math.inf if "..." in expected else len(expected)
+
+    has_flags = any(text.startswith("-") for text in argv)
+    valid = fewest <= len(argv) <= most and not has_flags
+    require(valid, f"usage: {command()} {names or '(no arguments)'}")
     return argv
 
 
 def command() -> str:
     """How this program is started: `python plan.py`, `python -m lifecycle.plot`."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of a module that was started by -m
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # set for `python -m`
     if spec is None:
         return f"python {os.path.basename(sys.argv[0])}"
     name = spec.name.removesuffix(".__main__")
     if name.startswith("bench."):
-        name = name.replace(".", " ")  # python -m bench table: bench/__main__.py is the door
+        name = name.replace(".", " ")  # bench/__main__.py starts it: python -m bench table
     return f"python -m {name}"
 
 
 def wants_help(argv: list[str]) -> bool:
+    """Whether the user asked for --help."""
     return "--help" in argv or "-h" in argv
 
 
 def show_help(settings: str = "") -> None:
-    """Print the docstring of the program that runs, and its settings, on one rank. Then exit with 0."""
+    """Print the running program's docstring and its settings on rank 0, then exit with 0."""
     if rank() == 0:
-        about = sys.modules["__main__"].__doc__ or ""
-        print(f"{about.strip()}\n\n{settings}".strip())
+        docstring = sys.modules["__main__"].__doc__ or ""
+        print(f"{docstring.strip()}\n\n{settings}".strip())
     raise SystemExit(0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The end
+# --------------------------------------------------------------------------------------------------
+# Exit
 
 
 def run(main) -> None:
-    """Call `main(argv)`, then exit with one of the statuses above. Rank 0 prints the line of a UserError or OSError."""
+    """Call `main(argv)`, then exit with a status from the table above.
+
+    Rank 0 prints the line of a UserError or OSError; any other exception is a bug and propagates.
+    """
     status = 0
     try:
         main(sys.argv[1:])
-    except SystemExit as leaving:
-        status = leaving.code
+    except SystemExit as error:
+        status = error.code
     except BrokenPipeError:
         status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
@@ -118,51 +130,61 @@ def run(main) -> None:
 
 
 def flushed(status):
-    """Write what is left of the output. Returns `status`; in place of 0, 141 if the reader of the output has left, or
-    2 if the disk is full."""
+    """Flush standard output and error. Returns the exit status.
+
+    That is `status`; but where it is 0 and flushing fails, 141 (the reader of the output is gone)
+    or 2 (the disk is full). A status other than 0 is right even if its error cannot be printed.
+    """
     try:
-        for stream in filter(
-            None, (sys.stdout, sys.stderr)
-        ):  # None: closed by the caller, as by `>&-`
+        for stream in open_streams():
             stream.flush()
-    except OSError as error:
-        left = isinstance(error, BrokenPipeError)
-        if not left:
-            say_error(f"standard output: {error}")
+    except BrokenPipeError:
         silence()
-        return status or (141 if left else 2)
+        return status or 141
+    except OSError as error:
+        say_error(f"standard output: {error}")
+        silence()
+        return status or 2
     return status
 
 
 def silence() -> None:
-    """Send all further output to /dev/null, or the interpreter's own flush at exit fails, too."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        os.dup2(nowhere, stream.fileno())
+    """Send further output to /dev/null. Otherwise the interpreter's own flush at exit fails too."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in open_streams():
+        os.dup2(null, stream.fileno())
+
+
+def open_streams() -> list:
+    """Standard output and error; one that the caller closed, as by `>&-`, is None in Python."""
+    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
 
 
 def say_error(words, head: str = "error") -> None:
-    """One line. If nobody can read it (a full disk, a reader that has left), the exit status must do."""
+    """Print `head: words` on standard error. If even that fails, the exit status has to do."""
     with contextlib.suppress(OSError):
         print(f"{head}: {words}", file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# Ranks: one process of several
+# A process among others
 
 
 def end_with_torchrun() -> None:
-    """If torchrun started this process, end when torchrun is gone: nobody else looks after it.
+    """If torchrun started this process, watch it and end when it is gone; nothing else would.
 
-    Any other process is left alone: its parent is a shell, which may leave (nohup, disown).
+    Processes that a shell started are left alone: they may outlive it (nohup, disown).
+    Calling it again does nothing.
     """
-    looking = any(thread.name == "look_for_parent" for thread in threading.enumerate())
-    if "TORCHELASTIC_RUN_ID" in os.environ and not looking:
-        options = {"name": "look_for_parent", "args": [os.getppid()], "daemon": True}
-        threading.Thread(target=look_for_parent, **options).start()
+    watching = any(thread.name == "watch_parent" for thread in threading.enumerate())
+    if "TORCHELASTIC_RUN_ID" in os.environ and not watching:
+        thread = threading.Thread(target=watch_parent, args=[os.getppid()], name="watch_parent")
+        thread.daemon = True
+        thread.start()
 
 
-def look_for_parent(parent: int) -> None:
+def watch_parent(parent: int) -> None:
+    """End this process within a second after the process `parent` is gone."""
     while os.getppid() == parent:
         time.sleep(1)
     end(f"{whoami(rank())} ends, since torchrun (process {parent}) is gone")
@@ -179,8 +201,8 @@ def end_torchrun() -> None:
 
 
 def end_with_parent() -> None:
-    """Worker processes end when the one that started them is killed."""
-    import multiprocessing  # here: programs that answer at once have no workers
+    """In a worker process: end when the process that started it is killed."""
+    import multiprocessing  # slow to import, and most programs have no workers
 
     def wait():
         multiprocessing.parent_process().join()
@@ -190,16 +212,18 @@ def end_with_parent() -> None:
 
 
 def end(words: str) -> None:
-    """End this process from any thread."""
+    """End this process from any thread, with an error line and the status "start me again"."""
     say_error(words)
     os._exit(flushed(RESUME_ME))
 
 
 def whoami(rank: int) -> str:
+    """This process in a message. rank: its global rank."""
     return f"rank {rank} (process {os.getpid()} on {platform.node()})"
 
 
-def demonstrate(argv) -> None:
+def demonstrate(argv: list[str]) -> None:
+    """Take two arguments and print them."""
     print(f"two arguments: {arguments(argv, 'A B')}")
 
 

@@ -24,7 +24,7 @@ from bench import memory as memory_measured
 from config import MPTConfig, TrainConfig, require
 from model import MPT
 from planning import matmuls
-from planning.matmuls import Work
+from planning.matmuls import TrainingSetup as Work
 
 
 def count(

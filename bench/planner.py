@@ -21,7 +21,8 @@ import devices
 import flops
 from config import MPTConfig, TrainConfig
 from planning import memory, picture, step_time
-from planning.step_time import Constants, Fleet, Step, Trainer
+from planning.step_time import Constants, Fleet, Trainer
+from planning.step_time import StepTime as Step
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -1,5 +1,6 @@
-# The demo: a real MPT learns Python's standard library on a laptop CPU in about two minutes.
-# A step: 8 sequences x 128 = 1,024 tokens; x 700 steps = 0.7M tokens.
+# The demo: a real MPT learns Python's standard library, on a laptop CPU in about two minutes.
+# Tokens: 8 sequences x 128 = 1,024 per step; x 700 steps = 0.7M.
+# Batch: 8 = 2 ranks x microbatch 4 x 1 accumulation step.
 # Launch: torchrun --nproc_per_node 2 fsdp_train.py configs/demo.py
 d_model = 256
 n_heads = 8
@@ -18,7 +19,7 @@ lr = 2e-3
 warmup_steps = 50
 eval_interval = 175
 save_interval = 175
-resume = "again"  # run twice: goes on if it was interrupted, else starts anew
+resume = "again"  # continues if interrupted; if finished, starts anew and keeps the old run
 peak_tflops = "measure"
-expect = "after 700 steps of stdlib a validation loss of 4.3 to 4.9 nats a token, 1.8 to 2.1 bits per byte"
+expect = "validation loss 4.3 to 4.9 nats per token, 1.8 to 2.1 bits per byte, after 700 steps"
 run_dir = "runs/demo"

@@ -1,7 +1,7 @@
-# The released MPT-7B (ALiBi, no biases, 50,432 ids) goes on training with your text. Not run with its real weights.
-# mpt-7b is its folder from the Hub: config.json, tokenizer.json (see requirements-extra.txt), the weights.
-# A step: 64 sequences x 2048 = 131,072 tokens; x 500 steps = 65.5M tokens.
-# On 8 devices: 64 = 8 x microbatch 8 x 1 accumulation step.
+# Finetunes the released MPT-7B (ALiBi, no biases, 50,432 ids) on your text. Not run with the real
+# weights. The folder mpt-7b is the model from the Hub: config.json, tokenizer.json, the weights.
+# Tokens: 64 sequences x 2048 = 131,072 per step; x 500 steps = 65.5M.
+# Batch: 64 = 8 devices x microbatch 8 x 1 accumulation step.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/finetune_mpt7b.py
 d_model = 4096
 n_heads = 32
@@ -11,7 +11,7 @@ vocab_size = 50432
 alibi = True
 no_bias = True
 init_from = "mpt-7b"
-tokenizer = "mpt-7b/tokenizer.json"
+tokenizer = "mpt-7b/tokenizer.json"  # needs requirements-extra.txt
 dataset = "my/*.txt"
 val_fraction = 0.05
 global_batch_size = 64

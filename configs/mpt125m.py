@@ -1,12 +1,12 @@
-# MPT-125M: LLM Foundry's recipe, learned positions and biases.
-# A step: 256 sequences x 2048 = 524,288 tokens; x 4,800 steps = 2.5B tokens, 20.1 a parameter (125M).
-# On 8 devices: 256 = 8 x microbatch 16 x 2 accumulation steps.
+# MPT-125M (125M parameters): LLM Foundry's recipe, with learned positions and biases.
+# Tokens: 256 sequences x 2048 = 524,288 per step; x 4,800 steps = 2.5B, 20.1 per parameter.
+# Batch: 256 = 8 devices x microbatch 16 x 2 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt125m.py
 d_model = 768
 n_heads = 12
 n_layers = 12
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 256
@@ -18,6 +18,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
-eval_interval = 500
 save_interval = 500
 run_dir = "runs/mpt125m"

@@ -1,13 +1,13 @@
-# MPT-13B: LLM Foundry's recipe, learned positions and biases.
-# A step: 1024 sequences x 2048 = 2,097,152 tokens; x 124,000 steps = 260.0B tokens, 20.2 a parameter (12.85B).
-# On 8 devices: 1024 = 8 x microbatch 8 x 16 accumulation steps.
-# C4's English part has about 156B tokens (Dodge et al., 2021): it is seen about 1.7 times.
+# MPT-13B (12.85B parameters): LLM Foundry's recipe, with learned positions and biases.
+# Tokens: 1024 sequences x 2048 = 2,097,152 per step; x 124,000 steps = 260.0B, 20.2 per parameter.
+# Batch: 1024 = 8 devices x microbatch 8 x 16 accumulation steps.
+# C4's English part has about 156B tokens (Dodge et al., 2021): seen about 1.7 times.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt13b.py
 d_model = 5120
 n_heads = 40
 n_layers = 40
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 1024
@@ -19,6 +19,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "full"
-eval_interval = 500
 save_interval = 250
 run_dir = "runs/mpt13b"

@@ -1,12 +1,12 @@
-# MPT-1B: LLM Foundry's recipe, learned positions and biases.
-# A step: 512 sequences x 2048 = 1,048,576 tokens; x 24,800 steps = 26.0B tokens, 19.8 a parameter (1.32B).
-# On 8 devices: 512 = 8 x microbatch 4 x 16 accumulation steps.
+# MPT-1B (1.32B parameters): LLM Foundry's recipe, with learned positions and biases.
+# Tokens: 512 sequences x 2048 = 1,048,576 per step; x 24,800 steps = 26.0B, 19.8 per parameter.
+# Batch: 512 = 8 devices x microbatch 4 x 16 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b.py
 d_model = 2048
 n_heads = 16
 n_layers = 24
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 512
@@ -18,6 +18,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
-eval_interval = 500
 save_interval = 500
 run_dir = "runs/mpt1b"

@@ -1,12 +1,12 @@
-# MPT-1B for 1B tokens, as in the MI250 posts: a short run to compare two machines by.
-# A step: 512 sequences x 2048 = 1,048,576 tokens; x 1,000 steps = 1.05B tokens, 0.80 a parameter (1.32B).
-# On 8 devices: 512 = 8 x microbatch 4 x 16 accumulation steps.
+# MPT-1B (1.32B parameters) for 1B tokens, as in the MI250 posts: a short run to compare machines.
+# Tokens: 512 sequences x 2048 = 1,048,576 per step; x 1,000 steps = 1.05B, 0.80 per parameter.
+# Batch: 512 = 8 devices x microbatch 4 x 16 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_1b_tokens.py
 d_model = 2048
 n_heads = 16
 n_layers = 24
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 512

@@ -1,14 +1,15 @@
-# MPT-1B on a node of 4 x MI250: 8 torch devices of 64 GB.
-# A step: 512 sequences x 2048 = 1,048,576 tokens; x 24,800 steps = 26.0B tokens, 19.8 a parameter (1.32B).
-# On 8 devices: 512 = 8 x microbatch 8 x 8 accumulation steps.
-# Computed to fit 64 GB, not measured on AMD hardware (python -m planning.memory configs/mpt1b_mi250.py --ranks=8):
-#   16 bytes a parameter / 8 = 2.6 GB, activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 30.0 GB.
+# MPT-1B (1.32B parameters) on 4 x MI250: 8 devices of 64 GB.
+# Tokens: 512 sequences x 2048 = 1,048,576 per step; x 24,800 steps = 26.0B, 19.8 per parameter.
+# Batch: 512 = 8 devices x microbatch 8 x 8 accumulation steps.
+# Memory, computed, not measured on AMD hardware: 16 bytes per parameter / 8 = 2.6 GB,
+#   activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 30.0 GB
+#   (python -m planning.memory configs/mpt1b_mi250.py --ranks=8).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_mi250.py
 d_model = 2048
 n_heads = 16
 n_layers = 24
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 512
@@ -20,6 +21,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
-eval_interval = 500
 save_interval = 500
 run_dir = "runs/mpt1b_mi250"

@@ -1,12 +1,12 @@
-# MPT-3B: LLM Foundry's recipe, learned positions and biases.
-# A step: 512 sequences x 2048 = 1,048,576 tokens; x 51,500 steps = 54.0B tokens, 20.4 a parameter (2.65B).
-# On 8 devices: 512 = 8 x microbatch 8 x 8 accumulation steps.
+# MPT-3B (2.65B parameters): LLM Foundry's recipe, with learned positions and biases.
+# Tokens: 512 sequences x 2048 = 1,048,576 per step; x 51,500 steps = 54.0B, 20.4 per parameter.
+# Batch: 512 = 8 devices x microbatch 8 x 8 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt3b.py
 d_model = 2560
 n_heads = 20
 n_layers = 32
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 512
@@ -18,6 +18,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "full"
-eval_interval = 500
 save_interval = 500
 run_dir = "runs/mpt3b"

@@ -1,14 +1,14 @@
-# MPT-70B: LLM Foundry's recipe, learned positions and biases.
-# A step: 2048 sequences x 2048 = 4,194,304 tokens; x 333,800 steps = 1.40T tokens, 21.6 a parameter (64.86B).
-# On 64 devices (weights, gradients, Adam: 1,038 GB): 2048 = 64 x microbatch 4 x 8 accumulation steps.
-# C4's English part has about 156B tokens (Dodge et al., 2021): it is seen about 9 times.
+# MPT-70B (64.86B parameters; 1,038 GB of weights, gradients and Adam): LLM Foundry's recipe.
+# Tokens: 2048 sequences x 2048 = 4,194,304 per step; x 333,800 steps = 1.40T, 21.6 per parameter.
+# Batch: 2048 = 64 devices x microbatch 4 x 8 accumulation steps.
+# C4's English part has about 156B tokens (Dodge et al., 2021): seen about 9 times.
 # Launch on each of 8 nodes: torchrun --nnodes 8 --nproc_per_node 8 --rdzv_backend c10d \
 #   --rdzv_endpoint HEAD_NODE:29500 fsdp_train.py configs/mpt70b.py
 d_model = 8192
 n_heads = 64
 n_layers = 80
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 2048
@@ -20,6 +20,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "full"
-eval_interval = 500
 save_interval = 250
 run_dir = "runs/mpt70b"

@@ -1,12 +1,12 @@
-# MPT-760M: LLM Foundry's recipe, learned positions and biases.
-# A step: 256 sequences x 2048 = 524,288 tokens; x 29,000 steps = 15.2B tokens, 20.0 a parameter (760M).
-# On 8 devices: 256 = 8 x microbatch 4 x 8 accumulation steps.
+# MPT-760M (760M parameters): LLM Foundry's recipe, with learned positions and biases.
+# Tokens: 256 sequences x 2048 = 524,288 per step; x 29,000 steps = 15.2B, 20.0 per parameter.
+# Batch: 256 = 8 devices x microbatch 4 x 8 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt760m.py
 d_model = 1536
 n_heads = 12
 n_layers = 24
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 256
@@ -18,6 +18,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
-eval_interval = 500
 save_interval = 500
 run_dir = "runs/mpt760m"

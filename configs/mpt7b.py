@@ -1,12 +1,12 @@
-# MPT-7B: LLM Foundry's recipe, learned positions and biases.
-# A step: 1024 sequences x 2048 = 2,097,152 tokens; x 63,900 steps = 134.0B tokens, 20.1 a parameter (6.66B).
-# On 8 devices: 1024 = 8 x microbatch 8 x 16 accumulation steps.
+# MPT-7B (6.66B parameters): LLM Foundry's recipe, with learned positions and biases.
+# Tokens: 1024 sequences x 2048 = 2,097,152 per step; x 63,900 steps = 134.0B, 20.1 per parameter.
+# Batch: 1024 = 8 devices x microbatch 8 x 16 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt7b.py
 d_model = 4096
 n_heads = 32
 n_layers = 32
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 1024
@@ -18,6 +18,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "full"
-eval_interval = 500
 save_interval = 250
 run_dir = "runs/mpt7b"

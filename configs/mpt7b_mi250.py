@@ -1,14 +1,15 @@
-# MPT-7B on a node of 4 x MI250: 8 torch devices of 64 GB. Global batch 1536 as in the MI250 posts.
-# A step: 1536 sequences x 2048 = 3,145,728 tokens; x 42,600 steps = 134.0B tokens, 20.1 a parameter (6.66B).
-# On 8 devices: 1536 = 8 x microbatch 3 x 64 accumulation steps.
-# Computed to fit 64 GB, not measured on AMD hardware (python -m planning.memory configs/mpt7b_mi250.py --ranks=8):
-#   16 bytes a parameter / 8 = 13.3 GB, activations 32 bytes x 6144 tokens x 4096 x 32 = 25.8 GB, at the peak 42.2 GB.
+# MPT-7B (6.66B parameters) on 4 x MI250: 8 devices of 64 GB. Batch as in the MI250 posts.
+# Tokens: 1536 sequences x 2048 = 3,145,728 per step; x 42,600 steps = 134.0B, 20.1 per parameter.
+# Batch: 1536 = 8 devices x microbatch 3 x 64 accumulation steps.
+# Memory, computed, not measured on AMD hardware: 16 bytes per parameter / 8 = 13.3 GB,
+#   activations 32 bytes x 6144 tokens x 4096 x 32 = 25.8 GB, at the peak 42.2 GB
+#   (python -m planning.memory configs/mpt7b_mi250.py --ranks=8).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt7b_mi250.py
 d_model = 4096
 n_heads = 32
 n_layers = 32
 max_seq_len = 2048
-vocab_size = 50368  # GPT-2's 50257 and room
+vocab_size = 50368  # GPT-2 has 50,257 tokens; the rest is spare
 dataset = "allenai/c4:en"
 tokenizer = "gpt2"
 global_batch_size = 1536
@@ -20,6 +21,5 @@ warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
 activation_checkpointing = "none"
-eval_interval = 500
 save_interval = 50
 run_dir = "runs/mpt7b_mi250"

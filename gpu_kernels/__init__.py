@@ -1,1 +1,1 @@
-"""Kernels written in Triton, and the table of how they are launched on each GPU."""
+"""Kernels written in Triton, and their launch settings for each GPU."""

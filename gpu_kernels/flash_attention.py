@@ -1,47 +1,62 @@
 """FlashAttention-2 with ALiBi in Triton, forward and backward: one source for NVIDIA and AMD GPUs.
 
-Attention is out = softmax(S) v with S = q k^T * scale + bias. S has Tq x Tk elements and is never stored: a program
-owns a block of queries, walks over the keys block by block, and keeps three running values for each of its rows:
+Attention is out = softmax(S) v with S = q k^T * scale + bias. S has Tq x Tk elements per head and
+is never stored. Formulas below use one head, q (Tq, D), k and v (Tk, D).
 
-    m   the largest score so far        m' = max(m, rowmax(S_block))
-    l   the sum of exp(score - m)       l' = l * exp(m - m') + rowsum(P),  P = exp(S_block - m')
-    o   the unnormalised output         o' = o * exp(m - m') + P v_block
+Forward, for one block of queries (one program of the grid):
 
-At the end out = o / l. This online softmax is exact: the factor exp(m - m') moves what was summed to the new maximum.
-Kept for the backward: out and lse = m + log l, one number a row, from which P = exp(S - lse) comes back in one step.
-The kernels count in powers of two (exp2 is one instruction), so scale and slopes carry a factor log2(e), and lse is
-a base-2 logarithm.
+    1. load the block of q; start with m = -infinity, l = 0, o = 0, for each row
+    2. for each block of keys that a row can see:
+           s  = q k^T * scale + bias               scores of the block
+           m' = max(m, rowmax(s))                  the largest score so far
+           p  = exp(s - m')
+           l  = l * exp(m - m') + rowsum(p)        the sum of exp(score - m')
+           o  = o * exp(m - m') + p v              the unnormalised output
+           m  = m'
+    3. store out = o / l and lse = m + log l
 
-The backward, with do the gradient of out and delta = rowsum(do * out), which equals rowsum(P * dP):
+This online softmax is exact: the factor exp(m - m') moves the sums to the new maximum. The backward
+keeps out and lse (one number per row), and gets the probabilities back as P = exp(S - lse).
 
-    dP = do v^T        dS = P * (dP - delta)        dv = P^T do        dq = dS k * scale        dk = dS^T q * scale
+Backward, with do the gradient of out:
 
-dq sums over keys; dk and dv sum over queries, and over the query heads that share a key head. One program could form
-both, but then many programs would add to one dq with atomics, in an order that changes from run to run. Here there are
-two kernels: one owns a block of queries and makes dq (and delta), the other owns a block of keys and makes dk and dv.
-S and dP are computed twice, seven matmuls instead of five, and every sum has one owner and one order: two runs are
-equal to the bit.
+    delta = rowsum(do * out)       equals rowsum(P * dP), one number per row
+    dP = do v^T
+    dS = P * (dP - delta)
+    dv = P^T do
+    dq = dS k * scale
+    dk = dS^T q * scale
 
-ALiBi adds -slope * (i - j) to the score of query i and key j <= i. The part that depends on i is constant in a row and
-leaves the softmax alone, so a program adds only slope * (j - origin), a vector over its keys, and puts slope *
-(i - origin) right in lse. `origin` is the program's first row (or key): numbers stay small there, where fp32 is
-precise. Slopes are fp32. Without causality the bias is -slope * |i - j|, element by element.
+dq sums over keys; dk and dv sum over queries, and over the query heads that share a key head. One
+program could compute all three, but then many programs would add to the same dq with atomics, in an
+order that changes from run to run. So there are two kernels: `dq_kernel` owns a block of queries
+(and stores delta), `dkdv_kernel` owns a block of keys. S and dP are computed twice, seven matmuls
+instead of five. In exchange every sum has one owner and one order: two runs are equal to the bit.
 
-What a query may see is one interval of keys [first, last): causality sets its end, a packed document both ends, ragged
-lengths the end of everything. Blocks outside are skipped; in the forward and for dq, blocks that lie inside for every
-row need no mask, unless there are documents.
+ALiBi lowers the score of query i and key j <= i by slope * (i - j). What is constant in a row
+leaves the softmax unchanged, so a program adds only slope * (j - origin), a vector over its keys,
+and corrects lse by slope * (i - origin) (`row_bias`). `origin` is the first position of the
+program's block: that keeps the numbers small, where fp32 is precise. Slopes are fp32. Without
+causality the bias is -slope * |i - j|, computed for each element.
 
-NVIDIA and AMD run the same source. What differs: a wavefront is 64 threads wide and a compute unit of an MI250 or MI300
-has 64 KiB of shared memory (LDS) where an H100 has 227, so AMD's blocks are smaller and mostly one stage deep;
-`waves_per_eu` exists there only. All of it is data, in gpu_kernels/launch_table.py.
+A query sees one interval of keys, first <= j < last: causality limits its end, a packed document
+both ends, the length of the sequence all of it. Blocks outside of it are skipped. In the forward
+and for dq, blocks that all rows of a program see need no mask (with documents, every block has
+one).
 
-    python -m gpu_kernels.flash_attention           compare with float64; on a GPU also a table of speeds
-    python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for launch_table.py
+Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale and slopes are multiplied
+by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
+
+NVIDIA and AMD run the same source. What differs is data, in gpu_kernels/launch_table.py: an AMD
+wavefront has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of shared memory (LDS)
+where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline stage.
+
+    python -m gpu_kernels.flash_attention           compare with float64; on a GPU also speeds
+    python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for the table
 
 Without a GPU the comparison runs in Triton's interpreter.
 
 Dao, FlashAttention-2 (2023), algorithms 1 and 2; Press et al., ALiBi (2021), section 3.
-Read next: gpu_kernels/launch_table.py.
 """
 
 import functools
@@ -66,67 +81,57 @@ try:
     import triton.language as tl
 except ImportError as missing:
     raise ImportError(
-        "gpu_kernels/flash_attention.py needs triton: torch for CUDA and ROCm brings it; "
+        "gpu_kernels/flash_attention.py needs triton, which comes with PyTorch for CUDA and ROCm; "
         "on a Linux CPU: pip install 'triton>=3.4'"
     ) from missing
 
 LOG2E = tl.constexpr(math.log2(math.e))
-INTERPRETED = tl.constexpr(
-    bool(triton.knobs.runtime.interpret)
-)  # TRITON_INTERPRET=1: kernels run in NumPy
+# With TRITON_INTERPRET=1 kernels run in NumPy, on the CPU.
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
-# --- pieces of a kernel
+# --- parts of a kernel
+#
+# Widths of Triton's tensors are powers of two. A block of rows of one head is therefore a tuple:
+# (BLOCK, LOW) alone for heads of 64 or 128, (BLOCK, LOW) and (BLOCK, HIGH) for a head of 96, which
+# is 64 + 32 rather than 128. `split` chooses LOW and HIGH.
 
 
 @triton.jit
-def part(
-    x,
-    strides,
-    b,
-    h,
-    start,
-    n,
-    BLOCK: tl.constexpr,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Pointers to columns FIRST .. FIRST + WIDTH of rows start .. start + BLOCK of a head, and which of them exist."""
+def block_pointers(
+    x, strides, b, h, start, n,
+    BLOCK: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Pointers to rows start .. start + BLOCK, columns FIRST .. FIRST + WIDTH of head h of batch b.
+
+    Returns (pointers, exists), (BLOCK, WIDTH) each: the head has n rows and D columns.
+    """
     row = (
         b.to(tl.int64) * strides[0]
         + h.to(tl.int64) * strides[1]
         + tl.cast(start, tl.int64) * strides[2]
     )
-    i, d = tl.arange(0, BLOCK), FIRST + tl.arange(0, WIDTH)
-    there = (i < n - start)[:, None]
+    i = tl.arange(0, BLOCK)
+    d = FIRST + tl.arange(0, WIDTH)
+    exists = (i < n - start)[:, None]
     if FIRST + WIDTH > D:
-        there = there & (d < D)[None, :]
-    return x + row + i[:, None] * strides[2] + d[None, :], there
+        exists = exists & (d < D)[None, :]
+    return x + row + i[:, None] * strides[2] + d[None, :], exists
 
 
 @triton.jit
 def load_rows(
-    x,
-    strides,
-    b,
-    h,
-    start,
-    n,
-    BLOCK: tl.constexpr,
-    D: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-):
-    """Rows start .. start + BLOCK of one head of n rows, zeros behind them. Widths are powers of two, so a head of 96
-    is two tensors, (BLOCK, 64) and (BLOCK, 32), and not one of 128; a head of 64 or 128 is one."""
-    pointers, there = part(x, strides, b, h, start, n, BLOCK, 0, LOW, D)
-    low = tl.load(pointers, mask=there, other=0.0)
+    x, strides, b, h, start, n,
+    BLOCK: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+):  # fmt: skip
+    """Rows start .. start + BLOCK of one head of n rows; zeros beyond the last row."""
+    pointers, exists = block_pointers(x, strides, b, h, start, n, BLOCK, 0, LOW, D)
+    low = tl.load(pointers, mask=exists, other=0.0)
     if HIGH == 0:
         return (low,)
     else:
-        pointers, there = part(x, strides, b, h, start, n, BLOCK, LOW, HIGH, D)
-        return (low, tl.load(pointers, mask=there, other=0.0))
+        pointers, exists = block_pointers(x, strides, b, h, start, n, BLOCK, LOW, HIGH, D)
+        return (low, tl.load(pointers, mask=exists, other=0.0))
 
 
 @triton.jit
@@ -134,16 +139,17 @@ def store_rows(
     x, strides, b, h, start, n, rows, factor,
     BLOCK: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
 ):  # fmt: skip
-    """Write rows * factor where `load_rows` reads."""
-    pointers, there = part(x, strides, b, h, start, n, BLOCK, 0, LOW, D)
-    tl.store(pointers, (rows[0] * factor).to(x.dtype.element_ty), mask=there)
+    """Write rows * factor to where `load_rows` reads."""
+    pointers, exists = block_pointers(x, strides, b, h, start, n, BLOCK, 0, LOW, D)
+    tl.store(pointers, (rows[0] * factor).to(x.dtype.element_ty), mask=exists)
     if HIGH > 0:
-        pointers, there = part(x, strides, b, h, start, n, BLOCK, LOW, HIGH, D)
-        tl.store(pointers, (rows[1] * factor).to(x.dtype.element_ty), mask=there)
+        pointers, exists = block_pointers(x, strides, b, h, start, n, BLOCK, LOW, HIGH, D)
+        tl.store(pointers, (rows[1] * factor).to(x.dtype.element_ty), mask=exists)
 
 
 @triton.jit
 def zeros(BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """A block of rows of zeros, fp32: an accumulator."""
     if HIGH == 0:
         return (tl.zeros([BLOCK, LOW], tl.float32),)
     else:
@@ -152,8 +158,8 @@ def zeros(BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total=None):
-    """a @ b + total in fp32. ieee: fp32 inputs are not rounded to tf32, which one vendor has and the other has not."""
-    if INTERPRETED:  # where bf16 dots multiply raw bits
+    """a b + total in fp32. `ieee`: fp32 inputs are not rounded to tf32, which AMD does not have."""
+    if INTERPRETED:  # the interpreter would multiply the raw bits of bf16
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
@@ -169,18 +175,22 @@ def rows_dot_rows(a, b):
 
 
 @triton.jit
-def add_product(total, keep, p, rows):
-    """total * keep + p rows: (M, D), (M, N), (N, D) -> (M, D), with p rounded to the rows' dtype."""
+def add_product(total, factor, p, rows):
+    """total * factor + p rows: (M, D), (M, N), (N, D) -> (M, D). p is rounded to rows' dtype."""
     p = p.to(rows[0].dtype)
     if len(rows) == 1:
-        return (dot(p, rows[0], total[0] * keep),)
+        return (dot(p, rows[0], total[0] * factor),)
     else:
-        return (dot(p, rows[0], total[0] * keep), dot(p, rows[1], total[1] * keep))
+        low = dot(p, rows[0], total[0] * factor)
+        return (low, dot(p, rows[1], total[1] * factor))
 
 
 @triton.jit
 def alibi(i, j, origin, slope, CAUSAL: tl.constexpr):
-    """The bias of queries i and keys j, which broadcast; if causal, less what is constant in a row: see `row_bias`."""
+    """The bias of queries i and keys j, which broadcast.
+
+    If causal, it lacks a term that is constant in a row, slope * (i - origin): see `row_bias`.
+    """
     if CAUSAL:
         return slope * (j - origin).to(tl.float32)
     else:
@@ -189,153 +199,170 @@ def alibi(i, j, origin, slope, CAUSAL: tl.constexpr):
 
 @triton.jit
 def row_bias(i, origin, slope, CAUSAL: tl.constexpr):
-    """What `alibi` leaves out of row i: taken from the lse that is stored, added again when P is made from it."""
+    """The term that `alibi` omits in row i. The stored lse is the true one: without this term."""
     return slope * (i - origin).to(tl.float32) * CAUSAL
 
 
 @triton.jit
 def document_of(bounds, b, position, n_keys):
-    """Where the document of each position begins and ends. Without documents all is one."""
+    """Where the document of each position begins, and where it ends (exclusive).
+
+    bounds: pointer to (B, 2, Tk) int32, or None: the whole row is one document.
+    """
     if bounds is None:
         return tl.zeros_like(position), tl.zeros_like(position) + n_keys
     else:
-        there = (position >= 0) & (position < n_keys)
-        begin = bounds + b.to(tl.int64) * 2 * n_keys + position
-        return tl.load(begin, mask=there, other=n_keys), tl.load(
-            begin + n_keys, mask=there, other=0
-        )
+        exists = (position >= 0) & (position < n_keys)
+        pointer = bounds + b.to(tl.int64) * 2 * n_keys + position
+        begin = tl.load(pointer, mask=exists, other=n_keys)
+        end = tl.load(pointer + n_keys, mask=exists, other=0)
+        return begin, end
 
 
 @triton.jit
 def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A query at position i sees the keys first .. last; all queries of a program see what lies before `whole`, some
-    see what lies before `end`."""
+    """The keys that a block of queries at positions i (BLOCK_M,) sees.
+
+    Returns (first, last, begin, mask_from, end). Query i sees the keys first <= j < last; both are
+    (BLOCK_M,). The loop over blocks of keys goes from `begin` to `end`. Before `mask_from` every
+    query sees every key, so only the blocks from there on need a mask.
+    """
     first, last = document_of(bounds, b, i, n_keys)
     if CAUSAL:
         last = tl.minimum(last, i + 1)
     begin = tl.min(first) // BLOCK_N * BLOCK_N
-    whole = tl.maximum(tl.min(last), 0) // BLOCK_N * BLOCK_N if bounds is None else begin
-    return first, last, begin, whole, tl.maximum(tl.max(last), 0)
+    mask_from = tl.maximum(tl.min(last), 0) // BLOCK_N * BLOCK_N if bounds is None else begin
+    return first, last, begin, mask_from, tl.maximum(tl.max(last), 0)
 
 
-# --- kernels
+# --- the kernels
+#
+# Index names: `query` counts queries from 0, `i` is a query's position among the keys (the queries
+# are the last of them), `j` is a key's position. Suffix `_block`: a block of rows (`load_rows`).
 
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, slopes, bounds, q_strides, k_strides, v_strides, out_strides, n_queries, n_keys, scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    q, k, v, out, lse, slopes, bounds,
+    q_strides, k_strides, v_strides, out_strides, n_queries, n_keys, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BLOCK_M queries. Grid: (blocks of queries, heads, batch)."""
-    start = (
-        tl.num_programs(0) - 1 - tl.program_id(0)
-    ) * BLOCK_M  # the last rows see most keys: they go first
-    h, b = tl.program_id(1), tl.program_id(2)
-    query = start + tl.arange(0, BLOCK_M)
-    i = query + n_keys - n_queries  # position among the keys
-    origin = start + n_keys - n_queries
-    slope = 0.0 if slopes is None else tl.load(slopes + h) * LOG2E
-    first, last, begin, whole, end = visible_keys(bounds, b, i, n_keys, CAUSAL, BLOCK_N)
-
-    rows = load_rows(q, q_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
-    o = zeros(BLOCK_M, LOW, HIGH)
-    m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that -inf - m is never NaN
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-    for masked in tl.static_range(2):
-        for at in range(whole if masked else begin, end if masked else whole, BLOCK_N):
-            j = at + tl.arange(0, BLOCK_N)
-            keys = load_rows(k, k_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
-            s = rows_dot_rows(rows, keys) * scale
-            if slopes is not None:
-                s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
-            if masked:
-                s = tl.where(
-                    (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None]), s, -float("inf")
-                )
-            m_new = tl.maximum(m, tl.max(s, 1))
-            p = tl.exp2(s - m_new[:, None])
-            shrink = tl.exp2(m - m_new)
-            l = l * shrink + tl.sum(p, 1)  # noqa: E741
-            values = load_rows(v, v_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
-            o = add_product(o, shrink[:, None], p, values)
-            m = m_new
-
-    seen = l > 0  # a row that sees no key gives zeros, and lse = inf gives it P = 0 in the backward
-    store_rows(
-        out, out_strides, b, h, start, n_queries, o, tl.where(seen, 1 / tl.where(seen, l, 1), 0)[:, None],
-        BLOCK_M, D, LOW, HIGH,
-    )  # fmt: skip
-    total = m + tl.log2(tl.where(seen, l, 1)) - row_bias(i, origin, slope, CAUSAL)
-    row = (b * tl.num_programs(1) + h).to(tl.int64) * n_queries + query
-    tl.store(lse + row, tl.where(seen, total, float("inf")), mask=query < n_queries)
-
-
-@triton.jit
-def dq_kernel(
-    q, k, v, out, do, lse, delta, dq, slopes, bounds,
-    q_strides, k_strides, v_strides, out_strides, do_strides, dq_strides, n_queries, n_keys, scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """dq and delta of BLOCK_M queries. Grid: (blocks of queries, heads, batch). It walks as the forward does."""
+    # The last queries see most keys, so they start first.
     start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     h, b = tl.program_id(1), tl.program_id(2)
     query = start + tl.arange(0, BLOCK_M)
     i = query + n_keys - n_queries
     origin = start + n_keys - n_queries
     slope = 0.0 if slopes is None else tl.load(slopes + h) * LOG2E
-    first, last, begin, whole, end = visible_keys(bounds, b, i, n_keys, CAUSAL, BLOCK_N)
+    first, last, begin, mask_from, end = visible_keys(bounds, b, i, n_keys, CAUSAL, BLOCK_N)
 
-    rows = load_rows(q, q_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
-    outs = load_rows(out, out_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
-    grads = load_rows(do, do_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
-    row_delta = tl.sum(outs[0].to(tl.float32) * grads[0].to(tl.float32), 1)
-    if HIGH > 0:
-        row_delta += tl.sum(outs[1].to(tl.float32) * grads[1].to(tl.float32), 1)
-    row = (b * tl.num_programs(1) + h).to(tl.int64) * n_queries + query
-    tl.store(delta + row, row_delta, mask=query < n_queries)
-    row_lse = tl.load(lse + row, mask=query < n_queries, other=float("inf")) + row_bias(
-        i, origin, slope, CAUSAL
-    )
-
-    total = zeros(BLOCK_M, LOW, HIGH)
+    q_block = load_rows(q, q_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
+    o = zeros(BLOCK_M, LOW, HIGH)
+    m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that -inf - m is never NaN
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    # Two loops from one text: the blocks that all queries see, then those that need a mask.
     for masked in tl.static_range(2):
-        for at in range(whole if masked else begin, end if masked else whole, BLOCK_N):
+        for at in range(mask_from if masked else begin, end if masked else mask_from, BLOCK_N):
             j = at + tl.arange(0, BLOCK_N)
-            keys = load_rows(k, k_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
-            values = load_rows(v, v_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
-            s = rows_dot_rows(rows, keys) * scale
+            k_block = load_rows(k, k_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
+            s = rows_dot_rows(q_block, k_block) * scale
             if slopes is not None:
                 s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
             if masked:
-                s = tl.where(
-                    (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None]), s, -float("inf")
-                )
+                visible = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
+                s = tl.where(visible, s, -float("inf"))
+            m_new = tl.maximum(m, tl.max(s, 1))
+            p = tl.exp2(s - m_new[:, None])
+            shrink = tl.exp2(m - m_new)
+            l = l * shrink + tl.sum(p, 1)  # noqa: E741
+            v_block = load_rows(v, v_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
+            o = add_product(o, shrink[:, None], p, v_block)
+            m = m_new
+
+    # A row that sees no key gets out = 0, and lse = inf, which gives P = 0 in the backward.
+    seen = l > 0
+    factor = tl.where(seen, 1 / tl.where(seen, l, 1), 0)[:, None]
+    store_rows(out, out_strides, b, h, start, n_queries, o, factor, BLOCK_M, D, LOW, HIGH)
+    row_lse = m + tl.log2(tl.where(seen, l, 1)) - row_bias(i, origin, slope, CAUSAL)
+    row = (b * tl.num_programs(1) + h).to(tl.int64) * n_queries + query
+    tl.store(lse + row, tl.where(seen, row_lse, float("inf")), mask=query < n_queries)
+
+
+@triton.jit
+def dq_kernel(
+    q, k, v, out, do, lse, delta, dq, slopes, bounds,
+    q_strides, k_strides, v_strides, out_strides, do_strides, dq_strides,
+    n_queries, n_keys, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """dq and delta of BLOCK_M queries. Grid: (blocks of queries, heads, batch).
+
+    The loops over keys are those of the forward.
+    """
+    start = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    h, b = tl.program_id(1), tl.program_id(2)
+    query = start + tl.arange(0, BLOCK_M)
+    i = query + n_keys - n_queries
+    origin = start + n_keys - n_queries
+    slope = 0.0 if slopes is None else tl.load(slopes + h) * LOG2E
+    first, last, begin, mask_from, end = visible_keys(bounds, b, i, n_keys, CAUSAL, BLOCK_N)
+
+    q_block = load_rows(q, q_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
+    out_block = load_rows(out, out_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
+    do_block = load_rows(do, do_strides, b, h, start, n_queries, BLOCK_M, D, LOW, HIGH)
+    row_delta = tl.sum(out_block[0].to(tl.float32) * do_block[0].to(tl.float32), 1)
+    if HIGH > 0:
+        row_delta += tl.sum(out_block[1].to(tl.float32) * do_block[1].to(tl.float32), 1)
+    row = (b * tl.num_programs(1) + h).to(tl.int64) * n_queries + query
+    tl.store(delta + row, row_delta, mask=query < n_queries)
+    row_lse = tl.load(lse + row, mask=query < n_queries, other=float("inf"))
+    row_lse += row_bias(i, origin, slope, CAUSAL)
+
+    total_dq = zeros(BLOCK_M, LOW, HIGH)
+    for masked in tl.static_range(2):
+        for at in range(mask_from if masked else begin, end if masked else mask_from, BLOCK_N):
+            j = at + tl.arange(0, BLOCK_N)
+            k_block = load_rows(k, k_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
+            v_block = load_rows(v, v_strides, b, h // GROUP, at, n_keys, BLOCK_N, D, LOW, HIGH)
+            s = rows_dot_rows(q_block, k_block) * scale
+            if slopes is not None:
+                s += alibi(i[:, None], j[None, :], origin, slope, CAUSAL)
+            if masked:
+                visible = (j[None, :] >= first[:, None]) & (j[None, :] < last[:, None])
+                s = tl.where(visible, s, -float("inf"))
             p = tl.exp2(s - row_lse[:, None])
-            ds = p * (rows_dot_rows(grads, values) - row_delta[:, None])
-            total = add_product(total, 1.0, ds, keys)
+            dp = rows_dot_rows(do_block, v_block)
+            ds = p * (dp - row_delta[:, None])
+            total_dq = add_product(total_dq, 1.0, ds, k_block)
     factor = scale / LOG2E  # the kernels' scale carries log2(e), a gradient does not
-    store_rows(dq, dq_strides, b, h, start, n_queries, total, factor, BLOCK_M, D, LOW, HIGH)
+    store_rows(dq, dq_strides, b, h, start, n_queries, total_dq, factor, BLOCK_M, D, LOW, HIGH)
 
 
 @triton.jit
 def dkdv_kernel(
     q, k, v, do, lse, delta, dk, dv, slopes, bounds,
-    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, n_queries, n_keys, scale,
-    GROUP: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides,
+    n_queries, n_keys, scale,
+    GROUP: tl.constexpr, CAUSAL: tl.constexpr,
+    D: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of BLOCK_N keys, over all query heads that share them. Grid: (blocks of keys, key heads, batch).
+    """dk and dv of BLOCK_N keys, over all query heads that share them.
 
-    Scores are transposed, (BLOCK_N, BLOCK_M), so that P^T and dS^T are ready to multiply do and q. Every block is
-    masked: a second loop without the mask would cost registers that the two accumulators need.
+    Grid: (blocks of keys, key heads, batch). Scores are transposed, (BLOCK_N, BLOCK_M), so that P^T
+    and dS^T are ready to multiply do and q. Every block is masked: a second loop without the mask
+    would cost registers that the two accumulators need.
     """
-    start = tl.program_id(0) * BLOCK_N  # the first keys are seen by most queries: they go first
+    start = tl.program_id(0) * BLOCK_N  # most queries see the first keys, so they start first
     kh, b = tl.program_id(1), tl.program_id(2)
-    past = n_keys - n_queries  # position of query 0
+    past = n_keys - n_queries  # the position of query 0
     j = start + tl.arange(0, BLOCK_N)
-    first, last = document_of(bounds, b, j, n_keys)  # of the positions that see a key
+    first, last = document_of(bounds, b, j, n_keys)  # queries at first <= i < last see key j
     if CAUSAL:
         first = tl.maximum(first, j)
     elif bounds is None:
@@ -343,8 +370,8 @@ def dkdv_kernel(
     begin = tl.maximum(tl.min(first) - past, 0) // BLOCK_M * BLOCK_M
     end = tl.minimum(tl.max(last) - past, n_queries)
 
-    keys = load_rows(k, k_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
-    values = load_rows(v, v_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
+    k_block = load_rows(k, k_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
+    v_block = load_rows(v, v_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
     total_dk = zeros(BLOCK_N, LOW, HIGH)
     total_dv = zeros(BLOCK_N, LOW, HIGH)
     for member in range(GROUP):
@@ -354,8 +381,8 @@ def dkdv_kernel(
         for at in range(begin, end, BLOCK_M):
             query = at + tl.arange(0, BLOCK_M)
             i = query + past
-            rows = load_rows(q, q_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
-            s = rows_dot_rows(keys, rows) * scale
+            q_block = load_rows(q, q_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
+            s = rows_dot_rows(k_block, q_block) * scale
             if slopes is not None:
                 s += alibi(i[None, :], j[:, None], start, slope, CAUSAL)
             if CAUSAL or bounds is not None:
@@ -364,40 +391,50 @@ def dkdv_kernel(
                 s = tl.where(i[None, :] < last[:, None], s, -float("inf"))
             row_lse = tl.load(lse + head_row + query, mask=query < n_queries, other=float("inf"))
             p = tl.exp2(s - (row_lse + row_bias(i, start, slope, CAUSAL))[None, :])
-            grads = load_rows(do, do_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
+            do_block = load_rows(do, do_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
             row_delta = tl.load(delta + head_row + query, mask=query < n_queries, other=0.0)
-            ds = p * (rows_dot_rows(values, grads) - row_delta[None, :])
-            total_dv = add_product(total_dv, 1.0, p, grads)
-            total_dk = add_product(total_dk, 1.0, ds, rows)
-    store_rows(dk, dk_strides, b, kh, start, n_keys, total_dk, scale / LOG2E, BLOCK_N, D, LOW, HIGH)
+            dp = rows_dot_rows(v_block, do_block)
+            ds = p * (dp - row_delta[None, :])
+            total_dv = add_product(total_dv, 1.0, p, do_block)
+            total_dk = add_product(total_dk, 1.0, ds, q_block)
+    factor = scale / LOG2E  # as for dq
+    store_rows(dk, dk_strides, b, kh, start, n_keys, total_dk, factor, BLOCK_N, D, LOW, HIGH)
     store_rows(dv, dv_strides, b, kh, start, n_keys, total_dv, 1.0, BLOCK_N, D, LOW, HIGH)
 
 
-# --- launching them
+# --- launching the kernels
 
-KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+KERNELS = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}  # by the pass they do
 
 
 def split(head_dim: int) -> tuple[int, int]:
-    """Two widths, powers of two from 16 on, that hold a head with the least waste. The second may be 0."""
+    """(LOW, HIGH), powers of two: the widths that hold a head with the least waste.
+
+    LOW is at least 16; HIGH is 0 or at least 16.
+    """
     low = max(16, 1 << (head_dim.bit_length() - 1))
     high = max(16, triton.next_power_of_2(head_dim - low)) if head_dim > low else 0
     return (low, high) if high < low else (2 * low, 0)
 
 
-def launch(what: str, tensors: dict, causal: bool, scale: float, row: tuple | None = None) -> None:
-    """Run the kernel of one pass over all heads and blocks. `tensors`: its pointers by name, some of them None."""
-    kernel, q, k = KERNELS[what], tensors["q"], tensors["k"]
-    (B, H, n_queries, D), (_, Hkv, n_keys, _) = q.shape, k.shape
-    options = launch_table.options(
-        row or launch_table.row_for(architecture(q.device), D, what, q.dtype)
-    )
-    by_keys = what == "dkdv"
-    blocks = (
-        triton.cdiv(n_keys, options["BLOCK_N"])
-        if by_keys
-        else triton.cdiv(n_queries, options["BLOCK_M"])
-    )
+def launch(
+    pass_name: str, tensors: dict, causal: bool, scale: float, row: tuple | None = None
+) -> None:
+    """Run the kernel of one pass ("forward", "dq" or "dkdv") over all blocks, heads and rows.
+
+    tensors: the kernel's pointers by the names of its arguments, some of them None. row: launch
+    settings, or None for those of the table.
+    """
+    kernel = KERNELS[pass_name]
+    q, k = tensors["q"], tensors["k"]
+    B, H, n_queries, D = q.shape
+    Hkv, n_keys = k.shape[1:3]
+    row = row or launch_table.row_for(architecture(q.device), D, pass_name, q.dtype)
+    options = launch_table.options(row)
+    if pass_name == "dkdv":
+        grid = (triton.cdiv(n_keys, options["BLOCK_N"]), Hkv, B)
+    else:
+        grid = (triton.cdiv(n_queries, options["BLOCK_M"]), H, B)
     strides = {
         f"{name}_strides": x.stride()[:3]
         for name, x in tensors.items()
@@ -406,34 +443,33 @@ def launch(what: str, tensors: dict, causal: bool, scale: float, row: tuple | No
     sizes = {"n_queries": n_queries, "n_keys": n_keys, "scale": scale * LOG2E.value}
     low, high = split(D)
     constants = {"GROUP": H // Hkv, "CAUSAL": causal, "D": D, "LOW": low, "HIGH": high}
-    if blocks > 0 and B > 0:
+    if grid[0] > 0 and B > 0:
         with torch.cuda.device_of(q):
-            kernel[blocks, Hkv if by_keys else H, B](
-                **tensors, **strides, **sizes, **constants, **options
-            )
+            kernel[grid](**tensors, **strides, **sizes, **constants, **options)
 
 
-# --- the operator: one node for torch.compile, activation checkpointing and FlopCounterMode
+# --- the operator
+#
+# A custom operator is one node for torch.compile, activation checkpointing and FlopCounterMode.
 
 
 def like_rows(x):
-    """Memory of x's shape (B, H, T, D) that lies as (B, T, H, D), so that its heads join without a copy."""
+    """Uninitialized, in x's shape (B, H, T, D) and laid out as (B, T, H, D).
+
+    So joining the heads, (B, T, H * D), needs no copy.
+    """
     B, H, T, D = x.shape
     return x.new_empty(B, T, H, D).transpose(1, 2)
 
 
 @torch.library.custom_op("mpt::flash_attention", mutates_args=())
 def forward_operator(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slopes: Tensor | None,
-    bounds: Tensor | None,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse): out as q, lse (B, H, Tq) fp32, base 2."""
-    out, lse = like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, bounds: Tensor | None,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse): out shaped like q, lse (B, H, Tq) fp32, a logarithm to base 2."""
+    out = like_rows(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "slopes": slopes, "bounds": bounds}
     launch("forward", tensors, causal, scale)
     return out, lse
@@ -444,19 +480,12 @@ def backward_operator(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor | None,
     bounds: Tensor | None, causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv). The dq kernel leaves delta for the dk, dv kernel."""
-    dq, dk, dv, delta = like_rows(q), like_rows(k), like_rows(v), torch.empty_like(lse)
+    """(dq, dk, dv), shaped like q, k, v. `dq_kernel` computes delta, which `dkdv_kernel` reads."""
+    dq, dk, dv = like_rows(q), like_rows(k), like_rows(v)
+    delta = torch.empty_like(lse)
     do = do if do.stride(-1) == 1 else do.contiguous()
-    tensors = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "do": do,
-        "lse": lse,
-        "delta": delta,
-        "slopes": slopes,
-        "bounds": bounds,
-    }
+    tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta}
+    tensors |= {"slopes": slopes, "bounds": bounds}
     launch("dq", tensors | {"out": out, "dq": dq}, causal, scale)
     launch("dkdv", tensors | {"dk": dk, "dv": dv}, causal, scale)
     return dq, dk, dv
@@ -464,53 +493,53 @@ def backward_operator(
 
 @forward_operator.register_fake
 def forward_shapes(q, k, v, slopes, bounds, causal, scale):
+    """Shapes, dtypes and strides of `forward_operator`'s results, for the compiler."""
     return like_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @backward_operator.register_fake
 def backward_shapes(do, q, k, v, out, lse, slopes, bounds, causal, scale):
+    """The same for `backward_operator`."""
     return like_rows(q), like_rows(k), like_rows(v)
 
 
 def keep_for_backward(ctx, inputs, output):
+    """Save what `gradients` needs."""
     *tensors, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 @functools.partial(forward_operator.register_autograd, setup_context=keep_for_backward)
 def gradients(ctx, do, _):
+    """The gradients of `forward_operator`'s inputs: dq, dk, dv, and none for the other four."""
     q, k, v, slopes, bounds, out, lse = ctx.saved_tensors
-    return (
-        *backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale),
-        None,
-        None,
-        None,
-        None,
-    )
+    dq, dk, dv = backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale)
+    return dq, dk, dv, None, None, None, None
 
 
 @register_flop_formula(torch.ops.mpt.flash_attention)
 def forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
-    """Two matmuls with full score matrices, as PyTorch counts its own attention: causality is not deducted."""
+    """Two matmuls with full score matrices: like PyTorch's own, it does not subtract causality."""
     B, H, n_queries, D = q_shape
     return 2 * 2 * B * H * n_queries * k_shape[2] * D
 
 
 @register_flop_formula(torch.ops.mpt.flash_attention_backward)
 def backward_flops(do_shape, q_shape, k_shape, *args, **kwargs) -> int:
-    """Five matmuls, as PyTorch counts them; these kernels do seven."""
+    """Five matmuls, as PyTorch counts its own; these kernels do seven."""
     return forward_flops(q_shape, k_shape) * 5 // 2
 
 
 def flash_attention(
     q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None
 ):
-    """softmax(q k^T * softmax_scale + bias) v, differentiable once, without a T x T tensor. Returns (B, H, Tq, D).
+    """softmax(q k^T * softmax_scale + bias) v without a T x T tensor: (B, H, Tq, D).
 
-    q: (B, H, Tq, D), k and v: (B, Hkv, Tk, D), H a multiple of Hkv, D at most 128, any strides; bf16, fp16 or fp32
-    (under autocast: its dtype). The queries are the last Tq of the Tk positions. alibi_slopes: (H,) fp32, without
-    gradient. sequence_ids: (B, Tk) integers; documents lie one after another, a new one begins where the id changes,
-    and none sees another. A query that may see no key gives zeros. Raises config.UserError, a ValueError.
+    q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv, D at most 128; any strides; bf16,
+    fp16 or fp32 (under autocast: its dtype). The queries are the last Tq of the Tk positions.
+    alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
+    (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
+    that sees no key gives zeros. Differentiable once. Raises config.UserError, a ValueError.
     """
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
@@ -520,101 +549,123 @@ def flash_attention(
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     bounds = None if sequence_ids is None else document_bounds(sequence_ids)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
-    return forward_operator(q, k, v, slopes, bounds, causal, scale)[0]
+    out, _ = forward_operator(q, k, v, slopes, bounds, causal, scale)
+    return out
 
 
 def check(q, k, v, slopes, sequence_ids) -> None:
-    """Refuse what the kernels cannot do, and say what can; words are made only then, since this runs in every step."""
-    if not (
-        q.ndim == k.ndim == 4
-        and k.shape == v.shape
-        and (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-    ):
+    """UserError for inputs that the kernels cannot take.
+
+    Messages are formatted only on failure, because this runs in every step.
+    """
+    check_shapes(q, k, v)
+    check_dtypes_and_devices(q, k, v)
+    if slopes is not None:
+        check_slopes(slopes, n_heads=q.shape[1], device=q.device)
+    if sequence_ids is not None:
+        check_sequence_ids(sequence_ids, q, k)
+
+
+def check_shapes(q, k, v) -> None:
+    """UserError unless q is (B, H, Tq, D) and k, v are (B, Hkv, Tk, D), with D at most 128."""
+    four_dimensions = q.ndim == k.ndim == 4 and k.shape == v.shape
+    if not four_dimensions or (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
         shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         raise UserError(
-            f"flash_attention wants q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}"
+            f"flash_attention needs q (B, H, Tq, D) and k, v (B, Hkv, Tk, D), not {shapes}"
         )
-    (B, H, n_queries, D), (_, Hkv, n_keys, _), device = q.shape, k.shape, q.device
+    H, Hkv, D = q.shape[1], k.shape[1], q.shape[3]
     if Hkv == 0 or H % Hkv > 0:
         raise UserError(f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads")
     if D > 128:
         raise UserError(
-            f"flash_attention has head dims up to 128, not {D}: take attn_impl=sdpa, or more heads"
+            f"flash_attention has head dims up to 128, not {D}: use attn_impl=sdpa, or more heads"
         )
-    if not (
-        q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ):
+
+
+def check_dtypes_and_devices(q, k, v) -> None:
+    """UserError unless q, k and v have one supported dtype and are on one GPU."""
+    supported = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if not supported or not q.dtype == k.dtype == v.dtype:
         dtypes = f"{q.dtype}, {k.dtype}, {v.dtype}"
         raise UserError(
-            f"flash_attention wants q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them"
+            f"flash_attention needs q, k, v all bf16, fp16 or fp32, not {dtypes}: cast them"
         )
-    if device.type != "cuda" and not INTERPRETED.value:
+    if q.device.type != "cuda" and not INTERPRETED.value:
         raise UserError(
-            f"flash_attention runs on CUDA and ROCm GPUs, not on {device.type}: take attn_impl=sdpa or blocks, or set "
-            "TRITON_INTERPRET=1 to run it in Triton's interpreter, very slowly"
+            f"flash_attention runs on CUDA and ROCm GPUs, not on {q.device.type}: "
+            "use attn_impl=sdpa or blocks, or set TRITON_INTERPRET=1 to run it in Triton's "
+            "interpreter, very slowly"
         )
-    if not k.device == v.device == device:
-        raise UserError(f"q, k, v lie on {device}, {k.device}, {v.device}: move them to one device")
-    if slopes is not None and (slopes.shape, slopes.dtype, slopes.device) != (
-        (H,),
-        torch.float32,
-        device,
-    ):
-        advice = "attention.alibi_slopes(n_heads, device=...) makes them"
+    if not q.device == k.device == v.device:
+        devices = f"{q.device}, {k.device}, {v.device}"
+        raise UserError(f"q, k, v are on {devices}: move them to one device")
+
+
+def check_slopes(slopes, n_heads: int, device) -> None:
+    """UserError unless the slopes are (H,) fp32 on the device of q, without gradient."""
+    right_kind = slopes.dtype == torch.float32 and slopes.device == device
+    if slopes.shape != (n_heads,) or not right_kind:
         raise UserError(
-            f"alibi_slopes must be ({H},) fp32 on {device}, not {slopes.dtype}: {advice}"
+            f"alibi_slopes must be ({n_heads},) fp32 on {device}, not {tuple(slopes.shape)} "
+            f"{slopes.dtype} on {slopes.device}: attention.alibi_slopes(n_heads, device=...) "
+            "makes them"
         )
-    if slopes is not None and slopes.requires_grad:
+    if slopes.requires_grad:
         raise UserError(
-            "alibi_slopes get no gradient here: detach them, or take attn_impl=reference"
+            "flash_attention gives alibi_slopes no gradient: detach them, or use "
+            "attn_impl=reference"
         )
-    if sequence_ids is not None:
-        integers = not sequence_ids.is_floating_point() and sequence_ids.device == device
-        if sequence_ids.shape != (B, n_keys) or not integers or n_queries > n_keys:
-            given = f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device}"
-            wanted = f"integers ({B}, {n_keys}) on {device}, with no more queries than keys"
-            raise UserError(f"sequence_ids must be {wanted}, not {given} with {n_queries} queries")
+
+
+def check_sequence_ids(sequence_ids, q, k) -> None:
+    """UserError unless the ids are integers (B, Tk) on the device of q, and Tq <= Tk."""
+    B, n_keys = k.shape[0], k.shape[2]
+    n_queries = q.shape[2]
+    integers = not sequence_ids.is_floating_point() and sequence_ids.device == q.device
+    if sequence_ids.shape != (B, n_keys) or not integers or n_queries > n_keys:
+        given = f"{tuple(sequence_ids.shape)} {sequence_ids.dtype} on {sequence_ids.device}"
+        needed = f"integers ({B}, {n_keys}) on {q.device}, with no more queries than keys"
+        raise UserError(f"sequence_ids must be {needed}, not {given} with {n_queries} queries")
 
 
 def document_bounds(sequence_ids):
-    """(B, T) ids -> (B, 2, T) int32: where the document of each position begins, and where it ends (exclusive)."""
+    """(B, T) ids -> (B, 2, T) int32: where each position's document begins and ends (exclusive)."""
     T = sequence_ids.shape[1]
     position = torch.arange(T, device=sequence_ids.device)
     edge = torch.ones_like(sequence_ids[:, :1], dtype=torch.bool)
     change = sequence_ids[:, 1:] != sequence_ids[:, :-1]
-    begin = torch.where(torch.cat([edge, change], 1), position, 0).cummax(1).values
-    end = (
-        torch.where(torch.cat([change, edge], 1), position + 1, T).flip(1).cummin(1).values.flip(1)
-    )
+    is_first = torch.cat([edge, change], 1)
+    is_last = torch.cat([change, edge], 1)
+    begin = torch.where(is_first, position, 0).cummax(1).values
+    end = torch.where(is_last, position + 1, T).flip(1).cummin(1).values.flip(1)
     return torch.stack([begin, end], 1).to(torch.int32)
 
 
-# --- the obvious version, and measuring
+# --- the obvious version, and measurements
 
 
 def reference_attention(
     q, k, v, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None
 ):
-    """What `flash_attention` computes, with all scores in memory."""
+    """What `flash_attention` computes, with all scores in memory. The same arguments."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     n_queries, n_keys = q.shape[2], k.shape[2]
     i = torch.arange(n_keys - n_queries, n_keys, device=q.device)[:, None]  # (Tq, 1)
     j = torch.arange(n_keys, device=q.device)  # (Tk,)
-    s = (
-        q @ k.transpose(-2, -1) * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
-    )  # (B, H, Tq, Tk)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    s = q @ k.transpose(-2, -1) * scale  # (B, H, Tq, Tk)
     if alibi_slopes is not None:
         s = s - alibi_slopes[:, None, None].to(s.dtype) * (i - j).abs()
-    visible = j <= i if causal else torch.ones_like(j <= i)
+
+    visible = j <= i if causal else torch.ones_like(j <= i)  # (Tq, Tk)
     if sequence_ids is not None:
         document = F.pad((sequence_ids[:, 1:] != sequence_ids[:, :-1]).cumsum(1), (1, 0))  # (B, Tk)
-        visible = (
-            visible & (document[:, n_keys - n_queries :, None] == document[:, None, :])[:, None]
-        )
+        same_document = document[:, n_keys - n_queries :, None] == document[:, None, :]
+        visible = visible & same_document[:, None]  # (B, 1, Tq, Tk)
     s = s.masked_fill(~visible, -math.inf)
-    p = torch.softmax(s, dim=-1).masked_fill(
-        ~visible.any(-1, keepdim=True), 0
-    )  # rows that see no key
+    sees_no_key = ~visible.any(-1, keepdim=True)
+    p = torch.softmax(s, dim=-1).masked_fill(sees_no_key, 0)
     return p @ v
 
 
@@ -631,27 +682,27 @@ def compare(
     documents=False,
     causal=True,
 ):
-    """The largest errors of out, dq, dk and dv against float64, each relative to the largest exact value."""
+    """The largest errors of out, dq, dk and dv against float64, over the largest exact value."""
     torch.manual_seed(0)
     shapes = [(B, n_queries, H, D), (B, n_keys, Hkv, D), (B, n_keys, Hkv, D), (B, n_queries, H, D)]
     q, k, v, do = (torch.randn(shape, device=device).to(dtype).transpose(1, 2) for shape in shapes)
-    slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device)) if alibi else None
-    ids = (
-        torch.arange(n_keys, device=device).expand(B, -1) // (n_keys // 3 + 1)
-        if documents
-        else None
-    )
+    slopes, ids = None, None
+    if alibi:
+        slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device))
+    if documents:
+        ids = torch.arange(n_keys, device=device).expand(B, -1) // (n_keys // 3 + 1)
+
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = flash_attention(*leaves, alibi_slopes=slopes, causal=causal, sequence_ids=ids)
+    ours = [out, *torch.autograd.grad(out, leaves, do)]
     exact_leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = reference_attention(*exact_leaves, slopes, causal, None, ids)
-    found = out, *torch.autograd.grad(out, leaves, do)
-    right = exact, *torch.autograd.grad(exact, exact_leaves, do.double())
-    return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(found, right, strict=True)]
+    exact_out = reference_attention(*exact_leaves, slopes, causal, None, ids)
+    exact = [exact_out, *torch.autograd.grad(exact_out, exact_leaves, do.double())]
+    return [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, exact, strict=True)]
 
 
 def demonstrate(device) -> None:
-    """Print errors against float64; raise if one is too large."""
+    """Print errors against float64; UserError if one is too large."""
     n = 48 if INTERPRETED.value else 1000
     cases = [
         {},
@@ -667,70 +718,59 @@ def demonstrate(device) -> None:
             errors = compare(device, dtype, n_queries=n, n_keys=n, **case)
             print(f"{str(dtype)[6:]:9s} {str(case or ''):20s}", *(f"{e:.1e} " for e in errors))
             require(
-                all(e < limit for e in errors),
-                f"flash_attention is off in {dtype} {case}: {errors}",
+                all(error < limit for error in errors),
+                f"flash_attention is wrong in {dtype} {case}: errors {errors}",
             )
 
 
 def tune(device, T: int = 4096, H: int = 16) -> None:
-    """Print the fastest row of each pass on this GPU, for LAUNCH: causal bf16, ALiBi, 4 x H heads x T."""
+    """Print the fastest row of each pass on this GPU, to paste into LAUNCH (launch_table.py).
+
+    Measured on causal bf16 attention with ALiBi, 4 sequences of T tokens, H heads.
+    """
     for D in (64, 128):
         q, k, v, do = (
             torch.randn(4, T, H, D, device=device).bfloat16().transpose(1, 2) for _ in range(4)
         )
         slopes = torch.exp2(-8 / H * torch.arange(1.0, H + 1, device=device))
-        out, lse = forward_operator(q, k, v, slopes, None, True, D**-0.5)
-        tensors = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "do": do,
-            "out": out,
-            "lse": lse,
-            "slopes": slopes,
-            "bounds": None,
-        }
-        tensors |= {
-            "dq": like_rows(q),
-            "dk": like_rows(k),
-            "dv": like_rows(v),
-            "delta": torch.empty_like(lse),
-        }
+        scale = D**-0.5
+        out, lse = forward_operator(q, k, v, slopes, None, True, scale)
+        tensors = {"q": q, "k": k, "v": v, "slopes": slopes, "bounds": None}
+        tensors |= {"out": out, "lse": lse, "do": do, "delta": torch.empty_like(lse)}
+        tensors |= {"dq": like_rows(q), "dk": like_rows(k), "dv": like_rows(v)}
         rows = {}
-        for what, kernel in KERNELS.items():
-            mine = {name: x for name, x in tensors.items() if name in kernel.arg_names}
-            once = functools.partial(launch, what, mine, True, D**-0.5)
-            rows[what] = launch_table.fastest(
-                f"{what}, heads of {D}", once, triton.testing.do_bench
-            )
+        for pass_name, kernel in KERNELS.items():
+            pointers = {name: x for name, x in tensors.items() if name in kernel.arg_names}
+            run_pass = functools.partial(launch, pass_name, pointers, True, scale)
+            label = f"{pass_name}, heads of {D}"
+            rows[pass_name] = launch_table.fastest(label, run_pass, triton.testing.do_bench)
         print(f'    ("{architecture(q.device)}", {D}): {rows},', flush=True)
 
 
 def main(argv) -> None:
+    """Compare with float64, in the interpreter if there is no GPU; with --tune, time rows."""
     if config.wants_help(argv):
         config.show_help()
     require(argv in ([], ["--tune"]), "usage: python -m gpu_kernels.flash_attention [--tune]")
-    there = torch.cuda.is_available()
-    require(there or not argv, "--tune measures a GPU, and there is none here")
-    if (
-        not there and not INTERPRETED.value
-    ):  # Triton reads the variable when a kernel is decorated: begin anew
-        again = [sys.executable, "-m", "gpu_kernels.flash_attention"]
-        os.execve(sys.executable, again, os.environ | {"TRITON_INTERPRET": "1"})
+    has_gpu = torch.cuda.is_available()
+    require(has_gpu or not argv, "--tune times kernels on a GPU, and there is none here")
+    if not has_gpu and not INTERPRETED.value:
+        # Triton reads the variable when a kernel is decorated, so the program starts again.
+        restart = [sys.executable, "-m", "gpu_kernels.flash_attention"]
+        os.execve(sys.executable, restart, os.environ | {"TRITON_INTERPRET": "1"})
     if argv:
         return tune(torch.device("cuda"))
-    demonstrate("cuda" if there else "cpu")
-    if there and not INTERPRETED.value:
-        bench = [
-            sys.executable,
-            "-m",
-            "bench",
-            "attention",
-            "--head_dims=128",
-            "--lengths=1024,4096",
-        ]
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([*bench, f"--out={folder}"], check=True)
+    demonstrate("cuda" if has_gpu else "cpu")
+    if has_gpu and not INTERPRETED.value:
+        print_speeds()
+
+
+def print_speeds() -> None:
+    """Run `python -m bench attention` for two lengths."""
+    command = [sys.executable, "-m", "bench", "attention"]
+    command += ["--head_dims=128", "--lengths=1024,4096"]
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([*command, f"--out={folder}"], check=True)
 
 
 if __name__ == "__main__":

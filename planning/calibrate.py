@@ -1,12 +1,13 @@
-"""What a machine has measured, as inputs of planning/step_time.py: a fleet is predicted from one node.
+"""Measurements of one machine as inputs of planning/step_time.py: from one node, predict a fleet.
 
-machine.json of `bench machine`: its matmuls, memory and links take the place of the datasheet's. A .csv table of
-`bench train`: one number, the pace,
+A machine.json of `bench machine` replaces the datasheet's matmuls, memory and links by measured
+ones. A .csv table of `bench train` gives one number, the pace:
 
-    pace = measured / predicted seconds of compute        geometric mean over the rows, traffic as predicted
+    pace = measured / predicted seconds of compute
+
+It is the geometric mean over the rows, with traffic as predicted.
 
 Run `python -m planning.calibrate results.csv --device=mi250`, or give the file to plan.py.
-Read next: planning/search.py.
 """
 
 import math
@@ -20,8 +21,9 @@ from planning import step_time
 from planning.step_time import Constants, Fleet, Trainer
 from storage import files
 
-COLUMNS = """d_model n_layers n_heads max_seq_len vocab_size microbatch_size global_batch_size sharding
-    activation_checkpointing recompute_every""".split()
+# The columns of a table that are settings of the run.
+COLUMNS = """d_model n_layers n_heads max_seq_len vocab_size microbatch_size global_batch_size
+    sharding activation_checkpointing recompute_every""".split()
 
 
 @dataclass
@@ -34,114 +36,134 @@ class CalibrateArgs:
 
 
 def from_file(path: str, fleet: Fleet, trainer: Trainer) -> tuple[Fleet, Constants]:
-    """`fleet` (devices, nodes, network; how many is not read) and constants as measured. UserError if there is nothing
-    of use in the file."""
+    """`fleet` and the constants with what the file has measured.
+
+    Device, nodes and network of `fleet` are used, not how many devices it has. Raises UserError if
+    the file is missing, broken, or measured on another device.
+    """
     require(Path(path).is_file(), f"no file {path!r} to calibrate with")
-    what = (
-        "a table of `bench train`" if path.endswith(".csv") else "a machine.json of `bench machine`"
-    )
+    is_table = path.endswith(".csv")
+    kind = "a table of `bench train`" if is_table else "a machine.json of `bench machine`"
     try:
-        if path.endswith(".csv"):
+        if is_table:
             return fleet, Constants(pace=pace(path, fleet, trainer))
-        return from_machine(files.read_json(path, fix=f"this is not {what}"), fleet)
+        measured = files.read_json(path, fix=f"this is not {kind}")
+        return from_machine(measured, fleet)
+    except UserError as error:
+        message = str(error)
+        raise UserError(message if path in message else f"{path}: {message}") from error
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        if isinstance(error, UserError):
-            raise UserError(str(error) if path in str(error) else f"{path}: {error}") from error
-        raise UserError(
-            f"{path} is not {what}: {type(error).__name__} {config.one_line(error)}"
-        ) from error
+        cause = f"{type(error).__name__} {config.one_line(error)}"
+        raise UserError(f"{path} is not {kind}: {cause}") from error
 
 
-def from_machine(found: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
-    """found: machine.json, whose keys bench/machine.py describes."""
-    same_device(found["device"], fleet.device)
-    c, device, ranks = Constants(), fleet.device, found["ranks"]
-    require(
-        files.has_type(ranks, int) and ranks > 0,
-        f"ranks must be at least 1, not {files.shown(ranks)}",
-    )
-    reachable = (
-        positive("matmul_tflops", max(found["matmul_tflops"]["bf16"].values())) / device.bf16_tflops
-    )
-    require(
-        reachable <= 1, f"matmuls at {reachable:.0%} of {device.name}'s peak: is --device right?"
-    )
+# --------------------------------------------------------------------------------------------------
+# machine.json
+
+
+def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
+    """measured: the contents of machine.json, whose keys bench/machine.py describes."""
+    require_same_device(measured["device"], fleet.device)
+    ranks = measured["ranks"]  # global ranks
+    is_count = files.has_type(ranks, int) and ranks > 0
+    require(is_count, f"ranks must be at least 1, not {files.shown(ranks)}")
+    c = Constants()
+
+    tflops = positive("matmul_tflops", max(measured["matmul_tflops"]["bf16"].values()))
+    reachable = tflops / fleet.device.bf16_tflops
+    share = f"matmuls at {reachable:.0%} of {fleet.device.name}'s peak"
+    require(reachable <= 1, f"{share}: is --device right?")
+    memory_gbs = positive("memory_gbs", measured["memory_gbs"])
+
+    # Collectives reach c.link of a link's bandwidth, so the link has their speed / c.link.
+    link_gbs = {}
+    for group, collectives in measured["collectives_gbs"].items():
+        fastest = max(collectives["all_gather"].values())
+        link_gbs[group] = positive("collectives_gbs", fastest) / c.link
+    one_node = measured["nodes"] == 1
+    in_node = link_gbs.get("node") or (link_gbs.get("all") if one_node else None)
+
     device = replace(
-        device, reachable=reachable, bandwidth_gbs=positive("memory_gbs", found["memory_gbs"])
+        fleet.device,
+        reachable=reachable,
+        bandwidth_gbs=memory_gbs,
+        link_gbs=in_node or fleet.device.link_gbs,
     )
-    groups = {
-        name: max(group["all_gather"].values()) for name, group in found["collectives_gbs"].items()
-    }
-    bus = {name: positive("collectives_gbs", gbs) / c.link for name, gbs in groups.items()}
-    inside = bus.get("node") or (bus.get("all") if found["nodes"] == 1 else None)
-    device = replace(device, link_gbs=inside or device.link_gbs)
-    fleet = replace(
-        fleet, device=device, network_gbs=bus["all"] if found["nodes"] > 1 else fleet.network_gbs
-    )
+    network_gbs = link_gbs["all"] if measured["nodes"] > 1 else fleet.network_gbs
+    fleet = replace(fleet, device=device, network_gbs=network_gbs)
     if ranks == 1:
         return fleet, c
-    latency = positive("latency_us", found["latency_us"]["all"]) * 1e-6
+    latency = positive("latency_us", measured["latency_us"]["all"]) * 1e-6
     return fleet, replace(c, hop=latency / (2 * (ranks - 1)))  # an all-reduce goes round twice
 
 
-def positive(what: str, number) -> float:
+def positive(name: str, number) -> float:
     """`number` as a float, or UserError: a broken measurement would only show in an absurd plan."""
-    require(0 < float(number) < math.inf, f"{what} must be more than 0, not {number}")
+    require(0 < float(number) < math.inf, f"{name} must be more than 0, not {number}")
     return float(number)
 
 
-def same_device(reported: str, device: devices.Device) -> None:
-    """UserError if that is the name of something else. Many devices have names that say nothing."""
+def require_same_device(reported: str, device: devices.Device) -> None:
+    """UserError if `reported`, a device's own name, is that of another device.
+
+    Many devices report a name that says nothing; those pass.
+    """
     name = reported.lower()
-    others = [row.name for row in devices.TABLE if any(text in name for text in row.reports)]
-    fine = device.name in others or not (others or name == "cpu")
-    require(fine, f"measured on {reported!r}, not on {device.name}: set --device to that")
+    known = [row.name for row in devices.TABLE if any(text in name for text in row.reports)]
+    says_nothing = not known and name != "cpu"
+    may_be = device.name in known or says_nothing
+    require(may_be, f"measured on {reported!r}, not on {device.name}: set --device to that")
+
+
+# --------------------------------------------------------------------------------------------------
+# A table of `bench train`
 
 
 def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
-    """Of a table: measured / predicted seconds of compute, the geometric mean of this project's rows in bf16."""
-    rows = [
-        row
-        for row in files.read_csv(path, ["status"], "a table of `bench train`")
-        if row["status"] == "ok"
-    ]
-    rows = [
-        row
-        for row in rows
-        if row["precision"].startswith("bf16") and not row["model"].startswith("transformers")
-    ]
+    """Measured / predicted seconds of compute: the geometric mean of the table's usable rows.
+
+    Usable are the rows of this project's trainer in bf16 with status ok.
+    """
+    rows = []
+    for row in files.read_csv(path, ["status"], "a table of `bench train`"):
+        if row["status"] != "ok" or not row["precision"].startswith("bf16"):
+            continue
+        if not row["model"].startswith("transformers"):
+            rows.append(row)
     require(rows, f"{path} has no row of this project's trainer in bf16 with status ok")
-    return math.exp(sum(math.log(pace_of(row, fleet, trainer)) for row in rows) / len(rows))
+    logs = [math.log(pace_of(row, fleet, trainer)) for row in rows]
+    return math.exp(sum(logs) / len(rows))
 
 
 def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
-    """Of one line of the table. UserError if it cannot be of this device."""
-    same_device(row["device"], fleet.device)
+    """`pace` of one row of the table. Raises UserError if it cannot be of this device."""
+    require_same_device(row["device"], fleet.device)
     flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
     others = [f"--{setting}" for setting in row.get("others", "").split()]
     require("--help" not in others, "a row with the setting help")
     m, cfg = config.load(flags + others, MPTConfig, TrainConfig)
     fleet = replace(fleet, devices=int(row["ranks"]), tp=1, pp=1, interleave=1)
-    rate, found = positive("tokens_per_second", row["tokens_per_second"]), 1.0
-    for _ in range(20):  # a fixed point, since traffic hides behind compute
-        found *= step_time.tokens_per_second(m, cfg, fleet, Constants(pace=found), trainer) / rate
-        require(
-            0.05 < found < 20,
-            f"{rate:g} tokens/s are {found:.2g} times the predicted time: is --device right?",
-        )
-    return found
+
+    measured = positive("tokens_per_second", row["tokens_per_second"])
+    estimate = 1.0
+    for _ in range(20):  # find the fixed point: how much traffic overlaps depends on the pace
+        c = Constants(pace=estimate)
+        estimate *= step_time.tokens_per_second(m, cfg, fleet, c, trainer) / measured
+        times = f"{measured:g} tokens/s are {estimate:.2g} times the predicted time"
+        require(0.05 < estimate < 20, f"{times}: is --device right?")
+    return estimate
 
 
 def main(argv: list[str]) -> None:
+    """Print the inputs of planning/step_time.py before and after the measurement."""
     paths = [text for text in argv if not text.startswith("-")]
     (args,) = config.load([text for text in argv if text.startswith("-")], CalibrateArgs)
     require(len(paths) == 1, "usage: python -m planning.calibrate results.csv --device=mi250")
     before = Fleet(devices.by_name(args.device), 1, args.node_size, args.network)
     fleet, c = from_file(paths[0], before, step_time.OURS)
     for part in ("reachable", "bandwidth_gbs", "link_gbs"):
-        print(
-            f"{part:<16}{getattr(fleet.device, part) or 0:>12.4g}  before: {getattr(before.device, part)}"
-        )
+        new = getattr(fleet.device, part) or 0
+        print(f"{part:<16}{new:>12.4g}  before: {getattr(before.device, part)}")
     print(f"{'network_gbs':<16}{fleet.network_gbs:>12.4g}  before: {before.network_gbs}")
     print(f"{'hop, us':<16}{c.hop * 1e6:>12.4g}  before: {Constants().hop * 1e6:.4g}")
     print(f"{'pace':<16}{c.pace:>12.4g}  before: 1")

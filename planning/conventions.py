@@ -1,23 +1,23 @@
-"""Training FLOPs per token as nine conventions count them: an MFU says little without its own.
+"""The training FLOPs of a token as nine conventions count them. An MFU says little without its own.
 
     foundry, palm         6 N + 12 L d S       the whole S x S square of scores
     causal                6 N +  6 L d S       what the mask leaves of it
-    lingua, flopcounter   6 N +  7, 14 L d S   with the scores that the flash backward does again
+    lingua, flopcounter   6 N +  7, 14 L d S   with the scores that the flash backward repeats
     6nd                   6 N                  no attention
     megatron              every matmul, the logits' too and no embedding: see `by_matmuls`
     megatron_recompute    the same with the forward of all blocks twice
     chinchilla            every matmul, the embedding as one, and the softmax
 
-flops.py has the two that everybody needs, without what stands here: frozen weights, which cost 4 N,
-LoRA, sliding windows and packed documents (`matmuls.Work`), by matmul and by pass.
+flops.py has the two conventions that everybody needs. This file has all nine, and what they count
+for frozen weights (4 N instead of 6 N), LoRA, sliding windows and packed documents
+(`matmuls.TrainingSetup`), by matmul and by pass.
 
 Run `python -m planning.conventions configs/mpt7b.py --convention=palm --lora_rank=16`, with a speed
 `--device=mi250 --tokens_per_second=1922`, or without a model
 `--n_params=405e9 --frozen --device=mi300x --devices=8 --tokens_per_second=34.1`.
-Only `--device=auto` imports torch. Read next: planning/memory.py.
+Only `--device=auto` imports torch.
 """
 
-import functools
 import json
 from dataclasses import dataclass, fields, replace
 
@@ -26,76 +26,8 @@ import flops
 from config import MPTConfig, require
 from flops import FlopsArgs, n_params, params_by_part
 from planning import matmuls
-from planning.matmuls import Work
+from planning.matmuls import TrainingSetup
 
-
-def share_again(cfg: MPTConfig, work: Work) -> float:
-    """Share of the blocks whose forward is computed twice."""
-    return sum(map(work.recomputes, range(cfg.n_layers))) / cfg.n_layers
-
-
-def flops_by_term(cfg: MPTConfig, work: Work | None = None, attention=(4, 12)) -> dict[str, float]:
-    """Training FLOPs per token: of the weights, 6 N, or 4 N if frozen; of attention, attention[1] L d S, of which the
-    forward is attention[0]; of adapters, 6 N_lora; of the forward that full activation checkpointing does again.
-    Blocks below the first adapter count forward only. Default: `Work()`, all weights train."""
-    work, (forward, both) = work or Work(), attention
-    parts, ds, lora = params_by_part(cfg), cfg.d_model * cfg.max_seq_len, matmuls.n_lora(cfg, work)
-    n = n_params(cfg) - (0 if cfg.tie_word_embeddings else parts["wte"])
-    below = work.lora_first_block if work.lora_rank else 0
-    linears = sum(parts[name] for name in matmuls.LINEARS) // cfg.n_layers
-    terms = {
-        "weights": (6 if work.trains_all else 4) * n - 2 * linears * below,
-        "attention": both * ds * cfg.n_layers - (both - forward) * ds * below,
-    }
-    if lora:
-        terms["adapters"] = 6 * lora
-    if work.activation_checkpointing == "full":
-        terms["recomputed"] = share_again(cfg, work) * (
-            2 * n + forward * ds * cfg.n_layers + 2 * lora
-        )
-    return terms
-
-
-def by_n(cfg: MPTConfig, work: Work | None = None, attention=(4, 12)) -> float:
-    """The sum of `flops_by_term`: 6 N + attention[1] L d S."""
-    return sum(flops_by_term(cfg, work, attention).values())
-
-
-def by_matmuls(cfg: MPTConfig, work: Work | None = None) -> float:
-    """All matmuls, the whole square of scores. With a hidden width of 4 d and no grouped heads that is
-    72 L d^2 (1 + S/6d + V/12Ld), and 96 L d^2 (1 + S/6d + V/16Ld) where all blocks are computed again."""
-    work = replace(work or Work(), attention="full", window=0, document=0)
-    once = matmuls.flops_by_pass(cfg, replace(work, activation_checkpointing="none"))
-    forward = sum(numbers["forward"] for part, numbers in once.items() if part != "logits")
-    return matmuls.total(once) + share_again(cfg, work) * forward
-
-
-def by_matmuls_and_again(cfg: MPTConfig, work: Work | None = None) -> float:
-    """`by_matmuls` with full activation checkpointing whatever `work` says."""
-    return by_matmuls(
-        cfg, replace(work or Work(), activation_checkpointing="full", recompute_every=1)
-    )
-
-
-def chinchilla(cfg: MPTConfig, work: Work | None = None) -> float:
-    """Three forwards, in which the input embedding counts as a matmul and the softmax 3 FLOPs a score, as appendix F of
-    arXiv 2203.15556 lists them. (The ratios in its table A4 come out without the embedding and the logits.)"""
-    d, V, S = cfg.d_model, cfg.vocab_size, cfg.max_seq_len
-    blocks = cfg.n_layers * (sum(matmuls.block_forward(cfg, Work()).values()) + 3 * cfg.n_heads * S)
-    return 3 * (2 * V * d + blocks + 2 * V * d) + share_again(cfg, work or Work()) * blocks
-
-
-CONVENTIONS = {  # name -> function(cfg, work=Work()) -> training FLOPs per token
-    "foundry": by_n,
-    "palm": by_n,
-    "causal": functools.partial(by_n, attention=(2, 6)),
-    "lingua": functools.partial(by_n, attention=(2, 7)),
-    "flopcounter": functools.partial(by_n, attention=(4, 14)),
-    "6nd": functools.partial(by_n, attention=(0, 0)),
-    "megatron": by_matmuls,
-    "megatron_recompute": by_matmuls_and_again,
-    "chinchilla": chinchilla,
-}
 FORMULAS = {
     "foundry": flops.FORMULAS["foundry"],
     "palm": "PaLM, nanoGPT, OLMo, torchtitan: 6 N + 12 L d S",
@@ -103,24 +35,116 @@ FORMULAS = {
     "lingua": "Lingua: 6 N + 7 L d S, the flash backward's scores too",
     "flopcounter": "FlopCounterMode on flash SDPA: 6 N + 14 L d S",
     "6nd": "6 N, no attention",
-    "megatron": "arXiv 2205.05198: matmuls = 72 L d^2 (1 + S/6d + V/12Ld)",
-    "megatron_recompute": "arXiv 2104.04473: blocks twice = 96 L d^2 (1 + S/6d + V/16Ld)",
+    "megatron": "arXiv 2205.05198: matmuls",
+    "megatron_recompute": "arXiv 2104.04473: blocks twice",
     "chinchilla": "arXiv 2203.15556: matmuls, the embedding as one, softmax",
+}
+# Equal to Megatron's counts if the hidden width is 4 d and every head has its own keys and values.
+USUAL_SHAPE = {
+    "megatron": "72 L d^2 (1 + S/6d + V/12Ld)",
+    "megatron_recompute": "96 L d^2 (1 + S/6d + V/16Ld)",
+}
+# FLOPs of attention per token / (L d S), of the conventions that count N:
+# the forward, and forward and backward together.
+ATTENTION = {
+    "foundry": (4, 12),
+    "palm": (4, 12),
+    "causal": (2, 6),
+    "lingua": (2, 7),
+    "flopcounter": (4, 14),
+    "6nd": (0, 0),
 }
 
 
-def formula(name: str, work: Work, cfg: MPTConfig | None = None) -> str:
-    """What a convention counts, for this model: without what holds for all heads and a hidden width of 4 d only."""
-    usual = cfg and (cfg.hidden_dim, cfg.n_kv_heads) == (4 * cfg.d_model, cfg.n_heads)
-    text = FORMULAS[name] if usual and work.trains_all else FORMULAS[name].split(" = ")[0]
-    return (
-        text
-        if work.trains_all
-        else text.replace("6 N", "4 N + 6 N_lora" if work.lora_rank else "4 N")
-    )
+def flops_per_token(cfg: MPTConfig, convention: str, setup: TrainingSetup | None = None) -> float:
+    """Training FLOPs per token, recomputation included.
+
+    convention: a key of FORMULAS. setup: default `TrainingSetup()`, where all weights train.
+    """
+    setup = setup or TrainingSetup()
+    if convention == "megatron":
+        return by_matmuls(cfg, setup)
+    if convention == "megatron_recompute":
+        every_block = replace(setup, activation_checkpointing="full", recompute_every=1)
+        return by_matmuls(cfg, every_block)
+    if convention == "chinchilla":
+        return chinchilla(cfg, setup)
+    return sum(flops_by_term(cfg, setup, convention).values())
 
 
-# ---------------------------------------------------------------------------------------------------------------
+def flops_by_term(
+    cfg: MPTConfig, setup: TrainingSetup, convention: str = "foundry"
+) -> dict[str, float]:
+    """The terms of a convention that counts N (a key of ATTENTION): training FLOPs per token.
+
+    weights: 6 N, or 4 N if they are frozen. attention: the convention's share of L d S.
+    adapters: 6 N_lora. recomputed: the forwards that full activation checkpointing does again.
+    Blocks below the first adapter count their forward only.
+    """
+    forward, both_passes = ATTENTION[convention]
+    parts = params_by_part(cfg)
+    lookup = 0 if cfg.tie_word_embeddings else parts["wte"]  # an untied input embedding
+    n = n_params(cfg) - lookup
+    d_s = cfg.d_model * cfg.max_seq_len
+    n_lora = matmuls.n_lora(cfg, setup)
+
+    below = setup.lora_first_block if setup.lora_rank else 0  # blocks without a backward
+    linears = sum(parts[name] for name in matmuls.LINEARS) // cfg.n_layers  # of a block
+    backward = both_passes - forward
+    terms = {
+        "weights": (6 if setup.trains_all else 4) * n - 2 * linears * below,
+        "attention": both_passes * d_s * cfg.n_layers - backward * d_s * below,
+    }
+    if n_lora:
+        terms["adapters"] = 6 * n_lora
+    if setup.activation_checkpointing == "full":
+        whole_forward = 2 * n + forward * d_s * cfg.n_layers + 2 * n_lora
+        terms["recomputed"] = recomputed_share(cfg, setup) * whole_forward
+    return terms
+
+
+def recomputed_share(cfg: MPTConfig, setup: TrainingSetup) -> float:
+    """Share of the blocks whose forward is computed twice."""
+    return sum(setup.recomputes(i) for i in range(cfg.n_layers)) / cfg.n_layers
+
+
+def by_matmuls(cfg: MPTConfig, setup: TrainingSetup) -> float:
+    """All matmuls, with the whole square of scores: Megatron-LM's count.
+
+    With a hidden width of 4 d and no grouped heads that is 72 L d^2 (1 + S/6d + V/12Ld), and
+    96 L d^2 (1 + S/6d + V/16Ld) if all blocks are computed again.
+    """
+    square = replace(setup, attention="full", window=0, document=0)
+    once = matmuls.flops_by_pass(cfg, replace(square, activation_checkpointing="none"))
+    blocks = sum(passes["forward"] for part, passes in once.items() if part != "logits")
+    return matmuls.total(once) + recomputed_share(cfg, square) * blocks
+
+
+def chinchilla(cfg: MPTConfig, setup: TrainingSetup) -> float:
+    """Three forwards, as appendix F of arXiv 2203.15556 lists them.
+
+    The input embedding counts as a matmul, and the softmax as 3 FLOPs a score. (To get the ratios
+    of its table A4 one has to count neither the embedding nor the logits.)
+    """
+    matmuls_of_block = sum(matmuls.block_forward(cfg, TrainingSetup()).values())
+    softmax = 3 * cfg.n_heads * cfg.max_seq_len
+    blocks = cfg.n_layers * (matmuls_of_block + softmax)
+    embedding = logits = 2 * cfg.vocab_size * cfg.d_model
+    return 3 * (embedding + blocks + logits) + recomputed_share(cfg, setup) * blocks
+
+
+def formula(name: str, setup: TrainingSetup, cfg: MPTConfig | None = None) -> str:
+    """What a convention counts, as text, for this model and for what is trained."""
+    text = FORMULAS[name]
+    if not setup.trains_all:
+        return text.replace("6 N", "4 N + 6 N_lora" if setup.lora_rank else "4 N")
+    usual = cfg and cfg.hidden_dim == 4 * cfg.d_model and cfg.n_kv_heads == cfg.n_heads
+    if usual and name in USUAL_SHAPE:
+        text += f" = {USUAL_SHAPE[name]}"
+    return text
+
+
+# --------------------------------------------------------------------------------------------------
 # The program
 
 
@@ -131,52 +155,70 @@ class ConventionArgs:
     convention: str = "foundry"  # whose MFU comes first: foundry, palm, causal, megatron, ...
 
     def check(self) -> None:
-        matmuls.require_known("convention", self.convention, CONVENTIONS)
+        """UserError with the nearest name if it is unknown."""
+        matmuls.require_known("convention", self.convention, FORMULAS)
 
 
-def counts(cfg: MPTConfig | None, work: Work, first: str, args: FlopsArgs) -> dict[str, tuple]:
-    """{convention: (formula, FLOPs per token, and with what is computed again)}, `first` first."""
-    once = replace(work, activation_checkpointing="none")
+def counts(
+    cfg: MPTConfig | None, setup: TrainingSetup, first: str, args: FlopsArgs
+) -> dict[str, tuple[str, float, float]]:
+    """{convention: (formula, FLOPs per token, the same with what is recomputed)}, `first` first.
+
+    cfg: None with `args.n_params`, then only 6 N is counted.
+    """
     if cfg is None:
-        n, factor = args.n_params, 6 if work.trains_all else 4
-        return {"6nd": (formula("6nd", work), factor * n, (factor + 2 * work.recomputes(0)) * n)}
-    names = dict.fromkeys([first, *CONVENTIONS])
-    names = [
-        name for name in names if work.trains_all or name != "chinchilla"
-    ]  # that one knows no frozen weights
-    words = "convention=chinchilla counts models whose weights all train, take foundry"
-    require(first in names, words)
-    return {
-        name: (formula(name, work, cfg), *(CONVENTIONS[name](cfg, how) for how in (once, work)))
-        for name in names
-    }
+        per_parameter = 6 if setup.trains_all else 4
+        again = 2 if setup.recomputes(0) else 0
+        n = args.n_params
+        return {"6nd": (formula("6nd", setup), per_parameter * n, (per_parameter + again) * n)}
+
+    names = list(dict.fromkeys([first, *FORMULAS]))
+    if not setup.trains_all:
+        names.remove("chinchilla")  # it does not define a count for frozen weights
+        fix = "take --convention=foundry"
+        known = first != "chinchilla"
+        require(known, f"convention=chinchilla counts models whose weights all train: {fix}")
+
+    once = replace(setup, activation_checkpointing="none")
+    counted = {}
+    for name in names:
+        plain = flops_per_token(cfg, name, once)
+        counted[name] = formula(name, setup, cfg), plain, flops_per_token(cfg, name, setup)
+    return counted
 
 
-def report(cfg: MPTConfig | None, work: Work, args: FlopsArgs, first: str = "foundry") -> dict:
-    """All figures of `flops.report`, for all conventions, and FLOPs by matmul and pass."""
-    counted = counts(cfg, work, first, args)
-    figures = flops.report(cfg, counted, work.activation_checkpointing, args)
-    return {**figures, "by_pass": matmuls.flops_by_pass(cfg, work) if cfg else {}}
+def report(
+    cfg: MPTConfig | None, setup: TrainingSetup, args: FlopsArgs, first: str = "foundry"
+) -> dict:
+    """All figures of `flops.report` for all conventions, and the FLOPs by matmul and pass."""
+    counted = counts(cfg, setup, first, args)
+    figures = flops.report(cfg, counted, setup.activation_checkpointing, args)
+    by_pass = matmuls.flops_by_pass(cfg, setup) if cfg else {}
+    return {**figures, "by_pass": by_pass}
 
 
-def table(cfg: MPTConfig | None, work: Work, r: dict) -> str:
-    """The report as a person reads it."""
+def table(cfg: MPTConfig | None, setup: TrainingSetup, figures: dict) -> str:
+    """The report, for a person to read."""
     lines = []
     if cfg:
-        lines += [*flops.model_lines(cfg, r), "", matmuls.table(r["by_pass"], work), ""]
-    return "\n".join([*lines, *flops.convention_lines(r)])
+        lines += [*flops.model_lines(cfg, figures), ""]
+        lines += [matmuls.table(figures["by_pass"], setup), ""]
+    return "\n".join([*lines, *flops.convention_lines(figures)])
 
 
 def main(argv: list[str]) -> None:
-    cfg, work, chosen, args = config.load(argv, MPTConfig, Work, ConventionArgs, FlopsArgs)
+    """Print the report for the config files and flags in argv."""
+    cfg, setup, chosen, args = config.load(
+        argv, MPTConfig, TrainingSetup, ConventionArgs, FlopsArgs
+    )
     if args.n_params:
-        keys = {field.name for field in fields(MPTConfig) + fields(Work)}
-        flops.refuse_model(argv, keys - {"frozen", "activation_checkpointing"})
-        simple = chosen.convention in ("foundry", "6nd")
-        require(simple, f"--convention={chosen.convention} wants a model, not --n_params")
+        model_keys = {field.name for field in fields(MPTConfig) + fields(TrainingSetup)}
+        flops.refuse_model(argv, model_keys - {"frozen", "activation_checkpointing"})
+        without_model = chosen.convention in ("foundry", "6nd")
+        require(without_model, f"--convention={chosen.convention} needs a model, not --n_params")
         cfg = None
-    figures = report(cfg, work, args, chosen.convention)
-    print(json.dumps(figures, indent=2) if args.json else table(cfg, work, figures))
+    figures = report(cfg, setup, args, chosen.convention)
+    print(json.dumps(figures, indent=2) if args.json else table(cfg, setup, figures))
 
 
 if __name__ == "__main__":

@@ -1,21 +1,22 @@
 """The FLOPs of training on one token, matmul by matmul: which part of the model, in which pass.
 
-    y = x W            forward, 2 FLOPs a weight and token         a weight of d x 4d: 8 d^2
-    dx = dy W^T        gradient of the input, as many              not where nothing below it trains
-    dW = x^T dy        gradient of the weight, as many             not for a frozen weight
+    y = x W            forward, 2 FLOPs a weight and token      a weight of d x 4d: 8 d^2
+    dx = dy W^T        gradient of the input, as many           unless nothing below it trains
+    dW = x^T dy        gradient of the weight, as many          unless the weight is frozen
 
-Attention has two matmuls without a weight, q k^T and p v, of 2 d FLOPs a query and key each; the backward has two for
-each of them. So training costs three forwards; with frozen weights linears cost two, and attention still three.
-Low-rank adapters, A (r x in) and B (out x r) beside a frozen weight (LoRA, arXiv 2106.09685), cost three of their own.
+Attention has two matmuls without a weight, q k^T and p v, of 2 d FLOPs for each query and key. The
+backward has two for each of them. So training costs three forwards. With frozen weights the linear
+layers cost two and attention still three. Low-rank adapters (LoRA, arXiv 2106.09685), A (r x in)
+and B (out x r) beside a frozen weight, cost three forwards of their own.
 
-    keys of a query      full   S               the whole square, as most conventions count it
-                         causal (S + 1) / 2     what the mask leaves
-                         flash  (S + 1) / 2     and the scores once more in the backward: 2.5 forwards instead of 2
+    keys of a query   full    S               the whole square, as most conventions count it
+                      causal  (S + 1) / 2     what the mask allows
+                      flash   (S + 1) / 2     and the scores are computed again in the backward,
+                                              which then costs 2.5 forwards instead of 2
 
-These are all matmuls and nothing else: what torch's FlopCounterMode counts, exactly (bench/flops.py).
+The matmuls are all that is counted: exactly what torch's FlopCounterMode counts (bench/flops.py).
 
 Run `python -m planning.matmuls configs/mpt7b.py --lora_rank=16 --attention=flash`.
-Read next: planning/conventions.py.
 """
 
 import difflib
@@ -25,206 +26,242 @@ from typing import Literal
 import config
 from config import Checkpointing, MPTConfig, require
 
+# The linear layers of a block: {module: part}.
 LINEARS = {
     "Wqkv": "QKV",
     "out_proj": "projection",
     "up_proj": "MLP up",
     "down_proj": "MLP down",
-}  # module: part
+}
 ATTENTION = ("scores", "attention x V")
 PASSES = ("forward", "input gradient", "weight gradient", "recomputed")
+Attention = Literal["full", "causal", "flash"]
 
 
 @dataclass
-class Work:
-    """What is trained and how: all that decides the FLOPs beside the model."""
+class TrainingSetup:
+    """What is trained and how: everything beside the model that decides the FLOPs."""
 
-    attention: Literal["full", "causal", "flash"] = (
-        "full"  # keys of a query: all, the visible, as a flash kernel does
-    )
-    window: int = (
-        0  # sliding window: a query sees so many keys, its own included (0 = all before it)
-    )
+    attention: Attention = "full"  # keys of a query: all; the visible ones; those of a flash kernel
+    window: int = 0  # sliding window: keys that a query sees, its own included (0 = no window)
     document: int = 0  # tokens of each document in a packed sequence (0 = one document fills it)
-    frozen: bool = (
-        False  # no weight has a gradient, but something before the first block has: a prompt
-    )
+    frozen: bool = False  # no weight trains, but something before the first block does: a prompt
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
-    lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linears of a block that have an adapter
+    lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linear layers that have an adapter
     lora_first_block: int = 0  # blocks before this one have no adapters, so they need no backward
     activation_checkpointing: Checkpointing = "none"  # full: a block's forward is done again
     recompute_every: int = 1  # of every k-th block
 
     def check(self) -> None:
+        """UserError if a setting is out of range or names no linear layer."""
         for name in ("window", "document", "lora_rank", "lora_first_block"):
-            require(
-                getattr(self, name) >= 0, f"{name} must be 0 or more, not {getattr(self, name)}"
-            )
-        require(
-            self.recompute_every > 0,
-            f"recompute_every must be at least 1, not {self.recompute_every}",
-        )
+            value = getattr(self, name)
+            require(value >= 0, f"{name} must be 0 or more, not {value}")
+        every = self.recompute_every
+        require(every > 0, f"recompute_every must be at least 1, not {every}")
         for target in self.targets:
             require_known("LoRA target", target, LINEARS)
 
     @property
     def targets(self) -> list[str]:
+        """The modules that have an adapter."""
         return [name.strip() for name in self.lora_targets.split(",")]
 
     @property
     def trains_all(self) -> bool:
+        """Do all weights of the model train?"""
         return not (self.frozen or self.lora_rank)
 
     def recomputes(self, i: int) -> bool:
-        """Whether block i's forward is done again. "selective" does no matmul again."""
-        starts = i >= self.lora_first_block or not self.lora_rank  # below that there is no backward
-        return self.activation_checkpointing == "full" and i % self.recompute_every == 0 and starts
+        """Is the forward of block i done again? With "selective" no matmul is."""
+        has_backward = i >= self.lora_first_block or not self.lora_rank
+        chosen = self.activation_checkpointing == "full" and i % self.recompute_every == 0
+        return chosen and has_backward
 
 
-def require_known(what: str, name: str, names) -> None:
-    """UserError with the nearest of `names` unless `name` is one."""
-    near = difflib.get_close_matches(name, names, n=1) or list(names)
-    require(name in names, f"no {what} {name!r}, did you mean {' or '.join(near)}?")
+def require_known(kind: str, name: str, known) -> None:
+    """UserError that suggests the nearest of the `known` names, unless `name` is one of them."""
+    near = difflib.get_close_matches(name, known, n=1) or list(known)
+    require(name in known, f"no {kind} {name!r}, did you mean {' or '.join(near)}?")
 
 
-def adapters(cfg: MPTConfig, work: Work) -> dict[str, tuple[int, int]]:
-    """Number of parameters of A and of B for each adapted part of a block."""
-    d, r, hidden = cfg.d_model, work.lora_rank, cfg.hidden_dim
-    qkv = d + 2 * cfg.n_kv_heads * cfg.head_dim
-    shapes = {
-        "Wqkv": (d, qkv),
+# --------------------------------------------------------------------------------------------------
+# Adapters
+
+
+def adapters(cfg: MPTConfig, setup: TrainingSetup) -> dict[str, tuple[int, int]]:
+    """{part: (parameters of A, parameters of B)} for the adapted parts of a block."""
+    if not setup.lora_rank:
+        return {}
+    d = cfg.d_model
+    shapes = {  # (in, out)
+        "Wqkv": (d, d + 2 * cfg.n_kv_heads * cfg.head_dim),
         "out_proj": (d, d),
-        "up_proj": (d, hidden),
-        "down_proj": (hidden, d),
+        "up_proj": (d, cfg.hidden_dim),
+        "down_proj": (cfg.hidden_dim, d),
     }
+    r = setup.lora_rank
     return {
-        LINEARS[name]: (r * i, o * r)
-        for name, (i, o) in shapes.items()
-        if r and name in work.targets
+        LINEARS[name]: (r * n_in, n_out * r)
+        for name, (n_in, n_out) in shapes.items()
+        if name in setup.targets
     }
 
 
-def n_lora(cfg: MPTConfig, work: Work) -> int:
-    """Number of parameters of all adapters. Raises UserError if a setting of `work` cannot be."""
-    work.check()
-    require(
-        work.lora_first_block < cfg.n_layers,
-        f"lora_first_block must be below n_layers {cfg.n_layers}",
-    )
-    return (cfg.n_layers - work.lora_first_block) * sum(
-        a + b for a, b in adapters(cfg, work).values()
-    )
+def n_lora(cfg: MPTConfig, setup: TrainingSetup) -> int:
+    """Number of parameters of all adapters. Raises UserError as `check_setup` does."""
+    check_setup(cfg, setup)
+    per_block = sum(a + b for a, b in adapters(cfg, setup).values())
+    return (cfg.n_layers - setup.lora_first_block) * per_block
 
 
-def keys_per_query(cfg: MPTConfig, work: Work) -> float:
-    """Keys that count for a query, on average. The documents of a sequence are equally long but for a shorter last one;
-    where they are not, take the sum of their squares over their sum as the length."""
+def check_setup(cfg: MPTConfig, setup: TrainingSetup) -> None:
+    """UserError if a setting is out of range, for this model or for any."""
+    setup.check()
+    has_block = setup.lora_first_block < cfg.n_layers
+    require(has_block, f"lora_first_block must be below n_layers {cfg.n_layers}")
 
-    def pairs(n: int) -> int:
-        """Queries with their keys within n tokens."""
-        seen = min(work.window or n, n)
-        return n * seen - (
-            0 if work.attention == "full" else seen * (seen - 1) // 2
-        )  # the first ones see fewer
 
+# --------------------------------------------------------------------------------------------------
+# FLOPs
+
+
+def keys_per_query(cfg: MPTConfig, setup: TrainingSetup) -> float:
+    """Keys counted for a query, averaged over a sequence.
+
+    All documents of a sequence are equally long, except for a shorter last one. For documents of
+    different lengths n set `document` to sum(n^2) / sum(n).
+    """
     S = cfg.max_seq_len
-    length = min(work.document or S, S)
-    return (S // length * pairs(length) + pairs(S % length)) / S
+    length = min(setup.document or S, S)
+    n_documents, rest = divmod(S, length)
+    return (n_documents * query_key_pairs(length, setup) + query_key_pairs(rest, setup)) / S
 
 
-def block_forward(cfg: MPTConfig, work: Work) -> dict[str, float]:
-    """FLOPs per token of one block's forward by part, in its order."""
-    d, keys = cfg.d_model, keys_per_query(cfg, work)
+def query_key_pairs(n: int, setup: TrainingSetup) -> int:
+    """Pairs of a query and one of its keys, within a document of n tokens."""
+    seen = min(setup.window or n, n)
+    if setup.attention == "full":
+        return n * seen
+    return n * seen - seen * (seen - 1) // 2  # the first queries see fewer keys
+
+
+def block_forward(cfg: MPTConfig, setup: TrainingSetup) -> dict[str, float]:
+    """{part: FLOPs per token} of one block's forward, in its order."""
+    d = cfg.d_model
+    attention = 2 * d * keys_per_query(cfg, setup)  # grouped heads save nothing: all queries count
     return {
         "QKV": 2 * d * (d + 2 * cfg.n_kv_heads * cfg.head_dim),
-        "scores": 2
-        * d
-        * keys,  # grouped heads save nothing here: every query head meets its group's keys
-        "attention x V": 2 * d * keys,
+        "scores": attention,
+        "attention x V": attention,
         "projection": 2 * d * d,
         "MLP up": 2 * d * cfg.hidden_dim,
         "MLP down": 2 * cfg.hidden_dim * d,
     }
 
 
-def block_by_pass(cfg: MPTConfig, work: Work, i: int) -> dict[str, list[float]]:
-    """FLOPs per token of block i, {part: one number for each of PASSES}.
+def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dict[str, float]]:
+    """{part: {pass: FLOPs per token}} of block i. The conditions below count as 0 or 1.
 
-    What stands before the first adapter needs no backward; that adapter's linear and its A no gradient of their input.
-    Full checkpointing leaves out the last matmul of a block, whose output the backward does not need.
+    Nothing before the first adapter needs a backward. The linear layer beside the first adapter,
+    and that adapter's A, need no gradient of their input. Full activation checkpointing does not
+    repeat a block's last matmul: the backward does not need its output.
     """
-    adapted = adapters(cfg, work) if i >= work.lora_first_block else {}
-    reached = not work.lora_rank or i > work.lora_first_block  # the input needs a gradient
-    again = work.recomputes(i)
-    parts, extra = {}, [0, 0, 0, 0]
-    for part, f in block_forward(cfg, work).items():
-        if part in ATTENTION:
-            parts[part] = [f, 2 * f * reached, 0, f * again]
-        else:
-            parts[part] = [f, f * reached, f * work.trains_all, f * again]
-        if part == "scores" and work.attention == "flash":
-            parts[part][3] += f * reached
+    adapted = adapters(cfg, setup) if i >= setup.lora_first_block else {}
+    needs_grad = not setup.lora_rank or i > setup.lora_first_block  # does the part's input?
+    again = setup.recomputes(i)
+    parts = {}
+    lora = dict.fromkeys(PASSES, 0)
+
+    for part, forward in block_forward(cfg, setup).items():
+        is_attention = part in ATTENTION
+        factors = 2 if is_attention else 1  # attention's two factors are both inputs
+        passes = {
+            "forward": forward,
+            "input gradient": factors * forward * needs_grad,
+            "weight gradient": 0 if is_attention else forward * setup.trains_all,
+            "recomputed": forward * again,
+        }
+        if part == "scores" and setup.attention == "flash":
+            passes["recomputed"] += forward * needs_grad
+        parts[part] = passes
+
         if part in adapted:
-            a, b = (2 * n for n in adapted[part])
-            extra = added(extra, [a + b, a * reached + b, a + b, (a + b) * again])
-            reached = True
-    if again and "MLP down" in adapted:
-        extra[3] -= 2 * adapted["MLP down"][1]
+            a, b = (2 * n for n in adapted[part])  # FLOPs of a forward
+            lora["forward"] += a + b
+            lora["input gradient"] += a * needs_grad + b
+            lora["weight gradient"] += a + b
+            lora["recomputed"] += (a + b) * again
+            needs_grad = True
+
+    if again and "MLP down" in adapted:  # the last matmul is that of the adapter's B
+        lora["recomputed"] -= 2 * adapted["MLP down"][1]
     elif again:
-        parts["MLP down"][3] = 0
-    return {**parts, "adapters": extra}
+        parts["MLP down"]["recomputed"] = 0
+    return {**parts, "adapters": lora}
 
 
-def added(these, those) -> list[float]:
-    return [x + y for x, y in zip(these, those, strict=True)]
+def flops_by_pass(
+    cfg: MPTConfig, setup: TrainingSetup | None = None
+) -> dict[str, dict[str, float]]:
+    """{part: {pass: FLOPs per token}} of training, for the parts that have any.
 
-
-def flops_by_pass(cfg: MPTConfig, work: Work | None = None) -> dict[str, dict[str, float]]:
-    """FLOPs of training per token, {part: {pass: FLOPs}}; parts without any are left out. Default: `Work()`."""
-    work, logits = work or Work(), 2 * cfg.d_model * cfg.vocab_size
-    n_lora(cfg, work)  # raises for what cannot be
+    setup: default `TrainingSetup()`, where all weights train. Raises UserError as `check_setup`.
+    """
+    setup = setup or TrainingSetup()
+    check_setup(cfg, setup)
     sums = {}
     for i in range(cfg.n_layers):
-        for part, numbers in block_by_pass(cfg, work, i).items():
-            sums[part] = added(sums.get(part, [0] * len(PASSES)), numbers)
-    sums["logits"] = [logits, logits, logits * work.trains_all, 0]
-    return {
-        part: dict(zip(PASSES, numbers, strict=True))
-        for part, numbers in sums.items()
-        if any(numbers)
+        for part, passes in block_by_pass(cfg, setup, i).items():
+            so_far = sums.setdefault(part, dict.fromkeys(PASSES, 0))
+            for name, n in passes.items():
+                so_far[name] += n
+
+    logits = 2 * cfg.d_model * cfg.vocab_size
+    sums["logits"] = {
+        "forward": logits,
+        "input gradient": logits,
+        "weight gradient": logits * setup.trains_all,
+        "recomputed": 0,
     }
+    return {part: passes for part, passes in sums.items() if any(passes.values())}
 
 
 def total(by_pass: dict[str, dict[str, float]]) -> float:
-    return sum(sum(numbers.values()) for numbers in by_pass.values())
+    """The sum over all parts and passes of `flops_by_pass`."""
+    return sum(sum(passes.values()) for passes in by_pass.values())
 
 
-def table(by_pass: dict[str, dict[str, float]], work: Work) -> str:
-    """MFLOP per token as a person reads them."""
-    shown = [p for p in PASSES if any(numbers[p] for numbers in by_pass.values())]
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def table(by_pass: dict[str, dict[str, float]], setup: TrainingSetup) -> str:
+    """MFLOP per token, for a person to read."""
+    shown = [name for name in PASSES if any(passes[name] for passes in by_pass.values())]
+    sums = {name: sum(passes[name] for passes in by_pass.values()) for name in shown}
+
+    heads = "".join(f"{name:>17}" for name in shown)
+    lines = [f"{'MFLOP a token':<24}{heads}{'all':>14}{'share':>9}"]
+    for part, passes in [*by_pass.items(), ("all", sums)]:
+        of_part = sum(passes.values())
+        cells = "".join(f"{passes[name] / 1e6:>17,.1f}" for name in shown)
+        share = of_part / total(by_pass)
+        lines.append(f"  {part:<22}{cells}{of_part / 1e6:>14,.1f}{share:>9.2%}")
+
     scores = {
         "full": "the whole square",
         "causal": "what is visible",
-        "flash": "as a flash kernel does them",
+        "flash": "as a flash kernel computes them",
     }
-    lines = [
-        "MFLOP a token".ljust(24)
-        + "".join(f"{name:>17}" for name in shown)
-        + f"{'all':>14}{'share':>9}"
-    ]
-    sums = {p: sum(numbers[p] for numbers in by_pass.values()) for p in shown}
-    for part, numbers in [*by_pass.items(), ("all", sums)]:
-        whole = sum(numbers.values())
-        cells = "".join(f"{numbers[p] / 1e6:>17,.1f}" for p in shown)
-        lines.append(f"  {part:<22}{cells}{whole / 1e6:>14,.1f}{whole / total(by_pass):>9.2%}")
-    return "\n".join(
-        [*lines, f"  (all matmuls; scores: {scores[work.attention]}, --attention={work.attention})"]
-    )
+    counted = f"scores: {scores[setup.attention]}, --attention={setup.attention}"
+    return "\n".join([*lines, f"  (all matmuls; {counted})"])
 
 
 def main(argv: list[str]) -> None:
-    cfg, work = config.load(argv, MPTConfig, Work)
-    print(table(flops_by_pass(cfg, work), work))
+    """Print the table for the config files and flags in argv."""
+    cfg, setup = config.load(argv, MPTConfig, TrainingSetup)
+    print(table(flops_by_pass(cfg, setup), setup))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Pictures of what the planner predicts: scaling, and memory by sharding.
+"""Pictures of what the planner predicts: scaling, and memory by sharding mode.
 
-    python -m planning.picture                                    MPT-7B on 4 to 128 x MI250, with the published points
-    python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,16,32 --plot     any other fleet
+    python -m planning.picture [OUT.png]
 
-Read next: plan.py.
+draws MPT-7B on 4 to 128 MI250 cards beside the published points. For any other fleet:
+
+    python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,16,32 --plot
 """
 
 import sys
@@ -15,37 +16,43 @@ import flops
 from config import SHARDING_MODES, MPTConfig, TrainConfig, require
 from devices import PUBLISHED_MI250
 from planning import memory, step_time
-from planning.step_time import Fleet
+from planning.search import dp_ranks_per_node
+from planning.step_time import Constants, Fleet
 
 # The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. The posts do not give the
-# microbatch: 3 without recomputation is what configs/mpt7b_mi250.py takes, and fits.
+# microbatch: 3 without recomputation is what configs/mpt7b_mi250.py takes, and it fits.
 MPT7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, attn_impl="sdpa")
 POSTS = TrainConfig(global_batch_size=1536, microbatch_size=3)
-SHARDINGS = tuple(reversed(SHARDING_MODES))
+SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
+
+
+# --------------------------------------------------------------------------------------------------
+# matplotlib
 
 
 def canvas(title: str):
-    """A figure with two pairs of axes."""
+    """A figure and its two pairs of axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise config.UserError(
-            "pictures need matplotlib: pip install -r requirements-extra.txt"
-        ) from error
+        fix = "pip install -r requirements-extra.txt"
+        raise config.UserError(f"pictures need matplotlib: {fix}") from error
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(1, 2)
 
 
-def finish(figure, path: str) -> None:
+def save(figure, path: str) -> None:
+    """Write the figure. UserError if the ending of the path is not that of a picture."""
     try:
         figure.savefig(path, dpi=120)
-    except ValueError as error:  # an ending that is no picture's
+    except ValueError as error:
         raise config.UserError(f"--out={path}: {config.one_line(error)}") from error
     print(f"drawn: {path}", file=sys.stderr)
 
 
-def against_counts(axes, counts: list[int], **labels) -> None:
+def finish_axes(axes, counts: list[int], **labels) -> None:
+    """A horizontal axis with the numbers of devices, then labels, grid and legend."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
@@ -54,30 +61,34 @@ def against_counts(axes, counts: list[int], **labels) -> None:
     axes.legend()
 
 
+# --------------------------------------------------------------------------------------------------
+# Scaling
+
+
 def scaling(rows: list[dict], path: str) -> None:
-    """rows: of search.sweep. Tokens/s and efficiency against devices."""
-    one, counts = rows[0]["strong"], [row["devices"] for row in rows]
-    figure, (left, right) = canvas(
-        f"{flops.n_params(one.m) / 1e9:.3g}B parameters on {one.fleet.device.name}, predicted"
-    )
+    """Tokens/s and efficiency over the number of devices. rows: of search.sweep."""
+    plan = rows[0]["strong"]
+    counts = [row["devices"] for row in rows]
+    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
+    figure, (left, right) = canvas(f"{size} on {plan.fleet.device.name}, predicted")
+
     for i, name in enumerate(("strong", "weak")):
-        left.plot(
-            counts, [row[name].tokens_per_second for row in rows], "o-", label=f"{name} scaling"
-        )
-        right.plot(
-            counts, [100 * row["efficiency"][i] for row in rows], "o-", label=f"{name} scaling"
-        )
-    left.plot(counts, [n * rows[0]["rates"][0] for n in counts], "k:", label="ideal")
+        rates = [row[name].tokens_per_second for row in rows]
+        percent = [100 * row["efficiency"][i] for row in rows]
+        left.plot(counts, rates, "o-", label=f"{name} scaling")
+        right.plot(counts, percent, "o-", label=f"{name} scaling")
+
+    ideal = [n * rows[0]["rates"][0] for n in counts]
+    left.plot(counts, ideal, "k:", label="ideal")
     left.set_yscale("log")
-    against_counts(left, counts, xlabel="torch devices", ylabel="tokens/s")
-    against_counts(
-        right, counts, xlabel="torch devices", ylabel="% of the smallest fleet's speed a device"
-    )
+    finish_axes(left, counts, xlabel="torch devices", ylabel="tokens/s")
+    efficiency = "% of the smallest fleet's speed a device"
+    finish_axes(right, counts, xlabel="torch devices", ylabel=efficiency)
     right.set_ylim(0, 105)
-    finish(figure, path)
+    save(figure, path)
 
 
-def mi250(cards: int, c: step_time.Constants | None = None, cfg: TrainConfig = POSTS) -> float:
+def mi250(cards: int, c: Constants | None = None, cfg: TrainConfig = POSTS) -> float:
     """TFLOP/s a card of MPT-7B on nodes of 4 cards with 800 Gb/s, as LLM Foundry would run it."""
     fleet = Fleet(devices.by_name("mi250"), 2 * cards, 8, 100)
     rate = step_time.tokens_per_second(MPT7B, cfg, fleet, c, step_time.FOUNDRY)
@@ -85,59 +96,75 @@ def mi250(cards: int, c: step_time.Constants | None = None, cfg: TrainConfig = P
 
 
 def published_pace(cfg: TrainConfig = POSTS) -> float:
-    """Measured / predicted compute of the published run on 4 cards: what `--calibrate` would find."""
+    """Measured / predicted compute of the published run on 4 cards, as `--calibrate` finds it."""
     pace = 1.0
-    for _ in range(20):
-        pace *= mi250(4, step_time.Constants(pace=pace), cfg) / PUBLISHED_MI250[4]
+    for _ in range(20):  # a fixed point, as in calibrate.pace_of
+        pace *= mi250(4, Constants(pace=pace), cfg) / PUBLISHED_MI250[4]
     return pace
 
 
 def published(path: str) -> None:
-    """The MI250 posts' scaling figure from our own model, calibrated on their first point; and MPT-7B's memory."""
+    """The scaling of the MI250 posts as we predict it, and MPT-7B's memory.
+
+    One prediction is calibrated on the first published point.
+    """
     figure, (left, right) = canvas("MPT-7B on MI250: predicted, and as published")
-    counts, c = [4, 8, 16, 32, 64, 128], step_time.Constants(pace=published_pace())
-    left.plot(counts, [mi250(n, c) for n in counts], "o-", label="predicted, calibrated on 4 cards")
+    counts = [4, 8, 16, 32, 64, 128]
+    c = Constants(pace=published_pace())
+    calibrated = [mi250(n, c) for n in counts]
+    left.plot(counts, calibrated, "o-", label="predicted, calibrated on 4 cards")
     left.plot(counts, [mi250(n) for n in counts], "o:", label="predicted, not calibrated")
-    posts = PUBLISHED_MI250
-    left.plot(posts.keys(), posts.values(), "k*", markersize=12, label="published by MosaicML")
-    against_counts(left, counts, xlabel="MI250 cards", ylabel="TFLOP/s a card", ylim=(0, 200))
-    memory_bars(
-        right, MPT7B, replace(POSTS, microbatch_size=1), Fleet(devices.by_name("mi250"), 16, 8)
-    )
-    finish(figure, path)
+    points = PUBLISHED_MI250
+    left.plot(points.keys(), points.values(), "k*", markersize=12, label="published by MosaicML")
+    finish_axes(left, counts, xlabel="MI250 cards", ylabel="TFLOP/s a card", ylim=(0, 200))
+
+    fleet = Fleet(devices.by_name("mi250"), 16, 8)
+    memory_bars(right, MPT7B, replace(POSTS, microbatch_size=1), fleet)
+    save(figure, path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
 
 
 def bytes_by_sharding(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, path: str) -> None:
-    """Memory of one rank in every mode and with every way of checkpointing, at the microbatch of cfg."""
+    """Memory of one rank in every sharding mode, without and with full activation checkpointing."""
     require(fleet.dp > 1, "with one data-parallel rank there is nothing to shard")
-    figure, axes = canvas(
-        f"{flops.n_params(m) / 1e9:.3g}B parameters on {fleet.devices} x {fleet.device.name}"
-    )
-    for axis, way in zip(axes, ("none", "full"), strict=True):
-        memory_bars(axis, m, replace(cfg, activation_checkpointing=way), fleet)
-    finish(figure, path)
+    size = f"{flops.n_params(m) / 1e9:.3g}B parameters"
+    figure, axes = canvas(f"{size} on {fleet.devices} x {fleet.device.name}")
+    for axis, mode in zip(axes, ("none", "full"), strict=True):
+        memory_bars(axis, m, replace(cfg, activation_checkpointing=mode), fleet)
+    save(figure, path)
 
 
 def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
-    node = max(1, min(fleet.node_size // fleet.tp, fleet.dp))
-    columns = []
-    for mode in SHARDINGS:
-        one = replace(cfg, sharding=mode, shard_size=node)
-        columns.append(memory.bytes_by_part(m, one, fleet.devices, "bf16", fleet.tp, fleet.pp))
-    bottom = [0.0] * len(columns)
-    for part in (name for name in columns[0] if name not in ("peak", "moment")):
-        heights = [column[part] / 2**30 for column in columns]
+    """One bar for each sharding mode, of the parts of a rank's peak; the device's memory dotted."""
+    shard_size = min(dp_ranks_per_node(fleet), fleet.dp)
+    bars = []
+    for sharding in SHARDINGS:
+        one = replace(cfg, sharding=sharding, shard_size=shard_size)
+        bars.append(memory.bytes_by_part(m, one, fleet.devices, "bf16", fleet.tp, fleet.pp))
+
+    bottom = [0.0] * len(bars)
+    parts = [name for name in bars[0] if name not in ("peak", "moment")]
+    for part in parts:
+        heights = [bar[part] / 2**30 for bar in bars]
         axes.bar(SHARDINGS, heights, bottom=bottom, label=part)
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     axes.axhline(fleet.device.memory_gb, color="k", linestyle=":")
-    way, title = (
-        cfg.activation_checkpointing,
-        f"{fleet.devices} x {fleet.device.name}, microbatch {cfg.microbatch_size}",
-    )
-    axes.set(ylabel="GiB of one rank at its peak", title=f"{title}, checkpointing {way}")
+
+    run = f"{fleet.devices} x {fleet.device.name}, microbatch {cfg.microbatch_size}"
+    title = f"{run}, checkpointing {cfg.activation_checkpointing}"
+    axes.set(ylabel="GiB of one rank at its peak", title=title)
     axes.tick_params(axis="x", rotation=15)
     axes.legend(fontsize="small")
 
 
+def main(argv: list[str]) -> None:
+    """Draw the published runs into the file that argv names, or plan.png."""
+    (path,) = config.arguments(argv, "[OUT.png]") or ["plan.png"]
+    published(path)
+
+
 if __name__ == "__main__":
-    config.run(lambda argv: published(*config.arguments(argv, "[OUT.png]") or ["plan.png"]))
+    config.run(main)

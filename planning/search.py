@@ -1,22 +1,23 @@
-"""The search for a layout: every way to put a model on a fleet, and the fastest that fits.
+"""The search for a layout: all ways to put a model on a fleet, and the fastest that fits.
 
-    for tp x pp, the least parallelism first      they divide heads, vocabulary, width; layers
-        for every sharding mode, and every way of activation checkpointing
-            for microbatches of all sequences that fit, of a half, a quarter, and of one
+    for tp x pp, the smallest product first        they divide heads, vocabulary, width; layers
+        for every sharding mode and every activation checkpointing mode
+            for microbatches of all sequences that fit, a half, a quarter, and one
                 bytes of a rank (memory.py), seconds of a step (step_time.py)
-        if any of these fits: the fastest is the answer, and no more parallelism is tried
+        if any of these fits: the fastest is the answer; a larger tp x pp is not tried
 
-What a config or a flag sets is kept, what is `auto` is tried. `fastest` is asked about one fleet,
-`sweep` about several, and `budget` finds the largest model that a fleet trains in so many days.
+What a config file or a flag sets is kept, what is `auto` is tried. `fastest` searches one fleet,
+`sweep` several, and `budget` finds the largest model that a fleet can train in so many days.
 plan.py asks the questions and prints the answers.
 
 Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`
-for all layouts side by side. Read next: planning/picture.py.
+to see all layouts side by side.
 """
 
 import itertools
 import math
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,15 +34,18 @@ from config import (
     require,
 )
 from planning import memory, step_time
-from planning.step_time import Constants, Fleet, FleetArgs, Step, Trainer
+from planning.step_time import Constants, Fleet, FleetArgs, StepTime, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
+
+# The widths that `budget` tries, the largest first.
 WIDTHS = [
     *range(32768, 8192, -1024),
     *range(8192, 4096, -512),
     *range(4096, 2048, -256),
     *range(2048, 0, -128),
 ]
+# {d_model: n_layers} of MPT's sizes, and of larger models of these proportions.
 SIZES = {
     128: 12,
     768: 12,
@@ -56,18 +60,23 @@ SIZES = {
     32768: 160,
 }
 
+AutoInt = int | Literal["auto"]
+AutoSharding = Literal["auto", Sharding]
+AutoCheckpointing = Literal["auto", Checkpointing]
+
 
 @dataclass(frozen=True)
 class LayoutArgs:
     """The layout. What is auto is chosen."""
 
-    tp: int | Literal["auto"] = "auto"  # tensor parallelism
-    pp: int | Literal["auto"] = "auto"  # pipeline stages
-    sharding: Literal["auto", Sharding] = "auto"  # see parallel.py
-    microbatch_size: int | Literal["auto"] = "auto"  # sequences
-    activation_checkpointing: Literal["auto", Checkpointing] = "auto"  # see parallel.py
+    tp: AutoInt = "auto"  # tensor-parallel ranks
+    pp: AutoInt = "auto"  # pipeline stages
+    sharding: AutoSharding = "auto"  # see parallel.py
+    microbatch_size: AutoInt = "auto"  # sequences
+    activation_checkpointing: AutoCheckpointing = "auto"  # see parallel.py
 
     def check(self) -> None:
+        """UserError if a number is out of range."""
         for name in ("tp", "pp", "microbatch_size"):
             value = getattr(self, name)
             require(value == "auto" or value > 0, f"{name} must be at least 1 or auto, not {value}")
@@ -75,140 +84,168 @@ class LayoutArgs:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a fleet in one layout, with what it gives."""
+    """A model on a fleet in one layout, and what that gives."""
 
     m: MPTConfig
     cfg: TrainConfig
     fleet: Fleet
-    seconds: dict  # of a step, by part
-    bytes: dict  # of one rank at its peak, by part
+    seconds: dict  # of a step: {part: seconds}, see StepTime.parts
+    bytes: dict  # of one rank at its peak: {part: bytes}, see memory.bytes_by_part
 
     @property
     def tokens_per_second(self) -> float:
+        """Of all devices together."""
         return self.cfg.global_batch_size * self.m.max_seq_len / self.seconds["step"]
 
     @property
+    def share_of_memory(self) -> float:
+        """The peak / the memory of a device."""
+        return self.bytes["peak"] / (self.fleet.device.memory_gb * 2**30)
+
+    @property
     def fits(self) -> bool:
+        """Does a rank's peak fit into `memory.ROOM` of its device?"""
         return self.bytes["peak"] <= memory.ROOM * self.fleet.device.memory_gb * 2**30
 
     @property
     def mfu(self) -> float:
-        return flops.mfu(
-            self.m, self.tokens_per_second, self.fleet.devices, self.fleet.device.bf16_tflops * 1e12
-        )
+        """Model FLOPs utilization, 0 to 1."""
+        peak = self.fleet.device.bf16_tflops * 1e12
+        return flops.mfu(self.m, self.tokens_per_second, self.fleet.devices, peak)
 
     def hours(self, tokens: float) -> float:
-        """To train on so many."""
+        """Hours of training on this many tokens."""
         return tokens / self.tokens_per_second / 3600
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choosing a layout
+# --------------------------------------------------------------------------------------------------
+# Choosing a layout. Functions share these arguments: asked is what the user set, c and trainer are
+# those of step_time.py.
 
 
 def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
-    """What this layout gives. UserError if it cannot be."""
-    seconds = Step(m, cfg, fleet, c, trainer).parts()
-    return Plan(
-        m,
-        cfg,
-        fleet,
-        seconds,
-        memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp),
-    )
+    """The plan of this layout. Raises UserError if it is impossible."""
+    seconds = StepTime(m, cfg, fleet, c, trainer).parts()
+    n_bytes = memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp)
+    return Plan(m, cfg, fleet, seconds, n_bytes)
 
 
 def divisors(n: int, at_most: int) -> list[int]:
+    """The divisors of n up to `at_most`."""
     return [i for i in range(1, min(n, at_most) + 1) if n % i == 0]
 
 
 def model_splits(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    asked: LayoutArgs,
-    fleet: Fleet,
+    m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet
 ) -> list[tuple[int, int]]:
-    """(tp, pp) to try, the least parallelism first. UserError if none divides model and batch."""
+    """(tp, pp) to try, the smallest tp x pp first.
+
+    Raises UserError if none divides the model and the batch.
+    """
     n, interleave = fleet.devices, fleet.interleave
-    common = math.gcd(
-        m.n_kv_heads, m.vocab_size, m.hidden_dim
-    )  # tensor parallelism divides them all
-    tps = [asked.tp] if asked.tp != "auto" else divisors(common, fleet.node_size)
-    whole = m.n_layers % interleave == 0
-    require(whole, f"n_layers {m.n_layers} is not a multiple of interleave {interleave}")
+    divides = m.n_layers % interleave == 0
+    require(divides, f"n_layers {m.n_layers} is not a multiple of interleave {interleave}")
+
+    divided_by_tp = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)
+    tps = [asked.tp] if asked.tp != "auto" else divisors(divided_by_tp, fleet.node_size)
     pps = [asked.pp] if asked.pp != "auto" else divisors(m.n_layers // interleave, n)
-    pairs = [(t, p) for t, p in itertools.product(tps, pps) if n % (t * p) == 0]
-    require(pairs, f"{n} devices are not a multiple of tp {asked.tp} x pp {asked.pp}")
-    whole = [(t, p) for t, p in pairs if cfg.global_batch_size % (n // (t * p)) == 0]
-    require(
-        whole,
-        f"global_batch_size {cfg.global_batch_size} is not a multiple of the data-parallel ranks on {n} devices",
+    splits = [(tp, pp) for tp, pp in itertools.product(tps, pps) if n % (tp * pp) == 0]
+    require(splits, f"{n} devices are not a multiple of tp {asked.tp} x pp {asked.pp}")
+
+    batch = cfg.global_batch_size
+    splits = [(tp, pp) for tp, pp in splits if batch % (n // (tp * pp)) == 0]
+    dp_ranks = f"data-parallel ranks on {n} devices"
+    require(splits, f"global_batch_size {batch} is not a multiple of the {dp_ranks}")
+    return sorted(splits, key=lambda split: (split[0] * split[1], split[1]))
+
+
+def sharding_modes(asked: LayoutArgs, fleet: Fleet) -> list[str]:
+    """The sharding modes to try."""
+    if asked.sharding != "auto":
+        return [asked.sharding]
+    per_node = dp_ranks_per_node(fleet)
+    several_nodes = fleet.dp > per_node and fleet.dp % per_node == 0
+    chosen = []
+    for name, mode in SHARDING_MODES.items():
+        if mode.over == "group" and not several_nodes:  # one group would be FULL_SHARD
+            continue
+        if fleet.pp > 1 and not mode.reduces_late:
+            continue  # gathers for each microbatch of a pipeline cost too much
+        chosen.append(name)
+    return chosen
+
+
+def dp_ranks_per_node(fleet: Fleet) -> int:
+    """Data-parallel ranks of a node, at least 1."""
+    return max(1, fleet.node_size // fleet.tp)
+
+
+def layouts(
+    m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet
+) -> Iterator[TrainConfig]:
+    """Configs to try on this fleet: all that is left open, with microbatches that fit."""
+    fixed = asked.activation_checkpointing
+    checkpointing_modes = typing.get_args(Checkpointing) if fixed == "auto" else [fixed]
+    for sharding in sharding_modes(asked, fleet):
+        shard_size = 0
+        if SHARDING_MODES[sharding].over == "group":
+            shard_size = cfg.shard_size or min(dp_ranks_per_node(fleet), fleet.dp)
+        for checkpointing in checkpointing_modes:
+            layout = replace(
+                cfg,
+                sharding=sharding,
+                shard_size=shard_size,
+                activation_checkpointing=checkpointing,
+            )
+            for size in microbatch_sizes(m, layout, asked, fleet):
+                yield replace(layout, microbatch_size=size)
+
+
+def microbatch_sizes(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet) -> list[int]:
+    """The microbatches to try: what fits, a half and a quarter of it, and one sequence."""
+    if asked.microbatch_size != "auto":
+        return [asked.microbatch_size]
+    most = memory.largest_microbatch(
+        m, cfg, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp
     )
-    return sorted(whole, key=lambda pair: (pair[0] * pair[1], pair[1]))
-
-
-def layouts(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet):
-    """Configs to try: every sharding and way of checkpointing that is left open, with microbatches that fit."""
-    node = max(1, fleet.node_size // fleet.tp)  # data-parallel ranks of a node
-    several = fleet.dp > node and fleet.dp % node == 0  # nodes, each of which can hold a copy
-    every = [mode for mode, facts in SHARDING_MODES.items() if several or facts.over != "group"]
-    if fleet.pp > 1:  # gathers for each microbatch of a pipeline cost too much
-        every = [mode for mode in every if SHARDING_MODES[mode].reduces_late]
-    for mode in every if asked.sharding == "auto" else [asked.sharding]:
-        in_groups = SHARDING_MODES[mode].over == "group"
-        shard_size = (cfg.shard_size or min(node, fleet.dp)) if in_groups else 0
-        fixed = asked.activation_checkpointing
-        for way in typing.get_args(Checkpointing) if fixed == "auto" else [fixed]:
-            one = replace(cfg, sharding=mode, shard_size=shard_size, activation_checkpointing=way)
-            if asked.microbatch_size != "auto":
-                yield replace(one, microbatch_size=asked.microbatch_size)
-                continue
-            most = memory.largest_microbatch(
-                m, one, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp
-            )
-            yield from (
-                replace(one, microbatch_size=b) for b in {most, most // 2, most // 4, 1} if b > 0
-            )
+    return [size for size in {most, most // 2, most // 4, 1} if size > 0]
 
 
 def plans(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    asked: LayoutArgs,
-    fleet: Fleet,
-    c: Constants,
-    trainer: Trainer,
-):
-    """For each degree tp x pp, the least first: a list of plans, one of every layout."""
+    m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer
+) -> Iterator[list[Plan]]:
+    """For each product tp x pp, the smallest first: the plans of all its layouts."""
     splits = model_splits(m, cfg, asked, fleet)
-    for _, alike in itertools.groupby(splits, key=lambda pair: pair[0] * pair[1]):
-        fleets = [replace(fleet, tp=tp, pp=pp) for tp, pp in alike]
-        tried = [(one, at) for at in fleets for one in layouts(m, cfg, asked, at)]
-        yield [evaluate(m, one, at, c, trainer) for one, at in tried]
+    for _, same_product in itertools.groupby(splits, key=lambda split: split[0] * split[1]):
+        found = []
+        for tp, pp in same_product:
+            split_fleet = replace(fleet, tp=tp, pp=pp)
+            for layout in layouts(m, cfg, asked, split_fleet):
+                found.append(evaluate(m, layout, split_fleet, c, trainer))
+        yield found
 
 
 def fastest(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    asked: LayoutArgs,
-    fleet: Fleet,
-    c: Constants,
-    trainer: Trainer,
+    m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: Fleet, c: Constants, trainer: Trainer
 ) -> Plan:
-    """The fastest layout on `fleet` that fits, with the least tp x pp. Where all is fixed, that, though it may not fit.
-    UserError if nothing fits."""
+    """The fastest layout on `fleet` that fits, with the smallest tp x pp.
+
+    If the user has set everything, the only layout, whether it fits or not. Raises UserError if
+    nothing fits.
+    """
     left_open = "auto" in vars(asked).values()
     for found in plans(m, cfg, asked, fleet, c, trainer):
-        found = [one for one in found if one.fits or not left_open]
-        if found:
-            return max(found, key=lambda one: one.tokens_per_second)
+        candidates = [plan for plan in found if plan.fits or not left_open]
+        if candidates:
+            return max(candidates, key=lambda plan: plan.tokens_per_second)
+    size = f"{flops.n_params(m) / 1e9:.3g}B parameters"
     raise UserError(
-        f"{flops.n_params(m) / 1e9:.3g}B parameters fit {fleet.devices} x {fleet.device.name} in no layout that was "
-        "left open: take more --devices, a shorter --max_seq_len, or --choose"
+        f"{size} fit {fleet.devices} x {fleet.device.name} in no layout that was left open: "
+        "take more --devices, a shorter --max_seq_len, or --choose"
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Sweep and budget
 
 
@@ -221,21 +258,32 @@ def sweep(
     c: Constants,
     trainer: Trainer,
 ) -> list[dict]:
-    """Strong scaling (the global batch stays) and weak (it grows with the devices) from the smallest count."""
-    rows, first = [], min(counts)
+    """Strong scaling (the same global batch) and weak (it grows with the devices) over `counts`.
+
+    One row for each number of devices: {"devices", "strong": Plan, "weak": Plan, "rates",
+    "efficiency"}. The last two are pairs, strong and weak: tokens/s of one device, and that / the
+    smallest fleet's.
+    """
+    rows = []
+    smallest = min(counts)
     for n in sorted(counts):
         strong = fastest(m, cfg, asked, replace(fleet, devices=n), c, trainer)
-        larger = replace(cfg, global_batch_size=cfg.global_batch_size * n // first)
-        weak = fastest(m, larger, asked, strong.fleet, c, trainer)
-        rates = [one.tokens_per_second / n for one in (strong, weak)]
-        base = rows[0]["rates"] if rows else rates
-        rows.append({"devices": n, "strong": strong, "weak": weak, "rates": rates})
-        rows[-1]["efficiency"] = [rate / before for rate, before in zip(rates, base, strict=True)]
+        larger_batch = replace(cfg, global_batch_size=cfg.global_batch_size * n // smallest)
+        weak = fastest(m, larger_batch, asked, strong.fleet, c, trainer)
+
+        rates = [strong.tokens_per_second / n, weak.tokens_per_second / n]
+        first_rates = rows[0]["rates"] if rows else rates
+        efficiency = [rate / first for rate, first in zip(rates, first_rates, strict=True)]
+        row = {"devices": n, "strong": strong, "weak": weak}
+        rows.append({**row, "rates": rates, "efficiency": efficiency})
     return rows
 
 
 def shape(d_model: int, m: MPTConfig) -> MPTConfig:
-    """A model of MPT's proportions: heads of 128, and layers between those of MPT's next sizes."""
+    """`m` with this width and MPT's proportions.
+
+    Heads are 128 wide; the layers are interpolated between the nearest of SIZES.
+    """
     below = max(width for width in SIZES if width <= d_model)
     above = min(width for width in SIZES if width >= d_model)
     share = (d_model - below) / (above - below) if above > below else 0
@@ -252,55 +300,53 @@ def budget(
     c: Constants,
     trainer: Trainer,
 ) -> Plan:
-    """The largest model that sees 20 tokens a parameter within `days`: Chinchilla's optimum
-    (2203.15556).
+    """The largest model that trains on 20 tokens a parameter within `days`.
 
-    Not all widths can be split over the devices, so the widths are tried from the largest down. UserError if there is
-    none.
+    That is Chinchilla's optimum (2203.15556). Some widths cannot be split over the devices, so all
+    are tried, from the largest down. Raises UserError if there is none.
     """
-    rate, trouble = (
-        fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400,
-        None,
-    )  # FLOPs a day at MFU 100 %
+    flops_per_day = fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400  # at an MFU of 100 %
+    error_of_smallest = None
     for width in WIDTHS:
-        one = shape(width, m)
-        tokens = TOKENS_PER_PARAMETER * flops.n_params(one)
-        if 6 * tokens * flops.n_params(one) > days * rate:
+        model = shape(width, m)
+        n = flops.n_params(model)
+        tokens = TOKENS_PER_PARAMETER * n
+        if 6 * tokens * n > days * flops_per_day:
             continue
         try:
-            found = fastest(one, cfg, asked, fleet, c, trainer)
-        except UserError as error:  # of the smallest model that was tried
-            trouble = error
+            plan = fastest(model, cfg, asked, fleet, c, trainer)
+        except UserError as error:
+            error_of_smallest = error
             continue
-        if found.hours(tokens) / 24 <= days:
-            return found
-        trouble = None
-    where = f"{fleet.devices} x {fleet.device.name}"
-    raise trouble or UserError(f"{days:g} days on {where} are too few for any model")
+        if plan.hours(tokens) / 24 <= days:
+            return plan
+        error_of_smallest = None
+    too_few = f"{days:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
+    raise error_of_smallest or UserError(too_few)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The program
 
 
 def table(found: list[Plan]) -> str:
-    """The fastest first."""
+    """The plans side by side, the fastest first, for a person to read."""
     head = f"{'tokens/s':>12}{'MFU':>8}{'memory':>9}"
     lines = [f"{head}  tp  pp  microbatch  checkpointing  sharding"]
-    for one in sorted(found, key=lambda one: -one.tokens_per_second):
-        share = one.bytes["peak"] / (one.fleet.device.memory_gb * 2**30)
-        line = f"{one.tokens_per_second:>12,.0f}{one.mfu:>8.1%}{share:>9.0%}"
-        line += f"{one.fleet.tp:>4}{one.fleet.pp:>4}{one.cfg.microbatch_size:>12}"
-        line += f"  {one.cfg.activation_checkpointing:<13}  {one.cfg.sharding}"
-        lines.append(line if one.fits else f"{line}  DOES NOT FIT")
+    for plan in sorted(found, key=lambda plan: -plan.tokens_per_second):
+        line = f"{plan.tokens_per_second:>12,.0f}{plan.mfu:>8.1%}{plan.share_of_memory:>9.0%}"
+        line += f"{plan.fleet.tp:>4}{plan.fleet.pp:>4}{plan.cfg.microbatch_size:>12}"
+        line += f"  {plan.cfg.activation_checkpointing:<13}  {plan.cfg.sharding}"
+        lines.append(line if plan.fits else f"{line}  DOES NOT FIT")
     return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
+    """Print the layouts for the config files and flags in argv, with the smallest tp x pp."""
     m, cfg, asked, args = config.load(argv, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
     fleet = Fleet(devices.by_name(args.device), args.devices, args.node_size, args.network)
     for found in plans(m, cfg, asked, fleet, Constants(), step_time.OURS):
-        if any(one.fits for one in found):
+        if any(plan.fits for plan in found):
             break
     print(f"{flops.n_params(m) / 1e9:.3g}B parameters, {args.devices} x {fleet.device.name}\n")
     print(table(found))

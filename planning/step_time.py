@@ -1,21 +1,24 @@
-"""Seconds of one training step by part, in closed form: how fast a run will be, before it is launched.
+"""The seconds of one training step, part by part, in closed form: how fast will a run be?
 
     step = (m + (p - 1) / v) x one microbatch + what happens once a step
 
-m microbatches go through p pipeline stages; (p - 1) / v of their times is the bubble, with v pieces a stage (Megatron's
-interleaving, arXiv 2104.04473, section 2.2). One microbatch on one stage is
+m microbatches pass through p pipeline stages. (p - 1) / v microbatch times are the bubble, with v
+pieces of the model on each stage (Megatron's interleaving, arXiv 2104.04473, section 2.2).
+One microbatch on one stage takes
 
-    compute   matmuls      FLOPs / (reachable peak x area / (area + tile)),  area = tokens x width on this device
-              attention    FLOPs of a causal flash kernel / (share of the peak that such kernels reach x peak)
-              memory       bytes of norms, GELU, residuals, logits, and of FSDP's copies / bandwidth
-              tensor       all-reduces of tensor parallelism, which nothing hides
-    traffic   gathers and reductions of FSDP: bytes x (n - 1) / n / bandwidth + hop x (n - 1) for each of them
-    together  (compute^q + traffic^q)^(1/q): q = 1 hides nothing, a large q all that fits
+    compute   matmuls     FLOPs / (reachable peak x area / (area + tile)),
+                          area = tokens x width on this device
+              attention   FLOPs of a causal flash kernel / (the kernels' share of the peak x peak)
+              memory      bytes of norms, GELU, residuals, logits and FSDP's copies / bandwidth
+              tensor      all-reduces of tensor parallelism, which overlap with nothing
+    traffic   FSDP's gathers and reductions, each: bytes x (n - 1) / n / bandwidth + hop x (n - 1)
+    together  (compute^q + traffic^q)^(1/q): q = 1 overlaps nothing, a large q everything
 
-A group that spans nodes has its share of a node's network, if that is slower than the links inside. `Constants` holds
-what was fitted, and what was fixed before; bench/planner.py fits it, bench/results/planner.md has the errors.
+A group of ranks that spans nodes gets its share of a node's network, if that is slower than the
+links inside. `Constants` holds the fitted and the fixed constants. bench/planner.py fits them;
+bench/results/planner.md has the errors.
 
-Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`. Read next: planning/decode_time.py.
+Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 """
 
 import math
@@ -28,288 +31,284 @@ from config import MPTConfig, TrainConfig, require
 from devices import Device
 from planning import memory
 
+UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
+# Bytes per token and d_model that a block keeps, by the bytes of a number in the residual stream.
+# Memory traffic scales with it.
+KEPT = {2: 32.2, 4: 42.25}
+
 
 @dataclass(frozen=True)
 class Constants:
-    """What no datasheet tells. The first six were fitted, those below were fixed before."""
+    """What no datasheet gives. The first six were fitted, the others were fixed before the fit."""
 
-    attention_a100: float = (
-        0.318  # share of the dense bf16 peak that flash attention reaches on compute capability 8.x
-    )
-    attention_h100: float = (
-        0.18  # and on 9.0, whose new matrix instructions that kernel did not use
-    )
-    block_bytes: float = (
-        460  # of memory traffic per token, layer and d_model: forward and backward, not recomputed
-    )
-    tile: float = 1.7e6  # tokens x width at which matmuls reach half of what large ones do
+    # Share of the dense bf16 peak that flash attention reaches on compute capability 8.x, and on
+    # 9.0, whose new matrix instructions that kernel did not use.
+    attention_a100: float = 0.318
+    attention_h100: float = 0.18
+    # Memory traffic per token, layer and d_model: forward and backward, nothing recomputed.
+    block_bytes: float = 460
+    tile: float = 1.7e6  # tokens x width at which matmuls reach half the speed of large ones
     overlap: float = 1.35  # q above
-    hop: float = 4.5e-6  # seconds a hop of a ring
-    attention: float = 0.25  # share of the peak on any other device: between the two, not measured
+    hop: float = 4.5e-6  # seconds for each hop of a ring
+
+    attention: float = 0.25  # share of the peak on other devices: between the two, not measured
     reachable: float = (
-        0.7  # share of the peak of large matmuls where devices.py has none: not measured
+        0.7  # share of the peak of large matmuls if devices.py has none: not measured
     )
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
-    vocab_bytes: float = (
-        24  # of traffic per token and entry of the vocabulary: logits in bf16 and fp32, both passes
-    )
-    copy_bytes: float = (
-        30  # of traffic per gathered parameter and microbatch: FSDP's copies in and out, gradients
-    )
-    update_bytes: float = (
-        30  # of traffic per parameter of an optimizer step: Adam reads and writes 4 fp32 numbers
-    )
-    pace: float = 1.0  # measured / predicted seconds of compute, by `--calibrate`
+    vocab_bytes: float = 24  # traffic per token and vocabulary entry: bf16 and fp32, both passes
+    copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients
+    update_bytes: float = 30  # per parameter of an update: Adam reads and writes 4 fp32 numbers
+    pace: float = 1.0  # measured / predicted seconds of compute, set by `--calibrate`
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What differs between training loops."""
+    """What differs between training programs."""
 
     reduce_bytes: int = 4  # of a gradient on the network
     residual_bytes: int = 2  # of a number in the residual stream
 
 
-UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
-OURS, FOUNDRY = (
-    Trainer(),
-    Trainer(reduce_bytes=2, residual_bytes=4),
-)  # LLM Foundry under amp_bf16, PURE
-KEPT = {
-    2: 32.2,
-    4: 42.25,
-}  # bytes per token and d_model that a block keeps, by bytes of the residual: as its traffic
+OURS = Trainer()
+FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4)  # LLM Foundry under amp_bf16, PURE
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Equal devices in equal nodes. Neighbours share tensors, then data; pipeline stages are farthest apart."""
+    """Equal devices in equal nodes, and how they share the model.
+
+    Tensor-parallel ranks are neighbours, data-parallel ranks come next, pipeline stages are
+    farthest apart. Raises UserError if the split is impossible.
+    """
 
     device: Device
-    devices: int = 1  # torch devices in all
+    devices: int = 1  # torch devices in all, one global rank each
     node_size: int = 8  # torch devices of a node
     network_gbs: float = 100.0  # of a node, each way, GB/s
-    tp: int = 1  # ranks that share every matmul
+    tp: int = 1  # tensor-parallel ranks: they share every matmul
     pp: int = 1  # pipeline stages
     interleave: int = 1  # pieces of the model on each stage
 
     def __post_init__(self):
         for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
-            require(
-                getattr(self, name) > 0, f"{name} must be more than 0, not {getattr(self, name)}"
-            )
-        replica = self.tp * self.pp
-        fits = self.devices % replica == 0
-        require(
-            fits,
-            f"devices {self.devices} is not a multiple of tp {self.tp} x pp {self.pp} = {replica}",
-        )
-        require(
-            self.tp <= self.node_size,
-            f"tp {self.tp} is more than the {self.node_size} devices of a node",
-        )
-        require(
-            self.device.bf16_tflops,
-            f"no bf16 peak known for {self.device.name}: there is nothing to plan with",
-        )
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be more than 0, not {value}")
+
+        replica = self.tp * self.pp  # ranks that hold one copy of the model
+        split = f"tp {self.tp} x pp {self.pp} = {replica}"
+        divides = self.devices % replica == 0
+        require(divides, f"devices {self.devices} is not a multiple of {split}")
+        in_node = self.tp <= self.node_size
+        require(in_node, f"tp {self.tp} is more than the {self.node_size} devices of a node")
+        no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
+        require(self.device.bf16_tflops, no_peak)
 
     @property
     def dp(self) -> int:
+        """Data-parallel ranks."""
         return self.devices // (self.tp * self.pp)
 
     def bandwidth(self, n: int, stride: int) -> float:
-        """Bytes/s of a ring of n ranks, `stride` apart: a node's network is shared by all rings that leave it."""
-        inside = max(1, min(n, self.node_size // stride))  # ranks of one ring in a node
+        """Bytes/s of a ring of n ranks whose global ranks are `stride` apart.
+
+        All rings that leave a node share its network.
+        """
+        ranks_in_node = max(1, min(n, self.node_size // stride))  # of this ring
         gbs = self.device.link_gbs or UNKNOWN_LINK
-        if inside < n:
-            gbs = min(gbs, self.network_gbs * inside / min(self.node_size, self.devices))
+        if ranks_in_node < n:
+            ranks_on_network = min(self.node_size, self.devices)
+            gbs = min(gbs, self.network_gbs * ranks_in_node / ranks_on_network)
         return gbs * 1e9
 
 
-class Step:
-    """One training step of `m` under `cfg` on `fleet`, in seconds. UserError if it cannot be split so."""
+class StepTime:
+    """The seconds of one training step of `m` under `cfg` on `fleet`.
+
+    c: default `Constants()`. Raises UserError if the fleet cannot split the model or the batch so.
+    """
 
     def __init__(
         self, m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
     ):
-        self.m, self.cfg, self.fleet, self.c, self.trainer = (
-            m,
-            cfg,
-            fleet,
-            c or Constants(),
-            trainer,
-        )
-        require(
-            cfg.microbatch_size != "auto",
-            "microbatch_size=auto is found by trying: set --microbatch_size=NUMBER",
-        )
-        rows, rest = divmod(cfg.global_batch_size, fleet.dp)
-        require(
-            rest == 0,
-            f"global_batch_size {cfg.global_batch_size} is not a multiple of the {fleet.dp} data ranks",
-        )
-        stages = fleet.pp * fleet.interleave
-        require(
-            m.n_layers % stages == 0,
-            f"n_layers {m.n_layers} is not a multiple of pp x interleave = {stages}",
-        )
-        heads = m.n_heads % fleet.tp == 0
-        require(heads, f"n_heads {m.n_heads} is not a multiple of tp {fleet.tp}")
+        rows = rows_per_rank(m, cfg, fleet)
+        self.m = m
+        self.cfg = cfg
+        self.fleet = fleet
+        self.c = c or Constants()
+        self.trainer = trainer
+
         self.microbatches = math.ceil(rows / cfg.microbatch_size)
         self.tokens = rows / self.microbatches * m.max_seq_len  # of a microbatch
         self.layers = m.n_layers // fleet.pp  # of a stage
-        self.n = flops.n_params(m) / (fleet.tp * fleet.pp)  # parameters of a device before sharding
-        self.mode = cfg.sharding_mode
-        self.shard = min(fleet.dp, cfg.shard_ranks(fleet.dp, max(1, fleet.node_size // fleet.tp)))
-        mode, every = cfg.activation_checkpointing, cfg.recompute_every
-        self.again = {"none": 0.0, "selective": 0.0, "full": 1 / every}[
-            mode
-        ]  # forwards of blocks done twice
-        self.redone = (
-            self.again if mode != "selective" else 1 / every
-        )  # norms and GELU of blocks, too
+        self.n_params = flops.n_params(m) / (fleet.tp * fleet.pp)  # of a rank, before sharding
 
-    # Compute of one microbatch on one stage --------------------------------------------------------------------------
+        self.mode = cfg.sharding_mode
+        dp_ranks_per_node = max(1, fleet.node_size // fleet.tp)
+        self.shard_ranks = min(fleet.dp, cfg.shard_ranks(fleet.dp, dp_ranks_per_node))
+
+        # Share of the blocks whose matmuls, and whose norms and GELU, are computed twice.
+        share = 1 / cfg.recompute_every
+        checkpointing = cfg.activation_checkpointing
+        self.matmuls_again = share if checkpointing == "full" else 0.0
+        self.norms_again = share if checkpointing != "none" else 0.0
+
+    # Compute of one microbatch on one stage
 
     def matmuls(self) -> float:
-        m, parts, d = self.m, flops.params_by_part(self.m), self.fleet.device
-        blocks = (
-            sum(parts[name] for name in ("Wqkv", "out_proj", "up_proj", "down_proj"))
-            / self.fleet.pp
-        )
-        work = (
-            2
-            * self.tokens
-            * ((3 + self.again) * blocks + 3 * m.vocab_size * m.d_model)
-            / self.fleet.tp
-        )
+        """Linear layers and logits: three forwards each, and what is recomputed."""
+        m = self.m
+        device = self.fleet.device
+        parts = flops.params_by_part(m)
+        linears = sum(parts[name] for name in ("Wqkv", "out_proj", "up_proj", "down_proj"))
+        blocks = linears / self.fleet.pp
+        weights = (3 + self.matmuls_again) * blocks + 3 * m.vocab_size * m.d_model
+        work = 2 * self.tokens * weights / self.fleet.tp
+
         area = self.tokens * m.d_model / self.fleet.tp
-        reach = d.bf16_tflops * 1e12 * (d.reachable or self.c.reachable)
-        return work / reach * (area + self.c.tile) / area * self.c.pace
+        reachable = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)
+        return work / reachable * (area + self.c.tile) / area * self.c.pace
 
     def attention(self) -> float:
-        """A causal kernel: 2 S d FLOPs forward, and 2.5 times that backward."""
-        m, d, c = self.m, self.fleet.device, self.c
-        share = {"8": c.attention_a100, "9": c.attention_h100}.get(
-            d.arch.split(".")[0], c.attention
-        )
-        work = (
-            2
-            * m.max_seq_len
-            * m.d_model
-            * (3.5 + self.again)
-            * self.layers
-            * self.tokens
-            / self.fleet.tp
-        )
-        return work / (d.bf16_tflops * 1e12 * share) * c.pace
+        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
+        m = self.m
+        generation = self.fleet.device.arch.split(".")[0]  # of CUDA's compute capability
+        known = {"8": self.c.attention_a100, "9": self.c.attention_h100}
+        share = known.get(generation, self.c.attention)
+
+        forwards = 3.5 + self.matmuls_again
+        forward = 2 * m.max_seq_len * m.d_model
+        work = forward * forwards * self.layers * self.tokens / self.fleet.tp
+        return work / (self.fleet.device.bf16_tflops * 1e12 * share) * self.c.pace
 
     def memory(self) -> float:
-        """Of a block's traffic a third is norms and residuals, which tensor parallelism does not divide."""
+        """Everything that reads and writes more than it computes.
+
+        A third of a block's traffic is norms and residuals, which tensor parallelism does not
+        divide. The constants were fitted to MPT's usual shape; others scale with what they keep.
+        """
         m, c, tp = self.m, self.c, self.fleet.tp
-        usual = replace(
-            m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None
-        )  # what was fitted
+        usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
         shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
-        traffic = (
-            c.block_bytes
-            * shape
-            * KEPT[self.trainer.residual_bytes]
-            / KEPT[4]
-            * (1 + self.redone / 3)
-        )
+        residual = KEPT[self.trainer.residual_bytes]
+        traffic = c.block_bytes * shape * residual / KEPT[4] * (1 + self.norms_again / 3)
         blocks = self.layers * m.d_model * traffic * (1 / 3 + 2 / 3 / tp)
-        gathers = not self.mode.reduces_late and self.shard > 1
-        copies = c.copy_bytes * self.n * (1 if gathers else 1 / 3)  # else gradients only
+        logits = m.vocab_size * c.vocab_bytes / tp
+
+        gathers = not self.mode.reduces_late and self.shard_ranks > 1
+        copies = c.copy_bytes * self.n_params * (1 if gathers else 1 / 3)  # else gradients only
         bandwidth = self.fleet.device.bandwidth_gbs * 1e9
-        return (
-            (self.tokens * (blocks + m.vocab_size * c.vocab_bytes / tp) + copies)
-            / bandwidth
-            * c.pace
-        )
+        return (self.tokens * (blocks + logits) + copies) / bandwidth * c.pace
 
     def tensor(self) -> float:
         """Two all-reduces a layer, forward and backward each, of the residual stream in bf16."""
-        calls = 2 * (2 + self.again) * self.layers
+        calls = 2 * (2 + self.matmuls_again) * self.layers
         return calls * 2 * self.ring(2 * self.tokens * self.m.d_model, self.fleet.tp, 1, 1)
 
-    # Traffic ---------------------------------------------------------------------------------------------------------
+    # Traffic
 
     def ring(self, size: float, n: int, stride: int, calls: int) -> float:
-        """Seconds of `calls` all-gathers or reduce-scatters of `size` bytes in all. An all-reduce is two."""
+        """Seconds of `calls` all-gathers or reduce-scatters of `size` bytes in total.
+
+        n, stride: as in `Fleet.bandwidth`. An all-reduce costs two of them.
+        """
         if n == 1:
             return 0.0
-        return size * (n - 1) / n / (
-            self.fleet.bandwidth(n, stride) * self.c.link
-        ) + calls * self.c.hop * (n - 1)
+        bandwidth = self.fleet.bandwidth(n, stride) * self.c.link
+        return size * (n - 1) / n / bandwidth + calls * self.c.hop * (n - 1)
 
     def traffic(self) -> float:
-        """What each microbatch sends: FSDP's gathers in bf16 and reductions, and activations to the next stage."""
-        again = 2 if self.mode.frees_weights else 1  # for the backward, too
-        gathers = 0 if self.mode.reduces_late else again
-        calls, tp = self.layers + 1, self.fleet.tp
-        seconds = gathers * self.ring(2 * self.n, self.shard, tp, calls)
-        seconds += (
-            self.ring(self.trainer.reduce_bytes * self.n, self.shard, tp, calls) if gathers else 0
-        )
-        if self.fleet.pp == 1:
+        """What each microbatch sends: FSDP's gathers and reductions, and to the next stage."""
+        tp, pp = self.fleet.tp, self.fleet.pp
+        seconds = 0.0
+        if not self.mode.reduces_late:
+            gathers = 2 if self.mode.frees_weights else 1  # again for the backward
+            calls = self.layers + 1
+            gather = self.ring(2 * self.n_params, self.shard_ranks, tp, calls)
+            reduced = self.trainer.reduce_bytes * self.n_params
+            seconds = gathers * gather + self.ring(reduced, self.shard_ranks, tp, calls)
+        if pp == 1:
             return seconds
-        size = (
-            2 * 2 * self.tokens * self.m.d_model * self.fleet.interleave
-        )  # to the next, and a gradient back
-        return seconds + size / (
-            self.fleet.bandwidth(self.fleet.pp, tp * self.fleet.dp) * self.c.link
-        )
+
+        # Activations go to the next stage and their gradients come back, both in bf16.
+        size = 2 * 2 * self.tokens * self.m.d_model * self.fleet.interleave
+        bandwidth = self.fleet.bandwidth(pp, tp * self.fleet.dp) * self.c.link
+        return seconds + size / bandwidth
 
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
-        size, tp, calls, dp = (
-            self.trainer.reduce_bytes * self.n,
-            self.fleet.tp,
-            self.layers + 1,
-            self.fleet.dp,
-        )
+        tp, dp = self.fleet.tp, self.fleet.dp
+        calls = self.layers + 1
+        gradients = self.trainer.reduce_bytes * self.n_params
         if self.mode.reduces_late and self.mode.over == "all":  # ZERO1
-            return self.ring(size, dp, tp, calls) + self.ring(2 * self.n, dp, tp, calls)
-        copies = (
-            dp // self.shard
-        )  # DDP, HYBRID_SHARD: each holds the whole, or a shard of it, several times
-        return 2 * self.ring(size / self.shard, copies, tp * self.shard, calls)
+            gathered = 2 * self.n_params
+            return self.ring(gradients, dp, tp, calls) + self.ring(gathered, dp, tp, calls)
 
-    def hidden(self, compute: float, traffic: float) -> float:
-        """Seconds that `traffic` adds to `compute`."""
+        # DDP and HYBRID_SHARD: several ranks hold the same weights, or the same shard of them.
+        copies = dp // self.shard_ranks
+        shard = gradients / self.shard_ranks
+        return 2 * self.ring(shard, copies, tp * self.shard_ranks, calls)
+
+    def exposed(self, compute: float, traffic: float) -> float:
+        """Seconds that `traffic` adds to `compute`: what does not overlap."""
         q = self.c.overlap
         return (compute**q + traffic**q) ** (1 / q) - compute
 
-    # The step --------------------------------------------------------------------------------------------------------
+    # The step
 
     def parts(self) -> dict[str, float]:
-        """Seconds by part; "step" is their sum."""
-        m, fleet = self.microbatches, self.fleet
-        one = {
+        """{part: seconds}; "step" is their sum."""
+        microbatch = {
             "matmuls": self.matmuls(),
             "attention": self.attention(),
             "memory-bound": self.memory(),
+            "tensor parallel": self.tensor(),
         }
-        one["tensor parallel"] = self.tensor()
-        compute = sum(one.values())
-        one["exposed traffic"] = self.hidden(compute, self.traffic())
-        slot = sum(one.values())
-        parts = {name: m * seconds for name, seconds in one.items()}
-        last = self.hidden(compute, self.traffic() + self.once())
-        parts["exposed traffic"] += last - one["exposed traffic"]
-        parts["bubble"] = (fleet.pp - 1) / fleet.interleave * slot
-        parts["optimizer"] = (
-            self.c.update_bytes * self.n / self.shard / (fleet.device.bandwidth_gbs * 1e9)
-        )
+        compute = sum(microbatch.values())
+        exposed = self.exposed(compute, self.traffic())
+        microbatch["exposed traffic"] = exposed
+        microbatch_seconds = sum(microbatch.values())
+
+        parts = {name: self.microbatches * seconds for name, seconds in microbatch.items()}
+        exposed_last = self.exposed(compute, self.traffic() + self.once())
+        parts["exposed traffic"] += exposed_last - exposed
+        parts["bubble"] = (self.fleet.pp - 1) / self.fleet.interleave * microbatch_seconds
+        update_bytes = self.c.update_bytes * self.n_params / self.shard_ranks
+        parts["optimizer"] = update_bytes / (self.fleet.device.bandwidth_gbs * 1e9)
         return {**parts, "step": sum(parts.values())}
+
+
+def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
+    """Sequences of a batch on each data-parallel rank.
+
+    Raises UserError if the fleet cannot split the model or the batch.
+    """
+    fix = "set --microbatch_size=NUMBER"
+    require(cfg.microbatch_size != "auto", f"microbatch_size=auto is found by trying: {fix}")
+
+    batch = cfg.global_batch_size
+    rows, rest = divmod(batch, fleet.dp)
+    dp_ranks = f"{fleet.dp} data-parallel ranks"
+    require(rest == 0, f"global_batch_size {batch} is not a multiple of the {dp_ranks}")
+
+    pieces = fleet.pp * fleet.interleave
+    divides = m.n_layers % pieces == 0
+    require(divides, f"n_layers {m.n_layers} is not a multiple of pp x interleave = {pieces}")
+    divides = m.n_heads % fleet.tp == 0
+    require(divides, f"n_heads {m.n_heads} is not a multiple of tp {fleet.tp}")
+    return rows
 
 
 def tokens_per_second(
     m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
 ) -> float:
-    """Of all devices together."""
-    return cfg.global_batch_size * m.max_seq_len / Step(m, cfg, fleet, c, trainer).parts()["step"]
+    """Tokens/s of all devices together. Arguments and errors as in `StepTime`."""
+    seconds = StepTime(m, cfg, fleet, c, trainer).parts()["step"]
+    return cfg.global_batch_size * m.max_seq_len / seconds
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
 
 
 @dataclass
@@ -326,17 +325,20 @@ class FleetArgs:
 class SplitArgs:
     """How the model is split over devices."""
 
-    tp: int = 1  # tensor parallelism
+    tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline stages
     interleave: int = 1  # pieces of the model on each stage
 
 
 def main(argv: list[str]) -> None:
-    m, cfg, a, split = config.load(argv, MPTConfig, TrainConfig, FleetArgs, SplitArgs)
-    place = (devices.by_name(a.device), a.devices, a.node_size, a.network)
-    fleet = Fleet(*place, split.tp, split.pp, split.interleave)
-    parts = Step(m, cfg, fleet).parts()
-    print(f"{flops.n_params(m):,} parameters, {a.devices} x {fleet.device.name}, {cfg.sharding}")
+    """Print the seconds of a step by part for the config files and flags in argv."""
+    m, cfg, args, split = config.load(argv, MPTConfig, TrainConfig, FleetArgs, SplitArgs)
+    device = devices.by_name(args.device)
+    fleet = Fleet(
+        device, args.devices, args.node_size, args.network, split.tp, split.pp, split.interleave
+    )
+    parts = StepTime(m, cfg, fleet).parts()
+    print(f"{flops.n_params(m):,} parameters, {args.devices} x {device.name}, {cfg.sharding}")
     for name, seconds in parts.items():
         print(f"  {name:<18}{1e3 * seconds:>12,.1f} ms {seconds / parts['step']:>8.1%}")
     print(f"{cfg.global_batch_size * m.max_seq_len / parts['step']:,.0f} tokens/s")

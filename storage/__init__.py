@@ -1,1 +1,1 @@
-"""Files that others wrote, read without trusting them, and files of ours, written atomically."""
+"""Atomic writes, and files that are checked before they are used."""

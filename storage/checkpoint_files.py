@@ -1,16 +1,18 @@
 """The files of a checkpoint, read without trusting whoever wrote them.
 
     checksums.json     bytes and crc32 of each other file: finds what a disk or a copy damaged
-    meta.json          step and settings
-    .metadata          a pickle of DCP: where the pieces of each tensor lie
+    meta.json          step, settings, data fingerprint
+    .metadata          a pickle of PyTorch's distributed checkpoint (DCP): where the pieces of each
+                       tensor are
     __0_0.distcp ...   the pieces, each written by torch.save
 
-A pickle can run any code when `pickle.load` reads it, and a stranger's checksums fit a stranger's files. So `.metadata`
-is read as data: `Unpickler` looks nothing up and calls nothing. What it finds must make sense (plain file names, places
-within the files, pieces that cover their tensor) before DCP gets it. The pieces are read with weights_only=True.
+Checksums find damage, not malice: an attacker changes a file and its checksum. And a pickle can run
+any code when `pickle.load` reads it. So `.metadata` is read as data: our `Unpickler` imports and
+calls nothing. DCP gets the result only if it makes sense: plain file names, pieces that lie
+within their files and cover their tensors. The pieces are read with weights_only=True.
 
-Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to check one and list what it holds.
-Read next: checkpoint.py.
+Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to check a checkpoint and
+list its tensors.
 """
 
 import io
@@ -40,144 +42,176 @@ import config
 from config import UserError, require
 from storage import files
 
-MAX_METADATA = (
-    2**31
-)  # bytes; a 70B on 1,024 ranks has 2 million pieces, of each of which DCP writes about 250
+# Bytes. DCP writes about 250 for each piece; a 70B model on 1,024 ranks has 2 million pieces.
+MAX_METADATA = 2**31
+
+# What the meta.json of every checkpoint has; settings that came later are not required.
 META_FIELDS = {
-    **{"step": int, "seed": int, "global_batch_size": int},
-    **{"tokenizer": str, "precision": str, "data_fingerprint": str},
+    "step": int,
+    "seed": int,
+    "global_batch_size": int,
+    "tokenizer": str,
+    "precision": str,
+    "data_fingerprint": str,
 }
 
-
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Damage
 
 
 def checksum(path: Path) -> list[int]:
     """Bytes and crc32 of a file."""
-    buffer, size, crc = memoryview(bytearray(2**20)), 0, 0
+    buffer = memoryview(bytearray(2**20))
+    size = crc = 0
     with open(path, "rb", buffering=0) as file:
         while n := file.readinto(buffer):
-            size, crc = size + n, zlib.crc32(buffer[:n], crc)
+            size += n
+            crc = zlib.crc32(buffer[:n], crc)
     return [size, crc]
 
 
 def find_damage(path: Path) -> str | None:
-    """What is damaged in a checkpoint, in a few words, or None.
+    """What is damaged in a checkpoint, in a few words, or None. Reads every byte of it.
 
-    One process reads all of it; `checkpoint.verify` shares that between ranks. OSError if it cannot
-    be read, UserError if undamaged files hold what we do not read.
+    `checkpoint.verify` finds the same, but shares the reading between the ranks. Raises OSError if
+    the checkpoint cannot be read, UserError if undamaged files hold something we do not accept.
     """
-    wanted = read_checksums(path)
-    if lacking := incomplete(wanted):
-        return lacking
-    return first_fault(path, wanted, sorted(wanted)) or contradiction(path, wanted)
+    checksums = read_checksums(path)
+    if gap := incomplete(checksums):
+        return gap
+    return first_fault(path, checksums, sorted(checksums)) or contradiction(path, checksums)
 
 
 def require_undamaged(path: Path, damage: str | None) -> None:
+    """Raise UserError if there is damage. damage: what `find_damage` returned."""
     require(not damage, f"{path} is damaged ({damage}): take another checkpoint, or copy it again")
 
 
 def read_checksums(path: Path) -> dict | None:
-    """File name -> (bytes, crc32), or None if checksums.json is absent or damaged. OSError if it is unreadable."""
+    """File name -> (bytes, crc32); None if checksums.json is missing or damaged.
+
+    Raises OSError if it cannot be read.
+    """
     source = path / "checksums.json"
     try:
         table = files.read_json(source)
         for name, entry in table.items():
             files.member(path, name, source)
-            whole = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
-            require(whole, f"{source} does not say bytes and crc32 of {name}")
+            is_pair = isinstance(entry, list) and [type(number) for number in entry] == [int, int]
+            require(is_pair, f"{source} does not give bytes and crc32 of {name}")
     except (UserError, FileNotFoundError, NotADirectoryError):
         return None
     return {name: tuple(entry) for name, entry in table.items()}
 
 
 def incomplete(checksums: dict | None) -> str | None:
-    """What the checksums of a checkpoint lack that all have, or None."""
+    """What is missing in the checksums of a checkpoint, or None."""
     if not checksums:
         return "checksums.json is missing or damaged"
-    missing = [name for name in (".metadata", "meta.json") if name not in checksums]
-    return f"checksums.json does not name {missing[0]}" if missing else None
+    for name in (".metadata", "meta.json"):
+        if name not in checksums:
+            return f"checksums.json does not name {name}"
+    return None
 
 
 def first_fault(path: Path, checksums: dict, names) -> str | None:
-    """What is wrong with the first bad one of the files `names`, or None."""
-    return next(filter(None, (fault(path / name, *checksums[name]) for name in names)), None)
+    """What is wrong with the first bad file among `names`, or None."""
+    for name in names:
+        size, crc = checksums[name]
+        if found := fault(path / name, size, crc):
+            return found
+    return None
 
 
 def fault(path: Path, size: int, crc: int) -> str | None:
-    """What is wrong with one file, or None."""
+    """What is wrong with one file, or None. Never opens a pipe, a device or a link."""
     if path.name not in os.listdir(path.parent):
         return f"{path.name}: missing"
-    found = path.lstat()
-    if not stat.S_ISREG(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         return f"{path.name}: not a regular file"
-    if found.st_size != size:
-        return f"{path.name}: {found.st_size:,} bytes instead of {size:,}"
-    return None if checksum(path) == [size, crc] else f"{path.name}: checksum differs"
+    if status.st_size != size:
+        return f"{path.name}: {status.st_size:,} bytes instead of {size:,}"
+    if checksum(path) != [size, crc]:
+        return f"{path.name}: checksum differs"
+    return None
 
 
 def contradiction(path: Path, checksums: dict) -> str | None:
-    """What the undamaged files of a checkpoint say against one another, or None."""
+    """How undamaged files of a checkpoint contradict its name or each other, or None."""
     step = read_meta(path)["step"]
     if path.name != f"step-{step}":
         return f"meta.json is of step {step}"
-    named = {place.relative_path for place in read_metadata(path).storage_data.values()}
-    missing = min(named - set(checksums), default=None)
-    return missing and f"checksums.json does not name {missing}"
+    locations = read_metadata(path).storage_data.values()
+    unlisted = {location.relative_path for location in locations} - set(checksums)
+    return f"checksums.json does not name {min(unlisted)}" if unlisted else None
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# meta.json and .metadata
+# --------------------------------------------------------------------------------------------------
+# meta.json
 
 
 def read_meta(path: Path) -> dict:
-    """What a checkpoint says about itself: step, settings, precision, data fingerprint."""
-    meta = files.read_json(path / "meta.json", dict, META_FIELDS)
-    skip_steps = meta.get("skip_steps", "")
-    require(
-        isinstance(skip_steps, str),
-        f"{path}/meta.json is damaged ('skip_steps' is {files.shown(skip_steps)})",
-    )
-    return config.renamed(meta, f"{path}/meta.json")
+    """meta.json: step, settings (under their new names), precision, data fingerprint.
+
+    Raises UserError if it is damaged, OSError if it cannot be read.
+    """
+    source = path / "meta.json"
+    meta = files.read_json(source, dict, META_FIELDS)
+    fault = files.wrong_type(meta, {"skip_steps": str})
+    require(not fault, f"{source} is damaged ({fault})")
+    return config.renamed(meta, str(source))
+
+
+# --------------------------------------------------------------------------------------------------
+# .metadata as plain data
 
 
 @dataclass(eq=False, repr=False)
 class Record:
-    """What stands in a pickle for a class, or for an object of that class. Nothing is imported, nothing is called."""
+    """Stands for a class in a pickle, or for an object of that class. Nothing is imported."""
 
     name: str
     args: object = ()  # what the class would be called with
-    state: object = None  # fields of the object
+    state: object = None  # the object's fields
 
 
 class Table(dict):
-    """A dict whose keys are text or records: hashing a tuple of tuples of tuples can take for ever."""
+    """A dict whose keys are text or records. Hashing deeply nested tuples could take forever."""
 
     def __setitem__(self, key, value):
-        require(isinstance(key, str | Record), "it has a key that is no text")
+        require(isinstance(key, str | Record), "it has a key that is not text")
         super().__setitem__(key, value)
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
-KNOWN = {
+
+# Module -> the names that DCP's pickles use from it.
+KNOWN_NAMES = {
     "torch": ["Size", *DTYPES],
     "torch.serialization": ["_get_layout"],
     "torch.distributed.checkpoint.filesystem": ["_StorageInfo"],
-    "torch.distributed.checkpoint.metadata": """Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING
-        TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata""".split(),
+    "torch.distributed.checkpoint.metadata": """
+        Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING
+        TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata
+        """.split(),
     "pathlib": ["PosixPath"],
     "pathlib._local": ["PosixPath"],  # Python 3.13
 }
-PLAIN = """PROTO FRAME STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1
-    SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS
-    STACK_GLOBAL""".split()  # instructions of a pickle that make plain data
+
+# Opcodes that only make plain data. Python's own unpickler handles them.
+PLAIN_OPCODES = """
+    PROTO STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE
+    BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS STACK_GLOBAL
+    """.split()
 
 
 class Unpickler(pickle._Unpickler):
-    """Reads a pickle as data: known names become records, what should be called becomes a record with arguments.
+    """Reads a pickle as data: classes and objects become records. Other opcodes are refused.
 
-    Python's own: the one in C can be made to ask for 64 GB of memory by a file of ten bytes.
+    It extends the unpickler written in Python: the one in C can be made to allocate 64 GB by a
+    file of ten bytes.
     """
 
     def __init__(self, content: bytes):
@@ -185,229 +219,272 @@ class Unpickler(pickle._Unpickler):
         self.content = content
 
     def load(self):
-        """As Python's own, but frames, which tell a reader how much to read at once, are passed over: faster so."""
+        """Run the opcodes. Raises any exception if the pickle is malformed."""
         file = io.BytesIO(self.content)
-        self.read, self.readline, self.memo = file.read, file.readline, {}
-        self.metastack, self.stack = [], []
+        self.read = file.read
+        self.readline = file.readline
+        self.memo = {}
+        self.metastack = []
+        self.stack = []
         self.append = self.stack.append
         try:
             while True:
-                self.dispatch[self.read(1)[0]](self)
+                opcode = self.read(1)[0]
+                self.dispatch[opcode](self)
         except pickle._Stop as stop:
             return stop.value
 
     def load_frame(self):
+        """Skip the size of a frame, a hint on how much to read ahead: all is in memory already."""
         self.read(8)
 
     def find_class(self, module, name):
-        require(name in KNOWN.get(module, ()), f"it wants {files.shown(f'{module}.{name}')}")
+        """A record in place of the class; UserError unless DCP uses it."""
+        known = name in KNOWN_NAMES.get(module, ())
+        require(known, f"it wants {files.shown(f'{module}.{name}')}")
         return Record(name)
 
     def load_table(self):
+        """An empty dict."""
         self.append(Table())
 
     def load_object(self):
+        """A record with arguments, where a class or function would be called."""
         args = self.stack.pop()
         self.stack[-1] = Record(self.stack[-1].name, args)
 
     def load_state(self):
+        """Keep an object's fields in its record."""
         state = self.stack.pop()
-        require(type(self.stack[-1]) is Record, "it sets fields of something that is no object")
+        require(type(self.stack[-1]) is Record, "it sets fields of something that is not an object")
         self.stack[-1].state = state
 
     dispatch = {
         getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
-        for name in PLAIN
-    }
-    dispatch |= {
+        for name in PLAIN_OPCODES
+    } | {
         pickle.EMPTY_DICT[0]: load_table,
         pickle.BUILD[0]: load_state,
         pickle.FRAME[0]: load_frame,
+        pickle.NEWOBJ[0]: load_object,
+        pickle.REDUCE[0]: load_object,
     }
-    dispatch |= {pickle.NEWOBJ[0]: load_object, pickle.REDUCE[0]: load_object}
+
+
+# --------------------------------------------------------------------------------------------------
+# .metadata as DCP's objects
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Where the tensors of a checkpoint lie, as DCP wants to know it. UserError if that makes no sense."""
+    """Where the tensors of a checkpoint are, as DCP expects it. Slow for many pieces.
+
+    Raises UserError if it makes no sense, OSError if it cannot be read.
+    """
     content = files.read_bytes(path / ".metadata", MAX_METADATA)
     try:
         metadata = as_metadata(Unpickler(content).load())
-        check_places(path, metadata)
+        check_locations(path, metadata)
         for name, entry in metadata.state_dict_metadata.items():
             check_entry(name, entry, metadata.storage_data)
     except OSError:
         raise
     except Exception as error:  # arbitrary bytes raise arbitrary exceptions
-        reason = (
-            config.one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}"
-        )
+        known = isinstance(error, UserError)
+        reason = config.one_line(error) if known else type(error).__name__
         raise UserError(f"{path}/.metadata cannot be trusted ({reason})") from error
     return metadata
 
 
 def as_metadata(record: Record) -> Metadata:
-    """DCP's objects from records. Any exception if these are not what DCP writes."""
-    entries = {name: as_entry(entry) for name, entry in record.state["state_dict_metadata"].items()}
-    places = record.state["storage_data"].items()
+    """DCP's Metadata from records. Raises any exception if they are not what DCP writes."""
+    entries = record.state["state_dict_metadata"].items()
+    locations = record.state["storage_data"].items()
     return Metadata(
-        entries, storage_data={as_index(index): as_place(place) for index, place in places}
+        {name: as_entry(entry) for name, entry in entries},
+        storage_data={as_index(index): as_location(location) for index, location in locations},
     )
 
 
-def as_entry(record: Record):
+def as_entry(record: Record) -> TensorStorageMetadata | BytesStorageMetadata:
+    """A tensor's size, dtype and pieces, or the mark of something that is not a tensor."""
     if record.name == "BytesStorageMetadata":
         return BytesStorageMetadata()
     state = record.state
     dtype = state["properties"].state[0].name
     require(dtype in DTYPES, "it names an unknown dtype")
+    properties = TensorProperties(getattr(torch, dtype))
     chunks = [as_chunk(chunk.state) for chunk in state["chunks"]]
-    return TensorStorageMetadata(
-        TensorProperties(getattr(torch, dtype)), as_size(state["size"]), chunks
-    )
+    return TensorStorageMetadata(properties, as_size(state["size"]), chunks)
 
 
 def as_chunk(state: dict) -> ChunkStorageMetadata:
+    """Offset and size of a piece within its tensor."""
     return ChunkStorageMetadata(as_size(state["offsets"]), as_size(state["sizes"]))
 
 
 def as_index(record: Record) -> MetadataIndex:
+    """Which piece of which tensor."""
     state = record.state
     offset = state.get("offset")
-    require(isinstance(state["fqn"], str), "it has a name that is no text")
+    require(isinstance(state["fqn"], str), "it has a name that is not text")
     return MetadataIndex(state["fqn"], None if offset is None else as_size(offset))
 
 
-def as_place(record: Record) -> _StorageInfo:
+def as_location(record: Record) -> _StorageInfo:
+    """File, offset and bytes of a piece."""
     state = record.state
     require(not state.get("transform_descriptors"), "it wants a file to be transformed")
-    return _StorageInfo(
-        state["relative_path"], as_count(state["offset"]), as_count(state["length"])
-    )
+    offset = as_count(state["offset"])
+    length = as_count(state["length"])
+    return _StorageInfo(state["relative_path"], offset, length)
 
 
 def as_size(record: Record) -> torch.Size:
+    """The sizes along each dimension."""
     (sizes,) = record.args
     return torch.Size([as_count(size) for size in sizes])
 
 
 def as_count(number) -> int:
+    """A whole number from 0 to 2^63 - 1; UserError for anything else."""
     if type(number) is not int or not 0 <= number < 2**63:
         raise UserError(f"it has a size of {files.shown(number)}")
     return number
 
 
-def check_places(path: Path, metadata: Metadata) -> None:
-    """UserError unless all pieces lie within regular files of the folder."""
-    ends = {}
-    for place in metadata.storage_data.values():
-        name = place.relative_path
-        if name not in ends:
-            found = files.member(path, name, ".metadata").lstat()
-            require(stat.S_ISREG(found.st_mode), f"{name} is not a regular file")
-            ends[name] = found.st_size
-        require(
-            place.offset + place.length <= ends[name],
-            f"{name} ends before a piece that it should hold",
-        )
+def check_locations(path: Path, metadata: Metadata) -> None:
+    """Raise UserError unless all pieces lie within regular files of the folder."""
+    file_sizes = {}
+    for location in metadata.storage_data.values():
+        name = location.relative_path
+        if name not in file_sizes:
+            status = files.member(path, name, ".metadata").lstat()
+            require(stat.S_ISREG(status.st_mode), f"{name} is not a regular file")
+            file_sizes[name] = status.st_size
+        end = location.offset + location.length
+        require(end <= file_sizes[name], f"{name} ends before a piece that it should hold")
 
 
-def check_entry(name: str, entry, places: dict) -> None:
-    """UserError unless the pieces of a tensor are there and cover it, each element once."""
+def check_entry(name: str, entry, locations: dict) -> None:
+    """Raise UserError unless the pieces of a tensor exist and cover it, each element once."""
+    is_weight = name.startswith("model.")
+    shown = files.shown(name)
     if isinstance(entry, BytesStorageMetadata):  # a setting or a count of the optimizer
-        require(not name.startswith("model."), f"{files.shown(name)} is no tensor")
+        require(not is_weight, f"{shown} is not a tensor")
         return
-    dtype, n_pieces = entry.properties.dtype, 1
-    require(
-        dtype.is_floating_point or not name.startswith("model."), f"{files.shown(name)} is {dtype}"
-    )
-    uncovered = f"the pieces of {files.shown(name)} do not cover it"
+    dtype = entry.properties.dtype
+    require(dtype.is_floating_point or not is_weight, f"{shown} is {dtype}")
+
     for chunk in entry.chunks:
-        require(len(chunk.offsets) == len(chunk.sizes) == len(entry.size), uncovered)
-        place = places.get(MetadataIndex(name, chunk.offsets))
-        whole = place and math.prod(chunk.sizes) * dtype.itemsize <= place.length
-        require(whole, f"a piece of {files.shown(name)} is missing")
-    # Along each dimension the pieces follow one another from 0 to the end, and together they are a grid.
-    chunks = [
-        chunk for chunk in entry.chunks if math.prod(chunk.sizes)
-    ]  # some ranks may have no rows
-    for dim, size in enumerate(entry.size if chunks else ()):
+        same_dimensions = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+        require(same_dimensions, f"the pieces of {shown} do not cover it")
+        location = locations.get(MetadataIndex(name, chunk.offsets))
+        n_bytes = math.prod(chunk.sizes) * dtype.itemsize
+        require(location and n_bytes <= location.length, f"a piece of {shown} is missing")
+    require(tiles(entry.chunks, entry.size), f"the pieces of {shown} do not cover it")
+
+
+def tiles(chunks, shape: torch.Size) -> bool:
+    """Whether the pieces form a grid that covers a tensor of this shape, each element once.
+
+    Along each dimension the pieces must follow one another from 0 to the end; then there must be
+    as many pieces as the grid has cells, all at different places. Empty pieces do not count: a
+    rank may have no rows.
+    """
+    chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    if not math.prod(shape):
+        return not chunks
+    n_cells = 1
+    for dim, size in enumerate(shape):
         end = 0
-        cuts = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
-        for begin, length in cuts:
-            require(begin == end, uncovered)
+        intervals = sorted({(chunk.offsets[dim], chunk.sizes[dim]) for chunk in chunks})
+        for begin, length in intervals:
+            if begin != end:
+                return False
             end += length
-        require(end == size, uncovered)
-        n_pieces *= len(cuts)
-    corners = {chunk.offsets for chunk in chunks}
-    expected = n_pieces if math.prod(entry.size) else 0
-    require(len(corners) == len(chunks) == expected, uncovered)
+        if end != size:
+            return False
+        n_cells *= len(intervals)
+    places = {chunk.offsets for chunk in chunks}
+    return len(places) == len(chunks) == n_cells
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tensors
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's, with metadata that were checked before: it never reads `.metadata` itself."""
+    """DCP's reader, given metadata that `read_metadata` has checked. It never unpickles any."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
         self.metadata = metadata
 
     def read_metadata(self) -> Metadata:
+        """The checked metadata."""
         return self.metadata
 
 
 class Planner(DefaultLoadPlanner):
-    """DCP's, which would read what is no tensor (settings of the optimizer) with weights_only=False."""
+    """DCP's planner, except that non-tensors (the optimizer's settings) cannot run code.
+
+    DCP would read those with weights_only=False.
+    """
 
     def load_bytes(self, read_item, value: io.BytesIO) -> None:
-        name, target = read_item.dest_index.fqn, self.original_state_dict
-        require(not isinstance(self.state_dict[name], torch.Tensor), f"{name} is no tensor")
+        """Read one non-tensor into its place in the nested state dict."""
+        name = read_item.dest_index.fqn
+        require(not isinstance(self.state_dict[name], torch.Tensor), f"{name} is not a tensor")
         *path, last = self.mappings[name]
+        target = self.original_state_dict
         for key in path:
             target = target[key]
         target[last] = torch.load(value, weights_only=True)
 
 
 def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
-    """UserError unless a checkpoint holds the weights of a model (name -> tensor), no others, in these shapes.
+    """Raise UserError unless a checkpoint holds exactly the weights of a model, in these shapes.
 
-    Weights that a model does not ask for would be left out in silence: its settings are not those of the checkpoint.
+    weights: name -> tensor. Further weights in the checkpoint are an error too: DCP would ignore
+    them silently, and the model would not be the one that was saved.
     """
-    entries = metadata.state_dict_metadata.items()
-    held = {
-        name.removeprefix("model."): tuple(w.size)
-        for name, w in entries
-        if name.startswith("model.")
-    }
+    saved = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if name.startswith("model."):
+            saved[name.removeprefix("model.")] = tuple(entry.size)
     wanted = {name: tuple(weight.shape) for name, weight in weights.items()}
-    differ = sorted(name for name in held | wanted if held.get(name) != wanted.get(name))
-    what = f"{len(differ)} weights of {path} are not those of its settings"
+    differ = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
     if differ:
         first = differ[0]
-        shapes = f"{held.get(first, 'missing')} instead of {wanted.get(first, 'none')}"
-        raise UserError(f"{what}, such as {files.shown(first)}: {shapes}")
+        shapes = f"{saved.get(first, 'missing')} instead of {wanted.get(first, 'none')}"
+        example = f"such as {files.shown(first)}: {shapes}"
+        count = f"{len(differ)} weights of {path}"
+        raise UserError(f"{count} are not those of its settings, {example}")
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What went wrong, from the exceptions in which DCP and torch wrap it.
+    """The original error, out of the exceptions in which DCP and torch wrap it.
 
-    DCP collects the errors of all ranks: the first counts. torch.save reports a place in the file
-    (unexpected pos 704) instead of the OSError that it met.
+    DCP collects the errors of all ranks; the first counts. On a full disk torch.save reports a
+    position in the file (unexpected pos 704) in place of the OSError.
     """
     failures = getattr(error, "failures", None)  # of DCP: rank -> (exception, traceback)
-    error = next(iter(failures.values()))[0] if failures else error
-    if isinstance(error, UserError):  # knows what it says
+    if failures:
+        error = next(iter(failures.values()))[0]
+    if isinstance(error, UserError):
         return error
-    behind = error
-    while behind and not isinstance(behind, OSError):
-        behind = behind.__context__
-    return behind or error
+    earlier = error
+    while earlier and not isinstance(earlier, OSError):
+        earlier = earlier.__context__
+    return earlier or error
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, in one line. Never torch's advice to run what is in a file."""
+    """The original error in one line, without torch's advice to set weights_only=False."""
     error = cause_of(error)
     if "weights_only" not in str(error):
         return config.one_line(error) or type(error).__name__
@@ -415,15 +492,14 @@ def reason_of(error: BaseException) -> str:
     return f"it would run {refused[1]}" if refused else "it holds more than tensors and numbers"
 
 
-def main(argv) -> None:
-    config.arguments(argv, "CHECKPOINT")
-    path = Path(argv[0])
+def main(argv: list[str]) -> None:
+    """Check a checkpoint and list its tensors."""
+    path = Path(config.arguments(argv, "CHECKPOINT")[0])
     require_undamaged(path, find_damage(path))
     for name, entry in read_metadata(path).state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
-            print(
-                f"{str(entry.properties.dtype):14}  {len(entry.chunks):4} pieces  {name} {tuple(entry.size)}"
-            )
+            pieces = f"{len(entry.chunks):4} pieces"
+            print(f"{str(entry.properties.dtype):14}  {pieces}  {name} {tuple(entry.size)}")
 
 
 if __name__ == "__main__":

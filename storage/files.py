@@ -1,16 +1,18 @@
-"""Files that somebody else may have written, or that a crash cut short: nothing is believed before
-it is checked. And files of ours, which a crash cannot cut short.
+"""Reads files that other people, machines or crashed runs wrote, and writes files atomically.
 
-    read_json         one JSON value of the wanted shape
+    read_json         a JSON value of the expected shape
     read_json_lines   the good rows of a .jsonl file, and what is wrong with the bad ones
     read_csv          the rows of a table
-    member            a file that another file names: a plain name, a regular file, in this folder
+    member            the path of a file that another file names: a plain name in the same folder
     write_atomically  a file as a whole or not at all
 
-Two kinds of trouble are kept apart. UserError: the content is wrong, and the message names file and cause. OSError:
-the file is absent or cannot be read (permission, a node that does not see it), which says nothing about its content.
+Nothing is used before it is checked. Two kinds of failure are kept apart:
 
-Run `python -m storage.files runs/demo/config.json` to check a file. Read next: storage/checkpoint_files.py.
+    UserError   the content is wrong; the message names file and cause
+    OSError     the file is absent or cannot be read (permission, a node that does not see it),
+                which says nothing about its content
+
+Run `python -m storage.files runs/demo/config.json` to check a file.
 """
 
 import csv
@@ -24,18 +26,19 @@ from pathlib import Path
 import config
 from config import UserError, require
 
-MAX_JSON = (
-    2**27
-)  # bytes; the largest JSON that we write or know of is the index of a 70B model, below 2**20
-MAX_CSV = 2**24
-MAX_COLUMNS = 1000
+MAX_JSON = 2**27  # bytes. The largest we know is the weight index of a 70B model: under 2**20
+MAX_CSV = 2**24  # bytes
+MAX_COLUMNS = 1000  # csv pads each short row to all columns: a small file could fill the memory
+
+# --------------------------------------------------------------------------------------------------
+# JSON
 
 
 def read_json(path, kind: type = dict, fields: dict | None = None, fix: str = ""):
-    """The JSON value in a file: a `kind` (dict, list), in which `fields` (name -> type or types) are there.
+    """The JSON value in a file: a `kind` (dict or list) that has `fields` (name -> type or types).
 
-    `fix` ends the message ("delete it"). Raises UserError if the content is anything else, OSError if the file
-    cannot be read.
+    fix: ends the error message, such as "delete it". A byte order mark is skipped.
+    Raises UserError if the content is anything else, OSError if the file cannot be read.
     """
     return parse_json(read_bytes(path, MAX_JSON), str(path), kind, fields, fix)
 
@@ -43,7 +46,7 @@ def read_json(path, kind: type = dict, fields: dict | None = None, fix: str = ""
 def parse_json(
     text: bytes, where: str, kind: type = dict, fields: dict | None = None, fix: str = ""
 ):
-    """The JSON value in a text; `where` names it in messages. See `read_json`."""
+    """The JSON value in a text. See `read_json`; where: names the text in messages."""
     fix = f": {fix}" if fix else ""
     try:
         value = json.loads(text.decode("utf-8-sig"))
@@ -51,28 +54,69 @@ def parse_json(
         raise UserError(f"{where} is damaged (JSON nested too deep){fix}") from error
     except ValueError as error:  # UnicodeDecodeError too
         raise UserError(f"{where} is damaged ({config.one_line(error)}){fix}") from error
-    wanted = {dict: "a JSON object", list: "a JSON list"}[kind]
-    require(isinstance(value, kind), f"{where} is damaged (not {wanted}){fix}")
-    fault = wrong_type(value, fields or {}) or missing(value, fields or {})
+
+    expected = {dict: "a JSON object", list: "a JSON list"}[kind]
+    require(isinstance(value, kind), f"{where} is damaged (not {expected}){fix}")
+    fields = fields or {}
+    fault = wrong_type(value, fields) or missing(value, fields)
     require(not fault, f"{where} is damaged ({fault}){fix}")
     return value
 
 
+def read_json_lines(path, fields: dict | None = None, fault=None, appended=False):
+    """The good rows of a .jsonl file, and what is wrong with its other lines.
+
+    fields: name -> type or types that each row must have.
+    fault: fault(row) says what else is wrong with a row, "" if nothing.
+    appended: the file grows row by row, so a crash may have cut off the last row, or a power
+        failure may have left zeros there. Such a last line is skipped silently.
+
+    Returns (list of dicts, list of texts). Raises OSError if the file cannot be read.
+    """
+    rows, problems = [], []
+    lines = read_bytes(path).split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"line {number}"
+        try:
+            row = parse_json(line, where)
+        except UserError as error:
+            cut_off = number == len(lines) and line[:1] in (b"{", b"\0")
+            if not (appended and cut_off):
+                problems.append(str(error))
+            continue
+        problem = missing(row, fields or {}) or wrong_type(row, fields or {})
+        if not problem and fault:
+            problem = fault(row)
+        if problem:
+            problems.append(f"{where} is damaged ({problem})")
+        else:
+            rows.append(row)
+    return rows, problems
+
+
 def missing(value: dict, fields: dict) -> str:
-    """Which of `fields` is not there, in words; "" if all are."""
-    return next((f"no {name!r}" for name in fields if name not in value), "")
+    """Names the first of `fields` that is missing; "" if none is."""
+    for name in fields:
+        if name not in value:
+            return f"no {name!r}"
+    return ""
 
 
 def wrong_type(value: dict, fields: dict) -> str:
-    """Which of the `fields` (name -> type or types) that are there has another type, in words; "" if none has."""
-    there = (
-        name for name, types in fields.items() if name in value and not has_type(value[name], types)
-    )
-    return next((f"{name!r} is {shown(value[name])}" for name in there), "")
+    """Names the first of `fields` (name -> type or types) with another type; "" if none has.
+
+    Fields that are missing are skipped.
+    """
+    for name, types in fields.items():
+        if name in value and not has_type(value[name], types):
+            return f"{name!r} is {shown(value[name])}"
+    return ""
 
 
 def has_type(value, types) -> bool:
-    """isinstance, but true and false are no numbers, a whole number is a float too, and it has 64 bits at most."""
+    """isinstance for JSON: a bool is not a number, an int is a float too, and has 64 bits."""
     types = types if isinstance(types, tuple) else (types,)
     if isinstance(value, bool):
         return bool in types
@@ -82,76 +126,52 @@ def has_type(value, types) -> bool:
 
 
 def shown(value) -> str:
-    """A value in a message, 40 characters at most."""
-    text = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+    """A value as messages show it, at most 40 characters; a list or object as its type."""
+    is_scalar = isinstance(value, str | int | float | None)
+    text = repr(value) if is_scalar else type(value).__name__
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def read_json_lines(path, fields: dict | None = None, fault=None, appended=False):
-    """The rows of a .jsonl file that are objects with `fields`, and for each other line what is wrong with it.
-
-    `fault(row)` says what else is wrong with a row, "" if nothing. `appended`: the file grows by a row at a time, so a
-    crash may have cut the last one off; that is left out without a word. Returns (list of dicts, list of texts).
-    """
-    rows, bad = [], []
-    lines = read_bytes(path).split(b"\n")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"line {number}"
-        try:
-            row = parse_json(line, where)
-        except UserError as error:
-            cut_off = number == len(lines) and line[:1] in (
-                b"{",
-                b"\0",
-            )  # zeros: after a power failure
-            if not (appended and cut_off):
-                bad.append(str(error))
-            continue
-        wrong = (
-            missing(row, fields or {})
-            or wrong_type(row, fields or {})
-            or (fault(row) if fault else "")
-        )
-        if wrong:
-            bad.append(f"{where} is damaged ({wrong})")
-        else:
-            rows.append(row)
-    return rows, bad
+# --------------------------------------------------------------------------------------------------
+# CSV
 
 
 def read_csv(path, columns=(), what: str = "a CSV") -> list[dict[str, str]]:
-    """The rows of a CSV that has `columns`: column -> text, empty where a row ends early. UserError if it is none."""
+    """The rows of a CSV: column -> text, "" where a row ends early.
+
+    Columns named after renamed settings get their new names. Raises UserError ("... is not
+    {what}") if one of `columns` is missing or the file is not a table.
+    """
     try:
         text = read_bytes(path, MAX_CSV).decode("utf-8-sig")
         table = csv.DictReader(io.StringIO(text, newline=""), restval="")
-        n_columns = len(table.fieldnames or ())  # each row gets all of them, however short it is
-        require(
-            n_columns <= MAX_COLUMNS,
-            f"{path} has {n_columns:,} columns, expected at most {MAX_COLUMNS:,}",
-        )
-        table.fieldnames = todays_columns(table.fieldnames or (), path)
+        names = table.fieldnames or ()
+        too_many = f"{path} has {len(names):,} columns, expected at most {MAX_COLUMNS:,}"
+        require(len(names) <= MAX_COLUMNS, too_many)
+        table.fieldnames = new_columns(names, path)
         rows = list(table)
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path} is not {what}: {config.one_line(error)}") from error
-    lacking = sorted(set(columns) - set(table.fieldnames or ()))
-    require(not lacking, f"{path} is not {what}: it has no column {', '.join(lacking[:3])}")
-    require(
-        all(None not in row for row in rows),
-        f"{path} is damaged (a row has more cells than there are columns)",
-    )
+
+    absent = sorted(set(columns) - set(table.fieldnames or ()))
+    require(not absent, f"{path} is not {what}: it has no column {', '.join(absent[:3])}")
+    extra_cells = any(None in row for row in rows)
+    require(not extra_cells, f"{path} is damaged (a row has more cells than there are columns)")
     return rows
 
 
-def todays_columns(names, path) -> list[str]:
-    """The columns of a table, those that are settings under today's names."""
+def new_columns(names, path) -> list[str]:
+    """The column names of a table, with renamed settings under their new names."""
     config.require_one_name(names, str(path))
     return [config.RENAMED.get(name, name) for name in names]
 
 
+# --------------------------------------------------------------------------------------------------
+# Bytes
+
+
 def read_bytes(path, most: float = math.inf) -> bytes:
-    """The content of a regular file of at most `most` bytes; a pipe or a device would never end."""
+    """The content of a regular file of at most `most` bytes. Raises UserError or OSError."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         require(size <= most, f"{path} has {size:,} bytes, expected at most {most:,}")
@@ -159,68 +179,78 @@ def read_bytes(path, most: float = math.inf) -> bytes:
 
 
 def open_regular(path):
-    """Open a file for reading in binary. UserError unless it is a regular one."""
-    descriptor = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK
-    )  # a pipe without a writer would block here
-    kind = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(kind):
+    """Open a regular file for reading bytes. Raises UserError for anything else.
+
+    Reading a device might never end. Opening a pipe that has no writer would block; O_NONBLOCK
+    prevents that.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
-    raise UserError(f"{path} is {'a folder' if stat.S_ISDIR(kind) else 'not a regular file'}")
+    kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+    raise UserError(f"{path} is {kind}")
 
 
 def member(folder: Path, name, source) -> Path:
-    """The file `name` in `folder`, as the file `source` names it. UserError unless that is a plain name."""
-    plain = (
-        isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
-    )
-    require(
-        plain, f"{source} names the file {shown(name)}, expected the plain name of a file beside it"
-    )
+    """The path of the file `name` in `folder`. Raises UserError unless `name` is a plain name.
+
+    source: the file that names it, for the message. A name like "../x" would leave the folder.
+    """
+    is_name = isinstance(name, str) and name not in ("", ".", "..")
+    is_plain = is_name and not set(name) & {"/", "\\", "\0"}
+    expected = "expected the plain name of a file beside it"
+    require(is_plain, f"{source} names the file {shown(name)}, {expected}")
     return Path(folder) / name
 
 
-def write_atomically(path, content: bytes, writer: int | None = None) -> None:
-    """Write a file as a whole or not at all: who reads it finds what was there before, or `content`.
+# --------------------------------------------------------------------------------------------------
+# Writing
 
-    `writer`, a rank or a process, tells apart those who may write the same file at the same time.
-    If writing fails (a full disk), nothing of it stays, and the OSError names the file. A link in
-    somebody else's folder is replaced, never followed.
+
+def write_atomically(path, content: bytes, writer: int | None = None) -> None:
+    """Write a file as a whole or not at all: readers find the old content or the new one.
+
+    writer: a rank or process id, if several may write this file at the same time.
+    If writing fails (a full disk), no part of it stays, and the OSError names the file. The mode
+    is that of an ordinary new file. If `path` or the temporary file is a link, as in a folder
+    that someone else prepared, the link is replaced, never followed.
     """
     path = Path(path)
     ending = ".tmp" if writer is None else f".{writer}.tmp"
     temporary = path.with_name(path.name + ending)
     try:
-        temporary.unlink(missing_ok=True)  # what a crash has left, or a link
+        temporary.unlink(missing_ok=True)  # from a crash, or a link
         write_and_rename(temporary, content, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_and_rename(temporary: Path, content: bytes, path: Path) -> None:
-    """Write `temporary` until it is on the disk, then let it take the place of `path`."""
+    """Write `temporary`, wait until it is on disk, then rename it to `path`."""
     try:
-        with open(temporary, "xb") as file:  # x: never through a link
+        with open(temporary, "xb") as file:  # x: fails if the file exists, so never follows a link
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:  # Ctrl-C, too
+    except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise
 
 
-def main(argv) -> None:
-    config.arguments(argv, "FILE.json|FILE.jsonl")
-    if not argv[0].endswith(".jsonl"):
-        value = parse_json(read_bytes(argv[0], MAX_JSON), argv[0])
-        print(f"{argv[0]}: an object with {len(value)} fields")
+def main(argv: list[str]) -> None:
+    """Check a JSON or JSON lines file."""
+    (path,) = config.arguments(argv, "FILE.json|FILE.jsonl")
+    if not path.endswith(".jsonl"):
+        value = read_json(path)
+        print(f"{path}: an object with {len(value)} fields")
         return
-    rows, bad = read_json_lines(argv[0])
-    print(f"{argv[0]}: {len(rows)} good rows, {len(bad)} bad lines")
-    for line in bad:
-        print(f"  {line}")
+    rows, problems = read_json_lines(path)
+    print(f"{path}: {len(rows)} good rows, {len(problems)} bad lines")
+    for problem in problems:
+        print(f"  {problem}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An attention that a forker adds stays what it is: trained, saved, resumed, decoded, and refused by other formats."""
+"""An attention that a fork adds: trained, saved, resumed, decoded; refused where it is unknown."""
 
 import contextlib
 import json
@@ -26,29 +26,25 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW = 5  # keys that a query sees
 NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]
-FLAGS = [
-    *SIZE,
-    "--alibi",
-    "--device=cpu",
-    "--precision=fp32",
-    "--global_batch_size=4",
-    "--microbatch_size=2",
-]
-FLAGS += ["--warmup_steps=1", "--max_steps=2", "--eval_tokens=100", "--eval_interval=0"]
+FLAGS = [*SIZE, "--alibi", "--device=cpu", "--precision=fp32"]
+FLAGS += ["--global_batch_size=4", "--microbatch_size=2", "--warmup_steps=1", "--max_steps=2"]
+FLAGS += ["--eval_tokens=100", "--eval_interval=0"]
 CPU = torch.device("cpu")
 
 
-def window_attention(q, k, v, slopes, causal, scale, dropout_p, ids=None):
-    """What a forker would write: the reference, in which a query sees WINDOW keys only."""
+def window_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+    """What a fork would add: the reference, but a query sees only the last WINDOW keys."""
     n_queries, n_keys = q.shape[2], k.shape[2]
-    bias = attention.attention_bias(n_queries, n_keys, slopes, causal, q.device, ids)
-    i, j = torch.arange(n_keys - n_queries, n_keys)[:, None], torch.arange(n_keys)
-    scores = (q * scale) @ k.transpose(-2, -1) + bias.masked_fill(i - j >= WINDOW, -math.inf)
+    bias = attention.attention_bias(n_queries, n_keys, slopes, causal, q.device, sequence_ids)
+    i = torch.arange(n_keys - n_queries, n_keys)[:, None]
+    j = torch.arange(n_keys)
+    bias = bias.masked_fill(i - j >= WINDOW, -math.inf)
+    scores = (q * scale) @ k.transpose(-2, -1) + bias
     return torch.softmax(scores, dim=-1) @ v
 
 
 def windowed(world=None):
-    """The two edits that it takes: a name in config.py, an entry in attention.py."""
+    """The two edits that a fork makes: a name in config.py, an entry in attention.py."""
     edits = contextlib.ExitStack()
     edits.enter_context(mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES))
     edits.enter_context(mock.patch.dict(attention.VARIANTS, window=window_attention))
@@ -57,13 +53,14 @@ def windowed(world=None):
 
 @pytest.fixture
 def edited():
+    """This process runs the fork's code."""
     with windowed():
         yield
 
 
 @pytest.fixture(scope="module")
 def run(ranks, tiny_data, tmp_path_factory):
-    """A run of two ranks with a window: its flags, its folder, what it printed."""
+    """A run of two ranks with the window: its flags, its folder, its output."""
     folder = tmp_path_factory.mktemp("window") / "run"
     flags = [*FLAGS, f"--run_dir={folder}", *flags_for(tiny_data)]
     status, message, printed = ranks(2)(train_here, [*flags, "--attn_impl=window"], windowed)[0]
@@ -71,25 +68,26 @@ def run(ranks, tiny_data, tmp_path_factory):
     return flags, folder, printed
 
 
-def test_the_opening_names_it(run):
+def test_the_run_prints_its_name(run):
     assert "2 layers x 32, window attention" in run[2]
 
 
 @pytest.mark.parametrize("step", [None, 0])
 def test_sampling_uses_it(edited, run, step):
-    """On a cache, many queries or one, logits are those of the forward that was trained, and not the standard ones."""
-    mpt, _, _ = load_for_sampling(str(run[1]), step, CPU)
-    assert mpt.cfg.attn_impl == "window"
+    """Decoding on a cache, one token or several, gives the logits of a forward without a cache."""
+    model, _, _ = load_for_sampling(str(run[1]), step, CPU)
+    assert model.cfg.attn_impl == "window"
     ids = torch.randint(257, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        whole = mpt(ids)
-        mpt.cfg.attn_impl = "reference"
-        assert (mpt(ids) - whole).abs().max() > 1e-2
-        mpt.cfg.attn_impl = "window"
-        decode, cache = Decoder(mpt, 260), KVCache.empty(mpt.cfg, 2, 20, "cpu", torch.float32)
-        for begin, end in [(0, 7), (7, 8), (8, 13), *((i, i + 1) for i in range(13, 20))]:
-            logits = decode(ids[:, begin:end], cache)
-            torch.testing.assert_close(logits, whole[:, end - 1], atol=1e-5, rtol=0)
+        whole = model(ids)
+        model.cfg.attn_impl = "reference"
+        assert (model(ids) - whole).abs().max() > 1e-2  # the window changes the logits
+        model.cfg.attn_impl = "window"
+        decode = Decoder(model, 260)
+        cache = KVCache.empty(model.cfg, 2, 20, "cpu", torch.float32)
+        for piece in ids.split([7, 1, 5] + [1] * 7, dim=1):
+            logits = decode(piece, cache)
+            torch.testing.assert_close(logits, whole[:, cache.length - 1], atol=1e-5, rtol=0)
 
 
 def test_a_loaded_checkpoint_keeps_it(edited, run):
@@ -97,25 +95,23 @@ def test_a_loaded_checkpoint_keeps_it(edited, run):
 
 
 def test_resuming_without_the_flag_is_refused(ranks, run, tmp_path):
-    """And with it the run goes on."""
+    """With the flag, the run resumes."""
     flags, folder, _ = run
-    copy = shutil.copytree(
-        folder, tmp_path / "copy"
-    )  # the lease of a launch that fails here is never released
-    status, message, _ = ranks(2)(
-        train_here, [*flags, f"--run_dir={copy}", "--max_steps=3"], windowed
-    )[0]
-    assert (
-        status == 2
-        and "is of another model: attn_impl window (here auto). Set them alike" in message
-    )
-    status, message, _ = ranks(2)(
-        train_here, [*flags, "--max_steps=3", "--attn_impl=window"], windowed
-    )[0]
-    assert status == 0 and checkpoint.latest(folder).name == "step-3", message
+    three_steps = [*flags, "--max_steps=3"]
+    # In a copy, because the launch that fails here never releases its lease.
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    without_flag = [*three_steps, f"--run_dir={copy}"]
+    status, message, _ = ranks(2)(train_here, without_flag, windowed)[0]
+    assert status == 2
+    assert "is of another model: attn_impl window (here auto). Set them alike" in message
+
+    with_flag = [*three_steps, "--attn_impl=window"]
+    status, message, _ = ranks(2)(train_here, with_flag, windowed)[0]
+    assert status == 0, message
+    assert checkpoint.latest(folder).name == "step-3"
 
 
-def test_weights_of_another_function_are_no_beginning(edited, run):
+def test_weights_of_another_function_are_no_initial_weights(edited, run):
     def settings(impl):
         return load([*FLAGS, f"--attn_impl={impl}"], MPTConfig, TrainConfig)[0]
 
@@ -125,94 +121,108 @@ def test_weights_of_another_function_are_no_beginning(edited, run):
 
 
 def test_export_refuses_it(edited, run, tmp_path):
-    with pytest.raises(
-        UserError, match="^attn_impl=window is another function than MPT's attention"
-    ) as caught:
+    message = "^attn_impl=window is another function than MPT's attention"
+    with pytest.raises(UserError, match=message) as caught:
         hf.export(str(run[1]), tmp_path / "theirs")
-    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_code_that_lacks_it_refuses_its_checkpoints(run, tmp_path):
-    """As whoever gets the folder and not the fork."""
-    for use in (
-        lambda: load_model(checkpoint.latest(run[1]), CPU),
-        lambda: load_for_sampling(str(run[1]), 0, CPU),
-        lambda: hf.export(str(run[1]), tmp_path / "theirs"),
-    ):
-        with pytest.raises(
-            UserError, match=r"^attn_impl in .* is 'window', expected one of: auto, reference"
-        ):
-            use()
+    """As for a user who has the run folder but not the fork's code."""
+    message = r"^attn_impl in .* is 'window', expected one of: auto, reference"
+    with pytest.raises(UserError, match=message):
+        load_model(checkpoint.latest(run[1]), CPU)
+    with pytest.raises(UserError, match=message):
+        load_for_sampling(str(run[1]), 0, CPU)
+    with pytest.raises(UserError, match=message):
+        hf.export(str(run[1]), tmp_path / "theirs")
 
 
-def test_half_of_the_edits_is_an_error_that_names_the_other_half():
+def test_a_name_without_an_entry_in_variants_is_refused():
+    """Where it is used, and before: in export and in the choice of an implementation."""
+    message = r"attn_impl=window is neither in IMPLEMENTATIONS nor in VARIANTS"
     with mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES):
         (cfg,) = load(["--attn_impl=window"], MPTConfig)
-        for use in (
-            lambda: MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="window"))(
-                torch.zeros(1, 3).long()
-            ),
-            lambda: hf.config_to(cfg),
-            lambda: attention.choose(cfg.attn_impl, "cpu", torch.float32, 8, False),
-        ):
-            with pytest.raises(
-                UserError, match=r"attn_impl=window is neither in IMPLEMENTATIONS nor in VARIANTS"
-            ):
-                use()
-    expected = pytest.raises(
-        UserError, match="attn_impl in the command line is 'window', expected one of: auto"
-    )
-    with mock.patch.dict(attention.VARIANTS, window=window_attention), expected:
+        small = MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="window"))
+        with pytest.raises(UserError, match=message):
+            small(torch.zeros(1, 3).long())
+        with pytest.raises(UserError, match=message):
+            hf.config_to(cfg)
+        with pytest.raises(UserError, match=message):
+            attention.choose(cfg.attn_impl, "cpu", torch.float32, 8, False)
+
+
+def test_an_entry_in_variants_without_a_name_is_refused():
+    message = "attn_impl in the command line is 'window', expected one of: auto"
+    with (
+        mock.patch.dict(attention.VARIANTS, window=window_attention),
+        pytest.raises(UserError, match=message),
+    ):
         load(["--attn_impl=window"], MPTConfig)
 
 
 def test_the_standard_ones_stay_exchangeable():
     meta = {**vars(MPTConfig()), **vars(TrainConfig()), "data_fingerprint": "f00"}
-    for saved in ("auto", *attention.IMPLEMENTATIONS):
-        for here in ("auto", *attention.IMPLEMENTATIONS):
-            cfg = MPTConfig(attn_impl=here)
-            resume.check_same(Path("x"), meta | {"attn_impl": saved}, cfg, TrainConfig(), "f00")
+    names = ("auto", *attention.IMPLEMENTATIONS)
+    for saved in names:
+        for resumed in names:
+            cfg = MPTConfig(attn_impl=resumed)
+            saved_meta = meta | {"attn_impl": saved}
+            resume.check_same(Path("x"), saved_meta, cfg, TrainConfig(), "f00")
             assert "attn_impl" not in json.dumps(hf.config_to(cfg))
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What every entry of the tables must do
+# --- What every entry of the tables must do
+
+ON_ANY_DEVICE = [name for name in attention.IMPLEMENTATIONS if name not in ("flex", "triton")]
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in attention.IMPLEMENTATIONS if name not in ("flex", "triton")]
-)
+@pytest.mark.parametrize("name", ON_ANY_DEVICE)
 def test_every_implementation_computes_one_function(name):
-    """So that a window in the wrong table is noticed. flex and triton have their own tests."""
+    """A window in the wrong table would fail here. flex and triton have their own tests."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, 16) for heads in (4, 2, 2))
     slopes = attention.alibi_slopes(4)
     found = attention.attention(q, k, v, impl=name, alibi_slopes=slopes)
-    torch.testing.assert_close(
-        found, attention.attention(q, k, v, impl="reference", alibi_slopes=slopes)
-    )
+    reference = attention.attention(q, k, v, impl="reference", alibi_slopes=slopes)
+    torch.testing.assert_close(found, reference)
+
+
+def variant_and_documents(name, kv_n_heads):
+    """A model with the variant; two documents (1, 12) of random ids."""
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
+    cfg = MPTConfig(**sizes, alibi=True, kv_n_heads=kv_n_heads, attn_impl=name)
+    model = MPT(cfg).eval()
+    init_weights(model, seed=0)
+    first, second = torch.randint(64, (2, 1, 12), generator=torch.Generator().manual_seed(0))
+    return model, first, second
 
 
 @pytest.mark.parametrize("kv_n_heads", [4, 2])
 @pytest.mark.parametrize("name", ["window", *attention.VARIANTS])
-def test_every_variant_decodes_as_it_trains_and_keeps_documents_apart(edited, name, kv_n_heads):
-    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 64, "max_seq_len": 24}
-    mpt = MPT(MPTConfig(**sizes, alibi=True, kv_n_heads=kv_n_heads, attn_impl=name)).eval()
-    init_weights(mpt, seed=0)
-    first, second = torch.randint(64, (2, 1, 12), generator=torch.Generator().manual_seed(0))
-    pad = torch.tensor([0, 12])
+@torch.inference_mode()
+def test_every_variant_decodes_as_it_trains(edited, name, kv_n_heads):
+    """Row 0 has both documents, row 1 padding and then the second document."""
+    model, first, second = variant_and_documents(name, kv_n_heads)
     rows = torch.cat([torch.cat([first, second], 1), torch.cat([first * 0, second], 1)])
-    cache = KVCache.empty(mpt.cfg, 2, 24, "cpu", torch.float32, pad=pad)
-    with torch.inference_mode():
-        whole, alone = mpt(rows[:1]), mpt(second)
-        for begin, end in [(0, 15), *((i, i + 1) for i in range(15, 24))]:
-            logits = mpt(rows[:, begin:end], cache=cache)[:, -1]
-            torch.testing.assert_close(
-                logits[0], whole[0, end - 1], atol=1e-5, rtol=0
-            )  # on a cache
-            torch.testing.assert_close(
-                logits[1], alone[0, end - 13], atol=1e-5, rtol=0
-            )  # after padding
-        documents = torch.tensor([[0] * 12 + [1] * 12])
-        packed = mpt.transformer(rows[:1], sequence_ids=documents)[:, 12:]
-        torch.testing.assert_close(packed, mpt.transformer(second), atol=1e-5, rtol=0)
+    pad = torch.tensor([0, 12])
+    cache = KVCache.empty(model.cfg, 2, 24, "cpu", torch.float32, pad=pad)
+    both = model(rows[:1])[0]  # (24, V)
+    alone = model(second)[0]  # (12, V)
+    for piece in rows.split([15] + [1] * 9, dim=1):
+        logits = model(piece, cache=cache)[:, -1]
+        last = cache.length - 1
+        torch.testing.assert_close(logits[0], both[last], atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits[1], alone[last - 12], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kv_n_heads", [4, 2])
+@pytest.mark.parametrize("name", ["window", *attention.VARIANTS])
+@torch.inference_mode()
+def test_every_variant_keeps_documents_apart(edited, name, kv_n_heads):
+    model, first, second = variant_and_documents(name, kv_n_heads)
+    packed = torch.cat([first, second], 1)
+    documents = torch.tensor([[0] * 12 + [1] * 12])
+    hidden = model.transformer(packed, sequence_ids=documents)
+    torch.testing.assert_close(hidden[:, 12:], model.transformer(second), atol=1e-5, rtol=0)

@@ -1,4 +1,4 @@
-"""attention.py: every implementation equals the formula written as a loop, forward and backward."""
+"""attention.py: each implementation equals the formula written as a loop, forward and backward."""
 
 import math
 import shutil
@@ -8,56 +8,60 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import attention as room
+import attention as attention_module
 from attention import alibi_slopes, attention, attention_bias, choose
 from config import UserError
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch):
-    """So that a row of 65 tokens has several."""
-    monkeypatch.setattr(room, "BLOCK", 24)
+    """Blocks of 24 queries, so that a row of 65 tokens has several."""
+    monkeypatch.setattr(attention_module, "BLOCK", 24)
 
 
 def by_hand(q, k, v, slopes=None, causal=True, scale=None):
-    """The formula, one query at a time: softmax(q k^T scale - slope * distance) v over the keys that are seen."""
-    (B, H, Tq, D), (_, Hkv, Tk, _) = q.shape, k.shape
+    """softmax(q k^T scale - slope * distance) v over the visible keys, one query at a time."""
+    B, H, Tq, D = q.shape
+    Hkv, Tk = k.shape[1:3]
     scale = scale or D**-0.5
     rows = []
     for b in range(B):
         for h in range(H):
-            keys, values = k[b, h * Hkv // H], v[b, h * Hkv // H]  # grouped-query: neighbours share
+            key_head = h * Hkv // H  # grouped-query: neighbouring heads share keys and values
             for i in range(Tq):
                 position = Tk - Tq + i
-                seen = position + 1 if causal else Tk
-                scores = keys[:seen] @ q[b, h, i] * scale
+                n_visible = position + 1 if causal else Tk
+                keys = k[b, key_head, :n_visible]
+                values = v[b, key_head, :n_visible]
+                scores = keys @ q[b, h, i] * scale
                 if slopes is not None:
-                    distance = torch.tensor([abs(position - j) for j in range(seen)], dtype=q.dtype)
+                    distance = (position - torch.arange(n_visible)).abs().to(q.dtype)
                     scores = scores - slopes[h].to(q.dtype) * distance
-                rows.append(torch.softmax(scores, 0) @ values[:seen])
+                rows.append(torch.softmax(scores, 0) @ values)
     return torch.stack(rows).view(B, H, Tq, D)
 
 
 def qkv(heads=(4, 2), lengths=(17, 17), head_dim=16, batch=1):
     """q (B, H, Tq, D) and k, v (B, Hkv, Tk, D) in float64."""
     torch.manual_seed(0)
-    (H, Hkv), (Tq, Tk) = heads, lengths
+    H, Hkv = heads
+    Tq, Tk = lengths
     shapes = [(batch, H, Tq, head_dim), (batch, Hkv, Tk, head_dim), (batch, Hkv, Tk, head_dim)]
     return [torch.randn(shape, dtype=torch.double) for shape in shapes]
 
 
 def output_and_gradients(function, inputs):
-    """[output, dq, dk, dv] in float64; the incoming gradient is a fixed random one."""
+    """[output, dq, dk, dv] in float64, for a random but fixed incoming gradient."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     out = function(*leaves)
-    incoming = torch.randn(
-        out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.double
-    )
+    generator = torch.Generator().manual_seed(1)
+    incoming = torch.randn(out.shape, generator=generator, dtype=torch.double)
     gradients = torch.autograd.grad(out, leaves, incoming.to(out.dtype))
     return [x.detach().double() for x in (out, *gradients)]
 
 
 def relative_error(found, exact):
+    """The largest difference, over the largest exact value."""
     return (found - exact).abs().max().item() / exact.abs().max().item()
 
 
@@ -65,24 +69,15 @@ def relative_error(found, exact):
 
 
 def test_slopes_of_8_heads_are_the_papers():
-    assert alibi_slopes(8).tolist() == [
-        1 / 2,
-        1 / 4,
-        1 / 8,
-        1 / 16,
-        1 / 32,
-        1 / 64,
-        1 / 128,
-        1 / 256,
-    ]
+    assert alibi_slopes(8).tolist() == [2**-i for i in range(1, 9)]
     assert alibi_slopes(8).dtype == torch.float32
 
 
 def test_slopes_of_12_heads_take_every_second_of_16_first():
-    """Of 2^(-i/2), i = 1..16: the 8 with even i, then the first 4 with odd i."""
-    assert alibi_slopes(12).tolist() == pytest.approx(
-        [2**-i for i in range(1, 9)] + [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
-    )
+    """Of 2^(-i / 2), i = 1..16: the 8 with even i, then the first 4 with odd i."""
+    even = [2**-i for i in range(1, 9)]
+    odd = [2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
+    assert alibi_slopes(12).tolist() == pytest.approx(even + odd)
 
 
 @pytest.mark.parametrize(
@@ -91,82 +86,73 @@ def test_slopes_of_12_heads_take_every_second_of_16_first():
 )
 def test_bias_max_is_the_exponent_of_the_last_slope(n_heads, bias_max, first, last):
     slopes = alibi_slopes(n_heads, bias_max)
-    assert slopes.shape == (n_heads,) and (slopes[0].item(), slopes[-1].item()) == (first, last)
+    assert slopes.shape == (n_heads,)
+    assert (slopes[0].item(), slopes[-1].item()) == (first, last)
 
 
 def test_the_bias_of_a_small_case():
     inf = math.inf
     assert attention_bias(2, 3, None, True, "cpu").tolist() == [[0, 0, -inf], [0, 0, 0]]
-    assert attention_bias(2, 3, torch.tensor([0.5]), True, "cpu").tolist() == [
-        [[-0.5, 0, -inf], [-1, -0.5, 0]]
-    ]
-    assert attention_bias(1, 3, torch.tensor([1.0]), False, "cpu").tolist() == [[[-2, -1, 0]]]
+    half, one = torch.tensor([0.5]), torch.tensor([1.0])  # slopes of one head
+    expected = [[[-0.5, 0, -inf], [-1, -0.5, 0]]]
+    assert attention_bias(2, 3, half, True, "cpu").tolist() == expected
+    assert attention_bias(1, 3, one, False, "cpu").tolist() == [[[-2, -1, 0]]]
 
 
 # --- implementations against the loop
 
-LENGTHS = [
-    (1, 1),
-    (17, 17),
-    (65, 65),
-    (200, 200),
-    (1, 65),
-    (7, 65),
-]  # (queries, keys): the last two are decoding
+# (queries, keys): the last two are decoding on a cache
+LENGTHS = [(1, 1), (17, 17), (65, 65), (200, 200), (1, 65), (7, 65)]
 CASES = [
-    dict(alibi=a, causal=c, lengths=n)
-    for a in (False, True)
-    for c in (False, True)
-    for n in LENGTHS
+    dict(alibi=alibi, causal=causal, lengths=lengths)
+    for alibi in (False, True)
+    for causal in (False, True)
+    for lengths in LENGTHS
 ]
-CASES += [
-    dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))
-]  # heads of queries, heads of keys
+CASES += [dict(heads=h) for h in ((4, 4), (6, 3), (6, 1), (12, 12))]  # of queries, of keys
 CASES += [dict(head_dim=d) for d in (32, 64, 80, 128)]
 CASES += [dict(scale=0.3), dict(scale=0.01, alibi=False), dict(batch=3), dict(bias_max=16)]
 
 
+DEFAULT = dict(
+    alibi=True,
+    causal=True,
+    heads=(4, 2),
+    lengths=(17, 17),
+    head_dim=16,
+    batch=1,
+    bias_max=8,
+    scale=None,
+)
+
+
 def check(case, impl, dtype, limit):
-    case = (
-        dict(
-            alibi=True,
-            causal=True,
-            heads=(4, 2),
-            lengths=(17, 17),
-            head_dim=16,
-            batch=1,
-            bias_max=8,
-            scale=None,
-        )
-        | case
-    )
+    """Compare `impl` in `dtype` with the loop in float64: relative errors below `limit`."""
+    case = DEFAULT | case
+    causal, scale = case["causal"], case["scale"]
     inputs = qkv(case["heads"], case["lengths"], case["head_dim"], case["batch"])
-    inputs = [x.to(dtype) for x in inputs]  # the loop sees what was rounded
+    inputs = [x.to(dtype) for x in inputs]  # the loop gets the rounded values
     slopes = alibi_slopes(case["heads"][0], case["bias_max"]) if case["alibi"] else None
-    exact = output_and_gradients(
-        lambda q, k, v: by_hand(q, k, v, slopes, case["causal"], case["scale"]),
-        [x.double() for x in inputs],
-    )
-    found = output_and_gradients(
-        lambda q, k, v: attention(
-            q,
-            k,
-            v,
-            impl=impl,
-            alibi_slopes=slopes,
-            causal=case["causal"],
-            softmax_scale=case["scale"],
-        ),
-        inputs,
-    )
+
+    def exact_function(q, k, v):
+        return by_hand(q, k, v, slopes, causal, scale)
+
+    def function(q, k, v):
+        return attention(
+            q, k, v, impl=impl, alibi_slopes=slopes, causal=causal, softmax_scale=scale
+        )
+
+    exact = output_and_gradients(exact_function, [x.double() for x in inputs])
+    found = output_and_gradients(function, inputs)
     for name, a, b in zip(("out", "dq", "dk", "dv"), found, exact, strict=True):
-        if b.abs().max() > 1e-12:  # one key: the scores do not matter, dq = dk = 0
+        if b.abs().max() > 1e-12:  # with one key the scores do not matter: dq = dk = 0
             assert relative_error(a, b) < limit, name
         else:
             assert a.abs().max() < limit, name
 
 
 def name(case):
+    """A test id."""
     return "-".join(f"{k}={v}".replace(" ", "") for k, v in case.items())
 
 
@@ -184,9 +170,9 @@ def test_bf16_is_close_to_the_loop_in_fp64(case, impl):
 
 @pytest.fixture
 def fresh_compiler():
-    """As in a new process: nothing compiled yet."""
+    """Forget compiled functions, as in a new process."""
     torch._dynamo.reset()
-    room.compiled_flex.cache_clear()
+    attention_module.compiled_flex.cache_clear()
 
 
 @pytest.mark.slow  # a compilation per case
@@ -207,14 +193,13 @@ def test_flex_equals_the_loop(lengths, alibi, causal, fresh_compiler):
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
 def test_flex_decodes_token_after_token(fresh_compiler):
-    """A prompt, then one key more at every step: the lengths differ from call to call."""
+    """A prompt, then one more key at every step: lengths change from call to call."""
+    slopes = alibi_slopes(4)
     for lengths in ((20, 20), (1, 21), (1, 22), (1, 23)):
         q, k, v = qkv(lengths=lengths, head_dim=64)
         with torch.no_grad():
-            found = attention(
-                q.float(), k.float(), v.float(), impl="flex", alibi_slopes=alibi_slopes(4)
-            )
-        assert relative_error(found, by_hand(q, k, v, alibi_slopes(4))) < 1e-5, lengths
+            found = attention(q.float(), k.float(), v.float(), impl="flex", alibi_slopes=slopes)
+        assert relative_error(found, by_hand(q, k, v, slopes)) < 1e-5, lengths
 
 
 @pytest.mark.gpu
@@ -239,12 +224,13 @@ def test_on_a_gpu_all_agree_forward_and_backward(impl, alibi):
 
 
 def rms(x):
+    """The root of the mean square."""
     return x.double().square().mean().sqrt().item()
 
 
 @pytest.fixture(scope="module")
 def long_rows():
-    """2048 bf16 tokens of 4 heads: q, k, v, slopes, the bias in fp32, and the exact output."""
+    """2048 bf16 tokens, 4 heads: q, k, v, slopes, the bias in fp32, and the exact output."""
     q, k, v = (x.bfloat16() for x in qkv((4, 4), (2048, 2048), 64))
     bias = attention_bias(2048, 2048, alibi_slopes(4), True, "cpu")
     exact = F.scaled_dot_product_attention(
@@ -254,17 +240,15 @@ def long_rows():
 
 
 def test_bf16_columns_hold_the_bias_better_than_a_bf16_mask(long_rows):
-    """What is lost when the bias becomes bf16: the same fp32 kernel on three bf16 columns, and on a bf16 mask."""
+    """The same fp32 kernel, once on three bf16 columns, once on a mask rounded to bf16."""
     q, k, v, slopes, bias, exact = long_rows
-    wide = [x.float() for x in room.with_alibi_columns(q, k, v, slopes, 1 / 8)]
+    wide = [x.float() for x in attention_module.with_alibi_columns(q, k, v, slopes, 1 / 8)]
     with_columns = F.scaled_dot_product_attention(*wide, is_causal=True, scale=1 / 8)[..., :64]
     with_mask = F.scaled_dot_product_attention(
         q.float(), k.float(), v.float(), attn_mask=bias.bfloat16().float()
     )
-    assert (
-        rms(with_columns - exact) < 0.1 * rms(with_mask - exact)
-        and relative_error(with_columns, exact) < 1e-5
-    )
+    assert rms(with_columns - exact) < 0.1 * rms(with_mask - exact)
+    assert relative_error(with_columns, exact) < 1e-5
 
 
 def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long_rows):
@@ -272,18 +256,17 @@ def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long
     q, k, v, slopes, _, exact = long_rows
     error = rms(attention(q, k, v, impl="sdpa", alibi_slopes=slopes) - exact)
     assert error < 1.5 * rms(exact.bfloat16() - exact)
+
     column = (slopes[:, None] * torch.arange(2048.0) * 8).bfloat16()[None, ..., None]
-    padded = (
-        F.pad(q, (0, 8), value=1.0),
-        torch.cat([k, F.pad(column, (0, 7))], -1),
-        F.pad(v, (0, 8)),
-    )
-    one_column = F.scaled_dot_product_attention(*padded, is_causal=True, scale=1 / 8)[..., :64]
-    assert rms(one_column - exact) > 100 * error
+    wide_q = F.pad(q, (0, 8), value=1.0)
+    wide_k = torch.cat([k, F.pad(column, (0, 7))], -1)
+    wide_v = F.pad(v, (0, 8))
+    wide_out = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, is_causal=True, scale=1 / 8)
+    assert rms(wide_out[..., :64] - exact) > 100 * error
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+    """Records the size of the largest tensor that any operation returns."""
 
     elements = 0
 
@@ -299,53 +282,52 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sdpa_holds_no_t_by_t_tensor(alibi, dtype):
     T = 1024
+    slopes = alibi_slopes(2) if alibi else None
     sizes = {}
     for impl in ("sdpa", "reference"):
         inputs = [x.to(dtype).requires_grad_() for x in qkv((2, 1), (T, T), 16)]
         with LargestTensor() as largest:
-            attention(
-                *inputs, impl=impl, alibi_slopes=alibi_slopes(2) if alibi else None
-            ).sum().backward()
+            attention(*inputs, impl=impl, alibi_slopes=slopes).sum().backward()
         sizes[impl] = largest.elements
     assert sizes["sdpa"] < T * T / 8
-    assert sizes["reference"] == 2 * T * T  # the obvious version does: the measurement sees it
+    assert sizes["reference"] == 2 * T * T  # it does hold one, and the measurement sees it
 
 
 def test_decoding_one_token_in_16_bits_needs_no_mask(monkeypatch):
-    """Which would round slope * distance to 8 bits."""
-    monkeypatch.setattr(room, "attention_bias", None)  # a call would raise TypeError
+    """A mask would round slope * distance to 8 bits."""
+    monkeypatch.setattr(attention_module, "attention_bias", None)  # a call would raise TypeError
     q, k, v = (x.bfloat16() for x in qkv(lengths=(1, 65)))
-    found = attention(q, k, v, impl="sdpa", alibi_slopes=alibi_slopes(4))
-    assert (
-        relative_error(found.float(), by_hand(q.float(), k.float(), v.float(), alibi_slopes(4)))
-        < 1e-2
-    )
+    slopes = alibi_slopes(4)
+    found = attention(q, k, v, impl="sdpa", alibi_slopes=slopes)
+    exact = by_hand(q.float(), k.float(), v.float(), slopes)
+    assert relative_error(found.float(), exact) < 1e-2
 
 
 @pytest.mark.parametrize("impl", ["blocks", "sdpa"])
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("lengths", [(1, 65), (7, 7), (300, 300), (9, 40)])
 def test_documents_do_not_see_each_other(impl, alibi, lengths):
-    """As the obvious version has it, and as each document computed on its own."""
-    (Tq, Tk), slopes = lengths, alibi_slopes(4) if alibi else None
+    """The result is that of the obvious version, and that of each document on its own."""
+    Tq, Tk = lengths
+    slopes = alibi_slopes(4) if alibi else None
     q, k, v = (
-        torch.randn(2, h, t, 16, generator=torch.Generator().manual_seed(h + t))
-        for h, t in ((4, Tq), (2, Tk), (2, Tk))
+        torch.randn(2, heads, T, 16, generator=torch.Generator().manual_seed(heads + T))
+        for heads, T in ((4, Tq), (2, Tk), (2, Tk))
     )
     first = Tk // 3  # tokens of the first document of row 0; row 1 is one document
     ids = torch.stack([(torch.arange(Tk) >= first).int(), torch.full((Tk,), 7)])
     found = attention(q, k, v, impl=impl, alibi_slopes=slopes, sequence_ids=ids)
-    exact = attention(
-        *(x.double() for x in (q, k, v)), impl="reference", alibi_slopes=slopes, sequence_ids=ids
-    )
+
+    q64, k64, v64 = q.double(), k.double(), v.double()
+    exact = attention(q64, k64, v64, impl="reference", alibi_slopes=slopes, sequence_ids=ids)
     assert relative_error(found, exact) < 1e-5
+
     n = min(Tq, Tk - first)  # queries of the last document of row 0
-    alone = attention(
-        q[:1, :, -n:], k[:1, :, first:], v[:1, :, first:], impl=impl, alibi_slopes=slopes
-    )
+    last_q, last_k, last_v = q[:1, :, -n:], k[:1, :, first:], v[:1, :, first:]
+    alone = attention(last_q, last_k, last_v, impl=impl, alibi_slopes=slopes)
     assert relative_error(found[:1, :, -n:], alone) < 1e-5
-    whole = attention(q[1:], k[1:], v[1:], impl=impl, alibi_slopes=slopes)
-    assert relative_error(found[1:], whole) < 1e-5
+    whole_row = attention(q[1:], k[1:], v[1:], impl=impl, alibi_slopes=slopes)
+    assert relative_error(found[1:], whole_row) < 1e-5
 
 
 # --- the choice
@@ -369,15 +351,15 @@ CASE = dict(device_type="cuda", dtype=torch.bfloat16, head_dim=64, alibi=True, d
     ids=str,
 )
 def test_auto(change, chosen, monkeypatch):
-    monkeypatch.setattr(room, "HAS_TRITON", True)
-    monkeypatch.setattr(room, "CAN_BUILD", True)
+    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
+    monkeypatch.setattr(attention_module, "CAN_BUILD", True)
     assert choose("auto", **CASE | change) == chosen
 
 
 @pytest.mark.parametrize("lacking", ["HAS_TRITON", "CAN_BUILD"])
 def test_auto_without_triton_or_without_a_compiler_for_it(lacking, monkeypatch):
-    monkeypatch.setattr(room, "HAS_TRITON", lacking != "HAS_TRITON")
-    monkeypatch.setattr(room, "CAN_BUILD", lacking != "CAN_BUILD")
+    monkeypatch.setattr(attention_module, "HAS_TRITON", lacking != "HAS_TRITON")
+    monkeypatch.setattr(attention_module, "CAN_BUILD", lacking != "CAN_BUILD")
     assert choose("auto", **CASE) == "sdpa"
 
 
@@ -386,20 +368,19 @@ def test_a_named_implementation_is_taken(impl):
     assert choose(impl, **CASE) == choose(impl, **CASE | {"device_type": "cpu"}) == impl
 
 
-def test_without_triton_its_name_is_answered_with_another(monkeypatch):
-    monkeypatch.setattr(room, "HAS_TRITON", False)
+def test_without_triton_the_error_names_another_implementation(monkeypatch):
+    monkeypatch.setattr(attention_module, "HAS_TRITON", False)
     with pytest.raises(UserError, match="attn_impl=triton needs triton.*attn_impl=sdpa"):
         attention(*qkv(), impl="triton")
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa"])
 def test_dropout_zeroes_probabilities_and_keeps_their_mean(impl):
+    """33 probabilities of 1/33 each, a quarter of them dropped."""
     torch.manual_seed(0)
     q = k = torch.zeros(64, 2, 33, 16)
     v = torch.ones(64, 2, 33, 16)
-    out = attention(
-        q, k, v, impl=impl, causal=False, dropout_p=0.25
-    )  # 33 probabilities of 1/33, a quarter dropped
+    out = attention(q, k, v, impl=impl, causal=False, dropout_p=0.25)
     assert out.std() > 0.05 and out.mean().item() == pytest.approx(1, abs=0.01)
 
 

@@ -1,4 +1,4 @@
-"""checkpoint.py: complete or absent, written while training goes on, loaded on any number of ranks in any mode."""
+"""checkpoint.py: complete or absent, saved while training continues, loaded on any ranks."""
 
 import contextlib
 import json
@@ -41,11 +41,12 @@ from weights import hf, load
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}
 
 
-SHARD_SIZE = {1: 1, 2: 2, 3: 3, 4: 2}  # HYBRID_SHARD, by number of ranks
+SHARD_SIZE = {1: 1, 2: 2, 3: 3, 4: 2}  # of HYBRID_SHARD: global size -> shard_size
 EVERYWHERE = [(size, mode) for size in SHARD_SIZE for mode in MODES]
 
 
 def sharded(cfg, size, mode, **more):
+    """The settings of a run of `size` ranks in a sharding mode."""
     return replace(cfg, sharding=mode, shard_size=SHARD_SIZE[size], **more)
 
 
@@ -54,9 +55,8 @@ def take_steps(world, cfg, model, optimizer, steps):
     curve, hashes = [], []
     for step in steps:
         rows = rows_of(world, global_rows(step))
-        loss, norm, batch_hash = fsdp_train.train_step(
-            model, optimizer, rows, step, cfg, world, "fp32"
-        )
+        result = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+        loss, norm, batch_hash = result
         curve.append((loss.item(), norm.item()))
         hashes.append(batch_hash.item() % 2**64)
     return curve, hashes
@@ -65,22 +65,21 @@ def take_steps(world, cfg, model, optimizer, steps):
 def everything(model, optimizer):
     """All weights and all of Adam's state, whole."""
     with torch.no_grad():
-        state = {
-            (n, k): whole(v)
-            for n, p in model.named_parameters()
-            for k, v in optimizer.state[p].items()
-        }
-        return full_weights(model) | {key: value.clone() for key, value in state.items()}
+        state = full_weights(model)
+        for name, parameter in model.named_parameters():
+            for key, value in optimizer.state[parameter].items():
+                state[name, key] = whole(value).clone()
+    return state
 
 
-def train(world, cfg, first=0, last=10, found=None, save_at=None):
-    """Steps first..last-1, from the checkpoint `found`; one is saved after step `save_at` while training goes on.
+def train(world, cfg, first=0, last=10, load_from=None, save_at=None):
+    """Steps first..last-1, from the checkpoint `load_from`. Saves after step `save_at`.
 
-    Returns the curve, the full weights at the time of saving, and in the end.
+    Returns the curve, and the full weights at the time of saving and at the end.
     """
     model, optimizer = build(world, cfg)
-    if found:
-        checkpoint.load(found, model, optimizer)
+    if load_from:
+        checkpoint.load(load_from, model, optimizer)
     saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
     middle = save_at or last
     curve, _ = take_steps(world, cfg, model, optimizer, range(first, middle))
@@ -93,17 +92,17 @@ def train(world, cfg, first=0, last=10, found=None, save_at=None):
 
 
 def saved_at_five(ranks, folder, size, mode):
-    """A run of ten steps that saved after five: its settings, its curve, and the weights after five and ten."""
+    """Ten steps, saved after five: settings, curve, and the weights after five and ten."""
     cfg = sharded(RUN, size, mode, run_dir=str(folder / f"{size}-{mode}"))
     return cfg, *ranks(size)(train, cfg, 0, 10, None, 5)[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Elastic
+# --------------------------------------------------------------------------------------------------
+# Resharding: saved on some ranks in one mode, loaded on others in another
 
 
 def source_of(world, cfg):
-    """Five steps, a checkpoint, five more: what was saved, and curve and batch hashes of the steps after it."""
+    """Five steps, a checkpoint, five more. Returns what was saved, and (curve, hashes) after it."""
     model, optimizer = build(world, cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
     take_steps(world, cfg, model, optimizer, range(5))
@@ -114,31 +113,33 @@ def source_of(world, cfg):
     return state, after
 
 
-def go_on(world, cfg, modes, state):
-    """Loaded in one mode after the other: whether every tensor is bit-equal to the saved, and the next five steps."""
+def resume_in_modes(world, cfg, modes, state):
+    """Load in one mode after the other and take five steps.
+
+    Returns for each whether all tensors are bit-equal to those saved, and (curve, hashes).
+    """
     results = []
     for mode in modes:
-        there = sharded(cfg, world.global_size, mode)
-        model, optimizer = build(world, replace(there, seed=1))  # what is not loaded would differ
+        target = sharded(cfg, world.global_size, mode)
+        model, optimizer = build(world, replace(target, seed=1))  # so that unloaded parts differ
         checkpoint.load(checkpoint.latest(cfg.run_dir), model, optimizer)
-        same = equal(everything(model, optimizer), state)
-        results.append((same, take_steps(world, there, model, optimizer, range(5, 10))))
+        is_equal = equal(everything(model, optimizer), state)
+        results.append((is_equal, take_steps(world, target, model, optimizer, range(5, 10))))
     return results
 
 
 def moves(ranks, folder, source, targets):
-    """Save at `source` = (size, mode), go on at each of `targets` = {size: modes}, and compare."""
+    """Save at `source` = (size, mode), resume at each of `targets` = {size: modes}, compare."""
     cfg = sharded(RUN, *source, run_dir=str(folder))
     state, (curve, hashes) = ranks(source[0])(source_of, cfg)[0]
-    assert len(state) == 4 * sum(
-        isinstance(key, str) for key in state
-    )  # weight, two moments and step of each
+    names = [key for key in state if isinstance(key, str)]
+    assert len(state) == 4 * len(names)  # weight, two moments and step of each
     for size, modes in targets.items():
-        for same, (found, found_hashes) in ranks(size)(
-            go_on, replace(cfg, microbatch_size=5), modes, state
-        )[0]:
-            assert same and found_hashes == hashes
-            assert_same_curve(found, curve)
+        other_microbatch = replace(cfg, microbatch_size=5)
+        results = ranks(size)(resume_in_modes, other_microbatch, modes, state)[0]
+        for is_equal, (new_curve, new_hashes) in results:
+            assert is_equal and new_hashes == hashes
+            assert_same_curve(new_curve, curve)
 
 
 @pytest.mark.parametrize(
@@ -148,53 +149,56 @@ def moves(ranks, folder, source, targets):
         pytest.param((2, "DDP"), {4: ["HYBRID_SHARD"]}, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_anywhere(ranks, tmp_path, source, targets):
-    """The same tensors bit by bit, the same batches, the same losses: on other ranks, in other modes and pieces."""
+def test_a_run_resumes_anywhere(ranks, tmp_path, source, targets):
+    """The same tensors bit by bit, batches and losses, on other ranks, modes and microbatches."""
     moves(ranks, tmp_path, source, targets)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", EVERYWHERE, ids=lambda source: f"{source[0]}-{source[1]}")
-def test_a_run_goes_on_anywhere_from_everywhere(ranks, tmp_path, source):
-    """Each of the 20 on each of the 20."""
+def test_a_run_resumes_anywhere_from_everywhere(ranks, tmp_path, source):
+    """From each of the 20 combinations of ranks and mode to each of the 20."""
     moves(ranks, tmp_path, source, dict.fromkeys(SHARD_SIZE, MODES))
 
 
 @pytest.mark.parametrize(
     "size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
 )
-def test_on_as_many_ranks_it_goes_on_bit_by_bit(ranks, tmp_path, size, mode):
+def test_on_as_many_ranks_it_resumes_bit_by_bit(ranks, tmp_path, size, mode):
     cfg, straight, _, weights = saved_at_five(ranks, tmp_path, size, mode)
-    again, _, end = ranks(size)(train, cfg, 5, 10, checkpoint.latest(cfg.run_dir))[0]
-    assert again == straight[5:] and equal(end, weights)
+    resumed, _, end = ranks(size)(train, cfg, 5, 10, checkpoint.latest(cfg.run_dir))[0]
+    assert resumed == straight[5:] and equal(end, weights)
 
 
 @pytest.mark.parametrize(
     "size, mode", [(1, "DDP"), (2, "SHARD_GRAD_OP"), (4, "FULL_SHARD"), (4, "DDP")]
 )
 def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
-    """Five more steps were taken while it was written. `load_model` reads it without any process group."""
+    """Five more steps were taken while it was written. Reading it needs no process group."""
     cfg, _, at_five, at_ten = saved_at_five(ranks, tmp_path, size, mode)
     model = load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
-    found = full_weights(model)
-    assert equal(found, at_five) and not equal(found, at_ten)
-    assert not model.training and model.cfg == replace(
-        MODEL, attn_impl="auto"
-    )  # chosen where it is loaded
+    loaded = full_weights(model)
+    assert equal(loaded, at_five) and not equal(loaded, at_ten)
+    assert not model.training
+    assert model.cfg == replace(MODEL, attn_impl="auto")  # the attention is chosen on loading
     assert not dist.is_initialized()
 
 
-def load_with(world, cfg, found):
-    """The optimizer's settings and its first moments after loading."""
+def load_with(world, cfg, path):
+    """The optimizer's settings before and after loading; Adam's steps and first moments after."""
     model, optimizer = build(world, cfg)
-    before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    checkpoint.load(found, model, optimizer)
-    after = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    steps = [state["step"].item() for state in optimizer.state.values()]
-    moments = [
-        state["exp_avg"].full_tensor().abs().sum().item() for state in optimizer.state.values()
-    ]
-    return before, after, steps, moments
+
+    def settings():
+        groups = optimizer.param_groups
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+    before = settings()
+    checkpoint.load(path, model, optimizer)
+    steps, moments = [], []
+    for state in optimizer.state.values():
+        steps.append(state["step"].item())
+        moments.append(state["exp_avg"].full_tensor().abs().sum().item())
+    return before, settings(), steps, moments
 
 
 def test_settings_given_now_win_over_saved_ones(ranks, tmp_path):
@@ -202,23 +206,25 @@ def test_settings_given_now_win_over_saved_ones(ranks, tmp_path):
     now = replace(cfg, lr=7e-4, beta1=0.8, beta2=0.99, adam_eps=1e-7, decoupled_weight_decay=0.0)
     before, after, steps, moments = ranks(2)(load_with, now, checkpoint.latest(cfg.run_dir))[0]
     assert after == before and after[0]["lr"] == 7e-4 and after[0]["betas"] == (0.8, 0.99)
-    assert set(steps) == {5} and min(moments) > 0  # Adam's own state is the saved one
+    assert set(steps) == {5} and min(moments) > 0  # Adam's state is loaded
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Complete or absent
 
 
 def names(folder) -> list[str]:
+    """What is in the checkpoint folder of a run."""
     return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
 
 
 def save_several(world, cfg, steps, wait=False):
-    """One save after another; what is in the folder after each, as rank 0 sees it."""
+    """One save after another. Returns what is in the folder after each."""
     model, optimizer = build(world, cfg)
-    saver, seen = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every), []
+    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
+    seen = []
     for step in steps:
-        assert saver.settled()  # nothing is in flight
+        assert saver.settled()  # no save is in the background
         saver.save(step, model, optimizer, META)
         deadline = time.monotonic() + 60
         while wait and not saver.settled():
@@ -234,12 +240,8 @@ def save_several(world, cfg, steps, wait=False):
 def test_old_ones_are_removed(ranks, tmp_path, size, wait):
     cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2)
     seen = ranks(size)(save_several, cfg, [8, 9, 10, 200], wait)[0]
-    assert seen == [
-        ["step-8"],
-        ["step-8", "step-9"],
-        ["step-10", "step-9"],
-        ["step-10", "step-200"],
-    ]
+    assert seen[:2] == [["step-8"], ["step-8", "step-9"]]
+    assert seen[2:] == [["step-10", "step-9"], ["step-10", "step-200"]]
     assert checkpoint.latest(tmp_path).name == "step-200"
 
 
@@ -248,35 +250,27 @@ def test_some_are_kept_for_good(ranks, tmp_path):
     cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2, keep_every=10)
     seen = ranks(1)(save_several, cfg, [10, 15, 20, 25, 29])[0]
     for_good = ["step-10", "step-20"]
-    assert seen[2:] == [
-        ["step-10", "step-15", "step-20"],
-        [*for_good, "step-25"],
-        [*for_good, "step-25", "step-29"],
-    ]
+    assert seen[2] == ["step-10", "step-15", "step-20"]
+    assert seen[3] == [*for_good, "step-25"]
+    assert seen[4] == [*for_good, "step-25", "step-29"]
 
 
 def test_a_step_is_not_saved_over_another(ranks, tmp_path):
     """Saving to a path twice is refused, and what was there stays as it was."""
     cfg, _, at_five, _ = saved_at_five(ranks, tmp_path, 1, "FULL_SHARD")
-    with pytest.raises(
-        AssertionError,
-        match="UserError: could not save step 5: .*The last good checkpoint is .*step-5",
-    ):
+    message = "UserError: could not save step 5: .*The last good checkpoint is .*step-5"
+    with pytest.raises(AssertionError, match=message):
         ranks(1)(train, replace(cfg, seed=2), 4, 5, None, 5)
     assert names(cfg.run_dir) == ["step-5"]
-    assert equal(
-        full_weights(load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))), at_five
-    )
+    model = load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
+    assert equal(full_weights(model), at_five)
 
 
 def test_half_a_checkpoint_does_not_count_and_is_swept(ranks, tmp_path):
+    """step-11 is as if another program had copied half of it: it stays."""
     cfg, *_ = saved_at_five(ranks, tmp_path, 2, "FULL_SHARD")
     folder = Path(cfg.run_dir) / "checkpoints"
-    for name in (
-        "step-9.tmp",
-        "step-10.tmp",
-        "step-11",
-    ):  # the last as if another program had copied half of it
+    for name in ("step-9.tmp", "step-10.tmp", "step-11"):
         (folder / name).mkdir()
         (folder / name / "meta.json").write_text("{}")
     (folder / "step-10.tmp" / ".metadata").write_text("written, not yet renamed")
@@ -289,7 +283,7 @@ def test_half_a_checkpoint_does_not_count_and_is_swept(ranks, tmp_path):
     assert names(cfg.run_dir) == ["step-11", "step-5"]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A save that fails
 
 
@@ -301,7 +295,7 @@ def caught(action, *args) -> str:
 
 
 def fail_to_save(world, cfg, spoil, *args):
-    """Step 1 is saved; `spoil` makes step 2 fail, on all ranks alike. What was raised, and the names left."""
+    """Save step 1; let `spoil` make step 2 fail. Returns the error, and the names left."""
     model, optimizer = build(world, cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, 3)
     saver.save(1, model, optimizer, META)
@@ -318,7 +312,7 @@ def fail_to_save(world, cfg, spoil, *args):
         dist.barrier()
         left = names(cfg.run_dir) if Path(cfg.run_dir).exists() else None
         dist.barrier()
-    take_steps(world, cfg, model, optimizer, range(1))  # training can go on
+    take_steps(world, cfg, model, optimizer, range(1))  # training can continue
     if left:
         saver.save(3, model, optimizer, META)  # and so can saving
         saver.finish()
@@ -328,14 +322,13 @@ def fail_to_save(world, cfg, spoil, *args):
 
 
 def failures(ranks, size, folder, spoil, *args) -> str:
-    """What all ranks say; step 1 is still there and nothing of step 2."""
+    """The error, the same on all ranks; step 1 is still there and nothing of step 2."""
     cfg = replace(RUN, run_dir=str(folder))
     answers = ranks(size)(fail_to_save, cfg, spoil, *args)
     assert all(answer == answers[0] for answer in answers)
     text, left = answers[0]
-    assert left == ["step-1"] and text.endswith(
-        f". The last good checkpoint is {folder}/checkpoints/step-1"
-    )
+    assert left == ["step-1"]
+    assert text.endswith(f". The last good checkpoint is {folder}/checkpoints/step-1")
     assert text.startswith("could not save step 2: ") and "\n" not in text
     return text
 
@@ -374,19 +367,17 @@ def save_nan(world, cfg):
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_that_are_not_finite_are_not_saved(ranks, tmp_path, size):
     texts = ranks(size)(save_nan, replace(RUN, run_dir=str(tmp_path)))
-    assert (
-        texts
-        == [
-            "could not save step 2: transformer.wpe.weight holds numbers that are not finite. "
-            f"The last good checkpoint is {tmp_path}/checkpoints/step-1"
-        ]
-        * size
+    message = (
+        "could not save step 2: transformer.wpe.weight holds numbers that are not finite. "
+        f"The last good checkpoint is {tmp_path}/checkpoints/step-1"
     )
+    assert texts == [message] * size
     assert names(tmp_path) == ["step-1"]
 
 
 @contextlib.contextmanager
 def moved_away(world, run_dir):
+    """The run folder has another name."""
     if world.global_rank == 0:
         os.rename(run_dir, run_dir + "-gone")
     yield
@@ -398,16 +389,13 @@ def test_a_folder_that_vanished_is_not_made_again(ranks, tmp_path, size):
     answers = ranks(size)(fail_to_save, cfg, moved_away, cfg.run_dir)
     assert all(answer == answers[0] for answer in answers)
     text, left = answers[0]
-    assert (
-        text.startswith("could not save step 2: ")
-        and "No such file or directory" in text
-        and left is None
-    )
+    assert text.startswith("could not save step 2: ") and "No such file or directory" in text
+    assert left is None
     assert not Path(cfg.run_dir).exists() and names(cfg.run_dir + "-gone") == ["step-1"]
 
 
 def vanish_while_saving(world, cfg):
-    """The folder goes while the thread writes; what every rank raises."""
+    """Remove the folder while the thread writes. Returns what every rank raises."""
     model, optimizer = build(world, cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, 3)
     saver.save(1, model, optimizer, META)
@@ -430,11 +418,8 @@ def disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    if (
-        sys.platform != "linux"
-        or os.geteuid()
-        or subprocess.run(mount, capture_output=True).returncode
-    ):
+    root_on_linux = sys.platform == "linux" and os.geteuid() == 0
+    if not root_on_linux or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
@@ -442,6 +427,7 @@ def disk(tmp_path):
 
 @contextlib.contextmanager
 def filled(world, folder):
+    """300 kB are free on the disk."""
     if world.global_rank == 0:
         (folder / "rest").write_bytes(bytes(shutil.disk_usage(folder).free - 300_000))
     yield
@@ -452,6 +438,7 @@ def filled(world, folder):
 
 @contextlib.contextmanager
 def read_only(world, folder):
+    """The disk can only be read."""
     if world.global_rank == 0:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
     yield
@@ -472,15 +459,14 @@ def save_much(world, folder):
     """A weight larger than any buffer, so that the disk is full in the middle of it."""
     path = folder / "step-1"
     checkpoint.prepare(path, META)
+    state = {"model": {"weight": torch.ones(1000, 10_000)}}
     with pytest.raises(dcp.CheckpointException) as error:
-        dcp.save(
-            {"model": {"weight": torch.ones(1000, 10_000)}}, storage_writer=checkpoint.Writer(path)
-        )
+        dcp.save(state, storage_writer=checkpoint.Writer(path))
     return checkpoint.reason_of(error.value)
 
 
 def test_a_disk_that_is_full_in_the_middle_of_a_weight_is_named(ranks, disk):
-    """Not "unexpected pos 704", which torch.save says then."""
+    """Not "unexpected pos 704", as torch.save reports it."""
     assert ranks(1)(save_much, disk) == ["[Errno 28] No space left on device"]
 
 
@@ -494,7 +480,7 @@ def test_a_run_cannot_start_on_a_read_only_disk(ranks, disk):
         assert "Read-only file system" in text
 
 
-# A model of 5 million parameters, so that a save takes long enough to be caught in the act.
+# 5 million parameters, so that a save takes long enough to be interrupted.
 LARGE = ["--d_model=256", "--n_heads=4", "--n_layers=6", "--vocab_size=1024", "--max_seq_len=16"]
 SMALL = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=257", "--max_seq_len=16"]
 FLAGS = ["--global_batch_size=4", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=64"]
@@ -502,15 +488,9 @@ FLAGS += ["--precision=fp32", "--run_dir=run"]
 
 
 def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
-    """Killed while step-N.tmp is there: the newest complete checkpoint is an older one, and can be read."""
-    flags = [
-        *LARGE,
-        *FLAGS,
-        *flags_for(tiny_data),
-        "--max_steps=100000",
-        "--save_interval=2",
-        "--keep_last=1000",
-    ]
+    """Killed while step-N.tmp is there: the newest complete checkpoint is the one before."""
+    flags = [*LARGE, *FLAGS, *flags_for(tiny_data)]
+    flags += ["--max_steps=100000", "--save_interval=2", "--keep_last=1000"]
     command = [sys.executable, fsdp_train.__file__, *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
@@ -532,7 +512,7 @@ def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
 
 
 def out_of_space(launch, tiny_data, tmp_path):
-    """Two steps and a checkpoint; then again to step 8, but no file may grow beyond 30 kB, as on a full disk."""
+    """Three steps with checkpoints; then more, but no file may exceed 30 kB, as on a full disk."""
     flags = [*SMALL, *FLAGS, *flags_for(tiny_data), "--save_interval=2"]
     first = launch(*flags, "--max_steps=3")
     assert first.returncode == 0, first.stderr
@@ -553,17 +533,16 @@ def test_a_full_disk_ends_the_run_in_one_line(python, tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_ends_with_nan_weights_does_not_publish_them(python, tiny_data, tmp_path):
-    """Weights that were not finite from the beginning: no step is good, and the last is not saved either."""
+    """The initial weights are not finite: no step is good, and the last one is not saved either."""
     flags = [*SMALL, *FLAGS, *flags_for(tiny_data)]
     assert python(*flags, "--max_steps=3").returncode == 0
     model = load.load_model(tmp_path / "run" / "checkpoints" / "step-3", torch.device("cpu"))
     with torch.no_grad():
         model.transformer.norm_f.weight[0] = float("nan")
     hf.export(model, tmp_path / "nan")
-    settings = json.loads((tmp_path / "nan" / "config.json").read_text())
-    (tmp_path / "nan" / "config.json").write_text(
-        json.dumps(settings | {"tokenizer_name": "bytes"})
-    )
+    config_json = tmp_path / "nan" / "config.json"
+    settings = json.loads(config_json.read_text()) | {"tokenizer_name": "bytes"}
+    config_json.write_text(json.dumps(settings))
     more = [f"--init_from={tmp_path / 'nan'}", "--run_dir=other", "--max_steps=3"]
     done = python(*flags, *more)
     assert done.returncode == 2 and "No step was good" in done.stderr
@@ -576,57 +555,46 @@ def test_a_full_disk_ends_the_run_of_four_ranks_in_one_line(torchrun, tiny_data,
     out_of_space(lambda *args, **more: torchrun(4, *args, **more), tiny_data, tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What is there
+# --------------------------------------------------------------------------------------------------
+# Finding checkpoints, and disk space
 
 
 def test_find_takes_a_checkpoint_or_a_run(ranks, tmp_path):
     cfg = replace(RUN, run_dir=str(tmp_path / "run"))
     assert checkpoint.latest(tmp_path / "run") is None
     ranks(1)(save_several, cfg, [9, 10])
-    assert (
-        checkpoint.find(str(tmp_path / "run")).name
-        == "step-10"
-        == checkpoint.latest(tmp_path / "run").name
-    )
+    assert checkpoint.latest(tmp_path / "run").name == "step-10"
+    assert checkpoint.find(str(tmp_path / "run")).name == "step-10"
     older = tmp_path / "run" / "checkpoints" / "step-9"
-    assert checkpoint.find(str(older)) == older and checkpoint.read_meta(older) == {
-        "step": 9,
-        **META,
-        "optimizer": ADAMW,
-    }
+    assert checkpoint.find(str(older)) == older
+    assert checkpoint.read_meta(older) == {"step": 9, **META, "optimizer": ADAMW}
     for nothing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(UserError, match="no checkpoint in"):
             checkpoint.find(str(nothing))
 
 
 def made_up(run, step, **meta):
-    """A checkpoint without tensors: what `choose` looks at."""
+    """A checkpoint without tensors, complete and sound."""
     path = Path(run) / "checkpoints" / f"step-{step}"
     path.mkdir(parents=True)
     (path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
     checkpoint.write_json(path / "meta.json", {"step": step, **META, **meta})
-    files = (".metadata", "meta.json")
-    checkpoint.write_json(
-        path / "checksums.json", {name: checkpoint.checksum(path / name) for name in files}
-    )
+    checksums = {name: checkpoint.checksum(path / name) for name in (".metadata", "meta.json")}
+    checkpoint.write_json(path / "checksums.json", checksums)
     return path
 
 
-@pytest.mark.parametrize("there, more", [(0, 4), (2, 2), (9, 1)])
-def test_space_is_told_and_missing_space_is_warned_of(tmp_path, there, more):
-    """There must be room for keep_last = 3 and the one that is written before the oldest goes."""
+@pytest.mark.parametrize("n_saved, n_needed", [(0, 4), (2, 2), (9, 1)])
+def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
+    """There must be room for keep_last = 3, and for one more before the oldest is removed."""
     run = tmp_path / "run"
-    for step in range(there):
+    for step in range(n_saved):
         made_up(run, step)
     line = checkpoint.space(str(run), 100_000_000, 3)
     assert line.startswith("1.20 GB a checkpoint, ") and line.endswith(f" GB free for {run}")
-    free = shutil.disk_usage(tmp_path).free
-    fits, too_large = (
-        checkpoint.space(str(run), int(free / more / 12 * factor), 3) for factor in (0.9, 1.1)
-    )
-    assert (
-        "WARNING" not in fits
-        and f"WARNING: not enough for {more}: " in too_large
-        and "\n" not in too_large
-    )
+
+    largest = shutil.disk_usage(tmp_path).free / n_needed / 12  # parameters that would fit
+    fits = checkpoint.space(str(run), int(0.9 * largest), 3)
+    too_large = checkpoint.space(str(run), int(1.1 * largest), 3)
+    assert "WARNING" not in fits
+    assert f"WARNING: not enough for {n_needed}: " in too_large and "\n" not in too_large

@@ -1,4 +1,4 @@
-"""config.py: defaults < files < flags, and a mistake is one line that names the source, the key and the fix."""
+"""config.py: defaults < files < flags. An error is one line that names source, key and fix."""
 
 import dataclasses
 import json
@@ -58,31 +58,26 @@ def error(*argv):
     return message
 
 
-def run(*argv, **options):
-    return subprocess.run(
-        [sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=120, **options
-    )
+def run(*argv):
+    """Python with these arguments, in the project's folder."""
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run([sys.executable, *argv], **options)
 
 
-# --- what wins
+# --------------------------------------------------------------------------------------------------
+# Precedence
 
 
 def test_defaults_then_files_then_flags(write):
     first = write("n_layers = 3\nd_model = 64\nlr = 0.1\n", "first.py")
     second = write("d_model = 128\nseed = 7\n", "second.py")
     settings = both("--lr=0.5", first, second, "--seed=9")  # a flag wins wherever it stands
-    assert (settings["n_layers"], settings["d_model"], settings["lr"], settings["seed"]) == (
-        3,
-        128,
-        0.5,
-        9,
-    )
+    given = {"n_layers": 3, "d_model": 128, "lr": 0.5, "seed": 9}
+    assert {key: settings[key] for key in given} == given
     assert both(second, first)["d_model"] == 64  # of two files the later one
     assert both("--seed=1", "--seed=2")["seed"] == 2  # of two flags, too
-    assert (
-        settings["max_seq_len"] == MPTConfig.max_seq_len
-        and settings["run_dir"] == TrainConfig.run_dir
-    )
+    assert settings["max_seq_len"] == MPTConfig.max_seq_len
+    assert settings["run_dir"] == TrainConfig.run_dir
 
 
 def test_without_arguments_the_defaults():
@@ -90,10 +85,10 @@ def test_without_arguments_the_defaults():
 
 
 def test_a_file_may_compute_and_import_and_its_helpers_are_its_own(write):
-    path = write(
-        "import math\n_gpus = 2 ** 3\nmicrobatch_size = int(math.sqrt(16))\nglobal_batch_size = 16 * _gpus\n"
-    )
-    assert (both(path)["microbatch_size"], both(path)["global_batch_size"]) == (4, 128)
+    lines = ["import math", "_gpus = 2 ** 3"]
+    lines += ["microbatch_size = int(math.sqrt(16))", "global_batch_size = 16 * _gpus"]
+    settings = both(write("\n".join(lines)))
+    assert (settings["microbatch_size"], settings["global_batch_size"]) == (4, 128)
 
 
 def test_a_file_may_serve_programs_that_know_fewer_settings(write):
@@ -106,14 +101,14 @@ def test_names_are_unique_over_the_classes():
 
 
 def test_what_is_saved_comes_back():
-    model, train = load(
-        ["--n_layers=3", "--kv_n_heads=4", "--logit_scale=0.5", "--lr=0.1"], MPTConfig, TrainConfig
-    )
+    flags = ["--n_layers=3", "--kv_n_heads=4", "--logit_scale=0.5", "--lr=0.1"]
+    model, train = load(flags, MPTConfig, TrainConfig)
     saved = json.loads(to_json(model, train))
     assert (from_dict(MPTConfig, saved), from_dict(TrainConfig, saved)) == (model, train)
 
 
-# --- unknown names
+# --------------------------------------------------------------------------------------------------
+# Unknown names
 
 
 @pytest.mark.parametrize(
@@ -131,22 +126,19 @@ def test_what_is_saved_comes_back():
     }.items(),
 )
 def test_an_unknown_name_is_answered_with_ours(theirs, ours, write):
-    assert (
-        error(f"--{theirs}=3")
-        == f"unknown key {theirs!r} in the command line, did you mean {ours!r}?"
-    )
+    message = f"unknown key {theirs!r} in the command line, did you mean {ours!r}?"
+    assert error(f"--{theirs}=3") == message
     path = write(f"{theirs} = 3\n")
     assert error(path) == f"unknown key {theirs!r} in {path}, did you mean {ours!r}?"
 
 
 def test_a_name_like_none_of_ours():
-    assert (
-        error("--zzzzzz=1") == "unknown key 'zzzzzz' in the command line, see --help for the names"
-    )
+    message = "unknown key 'zzzzzz' in the command line, see --help for the names"
+    assert error("--zzzzzz=1") == message
 
 
 @pytest.mark.parametrize(
-    "file, flags, same",
+    "file, flags, same_decay",
     [
         ("", ["--lr=2e-4", "--weight_decay=0.1"], "2e-05"),
         ("", ["--weight_decay=0.1", "--lr=2e-4"], "2e-05"),
@@ -157,19 +149,19 @@ def test_a_name_like_none_of_ours():
         ("weight_decay = 0.1\n", ["--lr=2e-4"], "2e-05"),
     ],
 )
-def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same, write):
-    """PyTorch: p *= 1 - lr_t * weight_decay. Here: p *= 1 - (lr_t / lr) * decoupled_weight_decay."""
+def test_weight_decay_is_answered_with_the_same_decay_here(file, flags, same_decay, write):
     message = error(write(file), *flags)
     assert message.startswith("unknown key 'weight_decay' in ")
-    assert message.endswith(f"decoupled_weight_decay={same}")
+    assert message.endswith(f"decoupled_weight_decay={same_decay}")
 
 
-# --- names of before
+# --------------------------------------------------------------------------------------------------
+# Renamed settings
 
 
 @pytest.fixture
 def notes(capsys):
-    """notes() is what went to standard error since it was last called."""
+    """notes() returns what was printed on standard error since the last call."""
     config.say_once.cache_clear()
     return lambda: capsys.readouterr().err
 
@@ -178,13 +170,13 @@ def test_every_renamed_setting_has_one_name_today():
     assert set(config.RENAMED.values()) <= set(FIELDS) and not set(config.RENAMED) & set(FIELDS)
 
 
-def test_an_old_name_on_the_command_line_works_and_is_told_once(notes):
+def test_an_old_name_on_the_command_line_works_and_is_noted_once(notes):
     assert both("--checkpoint_every=2")["recompute_every"] == 2
     assert notes() == "note: checkpoint_every in the command line is called recompute_every now\n"
     assert both("--checkpoint_every=3")["recompute_every"] == 3 and notes() == ""
 
 
-def test_an_old_name_in_a_file_works_and_is_told_once(notes, write):
+def test_an_old_name_in_a_file_works_and_is_noted_once(notes, write):
     path = write("checkpoint_every = 2\n")
     assert both(path)["recompute_every"] == both(path)["recompute_every"] == 2
     assert notes() == f"note: checkpoint_every in {path} is called recompute_every now\n"
@@ -192,7 +184,7 @@ def test_an_old_name_in_a_file_works_and_is_told_once(notes, write):
     assert both(path, write("recompute_every = 5\n", "later.py"))["recompute_every"] == 5
 
 
-def test_only_rank_0_tells_of_an_old_name(notes, monkeypatch):
+def test_only_rank_0_notes_an_old_name(notes, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert both("--checkpoint_every=2")["recompute_every"] == 2 and notes() == ""
 
@@ -204,7 +196,7 @@ def test_an_old_name_is_checked_as_the_new_one(write):
 
 
 def test_old_and_new_name_together_are_an_error(write):
-    words = "sets checkpoint_every and recompute_every, its new name: leave out checkpoint_every"
+    words = "sets checkpoint_every and recompute_every, its new name: remove checkpoint_every"
     assert error("--recompute_every=2", "--checkpoint_every=2") == f"the command line {words}"
     path = write("recompute_every = 2\ncheckpoint_every = 2\n")
     assert error(path) == f"{path} {words}"
@@ -224,20 +216,20 @@ def test_what_was_saved_under_an_old_name_comes_back(notes):
     assert from_dict(MPTConfig, {"checkpoint_every": 2}) == MPTConfig() and notes() == ""
 
 
-def test_saved_settings_that_nobody_knows_are_named_once(notes):
-    """As a newer version or a fork writes them. What checkpoints hold besides is known."""
+def test_unknown_saved_settings_are_named_once(notes):
+    """A newer version or a fork may have saved them. A checkpoint's other keys are known."""
     saved = {"d_model": 64, "n_heads": 2, "lr": 0.1}
     saved |= {"step": 5, "optimizer": "AdamW", "data_fingerprint": "f00"}
     assert from_dict(MPTConfig, saved, "m.json").d_model == 64 and notes() == ""
     for _ in range(2):
         assert from_dict(MPTConfig, saved | {"window": 8, "a\nb": [1]}, "m.json").d_model == 64
     assert notes() == (
-        "warning: m.json has settings that are unknown here and left out: 'window', 'a\\nb'. "
-        "If they decide what the model computes, it is another model here\n"
+        "warning: m.json has unknown settings, which are ignored: 'window', 'a\\nb'. "
+        "If they change the model, its results differ\n"
     )
 
 
-def test_the_settings_of_a_fork_are_no_strangers_to_it(notes):
+def test_a_fork_knows_its_own_settings(notes):
     @dataclasses.dataclass
     class Forked(MPTConfig):
         window: int = 0
@@ -245,7 +237,8 @@ def test_the_settings_of_a_fork_are_no_strangers_to_it(notes):
     assert from_dict(Forked, {"window": 8}).window == 8 and notes() == ""
 
 
-# --- values
+# --------------------------------------------------------------------------------------------------
+# Values
 
 GOOD = [
     ("max_tokens", "1e9", 10**9),
@@ -274,13 +267,13 @@ GOOD = [
 
 @pytest.mark.parametrize("key, text, value", GOOD, ids=[f"{k}={t}" for k, t, _ in GOOD])
 def test_a_flag_is_read_as_the_type_of_its_field(key, text, value):
-    found = both(f"--{key}={text}")[key]
-    assert found == value and type(found) is type(value)
+    parsed = both(f"--{key}={text}")[key]
+    assert parsed == value and type(parsed) is type(value)
 
 
 def test_a_bool_flag_needs_no_value_and_others_do():
     assert both("--alibi")["alibi"] is True
-    assert error("--n_layers") == "--n_layers wants a value: --n_layers=... (a whole number)"
+    assert error("--n_layers") == "--n_layers needs a value: --n_layers=... (a whole number)"
 
 
 BAD_FLAGS = [
@@ -299,10 +292,8 @@ BAD_FLAGS = [
 
 @pytest.mark.parametrize("key, text, wanted", BAD_FLAGS, ids=[f"{k}={t}" for k, t, _ in BAD_FLAGS])
 def test_a_flag_of_the_wrong_type(key, text, wanted):
-    message = error(f"--{key}={text}")
-    assert re.fullmatch(
-        rf"{key} in the command line is .*, expected {re.escape(wanted)}.*", message
-    )
+    pattern = rf"{key} in the command line is .*, expected {re.escape(wanted)}.*"
+    assert re.fullmatch(pattern, error(f"--{key}={text}"))
 
 
 BAD_VALUES = [
@@ -318,9 +309,10 @@ BAD_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "key, value, wanted", BAD_VALUES, ids=[f"{k}={v}" for k, v, _ in BAD_VALUES]
-)
+BAD_VALUE_IDS = [f"{key}={value}" for key, value, _ in BAD_VALUES]
+
+
+@pytest.mark.parametrize("key, value, wanted", BAD_VALUES, ids=BAD_VALUE_IDS)
 def test_a_value_of_the_wrong_type_in_a_file(key, value, wanted, write):
     path = write(f"{key} = {value}\n")
     assert error(path) == f"{key} in {path} is {value}, expected {wanted}"
@@ -328,48 +320,49 @@ def test_a_value_of_the_wrong_type_in_a_file(key, value, wanted, write):
 
 @pytest.mark.parametrize("value, kept", [("1e9", 10**9), ("2", 2)])
 def test_a_whole_float_in_a_file_serves_as_an_int(value, kept, write):
-    found = both(write(f"max_tokens = {value}\n"))["max_tokens"]
-    assert found == kept and type(found) is int
+    max_tokens = both(write(f"max_tokens = {value}\n"))["max_tokens"]
+    assert max_tokens == kept and type(max_tokens) is int
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--d_model=100", "--n_heads=16"], "d_model 100 is not a multiple of n_heads 16"),
-        (["--kv_n_heads=3"], "n_heads 16 is not a multiple of kv_n_heads 3"),
-        (["--n_layers=0"], "n_layers must be from 1 to 10,000, not 0"),
-        (["--resid_pdrop=1"], "resid_pdrop must be from 0 to 0.99, not 1.0"),
-        (["--max_steps=50"], "warmup_steps 100 must be below max_steps 50"),
-        (["--val_fraction=1"], "val_fraction must be from 1e-09 to 0.5, not 1.0"),
-        (["--lr=nan"], "lr in the command line is nan, expected a number"),
-        (["--grad_clip=-1"], "grad_clip must be from 0 to 1,000,000, not -1.0"),
-        (["--global_batch_size=0"], "global_batch_size must be from 1 to 1,000,000, not 0"),
-        (
-            ["--d_model=10", "--n_heads=1", "--expansion_ratio=0.01"],
-            "expansion_ratio 0.01 leaves no hidden width",
-        ),
-        (
-            ["--d_model=1e6", "--n_layers=9999"],
-            "the model has 1e+17 parameters, expected at most 1e+13",
-        ),
-        (["--run_dir="], "run_dir is '', expected the name of a folder, such as runs/NAME"),
-        (["--run_dir= "], "run_dir is ' ', expected the name of a folder, such as runs/NAME"),
-        (
-            ["--run_dir=a\0b"],
-            r"run_dir is 'a\x00b', expected the name of a folder, such as runs/NAME",
-        ),
-        (
-            [f"--run_dir={__file__}"],
-            f"run_dir {__file__} is there and no folder: set another --run_dir",
-        ),
-        (
-            ["--run_dir=/dev/null"],
-            "run_dir /dev/null is there and no folder: set another --run_dir",
-        ),
-    ],
-)
-def test_values_that_do_not_go_together(flags, message):
-    assert error(*flags) == message
+FOLDER_NAME = "expected the name of a folder, such as runs/NAME"
+CONTRADICTIONS = {
+    "--d_model=100 --n_heads=16": "d_model 100 is not a multiple of n_heads 16",
+    "--kv_n_heads=3": "n_heads 16 is not a multiple of kv_n_heads 3",
+    "--rope --alibi": "rope and alibi both encode positions: set only one of them",
+    "--rope --d_model=9 --n_heads=3": (
+        "rope rotates pairs of channels: head dim 3 is odd, change n_heads"
+    ),
+    "--attn_impl=flex --attn_pdrop=0.1": "attn_impl=flex has no dropout: set attn_pdrop=0",
+    "--attn_impl=triton --n_heads=8": (
+        "attn_impl=triton has head dims up to 128, not 256: use sdpa, or more heads"
+    ),
+    "--n_layers=0": "n_layers must be from 1 to 10,000, not 0",
+    "--resid_pdrop=1": "resid_pdrop must be from 0 to 0.99, not 1.0",
+    "--max_steps=50": "warmup_steps 100 must be below max_steps 50",
+    "--val_fraction=1": "val_fraction must be from 1e-09 to 0.5, not 1.0",
+    "--lr=nan": "lr in the command line is nan, expected a number",
+    "--grad_clip=-1": "grad_clip must be from 0 to 1,000,000, not -1.0",
+    "--global_batch_size=0": "global_batch_size must be from 1 to 1,000,000, not 0",
+    "--d_model=10 --n_heads=1 --expansion_ratio=0.01": (
+        "expansion_ratio 0.01 leaves the feed-forward no hidden width"
+    ),
+    "--d_model=1e6 --n_layers=9999": "the model has 1e+17 parameters, expected at most 1e+13",
+    "--icl_interval=5": "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl",
+    "--skip_steps=5:5": ("skip_steps takes ranges such as 120:140, which is 120 to 139, not '5:5'"),
+    "--run_dir=": f"run_dir is '', {FOLDER_NAME}",
+    "--run_dir=a\0b": rf"run_dir is 'a\x00b', {FOLDER_NAME}",
+    f"--run_dir={__file__}": f"run_dir {__file__} is not a folder: set another --run_dir",
+    "--run_dir=/dev/null": "run_dir /dev/null is not a folder: set another --run_dir",
+}
+
+
+@pytest.mark.parametrize("flags", CONTRADICTIONS)
+def test_values_that_do_not_go_together(flags):
+    assert error(*flags.split(" ")) == CONTRADICTIONS[flags]
+
+
+def test_a_run_folder_of_spaces_is_no_name():
+    assert error("--run_dir= ") == f"run_dir is ' ', {FOLDER_NAME}"
 
 
 NUMBERS = {
@@ -387,30 +380,21 @@ def test_every_number_has_a_range_and_a_default_within():
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_is_finite_and_in_its_range(name, write):
-    """In flags, in files, in what was saved; at once, however large it is."""
+    """In flags, in files and in saved settings; fast, however large the number is."""
     low, high = RANGES[name]
-    for text in (
-        "nan",
-        "inf",
-        "-inf",
-        "1e400",
-        "1e300",
-        "-1e300",
-        str(low - 1),
-        str(2 * high),
-        HUGE,
-        f"-{HUGE}",
-        "9" * 400,
-    ):
-        assert error(f"--{name}={text}").startswith(
-            (f"{name} must be from ", f"{name} in the command line is ")
-        )
+    texts = ["nan", "inf", "-inf", "1e400", "1e300", "-1e300", str(low - 1), str(2 * high)]
+    texts += [HUGE, f"-{HUGE}", "9" * 400]
+    out_of_range = f"{name} must be from "
+    for text in texts:
+        wrong_type = f"{name} in the command line is "
+        assert error(f"--{name}={text}").startswith((out_of_range, wrong_type))
+
     path = write(f"{name} = 10 ** 5000\n")
-    assert error(path).startswith(
-        (f"{name} must be from ", f"{name} in {path} is a number of 5000 digits, expected")
-    )
+    wrong_type = f"{name} in {path} is a number of 5000 digits, expected"
+    assert error(path).startswith((out_of_range, wrong_type))
+
+    cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
     for value in (math.nan, math.inf, -math.inf, low - 1, 2 * high, 10**5000):
-        cls = MPTConfig if name in get_type_hints(MPTConfig) else TrainConfig
         with pytest.raises(UserError, match=f"^{name} must be from"):
             cls(**{name: value}).check()
         with pytest.raises(UserError, match=f"^{name} (must be from|in x/meta.json is) "):
@@ -430,23 +414,24 @@ def test_the_ends_of_a_range_belong_to_it(name):
         check_ranges(types.SimpleNamespace(**others))
 
 
-def test_what_is_saved_is_checked_as_well():
-    for values, message in [
-        ({"d_model": "64"}, "d_model in m.json is '64', expected a whole number"),
-        ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
-        ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
-        (
-            {"attn_impl": {}},
-            "attn_impl in m.json is {}, expected one of: auto, reference, blocks, sdpa, flex, triton",
-        ),
-        ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3"),
-    ]:
-        with pytest.raises(UserError) as caught:
-            from_dict(MPTConfig, values, "m.json")
-        assert str(caught.value) == message
+WRONG_SAVED = [
+    ({"d_model": "64"}, "d_model in m.json is '64', expected a whole number"),
+    ({"d_model": None}, "d_model in m.json is None, expected a whole number"),
+    ({"alibi": [1]}, "alibi in m.json is [1], expected true or false"),
+    ({"norm_type": {}}, "norm_type in m.json is {}, expected one of: low_precision_layernorm, "),
+    ({"n_heads": 3}, "d_model 2048 is not a multiple of n_heads 3 (in m.json)"),
+    ({"n_layers": 0}, "n_layers must be from 1 to 10,000, not 0 (in m.json)"),
+]
 
 
-# --- files
+@pytest.mark.parametrize("values, message", WRONG_SAVED)
+def test_what_is_saved_is_checked_as_well(values, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
+        from_dict(MPTConfig, values, "m.json")
+
+
+# --------------------------------------------------------------------------------------------------
+# Config files
 
 
 def test_a_file_that_looks_like_yaml(write):
@@ -480,38 +465,30 @@ def test_control_c_in_a_file_is_control_c(write):
 def test_a_file_that_loops_is_named(write):
     """In a real process, which Ctrl-C ends."""
     path = write("while True:\n    pass\n")
-    program = "import config; config.PATIENCE = 0.1; config.run(lambda argv: config.load(argv, config.TrainConfig))"
-    looping = subprocess.Popen(
-        [sys.executable, "-c", program, path], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    assert (
-        looping.stderr.readline()
-        == f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
-    )
+    program = "import config; config.SLOW_FILE_SECONDS = 0.1; config.run(config.main)"
+    command = [sys.executable, "-c", program, path]
+    looping = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    line = f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
+    assert looping.stderr.readline() == line
     looping.send_signal(signal.SIGINT)
     assert looping.wait(30) == 130
 
 
 def test_a_file_that_raises(write):
     path = write("n_layers = 1 // 0\n")
-    assert (
-        error(path) == f"{path} does not run: ZeroDivisionError: integer division or modulo by zero"
-    )
+    reason = "ZeroDivisionError: integer division or modulo by zero"
+    assert error(path) == f"{path} does not run: {reason}"
     path = write("n_layers = = 1\n")
     assert error(path).startswith(f"{path} does not run: SyntaxError")
 
 
 def test_a_file_that_is_not_there(write, tmp_path):
-    near = write("", "mpt1b.py")
+    similar = write("", "mpt1b.py")
     wrong = str(tmp_path / "mpt1bb.py")
-    assert (
-        error(wrong)
-        == f"no config file {wrong!r} (flags are written --key=value), did you mean {near}?"
-    )
-    assert error("3").startswith(
-        "no config file '3' (flags are written --key=value)"
-    )  # --n_layers 3
-    assert error(str(tmp_path / "nowhere" / "x.py")).endswith("(flags are written --key=value)")
+    syntax = "(flags are written --key=value)"
+    assert error(wrong) == f"no config file {wrong!r} {syntax}, did you mean {similar}?"
+    assert error("3").startswith(f"no config file '3' {syntax}")  # from `--n_layers 3`
+    assert error(str(tmp_path / "nowhere" / "x.py")).endswith(syntax)
 
 
 def test_the_nearest_file_in_configs(monkeypatch):
@@ -528,7 +505,8 @@ def test_every_sharding_mode_says_what_it_shards_and_when():
     assert late == ["ZERO1", "DDP"]
 
 
-# --- real processes
+# --------------------------------------------------------------------------------------------------
+# --help
 
 
 def test_help_lists_every_field_with_its_default_and_comment():
@@ -536,23 +514,55 @@ def test_help_lists_every_field_with_its_default_and_comment():
     source = (ROOT / "config.py").read_text()
     for name, field in FIELDS.items():
         (comment,) = re.findall(rf"^    {name}: .*?  # (.*)$", source, re.MULTILINE)
-        assert re.search(
-            rf"^  --{name}={re.escape(str(field.default))} +{re.escape(comment)}$",
-            text,
-            re.MULTILINE,
-        ), name
+        line = rf"^  --{name}={re.escape(str(field.default))} +{re.escape(comment)}$"
+        assert re.search(line, text, re.MULTILINE), name
     assert "[one of: FULL_SHARD, SHARD_GRAD_OP, HYBRID_SHARD, ZERO1, DDP]" in text
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Programs that take something else than config files
+def test_help_shows_every_setting_under_its_group():
+    groups = {}  # first word of a heading -> its settings
+    for line in config.help_text(MPTConfig, TrainConfig).splitlines():
+        if match := re.match(r"(\w+)\b", line):
+            group = groups.setdefault(match[1], [])
+        if match := re.match(r"  --(\w+)=", line):
+            group.append(match[1])
+    owners = "model data batch optimizer machine evaluation saving lifecycle".split()
+    assert [name for name, settings in groups.items() if settings] == owners
+    assert sum(groups.values(), []) == list(FIELDS)  # in the order of the dataclasses
+    assert groups["batch"] == ["global_batch_size", "microbatch_size", "max_steps"]
+
+
+@dataclasses.dataclass
+class Wrapped:
+    """A class whose lines a formatter has broken, and one field without a comment."""
+
+    # fmt: off
+    one: str = (
+        "1"  # the first
+    )
+    # fmt: on
+    two: int = 2
+    # --- the rest
+    three: int = 3  # the third
+
+    def method(self):
+        pass  # not a field's comment
+
+
+def test_help_finds_comments_wherever_they_are():
+    text = config.help_text(Wrapped)
+    assert re.search(r"--one=1 +the first\n  --two=2 +\n\nthe rest\n  --three=3 +the third$", text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs that take something other than config files
 
 
 @dataclasses.dataclass
 class Texts:
     """Texts to write."""
 
-    prompt: list[str] = dataclasses.field(default_factory=list)  # what to go on from
+    prompt: list[str] = dataclasses.field(default_factory=list)  # how the text begins
     n: int = 3  # tokens
     quiet: bool = False  # say nothing
 
@@ -560,10 +570,9 @@ class Texts:
 def test_a_program_may_take_something_else_than_config_files():
     words, texts = load(["runs/a", "--n=5", "runs/b"], Texts, takes="RUN ...")
     assert words == ["runs/a", "runs/b"] and texts == Texts(n=5)
+    usage = r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"
     for argv in ([], ["a", "b"]):
-        with pytest.raises(
-            UserError, match=r"^usage: python .* RUN \[--key=value \.\.\.\] \(--help lists"
-        ):
+        with pytest.raises(UserError, match=usage):
             load(argv, Texts, takes="RUN")
 
 
@@ -591,47 +600,40 @@ def test_a_config_file_may_hold_a_list(tmp_path):
 def test_a_flag_without_its_value_is_answered_with_what_to_write(argv, meant):
     with pytest.raises(UserError) as error:
         load(argv, Texts, takes="RUN")
-    assert str(error.value).endswith(f" wants a value: {meant}")
+    assert str(error.value).endswith(f" needs a value: {meant}")
 
 
 def test_a_value_may_stand_behind_a_space_where_no_config_files_are_taken():
-    words, texts = load(
-        ["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"],
-        Texts,
-        takes="RUN",
-    )
-    assert words == ["RUN"] and (texts.n, texts.prompt, texts.quiet) == (
-        5,
-        ["def main(", "-x"],
-        True,
-    )
+    argv = ["--n", "5", "RUN", "--quiet", "--prompt", "def main(", "--prompt", "-x"]
+    words, texts = load(argv, Texts, takes="RUN")
+    assert words == ["RUN"] and texts == Texts(prompt=["def main(", "-x"], n=5, quiet=True)
 
 
 def test_help_names_config_files_only_where_they_are_taken(capsys):
-    for takes, begin in (
-        ("RUN", "settings: --key=value\n"),
-        (None, "settings: --key=value, or key = value in a"),
-    ):
+    without_files, with_files = "--key=value\n", "--key=value, or key = value in a"
+    for takes, syntax in (("RUN", without_files), (None, with_files)):
         with pytest.raises(SystemExit):
             load(["--help"], Texts, takes=takes)
-        shown = capsys.readouterr().out
-        assert begin in shown and re.search(r"--prompt= +what to go on from\n", shown)
+        text = capsys.readouterr().out
+        assert f"settings: {syntax}" in text
+        assert re.search(r"--prompt= +how the text begins\n", text)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+UNKNOWN_KEY = "error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?"
 
 
 def test_a_mistake_is_one_line_and_exit_status_2():
     result = run("config.py", "--n_layer=3")
     assert result.returncode == 2 and result.stdout == ""
-    assert (
-        result.stderr
-        == "error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?\n"
-    )
+    assert result.stderr == f"{UNKNOWN_KEY}\n"
 
 
 def test_config_imports_no_torch():
-    """A wrong flag is answered at once: importing torch takes seconds."""
+    """So a wrong flag is reported without delay: importing torch takes seconds."""
     result = run("-c", "import sys, config; print('torch' in sys.modules, 'numpy' in sys.modules)")
     assert result.stdout == "False False\n"
 
@@ -640,7 +642,5 @@ def test_config_imports_no_torch():
 def test_under_torchrun_it_is_said_once(torchrun):
     result = torchrun(2, "--n_layer=3")
     assert result.returncode != 0
-    lines = [
-        line for line in result.stderr.splitlines() if "n_layer" in line or "config.load" in line
-    ]
-    assert lines == ["error: unknown key 'n_layer' in the command line, did you mean 'n_layers'?"]
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if "n_layer" in line or "config.load" in line] == [UNKNOWN_KEY]

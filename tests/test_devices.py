@@ -11,9 +11,8 @@ import torch
 import devices
 from config import UserError
 
-FIGURES = (
-    Path(__file__).parent / "accelerators.csv"
-)  # vendors' datasheets and product pages, collected apart from ours
+# Vendors' datasheets and product pages, collected independently of devices.TABLE.
+FIGURES = Path(__file__).parent / "accelerators.csv"
 
 REPORTED = [  # name, arch, units that torch reports, GiB, bf16 TFLOP/s
     ("NVIDIA A100-SXM4-40GB", "8.0", 108, 39.4, 312),
@@ -59,12 +58,7 @@ def test_a_reported_device_has_its_peak(name, arch, units, memory, tflops):
 UNKNOWN = [
     ("NVIDIA GeForce RTX 4090 Laptop GPU", "8.9", 76, 16),
     ("NVIDIA GeForce RTX 3090 Ti", "8.6", 84, 24),
-    (
-        "NVIDIA L40",
-        "8.9",
-        142,
-        44.5,
-    ),  # shares everything but the name with the L40S, and has half its peak
+    ("NVIDIA L40", "8.9", 142, 44.5),  # an L40S but for the name, with half its peak
     ("NVIDIA GB300", "10.3", 152, 288),
     ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "9.0", 16, 9.8),
     ("", "gfx950", 256, 288),  # an MI350X or an MI355X
@@ -84,27 +78,23 @@ def test_v100_is_known_and_has_no_bf16_peak():
 
 
 def test_units_times_clock_for_an_amd_device_without_a_row():
-    assert devices.lookup("AMD Instinct MI308X", "gfx942", 80).bf16_tflops == pytest.approx(
-        80 * 2100 * 2048 / 1e6
-    )
-    assert devices.lookup("", "gfx1101", 30, 16, clock_mhz=2430).bf16_tflops == pytest.approx(
-        74.6, rel=2e-3
-    )
-    assert devices.lookup("", "gfx950", 256, 288, clock_mhz=2400).bf16_tflops == pytest.approx(
-        2516.6, rel=2e-3
-    )
+    mi308x = devices.lookup("AMD Instinct MI308X", "gfx942", 80)
+    assert mi308x.bf16_tflops == pytest.approx(80 * 2100 * 2048 / 1e6)
+    radeon = devices.lookup("", "gfx1101", 30, 16, clock_mhz=2430)
+    assert radeon.bf16_tflops == pytest.approx(74.6, rel=2e-3)
+    mi355x = devices.lookup("", "gfx950", 256, 288, clock_mhz=2400)
+    assert mi355x.bf16_tflops == pytest.approx(2516.6, rel=2e-3)
 
 
 def test_the_tables_amd_peaks_equal_units_times_clock():
     for row in devices.TABLE:
         per_clock, clock = devices.PER_CLOCK.get(row.arch, (0, 0))
         if clock:
-            assert row.bf16_tflops == pytest.approx(
-                row.units * clock * per_clock / 1e6, rel=2e-3
-            ), row.name
+            peak = row.units * clock * per_clock / 1e6
+            assert row.bf16_tflops == pytest.approx(peak, rel=2e-3), row.name
 
 
-NAMES = {  # in the collected table: here, where they differ
+NAMES = {  # {name in the collected table: names in ours}, if they differ
     "V100-SXM2 16/32GB": ("V100 SXM 16GB", "V100 SXM 32GB"),
     "A100-40GB SXM": ("A100 SXM 40GB",),
     "A100-80GB SXM": ("A100 SXM 80GB",),
@@ -121,84 +111,82 @@ NAMES = {  # in the collected table: here, where they differ
 
 
 def test_every_figure_equals_the_collected_table():
-    """Where that gives two sizes (16/32 GB) ours is among them; of a range (170-192 W) ours is the upper end."""
-    ours, compared = (
-        {row.name: row for row in devices.TABLE},
-        {"H200 NVL"},
-    )  # that one is in the H200's note
+    ours = {row.name: row for row in devices.TABLE}
+    compared = {"H200 NVL"}  # it is in the H200's note
     for row in csv.DictReader(FIGURES.open()):
-        for name in () if "(card)" in row["name"] else NAMES.get(row["name"], (row["name"],)):
-            device = ours[name]
+        if "(card)" in row["name"]:
+            continue
+        for name in NAMES.get(row["name"], (row["name"],)):
+            require_equal(ours[name], row)
             compared.add(name)
-            assert device.arch == row["gcnArch_or_cc"] and device.units == int(
-                row["cu_or_sm_per_torch_device"] or 0
-            )
-            assert (device.bf16_tflops or 0) == float(row["dense_bf16_tflops"]), name
-            assert (device.fp16_tflops or 0) == float(row["dense_fp16_tflops"]), name
-            assert f"{device.memory_gb:g}" in row["hbm_gb"].split("/"), name
-            assert device.bandwidth_gbs == float(row["bw_gbs"]), name
-            watts = re.match(r"(?:\d+-)?(\d+)", row["tdp_w"])
-            assert device.watts == (float(watts[1]) if watts else None), name
-            assert 2 * (device.link_gbs or 0) == (
-                200 if device.per_card == 2 else float(row["interconnect_gbs_bidir"])
-            )
-            assert row["vendor"] == "Google" or row_of_a_name_found(
-                device, row["device_name_strings"]
-            ), name
     assert compared == set(ours)
 
 
-def row_of_a_name_found(device, names: str) -> bool:
-    """Whether a reported name (`A|B|(a remark)`) of this device leads to it, and none to another peak."""
-    found = [
-        devices.lookup(name, device.arch, device.units, device.memory_gb)
-        for name in names.split("|")
-    ]
-    return device in found and all(
-        f.fp16_tflops == pytest.approx(device.fp16_tflops, rel=5e-4) for f in found if f
-    )
+def require_equal(device, row: dict) -> None:
+    """row: of the collected table. Of two sizes (16/32 GB) either; of a range of watts the end."""
+    name = device.name
+    assert device.arch == row["gcnArch_or_cc"], name
+    assert device.units == int(row["cu_or_sm_per_torch_device"] or 0), name
+    assert (device.bf16_tflops or 0) == float(row["dense_bf16_tflops"]), name
+    assert (device.fp16_tflops or 0) == float(row["dense_fp16_tflops"]), name
+    assert f"{device.memory_gb:g}" in row["hbm_gb"].split("/"), name
+    assert device.bandwidth_gbs == float(row["bw_gbs"]), name
+    watts = re.match(r"(?:\d+-)?(\d+)", row["tdp_w"])
+    assert device.watts == (float(watts[1]) if watts else None), name
+
+    both_ways = 200 if device.per_card == 2 else float(row["interconnect_gbs_bidir"])
+    assert 2 * (device.link_gbs or 0) == both_ways, name
+    if row["vendor"] != "Google":
+        require_found_by_name(device, row["device_name_strings"])
+
+
+def require_found_by_name(device, names: str) -> None:
+    """One of its reported names (`A|B|(a remark)`) finds the device, and none another peak."""
+    found = []
+    for name in names.split("|"):
+        found.append(devices.lookup(name, device.arch, device.units, device.memory_gb))
+    assert device in found, device.name
+    for other in filter(None, found):
+        assert other.fp16_tflops == pytest.approx(device.fp16_tflops, rel=5e-4), device.name
 
 
 def test_a_card_is_two_torch_devices_and_says_so():
     for name, peak in (("mi250", 362.1), ("mi250x", 383)):
         gcd = devices.by_name(name)
-        assert (
-            gcd.per_card == 2
-            and gcd.per_card * gcd.bf16_tflops == pytest.approx(peak)
-            and gcd.watts == 560 / 2
-        )
+        assert gcd.per_card == 2
+        assert gcd.per_card * gcd.bf16_tflops == pytest.approx(peak)
+        assert gcd.watts == 560 / 2
         with pytest.raises(UserError, match=f"'{name} card' is 2 torch devices: say {name} "):
             devices.by_name(f"{name} card")
-    assert (
-        devices.by_name("mi300x").per_card == 1 and devices.by_name("mi300x card").name == "MI300X"
-    )
+    assert devices.by_name("mi300x").per_card == 1
+    assert devices.by_name("mi300x card").name == "MI300X"
 
 
 def test_a_partition_has_its_share_and_no_known_link():
-    whole, part = devices.by_name("mi300x"), devices.lookup("AMD Instinct MI300X", "gfx942", 38)
+    whole = devices.by_name("mi300x")
+    part = devices.lookup("AMD Instinct MI300X", "gfx942", 38)
     assert (part.memory_gb, part.watts, part.per_card, part.link_gbs) == (192 / 8, 750 / 8, 8, None)
     assert part.fp16_tflops == part.bf16_tflops == whole.fp16_tflops / 8
 
 
 def test_what_matmuls_reach_is_below_the_peak_or_unknown():
-    reach = {
-        text: devices.by_name(text).reachable
-        for text in ("a100", "h100", "mi300x", "mi250x", "b200", "tpu-v4")
-    }
-    assert reach == {
-        "a100": 0.87,
-        "h100": 0.80,
-        "mi300x": 0.51,
-        "mi250x": 0.72,
-        "b200": None,
-        "tpu-v4": None,
-    }
+    measured = {"a100": 0.87, "h100": 0.80, "mi300x": 0.51, "mi250x": 0.72}
+    unknown = {"b200": None, "tpu-v4": None}
+    for name, share in (measured | unknown).items():
+        assert devices.by_name(name).reachable == share, name
 
 
 @pytest.mark.parametrize("text, name", [
-    ("mi250", "MI250 GCD"), ("MI250X", "MI250X GCD"), ("mi300x", "MI300X"), ("a100", "A100 SXM 80GB"),
-    ("h100", "H100 SXM"), ("h100-nvl", "H100 NVL"), ("A100 PCIe 40GB", "A100 PCIe 40GB"), ("7900_xtx", "RX 7900 XTX"),
-    ("tpu-v5p", "TPU v5p"), ("mi250x-gcd", "MI250X GCD"),
+    ("mi250", "MI250 GCD"),
+    ("MI250X", "MI250X GCD"),
+    ("mi300x", "MI300X"),
+    ("a100", "A100 SXM 80GB"),
+    ("h100", "H100 SXM"),
+    ("h100-nvl", "H100 NVL"),
+    ("A100 PCIe 40GB", "A100 PCIe 40GB"),
+    ("7900_xtx", "RX 7900 XTX"),
+    ("tpu-v5p", "TPU v5p"),
+    ("mi250x-gcd", "MI250X GCD"),
 ])  # fmt: skip
 def test_names_on_a_command_line(text, name):
     assert devices.by_name(text).name == name
@@ -215,31 +203,16 @@ def test_a_misspelt_name_gets_the_nearest_ones():
 
 
 def test_of_reads_the_properties_that_torch_reports(monkeypatch):
-    mi250 = SimpleNamespace(
-        name="",
-        gcnArchName="gfx90a:sramecc+:xnack-",
-        multi_processor_count=104,
-        total_memory=64 * 2**30,
-    )
-    h100 = SimpleNamespace(
-        name="NVIDIA H100 80GB HBM3",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=79 * 2**30,
-    )
-    mi100 = SimpleNamespace(
-        name="AMD Instinct MI100",
-        gcnArchName="gfx908",
-        multi_processor_count=120,
-        total_memory=32 * 2**30,
-    )
+    def properties_of(name: str, units: int, gib: int, **arch) -> SimpleNamespace:
+        memory = gib * 2**30
+        return SimpleNamespace(name=name, multi_processor_count=units, total_memory=memory, **arch)
+
+    mi250 = properties_of("", 104, 64, gcnArchName="gfx90a:sramecc+:xnack-")
+    h100 = properties_of("NVIDIA H100 80GB HBM3", 132, 79, major=9, minor=0)
+    mi100 = properties_of("AMD Instinct MI100", 120, 32, gcnArchName="gfx908")
     cuda = torch.device("cuda", 0)
-    for properties, hip, tflops in (
-        (mi250, "6.4.4", 181.05),
-        (h100, None, 989.4),
-        (mi100, "6.4.4", 92.3),
-    ):
+    cases = [(mi250, "6.4.4", 181.05), (h100, None, 989.4), (mi100, "6.4.4", 92.3)]
+    for properties, hip, tflops in cases:
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, p=properties: p)
         assert devices.of(cuda).bf16_tflops == tflops
@@ -266,11 +239,12 @@ def test_the_demonstration_prints_every_row(capsys):
 def test_this_gpu_is_known_and_reaches_a_plausible_share_of_its_peak():
     device = torch.device("cuda", 0)
     peak = devices.peak_flops("auto", device, torch.bfloat16)
-    assert peak is None or 0.3 * peak < devices.measure_peak(device, torch.bfloat16) < 1.02 * peak
+    if peak is not None:
+        assert 0.3 * peak < devices.measure_peak(device, torch.bfloat16) < 1.02 * peak
 
 
 def test_published_powers_and_figures_are_of_rows_of_the_table():
-    """A node draws more than its boards, twice as much at most; a card does not beat its peak."""
+    """A node draws more than its boards, at most 2.1 times as much. No card beats its peak."""
     for name, watts in devices.NODE_WATTS.items():
         rows = [row for row in devices.TABLE if row.name.startswith(name)]
         assert rows and all(row.watts < watts < 2.1 * row.watts for row in rows), name

@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
 TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
 
-SIZES = {  # d_model, heads, layers, parameters with learned positions and biases, with ALiBi and no bias
+# {size: (d_model, heads, layers, parameters with learned positions and biases,
+#         parameters with ALiBi and no bias)}
+SIZES = {
     "125m": (768, 12, 12, 125_311_488, 123_636_480),
     "350m": (1024, 16, 24, 355_985_408, 353_616_896),
     "760m": (1536, 12, 24, 760_470_528, 756_917_760),
@@ -37,6 +39,7 @@ SIZES = {  # d_model, heads, layers, parameters with learned positions and biase
 
 
 def mpt(size: str, **more) -> MPTConfig:
+    """One of MPT's sizes, with other settings if given."""
     d, heads, layers, *_ = SIZES[size]
     return MPTConfig(d_model=d, n_heads=heads, n_layers=layers, **more)
 
@@ -49,9 +52,16 @@ def test_parameters_of_the_nine_sizes(size):
 
 def test_parameters_with_grouped_heads_qk_norms_and_an_untied_head():
     cfg = MPTConfig(
-        d_model=8, n_heads=4, n_layers=2, expansion_ratio=3, max_seq_len=16, vocab_size=32,
-        kv_n_heads=2, qk_ln=True, tie_word_embeddings=False,
-    )  # fmt: skip
+        d_model=8,
+        n_heads=4,
+        n_layers=2,
+        expansion_ratio=3,
+        max_seq_len=16,
+        vocab_size=32,
+        kv_n_heads=2,
+        qk_ln=True,
+        tie_word_embeddings=False,
+    )
     assert flops.params_by_part(cfg) == {
         "wte": 32 * 8,
         "wpe": 16 * 8,
@@ -79,34 +89,38 @@ def test_parameters_of_every_config_are_those_of_the_model(path):
 
 @st.composite
 def shapes(draw) -> MPTConfig:
-    """Models of any shape, small."""
-    head_dim, groups, kv = draw(st.integers(1, 8)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    flags = {
-        name: draw(st.booleans()) for name in ("alibi", "no_bias", "qk_ln", "tie_word_embeddings")
-    }
+    """Small models of any shape."""
+    head_dim = draw(st.integers(1, 8))
+    groups = draw(st.integers(1, 3))
+    kv_heads = draw(st.integers(1, 3))
+    flag_names = ("alibi", "no_bias", "qk_ln", "tie_word_embeddings")
+    flags = {name: draw(st.booleans()) for name in flag_names}
     return MPTConfig(
-        d_model=head_dim * groups * kv, n_heads=groups * kv, kv_n_heads=kv, n_layers=draw(st.integers(1, 4)),
-        expansion_ratio=draw(st.integers(1, 5)), max_seq_len=draw(st.integers(1, 64)),
-        vocab_size=draw(st.integers(1, 99)), **flags,
-    )  # fmt: skip
+        d_model=head_dim * groups * kv_heads,
+        n_heads=groups * kv_heads,
+        kv_n_heads=kv_heads,
+        n_layers=draw(st.integers(1, 4)),
+        expansion_ratio=draw(st.integers(1, 5)),
+        max_seq_len=draw(st.integers(1, 64)),
+        vocab_size=draw(st.integers(1, 99)),
+        **flags,
+    )
 
 
 @given(shapes())
 @settings(max_examples=25, deadline=None)
 def test_parameters_by_part_are_those_of_the_model(cfg):
     with torch.device("meta"):
-        state = dict(MPT(cfg).named_parameters())
+        sizes = {name: p.numel() for name, p in MPT(cfg).named_parameters()}
     parts = flops.params_by_part(cfg)
-    for name in ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "lm_head"):
-        assert parts[name] == sum(
-            p.numel() for key, p in state.items() if f"{name}.weight" in key
-        ), name
-    assert parts["biases"] == sum(p.numel() for key, p in state.items() if key.endswith("bias"))
-    assert flops.n_params(cfg) == sum(p.numel() for p in state.values())
+    for part in ("wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "lm_head"):
+        assert parts[part] == sum(n for name, n in sizes.items() if f"{part}.weight" in name), part
+    assert parts["biases"] == sum(n for name, n in sizes.items() if name.endswith("bias"))
+    assert flops.n_params(cfg) == sum(sizes.values())
 
 
-# LLM Foundry's throughput tables (scripts/train/benchmarking): size, sequence, peak TFLOP/s, checkpointing,
-# TFLOP/s a GPU, MFU %, tokens/s a GPU. All on 8 GPUs.
+# LLM Foundry's throughput tables (scripts/train/benchmarking), all on 8 GPUs: size, sequence,
+# peak TFLOP/s, checkpointing, TFLOP/s a GPU, MFU %, tokens/s a GPU.
 PUBLISHED = [
     ("30b", 8192, 989.5, "full", 296, 29.92, 1384),
     ("13b", 2048, 989.5, "none", 393, 39.79, 4792),
@@ -129,70 +143,73 @@ PUBLISHED = [
 @pytest.mark.parametrize("size, seq, peak, checkpointing, tflops, mfu, speed", PUBLISHED)
 def test_mfu_equals_the_published_one(size, seq, peak, checkpointing, tflops, mfu, speed):
     cfg = mpt(size, max_seq_len=seq)
-    ours, more = (flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1))
-    assert (
-        100 * ours - 0.005 <= mfu <= 100 * more + 0.005
-    )  # tokens/s are cut to whole ones, MFU is rounded
-    assert 100 * ours == pytest.approx(mfu, abs=0.045)
-    assert ours * peak == pytest.approx(
-        tflops, abs=1
-    )  # the tables cut or round these to whole numbers
+    least = flops.mfu(cfg, 8 * speed, 8, peak * 1e12)
+    most = flops.mfu(cfg, 8 * (speed + 1), 8, peak * 1e12)  # tokens/s are cut to whole numbers
+    assert 100 * least - 0.005 <= mfu <= 100 * most + 0.005  # MFU is rounded to two decimals
+    assert 100 * least == pytest.approx(mfu, abs=0.045)
+    assert least * peak == pytest.approx(tflops, abs=1)  # cut or rounded to whole numbers
     recomputed = 4 / 3 if checkpointing == "full" else 1
-    assert flops.hfu(cfg, 8 * speed, 8, peak * 1e12, checkpointing) == pytest.approx(
-        recomputed * ours
-    )
+    hfu = flops.hfu(cfg, 8 * speed, 8, peak * 1e12, checkpointing)
+    assert hfu == pytest.approx(recomputed * least)
 
 
 def test_all_142_published_rows():
-    """MFU and TFLOP/s from tokens/s, which are cut to whole ones: within 0.05 %, or one token/s where that is more."""
+    """MFU and TFLOP/s from tokens/s: within 0.05 %, or within one token/s if that is more.
+
+    The table cuts tokens/s to whole numbers.
+    """
     rows = list(csv.DictReader(TABLE.read_text().splitlines()))
     assert len(rows) == 142
     for row in rows:
         cfg = MPTConfig(
-            d_model=int(row["d_model"]), n_heads=int(row["heads"]), n_layers=int(row["layers"]),
+            d_model=int(row["d_model"]),
+            n_heads=int(row["heads"]),
+            n_layers=int(row["layers"]),
             max_seq_len=int(row["seq"]),
-        )  # fmt: skip
+        )
         assert flops.n_params(cfg) == int(row["params"])
-        speed, peak, mfu = (
-            int(row["tokens_s_gpu"]),
-            float(row["peak_tflops"]),
-            float(row["mfu_pct"]),
-        )
-        ours, more = (
-            100 * flops.mfu(cfg, 8 * tokens, 8, peak * 1e12) for tokens in (speed, speed + 1)
-        )
-        assert ours - 0.005 <= mfu <= more + 0.005, row  # printed with two decimals
-        assert ours == pytest.approx(mfu, rel=max(5e-4, 1 / speed + 0.005 / mfu)), row
-        low, high = (math.floor(share * peak / 100) for share in (ours, more))
-        assert low <= float(row["tflops_per_gpu"]) <= high, row  # cut to whole ones
+
+        speed = int(row["tokens_s_gpu"])
+        peak = float(row["peak_tflops"])
+        mfu = float(row["mfu_pct"])
+        least = 100 * flops.mfu(cfg, 8 * speed, 8, peak * 1e12)
+        most = 100 * flops.mfu(cfg, 8 * (speed + 1), 8, peak * 1e12)
+        assert least - 0.005 <= mfu <= most + 0.005, row  # printed with two decimals
+        assert least == pytest.approx(mfu, rel=max(5e-4, 1 / speed + 0.005 / mfu)), row
+        low, high = math.floor(least * peak / 100), math.floor(most * peak / 100)
+        assert low <= float(row["tflops_per_gpu"]) <= high, row
 
 
 def test_mi250_posts():
-    """166 and 159 TFLOP/s a card are 45.9 and 43.9 % of its 362, and the same share of one of its two torch devices."""
+    """166 and 159 TFLOP/s a card are 45.9 and 43.9 % of its 362.
+
+    They are the same share of one of its two torch devices.
+    """
     gcd = devices.by_name("mi250")
     for tflops, share in ((166, "45.9%"), (159, "43.9%")):
         assert f"{tflops / 362:.1%}" == share
         speed = tflops * 1e12 / flops.train_flops_per_token(mpt("7b"))  # tokens/s a card
-        ours = flops.mfu(mpt("7b"), speed, gcd.per_card, gcd.bf16_tflops * 1e12)
-        assert ours == pytest.approx(tflops / 362, rel=3e-4)  # 362.1 a card
+        mfu = flops.mfu(mpt("7b"), speed, gcd.per_card, gcd.bf16_tflops * 1e12)
+        assert mfu == pytest.approx(tflops / 362, rel=3e-4)  # 362.1 a card
 
 
 def test_hfu_of_no_selective_and_full_checkpointing():
-    of = (mpt("7b"), 1000, 1, 1e15)
-    once = flops.mfu(*of)
-    assert flops.hfu(*of, "none") == flops.hfu(*of, "selective") == once
-    assert flops.hfu(*of, "full") == pytest.approx(once * 4 / 3)
-    assert flops.hfu(*of, "full", 5) == pytest.approx(
-        once * (1 + 7 / 32 / 3)
-    )  # blocks 0, 5, .., 30
+    run = (mpt("7b"), 1000, 1, 1e15)
+    mfu = flops.mfu(*run)
+    assert flops.hfu(*run, "none") == flops.hfu(*run, "selective") == mfu
+    assert flops.hfu(*run, "full") == pytest.approx(mfu * 4 / 3)
+    share = 7 / 32  # blocks 0, 5, .., 30
+    assert flops.hfu(*run, "full", 5) == pytest.approx(mfu * (1 + share / 3))
 
 
 def test_causal_counts_half_of_the_scores():
-    cfg, n, LdS = mpt("7b"), SIZES["7b"][3], 32 * 4096 * 2048
+    cfg = mpt("7b")
+    n = SIZES["7b"][3]
+    LdS = 32 * 4096 * 2048
     assert flops.train_flops_per_token(cfg) == 6 * n + 12 * LdS
     assert flops.train_flops_per_token(cfg, "causal") == 6 * n + 6 * LdS
-    again = flops.hardware_flops_per_token(cfg, "full", convention="causal")
-    assert again == 8 * n + 8 * LdS
+    with_recomputed = flops.hardware_flops_per_token(cfg, "full", convention="causal")
+    assert with_recomputed == 8 * n + 8 * LdS
 
 
 def test_an_unknown_peak_gives_no_utilization():
@@ -206,21 +223,22 @@ both_programs = pytest.mark.parametrize(
 
 
 def shown(capsys, *argv, main=flops.main) -> str:
+    """What the program prints."""
     main(list(argv))
     return capsys.readouterr().out
 
 
 def test_the_table_shows_the_chosen_convention_first(capsys):
-    """Here that is foundry, in which MPT's throughput was published."""
+    """Here that is always foundry, in which MPT's throughput was published."""
     flags = (str(CONFIGS / "mpt7b.py"), "--device=mi250", "--tokens_per_second=1922", "--devices=1")
     out = shown(capsys, *flags)
     assert "6,658,859,008" in out and "181.05" in out and "matmuls reach 72%" in out
-    rows = [
-        line for line in out.splitlines() if "%" in line and ": " in line and "TFLOP" not in line
-    ]
-    assert rows[0].split()[:5] == ["foundry", "43.174", "82.98", "45.83%", "61.11%"]
-    assert rows[0].endswith("LLM Foundry: 6 N + 12 L d S") and rows[1].endswith("6 N + 6 L d S")
-    assert [row.split()[0] for row in rows[:2]] == ["foundry", "causal"] and "palm" not in out
+    foundry, causal = out.split("convention")[1].splitlines()[1:3]
+    assert foundry.split()[:5] == ["foundry", "43.174", "82.98", "45.83%", "61.11%"]
+    assert foundry.endswith("LLM Foundry: 6 N + 12 L d S")
+    assert causal.split()[0] == "causal"
+    assert causal.endswith("6 N + 6 L d S")
+    assert "palm" not in out
     assert max(map(len, out.splitlines())) <= 130
 
 
@@ -236,23 +254,19 @@ def test_json_has_the_same_figures(capsys):
 def test_the_share_of_what_matmuls_reach(capsys):
     flags = ("--device=a100", "--tokens_per_second=20513", "--json")
     figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
-    assert figures["reachable"] == 0.87 and figures["mfu_of_reachable"] == pytest.approx(
-        figures["mfu"] / 0.87
-    )
+    assert figures["reachable"] == 0.87
+    assert figures["mfu_of_reachable"] == pytest.approx(figures["mfu"] / 0.87)
     figures = json.loads(shown(capsys, *flags, "--peak_tflops=100"))  # the user's own peak
-    assert figures["peak_tflops"] == 100 and figures["mfu_of_reachable"] is None
+    assert figures["peak_tflops"] == 100
+    assert figures["mfu_of_reachable"] is None
 
 
 def test_without_a_model(capsys):
-    """The LoRA thread, in its words, if all its weights trained."""
-    flags = (
-        "--n_params=405e9",
-        "--tokens_per_second=34.1",
-        "--devices=8",
-        "--device=mi300x",
-        "--peak_tflops=1300",
-    )
-    assert "0.80%" in shown(capsys, *flags) and "6 N, no attention" in shown(capsys, *flags)
+    """The run of test_conventions.test_the_lora_thread, if all its weights trained."""
+    flags = "--n_params=405e9 --tokens_per_second=34.1 --devices=8 --device=mi300x".split()
+    flags.append("--peak_tflops=1300")
+    out = shown(capsys, *flags)
+    assert "0.80%" in out and "6 N, no attention" in out
     full = json.loads(shown(capsys, *flags, "--activation_checkpointing=full", "--json"))
     assert full["hfu"] == pytest.approx(full["mfu"] * 8 / 6)
 
@@ -260,15 +274,17 @@ def test_without_a_model(capsys):
 @both_programs
 def test_training_settings_of_a_config_file_mean_this_machine(main, capsys, tmp_path):
     """`device` and `peak_tflops` are a training run's keys too."""
-    (tmp_path / "c.py").write_text(
-        'device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n'
-    )
-    assert "MFU n/a" in shown(capsys, str(tmp_path / "c.py"), main=main)
-    assert "MFU n/a: no bf16 peak known for this machine" in shown(
-        capsys, str(tmp_path / "c.py"), "--tokens_per_second=9", main=main
-    )
-    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--device=mi250", main=main)
-    assert "MFU 100 %" in shown(capsys, str(tmp_path / "c.py"), "--peak_tflops=measure", main=main)
+    path = tmp_path / "c.py"
+    path.write_text('device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n')
+
+    def answer(*flags) -> str:
+        return shown(capsys, str(path), *flags, main=main)
+
+    assert "MFU n/a" in answer()
+    no_peak = "MFU n/a: no bf16 peak known for this machine"
+    assert no_peak in answer("--tokens_per_second=9")
+    assert "MFU 100 %" in answer("--device=mi250")
+    assert "MFU 100 %" in answer("--peak_tflops=measure")
 
 
 @both_programs
@@ -293,13 +309,14 @@ def test_a_device_without_a_bf16_peak(main, capsys):
     ("--n_params=0", "n_params must be more than 0"),
     ("--n_params=-405e9", "n_params must be more than 0"),
     ("--n_params=1.5", "expected a whole number"),
-    ("--n_params=1e9 --d_model=64", "leave out it or --d_model=64"),
-    ("--n_params=1e9 configs/mpt1b.py", "leave out it or configs/mpt1b.py"),
-    ("--n_params=1e9 --recompute_every=2", "leave out it or --recompute_every=2"),
+    ("--n_params=1e9 --d_model=64", "remove it or --d_model=64"),
+    ("--n_params=1e9 configs/mpt1b.py", "remove it or configs/mpt1b.py"),
+    ("--n_params=1e9 --recompute_every=2", "remove it or --recompute_every=2"),
     ("--n_params=1e9 --check", "python -m bench flops configs/mpt1b.py$"),
     ("configs/mpt7b.py --check --devices=8", "-m bench flops configs/mpt7b.py$"),
     ("configs/mpt7b.py --check --n_layers=4", "-m bench flops configs/mpt7b.py --n_layers=4$"),
-    ("--n_params=1e9 --checkpoint_every=2", "stands instead of a model: leave out it or --checkpoint_every=2"),
+    ("--n_params=1e9 --checkpoint_every=2",
+     "takes the place of a model: remove it or --checkpoint_every=2"),
     ("--d_model=-8", "d_model must be from 1 to 1,048,576, not -8"),
     ("--recompute_every=0", "recompute_every must be at least 1"),
     ("--activation_checkpointing=half", "expected one of: none, selective, full"),
@@ -312,7 +329,7 @@ def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
 
 
 def test_the_answer_comes_without_torch():
-    """Importing it is most of the time of a single question."""
+    """Importing torch would be most of the time of a single question."""
     code = (
         "import sys, flops; "
         "flops.main(['configs/mpt7b.py', '--device=mi250', '--tokens_per_second=1922']); "

@@ -1,10 +1,10 @@
-"""Every reader of a file gets damaged and malicious versions of it: a result, or one line naming the file.
+"""Every reader gets damaged and malicious files: a result, or one line that names the file.
 
-A reader may raise UserError or OSError, and nothing else; it takes at most 10 s and 1.5 GB more memory. One process
-imports everything once and forks a child for each reader. A child that hangs or dies costs one case: the next child
-goes on behind it.
+A reader may raise UserError or OSError and nothing else. It may take 10 s and 1.5 GB more memory.
+One process imports everything once and forks a child for each reader. A child that hangs or dies
+costs one case: the next child continues with the following one.
 
-Run `python tests/test_fuzz.py NAME` to see what one reader says of each case.
+Run `python tests/test_fuzz.py NAME` to see what one reader answers to each case.
 """
 
 import importlib
@@ -27,17 +27,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # when it runs by itself
 
-SECONDS, BYTES = 10, 1.5e9  # of the processor
-PATIENCE = 30  # seconds on the clock: nobody else may write to a pipe
+SECONDS = 10  # of CPU time, for one case
+BYTES = 1.5e9  # of memory, for one case
+PATIENCE = 30  # seconds of wall time for one case: waiting for a pipe takes no CPU time
 CASES = 36  # of each reader
 TEXT = "A river under the old house.\n\nA blue tree sings, and walks slowly.\n\n" * 40
 SIZES = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 16, "vocab_size": 257}
 
 
-# --- good files: each makes what its reader needs in a folder, and returns the file that is damaged
+# --------------------------------------------------------------------------------------------------
+# Good files. Each maker writes what its reader needs into a folder, and returns the file that will
+# be damaged.
 
 
 def prepared(folder):
+    """A prepared data set."""
     import data
 
     (folder / "text.txt").write_text(TEXT.replace("\n\n", "<|endoftext|>"))
@@ -62,7 +66,7 @@ def shard(folder):
 
 
 def written(name, content):
-    """A maker of one file."""
+    """A maker of a single file."""
 
     def make(folder):
         path = folder / name
@@ -76,22 +80,15 @@ def run_folder(name):
     """A maker of a run folder with metrics, of which `name` is damaged."""
 
     def make(folder):
-        figures = {
-            "loss": 2.5,
-            "lr": 1e-3,
-            "grad_norm": 1.0,
-            "seconds": 0.1,
-            "tokens_per_second": 9.0,
-            "mfu": None,
-        }
-        figures |= {"memory_gb": 0.1, "batch_hash": "a0", "microbatch_size": 4}
+        figures = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "seconds": 0.1, "mfu": None}
+        figures |= {"tokens_per_second": 9.0, "memory_gb": 0.1, "batch_hash": "a0"}
+        figures |= {"microbatch_size": 4}
         rows = [{"step": step, "tokens": 64 * step, **figures} for step in range(1, 9)]
         rows.append({"step": 8, "val_loss": 2.4, "val_bits_per_byte": 3.5})
-        launches = [
-            {"command": "x", "first_step": step, "ranks": step + 1, "torch": "2"} for step in (0, 4)
-        ]
-        for file, lines in (("metrics.jsonl", rows), ("launches.jsonl", launches)):
-            (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        launch = {"command": "x", "torch": "2"}
+        launches = [launch | {"first_step": step, "ranks": step + 1} for step in (0, 4)]
+        (folder / "metrics.jsonl").write_text(lines(*rows))
+        (folder / "launches.jsonl").write_text(lines(*launches))
         (folder / "config.json").write_text(json.dumps(asdict(train_config(folder))))
         return folder / name
 
@@ -135,11 +132,8 @@ def hugging_face(name):
     def make(folder):
         from weights import hf
 
-        hf.export(
-            tiny_model(),
-            folder / "theirs",
-            max_bytes=10**9 if name == "model.safetensors" else 9000,
-        )
+        max_bytes = 10**9 if name == "model.safetensors" else 9000
+        hf.export(tiny_model(), folder / "theirs", max_bytes=max_bytes)
         return folder / "theirs" / name
 
     return make
@@ -173,13 +167,11 @@ def their_tokenizer(folder):
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: number for number, letter in enumerate([*letters, "th", "<|endoftext|>"])}
-    made = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    made.add_special_tokens([tokenizers.AddedToken("<|endoftext|>")])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<|endoftext|>")])
+    tokenizer.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 
@@ -194,9 +186,8 @@ def parquet(folder):
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(
-        pyarrow.table({"text": TEXT.split("\n\n")}), folder / "text.parquet"
-    )
+    table = pyarrow.table({"text": TEXT.split("\n\n")})
+    pyarrow.parquet.write_table(table, folder / "text.parquet")
     return folder / "text.parquet"
 
 
@@ -204,6 +195,7 @@ QUESTIONS = [
     {"query": "Ice is", "choices": ["cold", "hot"], "gold": 0},
     {"query": "b", "choices": ["c", "d"], "gold": 1},
 ]
+TEXTS = [{"text": "one"}, {"text": "two", "x": 1}]
 MACHINE = {
     "device": "AMD Instinct MI250X",
     "ranks": 8,
@@ -213,18 +205,15 @@ MACHINE = {
     "collectives_gbs": {"all": {"all_gather": {"1": 40.0}, "all_reduce": {"1": 30.0}}},
     "latency_us": {"all": 50.0},
 }
-FIGURES = {
-    "kind": "text",
-    "digest": "0",
-    "n": 1,
-    "contexts_cut": 0,
-    "requests": 1,
-    "nats_per_token": 2.0,
-}
-RESULTS = {"weights": "a", "precision": "fp32", "ids": "b"}
+FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests": 1}
+FIGURES |= {"nats_per_token": 2.0, "nats_per_byte": 1.0, "perplexity": 3.0}
+SETTINGS = {"weights": "a", "precision": "fp32", "ids": "b"}
+RESULTS = {"settings": SETTINGS, "tasks": {"a": FIGURES}}
+SCORES = (["a", -1.5, 1.0], ["b", -2.5, 0.0])
 
 
 def lines(*rows):
+    """Rows as JSON lines."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
@@ -232,43 +221,21 @@ def table():
     """A CSV of bench train with two rows."""
     from bench.compare import COLUMNS, FIGURES, MAYBE
 
-    known = {
-        "status": "ok",
-        "model": "mpt",
-        "device": "AMD Instinct MI250X",
-        "precision": "bf16",
-        "ranks": 8,
-    }
-    known |= {
-        "d_model": 768,
-        "n_layers": 12,
-        "n_heads": 12,
-        "max_seq_len": 2048,
-        "vocab_size": 50368,
-        "others": "",
-    }
-    known |= {
-        "microbatch_size": 8,
-        "global_batch_size": 256,
-        "sharding": "FULL_SHARD",
-        "recompute_every": 1,
-    }
-    known |= {
-        "activation_checkpointing": "none",
-        "tokens_per_second": 200000,
-        "hfu": 0.4,
-        "grad_accum": 4,
-    }
-    known |= {
-        name: 1
-        for name in ("fastest", "slowest", "memory_gb", "data", "forward", "backward", "optimizer")
-    }
+    known = {"status": "ok", "model": "mpt", "device": "AMD Instinct MI250X", "others": ""}
+    known |= {"d_model": 768, "n_layers": 12, "n_heads": 12}
+    known |= {"max_seq_len": 2048, "vocab_size": 50368, "precision": "bf16", "ranks": 8}
+    known |= {"microbatch_size": 8, "global_batch_size": 256, "grad_accum": 4}
+    known |= {"sharding": "FULL_SHARD", "activation_checkpointing": "none", "recompute_every": 1}
+    known |= {"tokens_per_second": 200000, "hfu": 0.4}
+    ones = "fastest slowest memory_gb data forward backward optimizer".split()
+    known |= dict.fromkeys(ones, 1)
     names = sorted(COLUMNS | known.keys() | {"communication", "idle"})
     cells = [str(known.get(name, 1 if name in FIGURES + MAYBE else "")) for name in names]
     return "\n".join([",".join(names), ",".join(cells), ",".join(cells), ""])
 
 
-# --- readers: each gets the damaged file and the folder
+# --------------------------------------------------------------------------------------------------
+# Readers. Each gets the damaged file and the folder.
 
 
 def read_data(path, folder):
@@ -300,7 +267,7 @@ def read_microbatch(path, folder):
 
 
 def read_checkpoint(path, folder):
-    """As an attacker would, with the right checksum of what was changed."""
+    """With the right checksum of the changed file, as an attacker would write it."""
     import torch
 
     from weights import load
@@ -316,16 +283,16 @@ def read_checkpoint(path, folder):
 def read_weights(path, folder):
     from weights import hf
 
-    hf.import_(
-        path if path.suffix == ".pt" else path.parent, folder / f"run-{time.time_ns()}", "bytes"
-    )
+    source = path if path.suffix == ".pt" else path.parent
+    hf.import_(source, folder / f"run-{time.time_ns()}", "bytes")
 
 
 def read_tokenizer(path, folder):
     from text import tokenizer
 
-    cut = tokenizer.load(str(path) if path.name == "tokenizer.json" else "bpe-270", str(path))
-    cut.decode(cut.encode(TEXT))
+    name = str(path) if path.name == "tokenizer.json" else "bpe-270"
+    loaded = tokenizer.load(name, str(path))
+    loaded.decode(loaded.encode(TEXT))
 
 
 def read_task(path, folder):
@@ -345,8 +312,9 @@ def read_scores(path, folder):
 def read_results(path, folder):
     from evaluation import zero_shot
 
-    found = zero_shot.finished(str(path), RESULTS)
-    zero_shot.table({name: result for name, result in found.items() if "digest" in result}, "model")
+    results = zero_shot.finished(str(path), SETTINGS)
+    complete = {name: result for name, result in results.items() if "digest" in result}
+    zero_shot.table(complete, "model")
 
 
 def read_corpus(path, folder):
@@ -360,9 +328,8 @@ def read_measured(path, folder):
     import devices
     from planning import calibrate, step_time
 
-    calibrate.from_file(
-        str(path), step_time.Fleet(devices.by_name("mi250"), 1, 8, 100.0), step_time.OURS
-    )
+    fleet = step_time.Fleet(devices.by_name("mi250"), 1, 8, 100.0)
+    calibrate.from_file(str(path), fleet, step_time.OURS)
 
 
 def read_table(path, folder):
@@ -381,6 +348,8 @@ def read_config(path, folder):
     config.load([str(path)], config.MPTConfig, config.TrainConfig)
 
 
+CONFIG = "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"
+YAML = "d_model: 64\nn_heads: 2\nlr: 1e-3\n"
 LEASE = json.dumps({"host": "a", "pid": 3, "job": None, "beat": 2})
 RECORD = json.dumps([{"microbatch_size": 4, "reason": "fits", "circumstances": {"ranks": 2}}])
 READERS = {  # name -> (maker, reader)
@@ -402,64 +371,36 @@ READERS = {  # name -> (maker, reader)
     "tokenizer.json": (their_tokenizer, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
     "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
-    "scores": (
-        written("results.json.part-key-1", lines(["a", -1.5, 1.0], ["b", -2.5, 0.0])),
-        read_scores,
-    ),
-    "results.json": (
-        written(
-            "results.json",
-            json.dumps(
-                {
-                    "settings": RESULTS,
-                    "tasks": {"a": FIGURES | {"nats_per_byte": 1.0, "perplexity": 3.0}},
-                }
-            ),
-        ),
-        read_results,
-    ),
-    "text.jsonl": (
-        written("text.jsonl", lines({"text": "one"}, {"text": "two", "x": 1})),
-        read_corpus,
-    ),
+    "scores": (written("results.json.part-key-1", lines(*SCORES)), read_scores),
+    "results.json": (written("results.json", json.dumps(RESULTS)), read_results),
+    "text.jsonl": (written("text.jsonl", lines(*TEXTS)), read_corpus),
     "text.parquet": (parquet, read_corpus),
     "text.txt": (written("text.txt", TEXT), read_corpus),
     "machine.json": (written("machine.json", json.dumps(MACHINE)), read_measured),
     "bench.csv, calibrating": (written("bench.csv", table()), read_measured),
     "bench.csv, comparing": (written("bench.csv", table()), read_table),
-    "config.py": (
-        written("config.py", "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"),
-        read_config,
-    ),
-    "config.yaml": (written("config.yaml", "d_model: 64\nn_heads: 2\nlr: 1e-3\n"), read_config),
+    "config.py": (written("config.py", CONFIG), read_config),
+    "config.yaml": (written("config.yaml", YAML), read_config),
 }
-ANY_NAME = {
-    "config.py",
-    "config.yaml",
-}  # a range of a setting is told without the file that sets it
+# A setting out of range is reported without the file that sets it.
+NEED_NOT_NAME_THE_FILE = {"config.py", "config.yaml"}
 
 
-# --- what is done to a file
+# --------------------------------------------------------------------------------------------------
+# Damage
 
 DEEP = "[" * 900 + "]" * 900
 ODD = "null true false 0 -1 1e400 -1e400 NaN Infinity 0.5 {} [] [1] [[]] [null] 1e18 -0".split()
-ODD += [
-    '""',
-    '"x"',
-    '"../x"',
-    '"\\ud800"',
-    '"a\\nb"',
-    '{"a": 1}',
-    str(2**63),
-    str(10**30),
-    "1" + "0" * 400,
-    "9" * 5000,
-]
+ODD += ['""', '"x"', '"../x"', '"\\ud800"', '"a\\nb"', '{"a": 1}']
+ODD += [str(2**63), str(10**30), "1" + "0" * 400, "9" * 5000]
 ODD += [DEEP, json.dumps("x" * 10**6), "[" * 10**5]
 
 
 def damages(good: bytes, draw):
-    """(what was done, content) of CASES damaged versions; content "pipe" and "folder" are no files at all."""
+    """Yields (what was done, content) of CASES damaged versions.
+
+    The contents "pipe" and "folder" stand for such a thing in place of the file.
+    """
     yield "empty", b""
     yield "half", good[: len(good) // 2]
     yield "one byte less", good[:-1]
@@ -475,11 +416,15 @@ def damages(good: bytes, draw):
     yield "a pipe", "pipe"
     yield "a folder", "folder"
     for number in range(CASES - 14):
-        values = number % 3 and json_changed(good, draw)
-        yield ("JSON", values) if values else ("bytes", bytes_changed(good, draw))
+        changed = json_changed(good, draw) if number % 3 else None
+        if changed:
+            yield "JSON", changed
+        else:
+            yield "bytes", bytes_changed(good, draw)
 
 
 def bytes_changed(good: bytes, draw) -> bytes:
+    """The file with 1 to 30 random bytes."""
     changed = bytearray(good)
     for _ in range(draw.choice([1, 1, 3, 30])):
         changed[draw.randrange(len(changed))] = draw.randrange(256)
@@ -487,17 +432,22 @@ def bytes_changed(good: bytes, draw) -> bytes:
 
 
 def json_changed(good: bytes, draw) -> bytes | None:
-    """The file with one value or key of its JSON changed: a whole file, one of its lines, or a header."""
-    begin = 8 if good[8:9] == b"{" and good[:1] not in b"{[" else 0
+    """The file with one value or key of its JSON changed, or None if it has no JSON.
+
+    The JSON is the whole file, one of its lines, or its header.
+    """
+    is_safetensors = good[8:9] == b"{" and good[:1] not in b"{["  # after 8 bytes of length
     text = good.decode("latin-1")
-    starts = [m.start() for m in re.finditer(r"(?m)^[{\[]", text)] if not begin else [begin]
+    starts = [8]
+    if not is_safetensors:
+        starts = [match.start() for match in re.finditer(r"(?m)^[{\[]", text)]
     try:
         start = draw.choice(starts)
         value, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, IndexError):
         return None
     new = changed_value(value, draw).encode("latin-1", "replace")
-    if begin:  # safetensors
+    if is_safetensors:
         return struct.pack("<Q", len(new)) + new + good[end:]
     rest = good[end:]
     if rest.startswith(b" " * 50):  # a shard: its header has a fixed size
@@ -507,25 +457,23 @@ def json_changed(good: bytes, draw) -> bytes | None:
 
 
 def changed_value(value, draw) -> str:
-    """JSON of `value` in which a value is odd, or a key is missing, there twice, or has another name."""
-    places = [
-        (value, key)
-        for value in containers(value)
-        for key in (value if isinstance(value, dict) else range(len(value)))
-    ]
+    """JSON of `value` with an odd value, or with a key missing, renamed or there twice."""
+    places = []
+    for holder in containers(value):
+        keys = holder if isinstance(holder, dict) else range(len(holder))
+        places += [(holder, key) for key in keys]
     if not places:
         return draw.choice(ODD)
     holder, key = draw.choice(places)
-    how = draw.randrange(8)
-    if how == 0:
+    change = draw.randrange(8)
+    if change == 0:
         del holder[key]
-    elif how == 1 and isinstance(holder, dict):
+    elif change == 1 and isinstance(holder, dict):
         holder[draw.choice([key + "x", "", "__proto__", "../x"])] = holder.pop(key)
-    elif how == 2 and isinstance(holder, dict):
-        twice = f"{json.dumps(key)}: {json.dumps(holder[key])}"
-        return json.dumps(value).replace(
-            twice, f"{json.dumps(key)}: {draw.choice(ODD)}, {twice}", 1
-        )
+    elif change == 2 and isinstance(holder, dict):
+        item = f"{json.dumps(key)}: {json.dumps(holder[key])}"
+        twice = f"{json.dumps(key)}: {draw.choice(ODD)}, {item}"
+        return json.dumps(value).replace(item, twice, 1)
     else:
         holder[key] = "\0"
         return json.dumps(value).replace('"\\u0000"', draw.choice(ODD), 1)
@@ -533,6 +481,7 @@ def changed_value(value, draw) -> str:
 
 
 def containers(value):
+    """Yields all dicts and lists in a value that are not empty, itself included."""
     if isinstance(value, dict | list) and value:
         yield value
         for inner in value.values() if isinstance(value, dict) else value:
@@ -540,6 +489,7 @@ def containers(value):
 
 
 def put(path: Path, content) -> None:
+    """Write a damaged version over the file, or a pipe or folder in its place."""
     if path.is_dir():
         path.rmdir()
     path.unlink(missing_ok=True)
@@ -551,11 +501,12 @@ def put(path: Path, content) -> None:
         path.write_bytes(content)
 
 
-# --- the processes
+# --------------------------------------------------------------------------------------------------
+# Processes
 
 
 def judge(name: str, path: Path, folder: Path) -> str:
-    """What is wrong with the answer of a reader, or nothing."""
+    """What is wrong with the answer of a reader; "" if nothing."""
     from config import UserError
 
     try:
@@ -566,7 +517,7 @@ def judge(name: str, path: Path, folder: Path) -> str:
             return f"not one line: {text[:300]!r}"
         if "weights_only=False" in text:
             return f"advises to run it: {text[:300]!r}"
-        named = path.name in text or str(path.parent) in text or name in ANY_NAME
+        named = path.name in text or str(path.parent) in text or name in NEED_NOT_NAME_THE_FILE
         return "" if named else f"does not name the file: {text[:300]!r}"
     except BaseException as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -574,68 +525,85 @@ def judge(name: str, path: Path, folder: Path) -> str:
 
 
 def try_all(name: str, folder: Path, first: int, out) -> None:
-    """Cases from `first` on, -1 being the good file; `out` gets the number before each, and a fault behind it."""
+    """Try the cases after number `first`; -1 is the good file.
+
+    `out` gets a case's number before the reader runs, and what is wrong with its answer after.
+    """
     path = READERS[name][0](folder)
     good = path.read_bytes()
-    beside = {p: p.read_bytes() for p in path.parent.iterdir() if p.is_file() and p != path}
-    if sys.platform == "linux":
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (int(used + BYTES), int(used + BYTES)))
+    others = {p: p.read_bytes() for p in path.parent.iterdir() if p.is_file() and p != path}
+    limit_memory()
     cases = [("the good file", good), *damages(good, random.Random(name))]
     for number, (what, content) in list(enumerate(cases, -1))[first + 1 :]:
-        for other, held in beside.items():
-            other.write_bytes(held)
+        for other, its_content in others.items():
+            other.write_bytes(its_content)
         put(path, content)
         print(number, what, sep="\t", end="\t", file=out, flush=True)
+
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         signal.alarm(PATIENCE)
-        begin, fault = time.monotonic(), judge(name, path, folder)
+        begin = time.monotonic()
+        fault = judge(name, path, folder)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
-        fault = fault if number >= 0 or not fault else f"refused: {fault}"
+        if fault and number == -1:
+            fault = f"refused: {fault}"
         print(fault, f"{time.monotonic() - begin:.2f}", sep="\t", file=out, flush=True)
 
 
+def limit_memory() -> None:
+    """Let this process have BYTES more than it has now."""
+    if sys.platform == "linux":
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (int(used + BYTES), int(used + BYTES)))
+
+
 def fuzz(name: str, folder: Path) -> list[list[str]]:
-    """[number, what was done, what is wrong] of each case of a reader."""
+    """[number, what was done, what is wrong, seconds] of each case of a reader."""
     answers = []
     while len(answers) <= CASES:
         attempt = folder / f"{len(answers)}"
-        attempt.mkdir(parents=True)
+        (attempt / "files").mkdir(parents=True)
         log = attempt / "log"
-        if not (pid := os.fork()):
-            silent = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (0, 1, 2):
-                os.dup2(silent, descriptor)
-            with open(log, "w") as out:
-                try:
-                    (attempt / "files").mkdir()
-                    try_all(name, attempt / "files", len(answers) - 1, out)
-                except BaseException as error:
-                    print(f"-1\tmaking the good file\t{error!r}", file=out, flush=True)
-                os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            try_all_quietly(name, attempt / "files", len(answers) - 1, log)
+            os._exit(0)
         _, status = os.waitpid(pid, 0)
         answers += [line.split("\t") for line in log.read_text().splitlines()]
         if status:
             answers[-1][2] = f"killed by signal {status & 127}: it hung, or crashed"
         elif len(answers) <= CASES:
-            break
+            break  # the good file could not be made
     return answers
+
+
+def try_all_quietly(name: str, folder: Path, first: int, log: Path) -> None:
+    """`try_all` in a child process, without standard input and output."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+    with open(log, "w") as out:
+        try:
+            try_all(name, folder, first, out)
+        except BaseException as error:
+            print(f"-1\tmaking the good file\t{error!r}", file=out, flush=True)
 
 
 def main(names) -> None:
     """Fuzz all readers, or those named, in two processes; one line of JSON for each."""
-    rooms = """bench.table planning.calibrate weights.load weights.hf evaluation.zero_shot
-        lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping pyarrow.parquet torch._dynamo"""
-    for room in rooms.split():
-        importlib.import_module(room)  # before the forks, not in each
+    modules = """
+        bench.table planning.calibrate weights.load weights.hf evaluation.zero_shot
+        lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping
+        pyarrow.parquet torch._dynamo
+    """
+    for module in modules.split():
+        importlib.import_module(module)  # before the forks, not in each
 
     with tempfile.TemporaryDirectory() as folder:
-        halves = [
-            Path(folder, f"half-{half}.jsonl") for half in range(2)
-        ]  # in one pipe they would mix
-        for half, path in enumerate(halves):
-            if not os.fork():
+        paths = [Path(folder, f"half-{half}.jsonl") for half in range(2)]  # one pipe would mix them
+        for half, path in enumerate(paths):
+            if os.fork() == 0:
                 for name in list(names or READERS)[half::2]:
                     answers = fuzz(name, Path(folder, re.sub(r"\W", "-", name)))
                     with open(path, "a") as file:
@@ -643,18 +611,20 @@ def main(names) -> None:
                 os._exit(0)
         os.wait()
         os.wait()
-        for path in halves:
-            print(path.read_text(), end="")
+        for path in paths:
+            if path.exists():  # with one name there is no second half
+                print(path.read_text(), end="")
 
 
 @pytest.fixture(scope="module")
 def answers():
-    """What each reader said, {name: cases}."""
+    """Reader -> its answers."""
     done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {
-        name: cases for line in done.stdout.splitlines() for name, cases in json.loads(line).items()
-    }
+    answers = {}
+    for line in done.stdout.splitlines():
+        answers |= json.loads(line)
+    return answers
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_program_answers_mistakes_in_one_line(run, tmp_path):
         ([tmp_path], "no checkpoint in"),
         ([], r"usage: python .*RUN \[--key=value \.\.\.\] \(--help lists the settings\)"),
         ([run, run], "usage: python .*RUN"),
-        ([run, "--prompt"], "--prompt wants a value: --prompt=..."),
+        ([run, "--prompt"], "--prompt needs a value: --prompt=..."),
         ([run, "--promt=x"], "unknown key 'promt' in the command line, did you mean 'prompt'"),
         ([run, "--precision=fp8"], "expected one of: auto, fp32, bf16"),
     ):

@@ -1,8 +1,9 @@
-"""Two hosts, each with a network, a name and processes of its own: Linux namespaces joined by a virtual cable.
+"""Two hosts, each with a network, a name and processes of its own, joined by a virtual cable.
 
-They train with torchrun as slurm/train.sbatch starts it, and one of them dies, or its cable is pulled, and comes back.
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set as there: without it, torchrun (of torch 2.13) does not publish the address of
-its store again, and that of a host that comes back waits for it in vain. test_processes.py does without the variable.
+They train under torchrun as slurm/train.sbatch starts it. One of them dies, or its cable is pulled,
+and it comes back. TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set as there: without it torchrun (of
+torch 2.13) does not publish the address of its store again, and the host that comes back waits for
+it in vain. test_processes.py does without the variable.
 """
 
 import json
@@ -18,100 +19,83 @@ from conftest import PATIENCE, ROOT, clean_environment, flags_for
 
 from lifecycle import runlog
 
-MODEL = [
-    "--d_model=32",
-    "--n_heads=4",
-    "--n_layers=2",
-    "--vocab_size=260",
-    "--max_seq_len=32",
-    "--precision=fp32",
-]
+MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
+MODEL += ["--precision=fp32"]
 BATCH = ["--global_batch_size=8", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=2000"]
 NAMES = ["head", "second"]
-PORT = 29500  # in a network that nobody else is in
+PORT = 29500  # free, since the network is new
 
 
 class Hosts:
-    """`start(i, *args)` runs torchrun on host i, `kill(i)` kills all that runs there, `cable("down")` parts the two.
+    """Two hosts, as Linux namespaces.
 
-    What holds a host's network is a `cat` that reads from this process: nothing is left behind however the test ends.
+    `start(i, *args)` runs torchrun on host i, `kill(i)` kills all that runs there, `cable("down")`
+    parts the two. A `cat` that reads from this process holds each network, so nothing stays
+    behind, however the test ends.
     """
 
     def __init__(self, folder, ranks_per_host=1):
-        self.folder, self.ranks_per_host, self.running, self.logs = folder, ranks_per_host, {}, {}
+        self.folder = folder
+        self.ranks_per_host = ranks_per_host
+        self.running = {}
+        self.logs = {}
         hold = ["unshare", "--net", "cat"]
-        self.holders = [
-            subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) for _ in NAMES
-        ]
-        for number, name in enumerate(
-            NAMES
-        ):  # their own name is a loopback address to them, as Debian sets it up
-            own, other = f"127.0.1.1 {name}", f"10.9.0.{2 - number} {NAMES[1 - number]}"
-            (folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n{own}\n{other}\n")
-        here = os.readlink("/proc/self/ns/net")
-        while any(os.readlink(f"/proc/{holder.pid}/ns/net") == here for holder in self.holders):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        self.holders = [subprocess.Popen(hold, **pipes) for _ in NAMES]
+        self.write_host_files()
+        self.wait_for_networks()
+        self.lay_cable()
+
+    def write_host_files(self) -> None:
+        """Each /etc/hosts. A host's own name leads to a loopback address, as on Debian."""
+        for number, name in enumerate(NAMES):
+            own = f"127.0.1.1 {name}"
+            other = f"10.9.0.{2 - number} {NAMES[1 - number]}"
+            (self.folder / f"{name}.hosts").write_text(f"127.0.0.1 localhost\n{own}\n{other}\n")
+
+    def wait_for_networks(self) -> None:
+        """Until both holders have left this process's network."""
+        ours = os.readlink("/proc/self/ns/net")
+        while any(os.readlink(f"/proc/{holder.pid}/ns/net") == ours for holder in self.holders):
             time.sleep(0.01)
+
+    def lay_cable(self) -> None:
+        """Connect the two networks, and give each host its address."""
         ends = [["name", "cable", "netns", str(holder.pid)] for holder in self.holders]
-        subprocess.run(
-            ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]], check=True
-        )
+        link = ["ip", "link", "add", *ends[0], "type", "veth", "peer", *ends[1]]
+        subprocess.run(link, check=True)
         for number in range(len(NAMES)):
             self.inside(number, "ip", "address", "add", f"10.9.0.{number + 1}/24", "dev", "cable")
             self.inside(number, "ip", "link", "set", "lo", "up")
         self.cable("up")
 
     def network(self, number) -> list[str]:
+        """The command that enters a host's network."""
         return ["nsenter", f"--net=/proc/{self.holders[number].pid}/ns/net"]
 
     def inside(self, number, *command) -> None:
+        """Run a command in a host's network."""
         subprocess.run([*self.network(number), *command], check=True)
 
     def cable(self, state) -> None:
+        """Set the cable "up" or "down", at both ends."""
         for number in range(len(NAMES)):
             self.inside(number, "ip", "link", "set", "cable", state)
 
     def start(self, number, *args) -> None:
-        """torchrun on this host, with its own name, process numbers and /etc/hosts; on both the same command."""
-        of_its_own = [
-            "unshare",
-            "--uts",
-            "--mount",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        ]
+        """torchrun on this host, the same command on both.
+
+        The host has its own name, process numbers and /etc/hosts.
+        """
         name = NAMES[number]
-        enter = (
-            f'hostname {name} && mount --bind {self.folder}/{name}.hosts /etc/hosts && exec "$@"'
-        )
-        torchrun = [
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc_per_node",
-            str(self.ranks_per_host),
-        ]
-        torchrun += [
-            "--rdzv_backend",
-            "c10d",
-            "--rdzv_endpoint",
-            f"head:{PORT}",
-            "--max-restarts",
-            "3",
-        ]
-        command = [
-            *self.network(number),
-            *of_its_own,
-            "sh",
-            "-c",
-            enter,
-            "sh",
-            sys.executable,
-            *torchrun,
-        ]
-        command += [str(ROOT / "fsdp_train.py"), *map(str, args)]
+        namespaces = "unshare --uts --mount --pid --fork --kill-child --mount-proc".split()
+        mount = f"mount --bind {self.folder}/{name}.hosts /etc/hosts"
+        enter = ["sh", "-c", f'hostname {name} && {mount} && exec "$@"', "sh"]
+        torchrun = [sys.executable, *"-m torch.distributed.run --nnodes 2 --max-restarts 3".split()]
+        torchrun += ["--nproc_per_node", str(self.ranks_per_host)]
+        torchrun += ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"head:{PORT}"]
+        program = [str(ROOT / "fsdp_train.py"), *map(str, args)]
+        command = [*self.network(number), *namespaces, *enter, *torchrun, *program]
         interface = {"GLOO_SOCKET_IFNAME": "cable", "NCCL_SOCKET_IFNAME": "cable"}
         env = clean_environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} | interface
         log = self.logs[number] = self.folder / f"{name}.log"
@@ -120,7 +104,7 @@ class Hosts:
             self.running[number] = subprocess.Popen(command, **options)
 
     def kill(self, number) -> None:
-        """Each process of the host, by SIGKILL: the kernel does so when the first one of its process numbers goes."""
+        """SIGKILL to each process of the host: the kernel does that when its first process dies."""
         self.running[number].kill()
         self.running.pop(number).wait()
 
@@ -136,9 +120,11 @@ class Hosts:
         return words in self.logs[number].read_text()
 
     def said(self) -> str:
+        """The ends of both logs."""
         return "".join(log.read_text()[-3000:] for log in self.logs.values())
 
     def close(self) -> None:
+        """End all processes and networks."""
         for number in list(self.running):
             self.kill(number)
         for holder in self.holders:
@@ -148,13 +134,12 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path):
-    """`hosts(ranks_per_host)`: two hosts, which share tmp_path and where run folders are made."""
+    """`hosts(ranks_per_host)` makes two hosts, which share the folder tmp_path."""
     missing = [tool for tool in ("ip", "nsenter", "unshare") if not shutil.which(tool)]
     if missing:
         pytest.skip(f"needs {' and '.join(missing)}")
-    if subprocess.run(
-        ["unshare", "--net", "--pid", "--fork", "true"], capture_output=True
-    ).returncode:
+    try_it = ["unshare", "--net", "--pid", "--fork", "true"]
+    if subprocess.run(try_it, capture_output=True).returncode:
         pytest.skip("only root may make network namespaces here")
     made = []
     yield lambda ranks_per_host=1: made.append(Hosts(tmp_path, ranks_per_host)) or made[0]
@@ -163,50 +148,41 @@ def hosts(tmp_path):
 
 
 def figures(run_dir) -> dict:
-    """step -> what does not depend on the machine's speed; validation at step 0 and the end."""
+    """(step, training or validation) -> the figures that do not depend on the machine's speed."""
     keys = ("loss", "grad_norm", "lr", "tokens", "batch_hash", "val_loss")
-    return {
-        (row["step"], "loss" in row): [row.get(key) for key in keys] for row in runlog.read(run_dir)
-    }
+    rows = runlog.read(run_dir)
+    return {(row["step"], "loss" in row): [row.get(key) for key in keys] for row in rows}
 
 
 def on_one_host(tmp_path, ranks, *args) -> dict:
-    """The figures of the same run without a second host, and without torchrun, which takes seconds to start."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    """The figures of the same run on one host, without torchrun, which takes seconds to start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, str(ROOT / "fsdp_train.py"), *map(str, args), "--run_dir=one"]
     processes = []
     for rank in map(str, range(ranks)):
-        who = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-        }
-        env = clean_environment() | meeting | who
-        processes.append(
-            subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
-        )
+        env = clean_environment() | master | sizes | {"RANK": rank, "LOCAL_RANK": rank}
+        options = {"cwd": tmp_path, "env": env, "stdout": subprocess.DEVNULL}
+        processes.append(subprocess.Popen(command, **options))
     assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
     return figures(tmp_path / "one")
 
 
 def starts(run_dir) -> list[int]:
     """The step at which each launch began."""
-    return [
-        json.loads(line)["first_step"]
-        for line in (run_dir / "launches.jsonl").read_text().splitlines()
-    ]
+    lines = (run_dir / "launches.jsonl").read_text().splitlines()
+    return [json.loads(line)["first_step"] for line in lines]
 
 
 def step_reached(run_dir, step, seconds=60) -> bool:
     """Wait until metrics.jsonl has this step."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (run_dir / "metrics.jsonl").exists() and any(
-            row["step"] >= step for row in runlog.read(run_dir)
-        ):
+        rows = runlog.read(run_dir) if (run_dir / "metrics.jsonl").exists() else []
+        if any(row["step"] >= step for row in rows):
             return True
         time.sleep(0.05)
     return False
@@ -224,7 +200,7 @@ def test_two_hosts_train_as_one_does(hosts, tiny_data, tmp_path):
 
 @pytest.mark.slow
 def test_four_ranks_on_two_hosts_shard_inside_a_host(hosts, tiny_data, tmp_path):
-    """HYBRID_SHARD puts a host's ranks into one group by itself: the same run as that told so on one host."""
+    """By default HYBRID_SHARD shards inside a host, as --shard_size=2 does on one host of four."""
     args = [*MODEL, *BATCH, *flags_for(tiny_data), "--max_steps=6", "--sharding=HYBRID_SHARD"]
     two = hosts(ranks_per_host=2)
     for number in (0, 1):
@@ -239,7 +215,7 @@ LONGER = ["--max_steps=40", "--save_interval=10"]
 @pytest.mark.slow
 @pytest.mark.parametrize("victims", [(1,), (0, 1)], ids=["second", "both"])
 def test_a_host_is_killed_and_comes_back(hosts, tiny_data, tmp_path, victims):
-    """The head has torchrun's rendezvous: the second one's torchrun fails with it, and SLURM starts both again."""
+    """torchrun's rendezvous is on the head. If that dies, both fail, and SLURM restarts both."""
     args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]
     two = hosts()
     for number in (0, 1):
@@ -257,7 +233,7 @@ def test_a_host_is_killed_and_comes_back(hosts, tiny_data, tmp_path, victims):
 
 @pytest.mark.slow
 def test_the_cable_is_pulled_until_the_hosts_give_each_other_up(hosts, tiny_data, tmp_path):
-    """Nobody closes a connection: only the watch sees that no step is taken. torchrun then starts the workers again."""
+    """No connection is closed: only the watchdog notices. Then torchrun restarts the workers."""
     args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]
     two = hosts()
     for number in (0, 1):

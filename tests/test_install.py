@@ -1,4 +1,4 @@
-"""The set-up, for real: make, venv and pip on small stand-in packages, without a network."""
+"""install.py for real: make, venv and pip on small stand-in packages, without a network."""
 
 import functools
 import hashlib
@@ -17,20 +17,35 @@ import install
 FILES = ["Makefile", "install.py", "constraints.txt"]
 FILES += ["requirements.txt", "requirements-dev.txt", "requirements-extra.txt"]
 ROCM = {"torch": "2.9.0+rocm6.4", "pytorch-triton-rocm": "3.5.0"}
+
+TORCH_INIT = """
+import os
+
+class cuda:
+    device_count = lambda: int(os.environ["DEVICES"])
+"""
+TORCHRUN = """
+import subprocess, sys
+
+def main():
+    script = [word for word in sys.argv[1:] if not word.startswith(("--rdzv", "--nproc"))]
+    sys.exit(subprocess.call([sys.executable, *script]))
+
+if __name__ == "__main__":
+    main()
+"""
 TORCH = {
-    "torch/__init__.py": "import os\nclass cuda:\n    device_count = lambda: int(os.environ['DEVICES'])\n",
+    "torch/__init__.py": TORCH_INIT,
     "torch/distributed/__init__.py": "",
-    "torch/distributed/run.py": "import subprocess, sys\n"
-    "script = [a for a in sys.argv[1:] if not a.startswith('--rdzv') and not a.startswith('--nproc')]\n"
-    "def main(): sys.exit(subprocess.call([sys.executable, *script]))\n"
-    "if __name__ == '__main__': main()\n",
+    "torch/distributed/run.py": TORCHRUN,
 }
+# What is in the stand-in of a package; by default only its version.
 CONTENTS = {"torch": TORCH, "pytorch-triton-rocm": {"triton/__init__.py": ""}}
 CONTENTS["pytest"] = {
     "pytest/__init__.py": "",
     "pytest/__main__.py": "import sys; print('pytest', sys.argv[1:])",
 }
-NEEDS = {"datasets": ["torch", "tqdm"]}  # so that pip meets torch on the way
+NEEDS = {"datasets": ["torch", "tqdm"]}  # so that pip considers installing torch
 
 
 def wheel(folder, name, version):
@@ -39,13 +54,11 @@ def wheel(folder, name, version):
     files = dict(CONTENTS.get(name, {f"{name}/__init__.py": f"version = {version!r}"}))
     needs = "".join(f"Requires-Dist: {other}\n" for other in NEEDS.get(name, []))
     files[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}"
-    files[f"{info}/WHEEL"] = (
-        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    )
+    wheel_tags = "Generator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{info}/WHEEL"] = f"Wheel-Version: 1.0\n{wheel_tags}"
     if name == "torch":
-        files[f"{info}/entry_points.txt"] = (
-            "[console_scripts]\ntorchrun = torch.distributed.run:main\n"
-        )
+        script = "[console_scripts]\ntorchrun = torch.distributed.run:main\n"
+        files[f"{info}/entry_points.txt"] = script
     files[f"{info}/RECORD"] = "".join(f"{f},,\n" for f in [*files, f"{info}/RECORD"])
     os.makedirs(folder, exist_ok=True)
     path = os.path.join(folder, f"{info.removesuffix('.dist-info')}-py3-none-any.whl")
@@ -56,8 +69,8 @@ def wheel(folder, name, version):
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory):
-    """A folder with a wheel for each line of constraints.txt: PyPI's torch and triton are in it, as bait."""
+def wheels(tmp_path_factory):
+    """A folder with a wheel for each line of constraints.txt, PyPI's torch and triton as bait."""
     folder = tmp_path_factory.mktemp("wheels")
     for line in install.lines("constraints.txt"):
         wheel(folder, *line.partition(";")[0].split("=="))
@@ -67,7 +80,7 @@ def house(tmp_path_factory):
 class Project:
     """A copy of the set-up with stand-in programs, run under a clean environment."""
 
-    def __init__(self, folder, house):
+    def __init__(self, folder, wheels):
         self.folder = str(folder / "project")
         os.makedirs(self.folder + "/dev")
         for name in FILES:
@@ -75,12 +88,9 @@ class Project:
         for name in ("fsdp_train.py", "lifecycle/plot.py", "generate.py"):
             self.write(name, "import sys; print('ran', sys.argv); sys.exit('--fail' in sys.argv)")
         self.log = self.folder + "/pip.log"
-        self.env = dict(
-            PATH=os.environ["PATH"], HOME=self.folder, DEVICES="0", PYTHONDONTWRITEBYTECODE="1"
-        )
-        self.env |= dict(
-            PIP_CONFIG_FILE=os.devnull, PIP_NO_INDEX="1", PIP_FIND_LINKS=house, PIP_LOG=self.log
-        )
+        self.env = {"PATH": os.environ["PATH"], "HOME": self.folder, "DEVICES": "0"}
+        self.env |= {"PYTHONDONTWRITEBYTECODE": "1", "PIP_CONFIG_FILE": os.devnull}
+        self.env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, "PIP_LOG": self.log}
 
     def write(self, name, text):
         path = os.path.join(self.folder, name)
@@ -90,11 +100,10 @@ class Project:
 
     def run(self, *command, status=0, **env):
         """Standard output, and standard error after it."""
-        r = subprocess.run(
-            command, cwd=self.folder, env=self.env | env, capture_output=True, text=True
-        )
-        assert r.returncode == status, r.stdout + r.stderr
-        return r.stdout + r.stderr
+        options = {"cwd": self.folder, "env": self.env | env, "capture_output": True, "text": True}
+        done = subprocess.run(command, **options)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
 
     def make(self, *arguments, python, **options):
         return self.run("make", f"PYTHON={python}", *arguments, **options)
@@ -112,21 +121,23 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path, house):
-    return Project(tmp_path, house)
+def project(tmp_path, wheels):
+    return Project(tmp_path, wheels)
 
 
 def python(folder, versions=(), pip=False):
     """A Python of its own in `folder`, with some packages: its executable."""
-    subprocess.run(
-        [sys.executable, "-m", "venv", folder] + ["--without-pip"] * (not pip), check=True
-    )
+    command = [sys.executable, "-m", "venv", folder]
+    if not pip:
+        command.append("--without-pip")
+    subprocess.run(command, check=True)
     for name in versions:
         put(folder, name, versions[name])
     return str(folder / "bin" / "python")
 
 
 def put(folder, name, version):
+    """Unpack a stand-in package into the Python in `folder`."""
     with zipfile.ZipFile(wheel(folder / "wheels", name, version)) as z:
         z.extractall(packages(folder))
 
@@ -136,15 +147,12 @@ def packages(folder):
 
 
 def contents(folder):
-    """Every file and what is in it, without Python's own caches."""
-    return {
-        os.path.join(where, name): hashlib.sha256(
-            open(os.path.join(where, name), "rb").read()
-        ).hexdigest()
-        for where, _, names in os.walk(folder)
-        for name in names
-        if "__pycache__" not in where
-    }
+    """Every file -> a hash of its content, without Python's own caches."""
+    hashes = {}
+    for path in folder.rglob("*"):
+        if path.is_file() and "__pycache__" not in path.parts:
+            hashes[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 @pytest.mark.slow
@@ -153,28 +161,20 @@ def test_a_torch_that_is_there_is_used_and_stays_as_it_is(project, tmp_path):
     before = contents(tmp_path / "rocm")
     project.make("test", python=below)
     assert contents(tmp_path / "rocm") == before
-    assert project.versions("torch", "pytorch-triton-rocm", "tqdm") == [
-        "2.9.0+rocm6.4",
-        "3.5.0",
-        "4.66.0",
-    ]
-    assert project.versions("tiktoken") == ["0.14.0"] and "tiktoken" in project.run(
-        ".venv/bin/pip", "list"
-    )
-    where = project.run(
-        ".venv/bin/python",
-        "-c",
-        "import torch, triton, tiktoken; print(torch.__file__, triton.__file__)",
-    )
+    expected = ["2.9.0+rocm6.4", "3.5.0", "4.66.0"]
+    assert project.versions("torch", "pytorch-triton-rocm", "tqdm") == expected
+    assert project.versions("tiktoken") == ["0.14.0"]
+    assert "tiktoken" in project.run(".venv/bin/pip", "list")
+    code = "import torch, triton, tiktoken; print(torch.__file__, triton.__file__)"
+    where = project.run(".venv/bin/python", "-c", code)
     assert where.count(str(tmp_path / "rocm")) == 2
-    here = os.listdir(packages(tmp_path / "project" / ".venv"))
-    assert not [name for name in here if name.startswith(("torch", "triton", "tqdm"))]
+    own = os.listdir(packages(tmp_path / "project" / ".venv"))
+    assert not [name for name in own if name.startswith(("torch", "triton", "tqdm"))]
 
     calls = project.pip_calls()
     assert project.make("setup", "setup-test", python=below) == ""
-    assert (
-        project.make("setup", python=".venv/bin/python") == ""
-    )  # as after `source .venv/bin/activate`
+    active = ".venv/bin/python"  # as after `source .venv/bin/activate`
+    assert project.make("setup", python=active) == ""
     assert project.pip_calls() == calls
 
     shutil.rmtree(packages(tmp_path / "rocm") / "torch-2.9.0+rocm6.4.dist-info")
@@ -198,19 +198,14 @@ def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
     local = "+cpu" if sys.platform == "linux" and not shutil.which("sbatch") else ""
     assert project.versions("torch", "tiktoken", "tqdm") == [f"2.13.0{local}", "0.14.0", "4.70.1"]
     calls = project.pip_calls()
-    assert (
-        calls == (2 if local else 1)
-        and project.run(below, "-c", code) == ""
-        and project.pip_calls() == calls
-    )
+    assert calls == (2 if local else 1)
+    assert project.run(below, "-c", code) == "" and project.pip_calls() == calls
 
     wheel(project.env["PIP_FIND_LINKS"], "newcomer", "1.0")
     project.write("requirements.txt", install.read("requirements.txt") + "newcomer\n")
     project.run(below, "-c", code)
-    assert (
-        project.versions("newcomer", "torch") == ["1.0", f"2.13.0{local}"]
-        and project.pip_calls() > calls
-    )
+    assert project.versions("newcomer", "torch") == ["1.0", f"2.13.0{local}"]
+    assert project.pip_calls() > calls
     server.shutdown()
 
 
@@ -218,16 +213,12 @@ def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
 def test_your_own_venv_is_used_with_its_torch(project, tmp_path):
     yours = tmp_path / "project" / ".venv"
     python(yours, ROCM)  # without pip, as uv makes them
-    project.env |= dict(
-        PIP_UPGRADE="1", PIP_UPGRADE_STRATEGY="eager"
-    )  # pip is told to take every newer version
+    # The user's settings ask pip for every newer version.
+    project.env |= {"PIP_UPGRADE": "1", "PIP_UPGRADE_STRATEGY": "eager"}
     for _ in range(2):
         project.make("setup", python=sys.executable)
-        assert project.versions("torch", "pytorch-triton-rocm", "tiktoken") == [
-            "2.9.0+rocm6.4",
-            "3.5.0",
-            "0.14.0",
-        ]
+        versions = project.versions("torch", "pytorch-triton-rocm", "tiktoken")
+        assert versions == ["2.9.0+rocm6.4", "3.5.0", "0.14.0"]
     assert project.pip_calls() == 1
 
 
@@ -238,17 +229,16 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
     launch = next(line for line in out.splitlines() if "torchrun" in line)
     threads = max(1, os.cpu_count() // 2)
     assert launch == (
-        f"OMP_NUM_THREADS={threads} .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 "
+        f"OMP_NUM_THREADS={threads} .venv/bin/torchrun "
+        "--rdzv-backend=c10d --rdzv-endpoint=localhost:0 "
         "--nproc_per_node=2 fsdp_train.py configs/demo.py --lr=1e-3"
     )
-    assert (
-        project.run("sh", "-c", launch) == "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
-    )
-    ran = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
-    ran = [
-        name.replace(os.path.realpath(project.folder) + "/", "") for name in ran
-    ]  # after -m it is a whole path
-    assert ran == ["fsdp_train.py", "lifecycle/plot.py", "generate.py", "generate.py"]
+    ran = "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
+    assert project.run("sh", "-c", launch) == ran
+    programs = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
+    folder = os.path.realpath(project.folder) + "/"  # python -m gives a whole path
+    programs = [name.removeprefix(folder) for name in programs]
+    assert programs == ["fsdp_train.py", "lifecycle/plot.py", "generate.py", "generate.py"]
     assert "--nproc_per_node=2 " in project.make("train", python=below, DEVICES="3")
     assert "--nproc_per_node=8 " in project.make("train", python=below, DEVICES="16")
     out = project.make("train", "ARGS=--fail", python=below, status=2)
@@ -266,34 +256,30 @@ def test_pip_that_fails_is_not_taken_for_done(project, tmp_path):
     assert project.pip_calls() == 2
 
 
-@pytest.mark.parametrize(
-    "trick, message",
-    [
-        (
-            "sys.version_info = (3, 9, 1, 'final', 0)",
-            "is Python 3.9, too old: make PYTHON=python3.12",
-        ),
-        (
-            "sys.modules['ensurepip'] = None",
-            f"sudo apt install python{install.python_version()}-venv",
-        ),
-    ],
-)
+NO_VENV = f"sudo apt install python{install.python_version()}-venv"
+BAD_PYTHONS = {  # what its sitecustomize.py does -> the error
+    "sys.version_info = (3, 9, 1, 'final', 0)": "is Python 3.9, too old: make PYTHON=python3.12",
+    "sys.modules['ensurepip'] = None": NO_VENV,
+}
+
+
+@pytest.mark.parametrize("trick, message", BAD_PYTHONS.items(), ids=["old", "no ensurepip"])
 def test_a_python_that_will_not_do_is_one_line_with_the_fix(project, tmp_path, trick, message):
     below = python(tmp_path / "below")
     os.mkdir(tmp_path / "trick")
     (tmp_path / "trick" / "sitecustomize.py").write_text("import sys\n" + trick)
     out = project.run(below, "install.py", status=2, PYTHONPATH=str(tmp_path / "trick"))
-    assert message in out
-    assert [line for line in out.splitlines() if not line.startswith("install: ")] == [
-        out.splitlines()[-1]
-    ]
+    *progress, last = out.splitlines()
+    assert message in last and all(line.startswith("install: ") for line in progress)
     assert not os.path.exists(project.folder + "/.venv")
 
 
-@pytest.mark.skipif(
+only_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="PyPI's torch for other systems is the right one"
 )
+
+
+@only_linux
 def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     nowhere = "http://127.0.0.1:9"
@@ -304,37 +290,33 @@ def test_the_build_of_torch_follows_the_devices(tmp_path, monkeypatch, capsys):
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1 and ".venv/bin/pip install torch --index-url" in message
-    assert install.torch_index(True, tmp_path, nowhere) is None  # ROCm's torch is there by now
+    assert install.torch_index(True, tmp_path, nowhere) is None  # ROCm's torch is there
     (tmp_path / "nvidia0").touch()
     assert install.torch_index(False, tmp_path, nowhere) is None
 
 
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="PyPI's torch for other systems is the right one"
-)
+@only_linux
 def test_slurm_does_not_hide_an_amd_gpu(tmp_path, monkeypatch, capsys):
-    """A compute node has sbatch, too: PyPI's torch would be NVIDIA's."""
+    """A compute node has sbatch too: PyPI's torch would be NVIDIA's."""
+    nowhere = "http://127.0.0.1:9"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "bin/sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "dev").mkdir()
-    assert (
-        install.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9") is None
-    )  # a login node
+    assert install.torch_index(False, tmp_path / "dev", nowhere) is None  # a login node
     assert "login node" in capsys.readouterr().out
     (tmp_path / "dev/kfd").touch()
     with pytest.raises(SystemExit) as stopped:
-        install.torch_index(False, tmp_path / "dev", "http://127.0.0.1:9")
+        install.torch_index(False, tmp_path / "dev", nowhere)
     assert stopped.value.code == 2 and "an AMD GPU is here" in capsys.readouterr().err
 
 
 def test_a_requirement_file_that_is_missing_is_one_line(capsys):
     with pytest.raises(SystemExit) as stopped:
         install.main(["nowhere.txt"])
-    assert (
-        stopped.value.code == 2 and "no requirement file 'nowhere.txt'" in capsys.readouterr().err
-    )
+    assert stopped.value.code == 2
+    assert "no requirement file 'nowhere.txt'" in capsys.readouterr().err
 
 
 def test_every_requirement_is_pinned_and_every_pin_is_required():

@@ -1,4 +1,4 @@
-"""Every program: --help, wrong usage, a run folder that is missing, output that nobody reads any more."""
+"""Every program: --help, wrong usage, missing run folders, and output whose reader is gone."""
 
 import json
 import os
@@ -11,28 +11,29 @@ from conftest import ROOT, rooms_on_path, words_of
 import program
 
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
-LIGHT = ["config.py", "install.py", "flops.py", "plan.py", "program.py"]  # no torch: 0.1 s each
+LIGHT = ["config.py", "install.py", "flops.py", "plan.py", "program.py"]  # without torch: 0.1 s
 
 
 def programs() -> dict:
-    """What is typed after `python` or `python -m`, and the file that it runs."""
-    found = {path.name: path for path in sorted(ROOT.glob("*.py"))}
+    """What a user types after `python` or `python -m` -> the file that it runs."""
+    files = {path.name: path for path in sorted(ROOT.glob("*.py"))}
     for folder in FOLDERS:
+        separator = " " if folder == "bench" else "."
         for path in sorted((ROOT / folder).glob("[a-z]*.py")):
-            found[f"{folder} {path.stem}" if folder == "bench" else f"{folder}.{path.stem}"] = path
+            files[f"{folder}{separator}{path.stem}"] = path
         if (ROOT / folder / "__main__.py").exists():
-            found[folder] = ROOT / folder / "__main__.py"
-    return found
+            files[folder] = ROOT / folder / "__main__.py"
+    return files
 
 
 PROGRAMS = programs()
 
-# Run a case after another, each in a fork of a process that has imported torch: seconds instead of minutes.
+# Each case runs in a fork of one process that has imported torch: seconds instead of minutes.
 FORKS = """
 import json, os, runpy, sys
 import bench.train, generate, evaluation.zero_shot, fsdp_train, lessons.elastic
 for name in [name for name, module in sys.modules.items() if name.split(".")[0] in NAMES]:
-    del sys.modules[name]  # ours are imported anew: a module that is there already cannot be started
+    del sys.modules[name]  # our modules are imported anew, as when a user starts them
 for line in sys.stdin:
     words, out, err = json.loads(line)
     child = os.fork()
@@ -49,7 +50,10 @@ for line in sys.stdin:
 
 
 def run(words, folder, read=True):
-    """A program as a user starts it: (status, output, errors). `read=False`: the reader of its output has left."""
+    """A program as a user starts it: (exit status, output, errors).
+
+    read=False: the reader of its output is gone.
+    """
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *words_of(words[0]), *words[1:]]
@@ -65,25 +69,18 @@ def forked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs")
     reader, writer = os.pipe()
     os.close(reader)
-    code = f"NAMES = {[*FOLDERS, *(path.stem for path in ROOT.glob('*.py'))]}\n{FORKS}"
-    command = [sys.executable, "-c", code, str(writer)]
-    env = rooms_on_path()
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "pass_fds": [writer],
-        "text": True,
-    }
-    process = subprocess.Popen(command, cwd=folder, env=env, **pipes)
+    our_modules = [*FOLDERS, *(path.stem for path in ROOT.glob("*.py"))]
+    command = [sys.executable, "-c", f"NAMES = {our_modules}\n{FORKS}", str(writer)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    options = {"cwd": folder, "env": rooms_on_path(), "pass_fds": [writer]}
+    process = subprocess.Popen(command, **pipes, **options)
 
     def call(words, read=True):
         out, err = folder / "out", folder / "err"
         for path in (out, err):
             path.unlink(missing_ok=True)
-        process.stdin.write(
-            json.dumps([[*words_of(words[0]), *words[1:]], str(out) if read else None, str(err)])
-            + "\n"
-        )
+        case = [[*words_of(words[0]), *words[1:]], str(out) if read else None, str(err)]
+        process.stdin.write(json.dumps(case) + "\n")
         process.stdin.flush()
         status = int(process.stdout.readline())
         return status, out.read_text() if read else "", err.read_text()
@@ -95,12 +92,14 @@ def forked(tmp_path_factory):
 
 
 def is_help(answer, name):
+    """Whether the answer shows the first line of the program's docstring."""
     status, out, err = answer
-    begins = PROGRAMS[name].read_text().split('"""')[1].strip().splitlines()[0]
-    return status == 0 and begins.replace("\\", "") in out.replace("\\", "") and err == ""
+    first_line = PROGRAMS[name].read_text().split('"""')[1].strip().splitlines()[0]
+    return status == 0 and first_line.replace("\\", "") in out.replace("\\", "") and err == ""
 
 
 def is_one_line(answer):
+    """Whether the answer is a user error: status 2 and one line on standard error."""
     status, out, err = answer
     return status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
 
@@ -118,9 +117,12 @@ def test_a_plan_whose_reader_has_left_ends_quietly(tmp_path):
     assert run(plan, tmp_path, read=False) == (141, "", "")
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="Linux has a device that is always full"
+needs_dev_full = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="only Linux has this device, which is always full"
 )
+
+
+@needs_dev_full
 def test_output_to_a_full_disk_is_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         command = [sys.executable, ROOT / "config.py"]
@@ -134,9 +136,7 @@ def test_a_closed_output_is_no_bug(closed):
     assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.skipif(
-    not os.path.exists("/dev/full"), reason="Linux has a device that is always full"
-)
+@needs_dev_full
 @pytest.mark.parametrize("arguments", ["A", "A B"])
 def test_the_exit_status_is_right_where_even_the_error_cannot_be_written(tmp_path, arguments):
     """As with `>log 2>&1` on a full disk."""
@@ -155,34 +155,35 @@ def test_every_program_helps_complains_and_ends_quietly(name, forked):
     assert forked([name, "--help"], read=False) == (141, "", "")
 
 
-TOO_FEW = """
-    planning.calibrate storage.files generate.py weights.hf evaluation evaluation.tasks lifecycle.microbatch
-    lifecycle.plot lifecycle.lease lifecycle.resume lifecycle.runlog text.shards weights.tensor_files
-    bench
-"""
-BENCHES = ["bench compare", "bench table"]
-ALONE = """
-    attention.py checkpoint.py devices.py loss.py model.py optim.py serving.sampling lifecycle.stopping
-    lifecycle.watchdog
-"""
+NEED_ARGUMENTS = """
+    planning.calibrate storage.files generate.py weights.hf evaluation evaluation.tasks
+    lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.resume lifecycle.runlog
+    text.shards weights.tensor_files bench
+""".split()
+NEED_ARGUMENTS += ["bench compare", "bench table"]
+TAKE_NO_ARGUMENTS = """
+    attention.py checkpoint.py devices.py loss.py model.py optim.py serving.sampling
+    lifecycle.stopping lifecycle.watchdog
+""".split()
+TAKE_NO_ARGUMENTS += ["bench team"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*TOO_FEW.split(), *BENCHES])
-def test_without_its_arguments_a_program_says_what_it_wants(name, forked):
+@pytest.mark.parametrize("name", NEED_ARGUMENTS)
+def test_without_its_arguments_a_program_says_what_it_needs(name, forked):
     answer = forked([name])
-    assert is_one_line(answer) and (
-        "usage: python " in answer[2] or "--help has the flags" in answer[2]
-    ), answer
+    says_how = "usage: python " in answer[2] or "--help has the flags" in answer[2]
+    assert is_one_line(answer) and says_how, answer
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bench team", *ALONE.split()])
+@pytest.mark.parametrize("name", TAKE_NO_ARGUMENTS)
 def test_a_program_without_arguments_refuses_one(name, forked):
-    how = name if name.endswith(".py") else f"-m {name}"
-    assert forked([name, "runs/demo"]) == (2, "", f"error: usage: python {how} (no arguments)\n")
+    start = name if name.endswith(".py") else f"-m {name}"
+    assert forked([name, "runs/demo"]) == (2, "", f"error: usage: python {start} (no arguments)\n")
 
 
+# A command -> the missing file or folder that its error must name.
 READERS = {
     "generate.py nowhere": "nowhere",
     "generate.py nowhere/checkpoints/step-3": "nowhere",
@@ -215,20 +216,16 @@ READERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("command", READERS)
 def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_data):
-    (tmp_path / "words.jsonl").write_text(
-        '{"query": "the", "choices": ["river", "tree"], "gold": 0}\n'
-    )
+    question = {"query": "the", "choices": ["river", "tree"], "gold": 0}
+    (tmp_path / "words.jsonl").write_text(json.dumps(question) + "\n")
     words = command.format(words=tmp_path / "words.jsonl", data=tiny_data).split()
     if "{data}" in command:
         made = json.loads((tiny_data / "dataset.json").read_text())
         words += [f"--dataset={made['dataset']}", "--tokenizer=bytes"]
     status, out, err = forked(words)
-    lines = [
-        line for line in err.splitlines() if line and not line.startswith("tokens: ")
-    ]  # progress
-    out = out.removesuffix(
-        "runs/mpt: loading PyTorch\n"
-    )  # which fsdp_train.py says before it looks
+    progress = "tokens: "
+    lines = [line for line in err.splitlines() if line and not line.startswith(progress)]
+    out = out.removesuffix("runs/mpt: loading PyTorch\n")  # fsdp_train.py prints it first
     answer = status, out, "\n".join(lines) + "\n"
     assert is_one_line(answer) and READERS[command] in answer[2], answer
 
@@ -236,14 +233,7 @@ def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_da
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "gpu_kernels.launch_table",
-        "optim.py",
-        "loss.py",
-        "devices.py",
-        "parallel.py",
-        "storage.files",
-    ],
+    "gpu_kernels.launch_table optim.py loss.py devices.py parallel.py storage.files".split(),
 )
 def test_any_output_may_lose_its_reader(name, forked, tmp_path):
     (tmp_path / "a.json").write_text("{}")
@@ -255,11 +245,7 @@ def test_the_number_of_arguments():
     assert program.arguments(["a"], "RUN_DIR") == ["a"]
     assert program.arguments([], "[OUT.png]") == []
     assert program.arguments(["a", "b"], "FILE ...") == ["a", "b"]
-    for argv, names in (
-        (["a", "b"], "[OUT.png]"),
-        ([], "FILE ..."),
-        (["--a"], "FILE ..."),
-        (["a"], ""),
-    ):
+    refused = [(["a", "b"], "[OUT.png]"), ([], "FILE ..."), (["--a"], "FILE ..."), (["a"], "")]
+    for argv, names in refused:
         with pytest.raises(program.UserError, match="usage: python"):
             program.arguments(argv, names)

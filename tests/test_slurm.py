@@ -1,7 +1,8 @@
-"""slurm/train.sbatch and slurm/train_srun.sbatch, run for real with stand-ins for SLURM's and Apptainer's commands.
+"""slurm/train.sbatch and slurm/train_srun.sbatch, with stand-ins for SLURM's commands.
 
-The stand-in for srun starts the tasks of all nodes on this machine, with the variables that SLURM sets; it hands them
-signals, and reports the highest of their statuses. torchrun, parallel.py and fsdp_train.py are the real ones.
+The stand-in for srun starts the tasks of all nodes on this machine, with the variables that SLURM
+sets; it passes signals on to them, and reports the highest of their exit statuses. torchrun and
+fsdp_train.py are real.
 """
 
 import contextlib
@@ -22,21 +23,9 @@ from lifecycle import runlog
 
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
 BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])
-TINY = [
-    "--d_model=32",
-    "--n_heads=4",
-    "--n_layers=2",
-    "--vocab_size=260",
-    "--max_seq_len=32",
-    "--precision=fp32",
-]
-TINY += [
-    "--global_batch_size=8",
-    "--microbatch_size=2",
-    "--warmup_steps=2",
-    "--max_steps=30",
-    "--eval_tokens=256",
-]
+TINY = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
+TINY += "--precision=fp32 --global_batch_size=8 --microbatch_size=2 --warmup_steps=2".split()
+TINY += ["--max_steps=30", "--eval_tokens=256"]
 
 STAND_INS = {
     "srun": """#!PYTHON
@@ -47,11 +36,12 @@ while words[0].startswith("--"):
 nodes, tasks_per_node = int(os.environ["SLURM_NNODES"]), int(os.environ["TASKS_PER_NODE"])
 tasks = []
 for rank in range(nodes * tasks_per_node):
-    mine = {"SLURM_PROCID": rank, "SLURM_NODEID": rank // tasks_per_node, "SLURM_LOCALID": rank % tasks_per_node}
-    mine |= {"SLURM_NTASKS": nodes * tasks_per_node, "SLURM_STEP_ID": 0}
-    env = os.environ | {name: str(value) for name, value in mine.items()}
+    node, local_rank = divmod(rank, tasks_per_node)
+    of_task = {"SLURM_PROCID": rank, "SLURM_NODEID": node, "SLURM_LOCALID": local_rank}
+    of_task |= {"SLURM_NTASKS": nodes * tasks_per_node, "SLURM_STEP_ID": 0}
+    env = os.environ | {name: str(value) for name, value in of_task.items()}
     tasks.append(subprocess.Popen(words, env=env, start_new_session=True))
-# As SLURM may do it: a warning to the whole process group of each task.
+# SLURM may send the warning to the whole process group of each task.
 signal.signal(signal.SIGUSR1, lambda number, frame: [os.killpg(task.pid, number) for task in tasks])
 signal.signal(signal.SIGTERM, lambda number, frame: [task.send_signal(number) for task in tasks])
 status = [task.wait() for task in tasks]
@@ -79,6 +69,7 @@ exec PYTHON "$@"
 
 
 def free_port() -> int:
+    """A port from the range that both scripts take theirs from."""
     for port in random.sample(range(20000, 32000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -86,10 +77,12 @@ def free_port() -> int:
 
 
 class Job:
-    """`submit(...)` starts a script as SLURM would, on `nodes` nodes; `end()` waits for it and gives its status."""
+    """A job of SLURM: `submit(...)` starts a script, `end()` waits for its exit status."""
 
     def __init__(self, folder):
-        self.folder, self.log, self.scontrol = folder, folder / "job.log", folder / "scontrol.log"
+        self.folder = folder
+        self.log = folder / "job.log"
+        self.scontrol = folder / "scontrol.log"
         (folder / ".venv/bin").mkdir(parents=True)
         (folder / "bin").mkdir()
         for name, text in STAND_INS.items():
@@ -97,41 +90,40 @@ class Job:
         rooms = [path.parent for path in ROOT.glob("*/__init__.py")]
         for path in [*ROOT.glob("*.py"), *rooms]:
             (folder / path.name).symlink_to(path)
-        self.id = str(free_port() - 20000)  # both scripts take the port 20000 + job number % 12000
+        self.id = str(free_port() - 20000)  # both scripts use the port 20000 + job number % 12000
 
     def put(self, name, text) -> None:
-        """A program in place of the one that the script starts."""
+        """Put a program in place of the one that the script starts."""
         path = self.folder / name
         path.unlink(missing_ok=True)
         path.write_text(text.replace("PYTHON", sys.executable))
         path.chmod(0o755)
 
     def submit(self, script, *args, nodes=1, ranks_per_node=2, edit=lambda text: text):
-        text = edit((ROOT / script).read_text()).replace(
-            "--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}"
-        )
+        """Start a script on `nodes` nodes. edit: changes its text first."""
+        text = edit((ROOT / script).read_text())
+        text = text.replace("--nproc_per_node 8", f"--nproc_per_node {ranks_per_node}")
         text = text.replace("=hsn0", "=lo")  # gloo fails if there is no such interface
         (self.folder / "job.sbatch").write_text(text)  # SLURM runs a copy, too
-        slurm = dict(SLURM_JOB_ID=self.id, SLURM_JOB_NODELIST="node[1-2]", SLURM_NNODES=str(nodes))
-        slurm |= dict(
-            SLURM_CPUS_PER_TASK="3",
-            TASKS_PER_NODE="1" if script == TORCHRUN else str(ranks_per_node),
-        )
-        env = clean_environment() | slurm | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+
+        tasks_per_node = 1 if script == TORCHRUN else ranks_per_node
+        slurm = {"SLURM_JOB_ID": self.id, "SLURM_JOB_NODELIST": "node[1-2]"}
+        slurm |= {"SLURM_NNODES": str(nodes), "SLURM_CPUS_PER_TASK": "3"}
+        slurm |= {"TASKS_PER_NODE": str(tasks_per_node)}
+        path = {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
+        options = {"cwd": self.folder, "env": clean_environment() | slurm | path}
+        command = ["bash", "job.sbatch", *map(str, args)]
         with open(self.log, "w") as log:
-            options = {
-                "stdout": log,
-                "stderr": log,
-                "cwd": self.folder,
-                "env": env,
-                "start_new_session": True,
-            }
-            self.process = subprocess.Popen(["bash", "job.sbatch", *map(str, args)], **options)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, **options
+            )
 
     def end(self) -> int:
+        """The exit status."""
         return self.process.wait(PATIENCE)
 
     def said(self) -> str:
+        """The log."""
         return self.log.read_text()
 
     def until(self, words, times=1, seconds=90) -> None:
@@ -142,14 +134,13 @@ class Job:
             time.sleep(0.05)
 
     def signal(self, number) -> None:
-        """To srun's tasks, as SLURM does, and not to the script."""
-        found = subprocess.run(
-            ["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=True
-        )
-        os.kill(int(found.stdout), number)
+        """Send a signal to srun's tasks, as SLURM does, and not to the script."""
+        command = ["pgrep", "-P", str(self.process.pid)]
+        srun = subprocess.run(command, capture_output=True, text=True, check=True)
+        os.kill(int(srun.stdout), number)
 
     def requeued(self) -> int:
-        """How many times; each must have named this job."""
+        """How many times the job was requeued."""
         lines = self.scontrol.read_text().splitlines() if self.scontrol.exists() else []
         assert set(lines) <= {f"requeue {self.id}"}
         return len(lines)
@@ -164,8 +155,8 @@ def job(tmp_path):
         made.process.wait(PATIENCE)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Who is who
+# --------------------------------------------------------------------------------------------------
+# Ranks
 
 WHO = """
 import os
@@ -173,8 +164,9 @@ import processes
 
 def main(argv):
     world = processes.start("cpu")
+    rank = f"{world.global_rank}/{world.global_size} {world.local_rank}/{world.local_size}"
     threads = os.environ["OMP_NUM_THREADS"]
-    print(f"{world.global_rank}/{world.global_size} {world.local_rank}/{world.local_size} {threads} {argv}\\n", end="", flush=True)
+    print(f"{rank} {threads} {argv}\\n", end="", flush=True)
 
 processes.run(main)
 """
@@ -183,29 +175,26 @@ processes.run(main)
 @pytest.mark.slow
 @pytest.mark.parametrize("script, threads", [(TORCHRUN, 8), (SRUN, 3)])
 def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
-    """The four processes really join: processes.start returns when all of them have met."""
+    """The four processes really join: processes.start returns when all have joined."""
     job.put("fsdp_train.py", WHO)
     job.submit(script, "configs/a.py", "--run_dir=with space", nodes=2)
     assert job.end() == 0, job.said()
-    places = re.findall(r"^(\d/\d \d/\d) (\d+) (.*)$", job.said(), re.M)
-    assert sorted(places) == [
-        (f"{rank}/4 {rank % 2}/2", str(threads), "['configs/a.py', '--run_dir=with space']")
-        for rank in range(4)
-    ]
+    answers = re.findall(r"^(\d/\d \d/\d) (\d+) (.*)$", job.said(), re.M)
+    argv = "['configs/a.py', '--run_dir=with space']"
+    ranks = [f"{rank}/4 {rank % 2}/2" for rank in range(4)]
+    assert sorted(answers) == [(rank, str(threads), argv) for rank in ranks]
     assert "srun got --cpus-per-task=3" in job.said() and job.requeued() == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How it ends
 
 
 @BOTH
 @pytest.mark.parametrize("status", [0, 1, 2, 75, 137])
 def test_only_a_run_that_asks_for_it_is_started_again(job, script, status):
-    job.put(
-        "fsdp_train.py",
-        f"import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0' else 0)",
-    )
+    of_rank_0 = f"{status} if os.environ['SLURM_PROCID'] == '0' else 0"
+    job.put("fsdp_train.py", f"import os; os._exit({of_rank_0})")
     job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
     job.submit(script)
     assert job.end() == status, job.said()
@@ -238,7 +227,7 @@ sys.exit(75)
 
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_warning_goes_past_torchrun_to_its_workers(job, nodes):
-    """They are not started again by torchrun, which has three restarts left, but by SLURM."""
+    """SLURM restarts them, not torchrun, which has three restarts left."""
     job.put("fsdp_train.py", WORKER + LEAVES)
     job.submit(TORCHRUN, nodes=nodes)
     job.until("worker starts", times=2 * nodes)
@@ -246,7 +235,7 @@ def test_the_warning_goes_past_torchrun_to_its_workers(job, nodes):
     assert job.end() == 75, job.said()
     assert job.requeued() == 1
     assert job.said().count("worker got SIGUSR1") == job.said().count("worker starts") == 2 * nodes
-    assert "got signal: 15" in job.said()  # torchrun, from its worker: so it was still there
+    assert "got signal: 15" in job.said()  # from torchrun, so it was still running
 
 
 @pytest.mark.slow
@@ -260,7 +249,7 @@ def test_a_run_that_finishes_in_spite_of_the_warning_is_not_started_again(job):
 
 @pytest.mark.slow
 def test_a_job_that_is_cancelled_saves_and_is_not_started_again(job):
-    """SIGTERM reaches the workers as the warning does: torchrun, left to itself, would kill them after 30 s."""
+    """SIGTERM is passed on like the warning: torchrun itself would kill the workers after 30 s."""
     job.put("fsdp_train.py", WORKER + LEAVES)
     job.submit(TORCHRUN)
     job.until("worker starts", times=2)
@@ -292,17 +281,16 @@ def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tin
     assert job.end() == 0 and "resuming from" in job.said() and job.requeued() == 1, job.said()
     straight, warned = (runlog.read(job.folder / name) for name in ("straight", "warned"))
     keys = ("step", "loss", "grad_norm", "batch_hash", "val_loss")
-    assert [[row.get(key) for key in keys] for row in straight] == [
-        [row.get(key) for key in keys] for row in warned
-    ]
+    expected = [[row.get(key) for key in keys] for row in straight]
+    assert [[row.get(key) for key in keys] for row in warned] == expected
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# What stands there
+# --------------------------------------------------------------------------------------------------
+# The text of the scripts
 
 
 def uncommented(text) -> str:
-    """The script with the alternatives that stand in comments."""
+    """The script with its commented alternatives switched on."""
     return re.sub(r"^# +((?:export \w+=|container=).*)$", r"\1", text, flags=re.M)
 
 
@@ -310,25 +298,20 @@ def uncommented(text) -> str:
 @pytest.mark.parametrize("flag", ["--rocm", "--nv"])
 def test_the_line_for_a_container_works(job, script, flag):
     job.put("fsdp_train.py", "import os; print(os.environ['NCCL_IB_GID_INDEX'])")
-    job.put(
-        ".venv/bin/torchrun",
-        '#!/bin/sh\nwhile [ "$1" != fsdp_train.py ]; do shift; done; exec PYTHON "$@"\n',
-    )
+    find_program = 'while [ "$1" != fsdp_train.py ]; do shift; done'
+    job.put(".venv/bin/torchrun", f'#!/bin/sh\n{find_program}; exec PYTHON "$@"\n')
     job.submit(script, edit=lambda text: uncommented(text).replace("--rocm", flag))
     assert job.end() == 0, job.said()
-    assert (
-        f"apptainer got exec {flag} --bind {job.folder} --pwd {job.folder} pytorch.sif"
-        in job.said()
-    )
+    command = f"exec {flag} --bind {job.folder} --pwd {job.folder} pytorch.sif"
+    assert f"apptainer got {command}" in job.said()
     assert "\n3\n" in job.said()
 
 
 @BOTH
 def test_the_header_lets_slurm_warn_and_start_again(script):
     header = re.findall(r"^#SBATCH (\S+)$", (ROOT / script).read_text(), re.M)
-    assert {"--requeue", "--signal=USR1@180", "--open-mode=append", "--output=%x-%j.log"} <= set(
-        header
-    )
+    expected = {"--requeue", "--signal=USR1@180", "--open-mode=append", "--output=%x-%j.log"}
+    assert expected <= set(header)
 
 
 @BOTH
@@ -343,14 +326,17 @@ def test_every_variable_has_its_reason(script):
 
 def test_the_variables_of_each_network_are_there():
     text = (ROOT / SRUN).read_text()
-    slingshot = "NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_NET_GDR_LEVEL NCCL_CROSS_NIC FI_CXI_DEFAULT_CQ_SIZE "
-    slingshot += "FI_CXI_DISABLE_CQ_HUGETLB FI_MR_CACHE_MONITOR CXI_FORK_SAFE MIOPEN_USER_DB_PATH OMP_NUM_THREADS"
+    slingshot = """
+        NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_NET_GDR_LEVEL NCCL_CROSS_NIC
+        FI_CXI_DEFAULT_CQ_SIZE FI_CXI_DISABLE_CQ_HUGETLB FI_MR_CACHE_MONITOR CXI_FORK_SAFE
+        MIOPEN_USER_DB_PATH OMP_NUM_THREADS
+    """
     assert set(slingshot.split()) <= set(re.findall(r"^export (\w+)=", text, re.M))
-    roce = (
-        "NCCL_IB_HCA NCCL_IB_GID_INDEX GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA"
-    )
+    roce = """
+        NCCL_IB_HCA NCCL_IB_GID_INDEX
+        GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA
+    """
     for script in (TORCHRUN, SRUN):
         assert set(roce.split()) <= set(re.findall(r"(\w+)=", (ROOT / script).read_text()))
-    assert (
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (ROOT / TORCHRUN).read_text()
-    )  # see test_hosts.py
+    of_torchrun = (ROOT / TORCHRUN).read_text()
+    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in of_torchrun  # see test_hosts.py

@@ -1,6 +1,7 @@
-"""flash_attention.py in Triton's interpreter, against a float64 formula of its own; on a GPU the same on the device.
+"""flash_attention.py in Triton's interpreter, against a formula in float64; on a GPU on the device.
 
-The interpreter is chosen when a kernel is decorated, so these kernels run in other processes: `interpreted`.
+The interpreter is chosen when a kernel is decorated, so the kernels run in other processes: those
+of the fixture `interpreted`.
 """
 
 import itertools
@@ -17,7 +18,7 @@ pytest.importorskip("triton", reason="the kernels need triton: see requirements-
 import parallel  # noqa: E402
 from attention import alibi_slopes, attention  # noqa: E402
 from config import MPTConfig, TrainConfig, UserError  # noqa: E402
-from gpu_kernels import flash_attention as room  # noqa: E402
+from gpu_kernels import flash_attention as kernels  # noqa: E402
 from gpu_kernels import launch_table  # noqa: E402
 from lifecycle import runlog  # noqa: E402
 from model import MPT, Positions, init_weights  # noqa: E402
@@ -28,86 +29,98 @@ LIMITS = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}  # relative to the
 # --- the formula, and one case
 
 
-def by_hand(q, k, v, slopes, causal, scale, ids):
-    """Attention in the inputs' dtype. What sees what is written out pair by pair."""
-    (H, n_queries), (Hkv, n_keys) = q.shape[1:3], k.shape[1:3]
+def visible_pairs(B, n_queries, n_keys, causal, ids):
+    """(B, Tq, Tk) bool: whether query i sees key j, pair by pair."""
     positions = range(n_keys - n_queries, n_keys)
-    seen = torch.tensor(
-        [[[j <= i or not causal for j in range(n_keys)] for i in positions]] * len(q)
-    )
-    for row, document in zip(seen, [] if ids is None else ids.tolist(), strict=False):
-        number = [
-            sum(a != b for a, b in itertools.pairwise(document[: j + 1])) for j in range(n_keys)
-        ]
-        row &= torch.tensor([[number[i] == number[j] for j in range(n_keys)] for i in positions])
-    distance = torch.tensor([[abs(i - j) for j in range(n_keys)] for i in positions], dtype=q.dtype)
+    rows = [[j <= i or not causal for j in range(n_keys)] for i in positions]
+    visible = torch.tensor([rows] * B)
+    if ids is not None:
+        for b, row in enumerate(ids.tolist()):
+            changes = [a != b for a, b in itertools.pairwise(row)]
+            document = [sum(changes[:j]) for j in range(n_keys)]
+            same = [[document[i] == document[j] for j in range(n_keys)] for i in positions]
+            visible[b] &= torch.tensor(same)
+    return visible
+
+
+def by_hand(q, k, v, slopes, causal, scale, ids):
+    """Attention in the inputs' dtype, one head at a time, with zeros for rows that see no key."""
+    B, H, n_queries = q.shape[:3]
+    Hkv, n_keys = k.shape[1:3]
+    visible = visible_pairs(B, n_queries, n_keys, causal, ids)
+    i = torch.arange(n_keys - n_queries, n_keys)[:, None]
+    distance = (i - torch.arange(n_keys)).abs().to(q.dtype)
     heads = []
     for h in range(H):
-        scores = q[:, h] @ k[:, h * Hkv // H].mT * scale
+        key_head = h * Hkv // H
+        scores = q[:, h] @ k[:, key_head].mT * scale
         if slopes is not None:
             scores = scores - slopes[h].to(q.dtype) * distance
-        p = torch.exp(scores - scores.amax(-1, keepdim=True)) * seen
-        heads.append(p / p.sum(-1, keepdim=True).clamp_min(1e-300) @ v[:, h * Hkv // H])
+        p = torch.exp(scores - scores.amax(-1, keepdim=True)) * visible
+        total = p.sum(-1, keepdim=True).clamp_min(1e-300)
+        heads.append(p / total @ v[:, key_head])
     return torch.stack(heads, 1)
 
 
-DEFAULT = {
-    **dict(
-        lengths=(65, 65),
-        heads=(2, 2),
-        D=32,
-        batch=1,
-        dtype="float32",
-        alibi=True,
-        causal=True,
-        documents=False,
-    ),
-    **dict(scale=None, layout="fused", row=None),
-}
+DEFAULT = dict(
+    lengths=(65, 65),  # queries, keys
+    heads=(2, 2),  # of queries, of keys
+    D=32,
+    batch=1,
+    dtype="float32",
+    alibi=True,
+    causal=True,
+    documents=False,
+    scale=None,
+    layout="fused",
+    row=None,  # launch settings instead of the table's
+)
+
+
+def qkv_of(case, generator, device):
+    """q, k, v in the case's memory layout."""
+    H, Hkv = case["heads"]
+    Tq, Tk = case["lengths"]
+    D, B, dtype = case["D"], case["batch"], getattr(torch, case["dtype"])
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    if case["layout"] == "fused":
+        # Views of one Wqkv output, as in the model. The queries are its last rows.
+        wide = draw(B, max(Tq, Tk), (H + 2 * Hkv) * D)
+        q, k, v = wide.split([H * D, Hkv * D, Hkv * D], dim=-1)
+        q, k, v = (x[:, x.shape[1] - T :] for x, T in ((q, Tq), (k, Tk), (v, Tk)))
+        return [x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v)]
+    if case["layout"] == "cache":
+        # Keys and values are the beginning of a longer buffer.
+        q = draw(B, H, Tq, D)
+        k, v = (draw(B, Hkv, Tk + 30, D)[:, :, :Tk] for _ in range(2))
+        return [q, k, v]
+    # "transposed": the head dim is not the innermost
+    return [draw(B, heads, D, T).mT for heads, T in ((H, Tq), (Hkv, Tk), (Hkv, Tk))]
 
 
 def tensors_of(case, device="cpu"):
-    """q, k, v as the case lays them out, slopes, ids, and the incoming gradient."""
+    """q, k, v, slopes, document ids, and the incoming gradient."""
     generator = torch.Generator().manual_seed(case.get("seed", 0))
-    (H, Hkv), (Tq, Tk), D, B, dtype = (
-        case["heads"],
-        case["lengths"],
-        case["D"],
-        case["batch"],
-        case["dtype"],
-    )
-    dtype = getattr(torch, dtype)
-    if (
-        case["layout"] == "fused"
-    ):  # views of one Wqkv output, as in the model; the queries are its last rows
-        wide = torch.randn(B, max(Tq, Tk), (H + 2 * Hkv) * D, generator=generator).to(device, dtype)
-        q, k, v = wide.split([H * D, Hkv * D, Hkv * D], dim=-1)
-        q, k, v = (x[:, len(x[0]) - T :] for x, T in ((q, Tq), (k, Tk), (v, Tk)))
-        q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k, v))
-    elif case["layout"] == "cache":  # keys and values are the beginning of a longer buffer
-        q, k, v = (
-            torch.randn(B, heads, T + extra, D, generator=generator).to(device, dtype)[:, :, :T]
-            for heads, T, extra in ((H, Tq, 0), (Hkv, Tk, 30), (Hkv, Tk, 30))
-        )
-    else:  # head dim is not the innermost
-        q, k, v = (
-            torch.randn(B, heads, D, T, generator=generator).to(device, dtype).mT
-            for heads, T in ((H, Tq), (Hkv, Tk), (Hkv, Tk))
-        )
+    q, k, v = qkv_of(case, generator, device)
+    B, H = q.shape[:2]
+    n_keys = k.shape[2]
     slopes = alibi_slopes(H, device=device) if case["alibi"] else None
     ids = None
     if case["documents"]:
-        ids = torch.randint(0, 4, (B, Tk), generator=generator).sort(1).values.to(device)
-        ids[:, : Tk // 8] = 9  # sorted or not: what counts is where the number changes
-    do = torch.randn(B, H, Tq, D, generator=generator).to(device, dtype)
+        ids = torch.randint(0, 4, (B, n_keys), generator=generator).sort(1).values.to(device)
+        ids[:, : n_keys // 8] = 9  # ids need not be sorted: a document begins where the id changes
+    do = torch.randn(q.shape, generator=generator).to(device, q.dtype)
     return q, k, v, slopes, ids, do
 
 
 def run(case, tensors):
-    """[out, dq, dk, dv] of our kernels."""
-    *qkv, slopes, ids, do = tensors
-    leaves = [x.detach().requires_grad_() for x in qkv]
-    out = room.flash_attention(
+    """[out, dq, dk, dv] of the kernels."""
+    q, k, v, slopes, ids, do = tensors
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = kernels.flash_attention(
         *leaves,
         alibi_slopes=slopes,
         causal=case["causal"],
@@ -118,70 +131,68 @@ def run(case, tensors):
 
 
 def errors_of(case, device="cpu"):
-    """Error of out, dq, dk, dv against float64, relative to the largest exact value."""
+    """Errors of out, dq, dk, dv against float64, relative to the largest exact value."""
     case = DEFAULT | case
-    row, launch_table.row_for = (
-        launch_table.row_for,
-        (lambda *_: case["row"]) if case["row"] else launch_table.row_for,
-    )
-    try:
-        tensors = tensors_of(case, device)
+    tensors = tensors_of(case, device)
+    with pytest.MonkeyPatch.context() as patch:
+        if case["row"]:
+            patch.setattr(launch_table, "row_for", lambda *_: case["row"])
         found = run(case, tensors)
-    finally:
-        launch_table.row_for = row
+
     q, k, v, slopes, ids, do = (x if x is None else x.cpu() for x in tensors)
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = by_hand(*leaves, slopes, case["causal"], case["scale"] or q.shape[3] ** -0.5, ids)
-    exact = [exact.detach(), *torch.autograd.grad(exact, leaves, do.double())]
+    scale = case["scale"] or q.shape[3] ** -0.5
+    out = by_hand(*leaves, slopes, case["causal"], scale, ids)
+    exact = [out.detach(), *torch.autograd.grad(out, leaves, do.double())]
+
     assert all(x.isfinite().all() for x in found)
     assert [x.dtype for x in found] == [q.dtype] * 4
-    largest = [b.abs().max().item() for b in exact]
-    largest = [x if x > 1e-12 else 1 for x in largest]  # with one key to see, dq and dk are zero
-    return [
-        (a.cpu() - b).abs().max().item() / x for a, b, x in zip(found, exact, largest, strict=True)
-    ]
+    errors = []
+    for a, b in zip(found, exact, strict=True):
+        largest = b.abs().max().item()
+        error = (a.cpu() - b).abs().max().item()
+        # With one visible key, dq and dk are zero: the error is absolute then.
+        errors.append(error / largest if largest > 1e-12 else error)
+    return errors
 
 
 # --- the grid
 
 FLAGS = [
-    dict(alibi=a, causal=c, documents=d)
-    for a in (True, False)
-    for c in (True, False)
-    for d in (False, True)
+    dict(alibi=alibi, causal=causal, documents=documents)
+    for alibi in (True, False)
+    for causal in (True, False)
+    for documents in (False, True)
 ]
 LENGTHS = [(1, 1), (17, 17), (127, 127), (200, 200), (1, 65), (17, 200), (65, 127)]
-MORE_QUERIES = [(65, 17), (127, 1)]  # the first rows see no key when causal
+MORE_QUERIES = [(65, 17), (127, 1)]  # than keys: the first rows see no key when causal
+HEADS = [(1, 1), (6, 6), (7, 7), (12, 12), (6, 3), (12, 4), (7, 1)]
+HEAD_DIMS = [16, 17, 40, 48, 64, 72, 80, 96, 112, 128]
 ROWS = [(128, 64, 4, 1), (64, 128, 4, 1), (32, 128, 4, 1), (128, 32, 4, 1), (128, 128, 4, 1)]
-CASES = FLAGS + [dict(lengths=n) for n in LENGTHS + MORE_QUERIES]
+
+CASES = [*FLAGS]
+CASES += [dict(lengths=n) for n in LENGTHS + MORE_QUERIES]
 CASES += [dict(lengths=n, causal=False) for n in [(17, 200), *MORE_QUERIES]]
-CASES += [
-    dict(lengths=n, documents=True, causal=c)
-    for n in [(17, 200), (127, 127)]
-    for c in (True, False)
-]
-CASES += [dict(D=d, heads=(1, 1)) for d in (16, 17, 40, 48, 64, 72, 80, 96, 112, 128)]
-CASES += [dict(heads=h, D=16) for h in ((1, 1), (6, 6), (7, 7), (12, 12), (6, 3), (12, 4), (7, 1))]
+CASES += [dict(lengths=(17, 200), documents=True, causal=c) for c in (True, False)]
+CASES += [dict(lengths=(127, 127), documents=True, causal=c) for c in (True, False)]
+CASES += [dict(D=d, heads=(1, 1)) for d in HEAD_DIMS]
+CASES += [dict(heads=h, D=16) for h in HEADS]
 CASES += [dict(lengths=(200, 200), row=row, documents=d) for row in ROWS for d in (False, True)]
 CASES += [dict(lengths=(127, 200), row=row, causal=False) for row in ROWS[:3]]
 CASES += [dict(layout=layout, batch=2) for layout in ("fused", "cache", "transposed")]
 CASES += [dict(scale=0.5), dict(scale=0.01, alibi=False), dict(batch=3, documents=True, D=16)]
-FEW = [
-    *FLAGS[:4],
-    dict(D=96),
-    dict(D=128, heads=(7, 1)),
-    dict(lengths=(17, 200)),
-    dict(lengths=(65, 17)),
-]
+FEW = [*FLAGS[:4], dict(D=96), dict(D=128, heads=(7, 1))]
+FEW += [dict(lengths=(17, 200)), dict(lengths=(65, 17))]
 CASES += [case | dict(dtype=dtype) for dtype in ("float16", "bfloat16") for case in FEW]
 
 
 def name(case):
+    """A test id."""
     return "-".join(f"{k}={v}".replace(" ", "") for k, v in case.items())
 
 
 def share(world, cases):
-    """The errors of every second case, or what it raised."""
+    """{name: errors, or the error's text} of this process's part of the cases."""
     results = {}
     for case in cases[world.global_rank :: world.global_size]:
         try:
@@ -193,8 +204,9 @@ def share(world, cases):
 
 @pytest.fixture(scope="module")
 def measured(interpreted):
-    """{name of a case: errors}, the cases shared by two processes."""
-    return {key: errors for part in interpreted(share, CASES) for key, errors in part.items()}
+    """{name of a case: errors}; two processes share the cases."""
+    first, second = interpreted(share, CASES)
+    return first | second
 
 
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -205,13 +217,15 @@ def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
 
 
 def equal_runs(world):
+    """Whether two runs of some cases are equal to the bit."""
     cases = [FLAGS[1], dict(lengths=(65, 127), heads=(3, 1)), dict(dtype="bfloat16", D=96)]
-    tensors = [tensors_of(DEFAULT | case) for case in cases]
-    runs = [
-        [x for case, t in zip(cases, tensors, strict=True) for x in run(DEFAULT | case, t)]
-        for _ in range(2)
-    ]
-    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    for case in cases:
+        case = DEFAULT | case
+        tensors = tensors_of(case)
+        first, second = run(case, tensors), run(case, tensors)
+        if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+            return False
+    return True
 
 
 @pytest.mark.slow
@@ -220,14 +234,13 @@ def test_two_runs_are_equal_to_the_bit(interpreted):
 
 
 def sweep(world, examples, seed):
-    """Random cases of everything at once: None, or what was wrong with one."""
+    """Random combinations of all settings: None, or the error of one that failed."""
     from hypothesis import Phase, given, settings
     from hypothesis import seed as seeded
     from hypothesis import strategies as st
 
-    some_keys = st.integers(
-        8, 140
-    )  # with one or two, dq and dk are nearly zero: no value to be relative to
+    # With one or two keys, dq and dk are nearly zero, and a relative error has no meaning.
+    some_keys = st.integers(8, 140)
 
     @seeded(seed + world.global_rank)
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate])
@@ -270,11 +283,13 @@ def test_many_random_cases(interpreted):
 
 
 def rows_without_keys(world):
+    """out and dq of the 32 first of 40 queries on 8 keys, out without keys, and: all finite?"""
     q, k, v = (torch.randn(1, 1, T, 16).requires_grad_() for T in (40, 8, 8))
-    out = room.flash_attention(q, k, v, alibi_slopes=alibi_slopes(1))
+    out = kernels.flash_attention(q, k, v, alibi_slopes=alibi_slopes(1))
     dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))
-    none = room.flash_attention(q, k[:, :, :0], v[:, :, :0])
-    return out[0, 0, :32], dq[0, 0, :32], none, all(x.isfinite().all() for x in (out, dq, dk, dv))
+    none = kernels.flash_attention(q, k[:, :, :0], v[:, :, :0])
+    finite = all(x.isfinite().all() for x in (out, dq, dk, dv))
+    return out[0, 0, :32], dq[0, 0, :32], none, finite
 
 
 def test_rows_that_see_no_key_are_zero_and_their_gradients_too(interpreted):
@@ -283,15 +298,14 @@ def test_rows_that_see_no_key_are_zero_and_their_gradients_too(interpreted):
 
 
 def hidden_blocks(world):
-    """What the last query gives when all that it may not see is NaN: hidden blocks are not even read."""
+    """The first document's keys and values are NaN: is the second's output unchanged, not NaN?"""
     q, k, v = (torch.randn(1, 1, 256, 16) for _ in range(3))
     ids = torch.arange(256)[None] // 128
-    whole = room.flash_attention(q, k, v, sequence_ids=ids)
+    whole = kernels.flash_attention(q, k, v, sequence_ids=ids)
     k[:, :, :128] = v[:, :, :128] = math.nan
-    second = room.flash_attention(q, k, v, sequence_ids=ids)
-    return torch.equal(whole[:, :, 128:], second[:, :, 128:]), second[
-        :, :, :128
-    ].isnan().all().item()
+    second = kernels.flash_attention(q, k, v, sequence_ids=ids)
+    unchanged = torch.equal(whole[:, :, 128:], second[:, :, 128:])
+    return unchanged, second[:, :, :128].isnan().all().item()
 
 
 def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
@@ -302,20 +316,20 @@ def test_a_document_before_is_skipped_not_multiplied_by_zero(interpreted):
 
 
 def checked_by_pytorch(world):
-    q, k, v, slopes, ids, _ = tensors_of(
-        DEFAULT | dict(lengths=(20, 20), D=16, heads=(2, 1), documents=True)
-    )
-    bounds = room.document_bounds(ids)
+    """Run opcheck with and without gradients, slopes and documents. It raises what it finds."""
+    case = DEFAULT | dict(lengths=(20, 20), D=16, heads=(2, 1), documents=True)
+    q, k, v, slopes, ids, _ = tensors_of(case)
+    bounds = kernels.document_bounds(ids)
     for grad in (False, True):
         inputs = [x.detach().requires_grad_(grad) for x in (q, k, v)]
         for extra in ((slopes, bounds), (None, None)):
-            torch.library.opcheck(room.forward_operator, (*inputs, *extra, True, 0.25))
+            torch.library.opcheck(kernels.forward_operator, (*inputs, *extra, True, 0.25))
     return True
 
 
 @pytest.mark.slow
 def test_pytorchs_own_checks_of_the_operator(interpreted):
-    """Schema, no aliasing, shapes and strides of the fakes, autograd, compilation: torch.library.opcheck."""
+    """torch.library.opcheck: schema, aliasing, shapes of the fakes, autograd, compilation."""
     assert interpreted(checked_by_pytorch)[0]
 
 
@@ -323,6 +337,7 @@ SMALL = dict(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=48, a
 
 
 def model_with(impl, **settings):
+    """A small model with this attention."""
     model = MPT(MPTConfig(**SMALL, attn_impl=impl, **settings))
     init_weights(model, seed=0)
     return model
@@ -334,6 +349,7 @@ def loss_and_gradients(model, ids):
 
 
 def compiled_block(world):
+    """Differences of the loss and of each gradient between compiled and plain blocks."""
     torch._dynamo.reset()
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
     plain, compiled = model_with("triton"), model_with("triton")
@@ -344,10 +360,11 @@ def compiled_block(world):
 
 
 def compiled_for_any_length(world):
+    """Differences from the uncompiled function, for three lengths."""
     torch._dynamo.reset()
-    function = torch.compile(room.flash_attention, dynamic=True, fullgraph=True)
+    function = torch.compile(kernels.flash_attention, dynamic=True, fullgraph=True)
     rows = [torch.randn(1, 2, T, 16) for T in (20, 33, 47)]
-    return [(function(x, x, x) - room.flash_attention(x, x, x)).abs().max().item() for x in rows]
+    return [(function(x, x, x) - kernels.flash_attention(x, x, x)).abs().max().item() for x in rows]
 
 
 @pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler on a CPU")
@@ -362,6 +379,7 @@ def test_a_compiled_block_has_no_graph_break_and_the_same_gradients(interpreted)
 
 
 def in_a_model(world, impl, settings):
+    """[loss, gradient, ...] of a small model with this attention."""
     ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
     return loss_and_gradients(model_with(impl, **settings), ids)
 
@@ -373,34 +391,35 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, interpreted):
     ours, sdpa = (interpreted(in_a_model, impl, settings)[0] for impl in ("triton", "sdpa"))
     assert (ours[0] - sdpa[0]).abs() <= 5e-6 * sdpa[0]
     largest = max(b.abs().max() for b in sdpa[1:])
-    assert all(
-        (a - b).abs().max() <= 1e-5 * largest for a, b in zip(ours[1:], sdpa[1:], strict=True)
-    )
+    for a, b in zip(ours[1:], sdpa[1:], strict=True):
+        assert (a - b).abs().max() <= 1e-5 * largest
 
 
 def counted_flops(world):
+    """What FlopCounterMode counts in a forward and backward."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    q, k, v = (
-        torch.randn(2, heads, T, 16).requires_grad_() for heads, T in ((6, 32), (3, 64), (3, 64))
-    )
+    sizes = ((6, 32), (3, 64), (3, 64))  # heads, tokens
+    q, k, v = (torch.randn(2, heads, T, 16).requires_grad_() for heads, T in sizes)
     with FlopCounterMode(display=False) as counter:
-        room.flash_attention(q, k, v).sum().backward()
+        kernels.flash_attention(q, k, v).sum().backward()
     return counter.get_total_flops()
 
 
 def test_flop_counter_mode_counts_it_as_pytorch_counts_sdpa(interpreted):
     from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-    q, k = (2, 6, 32, 16), (2, 6, 64, 16)
+    q, k = (2, 6, 32, 16), (2, 6, 64, 16)  # shapes
     sdpa = sdpa_flop_count(q, k, k) + sdpa_backward_flop_count(q, q, k, k)
-    assert (
-        interpreted(counted_flops)[0] == sdpa == 7 * 2 * 2 * 6 * 32 * 64 * 16
-    )  # seven matmuls of 2 B H Tq Tk D
+    one_matmul = 2 * 2 * 6 * 32 * 64 * 16  # 2 B H Tq Tk D
+    assert interpreted(counted_flops)[0] == sdpa == 7 * one_matmul
 
 
-def forward_launches(world, save):
-    """How often the forward kernel runs in a step of a checkpointed block, when `save` says to keep its output."""
+def count_launches(world, save):
+    """Launches of (forward, dq, dkdv) in a step of a block under selective checkpointing.
+
+    save: whether the policy keeps the operator's output.
+    """
     from torch.utils.checkpoint import (
         CheckpointPolicy,
         checkpoint,
@@ -411,40 +430,49 @@ def forward_launches(world, save):
         keep = save and function == torch.ops.mpt.flash_attention.default
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    model = model_with("triton")
-    launched, launch = [], room.launch
-    room.launch = lambda what, *args: (launched.append(what), launch(what, *args))
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    launched, launch = [], kernels.launch
+
+    def recording_launch(pass_name, *args):
+        launched.append(pass_name)
+        launch(pass_name, *args)
+
+    block = model_with("triton").transformer.blocks[0]
     x = torch.randn(1, 20, 32, requires_grad=True)
-    try:
-        contexts = lambda: create_selective_checkpoint_contexts(policy)  # noqa: E731
-        block = model.transformer.blocks[0]
-        checkpoint(
-            block, x, Positions(alibi_slopes(2)), use_reentrant=False, context_fn=contexts
-        ).sum().backward()
-    finally:
-        room.launch = launch
+    positions = Positions(alibi_slopes(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "launch", recording_launch)
+        out = checkpoint(block, x, positions, use_reentrant=False, context_fn=contexts)
+        out.sum().backward()
     return launched.count("forward"), launched.count("dq"), launched.count("dkdv")
 
 
 def test_selective_checkpointing_can_keep_its_output(interpreted):
-    assert interpreted(forward_launches, True)[0] == (1, 1, 1)
-    assert interpreted(forward_launches, False)[0] == (2, 1, 1)
+    assert interpreted(count_launches, True)[0] == (1, 1, 1)
+    assert interpreted(count_launches, False)[0] == (2, 1, 1)
 
 
 def autocast_dtypes(world):
-    q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
-    q, v = q.requires_grad_(), v.bfloat16()
+    """Dtypes of out and q's gradient under bf16 autocast, and the error of out."""
+    q = torch.randn(1, 2, 20, 16, requires_grad=True)
+    k = torch.randn(1, 2, 20, 16)
+    v = torch.randn(1, 2, 20, 16).bfloat16()
     slopes = alibi_slopes(2) * 1.0001  # needs more bits than bf16 has
     with torch.autocast("cpu", torch.bfloat16):
-        out = room.flash_attention(q, k, v, alibi_slopes=slopes)
+        out = kernels.flash_attention(q, k, v, alibi_slopes=slopes)
     out.sum().backward()
-    exact = room.reference_attention(*(x.detach().bfloat16().double() for x in (q, k, v)), slopes)
+    rounded = [x.detach().bfloat16().double() for x in (q, k, v)]
+    exact = kernels.reference_attention(*rounded, slopes)
     return out.dtype, q.grad.dtype, (out - exact).abs().max().item()
 
 
 def test_autocast_casts_queries_keys_and_values_but_not_slopes(interpreted):
     dtype, grad, error = interpreted(autocast_dtypes)[0]
-    assert dtype == torch.bfloat16 and grad == torch.float32 and error < 3e-2
+    assert dtype == torch.bfloat16
+    assert grad == torch.float32
+    assert error < 3e-2
 
 
 def sharded_step(world, impl, precision):
@@ -470,17 +498,12 @@ def test_the_demo_trains_with_it_as_with_sdpa(
     interpreted, python, tiny_data, tmp_path, monkeypatch
 ):
     """Three steps of configs/demo.py, narrower, from the same weights and batches."""
-    small = "--n_layers=1 --max_seq_len=48 --global_batch_size=2 --max_steps=3 --warmup_steps=1 --eval_tokens=96"
+    small = ["--n_layers=1", "--max_seq_len=48", "--global_batch_size=2", "--max_steps=3"]
+    small += ["--warmup_steps=1", "--eval_tokens=96", "--precision=fp32", *flags_for(tiny_data)]
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     losses = {}
     for impl in ("triton", "sdpa"):
-        flags = [
-            *small.split(),
-            *flags_for(tiny_data),
-            "--precision=fp32",
-            f"--attn_impl={impl}",
-            f"--run_dir={impl}",
-        ]
+        flags = [*small, f"--attn_impl={impl}", f"--run_dir={impl}"]
         done = python(ROOT / "configs/demo.py", *flags)
         assert done.returncode == 0, done.stderr
         assert f"{impl} attention" in done.stdout
@@ -488,40 +511,45 @@ def test_the_demo_trains_with_it_as_with_sdpa(
     assert len(losses["sdpa"]) == 3 and losses["triton"] == pytest.approx(losses["sdpa"], rel=5e-6)
 
 
-def addresses(world):
-    """Of the inputs, and of what the forward kernel reads: views of one fused tensor, and of a longer cache."""
-    found, launch = [], room.launch
-    room.launch = lambda what, tensors, *args: found.append(
-        [tensors[name].data_ptr() for name in "qkv"]
-    )
-    try:
-        for layout in ("fused", "cache"):
-            q, k, v, *_ = tensors_of(DEFAULT | dict(layout=layout, heads=(4, 2)))
-            room.flash_attention(q, k, v)
-            found.append([q.data_ptr(), k.data_ptr(), v.data_ptr()])
-    finally:
-        room.launch = launch
-    return found
+def addresses(world, layout):
+    """Addresses of q, k, v: those of the inputs, and those that the forward kernel reads."""
+    q, k, v, *_ = tensors_of(DEFAULT | dict(layout=layout, heads=(4, 2)))
+    read = []
+
+    def recording_launch(pass_name, tensors, *args):
+        read.extend(tensors[name].data_ptr() for name in "qkv")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "launch", recording_launch)
+        kernels.flash_attention(q, k, v)
+    return [q.data_ptr(), k.data_ptr(), v.data_ptr()], read
 
 
-def test_strided_inputs_are_read_where_they_lie(interpreted):
-    read, fused, read_cache, cache = interpreted(addresses)[0]
-    assert read == fused and read_cache == cache
+@pytest.mark.parametrize("layout", ["fused", "cache"])
+def test_strided_inputs_are_not_copied(layout, interpreted):
+    """Views of one fused tensor, and of a longer cache."""
+    given, read = interpreted(addresses, layout)[0]
+    assert read == given
 
 
 def tuned(world):
-    """What --tune prints when the second row is the fastest; here it cannot measure, so a counter is its clock."""
+    """What --tune prints if its clock says that the second row is the fastest."""
     import contextlib
     import io
 
     clock = itertools.cycle([2.0, 1.0, 3.0])
+
+    def time_of(function):
+        function()
+        return next(clock)
+
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(io.StringIO()) as printed,
     ):
         patch.setattr(launch_table, "candidates", lambda: [(64, 32, 4, 1), (32, 64, 4, 1)])
-        patch.setattr(room.triton.testing, "do_bench", lambda run: (run(), next(clock))[1])
-        room.tune(torch.device("cpu"), T=16, H=1)
+        patch.setattr(kernels.triton.testing, "do_bench", time_of)
+        kernels.tune(torch.device("cpu"), T=16, H=1)
     return printed.getvalue()
 
 
@@ -538,57 +566,61 @@ def test_tuning_prints_rows_to_paste(interpreted):
 
 
 def refusals(world):
+    """{part of the message: the message} for inputs that are refused."""
     q = torch.randn(2, 4, 8, 16)
+    wide = torch.randn(1, 1, 8, 160)
     ids = torch.zeros(2, 8, dtype=torch.long)
-    wrong = {
+    short = q[:, :, :6]
+    changes = {
         "4 query heads are not a multiple of 3": dict(k=q[:, :3], v=q[:, :3]),
-        "wants q (B, H, Tq, D)": dict(k=q[0], v=q[0]),
+        "needs q (B, H, Tq, D)": dict(k=q[0], v=q[0]),
         "all bf16, fp16 or fp32": dict(k=q.bfloat16()),
         "torch.float64": dict(q=q.double(), k=q.double(), v=q.double()),
-        "head dims up to 128, not 160: take attn_impl=sdpa": {
-            n: torch.randn(1, 1, 8, 160) for n in "qkv"
-        },
-        "alibi_slopes must be (4,) fp32": dict(alibi_slopes=torch.ones(3)),
+        "head dims up to 128, not 160: use attn_impl=sdpa": dict(q=wide, k=wide, v=wide),
+        "alibi_slopes must be (4,) fp32 on cpu, not (3,)": dict(alibi_slopes=torch.ones(3)),
         "alibi_slopes(n_heads": dict(alibi_slopes=torch.ones(4).bfloat16()),
+        "no gradient": dict(alibi_slopes=torch.ones(4, requires_grad=True)),
         "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
         "not (2, 8) torch.float32": dict(sequence_ids=ids.float()),
-        "no more queries than keys": dict(k=q[:, :, :6], v=q[:, :, :6], sequence_ids=ids[:, :6]),
+        "no more queries than keys": dict(k=short, v=short, sequence_ids=ids[:, :6]),
     }
-    said = {}
-    for message, change in wrong.items():
-        given = dict(q=q, k=q, v=q) | change
+    messages = {}
+    for part, change in changes.items():
+        arguments = dict(q=q, k=q, v=q) | change
+        qkv = [arguments.pop(name) for name in "qkv"]
         try:
-            room.flash_attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
-            said[message] = "nothing"
+            kernels.flash_attention(*qkv, **arguments)
+            messages[part] = "no error"
         except ValueError as error:
-            said[message] = str(error)
-    return said
+            messages[part] = str(error)
+    return messages
 
 
 def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
-    said = interpreted(refusals)[0]
-    assert len(said) == 10 and all(
-        message in text and "\n" not in text for message, text in said.items()
-    ), said
+    messages = interpreted(refusals)[0]
+    assert len(messages) == 11
+    for part, message in messages.items():
+        assert part in message
+        assert "\n" not in message
 
 
 def test_a_cpu_tensor_without_the_interpreter_is_refused():
     assert os.environ.get("TRITON_INTERPRET") != "1"
     q = torch.randn(1, 1, 8, 16)
-    with pytest.raises(UserError, match="take attn_impl=sdpa or blocks, or set TRITON_INTERPRET=1"):
+    with pytest.raises(UserError, match="use attn_impl=sdpa or blocks, or set TRITON_INTERPRET=1"):
         attention(q, q, q, impl="triton")
     with pytest.raises(UserError, match="attn_pdrop=0"):
         attention(q, q, q, impl="triton", dropout_p=0.1)
 
 
 def test_the_program_refuses_other_flags_and_tuning_without_a_gpu(python):
-    wrong = python("--tun", program="gpu_kernels/flash_attention.py")
-    assert wrong.returncode == 2 and wrong.stderr.startswith(
-        "error: usage: python -m gpu_kernels.flash_attention"
-    )
+    refused = python("--tun", program="gpu_kernels/flash_attention.py")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: usage: python -m gpu_kernels.flash_attention")
     if not torch.cuda.is_available():
-        wrong = python("--tune", program="gpu_kernels/flash_attention.py")
-        assert wrong.returncode == 2 and "there is none here" in wrong.stderr
+        refused = python("--tune", program="gpu_kernels/flash_attention.py")
+        assert refused.returncode == 2
+        assert "there is none here" in refused.stderr
 
 
 @pytest.mark.slow
@@ -597,46 +629,37 @@ def test_without_a_gpu_the_program_starts_itself_again_in_the_interpreter(python
     """From another folder, too."""
     done = python(program="gpu_kernels/flash_attention.py")
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.startswith("largest relative error of ") and "(cpu, 48 tokens)" in done.stdout
-    )
+    assert done.stdout.startswith("largest relative error of ")
+    assert "(cpu, 48 tokens)" in done.stdout
     assert len(done.stdout.splitlines()) == 1 + 3 * 6
 
 
 # --- small pieces
 
 
-@pytest.mark.parametrize(
-    "head_dim, widths",
-    [
-        (8, (16, 0)),
-        (16, (16, 0)),
-        (17, (32, 0)),
-        (48, (32, 16)),
-        (64, (64, 0)),
-        (72, (64, 16)),
-        (80, (64, 16)),
-    ]
-    + [(96, (64, 32)), (100, (128, 0)), (112, (128, 0)), (128, (128, 0))],
-)
+WIDTHS = {8: (16, 0), 16: (16, 0), 17: (32, 0), 48: (32, 16), 64: (64, 0), 72: (64, 16)}
+WIDTHS |= {80: (64, 16), 96: (64, 32), 100: (128, 0), 112: (128, 0), 128: (128, 0)}
+
+
+@pytest.mark.parametrize("head_dim, widths", WIDTHS.items())
 def test_a_head_is_held_with_little_waste(head_dim, widths):
-    assert room.split(head_dim) == widths
+    assert kernels.split(head_dim) == widths
 
 
 def test_where_documents_begin_and_end():
-    bounds = room.document_bounds(torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]]))
+    bounds = kernels.document_bounds(torch.tensor([[3, 3, 1, 1, 1, 3], [0, 0, 0, 0, 0, 0]]))
     assert bounds.tolist() == [[[0, 0, 2, 2, 2, 5], [2, 2, 5, 5, 5, 6]], [[0] * 6, [6] * 6]]
 
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_obvious_version_is_the_formula(documents, causal):
-    q, k, v, slopes, ids, _ = tensors_of(
-        DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents)
-    )
+    case = DEFAULT | dict(lengths=(7, 12), D=8, heads=(4, 2), documents=documents)
+    q, k, v, slopes, ids, _ = tensors_of(case)
     q, k, v = (x.double() for x in (q, k, v))
     exact = by_hand(q, k, v, slopes, causal, 0.3, ids)
-    assert (room.reference_attention(q, k, v, slopes, causal, 0.3, ids) - exact).abs().max() < 1e-12
+    obvious = kernels.reference_attention(q, k, v, slopes, causal, 0.3, ids)
+    assert (obvious - exact).abs().max() < 1e-12
 
 
 # --- on a GPU

@@ -1,4 +1,4 @@
-"""planning/decode_time.py against published figures, arithmetic by hand, and the cache that decoding really fills."""
+"""planning/decode_time.py against published figures, arithmetic by hand, and a real cache."""
 
 import dataclasses
 
@@ -17,14 +17,11 @@ SMALL = MPTConfig(d_model=64, n_heads=4, n_layers=3, vocab_size=512, max_seq_len
 
 
 def test_bytes_of_keys_and_values_are_the_published_ones():
+    """OPT-13B: Kwon et al. (2309.06180), section 3. Llama 2 70B keeps an eighth of its heads."""
     opt_13b = MPTConfig(d_model=5120, n_heads=40, n_layers=40)
-    assert (
-        decode_time.kv_bytes_per_token(opt_13b) == 800 * 1024
-    )  # Kwon et al. (2309.06180), section 3
+    assert decode_time.kv_bytes_per_token(opt_13b) == 800 * 1024
     llama2_70b = MPTConfig(d_model=8192, n_heads=64, n_layers=80, kv_n_heads=8)
-    assert (
-        decode_time.kv_bytes_per_token(llama2_70b) == 2 * 80 * 8 * 128 * 2
-    )  # grouped heads: an eighth
+    assert decode_time.kv_bytes_per_token(llama2_70b) == 2 * 80 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 2), (torch.float32, 4)])
@@ -39,31 +36,29 @@ def test_every_weight_is_read_but_what_is_looked_up(tied, alibi):
     with torch.device("meta"):
         weights = dict(MPT(m).named_parameters())
     looked_up = ["transformer.wpe.weight"] + ([] if tied else ["transformer.wte.weight"])
-    assert decode_time.weight_bytes(m) == 2 * sum(
-        p.numel() for name, p in weights.items() if name not in looked_up
-    )
+    n_read = sum(p.numel() for name, p in weights.items() if name not in looked_up)
+    assert decode_time.weight_bytes(m) == 2 * n_read
 
 
 def test_milliseconds_by_hand():
-    """MPT-7B: 6,658,859,008 parameters, of which 2,048 x 4,096 are positions; 524,288 bytes of cache a token."""
+    """MPT-7B: 6,658,859,008 parameters, of which 2,048 x 4,096 are positions."""
     m = MPTConfig(d_model=4096, n_heads=32, n_layers=32)
-    read = 2 * (6_658_859_008 - 2048 * 4096) + 8 * 1000 * 2 * 32 * 4096 * 2
-    assert decode_time.ms_per_token(m, 8, 1000, 2039) == pytest.approx(read / 2039e9 * 1e3)
-    assert decode_time.ms_per_token(m, 8, 1000, 2039, width=4) == pytest.approx(
-        2 * read / 2039e9 * 1e3
-    )
+    weights = 2 * (6_658_859_008 - 2048 * 4096)
+    kv_per_token = 2 * 32 * 4096 * 2
+    ms = (weights + 8 * 1000 * kv_per_token) / 2039e9 * 1e3
+    assert decode_time.ms_per_token(m, 8, 1000, 2039) == pytest.approx(ms)
+    assert decode_time.ms_per_token(m, 8, 1000, 2039, width=4) == pytest.approx(2 * ms)
 
 
 def test_the_batch_at_which_multiplying_takes_as_long_as_reading():
     limit = decode_time.compute_bound_batch(A100.bf16_tflops, A100.bandwidth_gbs)
     assert limit == pytest.approx(312e12 / 2039e9) == pytest.approx(153.0, abs=0.05)
-    flops = 2 * limit * decode_time.weight_bytes(SMALL) / 2
-    assert flops / 312e12 * 1e3 == pytest.approx(
-        decode_time.ms_per_token(SMALL, int(limit), 0, A100.bandwidth_gbs)
-    )
-    assert decode_time.compute_bound_batch(312, 2039, width=1) == pytest.approx(
-        limit / 2
-    )  # 8 bits: half as much to read
+    n_weights = decode_time.weight_bytes(SMALL) / 2
+    ms_of_matmuls = 2 * limit * n_weights / 312e12 * 1e3
+    ms_of_reading = decode_time.ms_per_token(SMALL, int(limit), 0, A100.bandwidth_gbs)
+    assert ms_of_matmuls == pytest.approx(ms_of_reading)
+    in_8_bits = decode_time.compute_bound_batch(312, 2039, width=1)  # half as much to read
+    assert in_8_bits == pytest.approx(limit / 2)
 
 
 def test_the_program_says_what_a_token_takes(capsys):
@@ -77,9 +72,8 @@ def test_the_program_says_what_a_token_takes(capsys):
     assert "does not fit" not in capsys.readouterr().out
     decode_time.main([MPT7B, "--device=v100-16gb", "--batch=8"])
     text = capsys.readouterr().out
-    assert (
-        "does not fit: 20.4 GiB, the device has 16" in text and "matmuls" not in text
-    )  # no bf16 there
+    assert "does not fit: 20.4 GiB, the device has 16" in text
+    assert "matmuls" not in text  # it has no bf16
     decode_time.main([MPT7B])
     assert "set --device=mi250" in capsys.readouterr().out
 

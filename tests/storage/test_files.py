@@ -1,7 +1,4 @@
-"""Reading what somebody else wrote: content that is wrong is told from files that cannot be read.
-
-And writing: as a whole or not at all.
-"""
+"""storage/files.py: wrong content is kept apart from files that cannot be read; atomic writes."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -33,30 +30,27 @@ def test_a_damaged_file_is_named_with_its_cause(tmp_path, content, cause):
     path.write_bytes(content)
     with pytest.raises(UserError) as error:
         files.read_json(path, fields={"step": int}, fix="delete it")
-    assert (
-        str(path) in str(error.value)
-        and cause in str(error.value)
-        and str(error.value).endswith(": delete it")
-    )
-    assert len(str(error.value)) < 400
+    message = str(error.value)
+    assert str(path) in message and cause in message and message.endswith(": delete it")
+    assert len(message) < 400
 
 
 def test_a_good_file_is_read(tmp_path):
     path = tmp_path / "a.json"
-    path.write_bytes(
-        b'\xef\xbb\xbf{"step": 3, "seconds": 2, "lines": []}'
-    )  # an editor's byte order mark
-    assert files.read_json(path, fields={"step": int, "seconds": float, "lines": list})["step"] == 3
+    byte_order_mark = b"\xef\xbb\xbf"  # as some editors write it
+    path.write_bytes(byte_order_mark + b'{"step": 3, "seconds": 2, "lines": []}')
+    fields = {"step": int, "seconds": float, "lines": list}
+    assert files.read_json(path, fields=fields)["step"] == 3
 
 
-def test_what_cannot_be_read_is_no_damage(tmp_path):
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path):
     with pytest.raises(FileNotFoundError):
         files.read_json(tmp_path / "nothing.json")
     with pytest.raises(UserError, match="is a folder"):
         files.read_json(tmp_path)
 
 
-def test_a_pipe_and_a_device_end_at_once(tmp_path):
+def test_a_pipe_and_a_device_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "device").symlink_to("/dev/zero")
     for name in ("pipe", "device"):
@@ -71,7 +65,7 @@ def test_a_huge_file_is_not_read(tmp_path):
         files.read_json(tmp_path / "a.json")
 
 
-def test_bad_lines_are_left_out_and_told(tmp_path):
+def test_bad_lines_are_skipped_and_reported(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 1}\n\xff\n7\n{"no": 1}\n\n{"step": 2}\n{"step": 3')
     rows, bad = files.read_json_lines(path, {"step": int})
@@ -92,27 +86,31 @@ def test_bad_lines_are_left_out_and_told(tmp_path):
 def test_a_last_line_that_a_crash_cut_off_is_nothing_unusual(tmp_path, last, bad):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": -2}\n' + last)
-    negative = ["line 2 is damaged (it is negative)"]
-    fault = {"fault": lambda row: "it is negative" if row["step"] < 0 else ""}
-    rows, found = files.read_json_lines(path, {"step": int}, appended=True, **fault)
-    assert [row["step"] for row in rows] == ([1, 3] if last == b'{"step": 3}' else [1])
-    assert found == negative + bad
-    path.write_bytes(path.read_bytes() + b"\n")
-    assert len(files.read_json_lines(path, {"step": int}, appended=True)[1]) == (
-        last != b'{"step": 3}'
-    )
+
+    def fault(row):
+        return "it is negative" if row["step"] < 0 else ""
+
+    rows, problems = files.read_json_lines(path, {"step": int}, appended=True, fault=fault)
+    is_good = last == b'{"step": 3}'
+    assert [row["step"] for row in rows] == ([1, 3] if is_good else [1])
+    assert problems == ["line 2 is damaged (it is negative)"] + bad
+
+    path.write_bytes(path.read_bytes() + b"\n")  # now it is not the last line
+    _, problems = files.read_json_lines(path, {"step": int}, appended=True)
+    assert len(problems) == (0 if is_good else 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]]
-)
+OUTSIDE = ["../a", "a/b", "/etc/passwd", "", ".", "..", "a\\b", "a\0b", None, 7, ["a"]]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
 def test_another_folder_is_not_entered(tmp_path, name):
     with pytest.raises(UserError, match="index.json names the file"):
         files.member(tmp_path, name, "index.json")
     assert files.member(tmp_path, "__0_0.distcp", "index.json") == tmp_path / "__0_0.distcp"
 
 
-def test_columns_of_a_table_that_were_called_something_else(tmp_path):
+def test_columns_of_renamed_settings_get_their_new_names(tmp_path):
     (tmp_path / "old.csv").write_text("checkpoint_every,ranks\n2,8\n")
     rows = files.read_csv(tmp_path / "old.csv", ["recompute_every"])
     assert rows == [{"recompute_every": "2", "ranks": "8"}]
@@ -125,25 +123,26 @@ def test_tables(tmp_path):
     path = tmp_path / "table.csv"
     path.write_bytes("\ufeffa,b\n1,ß\n\n2\n".encode())
     assert files.read_csv(path, ["a", "b"]) == [{"a": "1", "b": "ß"}, {"a": "2", "b": ""}]
-    for content, message in (
-        (b"a,b\n1,2,3\n", "is damaged .a row has more cells"),
-        (b"a\n\xff\n", "is not a table of mine: 'utf-8' codec"),
-        (b"", "is not a table of mine: it has no column a"),
-    ):
+    refused = {
+        b"a,b\n1,2,3\n": "is damaged .a row has more cells",
+        b"a\n\xff\n": "is not a table of mine: 'utf-8' codec",
+        b"": "is not a table of mine: it has no column a",
+    }
+    for content, message in refused.items():
         path.write_bytes(content)
         with pytest.raises(UserError, match=message):
             files.read_csv(path, ["a"], "a table of mine")
 
 
 def test_a_table_of_many_columns_is_refused(tmp_path):
-    """Each of its short rows would become a row of them all: gigabytes from a file of one megabyte."""
+    """csv pads each short row to all columns: one megabyte would become gigabytes."""
     names = ",".join(f"c{i}" for i in range(50_000))
     (tmp_path / "a.csv").write_text(names + "\n" + "1\n" * 100_000)
     with pytest.raises(UserError, match="has 50,000 columns, expected at most 1,000"):
         files.read_csv(tmp_path / "a.csv")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Writing
 
 
@@ -155,8 +154,8 @@ def test_a_write_replaces_the_whole_file(tmp_path):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_what_is_written_may_be_read_as_if_opened(tmp_path):
-    """By a group, say: the mode is the usual one, not that of a private temporary file."""
+def test_a_written_file_has_the_usual_mode(tmp_path):
+    """So that a group, say, can read it: not the mode of a private temporary file."""
     (tmp_path / "usual").write_text("")
     files.write_atomically(tmp_path / "a", b"")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "usual").stat().st_mode
@@ -179,7 +178,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 
 
 @pytest.mark.parametrize("writer, name", [(None, "a.json.tmp"), (3, "a.json.3.tmp")])
-def test_what_a_crash_has_left_is_replaced_and_a_link_is_not_followed(tmp_path, writer, name):
+def test_a_leftover_of_a_crash_is_replaced_and_a_link_is_not_followed(tmp_path, writer, name):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for left in (lambda path: path.write_text("half"), lambda path: path.symlink_to(precious)):
@@ -190,8 +189,9 @@ def test_what_a_crash_has_left_is_replaced_and_a_link_is_not_followed(tmp_path, 
 
 
 def test_several_writers_at_once(tmp_path):
-    """Each writes whole files in turns with the others, and each read finds one of them."""
-    path, contents = tmp_path / "a", [bytes([65 + writer]) * 200_000 for writer in range(4)]
+    """Each writes whole files while the others do; each read finds one of them."""
+    path = tmp_path / "a"
+    contents = [bytes([65 + writer]) * 200_000 for writer in range(4)]
 
     def write(writer):
         for _ in range(20):
