@@ -1,17 +1,32 @@
-"""Text -> token shards on disk -> batches that depend on nothing but (seed, step).
+"""Text -> token shards on disk -> batches. A batch is a pure function of the seed and the step.
 
-Preparing. Documents are read in order, cut into chunks, and each chunk is encoded into one file of raw tokens behind
-a JSON header. Every `1 / val_fraction`-th document goes to validation, whole. A file is written under another name
-and renamed, so what is there is complete; a chunk that is already there is skipped, so an interrupted preparation
-goes on. The documents come from text/corpus.py.
+Preparing a data set, once. Documents come from text/corpus.py in a fixed order. They are grouped
+into chunks, and each chunk is encoded into two files of raw tokens behind a JSON header: one for
+training, one for validation. Every `1 / val_fraction`-th document goes to validation, whole. Each
+file is written under a temporary name and renamed, so a file that exists is complete. A chunk
+that is already on disk is skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
 
-Batches. Sample number g = step * global_batch_size + j is window perm(seed, epoch, g mod n) of epoch g div n, where
-perm is a seeded permutation of the n windows, computed, never stored. A rank takes its slice of j. So any number of
-ranks and microbatches sees the same samples in the same order, each once an epoch, and to resume is to know the step.
+Batches, at every step. A data set is n windows of tokens. Row r of the batch of step s is
 
-Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file. Read next: optim.py.
+    sample          = s * global_batch_size + r        counted from the start of the run
+    epoch, position = divmod(sample, n)
+    window          = permute(position, n, seed, epoch)
+
+`permute` is a random order of the n windows, another one for each epoch. It is computed, not
+stored. Each data-parallel rank reads its own slice of the rows. So the samples and their order
+are the same on any number of ranks and for any microbatch size, and each window is read once an
+epoch.
+
+Where does a resumed run continue? No data position is saved. A checkpoint holds its step, and
+`Split.batch(seed, step, ...)` returns the rows that an uninterrupted run reads at that step.
+
+How do I add a dataset format? A new format of text (.xml, a database): a function of documents in
+text/corpus.py, called by `file_documents`. Nothing in this file changes. A new format of tokens on
+disk: replace `Shard` in text/shards.py, or write another class with the methods of `Split`.
+
+Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file.
 """
 
 import contextlib
@@ -41,67 +56,64 @@ from text import corpus
 from text import tokenizer as tokenizers
 from text.shards import (
     Shard,
-    cut,
     fingerprint,
     raise_file_limit,
     read_summary,
     shard_files,
+    truncate_shard,
     write_ids,
 )
 
-BPE_BYTES = 16 * 2**20  # of text from which a BPE is trained
-HASH_BYTES = (
-    2**30
-)  # data sets up to this size are hashed at every start; larger ones have their sizes checked
-SMALL_TOKENS, SMALL_BYTES = 100_000_000, 2**29  # what fsdp_train.py prepares by itself
-TICK = 2.0  # seconds after which the bar is drawn again
+BPE_CHARACTERS = 16 * 2**20  # the amount of text from which a BPE is trained
+HASH_BYTES = 2**30  # data sets up to this size are hashed whenever a run starts
 
-# ---------------------------------------------------------------------------------------------------------------
+# A data set that is missing is prepared by fsdp_train.py itself up to either of these sizes.
+SMALL_TOKENS = 100_000_000
+SMALL_BYTES = 2**29
+
+REDRAW_SECONDS = 2.0  # of the progress bar
+
+# --------------------------------------------------------------------------------------------------
 # Preparing: documents -> shards
 
 
 def data_dir(cfg: TrainConfig) -> Path:
-    """Where the shards are: `--data_dir`, or a name made of data set and tokenizer."""
-    names = (
-        re.sub(r"[^A-Za-z0-9.]+", "-", x).strip("-.")
-        for x in (cfg.dataset, tokenizers.canonical(cfg.tokenizer))
-    )
-    return Path(cfg.data_dir or f"data/{'-'.join(names)}")
+    """The folder of the shards: `--data_dir`, or data/DATASET-TOKENIZER."""
+    if cfg.data_dir:
+        return Path(cfg.data_dir)
+    names = [cfg.dataset, tokenizers.canonical(cfg.tokenizer)]
+    plain_names = [re.sub(r"[^A-Za-z0-9.]+", "-", name).strip("-.") for name in names]
+    return Path("data") / "-".join(plain_names)
 
 
 def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
-    """Make the token shards of `cfg.dataset` unless they are complete; returns their folder."""
+    """Make the token shards of `cfg.dataset` unless they are complete. Returns their folder.
+
+    workers: processes that encode. The files do not depend on it.
+    Raises UserError if the data set cannot be read or holds too little text, or if the folder
+    belongs to another data set, tokenizer or validation fraction.
+    """
     folder = data_dir(cfg)
-    done = read_summary(folder)
-    if done:
-        check_made_for(cfg, done, folder)
-        now = corpus.source_state(cfg.dataset), fingerprint(folder)
-        if enough(done, cfg.max_tokens) and now == (done["source"], done["fingerprint"]):
+    summary = read_summary(folder)
+    if summary:
+        check_made_for(cfg, summary, folder)
+        if is_current(cfg, summary, folder):
             return folder
-        (
-            folder / "dataset.json"
-        ).unlink()  # more tokens are wanted, the text has changed, a shard is missing: go on
+        # More tokens are wanted, the text has changed, or a shard is missing. Without its summary
+        # the folder counts as unfinished; shards that are still right are kept.
+        (folder / "dataset.json").unlink()
+
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(cfg, folder)
-    stride = max(2, round(1 / cfg.val_fraction))
-    with progress(cfg.max_tokens) as bar:
-        read = counted(corpus.chunks(cfg.dataset), bar)
-        jobs = ((folder, i, first, docs, stride, tokenizer.name) for i, first, docs in read)
-        if workers > 1:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(workers, context, initializer=program.end_with_parent) as pool:
-                results = bounded_map(pool, encode_chunk, jobs, 2 * workers)
-                kept, tokens = collect(results, cfg.max_tokens, bar)
-        else:
-            kept, tokens = collect(map(encode_chunk, jobs), cfg.max_tokens, bar)
-    for path in shard_files(folder):
-        if int(path.stem.split("-")[1]) >= kept:  # encoded ahead, beyond max_tokens
-            path.unlink()
-    require(kept > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
+    n_chunks, train_tokens = encode_dataset(cfg, folder, tokenizer, workers)
+    remove_shards_from(folder, n_chunks)
+    require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
     require(
-        tokens > 0,
-        f"dataset={cfg.dataset!r} has one document only, which validation takes: split it into several",
+        train_tokens > 0,
+        f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
+        "split it into several documents",
     )
+
     summary = {
         "dataset": cfg.dataset,
         "tokenizer": tokenizer.name,
@@ -109,50 +121,103 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         "source": corpus.source_state(cfg.dataset),
         "max_tokens": cfg.max_tokens,
         "val_fraction": cfg.val_fraction,
-        "train_tokens": tokens,
+        "train_tokens": train_tokens,
         "fingerprint": fingerprint(folder),
     }
     files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
     return folder
 
 
-def enough(done: dict, max_tokens: int) -> bool:
-    """Does a finished preparation hold what is asked for? (0 means all there is.)"""
-    everything = done["max_tokens"] == 0 or done["train_tokens"] < done["max_tokens"]
-    return everything or (0 < max_tokens <= done["max_tokens"])
+def is_current(cfg: TrainConfig, summary: dict, folder: Path) -> bool:
+    """Does a prepared folder hold what `cfg` asks for, made from the text as it is now?"""
+    source_is_same = corpus.source_state(cfg.dataset) == summary["source"]
+    shards_are_same = fingerprint(folder) == summary["fingerprint"]
+    return source_is_same and shards_are_same and has_enough(summary, cfg.max_tokens)
 
 
-def check_made_for(cfg: TrainConfig, done: dict, folder: Path) -> None:
-    """UserError if the folder holds another data set, another tokenizer's ids or another share for validation."""
-    wanted = {"dataset": cfg.dataset, "tokenizer": tokenizers.canonical(cfg.tokenizer)}
-    for key, value in (wanted | {"val_fraction": cfg.val_fraction}).items():
-        made = f"{folder} was made with --{key}={done[key]}, not {value}"
-        require(done[key] == value, f"{made}: set that, or another --data_dir")
+def has_enough(summary: dict, max_tokens: int) -> bool:
+    """Does a prepared folder hold `max_tokens` training tokens? 0 asks for the whole data set."""
+    was_unlimited = summary["max_tokens"] == 0
+    ran_out_of_text = summary["train_tokens"] < summary["max_tokens"]
+    if was_unlimited or ran_out_of_text:
+        return True  # it holds the whole data set
+    return 0 < max_tokens <= summary["max_tokens"]
+
+
+def check_made_for(cfg: TrainConfig, summary: dict, folder: Path) -> None:
+    """UserError if a folder belongs to another data set, tokenizer or validation fraction."""
+    wanted = {
+        "dataset": cfg.dataset,
+        "tokenizer": tokenizers.canonical(cfg.tokenizer),
+        "val_fraction": cfg.val_fraction,
+    }
+    for key, value in wanted.items():
+        require(
+            summary[key] == value,
+            f"{folder} was made with --{key}={summary[key]}, not {value}: "
+            "set that, or another --data_dir",
+        )
 
 
 def make_tokenizer(cfg: TrainConfig, folder: Path):
-    """Load the tokenizer; a BPE is trained on the first documents, once."""
-    path = folder / "tokenizer.json"
+    """The tokenizer of a data folder. Its file, if it has one, is put into the folder first.
+
+    A `bpe-N` is trained on the first documents of the data set, unless the folder has one already.
+    """
     name = tokenizers.canonical(cfg.tokenizer)
+    path = folder / "tokenizer.json"
+
     if name.endswith(".json") and not path.exists():
-        tokenizers.load(name)  # is it one?
-        shutil.copy(name, path)  # data and runs do not depend on the place of somebody else's file
-    if not name.startswith("bpe") or path.exists():
-        return tokenizers.load(name, path)
-    print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)
-    texts, size = [], 0
-    for text in corpus.documents(cfg.dataset):
-        texts.append(text[:BPE_BYTES])
-        size += len(text)
-        if size > BPE_BYTES:
-            break
-    tokenizer = tokenizers.train_bpe(texts, int(name.split("-")[1]))
-    tokenizer.save(path)
+        tokenizers.load(name)  # UserError if it is no tokenizer
+        # Later runs read this copy: the original may be moved or changed.
+        shutil.copy(name, path)
+
+    if name.startswith("bpe") and not path.exists():
+        print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)
+        vocab_size = int(name.split("-")[1])
+        tokenizers.train_bpe(first_texts(cfg.dataset, BPE_CHARACTERS), vocab_size).save(path)
+
     return tokenizers.load(name, path)
 
 
-def bounded_map(pool, function, items, depth):
-    """Results in order, with at most `depth` items in flight: a stream from the Hub must not pile up in memory."""
+def first_texts(dataset: str, n_characters: int) -> list[str]:
+    """The first documents of a data set, until they have more than `n_characters` in all.
+
+    Of a longer document only the first `n_characters` are taken.
+    """
+    texts = []
+    total = 0
+    for text in corpus.documents(dataset):
+        texts.append(text[:n_characters])
+        total += len(text)
+        if total > n_characters:
+            break
+    return texts
+
+
+def encode_dataset(cfg: TrainConfig, folder: Path, tokenizer, workers: int) -> tuple[int, int]:
+    """Encode the chunks of a data set into shards. Returns (chunks, training tokens)."""
+    val_every = max(2, round(1 / cfg.val_fraction))  # 0.02: every 50th document
+    with progress(cfg.max_tokens) as bar:
+        chunks = counted(corpus.chunks(cfg.dataset), bar)
+        jobs = (
+            (folder, number, first_document, documents, val_every, tokenizer.name)
+            for number, first_document, documents in chunks
+        )
+        if workers <= 1:
+            return collect(map(encode_chunk, jobs), cfg.max_tokens, bar)
+
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(workers, context, initializer=program.end_with_parent) as pool:
+            results = bounded_map(pool, encode_chunk, jobs, depth=2 * workers)
+            return collect(results, cfg.max_tokens, bar)
+
+
+def bounded_map(pool, function, items, depth: int):
+    """Like `pool.map`, but at most `depth` items are in flight.
+
+    `pool.map` reads all items first. A data set streamed from the Hub would not fit into memory.
+    """
     pending = deque()
     for item in items:
         pending.append(pool.submit(function, item))
@@ -164,67 +229,92 @@ def bounded_map(pool, function, items, depth):
 
 @contextlib.contextmanager
 def progress(max_tokens: int):
-    """A bar that counts tokens. Its clock goes on while a chunk is encoded: one document may take minutes."""
-    ended = threading.Event()
-    with tqdm(
-        desc="tokens", unit=" tokens", unit_scale=True, total=max_tokens or None, mininterval=1
-    ) as bar:
+    """A progress bar that counts tokens.
 
-        def tick():
-            while not ended.wait(TICK):
+    A thread redraws it, so that its clock runs while a chunk is encoded: one document may take
+    minutes.
+    """
+    finished = threading.Event()
+    total = max_tokens or None
+    with tqdm(desc="tokens", unit=" tokens", unit_scale=True, total=total, mininterval=1) as bar:
+
+        def redraw():
+            while not finished.wait(REDRAW_SECONDS):
                 bar.refresh()
 
-        clock = threading.Thread(target=tick, daemon=True)
-        clock.start()
+        thread = threading.Thread(target=redraw, daemon=True)
+        thread.start()
         try:
             yield bar
         finally:
-            ended.set()
-            clock.join()
+            finished.set()
+            thread.join()
 
 
 def counted(chunks, bar):
-    """The same chunks; the bar says how much text they hold."""
-    read = 0
-    for number, first, docs in chunks:
-        read += sum(map(len, docs))
-        bar.set_postfix_str(f"{read / 1e6:,.1f} M characters read")
-        yield number, first, docs
+    """Pass chunks on unchanged, and show on the bar how much text was read so far."""
+    n_characters = 0
+    for number, first_document, documents in chunks:
+        n_characters += sum(map(len, documents))
+        bar.set_postfix_str(f"{n_characters / 1e6:,.1f} M characters read")
+        yield number, first_document, documents
 
 
 def collect(results, max_tokens: int, bar) -> tuple[int, int]:
-    """Count tokens as chunks finish, stop at max_tokens and cut the last chunk there. Returns (chunks, tokens)."""
-    kept = total = 0
+    """Count the tokens of finished chunks, and stop at exactly `max_tokens` (0: never).
+
+    results: (path of the training shard, its tokens) of each chunk, in order. The last one is cut
+    off where the limit is reached. Returns (chunks, training tokens).
+    """
+    n_chunks = 0
+    total = 0
     for path, tokens in results:
-        kept += 1
+        n_chunks += 1
         total += tokens
         bar.update(tokens)
         if max_tokens and total >= max_tokens:
-            if total > max_tokens:
-                cut(path, tokens - (total - max_tokens))
-            return kept, max_tokens
-    return kept, total
+            excess = total - max_tokens
+            if excess:
+                truncate_shard(path, tokens - excess)
+            return n_chunks, max_tokens
+    return n_chunks, total
+
+
+def remove_shards_from(folder: Path, n_chunks: int) -> None:
+    """Remove shards of the chunks `n_chunks` and later, which workers encoded beyond max_tokens."""
+    for path in shard_files(folder):
+        number = int(path.stem.split("-")[1])
+        if number >= n_chunks:
+            path.unlink()
 
 
 def encode_chunk(job) -> tuple[Path, int]:
-    """Encode one chunk into train-N.bin and val-N.bin, unless they are there. Returns train's path and tokens.
+    """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
-    Runs in a worker process, which loads the tokenizer anew: encodings do not pickle.
+    Returns the path of the training shard and its tokens. Runs in a worker process, which loads the
+    tokenizer by its name: tiktoken's encodings cannot be pickled.
     """
-    folder, number, first, docs, stride, name = job
-    tokenizer = tokenizers.load(name, folder / "tokenizer.json")
+    folder, number, first_document, documents, val_every, tokenizer_name = job
+    tokenizer = tokenizers.load(tokenizer_name, folder / "tokenizer.json")
+
+    texts = {"train": [], "val": []}
+    for index, text in enumerate(documents, first_document):
+        split = "val" if index % val_every == 0 else "train"
+        texts[split].append(text)
+
     for split in ("train", "val"):
-        mine = [d for i, d in enumerate(docs, first) if (i % stride == 0) == (split == "val")]
         path = folder / f"{split}-{number:05d}.bin"
-        text_hash = hashlib.sha256(json.dumps([tokenizer.fingerprint, mine]).encode()).hexdigest()
-        if not (mine and is_finished(path, text_hash)):
-            write_shard(path, mine, tokenizer, text_hash)
+        made_from = json.dumps([tokenizer.fingerprint, texts[split]])
+        text_hash = hashlib.sha256(made_from.encode()).hexdigest()
+        if not (texts[split] and is_finished(path, text_hash)):
+            write_shard(path, texts[split], tokenizer, text_hash)
+
     path = folder / f"train-{number:05d}.bin"
     return path, Shard(path).header["tokens"]
 
 
 def is_finished(path: Path, text_hash: str) -> bool:
-    """Is this shard there, whole, and made from this text by this tokenizer?"""
+    """Does this shard exist, intact, made from this text by this tokenizer?"""
     try:
         shard = Shard(path)
         shard.check_hash()
@@ -233,75 +323,99 @@ def is_finished(path: Path, text_hash: str) -> bool:
     return shard.header["text_sha256"] == text_hash
 
 
-def write_shard(path: Path, docs: list[str], tokenizer, text_hash: str) -> None:
-    """Each document's ids, then end-of-text, as uint16 (uint32 for vocabularies above 65,536)."""
+def write_shard(path: Path, documents: list[str], tokenizer, text_hash: str) -> None:
+    """Write documents as one shard: the ids of each, then end-of-text.
+
+    The ids are uint16, or uint32 if the vocabulary has more than 65,536 entries.
+    """
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    parts = [np.append(tokenizer.encode(d), tokenizer.eot).astype(dtype) for d in docs]
+    parts = [np.append(tokenizer.encode(text), tokenizer.eot).astype(dtype) for text in documents]
     ids = np.concatenate(parts) if parts else np.empty(0, dtype)
-    header = {
-        "documents": len(docs),
-        "text_bytes": sum(len(d.encode("utf-8", "replace")) for d in docs),
+    about = {
+        "documents": len(documents),
+        "text_bytes": sum(len(text.encode("utf-8", "replace")) for text in documents),
         "vocab_size": tokenizer.vocab_size,
         "text_sha256": text_hash,
     }
-    write_ids(path, ids, header)
+    write_ids(path, ids, about)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Reading: shards -> batches
 
 
 class Split:
-    """One split (train or val) as n windows of seq_len + 1 tokens, each beginning where the last input ended."""
+    """One split (train or val) of a data folder, as n = len(split) windows of tokens.
+
+    A window is seq_len + 1 tokens: the first seq_len are the inputs, the last seq_len the labels.
+    It begins with the last token of the window before it, which was only a label there.
+
+    `tokens`, `text_bytes` and `vocab_size` describe the whole split.
+    """
 
     def __init__(self, folder: Path, split: str, seq_len: int):
+        """UserError if the folder has no shard of this split, or too few tokens for one window."""
         raise_file_limit()
-        self.seq_len, self.folder = seq_len, folder
+        self.folder = folder
+        self.seq_len = seq_len
         self.shards = [Shard(path) for path in shard_files(folder, split)]
         require(
             self.shards,
             f"no {split} shards in {folder} on {platform.node()}: every node must see this folder",
         )
-        self.tokens = sum(s.header["tokens"] for s in self.shards)
-        self.text_bytes = sum(s.header["text_bytes"] for s in self.shards)
+        self.tokens = sum(shard.header["tokens"] for shard in self.shards)
+        self.text_bytes = sum(shard.header["text_bytes"] for shard in self.shards)
         self.vocab_size = self.shards[0].header["vocab_size"]
-        windows = [max(0, s.header["tokens"] - 1) // seq_len for s in self.shards]
-        self.first = np.cumsum([0, *windows])  # number of each shard's first window
-        what = "lower --max_seq_len"
+
+        windows_in_shard = [max(0, s.header["tokens"] - 1) // seq_len for s in self.shards]
+        self.first_window = np.cumsum([0, *windows_in_shard])  # of each shard; at the end, n
+
+        fix = "lower --max_seq_len"
         if split == "val":
-            what += ", or raise --val_fraction and set another --data_dir"
+            fix += ", or raise --val_fraction and set another --data_dir"
         require(
             len(self) > 0,
-            f"max_seq_len {seq_len} is longer than the {split} data in {folder} ({self.tokens:,} tokens): {what}",
+            f"max_seq_len {seq_len} is longer than the {split} data in {folder} "
+            f"({self.tokens:,} tokens): {fix}",
         )
 
     def __len__(self) -> int:
-        return int(self.first[-1])
+        """The number of windows, n."""
+        return int(self.first_window[-1])
 
-    def windows(self, numbers: np.ndarray) -> np.ndarray:
-        """Tokens of the windows with these numbers, (len(numbers), seq_len + 1) int64."""
-        out = np.empty((len(numbers), self.seq_len + 1), np.int64)
-        shards = np.searchsorted(self.first, numbers, side="right") - 1
-        for row, shard, number in zip(out, shards, numbers, strict=True):
-            begin = (number - self.first[shard]) * self.seq_len
-            row[:] = self.shards[shard].ids[begin : begin + self.seq_len + 1]
+    def windows(self, window_ids: np.ndarray) -> np.ndarray:
+        """The tokens of these windows, (len(window_ids), seq_len + 1) int64."""
+        rows = np.empty((len(window_ids), self.seq_len + 1), np.int64)
+        shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
+        for row, shard_id, window_id in zip(rows, shard_ids, window_ids, strict=True):
+            begin = (window_id - self.first_window[shard_id]) * self.seq_len
+            row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
         require(
-            not len(out) or out.max() < self.vocab_size,
-            f"{self.folder} holds ids beyond its vocabulary: it is damaged, delete it and run data.py again",
+            not len(rows) or rows.max() < self.vocab_size,
+            f"{self.folder} holds ids beyond its vocabulary: it is damaged, "
+            "delete it and run data.py again",
         )
-        return out
+        return rows
 
     def batch(
-        self, seed: int, step: int, global_batch_size: int, rank: int = 0, ranks: int = 1
+        self, seed: int, step: int, global_batch_size: int, dp_rank: int = 0, dp_size: int = 1
     ) -> np.ndarray:
-        """The rows of one rank at one step, (global_batch_size / ranks, seq_len + 1) int64."""
-        rows = global_batch_size // ranks
-        samples = step * global_batch_size + rank * rows + np.arange(rows)
-        epochs, places = np.divmod(samples, len(self))
-        numbers = np.empty_like(places)
-        for epoch in np.unique(epochs):
-            numbers[epochs == epoch] = permute(places[epochs == epoch], len(self), seed, int(epoch))
-        return self.windows(numbers)
+        """The rows of one data-parallel rank at one step.
+
+        Returns (global_batch_size / dp_size, seq_len + 1) int64. A pure function of its
+        arguments: nothing is remembered between calls, so a resumed run asks for its step and
+        continues where it was. See the formula at the top of this file.
+        """
+        n_rows = global_batch_size // dp_size  # of this rank
+        first_sample = step * global_batch_size + dp_rank * n_rows
+        samples = first_sample + np.arange(n_rows)  # counted from the start of the run
+        epochs, positions = np.divmod(samples, len(self))
+
+        window_ids = np.empty_like(positions)
+        for epoch in np.unique(epochs):  # more than one if an epoch ends inside this batch
+            in_epoch = epochs == epoch
+            window_ids[in_epoch] = permute(positions[in_epoch], len(self), seed, int(epoch))
+        return self.windows(window_ids)
 
 
 class Dataset:
@@ -333,97 +447,115 @@ class Dataset:
         return prefetch(read, steps, world.device)
 
 
-def permute(places: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Where a random permutation of 0..n-1 sends `places`. Integers only: the same on every machine.
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Where a random permutation of 0..n-1 sends `positions`, int64 of the same shape.
 
-    A Feistel network of 6 rounds (Luby and Rackoff, 1988) permutes 0..4^k-1, the smallest such range that holds n;
-    what lands outside 0..n-1 is sent on until it lands inside (cycle walking: Black and Rogaway, 2002).
+    Each is computed on its own, so nothing of size n is stored. Only integers are used, so the
+    result is the same on every machine.
+
+    A Feistel network of 6 rounds (Luby and Rackoff, 1988) permutes 0..4^k-1, the smallest such
+    range that holds n. A result outside 0..n-1 goes through the network again until it lies
+    inside (cycle walking: Black and Rogaway, 2002).
     """
-    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # k
-    mask = (np.uint64(1) << half) - np.uint64(1)
-    digest = (
-        hashlib.sha256(f"{seed}:{epoch}".encode()).digest()
-        + hashlib.sha256(f"{epoch}:{seed}".encode()).digest()
-    )
-    keys = np.frombuffer(digest, "<u8")[:6]
+    k = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))  # bits in each half
+    mask = (np.uint64(1) << k) - np.uint64(1)
+    digests = [
+        hashlib.sha256(f"{seed}:{epoch}".encode()).digest(),
+        hashlib.sha256(f"{epoch}:{seed}".encode()).digest(),
+    ]
+    round_keys = np.frombuffer(b"".join(digests), "<u8")[:6]
 
     def network(x):
-        left, right = x >> half, x & mask
-        for key in keys:
+        left = x >> k
+        right = x & mask
+        for key in round_keys:
             left, right = right, left ^ (mix(right + key) & mask)
-        return (left << half) | right
+        return (left << k) | right
 
-    out = network(places.astype(np.uint64))
-    while (outside := out >= n).any():
-        out[outside] = network(out[outside])
-    return out.astype(np.int64)
+    permuted = network(positions.astype(np.uint64))
+    while (outside := permuted >= n).any():
+        permuted[outside] = network(permuted[outside])
+    return permuted.astype(np.int64)
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A good hash of 64-bit integers (the finalizer of SplitMix64: Steele et al., 2014)."""
+    """Hash uint64 to uint64, elementwise: the finalizer of SplitMix64 (Steele et al., 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def batch_hash(rows, rank: int):
-    """A 64-bit number for the ids in `rows` (B, T + 1), the rows rank * B to rank * B + B - 1 of a batch, int64 scalar.
+def batch_hash(rows, dp_rank: int):
+    """A 64-bit hash of the ids in `rows` (B, T + 1), int64 scalar on their device.
 
-    Added up over the ranks (mod 2^64) it is the whole batch's, however that was cut: any other id or order changes it.
+    rows: those of one data-parallel rank, dp_rank * B to dp_rank * B + B - 1 of the batch. The
+    sum over these ranks (mod 2^64) is the hash of the global batch, however many ranks share it.
+    Any change of an id, or of their order, changes it.
     """
     import torch
 
-    places = torch.arange(rows.numel(), device=rows.device).view_as(rows) + rank * rows.numel()
-    mixed = (rows + 1) * (2 * places + 1) * 0x1E3779B97F4A7C15  # overflows, on purpose
+    places = torch.arange(rows.numel(), device=rows.device).view_as(rows) + dp_rank * rows.numel()
+    mixed = (rows + 1) * (2 * places + 1) * 0x1E3779B97F4A7C15  # overflows on purpose
     return (mixed ^ (mixed >> 32)).sum()
 
 
 def open_or_prepare(cfg: TrainConfig) -> Path:
-    """The folder of a checked data set; it is prepared first when it is missing and small. For one process to call."""
+    """The checked data folder of a training run. One process calls it (global rank 0).
+
+    A small data set that is missing is prepared first. Raises UserError for a large one, with the
+    command that prepares it, and for a damaged folder or one made with other settings.
+    """
     folder = data_dir(cfg)
-    done = read_summary(folder)
-    if done:
-        check_made_for(cfg, done, folder)
-    if not done or (cfg.max_tokens and not enough(done, cfg.max_tokens)):
-        paths = corpus.files(cfg.dataset)
-        small = 0 < cfg.max_tokens <= SMALL_TOKENS or (
-            paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES
-        )
-        names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
-        flags = [f"--{name}={getattr(cfg, name)}" for name in names] + [f"--data_dir={folder}"]
-        have = (
-            f"only {done['train_tokens']:,} tokens are in {folder}"
-            if done
-            else f"no data set is in {folder} yet"
-        )
-        require(
-            small,
-            f"{have}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}",
-        )
+    summary = read_summary(folder)
+    if summary:
+        check_made_for(cfg, summary, folder)
+    if not summary or (cfg.max_tokens and not has_enough(summary, cfg.max_tokens)):
+        require_small(cfg, summary, folder)
         prepare(cfg)
-        done = read_summary(folder)
+        summary = read_summary(folder)
     require(
-        fingerprint(folder) == done["fingerprint"],
-        f"{folder} lacks a shard: run data.py again, which makes it",
+        fingerprint(folder) == summary["fingerprint"],
+        f"a shard is missing in {folder}: run data.py again, which makes it",
     )
-    shards = [Shard(path) for path in shard_files(folder)]
-    if sum(s.ids.nbytes for s in shards) <= HASH_BYTES:
+    shards = [Shard(path) for path in shard_files(folder)]  # checks headers and sizes
+    if sum(shard.ids.nbytes for shard in shards) <= HASH_BYTES:
         for shard in shards:
             shard.check_hash()
     return folder
 
 
-def prefetch(make, steps, device):
-    """Yield (step, make(step) as a tensor on `device`), the next one being read and copied by a thread meanwhile."""
-    import torch  # here, so that preparing needs no torch
+def require_small(cfg: TrainConfig, summary: dict | None, folder: Path) -> None:
+    """UserError, with the command that prepares the data set, if it is too large to prepare now."""
+    paths = corpus.files(cfg.dataset)
+    few_tokens = 0 < cfg.max_tokens <= SMALL_TOKENS
+    few_bytes = paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES
+
+    names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
+    flags = [f"--{name}={getattr(cfg, name)}" for name in names]
+    flags.append(f"--data_dir={folder}")
+    state = f"no data set is in {folder} yet"
+    if summary:
+        state = f"only {summary['train_tokens']:,} tokens are in {folder}"
+    require(
+        few_tokens or few_bytes,
+        f"{state}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}",
+    )
+
+
+def prefetch(read_batch, steps, device):
+    """Yield (step, read_batch(step) as a tensor on `device`), one step ahead of its use.
+
+    read_batch: step -> array. A thread reads the next batch and copies it to the device while the
+    caller works on this one.
+    """
+    import torch  # here, because preparing a data set needs no torch
 
     def load(step):
-        rows = torch.from_numpy(make(step))
+        rows = torch.from_numpy(read_batch(step))
         if device.type != "cuda":
             return rows.to(device)
-        torch.cuda.set_device(
-            device
-        )  # a new thread is on device 0, where pinning would open a second context
+        # A new thread is on device 0, where pinning memory would open a second context.
+        torch.cuda.set_device(device)
         return rows.pin_memory().to(device, non_blocking=True)
 
     with ThreadPoolExecutor(1) as thread:
@@ -431,31 +563,36 @@ def prefetch(make, steps, device):
         for step in steps:
             ahead.append((step, thread.submit(load, step)))
             if len(ahead) > 1:
-                ready, future = ahead.popleft()
-                yield ready, future.result()
-        for ready, future in ahead:
-            yield ready, future.result()
+                ready_step, batch = ahead.popleft()
+                yield ready_step, batch.result()
+        for ready_step, batch in ahead:
+            yield ready_step, batch.result()
 
 
 def main(argv) -> None:
-    """Prepare a data set, then say what is in it and how fast one thread reads it."""
+    """Prepare a data set, then print what it holds and how fast one thread reads it."""
     model_cfg, cfg = config.load(argv, config.MPTConfig, TrainConfig)
     folder = prepare(cfg, workers=os.cpu_count())
-    tokenizer = tokenizers.load(cfg.tokenizer, folder / "tokenizer.json")
     for name in ("train", "val"):
         split = Split(folder, name, model_cfg.max_seq_len)
-        n_docs = sum(s.header["documents"] for s in split.shards)
+        n_documents = sum(shard.header["documents"] for shard in split.shards)
         print(
-            f"{name:5s}  {split.tokens:,} tokens  {n_docs:,} documents  {len(split):,} windows of {split.seq_len}  "
+            f"{name:5s}  {split.tokens:,} tokens  {n_documents:,} documents  "
+            f"{len(split):,} windows of {split.seq_len}  "
             f"{split.text_bytes / split.tokens:.2f} bytes a token"
         )
-    train, begin, steps = Split(folder, "train", model_cfg.max_seq_len), time.perf_counter(), 50
+
+    train = Split(folder, "train", model_cfg.max_seq_len)
+    steps = 50
+    start = time.perf_counter()
     for step in range(steps):
-        rows = train.batch(cfg.seed, step, 64)
-    rate = steps * rows[:, 1:].size / (time.perf_counter() - begin)
+        rows = train.batch(cfg.seed, step, global_batch_size=64)
+    tokens_per_second = steps * rows[:, 1:].size / (time.perf_counter() - start)
     print(
-        f"one thread reads {rate / 1e6:.0f} million tokens a second; the last row of its batch {step} begins:"
+        f"one thread reads {tokens_per_second / 1e6:.0f} million tokens a second; "
+        f"the last row of its batch {step} begins:"
     )
+    tokenizer = tokenizers.load(cfg.tokenizer, folder / "tokenizer.json")
     print("   ", repr(tokenizer.decode(rows[-1][:40])))
     print(folder)
 

@@ -1,21 +1,22 @@
-"""Write text with a trained model: one token at a time, each drawn from the model's distribution.
+"""Generate text with a trained model: one token at a time, drawn from the model's distribution.
 
     python generate.py runs/demo --prompt="def main(" --max_new_tokens=200 --temperature=0.8
     python generate.py runs/demo --prompts=prompts.txt --stop=";" --json
     python generate.py path/to/mpt-7b --tokenizer=gpt2 --interactive
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt and --stop may be
-given several times; without a prompt a new document begins.
+given several times. Without a prompt a new document begins.
 
-Several prompts are written together: shorter ones are padded on the left, and the padding is hidden
-from attention. A text ends with end-of-text, before a stop string, or after max_new_tokens. With
-learned positions it ends at max_seq_len; with ALiBi and RoPE it goes on. In the end the speed is
-printed, and the share of the memory bandwidth that this is.
+Several prompts form a batch: shorter ones are padded on the left, and attention ignores the
+padding. A text ends at end-of-text, before a stop string, or after max_new_tokens. With learned
+positions it ends at max_seq_len, too; ALiBi and RoPE have no such limit. At the end the program
+prints its speed and the share of the memory bandwidth that it used.
 
-How a token is drawn: serving/sampling.py. How the model is made fast: serving/decoder.py.
-Read next: plan.py.
+How a token is drawn: serving/sampling.py. How the model is made fast: serving/decoder.py. What is
+shown while a text grows: serving/stream.py.
 """
 
+import collections
 import json
 import sys
 from dataclasses import dataclass, field
@@ -27,121 +28,151 @@ import torch
 import config
 from config import UserError, require
 from serving.decoder import Decoder, pick_dtype
-from serving.stream import Speed, Text, print_stream, write
+from serving.speed import Speed
+from serving.stream import Text, print_stream, write
 from weights.load import load_for_sampling
 
 
 @dataclass
 class GenerateSettings:
-    """What is written, and how its tokens are drawn."""
+    """Prompts, length, sampling, output."""
 
-    prompt: list[str] = field(default_factory=list)  # text to go on from
-    prompts: str = ""  # a file of prompts, one per line
+    prompt: list[str] = field(default_factory=list)  # text to continue
+    prompts: str = ""  # file of prompts, one per line
     interactive: bool = False  # read prompts from the terminal, line by line
-    max_new_tokens: int = 200  # of a text, at most
+    max_new_tokens: int = 200  # per text, at most
     temperature: float = 0.8  # 0: always the likeliest token
-    top_k: int = 50  # draw from so many of the likeliest tokens (0 = no limit)
+    top_k: int = 50  # draw from this many of the likeliest tokens (0 = no limit)
     top_p: float = 1.0  # and from the fewest of them that together have this probability
     stop: list[str] = field(default_factory=list)  # a string that ends a text and is not shown
-    seed: int = 1  # a prompt that is given again has the next one
-    batch_size: int = 8  # texts written together
-    json: bool = False  # one JSON object per text, on a line
-    step: int | None = None  # of which checkpoint (none = the newest, 0 = untrained)
+    seed: int = 1  # when a prompt is repeated, its next text uses the next seed
+    batch_size: int = 8  # texts generated together
+    json: bool = False  # print one JSON object per text and line
+    step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its tokenizer.json, else gpt2)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
 
     def check(self) -> None:
-        fine = min(self.temperature, self.top_k) >= 0 and 0 < self.top_p <= 1
-        ranges = (
-            "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more"
+        """Raise UserError for values out of range, and for settings that exclude each other."""
+        sampling_ok = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
+        require(
+            sampling_ok and self.max_new_tokens >= 1,
+            "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more",
         )
-        require(fine and self.max_new_tokens >= 1, ranges)
-        fine = 0 <= self.seed < 2**62 and self.batch_size > 0
-        require(fine, "seed is 0 or more (below 2^62), batch_size is 1 or more")
+        require(
+            0 <= self.seed < 2**62 and self.batch_size > 0,
+            "seed is 0 or more (below 2^62), batch_size is 1 or more",
+        )
         require(self.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
         require(all(self.stop), "a stop string is empty")
-        mixed = self.interactive and (self.prompt or self.prompts or self.json)
-        words = "--interactive asks for prompts and streams the texts: leave out"
-        require(not mixed, f"{words} --prompt, --prompts and --json")
+        require(
+            not (self.interactive and (self.prompt or self.prompts or self.json)),
+            "--interactive asks for prompts and streams the texts: "
+            "remove --prompt, --prompts and --json",
+        )
 
 
 def main(argv) -> None:
+    """Load a model, then answer all given prompts, or those that are typed."""
     (run,), cfg = config.load(argv, GenerateSettings, takes="RUN")
-    prompts = cfg.prompt + (lines_of(cfg.prompts) if cfg.prompts else [])
-    asks = cfg.interactive or (not prompts and sys.stdin.isatty() and not cfg.json)
-    device = (
-        torch.accelerator.current_accelerator()
-        if torch.accelerator.is_available()
-        else torch.device("cpu")
-    )
+    prompts = list(cfg.prompt)
+    if cfg.prompts:
+        prompts += read_prompts(cfg.prompts)
+    on_terminal = sys.stdin.isatty() and not cfg.json
+    interactive = cfg.interactive or (not prompts and on_terminal)
+
+    device = pick_device()
     model, tokenizer, name = load_for_sampling(run, cfg.step, device, cfg.tokenizer)
     require(
         tokenizer.vocab_size <= model.cfg.vocab_size,
-        f"{tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of {name} ends at "
-        f"{model.cfg.vocab_size - 1}: set the --tokenizer that it was trained with",
+        f"{tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of {name} "
+        f"ends at {model.cfg.vocab_size - 1}: set the --tokenizer that it was trained with",
     )
-    decoder, speed = (
-        Decoder(model, tokenizer.vocab_size, pick_dtype(cfg.precision, device)),
-        Speed(),
-    )
-    how = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
-    said = []  # a prompt that is given again is drawn with the next seed
+    decoder = Decoder(model, tokenizer.vocab_size, pick_dtype(cfg.precision, device))
+    speed = Speed()
+    times_asked = collections.Counter()
 
-    def text_of(prompt):
-        said.append(prompt)
-        seed = cfg.seed + said.count(prompt) - 1
+    def new_text(prompt: str) -> Text:
+        """A repeated prompt gets the next seed."""
+        seed = cfg.seed + times_asked[prompt]
+        times_asked[prompt] += 1
         return Text(prompt, tokenizer, model.cfg, cfg.max_new_tokens, cfg.stop, seed)
 
-    if asks:
-        print(f"--- {name} --- a line to go on from; an empty one ends", file=sys.stderr)
-        for prompt in iter(read_line, ""):
-            try:
-                print_stream(decoder, text_of(prompt), speed, how)
-            except KeyboardInterrupt:
-                print(flush=True)  # this text ends, the program goes on
-            except UserError as error:
-                print(f"error: {error}", file=sys.stderr)
+    if interactive:
+        print(f"--- {name} --- type a line to continue; an empty line quits", file=sys.stderr)
+        answer_typed_prompts(decoder, new_text, speed, cfg)
     else:
-        texts = [text_of(prompt) for prompt in prompts or [""]]
+        texts = [new_text(prompt) for prompt in prompts or [""]]
         if not cfg.json:
             print(f"--- {name} ---", flush=True)
-        if len(texts) == 1 and not cfg.json:
-            print_stream(decoder, texts[0], speed, how)
-        else:
-            write_all(decoder, texts, speed, how, cfg)
+        answer_given_prompts(decoder, texts, speed, cfg)
     print(speed.report(decoder), file=sys.stderr)
 
 
-def lines_of(path: str) -> list[str]:
-    """The prompts in a file, one per line. UserError if there is none."""
+def pick_device() -> torch.device:
+    """The accelerator of this machine if it has one, else its CPU."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator()
+    return torch.device("cpu")
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts in a file, one per line. Raises UserError if it has none."""
     lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    require(any(lines), f"no prompt in {path}: it wants one per line")
-    return list(filter(None, lines))
+    prompts = [line for line in lines if line]
+    require(prompts, f"no prompt in {path}: write one per line")
+    return prompts
+
+
+def answer_typed_prompts(decoder, new_text, speed: Speed, cfg: GenerateSettings) -> None:
+    """Stream a text for each line from the terminal. Ctrl-C ends a text, an empty line ends all."""
+    while prompt := read_line():
+        try:
+            print_stream(decoder, new_text(prompt), speed, sampling_settings(cfg))
+        except KeyboardInterrupt:
+            print(flush=True)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
 
 
 def read_line() -> str:
-    """The next line that is typed; empty at the end."""
+    """The next line that is typed; empty at the end of the input."""
     print("> ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().rstrip("\n")
 
 
-def write_all(decoder, texts, speed, how, cfg) -> None:
-    """Print texts in their order, `batch_size` of them written together."""
+def answer_given_prompts(decoder, texts: list[Text], speed: Speed, cfg: GenerateSettings) -> None:
+    """Stream a single text. Generate several in batches, and print them in their order."""
+    if len(texts) == 1 and not cfg.json:
+        print_stream(decoder, texts[0], speed, sampling_settings(cfg))
+        return
     for first in range(0, len(texts), cfg.batch_size):
         batch = texts[first : first + cfg.batch_size]
-        for _ in write(decoder, batch, speed, **how):
+        for _ in write(decoder, batch, speed, **sampling_settings(cfg)):
             pass
         for number, text in enumerate(batch, first + 1):
-            if cfg.json:
-                line = {
-                    "prompt": text.prompt,
-                    "text": text.text,
-                    "tokens": text.new_tokens,
-                    "end": text.end,
-                }
-                print(json.dumps(line, ensure_ascii=False), flush=True)
-            else:
-                print(f"--- {number}, {text.end} ---\n{text.prompt}{text.text}", flush=True)
+            print(as_json(text) if cfg.json else as_section(text, number), flush=True)
+
+
+def sampling_settings(cfg: GenerateSettings) -> dict:
+    """The arguments of `sampling.sample`."""
+    return {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p}
+
+
+def as_json(text: Text) -> str:
+    """A finished text as a JSON object."""
+    fields = {
+        "prompt": text.prompt,
+        "text": text.text,
+        "tokens": text.new_tokens,
+        "end": text.end,
+    }
+    return json.dumps(fields, ensure_ascii=False)
+
+
+def as_section(text: Text, number: int) -> str:
+    """A finished text under a line with its number and the reason of its end."""
+    return f"--- {number}, {text.end} ---\n{text.prompt}{text.text}"
 
 
 if __name__ == "__main__":

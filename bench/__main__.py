@@ -1,12 +1,12 @@
-"""The door to the benchmarks: `python -m bench NAME`. `python -m bench --help` lists the names.
+"""Runs a benchmark by its name: `python -m bench NAME`. `python -m bench --help` lists the names.
 
     python -m bench train --transformers            bench/train.py, beside Hugging Face's model
     torchrun --nproc_per_node 4 -m bench machine    bench/machine.py, on four devices
     python -m bench NAME --help                     what a benchmark does, and its settings
 
-Only the benchmark that is asked for is imported. Results that are kept are in bench/results/, with
-device, versions, date and command. `python data.py`, `python checkpoint.py` and `python
-generate.py` measure themselves: reading, saving, decoding. Read next: bench/README.md.
+Only the named benchmark is imported. bench/results/ keeps results, with device, versions, date and
+command. `python data.py`, `python checkpoint.py` and `python generate.py` measure themselves:
+reading, saving, decoding.
 """
 
 import ast
@@ -31,20 +31,21 @@ def main(argv: list[str]) -> None:
     """Run the benchmark that argv names. UserError, with the nearest name, if there is none."""
     if config.wants_help(argv[:1]):
         config.show_help(listing())
-    listed = "python -m bench --help lists the names"
-    require(argv, f"usage: python -m bench NAME [config] [--key=value] ({listed})")
-    name, *rest = argv
+    list_hint = "python -m bench --help lists the names"
+    require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
+    name, *arguments = argv
     near = difflib.get_close_matches(name, NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else listed
+    hint = f"did you mean {near[0]}?" if near else list_hint
     require(name in NAMES, f"no benchmark {config.shown(name)}, {hint}")
+
     benchmark = importlib.import_module(f"bench.{name}")
-    # From here on it is the program that runs: --help and usage lines are its own.
+    # --help and usage lines come from the docstring and the name of the main module.
     sys.modules["__main__"] = benchmark
     if name not in OF_MANY_RANKS:
-        return benchmark.main(rest)
+        return benchmark.main(arguments)
     import processes  # and torch with it
 
-    processes.run(lambda _: benchmark.main(rest))
+    processes.run(lambda _: benchmark.main(arguments))
 
 
 def listing() -> str:

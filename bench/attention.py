@@ -1,14 +1,16 @@
 """Attention: ours beside PyTorch's kernels, forward and backward, over head dims and lengths.
 
-    python -m bench attention        minutes, on a GPU or a CPU
-    TFLOP/s = 4 B H T T D / 2 / seconds forward, 2.5 times as many FLOPs backward      causality needs half of T x T
+    python -m bench attention        takes minutes, on a GPU or a CPU
 
-Contestants run in one process and take turns, so what else the machine does hits all; figures are
-medians. A FLOP is one of the formula, whatever a kernel really computes. On a GPU the calls are
-queued behind other work and timed there, so what Python needs to launch them is not in a figure. A
-contestant that raises (no such backend here, no memory) is n/a, and the others go on. Writes
-attention_<device>.md, .json (every turn) and .png into bench/results/. Read next:
-bench/before_after.py.
+    FLOPs of a forward  = 4 B H T T D / 2    the causal mask needs half of T x T
+    FLOPs of a backward = 2.5 times as many
+
+The contestants run in one process and take turns, so that other load on the machine slows all of
+them; figures are medians. All contestants are credited with the FLOPs of the formula, whatever a
+kernel really computes. On a GPU the calls are queued behind other work and timed there, so that the
+time in which Python launches them does not count. A contestant that raises (no such backend here,
+out of memory) is n/a, and the others continue. Writes attention_<device>.md, .json (every turn) and
+.png into bench/results/.
 """
 
 import datetime
@@ -39,13 +41,12 @@ from config import require
 from lifecycle import runlog
 
 MATMULS = (2, 5)  # of forward and backward
-PASSES = {
-    "forward": [0],
-    "backward": [1],
-    "forward + backward": [0, 1],
-}  # what is reported, of a turn's two figures
+# What is reported, and which of a turn's two times count for it.
+PASSES = {"forward": [0], "backward": [1], "forward + backward": [0, 1]}
 OURS = "ours, ALiBi"  # what the others are compared with
-TOLERANCE = 0.05  # largest difference from fp32 / largest value: bf16 stays below 0.01, another bias is above 0.1
+# Largest allowed difference from fp32 / largest value. bf16 stays below 0.01; a wrong bias is
+# above 0.1.
+TOLERANCE = 0.05
 # By device: lengths, tokens of a batch (batch x length), d_model (heads x head dim)
 SIZES = {"cuda": ("1024,2048,4096,8192,16384", 16384, 2048), "cpu": ("512,1024,2048", 4096, 384)}
 
@@ -55,15 +56,13 @@ class AttentionArgs:
     """Which shapes of attention, and how long to measure."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    lengths: str = (
-        ""  # tokens of a sequence (empty: 1024,2048,4096,8192,16384, on a CPU 512,1024,2048)
-    )
+    lengths: str = ""  # tokens of a sequence (empty: 1024,2048,...,16384, on a CPU 512,1024,2048)
     head_dims: str = "64,128"  # widths of a head
     tokens: int = 0  # of a batch: tokens / length sequences, at least one (0: 16384, on a CPU 4096)
     d_model: int = 0  # d_model / head dim heads, at least one (0: 2048, on a CPU 384)
     rounds: int = 7  # turns of each contestant; the median counts
-    turn_ms: float = 20  # a turn lasts about as long, in 1 to 25 calls
-    cell_seconds: float = 10  # a contestant that would take longer at one shape is left out there
+    turn_ms: float = 20  # a turn takes about this long, in 1 to 25 calls
+    cell_seconds: float = 10  # skip a contestant at a shape where it would take longer
     out: str = "bench/results"  # folder of the results
 
 
@@ -76,133 +75,180 @@ class Cell:
     length: int  # tokens of a sequence
     heads: int
     batch: int
-    turns: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # seconds of one forward, of one backward
+    # Of each turn: seconds of one forward, seconds of one backward
+    turns: list[tuple[float, float]] = field(default_factory=list)
     calls: int = 0  # of a turn
-    error: float | None = (
-        None  # at the shortest length: largest difference from fp32 / largest value
-    )
+    # Largest difference from fp32 / largest value, checked at the shortest length only
+    error: float | None = None
     missing: str = ""  # why there are no figures
 
-    def tflops(self, what: str) -> float:
-        """TFLOP/s of one of PASSES by median seconds: 4 B H T T D / 2 FLOPs forward, 2.5 times as many backward."""
-        seconds = sum(statistics.median(turn[p] for turn in self.turns) for p in PASSES[what])
-        matmul = (
-            self.batch * self.heads * self.length**2 * self.head_dim
-        )  # 2 B H T T D, and causality needs half
-        return sum(MATMULS[p] for p in PASSES[what]) * matmul / seconds / 1e12
+    def tflops(self, name: str) -> float:
+        """TFLOP/s of one of PASSES, by median seconds and the formula at the top of this file."""
+        passes = PASSES[name]
+        seconds = sum(statistics.median(turn[i] for turn in self.turns) for i in passes)
+        # One matmul is 2 B H T T D FLOPs, and the causal mask needs half of them.
+        matmul_flops = self.batch * self.heads * self.length**2 * self.head_dim
+        return sum(MATMULS[i] for i in passes) * matmul_flops / seconds / 1e12
+
+
+# --- The contestants
 
 
 def attention_contestants(slopes) -> dict:
-    """Name -> (its ALiBi slopes (H,) or None, its function (q, k, v) -> out). All are causal, of (B, H, T, D)."""
+    """{name: (its ALiBi slopes (H,) or None, function (q, k, v) -> out)}.
 
-    def by(impl, slopes=slopes):
+    All are causal; q, k, v and out are (B, H, T, D).
+    """
+
+    def ours(impl, slopes=slopes):
         return slopes, functools.partial(attention.attention, impl=impl, alibi_slopes=slopes)
 
-    def sdpa(backend, q, k, v):
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    def sdpa(backend):
+        return None, functools.partial(sdpa_causal, backend)
 
     @functools.cache  # made while warming up, freed with this dictionary
-    def mask(length):  # (1, H, T, T) bf16; head by head, since all of it in fp32 may not fit
-        heads = slopes.split(1)
-        return torch.cat(
-            [attention.attention_bias(length, length, s, True, s.device).bfloat16() for s in heads]
-        )[None]
+    def mask(length):  # (1, H, T, T) bf16; head by head, since all heads in fp32 may not fit
+        biases = [
+            attention.attention_bias(length, length, slope, True, slope.device).bfloat16()
+            for slope in slopes.split(1)
+        ]
+        return torch.cat(biases)[None]
+
+    def sdpa_with_mask(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, mask(q.shape[2]))
 
     return {
-        OURS: by("triton"),
-        "ours, no bias": by("triton", None),
-        "SDPA flash, no bias": (None, functools.partial(sdpa, SDPBackend.FLASH_ATTENTION)),
-        "SDPA cuDNN, no bias": (None, functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION)),
-        "SDPA memory-efficient, no bias": (
-            None,
-            functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
-        ),
-        "SDPA, ALiBi in a mask": (
-            slopes,
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask(q.shape[2])),
-        ),
-        "SDPA, ALiBi in extra columns": by("sdpa"),
-        "FlexAttention, ALiBi": by("flex"),
-        "blocks, ALiBi": by("blocks"),
-        "reference, ALiBi": by("reference"),
+        OURS: ours("triton"),
+        "ours, no bias": ours("triton", None),
+        "SDPA flash, no bias": sdpa(SDPBackend.FLASH_ATTENTION),
+        "SDPA cuDNN, no bias": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "SDPA memory-efficient, no bias": sdpa(SDPBackend.EFFICIENT_ATTENTION),
+        "SDPA, ALiBi in a mask": (slopes, sdpa_with_mask),
+        "SDPA, ALiBi in extra columns": ours("sdpa"),
+        "FlexAttention, ALiBi": ours("flex"),
+        "blocks, ALiBi": ours("blocks"),
+        "reference, ALiBi": ours("reference"),
     }
 
 
-def attention_inputs(cell, device) -> list:
-    """q, k, v: (B, H, T, D) bf16, views of one (B, T, 3 d_model) as Wqkv makes it; do, as out_proj's backward does."""
+def sdpa_causal(backend: SDPBackend, q, k, v):
+    """PyTorch's attention with one backend; q, k, v (B, H, T, D) -> (B, H, T, D)."""
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def attention_inputs(cell: Cell, device) -> list:
+    """q, k, v and the gradient of out: (B, H, T, D) in bf16, with the strides of the model.
+
+    q, k and v are views of one (B, T, 3 d_model), as Wqkv makes it; the gradient is a view of
+    (B, T, d_model), as out_proj's backward makes it.
+    """
     torch.manual_seed(0)
-    shape, width = (cell.batch, cell.length), cell.heads * cell.head_dim
-    qkv = torch.randn(*shape, 3 * width, device=device, dtype=torch.bfloat16, requires_grad=True)
-    do = torch.randn(*shape, width, device=device, dtype=torch.bfloat16)
+    d_model = cell.heads * cell.head_dim
+    shape = (cell.batch, cell.length)
+    bf16 = {"device": device, "dtype": torch.bfloat16}
+    qkv = torch.randn(*shape, 3 * d_model, requires_grad=True, **bf16)
+    grad_out = torch.randn(*shape, d_model, **bf16)
     return [
-        x.unflatten(-1, (cell.heads, cell.head_dim)).transpose(1, 2)
-        for x in (*qkv.chunk(3, dim=-1), do)
+        tensor.unflatten(-1, (cell.heads, cell.head_dim)).transpose(1, 2)
+        for tensor in (*qkv.chunk(3, dim=-1), grad_out)
     ]
 
 
-def largest_error(slopes, function, q, k, v, do) -> float:
-    """Of out, dq, dk and dv: largest difference from fp32's, as a share of the largest value. Of the first sequence."""
+# --- Measuring
+
+
+def largest_error(slopes, function, q, k, v, grad_out) -> float:
+    """The largest difference from fp32, as a share of the largest value.
+
+    The maximum over out and the gradients of q, k and v, of the first sequence of the batch.
+    """
     out = function(q, k, v)
-    got = [out, *torch.autograd.grad(out, (q, k, v), do)]
+    results = [out, *torch.autograd.grad(out, (q, k, v), grad_out)]
+
     q, k, v = (x[:1].detach().float().requires_grad_() for x in (q, k, v))
     out = attention.attention(q, k, v, impl="reference", alibi_slopes=slopes)
-    exact = [out, *torch.autograd.grad(out, (q, k, v), do[:1].float())]
-    return max(
-        ((a[:1] - b).abs().max() / b.abs().max()).item() for a, b in zip(got, exact, strict=True)
-    )
+    exact = [out, *torch.autograd.grad(out, (q, k, v), grad_out[:1].float())]
+
+    errors = []
+    for result, reference in zip(results, exact, strict=True):
+        difference = (result[:1] - reference).abs().max()
+        errors.append((difference / reference.abs().max()).item())
+    return max(errors)
 
 
 def mark(gpu: bool):
     """This moment: an event in the queue of a GPU, else seconds."""
-    event = torch.cuda.Event(enable_timing=True) if gpu else None
-    return torch.cuda.current_stream().record_event(event) if gpu else time.perf_counter()
+    if not gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    return torch.cuda.current_stream().record_event(event)
 
 
-def take_turn(function, q, k, v, do, calls: int) -> tuple[float, float]:
-    """Seconds of one forward and of one backward: means of `calls`, after one that lets the allocator settle. Each
-    backward has a forward of its own: what torch.compile makes does not take retain_graph=True."""
-    marks, gpu = [], q.device.type == "cuda"
-    if gpu:  # queue 5 ms of other work: Python runs ahead, and launch times hide, as within a training step
-        scratch = torch.empty(
-            2**28, dtype=torch.uint8, device=q.device
-        )  # 256 MiB take 0.1 ms, and leave caches cold
-        for _ in range(50):
-            scratch.zero_()
+def seconds_between(begin, end) -> float:
+    """Seconds between two marks."""
+    if isinstance(begin, float):
+        return end - begin
+    return begin.elapsed_time(end) / 1e3  # elapsed_time is in milliseconds
+
+
+def keep_gpu_busy(device) -> None:
+    """Queue 5 ms of other work, so that Python runs ahead of the GPU, as within a training step.
+
+    It also leaves the caches cold.
+    """
+    scratch = torch.empty(2**28, dtype=torch.uint8, device=device)  # 256 MiB take 0.1 ms
+    for _ in range(50):
+        scratch.zero_()
+
+
+def take_turn(function, q, k, v, grad_out, calls: int) -> tuple[float, float]:
+    """Seconds of one forward and of one backward: means of `calls` calls.
+
+    One more call comes first, in which the allocator settles. Each backward has a forward of its
+    own, since what torch.compile makes does not support retain_graph=True.
+    """
+    gpu = q.device.type == "cuda"
+    if gpu:
+        keep_gpu_busy(q.device)
+    marks = []
     for _ in range(calls + 1):
         begin = mark(gpu)
         out = function(q, k, v)
         middle = mark(gpu)
-        torch.autograd.grad(out, (q, k, v), do)
+        torch.autograd.grad(out, (q, k, v), grad_out)
         marks.append((begin, middle, mark(gpu)))
-        del out  # before the next call asks for memory
+        del out  # before the next call allocates memory
     if gpu:
         torch.cuda.synchronize()
-    times = [
-        [a.elapsed_time(b) / 1e3 if gpu else b - a for a, b in itertools.pairwise(m)]
-        for m in marks[1:]
-    ]
-    return tuple(map(statistics.fmean, zip(*times, strict=True)))
+
+    measured = marks[1:]
+    forward = statistics.fmean(seconds_between(begin, middle) for begin, middle, _ in measured)
+    backward = statistics.fmean(seconds_between(middle, end) for _, middle, end in measured)
+    return forward, backward
 
 
-def warm_up(cell, slopes, function, tensors, args, check: bool) -> None:
-    """Compile, compare with fp32 if `check`, find how many calls make a turn. Raises for what is wrong or too slow."""
+def warm_up(cell: Cell, slopes, function, tensors, args: AttentionArgs, check: bool) -> None:
+    """Compile, compare with fp32 if `check`, and choose the calls of a turn.
+
+    Raises whatever the contestant raises, and UserError if its result is wrong or it is too slow.
+    """
     if check:
         cell.error = largest_error(slopes, function, *tensors)
         require(cell.error <= TOLERANCE, f"wrong by {cell.error:.0%}")
     take_turn(function, *tensors, calls=1)
     seconds = sum(take_turn(function, *tensors, calls=1))
-    cell.calls = min(max(math.ceil(args.turn_ms / 1e3 / seconds), 1), 25)
-    require(
-        seconds * (cell.calls + 1) * args.rounds <= args.cell_seconds,
-        f"too slow, {seconds:.2g} s a call",
-    )
+    calls = math.ceil(args.turn_ms / 1e3 / seconds)
+    cell.calls = min(max(calls, 1), 25)
+    expected_seconds = seconds * (cell.calls + 1) * args.rounds
+    require(expected_seconds <= args.cell_seconds, f"too slow, {seconds:.2g} s a call")
 
 
-def measure(contestants, cells, device, args, check: bool) -> None:
-    """Fill the cells, one for each contestant, all of one shape: they take turns. One that raises drops out."""
+def measure(contestants: dict, cells: list[Cell], device, args: AttentionArgs, check: bool) -> None:
+    """Fill the cells, one for each contestant, all of one shape, in turns.
+
+    A contestant that raises drops out; its cell says why.
+    """
     tensors = attention_inputs(cells[0], device)
     for turn in range(args.rounds + 1):
         for cell in [cell for cell in cells if not cell.missing]:
@@ -212,174 +258,183 @@ def measure(contestants, cells, device, args, check: bool) -> None:
                     warm_up(cell, slopes, function, tensors, args, check)
                 else:
                     cell.turns.append(take_turn(function, *tensors, cell.calls))
-            except Exception as error:  # whatever it is, the others go on
-                words = (
-                    "out of memory"
-                    if isinstance(error, torch.OutOfMemoryError)
-                    else str(error).replace("|", "/")
-                )
-                cell.missing = textwrap.shorten(
-                    words or type(error).__name__, 45, placeholder="..."
-                )
-                print(
-                    f"  {cell.contestant}: {type(error).__name__}: {str(error)[:300]}",
-                    file=sys.stderr,
-                )
-            if cell.missing:  # out here, where the exception no longer holds the tensors
+            except Exception as error:  # whatever it is, the others continue
+                cell.missing = short_reason(error)
+                message = f"{type(error).__name__}: {str(error)[:300]}"
+                print(f"  {cell.contestant}: {message}", file=sys.stderr)
+            if cell.missing:  # after the except block, where nothing holds the tensors any more
                 gc.collect()
                 torch.cuda.empty_cache()
 
 
-def report(cells) -> list[str]:
-    """Lines of Markdown: TFLOP/s of each pass, and how ours compares. A row per contestant, a column per length."""
-    absent = {cell.contestant: cell.missing for cell in cells}
-    for cell in cells:
-        if not cell.missing:
-            absent.pop(cell.contestant, None)
-    lines = ["", *(f"Not here: {name} ({reason})." for name, reason in absent.items())]
-    cells = [cell for cell in cells if cell.contestant not in absent]
-    mine = {(cell.head_dim, cell.length): cell for cell in cells if cell.contestant == OURS}
+def short_reason(error: Exception) -> str:
+    """An error in at most 45 characters, for a cell of a Markdown table."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    text = str(error).replace("|", "/") or type(error).__name__
+    return textwrap.shorten(text, 45, placeholder="...")
 
-    def rate(what, cell):
-        return f"n/a: {cell.missing}" if cell.missing else f"{cell.tflops(what):.3g}"
 
-    def ratios(cell):
-        we = mine[cell.head_dim, cell.length]
-        both = not (cell.missing or we.missing)
-        return (
-            " / ".join(f"{we.tflops(what) / cell.tflops(what):.2f}" for what in PASSES)
-            if both
-            else "n/a"
-        )
+# --- The results
 
-    tables = {f"{what}, TFLOP/s": functools.partial(rate, what) for what in PASSES}
-    if mine:
+
+def report(cells: list[Cell]) -> list[str]:
+    """Lines of Markdown: a table for each head dim and pass, in TFLOP/s, and one of ratios."""
+    with_figures = {cell.contestant for cell in cells if not cell.missing}
+    absent = {c.contestant: c.missing for c in cells if c.contestant not in with_figures}
+    lines = ["", *(f"Not available: {name} ({reason})." for name, reason in absent.items())]
+    cells = [cell for cell in cells if cell.contestant in with_figures]
+    our_cells = {(cell.head_dim, cell.length): cell for cell in cells if cell.contestant == OURS}
+
+    def rate(name: str, cell: Cell) -> str:
+        return f"n/a: {cell.missing}" if cell.missing else f"{cell.tflops(name):.3g}"
+
+    def ratios(cell: Cell) -> str:
+        our_cell = our_cells[cell.head_dim, cell.length]
+        if cell.missing or our_cell.missing:
+            return "n/a"
+        return " / ".join(f"{our_cell.tflops(name) / cell.tflops(name):.2f}" for name in PASSES)
+
+    tables = {f"{name}, TFLOP/s": functools.partial(rate, name) for name in PASSES}
+    if our_cells:
         tables[f"{OURS} / this row: {', '.join(PASSES)}"] = ratios
-    for head_dim, corner in itertools.product(
-        dict.fromkeys(cell.head_dim for cell in cells), tables
-    ):
-        rows = {}
-        for cell in [cell for cell in cells if cell.head_dim == head_dim]:
-            rows.setdefault(cell.contestant, {})[f"{cell.length:,}"] = tables[corner](cell)
-        columns = next(iter(rows.values()))
-        lines += [
-            "",
-            f"| head dim {head_dim}, {corner} | {' | '.join(columns)} |",
-            "|---" * (len(columns) + 1) + "|",
-        ]
-        lines += [f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items()]
+    for head_dim in dict.fromkeys(cell.head_dim for cell in cells):
+        of_this_width = [cell for cell in cells if cell.head_dim == head_dim]
+        for title, text_of in tables.items():
+            lines += table(f"head dim {head_dim}, {title}", of_this_width, text_of)
     return lines
 
 
-def draw(cells, gemm: float, title: str, path: Path) -> None:
-    """TFLOP/s over length: panels by head dim and pass, a line per contestant, dashed where it has no ALiBi."""
+def table(corner: str, cells: list[Cell], text_of) -> list[str]:
+    """Lines of a Markdown table: a row for each contestant, a column for each length."""
+    rows = {}
+    for cell in cells:
+        rows.setdefault(cell.contestant, {})[f"{cell.length:,}"] = text_of(cell)
+    lengths = next(iter(rows.values()))
+    lines = ["", f"| {corner} | {' | '.join(lengths)} |", "|---" * (len(lengths) + 1) + "|"]
+    return lines + [f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items()]
+
+
+def draw(cells: list[Cell], matmul_tflops: float, title: str, path: Path) -> None:
+    """TFLOP/s over length: a panel for each head dim and pass, a line for each contestant.
+
+    Dashed lines are without ALiBi.
+    """
     from matplotlib.figure import Figure
 
-    keys = ("contestant", "head_dim", "length")
-    names, head_dims, lengths = (
-        list(dict.fromkeys(getattr(cell, key) for cell in cells)) for key in keys
-    )
+    names = list(dict.fromkeys(cell.contestant for cell in cells))
+    head_dims = list(dict.fromkeys(cell.head_dim for cell in cells))
+    lengths = list(dict.fromkeys(cell.length for cell in cells))
     figure = Figure(figsize=(15, 1.5 + 4 * len(head_dims)), layout="constrained")
     grid = figure.subplots(len(head_dims), len(PASSES), squeeze=False, sharey=True)
+
     lines = {}
-    for axes, (head_dim, what) in zip(grid.flat, itertools.product(head_dims, PASSES), strict=True):
+    panels = itertools.product(head_dims, PASSES)
+    for axes, (head_dim, pass_name) in zip(grid.flat, panels, strict=True):
         for number, name in enumerate(names):
-            done = [
-                c for c in cells if (c.contestant, c.head_dim, c.missing) == (name, head_dim, "")
-            ]
-            if done:
-                x, y = [lengths.index(c.length) for c in done], [c.tflops(what) for c in done]
-                style = f"C{number}{'os^vDPX*<>'[number]}{'-' if 'ALiBi' in name else '--'}"
-                (lines[name],) = axes.plot(x, y, style, linewidth=3 if name == OURS else 1.5)
-        lines["a bf16 matmul"] = axes.axhline(gemm, color="grey", linestyle=":")
+            shown = [cell for cell in cells if not cell.missing]
+            shown = [c for c in shown if c.contestant == name and c.head_dim == head_dim]
+            if not shown:
+                continue
+            x = [lengths.index(cell.length) for cell in shown]
+            y = [cell.tflops(pass_name) for cell in shown]
+            dashes = "-" if "ALiBi" in name else "--"
+            style = f"C{number}{'os^vDPX*<>'[number]}{dashes}"
+            (lines[name],) = axes.plot(x, y, style, linewidth=3 if name == OURS else 1.5)
+        lines["a bf16 matmul"] = axes.axhline(matmul_tflops, color="grey", linestyle=":")
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set(
-            title=f"head dim {head_dim}, {what}", xlabel="tokens of a sequence", ylim=(0, None)
-        )
+        axes.set(title=f"head dim {head_dim}, {pass_name}", xlabel="tokens of a sequence")
+        axes.set_ylim(0, None)
         axes.grid(alpha=0.3)
     figure.suptitle(f"Causal attention in bf16, TFLOP/s: {title}")
     figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=100)
 
 
-def numbers(name: str, text: str) -> list[int]:
-    """The numbers of a comma-separated setting, sorted, each once."""
-    fine = re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text)
-    require(fine, f"--{name} wants whole numbers with commas between, such as 64,128, not {text!r}")
+# --- The program
+
+
+def whole_numbers(name: str, text: str) -> list[int]:
+    """The numbers of a setting such as 64,128, sorted, each once. UserError if it has others."""
+    valid = re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text)
+    message = f"--{name} wants whole numbers with commas between, such as 64,128, not {text!r}"
+    require(valid, message)
     return sorted(set(map(int, text.split(","))))
 
 
+def versions(device) -> dict:
+    """Versions and names for the files of results."""
+    triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
+    return runlog.versions() | {"triton": triton, "device": devices.describe(device)}
+
+
+def how_measured(command: str, title: str, tokens: int, d_model: int, rounds: int) -> str:
+    """The command, the versions and the method, in a few sentences."""
+    return (
+        f"`{command}`, {title}, {torch.get_num_threads()} threads, bf16, causal, {tokens} tokens a "
+        f"batch, heads x head dim = {d_model}, median of {rounds} turns. A forward counts as "
+        "4 B H T T D / 2 FLOPs (causality needs half), a backward as 2.5 times that. In the tables "
+        "of ratios, above 1 means that ours is faster."
+    )
+
+
+def raw_cell(cell: Cell) -> dict:
+    """A cell as the JSON file has it."""
+    if cell.missing:
+        return asdict(cell)
+    return asdict(cell) | {f"{name}, TFLOP/s": cell.tflops(name) for name in PASSES}
+
+
 def main(argv) -> None:
-    """The tables of `bench attention`, and its files: those of figures are written anew after every shape."""
+    """Measure shape by shape, and write the tables again after each; then draw the picture."""
     (args,) = config.load(argv, AttentionArgs)
     device = processes.pick_device(args.device, 0, 1, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
     require(args.rounds > 0, f"rounds must be at least 1, not {args.rounds}")
     processes.keep_freed_memory()  # as training on a CPU does
-    given = (args.lengths, args.tokens, args.d_model)
-    lengths, tokens, d_model = (a or b for a, b in zip(given, SIZES[device.type], strict=True))
-    lengths, head_dims = numbers("lengths", lengths), numbers("head_dims", args.head_dims)
-    about = runlog.versions()
-    about["triton"] = (
-        importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
-    )
-    about["device"], command = (
-        devices.describe(device),
-        " ".join(["python -m bench attention", *argv]),
-    )
-    title = f"{about['device']}, torch {about['torch']}, triton {about['triton']}, {datetime.date.today()}"
-    what_was_done = (
-        f"`{command}`, {title}, {torch.get_num_threads()} threads, bf16, causal, {tokens} tokens a batch, heads x head "
-        f"dim = {d_model}, median of {args.rounds} turns. A forward counts as 4 B H T T D / 2 FLOPs (causality needs "
-        "half), a backward as 2.5 times that. In the tables of ratios, above 1 means that ours is faster."
-    )
+
+    default_lengths, default_tokens, default_d_model = SIZES[device.type]
+    lengths = whole_numbers("lengths", args.lengths or default_lengths)
+    head_dims = whole_numbers("head_dims", args.head_dims)
+    tokens = args.tokens or default_tokens
+    d_model = args.d_model or default_d_model
+
+    command = " ".join(["python -m bench attention", *argv])
+    about = versions(device)
+    title = f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
+    title = f"{title}, {datetime.date.today()}"
     path = Path(args.out) / re.sub(r"\W+", "_", f"attention {about['device']}".lower())
     path.parent.mkdir(parents=True, exist_ok=True)
-    cells, rates = [], []
+
+    cells, matmul_rates = [], []
     for head_dim, length in itertools.product(head_dims, lengths):
-        begin, heads, batch = (
-            time.perf_counter(),
-            max(1, d_model // head_dim),
-            max(1, tokens // length),
-        )
+        begin = time.perf_counter()
+        heads = max(1, d_model // head_dim)
+        batch = max(1, tokens // length)
         torch.compiler.reset()  # FlexAttention is compiled for each length, not once for all
         contestants = attention_contestants(attention.alibi_slopes(heads, device=device))
-        here = [Cell(name, head_dim, length, heads, batch) for name in contestants]
-        measure(contestants, here, device, args, check=length == lengths[0])
-        rates.append(devices.measure_peak(device, torch.bfloat16) / 1e12)
-        cells, gemm = cells + here, statistics.median(rates)
-        text = "\n".join(
-            [
-                what_was_done,
-                f"A square bf16 matmul reaches {gemm:.4g} TFLOP/s here.",
-                *report(cells),
-                "",
-            ]
-        )
-        rows = [
-            asdict(c) | ({} if c.missing else {f"{p}, TFLOP/s": c.tflops(p) for p in PASSES})
-            for c in cells
-        ]
-        raw = {
-            "command": command,
-            **about,
-            "settings": asdict(args),
-            "matmul, TFLOP/s": rates,
-            "cells": rows,
-        }
-        path.with_suffix(".json").write_text(json.dumps(raw, indent=1))
+        new_cells = [Cell(name, head_dim, length, heads, batch) for name in contestants]
+        measure(contestants, new_cells, device, args, check=length == lengths[0])
+        cells += new_cells
+        matmul_rates.append(devices.measure_peak(device, torch.bfloat16) / 1e12)
+        matmul = statistics.median(matmul_rates)
+
+        head = how_measured(command, title, tokens, d_model, args.rounds)
+        rate = f"A square bf16 matmul reaches {matmul:.4g} TFLOP/s here."
+        text = "\n".join([head, rate, *report(cells), ""])
         path.with_suffix(".md").write_text(text)
-        print(
-            f"head dim {head_dim}, {batch} x {length} tokens: {time.perf_counter() - begin:.0f} s",
-            file=sys.stderr,
-        )
+        raw = {"command": command, **about, "settings": asdict(args)}
+        raw |= {"matmul, TFLOP/s": matmul_rates, "cells": [raw_cell(cell) for cell in cells]}
+        path.with_suffix(".json").write_text(json.dumps(raw, indent=1))
+        shape = f"head dim {head_dim}, {batch} x {length} tokens"
+        print(f"{shape}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+
     print(text)
     if importlib.util.find_spec("matplotlib"):
-        draw(cells, gemm, title, path.with_suffix(".png"))
+        draw(cells, matmul, title, path.with_suffix(".png"))
     else:
-        print(
-            "no picture: it needs matplotlib, which is in requirements-extra.txt", file=sys.stderr
-        )
+        message = "no picture: it needs matplotlib, which is in requirements-extra.txt"
+        print(message, file=sys.stderr)
 
 
 if __name__ == "__main__":

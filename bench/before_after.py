@@ -1,11 +1,11 @@
 """What each part of the training step is worth: the step as it is, beside the step without it.
 
     python -m bench before_after                      the tables that are in bench/results/log.md
-    python -m bench before_after --only=chunked       the rows whose names have this word
+    python -m bench before_after --only=chunked       the rows whose names contain this word
 
 `Variant` undoes one thing in a process of its own, and the two processes take turns, as in `bench
-train`. Two shapes: 6 layers of width 384 with 256 tokens in the vocabulary, and of width 768 with
-50,368. Read next: bench/trajectories.py.
+train`. There are two shapes: 6 layers of width 384 with a vocabulary of 256, and 6 layers of width
+768 with a vocabulary of 50,368.
 """
 
 import statistics
@@ -25,19 +25,14 @@ from bench import train as bench_train
 from bench.team import Team, TeamError
 from config import MPTConfig, TrainConfig, require
 
+LARGE = """
+    --d_model=768 --n_heads=12 --vocab_size=50368 --global_batch_size=4 --microbatch_size=4
+""".split()
 SHAPES = {
     "width 384, vocabulary 256, batch 8": [],
-    "width 768, vocabulary 50,368, batch 4": [
-        *(
-            "--d_model=768",
-            "--n_heads=12",
-            "--vocab_size=50368",
-            "--global_batch_size=4",
-            "--microbatch_size=4",
-        ),
-    ],
+    "width 768, vocabulary 50,368, batch 4": LARGE,
 }
-# What is undone -> flags that undo it; the others are undone by Variant.
+# What is undone, and what runs instead -> flags that do that.
 FLAGS = {
     "nothing": [],
     "attention by blocks: SDPA with ALiBi columns instead": ["--attn_impl=sdpa"],
@@ -46,9 +41,10 @@ FLAGS = {
     "activation checkpointing: full instead of none": ["--activation_checkpointing=full"],
     "no compilation: blocks compiled instead": ["--compile"],
 }
+# What `Variant` undoes.
 PATCHES = [
     "chunked loss: all logits at once instead",
-    "pieces of the loss's weight gradient: at once instead",
+    "pieces of the loss's weight gradient: one piece instead",
     "fused AdamW: PyTorch's loop over the parameters instead",
     "malloc keeps freed memory: glibc's defaults instead",
     "one rank is not sharded: fully_shard instead",
@@ -62,18 +58,19 @@ PATCHES = [
 class BeforeAfterArgs:
     """What to undo, and how long to measure."""
 
-    only: str = ""  # the rows whose names have this word (empty: all)
+    only: str = ""  # the rows whose names contain this word (empty: all)
     rounds: int = 5  # turns of each process; the median counts
     steps: int = 2  # optimizer steps of a turn
 
     def check(self) -> None:
+        """UserError if a setting is out of range, or no row has the word."""
         require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
-        found = any(self.only in undone for undone in [*FLAGS, *PATCHES])
-        require(found, f"--only={self.only}: no row has that in its name")
+        exists = any(self.only in undone for undone in [*FLAGS, *PATCHES])
+        require(exists, f"--only={self.only}: no row has that in its name")
 
 
-class Variant(bench_train.Ours):
-    """Our step with one thing undone."""
+class Variant(bench_train.OurProgram):
+    """Our training step with one thing undone."""
 
     def __init__(self, undone: str, model_cfg, cfg):
         kind = undone.partition(":")[0]
@@ -97,13 +94,13 @@ class Variant(bench_train.Ours):
 
 
 def replace(module, name: str, value) -> None:
-    """Put `value` in the place of what the step calls. AttributeError if there is no such name."""
+    """Replace what the step calls. AttributeError if the module has no such name."""
     getattr(module, name)
     setattr(module, name, value)
 
 
 def obvious_loss(x, weight, labels, scale, z_loss):
-    """The loss with all logits in memory at once: what the chunked one replaces."""
+    """The loss with all logits in memory together: what the chunked loss replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
 
 
@@ -116,33 +113,39 @@ def looping_adamw(params, cfg):
 
 
 def mesh_of_one(world, cfg):
-    """A mesh for one process, which is then sharded over itself: what a plain model replaces."""
+    """A mesh of one process, so that fully_shard is used: what the plain model replaces."""
     return torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
 
 
 def autocast_with_cache(device, precision):
-    """Autocast that keeps the weights that it has cast: parallel.autocast keeps none."""
+    """Autocast that caches the weights it has cast; parallel.autocast does not."""
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
 def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
-    """A line of the table: the step as it is over the step with that undone, and the peaks of both processes."""
-    teams, rates = [], ([], [])
-    for name, more in (("nothing", []), (undone, FLAGS.get(undone, []))):
-        cfgs = config.load(
-            [*bench_train.SHAPE, "--precision=bf16", *flags, *more], MPTConfig, TrainConfig
-        )
+    """A line of the table: the ratio of the speeds, and both peaks of memory.
+
+    flags: settings of both processes, which choose the shape.
+    """
+    settings = [*bench_train.SHAPE, "--precision=bf16", *flags]
+    names = ("nothing", undone)  # the step as it is, and without the part
+    teams = []
+    for name in names:
+        cfgs = config.load([*settings, *FLAGS.get(name, [])], MPTConfig, TrainConfig)
         teams.append(Team(Variant, (name, *cfgs), ranks=1, threads=torch.get_num_threads()))
+
+    rates = ([], [])  # turns per second, by team
     for turn in range(rounds + 1):
-        for team, found in zip(teams, rates, strict=True):
-            seconds = team.call("turn", steps)[0]
-            if turn:
-                found.append(1 / seconds)
-    after, before = map(statistics.median, rates)
-    peaks = [team.call("about")[0]["memory_gb"] for team in teams]
+        for team, team_rates in zip(teams, rates, strict=True):
+            (seconds,) = team.call("turn", steps)
+            if turn > 0:  # the first turn warms up
+                team_rates.append(1 / seconds)
+
+    with_part, without_part = (statistics.median(team_rates) for team_rates in rates)
+    peaks = [team.call("describe")[0]["memory_gb"] for team in teams]
     for team in teams:
         team.stop()
-    return f"| {undone} | {after / before:.2f} | {peaks[0]:.2f} / {peaks[1]:.2f} |"
+    return f"| {undone} | {with_part / without_part:.2f} | {peaks[0]:.2f} / {peaks[1]:.2f} |"
 
 
 def main(argv) -> None:

@@ -1,13 +1,12 @@
-"""The FLOPs and bytes of a training step as torch counts them, beside the closed forms of planning/.
+"""The FLOPs and bytes of a training step as torch counts them, beside planning's closed forms.
 
     python -m bench flops configs/mpt7b.py --activation_checkpointing=full
 
-FlopCounterMode adds up the matmuls that are dispatched in the forward and the backward. The tensors
-are fake, shapes without numbers, so MPT-70B needs no memory. Attention is the obvious one, two
-matmuls on the whole square of scores, since the counter knows no CPU kernel of attention.
+FlopCounterMode adds up the matmuls of the forward and the backward as they are dispatched. The
+tensors are fake: they have shapes but no data, so MPT-70B needs no memory. Attention is the
+reference, two matmuls over all T x T scores, because the counter knows no CPU kernel of attention.
 
-planning/matmuls.py has the closed form of FLOPs, planning/memory.py of bytes. Read next:
-bench/memory.py, which counts those.
+planning/matmuls.py has the closed form of the FLOPs, planning/memory.py that of the bytes.
 """
 
 import re
@@ -30,14 +29,18 @@ from planning.matmuls import TrainingSetup as Work
 def count(
     cfg: MPTConfig, work: Work, backward: bool = True, change=lambda model: None
 ) -> FlopCounterMode:
-    """The counter after the forward, or forward and backward, of one sequence. `change(model)` may freeze or adapt."""
+    """Count one sequence's forward, or forward and backward; returns the counter.
+
+    change(model): called before, to freeze weights or add adapters.
+    """
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(replace(cfg, attn_impl="reference"))
         change(model)
-        how = {
-            name: getattr(work, name) for name in ("activation_checkpointing", "recompute_every")
-        }
-        parallel.recompute(model, TrainConfig(**how))
+        train_cfg = TrainConfig(
+            activation_checkpointing=work.activation_checkpointing,
+            recompute_every=work.recompute_every,
+        )
+        parallel.recompute(model, train_cfg)
         logits = model(torch.zeros(1, cfg.max_seq_len, dtype=torch.int64))
         if backward:
             logits.sum().backward()
@@ -45,90 +48,96 @@ def count(
 
 
 def by_part(counter: FlopCounterMode) -> dict[str, int]:
-    """FLOPs by part, of a model without activation checkpointing: with it the counter takes one module for another."""
-    modules = {
-        name: sum(operations.values()) for name, operations in counter.get_flop_counts().items()
-    }
+    """{part of the model: FLOPs}.
 
-    def of(end: str) -> int:
-        return sum(
-            n
-            for name, n in modules.items()
-            if re.fullmatch(rf"MPT\.transformer\.blocks\.\d+\.{end}", name)
-        )
+    Only without activation checkpointing: with it, the counter attributes FLOPs to wrong modules.
+    """
+    flops_of_module = {}
+    for name, operations in counter.get_flop_counts().items():
+        flops_of_module[name] = sum(operations.values())
 
-    linears = {part: of(rf"\w+\.{name}") for name, part in matmuls.LINEARS.items()}
-    attention = of("attn") - linears["QKV"] - linears["projection"]
-    return {
-        **linears,
-        "attention": attention,
-        "logits": modules["Global"] - modules["MPT.transformer"],
-    }
+    def sum_over_blocks(end: str) -> int:
+        pattern = rf"MPT\.transformer\.blocks\.\d+\.{end}"
+        return sum(n for name, n in flops_of_module.items() if re.fullmatch(pattern, name))
+
+    parts = {}
+    for linear, part in matmuls.LINEARS.items():
+        parts[part] = sum_over_blocks(rf"\w+\.{linear}")
+    parts["attention"] = sum_over_blocks("attn") - parts["QKV"] - parts["projection"]
+    parts["logits"] = flops_of_module["Global"] - flops_of_module["MPT.transformer"]
+    return parts
 
 
 def closed_form(cfg: MPTConfig, passes) -> dict[str, float]:
-    """The same parts by planning/matmuls.py, FLOPs of one sequence."""
-    by_pass = matmuls.flops_by_pass(cfg)
-    parts = {
-        part: cfg.max_seq_len * sum(numbers[p] for p in passes) for part, numbers in by_pass.items()
-    }
+    """{part of the model: FLOPs of one sequence in some of matmuls.PASSES}, by the closed form."""
+    parts = {}
+    for part, flops_of_pass in matmuls.flops_by_pass(cfg).items():
+        parts[part] = cfg.max_seq_len * sum(flops_of_pass[name] for name in passes)
     parts["attention"] = sum(parts.pop(part) for part in matmuls.ATTENTION)
     return parts
 
 
 def compare(cfg: MPTConfig, work: Work) -> list[str]:
-    """Lines of a table: GFLOP of training on one sequence in closed form, counted, and the difference."""
-    how, plain, S = work.activation_checkpointing, Work(), cfg.max_seq_len
-    known = work == Work(activation_checkpointing=how, recompute_every=work.recompute_every)
-    require(
-        known,
-        "torch counts a model whose weights all train, on the whole square: leave out the other settings",
+    """Lines of a table: GFLOP of training on one sequence, by both counts.
+
+    UserError if a setting of `work` changes what torch would count.
+    """
+    checkpointing = work.activation_checkpointing
+    counted_work = Work(
+        activation_checkpointing=checkpointing, recompute_every=work.recompute_every
     )
-    forward, both = (by_part(count(cfg, plain, backward)) for backward in (False, True))
+    reason = "torch counts a model whose weights all train, over all T x T scores"
+    require(work == counted_work, f"{reason}: remove the other settings")
+
+    forward = by_part(count(cfg, Work(), backward=False))
+    both = by_part(count(cfg, Work()))
     counted = {
         "forward": forward,
         "backward": {part: n - forward[part] for part, n in both.items()},
     }
-    passes = {"forward": matmuls.PASSES[:1], "backward": matmuls.PASSES[1:]}
-    rows = [
-        (f"{name}: {part}", n, counted[name][part])
-        for name in passes
-        for part, n in closed_form(cfg, passes[name]).items()
-    ]
-    rows.append(("all", S * matmuls.total(matmuls.flops_by_pass(cfg)), sum(both.values())))
-    if how != "none":
-        closed, counter = matmuls.flops_by_pass(cfg, work), count(cfg, work)
-        rows.append(
-            (f"all, {how} checkpointing", S * matmuls.total(closed), counter.get_total_flops())
-        )
-    head = (
-        f"{'GFLOP of a sequence':<28}{'closed form':>18}{'FlopCounterMode':>18}{'difference':>12}"
-    )
-    return [head] + [
-        f"  {name:<26}{a / 1e9:>18,.3f}{b / 1e9:>18,.3f}{a / b - 1:>12.2%}" for name, a, b in rows
-    ]
+    first, *others = matmuls.PASSES
+    passes = {"forward": [first], "backward": others}
+    rows = []
+    for name in passes:
+        for part, n in closed_form(cfg, passes[name]).items():
+            rows.append((f"{name}: {part}", n, counted[name][part]))
+
+    length = cfg.max_seq_len
+    closed_total = length * matmuls.total(matmuls.flops_by_pass(cfg))
+    rows.append(("all", closed_total, sum(both.values())))
+    if checkpointing != "none":
+        closed_total = length * matmuls.total(matmuls.flops_by_pass(cfg, work))
+        counted_total = count(cfg, work).get_total_flops()
+        rows.append((f"all, {checkpointing} checkpointing", closed_total, counted_total))
+    return table("GFLOP of a sequence", "FlopCounterMode", rows)
 
 
 def compare_memory(cfg: MPTConfig, work: Work) -> list[str]:
-    """The same for the bytes of a step at their peak: one rank, two microbatches of one sequence, bf16."""
-    how, fused = work.activation_checkpointing, replace(cfg, attn_impl="sdpa")
-    when, estimated, counted = memory_measured.both_peaks(
-        fused, memory_measured.settings(1, 2, how)
-    )
-    a, b = sum(estimated.values()), sum(counted.values())
-    head = f"{'GB of a step':<28}{'closed form':>18}{'fake tensors':>18}{'difference':>12}"
-    return [
-        "",
-        head,
-        f"  {'peak: ' + when:<26}{a / 1e9:>18,.3f}{b / 1e9:>18,.3f}{a / b - 1:>12.2%}",
-    ]
+    """Lines of a table: GB of a training step at its peak, by both counts.
+
+    One rank, two microbatches of one sequence, bf16.
+    """
+    train_cfg = memory_measured.settings(1, 2, work.activation_checkpointing)
+    fused = replace(cfg, attn_impl="sdpa")
+    moment, estimated, counted = memory_measured.both_peaks(fused, train_cfg)
+    row = (f"peak: {moment}", sum(estimated.values()), sum(counted.values()))
+    return ["", *table("GB of a step", "fake tensors", [row])]
+
+
+def table(title: str, counter: str, rows: list[tuple]) -> list[str]:
+    """Lines of a table. rows: (name, closed form, counted), shown in units of 1e9."""
+    lines = [f"{title:<28}{'closed form':>18}{counter:>18}{'difference':>12}"]
+    for name, closed, counted in rows:
+        figures = f"{closed / 1e9:>18,.3f}{counted / 1e9:>18,.3f}{closed / counted - 1:>12.2%}"
+        lines.append(f"  {name:<26}{figures}")
+    return lines
 
 
 def main(argv: list[str]) -> None:
     """Print both tables: FLOPs, then bytes."""
     cfg, work = config.load(argv, MPTConfig, Work)
-    words = "torch counts a step's FLOPs and bytes on tensors without numbers, for some seconds"
-    print(words, file=sys.stderr)
+    message = "torch counts a step's FLOPs and bytes on fake tensors; this takes some seconds"
+    print(message, file=sys.stderr)
     print("\n".join([*compare(cfg, work), *compare_memory(cfg, work)]))
 
 

@@ -1,11 +1,11 @@
-"""The bytes of real training steps, counted without the memory, beside planning/memory.py.
+"""The memory of real training steps, counted on fake tensors, beside planning/memory.py's estimate.
 
     python -m bench memory [OUT.md]        estimates beside counts, to bench/results/memory.md
 
-`fsdp_train.train_step` runs on fake tensors: each operation is dispatched as ever, in the forward,
-the backward and the update, but a tensor is a shape without numbers. `Live`, below, sums the
-storages that are alive. The collectives of 8 ranks are those of a fake process group. So MPT-1B
-needs no memory, and no GPU. Read next: bench/planner.py.
+`fsdp_train.train_step` runs on fake tensors, which have shapes but no data. Each operation of the
+forward, the backward and the update is dispatched as usual, and `LiveBytes` below sums the storages
+that are alive. A fake process group stands in for the collectives of 8 ranks. So MPT-1B can be
+counted on a laptop, without a GPU.
 """
 
 import collections
@@ -14,6 +14,7 @@ import dataclasses
 import platform
 import time
 import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,198 +38,237 @@ from planning import memory
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WEIGHTS, GRADIENTS, MOMENTS = "weights, fp32", "gradients, fp32", "Adam's moments, fp32"
-COPIES, BLOCKS, LOSS = "copies of the weights", "blocks' activations", "final norm and loss"
+# Parts of a step's memory, named as in planning/memory.py.
+WEIGHTS = "weights, fp32"
+GRADIENTS = "gradients, fp32"
+MOMENTS = "Adam's moments, fp32"
+COPIES = "copies of the weights"
+BLOCKS = "blocks' activations"
+LOSS = "final norm and loss"
 WORKSPACE = "backward's workspace"
-VARYING = (COPIES, BLOCKS, LOSS, WORKSPACE)
-HOW = ("none", "selective", "full")
+VARYING = (COPIES, BLOCKS, LOSS, WORKSPACE)  # the parts that depend on the batch or the moment
+CHECKPOINTING = ("none", "selective", "full")
 
 DOCUMENT = """# Memory of a training step: estimated and counted
 
 `python -m bench memory`, {date}, Python {python}, torch {torch}, {seconds} s on two CPU cores.
 
 - **estimate**: the closed form of `planning/memory.py`.
-- **counted**: `fsdp_train.train_step` on fake tensors: forward, backward and fused AdamW under bf16 autocast, with the
-  CPU's flash attention (`attn_impl="sdpa"`). All storages that are alive, after every operation of the last microbatch
-  of a second step. Of 8 ranks: rank 0 of a fake process group, with the real `fully_shard`.
+- **counted**: `fsdp_train.train_step` on fake tensors: forward, backward and fused AdamW under bf16
+  autocast, with the CPU's flash attention (`attn_impl="sdpa"`). The sum of all storages that are
+  alive, after every operation of the last microbatch of a second step. With 8 ranks: rank 0 of a
+  fake process group, with the real `fully_shard`.
 - **allocated**: the same step on real tensors, as torch's profiler saw the CPU's allocator.
 
-Sequence 2,048, bf16, GB = 10^9 bytes. Not run on a GPU: there the allocator's gaps, the workspaces of the matmuls, the
-buffers of NCCL or RCCL and the driver come on top, and FSDP's collectives run beside the computation.
+Sequences of 2,048 tokens, bf16, GB = 10^9 bytes. Not run on a GPU. There, more memory goes to the
+allocator's gaps, the workspaces of the matmuls, the buffers of NCCL or RCCL and the driver, and
+FSDP's collectives run beside the computation.
 
 ## One rank, two microbatches a step
 
-Weights, gradients and Adam's moments are 16 bytes a parameter, estimated and counted: 2.005 GB for MPT-125M, 21.055 GB
-for MPT-1B. The other parts stand as "estimate, counted", at the peak.
+Weights, gradients and Adam's moments take 16 bytes a parameter, estimated and counted: 2.005 GB for
+MPT-125M, 21.055 GB for MPT-1B. The columns of the other parts say "estimate, counted", at the peak.
 
 {several}
 
 ## One rank, one microbatch a step
 
-The gradients are new, so they are not there yet when the loss is computed.
+The gradients of this step do not exist yet when the loss is computed.
 
 {one}
 
 ## MPT-1B on 8 ranks, microbatch 4, two microbatches a step
 
-HYBRID_SHARD: two copies of 4 ranks.
+HYBRID_SHARD: two copies of the model, each sharded over 4 ranks.
 
 {sharded}
 
 ## Is the count right?
 
-`torch.distributed._tools.mem_tracker.MemTracker` is torch's own count of a step on fake tensors. It follows one
-microbatch a step: MPT-1B, microbatch 4, 1 rank and 8, in GB.
+`torch.distributed._tools.mem_tracker.MemTracker` is torch's own count of a step on fake tensors. It
+supports one microbatch a step. MPT-1B, microbatch 4, on 1 rank and on 8, in GB:
 
 {tracker}
 
-Two small models whose peaks are at different moments, in MB. A: 4 layers of 256, vocabulary 8,192, 2 x 512 tokens. B: 2
-layers of 256, vocabulary 16,384, 2 x 16 tokens.
+Two small models whose peaks are at different moments, in MB. A: 4 layers of 256, vocabulary 8,192,
+2 x 512 tokens. B: 2 layers of 256, vocabulary 16,384, 2 x 16 tokens.
 
 {real}
 
-In B the count is above the allocator by one embedding: autograd adds the two gradients of a tied embedding in place,
-but into a third buffer when the tensors are fake. The estimate has two. This is the difference in the last rows of
-MPT-1B with one microbatch, too.
+For B the count is above the allocator's figure by the size of one embedding. Autograd adds the two
+gradients of a tied embedding in place, but into a third buffer if the tensors are fake. The
+estimate has two buffers. The last rows of MPT-1B with one microbatch differ for the same reason.
 
 ## Reading
 
-- The peak is mostly in the forward of the loss, where all that the blocks keep is alive. One chunk of logits after
-  another stands beside it: 10 bytes a logit, 0.64 GB however many tokens there are.
-- With one microbatch a step and full checkpointing it is at the end of the backward, when the gradients are there.
+- The peak is mostly in the forward of the loss, when everything that the blocks keep is alive. One
+  chunk of logits at a time comes on top: 10 bytes a logit, 0.64 GB however many tokens there are.
+- With one microbatch a step and full checkpointing, the peak is at the end of the backward, when
+  the gradients exist.
 - A block keeps 32 bytes per token and d_model, 22 with selective checkpointing, 2 with full.
-- One rank has 2 bytes a parameter of bf16 copies in the graph of every block that is not recomputed.
-- ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates: against DDP it saves the fp32 weights and
-  Adam's moments, 12 bytes a parameter.
+- One rank has 2 bytes a parameter of bf16 copies in the graph of every block that is not
+  recomputed.
+- ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates. Compared with DDP it
+  saves the fp32 weights and Adam's moments, 12 bytes a parameter.
 """
+
+# --- Counting the storages that are alive
 
 
 @dataclasses.dataclass
 class Buffer:
-    """A storage that is alive."""
+    """A storage that is alive, and the part of the step's memory that it belongs to."""
 
     bytes: int
     part: str
 
 
-def storage_of(tensor):
-    """Where a tensor's numbers are, of a sharded one this rank's."""
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+def storage_of(tensor) -> torch.UntypedStorage:
+    """The storage of a tensor; of a DTensor, the storage of this rank's shard."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage()
 
 
-class Live(TorchDispatchMode):
-    """Sums the storages that operations make, from the first tensor in them to their end, by part of the step.
+def tensors_in(tree) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
-    `peaks`: {moment: (bytes, [(Buffer, its bytes then)])}; a Buffer's part may be corrected later.
+
+class LiveBytes(TorchDispatchMode):
+    """Sums the bytes of all storages that are alive, by part of the step's memory.
+
+    A storage counts from the operation that returns the first tensor in it until it is freed.
+
+    phase: where the forward or the update is; in the backward, the autograd node says that.
+    peaks: {moment: (bytes, [(Buffer, its bytes at that time)])}. A Buffer's part may be corrected
+        later, when it is clear what it holds.
     """
 
     def __init__(self):
         super().__init__()
         self.buffers = weakref.WeakKeyDictionary()  # storage -> Buffer
-        self.now, self.peaks = 0, {}
-        self.place = ""  # in the forward; in the backward the autograd node tells
+        self.total = 0
+        self.phase = ""
+        self.peaks = {}
 
     def __enter__(self):
-        self.original = torch.UntypedStorage.resize_
+        self.original_resize = torch.UntypedStorage.resize_
 
-        def resize(storage, size):  # FSDP frees and refills its buffers in this way
-            self.original(storage, size)
-            self.note(storage)
+        def resize(storage, size):  # FSDP frees and refills its buffers by resizing them
+            self.original_resize(storage, size)
+            self.update(storage)
 
         torch.UntypedStorage.resize_ = resize
         return super().__enter__()
 
     def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self.original
+        torch.UntypedStorage.resize_ = self.original_resize
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        moment, part = self.here()
-        if operation is torch.ops.aten._to_copy.default and self.part_of(args[0]) == WEIGHTS:
+        moment, part = self.moment_and_part()
+
+        is_cast = operation is torch.ops.aten._to_copy.default
+        if is_cast and self.part_of(args[0]) == WEIGHTS:
             part = COPIES
         if "allgather" in str(operation):
-            self.tag([leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)], COPIES)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.note(storage_of(leaf), part)
-        if self.now > self.peaks.get(moment, (0,))[0]:
-            self.peaks[moment] = (
-                self.now,
-                [(buffer, buffer.bytes) for buffer in self.buffers.values()],
-            )
+            self.assign(tensors_in(args), COPIES)
+
+        for tensor in tensors_in(result):
+            self.update(storage_of(tensor), part)
+        highest, _ = self.peaks.get(moment, (0, None))
+        if self.total > highest:
+            sizes = [(buffer, buffer.bytes) for buffer in self.buffers.values()]
+            self.peaks[moment] = (self.total, sizes)
         return result
 
-    def note(self, storage, part=WORKSPACE) -> None:
+    def update(self, storage, part: str = WORKSPACE) -> None:
+        """Bring the total up to date with a storage's size. part: of a storage that is new."""
         buffer = self.buffers.get(storage)
         if buffer is None:
-            buffer = self.buffers[storage] = Buffer(0, part)
-            weakref.finalize(storage, self.freed, buffer).atexit = False
-        self.now += storage.nbytes() - buffer.bytes
+            buffer = Buffer(0, part)
+            self.buffers[storage] = buffer
+            weakref.finalize(storage, self.free, buffer).atexit = False
+        self.total += storage.nbytes() - buffer.bytes
         buffer.bytes = storage.nbytes()
 
-    def freed(self, buffer) -> None:
-        self.now -= buffer.bytes
+    def free(self, buffer: Buffer) -> None:
+        """Subtract a storage that no longer exists."""
+        self.total -= buffer.bytes
 
     def part_of(self, tensor) -> str | None:
+        """The part that a tensor's storage belongs to; None if it has not been seen."""
         buffer = self.buffers.get(storage_of(tensor))
         return buffer and buffer.part
 
-    def tag(self, tensors, part) -> None:
-        """Say what the tensors are."""
-        for storage in map(storage_of, tensors):
-            self.note(storage)
+    def assign(self, tensors, part: str) -> None:
+        """Say which part the tensors' storages belong to."""
+        for tensor in tensors:
+            storage = storage_of(tensor)
+            self.update(storage)
             self.buffers[storage].part = part
 
-    def here(self) -> tuple[str, str]:
-        """The moment, named as in planning/memory.py, and the part that a storage belongs to if it is made now."""
+    def moment_and_part(self) -> tuple[str, str]:
+        """The moment, as planning/memory.py names it, and the part of a storage made now."""
         node = torch._C._current_autograd_node()
         if node is None:
-            return self.place, BLOCKS if self.place == "forward" else LOSS
+            return self.phase, BLOCKS if self.phase == "forward" else LOSS
         if "LinearCrossEntropy" in node.name():
             return "loss backward", LOSS
         if "Embedding" in node.name():
-            self.place = "embedding backward"  # and what FSDP does when the backward is over
-        return (
-            "embedding backward" if self.place == "embedding backward" else "block backward",
-            WORKSPACE,
-        )
+            self.phase = "embedding backward"  # also for what FSDP does after the backward
+        is_last = self.phase == "embedding backward"
+        return "embedding backward" if is_last else "block backward", WORKSPACE
 
 
-def watch(live: Live, model: MPT, optimizer) -> None:
-    """Tell `live` where the step is, and what weights, gradients and moments are."""
+def follow_step(live: LiveBytes, model: MPT, optimizer) -> None:
+    """Add hooks that tell `live` the phase of the step, and which tensors belong to which part."""
 
-    def begin(module, inputs):
-        live.place = "forward"
-        live.peaks.clear()  # the last microbatch remains
+    def begin_microbatch(module, inputs):
+        live.phase = "forward"
+        live.peaks.clear()  # so that only the last microbatch is left
         for buffer in live.buffers.values():
-            if buffer.part == WORKSPACE:  # and outlived a backward
+            if buffer.part == WORKSPACE:  # it has outlived a backward
                 buffer.part = GRADIENTS
 
-    def gathered(block, inputs):
-        live.tag([p for p in block.parameters() if live.part_of(p) != WEIGHTS], COPIES)
+    def find_gathered_weights(block, inputs):
+        gathered = [p for p in block.parameters() if live.part_of(p) != WEIGHTS]
+        live.assign(gathered, COPIES)
 
-    def end_of_blocks(norm_f, inputs):
-        live.tag(inputs, LOSS)
-        live.place = "loss forward"
+    def begin_loss(norm_f, inputs):
+        live.assign(inputs, LOSS)
+        live.phase = "loss forward"
 
-    def update(optimizer, *arguments):
-        live.tag([p.grad for p in model.parameters()], GRADIENTS)
-        live.place = "update"
+    def begin_update(optimizer, *arguments):
+        live.assign([p.grad for p in model.parameters()], GRADIENTS)
+        live.phase = "update"
 
-    live.tag(model.parameters(), WEIGHTS)
-    model.register_forward_pre_hook(begin)
+    live.assign(model.parameters(), WEIGHTS)
+    model.register_forward_pre_hook(begin_microbatch)
     for module in (*model.transformer.blocks, model.transformer):
-        module.register_forward_pre_hook(gathered)
-    model.transformer.norm_f.register_forward_pre_hook(end_of_blocks)
-    optimizer.register_step_pre_hook(update)
+        module.register_forward_pre_hook(find_gathered_weights)
+    model.transformer.norm_f.register_forward_pre_hook(begin_loss)
+    optimizer.register_step_pre_hook(begin_update)
+
+
+# --- Steps to count
 
 
 def two_steps(
-    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, mode, made, stepped
+    m: MPTConfig,
+    cfg: TrainConfig,
+    ranks: int,
+    precision: str,
+    observer: contextlib.AbstractContextManager,
+    prepare: Callable = lambda model, optimizer: None,
+    after_step: Callable = lambda optimizer: None,
 ) -> None:
-    """As rank 0 of `ranks`, on fake tensors. `mode` sees the steps; made(model, optimizer) comes before them, and after
-    each stepped(optimizer)."""
+    """Two training steps on fake tensors, as rank 0 of `ranks` data-parallel ranks.
+
+    observer: a context in which the steps run. prepare(model, optimizer) is called before them,
+    after_step(optimizer) after each.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         world = processes.World(0, ranks, 0, ranks, torch.device("cpu"))
@@ -236,12 +276,12 @@ def two_steps(
         with FakeTensorMode():
             model = parallel.parallelize(MPT(m), mesh, cfg, precision)
             optimizer = optim.build_optimizer(model.parameters(), cfg)
-            made(model, optimizer)
+            prepare(model, optimizer)
             rows = torch.zeros(cfg.global_batch_size // ranks, m.max_seq_len + 1, dtype=torch.int64)
-            with mode:
+            with observer:
                 for step in range(2):
                     fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
-                    stepped(optimizer)
+                    after_step(optimizer)
     finally:
         dist.destroy_process_group()
 
@@ -249,56 +289,53 @@ def two_steps(
 def count(
     m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16"
 ) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of rank 0 in the last microbatch of the second step, at the peak of each moment."""
-    live = Live()
+    """{moment: {part: bytes}} of rank 0, at the peak of each moment.
 
-    def stepped(optimizer):
-        live.tag(
-            [t for state in optimizer.state.values() for t in state.values() if t.dim()], MOMENTS
-        )
-
-    two_steps(
-        m,
-        cfg,
-        ranks,
-        precision,
-        live,
-        lambda model, optimizer: watch(live, model, optimizer),
-        stepped,
-    )
-    return {moment: by_part(buffers) for moment, (_, buffers) in live.peaks.items()}
-
-
-def tracked(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16") -> int:
-    """The peak of rank 0 as torch's own MemTracker sees it, in bytes. It follows one microbatch a step, not several.
-
-    A run before it fills DTensor's cache of shapes: for that, fake tensors of whole weights are made, which are no
-    memory.
+    Of the last microbatch of the second step: by then Adam's moments exist.
     """
-    two_steps(m, cfg, ranks, precision, contextlib.nullcontext(), lambda *_: None, lambda _: None)
-    tracker = MemTracker()
-    two_steps(
-        m,
-        cfg,
-        ranks,
-        precision,
-        tracker,
-        tracker.track_external,
-        lambda _: tracker.reset_mod_stats(),
-    )
-    return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
+    live = LiveBytes()
+
+    def prepare(model, optimizer):
+        follow_step(live, model, optimizer)
+
+    def after_step(optimizer):
+        tensors = tensors_in([list(state.values()) for state in optimizer.state.values()])
+        live.assign((tensor for tensor in tensors if tensor.dim()), MOMENTS)  # not the step count
+
+    two_steps(m, cfg, ranks, precision, live, prepare, after_step)
+    return {moment: by_part(sizes) for moment, (_, sizes) in live.peaks.items()}
 
 
-def by_part(buffers) -> dict[str, int]:
+def by_part(sizes: list[tuple[Buffer, int]]) -> dict[str, int]:
     """Bytes of the buffers, by the part that they belong to."""
     sums = collections.Counter()
-    for buffer, n in buffers:
-        sums[buffer.part] += n
+    for buffer, size in sizes:
+        sums[buffer.part] += size
     return dict(sums)
 
 
+def tracked(m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16") -> int:
+    """The peak of rank 0, in bytes, as torch's own MemTracker counts it: one microbatch a step.
+
+    The steps run once before, without the tracker, to fill DTensor's cache of shapes: filling it
+    makes fake tensors of whole weights, which a real step does not allocate.
+    """
+    two_steps(m, cfg, ranks, precision, contextlib.nullcontext())
+    tracker = MemTracker()
+
+    def after_step(optimizer):
+        tracker.reset_mod_stats()
+
+    two_steps(m, cfg, ranks, precision, tracker, tracker.track_external, after_step)
+    peaks = tracker.get_tracker_snapshot("peak")
+    return sum(parts["Total"] for parts in peaks.values())
+
+
 def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
-    """The peak of a second step on real tensors, one rank, as torch's profiler saw the CPU's allocator: bytes."""
+    """The peak in bytes of a second step on real tensors, on one rank.
+
+    As torch's profiler saw the CPU's allocator.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         world = processes.World(0, 1, 0, 1, torch.device("cpu"))
@@ -306,147 +343,174 @@ def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
         optimizer = optim.build_optimizer(model.parameters(), cfg)
         rows = torch.zeros(cfg.global_batch_size, m.max_seq_len + 1, dtype=torch.int64)
         fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "bf16")
-        with profile(
-            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as record:
+
+        activities = [ProfilerActivity.CPU]
+        with profile(activities=activities, profile_memory=True, acc_events=True) as record:
             fsdp_train.train_step(model, optimizer, rows, 1, cfg, world, "bf16")
     finally:
         dist.destroy_process_group()
+
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 12 * sum(
-        p.numel() for p in model.parameters()
-    )  # weights and moments were there before
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
+    n_params = sum(p.numel() for p in model.parameters())
+    current = 12 * n_params  # fp32 weights and two moments, allocated before the profile
+    peak = current
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
     return peak
 
 
+# --- The document
+
+
 def settings(
-    batch: int, microbatches: int, how: str, ranks: int = 1, sharding: str = "FULL_SHARD"
+    batch: int, microbatches: int, checkpointing: str, ranks: int = 1, sharding: str = "FULL_SHARD"
 ) -> TrainConfig:
-    """The training settings of one row."""
+    """The training settings of a row. batch: sequences of a microbatch of one rank."""
     return TrainConfig(
         microbatch_size=batch,
         global_batch_size=batch * microbatches * ranks,
-        activation_checkpointing=how,
+        activation_checkpointing=checkpointing,
         sharding=sharding,
         shard_size=ranks // 2,
     )
 
 
 def both_peaks(m: MPTConfig, cfg: TrainConfig, ranks: int = 1) -> tuple[str, dict, dict]:
-    """Where the estimated peak is, and the parts of the peak, estimated and counted."""
-    estimated, counted = memory.bytes_by_moment(m, cfg, ranks), count(m, cfg, ranks)
-    when = max(estimated, key=lambda moment: sum(estimated[moment].values()))
-    return when, estimated[when], max(counted.values(), key=lambda parts: sum(parts.values()))
+    """The moment of the estimated peak, and {part: bytes} of the peak, estimated and counted."""
+    estimated = memory.bytes_by_moment(m, cfg, ranks)
+    counted = count(m, cfg, ranks)
+    moment = max(estimated, key=lambda name: sum(estimated[name].values()))
+    counted_peak = max(counted.values(), key=lambda parts: sum(parts.values()))
+    return moment, estimated[moment], counted_peak
 
 
-def peak_row(first: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts=()) -> str:
-    """A row of the table of peaks: estimated, counted, and how far they are apart."""
-    when, estimated, counted = both_peaks(m, cfg, ranks)
-    a, b = sum(estimated.values()), sum(counted.values())
-    row = [
-        *first,
-        cfg.activation_checkpointing,
-        f"{a / 1e9:.3f}",
-        f"{b / 1e9:.3f}",
-        f"{a / b - 1:+.2%}",
-        when,
-    ]
-    return table_row(
-        row + [f"{estimated[part] / 1e9:.2f}, {counted.get(part, 0) / 1e9:.2f}" for part in parts]
-    )
+def peak_row(
+    first_cells: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts: tuple = ()
+) -> str:
+    """A row of the table of peaks: estimated, counted, their difference, and some parts of both."""
+    moment, estimated, counted = both_peaks(m, cfg, ranks)
+    estimate = sum(estimated.values())
+    counted_sum = sum(counted.values())
+    cells = [*first_cells, cfg.activation_checkpointing]
+    cells += [f"{estimate / 1e9:.3f}", f"{counted_sum / 1e9:.3f}"]
+    cells += [f"{estimate / counted_sum - 1:+.2%}", moment]
+    for part in parts:
+        cells.append(f"{estimated[part] / 1e9:.2f}, {counted.get(part, 0) / 1e9:.2f}")
+    return table_row(cells)
 
 
 def tracker_row(m: MPTConfig, cfg: TrainConfig, ranks: int) -> str:
-    """A row with the peak that torch's own memory tracker finds, too."""
-    when, estimated, counted = both_peaks(m, cfg, ranks)
-    peak, *others = sum(estimated.values()), sum(counted.values()), tracked(m, cfg, ranks)
-    row = [ranks, cfg.sharding if ranks > 1 else "", cfg.activation_checkpointing, when]
-    return table_row(
-        [
-            *row,
-            *(f"{n / 1e9:.3f}" for n in (peak, *others)),
-            *(f"{peak / n - 1:+.2%}" for n in others),
-        ]
+    """A row that also has the peak that torch's MemTracker finds."""
+    moment, estimated, counted = both_peaks(m, cfg, ranks)
+    estimate = sum(estimated.values())
+    others = [sum(counted.values()), tracked(m, cfg, ranks)]
+    cells = [ranks, cfg.sharding if ranks > 1 else "", cfg.activation_checkpointing, moment]
+    cells += [f"{n / 1e9:.3f}" for n in (estimate, *others)]
+    cells += [f"{estimate / n - 1:+.2%}" for n in others]
+    return table_row(cells)
+
+
+def real_row(name: str, m: MPTConfig, checkpointing: str) -> str:
+    """A row that also has the peak of a real step, as the CPU's allocator saw it."""
+    cfg = settings(2, 1, checkpointing)
+    moment, estimated, counted = both_peaks(m, cfg)
+    peaks = [sum(estimated.values()), sum(counted.values()), allocated(m, cfg)]
+    return table_row([name, checkpointing, moment, *(f"{peak / 1e6:.2f}" for peak in peaks)])
+
+
+def table_row(cells: list) -> str:
+    """A line of a Markdown table; also printed, to show progress."""
+    print(*cells, flush=True)
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table(head: str, rows: list[str]) -> str:
+    """A Markdown table. head: the titles, with ", " between; rows: made by `table_row`."""
+    titles = head.split(", ")
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *rows])
+
+
+PEAK = "checkpointing, estimate, counted, difference, at"  # titles that several tables share
+
+
+def one_rank_tables(models: dict[str, MPTConfig]) -> dict[str, str]:
+    """Peaks on one rank, with several microbatches a step and with one."""
+    cases = [
+        (name, batch, checkpointing)
+        for name in models
+        for checkpointing in CHECKPOINTING
+        for batch in (1, 4, 8)
+    ]
+    several = [
+        peak_row([name, batch], models[name], settings(batch, 2, checkpointing), parts=VARYING)
+        for name, batch, checkpointing in cases
+    ]
+    one = [
+        peak_row([name, batch], models[name], settings(batch, 1, checkpointing))
+        for name, batch, checkpointing in cases
+    ]
+    return {
+        "several": table(f"model, microbatch, {PEAK}, {', '.join(VARYING)}", several),
+        "one": table(f"model, microbatch, {PEAK}", one),
+    }
+
+
+def sharded_table(m: MPTConfig) -> str:
+    """Peaks on 8 ranks, by sharding mode."""
+    rows = [
+        peak_row([mode], m, settings(4, 2, checkpointing, 8, mode), 8)
+        for mode in SHARDING_MODES
+        for checkpointing in CHECKPOINTING
+    ]
+    return table(f"mode, {PEAK}", rows)
+
+
+def tracker_table(m: MPTConfig) -> str:
+    """Peaks on 1 rank and on 8, beside torch's MemTracker."""
+    cases = [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
+    rows = [
+        tracker_row(m, settings(4, 1, checkpointing, ranks, mode), ranks)
+        for ranks, mode in cases
+        for checkpointing in ("none", "full")
+    ]
+    figures = "estimate, counted, MemTracker, to the count, to MemTracker"
+    return table(f"ranks, mode, checkpointing, peak at, {figures}", rows)
+
+
+def real_table() -> str:
+    """Peaks of two small models, beside real steps."""
+    a = MPTConfig(
+        d_model=256, n_heads=4, n_layers=4, vocab_size=8192, max_seq_len=512, attn_impl="sdpa"
     )
-
-
-def real_row(what: str, m: MPTConfig, how: str) -> str:
-    """A row with the peak of a real step, as the CPU's allocator saw it, too."""
-    cfg = settings(2, 1, how)
-    when, estimated, counted = both_peaks(m, cfg)
-    peaks = sum(estimated.values()), sum(counted.values()), allocated(m, cfg)
-    return table_row([what, how, when, *(f"{peak / 1e6:.2f}" for peak in peaks)])
-
-
-def table_row(values: list) -> str:
-    """A line of a Markdown table, printed at once and returned."""
-    print(*values, flush=True)
-    return f"| {' | '.join(map(str, values))} |"
-
-
-def table(names: str, rows) -> str:
-    """A Markdown table of rows that `table_row` made."""
-    names = names.split(", ")
-    return "\n".join([f"| {' | '.join(names)} |", "|---" * len(names) + "|", *rows])
+    b = dataclasses.replace(a, n_layers=2, vocab_size=16384, max_seq_len=16)
+    rows = [
+        real_row(name, m, checkpointing)
+        for name, m in {"A": a, "B": b}.items()
+        for checkpointing in CHECKPOINTING
+    ]
+    return table("model, checkpointing, peak at, estimate, counted, allocated", rows)
 
 
 def main(argv: list[str]) -> None:
     """Count all tables and write them to OUT.md."""
     (out,) = config.arguments(argv, "[OUT.md]") or [ROOT / "bench/results/memory.md"]
     begin = time.perf_counter()
-    models = {
-        name: config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)[0]
-        for name in ("mpt125m", "mpt1b")
-    }
-    models = {name: dataclasses.replace(m, attn_impl="sdpa") for name, m in models.items()}
-    cases = [(name, batch, how) for name in models for how in HOW for batch in (1, 4, 8)]
-    small = MPTConfig(
-        d_model=256, n_heads=4, n_layers=4, vocab_size=8192, max_seq_len=512, attn_impl="sdpa"
-    )
-    flat = dataclasses.replace(small, n_layers=2, vocab_size=16384, max_seq_len=16)
-    peak = "checkpointing, estimate, counted, difference, at"
+    models = {}
+    for name in ("mpt125m", "mpt1b"):
+        (m,) = config.load([str(ROOT / f"configs/{name}.py")], MPTConfig)
+        models[name] = dataclasses.replace(m, attn_impl="sdpa")
+
+    tables = one_rank_tables(models)
+    tables["sharded"] = sharded_table(models["mpt1b"])
+    tables["tracker"] = tracker_table(models["mpt1b"])
+    tables["real"] = real_table()
     text = DOCUMENT.format(
         date=time.strftime("%Y-%m-%d"),
         python=platform.python_version(),
         torch=torch.__version__,
-        several=table(
-            f"model, microbatch, {peak}, {', '.join(VARYING)}",
-            [
-                peak_row([name, batch], models[name], settings(batch, 2, how), parts=VARYING)
-                for name, batch, how in cases
-            ],
-        ),
-        one=table(
-            f"model, microbatch, {peak}",
-            [
-                peak_row([name, batch], models[name], settings(batch, 1, how))
-                for name, batch, how in cases
-            ],
-        ),
-        sharded=table(
-            f"mode, {peak}",
-            [
-                peak_row([mode], models["mpt1b"], settings(4, 2, how, 8, mode), 8)
-                for mode in SHARDING_MODES
-                for how in HOW
-            ],
-        ),
-        tracker=table(
-            "ranks, mode, checkpointing, peak at, estimate, counted, MemTracker, to the count, to MemTracker",
-            [
-                tracker_row(models["mpt1b"], settings(4, 1, how, ranks, mode), ranks)
-                for ranks, mode in [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
-                for how in ("none", "full")
-            ],
-        ),
-        real=table(
-            "model, checkpointing, peak at, estimate, counted, allocated",
-            [real_row(what, m, how) for what, m in (("A", small), ("B", flat)) for how in HOW],
-        ),
         seconds=round(time.perf_counter() - begin),
+        **tables,
     )
     Path(out).write_text(text, encoding="utf-8")
 

@@ -1,15 +1,14 @@
-"""The processes of a measurement: several ranks that may die without taking us along.
+"""The processes of a measurement: several ranks that may fail without ending this program.
 
-    team = Team(Program, arguments, ranks=2, threads=1)     two processes that each make Program(*arguments)
-    team.call("turn", 4)                                    [what program.turn(4) returned, of each process]
+    team = Team(Program, arguments, ranks=2, threads=1)    each process makes Program(*arguments)
+    team.call("turn", 4)                                   [program.turn(4) of each process]
     team.stop()
 
 So the peak memory of a process is the program's own, programs of different sizes can take turns,
-and running out of memory ends a team and nothing else: `TeamError` says why. Under torchrun or srun
-the processes are there already, and `Launched` has the same two methods; what fails there ends the
-whole launch.
+and running out of memory ends only the team: `TeamError` says why. Under torchrun or srun the
+processes exist already, and `Launched` has the same methods; there a failure ends the whole launch.
 
-Run `python -m bench team` to see three processes tell their ranks. Read next: bench/table.py.
+Run `python -m bench team` to see three processes print their ranks.
 """
 
 import gc
@@ -24,28 +23,34 @@ import torch.distributed as dist
 import config
 import processes
 
-KILLED = "killed (for want of memory?)"
+KILLED = "killed (out of memory?)"
 
 
 class Team:
-    """`ranks` processes on this machine, of `threads` threads, that each make `program(*arguments)`.
+    """`ranks` processes on this machine that each make `program(*arguments)`.
 
-    `program` is a class that can be imported; it finds its rank in the environment, as under torchrun.
+    threads: of each process.
+    program: a class that can be imported. It finds its rank in the environment, as under torchrun.
     """
 
     def __init__(self, program, arguments: tuple, ranks: int, threads: int):
-        self.processes, self.pipes = [], []
+        self.processes = []
+        self.pipes = []
         port = processes.free_port()
         for rank in range(ranks):
             variables = processes.torchrun_variables(rank, ranks, port)
-            job = (member, program, arguments, threads)
-            process, pipe = processes.spawn(*job, environment=variables)
+            process, pipe = processes.spawn(
+                member, program, arguments, threads, environment=variables
+            )
             self.processes.append(process)
             self.pipes.append(pipe)
         self.answers()
 
     def call(self, method: str, *args) -> list:
-        """Run a method on every process at once; what each returned, by rank. TeamError if one failed."""
+        """Call a method on all processes together; the results, by rank.
+
+        TeamError if one process failed; then all are ended.
+        """
         try:
             for pipe in self.pipes:
                 pipe.send((method, args))
@@ -55,36 +60,40 @@ class Team:
         return self.answers()
 
     def answers(self) -> list:
-        """One answer of each process. When one fails the others are ended: they may wait for it forever."""
-        found = {}
-        while len(found) < len(self.pipes):
-            for pipe in wait([pipe for pipe in self.pipes if pipe not in found]):
+        """One answer of each process, by rank.
+
+        TeamError if one failed. The others are ended first: they may wait for it forever.
+        """
+        answers = {}
+        while len(answers) < len(self.pipes):
+            for pipe in wait([pipe for pipe in self.pipes if pipe not in answers]):
                 try:
-                    fine, found[pipe] = pipe.recv()
+                    succeeded, answers[pipe] = pipe.recv()
                 except (EOFError, OSError):
-                    fine, found[pipe] = False, KILLED
-                if not fine:
+                    succeeded, answers[pipe] = False, KILLED
+                if not succeeded:
                     self.stop()
-                    raise TeamError(found[pipe])
-        return [found[pipe] for pipe in self.pipes]
+                    raise TeamError(answers[pipe])
+        return [answers[pipe] for pipe in self.pipes]
 
     def stop(self) -> None:
+        """Kill the processes."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             process.kill()
             process.join()
             pipe.close()
 
 
-def member(pipe, program, arguments, threads) -> None:
-    """The life of one process of a team."""
+def member(pipe, program, arguments: tuple, threads: int) -> None:
+    """One process of a team: make the program, then answer calls until the parent is gone."""
     torch.set_num_threads(threads)
     try:
-        made = program(*arguments)
+        instance = program(*arguments)
         pipe.send((True, None))
         while True:
             method, args = pipe.recv()
-            pipe.send((True, getattr(made, method)(*args)))
-    except (EOFError, BrokenPipeError):  # the parent has gone
+            pipe.send((True, getattr(instance, method)(*args)))
+    except (EOFError, BrokenPipeError):  # the parent is gone
         os._exit(0)
     except Exception as error:
         pipe.send((False, reason(error)))
@@ -92,37 +101,41 @@ def member(pipe, program, arguments, threads) -> None:
 
 
 class Launched:
-    """The same under torchrun or srun, which have started the processes: this is one of them."""
+    """A Team whose processes torchrun or srun has started; this process is one of them."""
 
     def __init__(self, program, arguments: tuple, ranks: int, threads: int):
         torch.set_num_threads(threads)
-        self.made = self.attempt(program, *arguments)
+        self.program = self.attempt(program, *arguments)
 
     def call(self, method: str, *args) -> list:
+        """Call a method on all ranks; the results, by rank. TeamError if it failed here."""
+        answer = self.attempt(getattr(self.program, method), *args)
         answers = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, self.attempt(getattr(self.made, method), *args))
+        dist.all_gather_object(answers, answer)
         return answers
 
     def attempt(self, function, *args):
+        """Call a function; its exceptions become TeamError."""
         try:
             return function(*args)
         except Exception as error:
             raise TeamError(reason(error)) from error
 
     def stop(self) -> None:
-        self.made = None
+        """Free the program's memory, and what was compiled for it."""
+        self.program = None
         gc.collect()
-        torch.compiler.reset()  # what comes next is compiled anew
+        torch.compiler.reset()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
 def launched() -> int:
-    """How many processes torchrun or srun has started; 0: none, or this one only."""
-    by_srun = os.environ.get("SLURM_NTASKS", 0) if "SLURM_PROCID" in os.environ else 0
-    number = int(os.environ.get("WORLD_SIZE", by_srun))
-    return number if number > 1 else 0
+    """How many processes torchrun or srun has started; 0: none, or only this one."""
+    started_by_srun = os.environ.get("SLURM_NTASKS", 0) if "SLURM_PROCID" in os.environ else 0
+    size = int(os.environ.get("WORLD_SIZE", started_by_srun))
+    return size if size > 1 else 0
 
 
 class TeamError(Exception):
@@ -130,35 +143,36 @@ class TeamError(Exception):
 
 
 def reason(error: Exception) -> str:
-    """A few words for a table."""
-    others = re.search(
-        "out of memory|ALLOC_FAILED|DefaultCPUAllocator", str(error), re.IGNORECASE
-    )  # libraries, CPUs
-    if isinstance(error, torch.OutOfMemoryError) or others:
+    """An error in a few words, for a cell of a table."""
+    text = str(error)
+    libraries_and_cpus = "out of memory|ALLOC_FAILED|DefaultCPUAllocator"
+    no_memory = re.search(libraries_and_cpus, text, re.IGNORECASE)
+    if isinstance(error, torch.OutOfMemoryError) or no_memory:
         return "out of memory"
     if isinstance(error, ImportError):
-        return f"{error}: see requirements-dev.txt"
-    return textwrap.shorten(f"{type(error).__name__}: {error}", 100, placeholder=" ...").replace(
-        "|", "/"
-    )
+        return f"{text}: see requirements-dev.txt"
+    short = textwrap.shorten(f"{type(error).__name__}: {text}", 100, placeholder=" ...")
+    return short.replace("|", "/")
 
 
 class Who:
     """A program that knows its rank."""
 
     def rank(self) -> str:
-        return f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}, {torch.get_num_threads()} threads"
+        """The global rank and the number of threads, as text."""
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        return f"rank {rank} of {size}, {torch.get_num_threads()} threads"
 
 
 def main(argv) -> None:
-    """Three processes that tell their ranks, and one mistake."""
+    """Three processes that print their ranks, and one failure."""
     config.arguments(argv)
     team = Team(Who, (), ranks=3, threads=1)
     print(*team.call("rank"), sep="\n")
     try:
         team.call("leave")
     except TeamError as error:
-        print(f"and what has no such method: {error}")
+        print(f"a method that does not exist: {error}")
 
 
 if __name__ == "__main__":

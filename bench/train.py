@@ -1,23 +1,27 @@
-"""The training step: tokens/s, MFU, memory and where the time goes, over any settings.
+"""The training step: tokens/s, MFU, memory and where the time goes, at any settings.
 
-    python -m bench train --transformers           a small shape, beside Hugging Face's
+    python -m bench train --transformers           a small model, beside Hugging Face's
     python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=bench/results/mine.csv
     python -m bench train configs/mpt1b.py --sweep="microbatch_size=4,8 compile=false,true"
     torchrun --nnodes 2 --nproc_per_node 8 ... -m bench train configs/mpt7b.py --out=mine.csv
 
     MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)    flops.py; HFU counts recomputation too
 
-Each row is measured in processes of its own (bench/team.py), so its peak memory is its own, and one
-that runs out of memory is noted and the others go on. Rows that are compared (`--transformers`,
-`--alternate`) take turns, so what else the machine does hits all; figures are medians of the turns,
-on random tokens. With --out rows are kept in a CSV, one for a machine, with tables (.md) and a
-picture (.png) beside it, and what is there already is not measured again. Under torchrun rows share
-their processes, so only the first row's peak is its own on a CPU, and a row that runs out of memory
-ends the program: with --max-restarts it goes on after that row.
+Each setting is a row of the results. A row runs in its own processes (bench/team.py), so its peak
+memory is its own. If a row runs out of memory, the program notes that and measures the next one.
+Rows that are compared (`--transformers`, `--alternate`) take turns, so that other load on the
+machine slows all of them. The data are random tokens; figures are medians over the turns.
 
-Where the time goes is read from a profile of other steps: GPU work belongs to the part of the step
-that launched it, and while nothing runs the GPU is idle. Communication runs beside computing, so
-the shares may add up to more than 1. Read next: bench/team.py.
+With --out, the rows are kept in a CSV, with tables (.md) and a picture (.png) beside it. Use one
+CSV for each machine. Rows that are in the CSV already are not measured again.
+
+Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
+own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
+again, and it continues with the next row.
+
+A profile of two more steps says where the time goes. GPU work counts for the part of the step that
+launched it; while nothing runs, the GPU is idle. Communication overlaps with computation, so the
+shares may add up to more than 1.
 """
 
 import bisect
@@ -49,34 +53,27 @@ import fsdp_train
 import parallel
 import processes
 from bench.table import PARTS, draw, read, tables
-from bench.team import KILLED, Launched, Team, TeamError, launched
+from bench.team import Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
 from program import RESUME_ME
 
-SHAPE = [
-    *(
-        "--n_layers=6",
-        "--n_heads=6",
-        "--d_model=384",
-        "--max_seq_len=256",
-        "--vocab_size=256",
-        "--alibi",
-        "--no_bias",
-    ),
-    *("--global_batch_size=8", "--microbatch_size=8", "--grad_clip=0", "--peak_tflops=measure"),
-]
-FIGURES = [
-    *(
-        "tokens_per_second",
-        "fastest",
-        "slowest",
-        "tokens_per_second_device",
-        "tflops_device",
-        "peak_tflops",
-    ),
-    *("mfu", "hfu", "convention", "memory_gb", *PARTS, "communication", "idle"),
-]
+# The small model that is measured when no config is given.
+SHAPE = """
+    --n_layers=6 --n_heads=6 --d_model=384 --max_seq_len=256 --vocab_size=256 --alibi --no_bias
+    --global_batch_size=8 --microbatch_size=8 --grad_clip=0 --peak_tflops=measure
+""".split()
+
+# Columns of the CSV: settings of the model, settings of the run, and what is measured.
+MODEL_SETTINGS = "d_model n_layers n_heads max_seq_len vocab_size attn_impl".split()
+RUN_SETTINGS = """
+    precision sharding shard_size activation_checkpointing recompute_every compile microbatch_size
+""".split()
+SPEEDS = """
+    tokens_per_second fastest slowest tokens_per_second_device tflops_device peak_tflops
+    mfu hfu convention memory_gb
+""".split()
+FIGURES = [*SPEEDS, *PARTS, "communication", "idle"]
 
 
 @dataclass
@@ -84,96 +81,106 @@ class BenchArgs:
     """What to measure, and how long."""
 
     sizes: str = ""  # recipes, each a row: 125m,1b are configs/mpt125m.py and configs/mpt1b.py
-    sweep: str = ""  # settings to vary, all combinations, each a row: "microbatch_size=4,8 compile=false,true"
-    grad_accum: int = 0  # microbatches of a step and rank; sets global_batch_size (0: it stays)
+    sweep: str = ""  # settings to combine, each a row: "microbatch_size=4,8 compile=false,true"
+    grad_accum: int = 0  # microbatches per step and rank; sets global_batch_size (0: as configured)
     ranks: int = 0  # processes on this machine (0: one for each GPU, else one)
-    threads: int = 0  # of a process on a CPU (0: share the cores)
+    threads: int = 0  # threads per process on a CPU (0: share the cores)
     transformers: bool = False  # measure Hugging Face's model beside each row
-    alternate: bool = (
-        False  # let all rows take turns, not one after the other: they need memory at the same time
-    )
+    alternate: bool = False  # all rows take turns; their processes need memory at the same time
     rounds: int = 5  # turns of each row; the median counts
-    steps: int = 4  # optimizer steps of a turn
+    steps: int = 4  # optimizer steps per turn
     out: str = ""  # CSV of the results
-    profile: str = (
-        ""  # keep the profiles as Chrome traces: this name, -1.json for the first row, -2.json ...
-    )
+    profile: str = ""  # keep Chrome traces: NAME-1.json of the first row, NAME-2.json, ...
 
     def check(self) -> None:
+        """UserError if a setting is out of range."""
         require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
-        require(
-            self.ranks >= 0 and self.threads >= 0 and self.grad_accum >= 0,
-            "ranks, threads, grad_accum: 0 or more",
-        )
-        require(
-            self.out.endswith(".csv") or not self.out,
-            f"--out={self.out}: the name of a .csv file is wanted",
-        )
+        not_negative = self.ranks >= 0 and self.threads >= 0 and self.grad_accum >= 0
+        require(not_negative, "ranks, threads, grad_accum: 0 or more")
+        is_csv = self.out.endswith(".csv") or not self.out
+        require(is_csv, f"--out={self.out}: give the name of a .csv file")
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# One program in one process
+# --- One program in one process
 
 
-class Ours:
+class OurProgram:
     """This project's training step on random tokens."""
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
-        self.model_cfg, self.cfg, self.world = model_cfg, cfg, processes.start(cfg.device)
-        self.precision = parallel.choose_precision(cfg, self.world.device)
-        self.peak = devices.peak_flops(
-            cfg.peak_tflops, self.world.device, parallel.DTYPES[self.precision]
-        )
-        if self.world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # measuring the peak rate needs memory, too
-        self.build()
-        shape = (cfg.global_batch_size // self.world.dp_size, model_cfg.max_seq_len + 1)
-        random = torch.randint(model_cfg.vocab_size, shape).numpy()
-        self.batches = data.prefetch(lambda step: random, itertools.count(), self.world.device)
+        self.model_cfg = model_cfg
+        self.cfg = cfg
+        self.world = processes.start(cfg.device)
+        device = self.world.device
 
-    def build(self):
-        how = (self.cfg, self.world, self.precision, self.cfg.seed)
-        self.model, self.optimizer = parallel.build(self.model_cfg, *how)
+        self.precision = parallel.choose_precision(cfg, device)
+        dtype = parallel.DTYPES[self.precision]
+        self.peak = devices.peak_flops(cfg.peak_tflops, device, dtype)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # forget what measuring the peak rate has used
+        self.build()
+
+        rows = cfg.global_batch_size // self.world.dp_size
+        shape = (rows, model_cfg.max_seq_len + 1)
+        batch = torch.randint(model_cfg.vocab_size, shape).numpy()
+        self.batches = data.prefetch(lambda step: batch, itertools.count(), device)
+
+    def build(self) -> None:
+        """Make the model and the optimizer."""
+        self.model, self.optimizer = parallel.build(
+            self.model_cfg, self.cfg, self.world, self.precision, self.cfg.seed
+        )
 
     def step(self, number, rows):
-        """One update; returns the loss, which is still on the device."""
-        args = (self.model, self.optimizer, rows, number, self.cfg, self.world, self.precision)
-        return fsdp_train.train_step(*args)[0]
+        """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
+        loss, *_ = fsdp_train.train_step(
+            self.model, self.optimizer, rows, number, self.cfg, self.world, self.precision
+        )
+        return loss
 
     def turn(self, steps: int) -> float:
-        """Seconds of so many steps, from an idle device to an idle device."""
+        """Seconds of so many steps. The device is idle before and after them."""
         begin = time.perf_counter()
         for _ in range(steps):
             with record_function("data"):
                 number, rows = next(self.batches)
             loss = self.step(number, rows)
-        loss.item()
+        loss.item()  # waits for the device
         return time.perf_counter() - begin
 
-    def split(self, steps: int, trace: str) -> dict:
-        """Where the time of so many steps goes; rank 0 keeps the profile in the file `trace`, if that is a name."""
-        gpu = [ProfilerActivity.CUDA] if self.world.device.type == "cuda" else []
-        with profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
+    def profile_steps(self, steps: int, trace: str) -> dict[str, float | None]:
+        """Shares of the time of so many steps, see `time_split`.
+
+        trace: rank 0 keeps the profile in this file; empty: it is not kept.
+        """
+        activities = [ProfilerActivity.CPU]
+        if self.world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as profiler:
             self.turn(steps)
+
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(
-                trace if trace and self.world.global_rank == 0 else Path(folder) / "trace.json"
-            )
+            keep = trace and self.world.global_rank == 0
+            path = Path(trace) if keep else Path(folder, "trace.json")
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))
             return time_split(json.loads(path.read_text())["traceEvents"])
 
     def attention(self) -> str:
-        """The implementation, and what `auto` chose."""
-        cfg, dtype = self.model_cfg, parallel.DTYPES[self.precision]
-        kind = self.world.device.type
+        """The attention implementation; for `auto`, also which one that is."""
+        cfg = self.model_cfg
         chosen = attention.choose(
-            cfg.attn_impl, kind, dtype, cfg.head_dim, cfg.alibi, cfg.attn_pdrop
+            cfg.attn_impl,
+            self.world.device.type,
+            parallel.DTYPES[self.precision],
+            cfg.head_dim,
+            cfg.alibi,
+            cfg.attn_pdrop,
         )
         return chosen if chosen == cfg.attn_impl else f"auto ({chosen})"
 
-    def about(self) -> dict:
-        """What only a process of the row can tell."""
+    def describe(self) -> dict:
+        """What only the running process knows. peak: FLOP/s of a device; memory_gb: its peak."""
         return {
             "device": devices.describe(self.world.device),
             "nodes": self.world.global_size // self.world.local_size,
@@ -184,10 +191,14 @@ class Ours:
         }
 
 
-class Theirs(Ours):
-    """The same for transformers' MptForCausalLM (always ALiBi, no biases) with PyTorch's AdamW, one whole batch."""
+class TransformersProgram(OurProgram):
+    """transformers' MptForCausalLM with PyTorch's AdamW, on the whole batch without microbatches.
 
-    def build(self):
+    That model always has ALiBi and no biases.
+    """
+
+    def build(self) -> None:
+        """Make the model and the optimizer."""
         from transformers import MptConfig, MptForCausalLM
 
         names = ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size")
@@ -198,11 +209,14 @@ class Theirs(Ours):
             self.model.compile()
 
     def attention(self) -> str:
+        """The attention implementation, which is transformers' own."""
         return f"{self.model_cfg.attn_impl} (its own)"
 
     def step(self, number, rows):
+        """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
+        ids = rows[:, :-1]
         with record_function("forward"), parallel.autocast(self.world.device, self.precision):
-            loss = self.model(rows[:, :-1], labels=rows[:, :-1]).loss  # it shifts the labels itself
+            loss = self.model(ids, labels=ids).loss  # transformers shifts the labels itself
         with record_function("backward"):
             loss.backward()
         with record_function("optimizer"):
@@ -211,55 +225,91 @@ class Theirs(Ours):
         return loss.detach()
 
 
-def time_split(events: list[dict]) -> dict[str, float | None]:
-    """Shares of the time for PARTS, for communication and for nothing, from the events of a Chrome trace of some steps.
+# --- Where the time goes
 
-    On a GPU a kernel belongs to the region in which it was launched, by whatever thread: the backward has its own. If
-    the trace does not tell, the shares are None. Without a GPU the regions themselves count, and gloo's collectives.
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a Chrome trace
+
+
+def time_split(events: list[dict]) -> dict[str, float | None]:
+    """Shares of the time of some steps: {part: share} for PARTS, "communication" and "idle".
+
+    events: of the steps' Chrome trace. On a GPU a kernel counts for the part of the step that
+    launched it, from whichever thread (the backward has a thread of its own). If the trace does not
+    link kernels to launches, all shares are None. On a CPU the durations of the parts count, and
+    those of gloo's collectives.
     """
     spans = [event for event in events if event.get("ph") == "X"]
-    regions = sorted((e["ts"], e["ts"] + e["dur"], e["name"]) for e in spans if is_region(e))
-    launches = {
-        e["args"]["correlation"]: e["ts"]
-        for e in spans
-        if re.search("_(runtime|driver)$", e.get("cat", "")) and "correlation" in e.get("args", {})
+    on_gpu = any(event.get("cat") in GPU_WORK for event in spans)
+    busy = gpu_intervals(spans) if on_gpu else cpu_intervals(spans)
+
+    intervals = list(itertools.chain(*busy.values()))
+    if not intervals:
+        return dict.fromkeys([*busy, "idle"])
+    first = min(begin for begin, _ in intervals)
+    last = max(end for _, end in intervals)
+    duration = last - first
+    shares = {part: covered(busy[part]) / duration for part in busy}
+    shares["idle"] = 1 - covered(intervals) / duration
+    return shares
+
+
+def gpu_intervals(spans: list[dict]) -> dict[str, list[tuple]]:
+    """{part of the step: [(begin, end) of its work on the GPU]}, times in us."""
+    regions = sorted((*interval(event), event["name"]) for event in spans if is_region(event))
+    launch_times = {
+        event["args"]["correlation"]: event["ts"] for event in spans if is_launch(event)
     }
     busy = {part: [] for part in [*PARTS, "communication"]}
-    on_gpu = [e for e in spans if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    for event in on_gpu:
-        moment = launches.get(event["args"].get("correlation"), -1)
-        place = bisect.bisect(regions, (moment, float("inf"))) - 1
-        inside = place >= 0 and regions[place][0] <= moment <= regions[place][1]
-        part = (
-            "communication"
-            if "nccl" in event["name"].lower()
-            else regions[place][2]
-            if inside
-            else None
-        )
+    for event in spans:
+        if event.get("cat") not in GPU_WORK:
+            continue
+        if "nccl" in event["name"].lower():
+            part = "communication"
+        else:
+            launched_at = launch_times.get(event["args"].get("correlation"), -1)
+            part = region_at(regions, launched_at)
         if part:
-            busy[part].append((event["ts"], event["ts"] + event["dur"]))
-    if not on_gpu:
-        for begin, end, part in regions:
-            busy[part].append((begin, end))
-        busy["communication"] = [
-            (e["ts"], e["ts"] + e["dur"]) for e in spans if e["name"].startswith("gloo:")
-        ]
-    every = [span for part in busy.values() for span in part]
-    if not every:
-        return dict.fromkeys([*busy, "idle"])
-    whole = max(end for _, end in every) - min(begin for begin, _ in every)
-    return {part: covered(intervals) / whole for part, intervals in busy.items()} | {
-        "idle": 1 - covered(every) / whole
-    }
+            busy[part].append(interval(event))
+    return busy
 
 
-def is_region(event) -> bool:
-    """Is this event of a profile one of the step's named parts?"""
+def cpu_intervals(spans: list[dict]) -> dict[str, list[tuple]]:
+    """{part of the step: [(begin, end)]}, times in us."""
+    busy = {part: [] for part in [*PARTS, "communication"]}
+    for event in spans:
+        if is_region(event):
+            busy[event["name"]].append(interval(event))
+        elif event["name"].startswith("gloo:"):
+            busy["communication"].append(interval(event))
+    return busy
+
+
+def interval(event: dict) -> tuple[float, float]:
+    """(begin, end) of an event, in us."""
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def is_region(event: dict) -> bool:
+    """Whether this event of a trace is one of the step's named parts."""
     return event["name"] in PARTS and event.get("cat") == "user_annotation"
 
 
-def covered(intervals) -> float:
+def is_launch(event: dict) -> bool:
+    """Whether this event is the host's call that launches work on the GPU."""
+    is_call = re.search("_(runtime|driver)$", event.get("cat", ""))
+    return bool(is_call) and "correlation" in event.get("args", {})
+
+
+def region_at(regions: list[tuple], moment: float) -> str | None:
+    """The name of the region (begin, end, name) that contains the moment, or None."""
+    index = bisect.bisect(regions, (moment, float("inf"))) - 1
+    if index < 0:
+        return None
+    begin, end, name = regions[index]
+    return name if begin <= moment <= end else None
+
+
+def covered(intervals: list[tuple]) -> float:
     """Length of the union of intervals (begin, end)."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
@@ -268,92 +318,120 @@ def covered(intervals) -> float:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Rows
+# --- Rows
 
 
 class Row:
-    """One program at one setting, the `number`-th row. `columns` is its line of the CSV."""
+    """One program at one setting: a row of the results.
 
-    def __init__(self, number: int, argv: list[str], model: str, program=Ours):
+    number: position among the rows that were asked for, from 1.
+    ranks: data-parallel ranks, one process each.
+    rates: tokens/s of each turn; the first turn warms up.
+    columns: the row's line of the CSV, {column: value}.
+    """
+
+    def __init__(self, number: int, argv: list[str], model: str, program=OurProgram):
         self.number = number
+        self.program = program
+        self.team = None  # started by the first call
+        self.rates = []
         self.model_cfg, self.cfg, self.args = config.load(argv, MPTConfig, TrainConfig, BenchArgs)
-        self.program, self.team, self.rates = program, None, []
-        m, t, a = self.model_cfg, self.cfg, self.args
-        self.ranks = (
-            launched() or a.ranks or (0 if t.device == "cpu" else torch.cuda.device_count()) or 1
-        )
-        self.threads = a.threads or max(
-            1, torch.get_num_threads() // (1 if launched() else self.ranks)
-        )
-        if a.grad_accum:
-            t.global_batch_size = a.grad_accum * t.microbatch_size * self.ranks
-        per_rank, rest = divmod(t.global_batch_size, self.ranks)
-        require(
-            rest == 0,
-            f"global_batch_size {t.global_batch_size} is not a multiple of the {self.ranks} ranks",
-        )
-        if program is Theirs:
-            require(
-                self.ranks == 1, "transformers' model is measured in one process: set --ranks=1"
-            )
-            t.microbatch_size, t.activation_checkpointing = t.global_batch_size, "none"
-        names = "sharding shard_size activation_checkpointing recompute_every compile microbatch_size".split()
-        require(
-            t.microbatch_size != "auto",
-            "a row has one microbatch: set --microbatch_size=NUMBER, or sweep several",
-        )
-        self.columns = {
+        self.choose_processes()
+        self.choose_batch()
+        self.columns = self.settings(argv, model)
+
+    def choose_processes(self) -> None:
+        """Set ranks, and threads of a process."""
+        gpus = 0 if self.cfg.device == "cpu" else torch.cuda.device_count()
+        self.ranks = launched() or self.args.ranks or gpus or 1
+        sharing = 1 if launched() else self.ranks  # torchrun has divided the cores already
+        self.threads = self.args.threads or max(1, torch.get_num_threads() // sharing)
+
+    def choose_batch(self) -> None:
+        """Set the batch by grad_accum. UserError if the ranks cannot share it."""
+        cfg = self.cfg
+        one_size = cfg.microbatch_size != "auto"
+        fix = "set --microbatch_size=NUMBER, or sweep several"
+        require(one_size, f"a row has one microbatch: {fix}")
+        if self.args.grad_accum:
+            cfg.global_batch_size = self.args.grad_accum * cfg.microbatch_size * self.ranks
+        batch = cfg.global_batch_size
+        divides = batch % self.ranks == 0
+        require(divides, f"global_batch_size {batch} is not a multiple of the {self.ranks} ranks")
+
+        if self.program is TransformersProgram:
+            fix = "set --ranks=1"
+            require(self.ranks == 1, f"transformers' model is measured in one process: {fix}")
+            cfg.microbatch_size = cfg.global_batch_size
+            cfg.activation_checkpointing = "none"
+
+    def settings(self, argv: list[str], model: str) -> dict:
+        """The columns before the measurement: settings, and empty figures."""
+        m, cfg = self.model_cfg, self.cfg
+        name = model or f"{m.n_layers}x{m.d_model}"
+        if self.program is TransformersProgram:
+            name = f"transformers {name}"
+        rows_per_rank = cfg.global_batch_size // self.ranks
+
+        columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
             "command": f"python -m bench train {shlex.join(argv)}",
             "status": "ok",
-            "model": ("transformers " if program is Theirs else "")
-            + (model or f"{m.n_layers}x{m.d_model}"),
+            "model": name,
             "n_params": flops.n_params(m),
-            **{
-                name: getattr(m, name)
-                for name in "d_model n_layers n_heads max_seq_len vocab_size attn_impl".split()
-            },
-            **{
-                "device": "",
-                "nodes": "",
-                "ranks": self.ranks,
-                "threads": self.threads,
-                "torch": torch.__version__,
-            },
-            **{"precision": t.precision, **{name: getattr(t, name) for name in names}},
-            **{
-                "grad_accum": math.ceil(per_rank / t.microbatch_size),
-                "global_batch_size": t.global_batch_size,
-            },
-            "others": "",
-            **dict.fromkeys(FIGURES, ""),
         }
-        every = [
-            (f, getattr(part, f.name))
-            for part in (m, t)
-            for f in fields(part)
-            if f.name not in self.columns
-        ]
-        self.columns["others"] = " ".join(
-            f"{f.name}={value}" for f, value in every if value != f.default
-        )
+        columns |= {key: getattr(m, key) for key in MODEL_SETTINGS}
+        columns |= {
+            "device": "",
+            "nodes": "",
+            "ranks": self.ranks,
+            "threads": self.threads,
+            "torch": torch.__version__,
+        }
+        columns |= {key: getattr(cfg, key) for key in RUN_SETTINGS}
+        columns |= {
+            "grad_accum": math.ceil(rows_per_rank / cfg.microbatch_size),
+            "global_batch_size": cfg.global_batch_size,
+            "others": "",
+        }
+        columns |= dict.fromkeys(FIGURES, "")
+        columns["others"] = self.other_settings(columns)
+        return columns
 
-    def is_like(self, done: dict) -> bool:
-        """Is `done`, a line of a CSV, this row, and settled? What `auto` stands for is known only when it has run."""
-        if done["status"] not in ("ok", "out of memory", KILLED):  # something that can be mended
+    def other_settings(self, columns: dict) -> str:
+        """Settings without a column of their own that differ from their defaults: `a=1 b=2`."""
+        changed = []
+        for part in (self.model_cfg, self.cfg):
+            for field in fields(part):
+                value = getattr(part, field.name)
+                if field.name not in columns and value != field.default:
+                    changed.append(f"{field.name}={value}")
+        return " ".join(changed)
+
+    def is_like(self, line: dict) -> bool:
+        """Whether a line of a CSV has this row's settings and a final status.
+
+        An error such as a missing package is not final. A setting `auto` is like any value that it
+        may stand for: which one is known only after the measurement.
+        """
+        status = line["status"]
+        if status not in ("ok", "out of memory") and not status.startswith("killed"):
             return False
-        unknown = {"time", "command", "status", "device", "nodes", *FIGURES}
-        mine = {key: str(value) for key, value in self.columns.items() if key not in unknown}
-        return all(
-            done[key] == value
-            or done[key].startswith(f"{value} (")
-            or (key, value) == ("precision", "auto")
-            for key, value in mine.items()
-        )
+        not_settings = {"time", "command", "status", "device", "nodes", *FIGURES}
+        for key in self.columns.keys() - not_settings:
+            wanted = str(self.columns[key])
+            is_same = line[key] == wanted or line[key].startswith(f"{wanted} (")
+            is_automatic = key == "precision" and wanted == "auto"
+            if not (is_same or is_automatic):
+                return False
+        return True
 
-    def call(self, method: str, *args):
-        """What each process answers, or None when the row cannot be measured: then `status` says why."""
+    def is_ok(self) -> bool:
+        """Whether nothing has failed yet."""
+        return self.columns["status"] == "ok"
+
+    def call(self, method: str, *args) -> list | None:
+        """The answer of each process. If one fails: None, and `status` says why."""
         try:
             if self.team is None:
                 kind = Launched if launched() else Team
@@ -364,158 +442,180 @@ class Row:
             print(f"  {self.columns['model']}: {error}", file=sys.stderr, flush=True)
             return None
 
-    def fine(self) -> bool:
-        return self.columns["status"] == "ok"
-
     def turn(self) -> None:
+        """Measure one turn; the slowest rank decides."""
         seconds = self.call("turn", self.args.steps)
         if seconds:
             tokens = self.args.steps * self.cfg.global_batch_size * self.model_cfg.max_seq_len
             self.rates.append(tokens / max(seconds))
 
     def finish(self, trace: str) -> None:
-        """Fill in the figures, and end the processes."""
-        parts = self.call("split", 2, trace)
-        abouts = parts and self.call("about")
-        if abouts:
-            self.team.stop()
-            about, rate = (
-                abouts[0],
-                statistics.median(self.rates[1:]),
-            )  # the first turn is to warm up
-            one = (self.model_cfg, rate, self.ranks, about["peak"])
-            saving = self.cfg.activation_checkpointing, self.cfg.recompute_every
-            self.columns |= {
-                name: about[name] for name in ("device", "nodes", "precision", "attn_impl")
-            }
-            self.columns |= {
-                "tokens_per_second": rate,
-                "fastest": max(self.rates[1:]),
-                "slowest": min(self.rates[1:]),
-            }
-            self.columns |= {
-                "tokens_per_second_device": rate / self.ranks,
-                "tflops_device": rate
-                / self.ranks
-                * flops.train_flops_per_token(self.model_cfg)
-                / 1e12,
-                "peak_tflops": about["peak"] and about["peak"] / 1e12,
-                "mfu": flops.mfu(*one),
-                "hfu": flops.hfu(*one, *saving),
-                "convention": flops.CONVENTION,
-                "memory_gb": max(a["memory_gb"] for a in abouts),
-                **parts[0],  # of rank 0
-            }
+        """Profile two steps, fill in the figures, and end the processes. trace: see BenchArgs."""
+        shares = self.call("profile_steps", 2, trace)
+        answers = self.call("describe") if shares else None
+        if not answers:
+            return
+        self.team.stop()
+
+        rank_0 = answers[0]
+        for key in ("device", "nodes", "precision", "attn_impl"):
+            self.columns[key] = rank_0[key]
+        memory_gb = max(answer["memory_gb"] for answer in answers)
+        self.columns |= self.speeds(rank_0["peak"]) | {"memory_gb": memory_gb} | shares[0]
+
+    def speeds(self, peak: float | None) -> dict:
+        """Tokens/s, TFLOP/s, MFU and HFU. peak: FLOP/s of a device, or None if unknown."""
+        rates = self.rates[1:]  # the first turn warmed up
+        rate = statistics.median(rates)
+        rate_device = rate / self.ranks
+        flops_per_token = flops.train_flops_per_token(self.model_cfg)
+        recomputation = (self.cfg.activation_checkpointing, self.cfg.recompute_every)
+        return {
+            "tokens_per_second": rate,
+            "fastest": max(rates),
+            "slowest": min(rates),
+            "tokens_per_second_device": rate_device,
+            "tflops_device": rate_device * flops_per_token / 1e12,
+            "peak_tflops": peak and peak / 1e12,
+            "mfu": flops.mfu(self.model_cfg, rate, self.ranks, peak),
+            "hfu": flops.hfu(self.model_cfg, rate, self.ranks, peak, *recomputation),
+            "convention": flops.CONVENTION,
+        }
 
 
 def groups(argv: list[str]) -> list[list[Row]]:
-    """The rows to measure, in groups that take turns."""
-    plain = [a for a in argv if not a.startswith("--sweep=") and not a.startswith("--sizes=")]
+    """The rows that the command line asks for, in groups whose rows take turns."""
+    flags = [word for word in argv if not word.startswith(("--sweep=", "--sizes="))]
     *_, args = config.load(SHAPE + argv, MPTConfig, TrainConfig, BenchArgs)
-    files = [f"configs/mpt{size}.py" for size in args.sizes.split(",") if size] or [None]
-    named = [a for a in plain if not a.startswith("-")]
-    require(not (named and args.sizes), "give a config file or --sizes, not both")
-    wanted, number = [], itertools.count(1)
-    for file, flags in itertools.product(files, combinations(args.sweep)):
-        base = [file] if file else [] if named else SHAPE
-        model = Path(file or named[-1]).stem if file or named else ""
-        programs = [Ours, Theirs] if args.transformers else [Ours]
-        wanted.append(
-            [Row(next(number), base + plain + flags, model, program) for program in programs]
-        )
-    turns = args.alternate or args.transformers
-    require(
-        not (turns and launched()),
-        "rows take turns only in processes that bench starts itself: leave out torchrun",
-    )
-    return [list(itertools.chain(*wanted))] if args.alternate else wanted
+    given = [word for word in flags if not word.startswith("-")]
+    require(not (given and args.sizes), "give a config file or --sizes, not both")
+    recipes = [f"configs/mpt{size}.py" for size in args.sizes.split(",") if size]
+    programs = [OurProgram, TransformersProgram] if args.transformers else [OurProgram]
+
+    row_groups = []
+    numbers = itertools.count(1)
+    for recipe, swept in itertools.product(recipes or [None], combinations(args.sweep)):
+        if recipe:
+            base, model = [recipe], Path(recipe).stem
+        elif given:  # the config file is one of the flags
+            base, model = [], Path(given[-1]).stem
+        else:
+            base, model = SHAPE, ""
+        setting = base + flags + swept
+        row_groups.append([Row(next(numbers), setting, model, program) for program in programs])
+
+    take_turns = args.alternate or args.transformers
+    message = "under torchrun rows cannot take turns: run it without torchrun"
+    require(not (take_turns and launched()), message)
+    return [list(itertools.chain(*row_groups))] if args.alternate else row_groups
 
 
 def combinations(sweep: str) -> list[list[str]]:
     """`a=1,2 b=3,4` -> the flags of every combination: [--a=1, --b=3], ..."""
-    found = []
+    choices = []
     for part in sweep.split():
         key, equals, values = part.partition("=")
-        require(
-            equals and values,
-            f"--sweep wants settings with values, such as microbatch_size=4,8, not {part!r}",
-        )
-        found.append([f"--{key}={value}" for value in values.split(",")])
-    return [list(flags) for flags in itertools.product(*found)]
+        example = "such as microbatch_size=4,8"
+        require(equals and values, f"--sweep wants settings with values, {example}, not {part!r}")
+        choices.append([f"--{key}={value}" for value in values.split(",")])
+    return [list(flags) for flags in itertools.product(*choices)]
 
 
 def append(path: str, columns: dict) -> None:
-    """One line more, as a whole."""
+    """Add a line to a CSV; a new file gets a header."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    new = not os.path.exists(path)
+    is_new = not os.path.exists(path)
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, list(columns))
-        if new:
+        if is_new:
             writer.writeheader()
         writer.writerow(columns)
 
 
+# --- The program
+
+
 def main(argv) -> None:
-    """Measure what is not in the CSV yet, then tell all that was asked for."""
+    """Measure the rows that are not in the CSV yet, then print tables of all rows asked for."""
     wanted = groups(argv)
-    args, rank = wanted[0][0].args, config.rank()
-    done = read(args.out) if args.out else []
-    same = not done or list(done[0]) == list(wanted[0][0].columns)
-    require(same, f"{args.out} has other columns than `bench train` writes: name another file")
+    args = wanted[0][0].args
+    rank = config.rank()
+    kept = read(args.out) if args.out else []
+    same_columns = not kept or list(kept[0]) == list(wanted[0][0].columns)
+    fix = "name another file"
+    require(same_columns, f"{args.out} has other columns than `bench train` writes: {fix}")
+
     lines = []
     for group in wanted:
-        there = {row: next((line for line in done if row.is_like(line)), None) for row in group}
-        new = [row for row in group if not there[row]]
+        known = {row: next((line for line in kept if row.is_like(line)), None) for row in group}
+        new = [row for row in group if not known[row]]
         if new:
             measure(new, args, rank)
-        lines += [
-            there[row] or {k: "" if v is None else str(v) for k, v in row.columns.items()}
-            for row in group
-        ]
-    if rank > 0:
-        return
-    text = "\n".join([how(argv, args), "", tables(lines)])
-    print(text)
-    fine = [line for line in lines if line["status"] == "ok"]
-    if args.out:
-        Path(args.out).with_suffix(".md").write_text(text + "\n")
-        if fine and importlib.util.find_spec("matplotlib"):
-            draw(fine, Path(args.out).with_suffix(".png"))
-    require(fine, f"nothing could be measured: {lines[0]['status']}")
+        lines += [known[row] or as_text(row.columns) for row in group]
+    if rank == 0:
+        report(lines, argv, args)
 
 
-def how(argv: list[str], args: BenchArgs) -> str:
-    """How it was measured, in a sentence or two."""
-    return (
-        f"`python -m bench train {shlex.join(argv)}`, {datetime.date.today()}, torch {torch.__version__}, median of "
-        f"{args.rounds} turns of {args.steps} steps on random tokens. MFU: {flops.CONVENTION}; HFU: with what is "
-        "computed again. Shares of a step's time are of two profiled steps."
-    )
+def as_text(columns: dict) -> dict[str, str]:
+    """A row as it would be read from the CSV."""
+    return {name: "" if value is None else str(value) for name, value in columns.items()}
 
 
 def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
-    """Let the rows take turns, and keep what comes of it."""
+    """Let the rows take turns, then complete each and add it to the CSV. rank: the global one."""
     for turn in range(args.rounds + 1):
         for row in rows:
-            if row.fine():
+            if row.is_ok():
                 row.turn()
         if rank == 0:
             names = " and ".join(f"row {row.number}, {row.columns['model']}" for row in rows)
             print(f"  {names}: turn {turn} of {args.rounds}", file=sys.stderr, flush=True)
+
     for row in rows:
-        if row.fine():
+        if row.is_ok():
             row.finish(args.profile and f"{args.profile}-{row.number}.json")
-        if rank > 0 and not row.fine():
-            time.sleep(3)  # rank 0 may say the same
-        told = rank > 0 and (row.fine() or any(row.is_like(line) for line in read(args.out)))
-        if args.out and not told:
-            append(args.out, row.columns)
-        if launched() and not row.fine():  # these processes may be in different collectives now
-            print(
-                f"{row.columns['model']}: start it again, it goes on with the other rows",
-                file=sys.stderr,
-            )
+        keep(row, args.out, rank)
+        if launched() and not row.is_ok():  # the ranks may be in different collectives now
+            message = f"{row.columns['model']}: start again to continue with the other rows"
+            print(message, file=sys.stderr)
             raise SystemExit(RESUME_ME)
+
+
+def keep(row: Row, out: str, rank: int) -> None:
+    """Rank 0 adds the row to the CSV `out`; another rank only adds a failure that rank 0 has not.
+
+    So an error that only one rank has is recorded too, and a restart skips the row.
+    """
+    if rank > 0:
+        if row.is_ok():
+            return
+        time.sleep(3)  # rank 0 may add the same failure
+        if any(row.is_like(line) for line in read(out)):
+            return
+    if out:
+        append(out, row.columns)
+
+
+def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> None:
+    """Print the tables; with --out, also write them and a picture. UserError if no row is ok."""
+    text = "\n".join([how_measured(argv, args), "", tables(lines)])
+    print(text)
+    measured = [line for line in lines if line["status"] == "ok"]
+    if args.out:
+        Path(args.out).with_suffix(".md").write_text(text + "\n")
+        if measured and importlib.util.find_spec("matplotlib"):
+            draw(measured, Path(args.out).with_suffix(".png"))
+    require(measured, f"nothing could be measured: {lines[0]['status']}")
+
+
+def how_measured(argv: list[str], args: BenchArgs) -> str:
+    """The command, the versions and the method, in a few sentences."""
+    command = f"python -m bench train {shlex.join(argv)}"
+    return (
+        f"`{command}`, {datetime.date.today()}, torch {torch.__version__}, median of "
+        f"{args.rounds} turns of {args.steps} steps on random tokens. MFU: {flops.CONVENTION}; "
+        "HFU counts recomputation too. Shares of a step's time are of two profiled steps."
+    )
 
 
 if __name__ == "__main__":

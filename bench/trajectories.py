@@ -1,12 +1,12 @@
-"""The loss with every optimisation of the step on, with every one off, and with another seed.
+"""The loss with all optimisations of the step on, with all off, and with another seed.
 
     python -m bench trajectories    trains configs/demo.py five times, draws trajectories.png
 
 On: attention by blocks, chunked loss, fused AdamW, selective activation checkpointing,
-microbatches, compiled blocks. Off: all T x T scores, all logits at once, PyTorch's loop over the
-parameters, the whole batch at once, nothing compiled. In fp32 the curves agree to rounding; in bf16
-rounding grows, and is to be compared with what another seed of the initial weights and of the
-batches does. Read next: bench/flops.py.
+microbatches, compiled blocks. Off: all T x T scores, all logits together, PyTorch's loop over the
+parameters, the whole batch in one pass, nothing compiled. In fp32 the curves agree up to rounding.
+In bf16 rounding errors grow; compare them with the effect of another seed, for the initial weights
+and the batches.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ import torch
 import config
 import data
 import fsdp_train
-import model as room
+import model as model_file
 import optim
 import parallel
 import processes
@@ -27,7 +27,7 @@ from loss import linear_cross_entropy
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WINDOW = 20  # steps of a mean
+WINDOW = 20  # steps of a running mean
 
 
 @dataclass
@@ -39,33 +39,45 @@ class TrajectoriesArgs:
     out: str = "bench/results/trajectories.png"  # the picture
 
     def check(self) -> None:
+        """UserError if a setting is out of range."""
         require(self.fp32_steps > 0, f"fp32_steps must be at least 1, not {self.fp32_steps}")
         enough = self.bf16_steps >= WINDOW
         require(enough, f"bf16_steps must be at least {WINDOW}, not {self.bf16_steps}")
 
 
-def curve(world, optimised: bool, precision: str, seed: int, steps: int) -> list[float]:
-    """The training loss of each step."""
+def settings(optimised: bool, seed: int) -> tuple[MPTConfig, TrainConfig]:
+    """The demo's settings, with the optimisations on or off."""
     model_cfg, cfg = config.load([str(ROOT / "configs/demo.py")], MPTConfig, TrainConfig)
-    cfg = replace(cfg, seed=seed, microbatch_size=4 if optimised else 8, compile=optimised)
-    cfg = replace(cfg, activation_checkpointing="selective" if optimised else "none")
-    model_cfg = replace(model_cfg, attn_impl="auto" if optimised else "reference")
-    room.linear_cross_entropy = linear_cross_entropy if optimised else obvious_loss
+    cfg = replace(
+        cfg,
+        seed=seed,
+        microbatch_size=4 if optimised else 8,
+        compile=optimised,
+        activation_checkpointing="selective" if optimised else "none",
+    )
+    return replace(model_cfg, attn_impl="auto" if optimised else "reference"), cfg
+
+
+def curve(world, optimised: bool, precision: str, seed: int, steps: int) -> list[float]:
+    """The training loss of each step, nats a token."""
+    model_cfg, cfg = settings(optimised, seed)
+    model_file.linear_cross_entropy = linear_cross_entropy if optimised else obvious_loss
+    build_optimizer = optim.build_optimizer if optimised else looping_adamw
+
     train = data.Split(data.open_or_prepare(cfg), "train", model_cfg.max_seq_len)
-    model = parallel.parallelize(room.MPT(model_cfg), None, cfg, precision)
-    room.init_weights(model, seed)
-    optimizer = (optim.build_optimizer if optimised else looping_adamw)(model.parameters(), cfg)
+    model = parallel.parallelize(model_file.MPT(model_cfg), None, cfg, precision)
+    model_file.init_weights(model, seed)
+    optimizer = build_optimizer(model.parameters(), cfg)
     losses = []
     for step in range(steps):
         rows = torch.from_numpy(train.batch(seed, step, cfg.global_batch_size))
-        losses.append(
-            fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)[0].item()
-        )
+        loss, *_ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
+        losses.append(loss.item())
     return losses
 
 
 def smooth(losses: list[float]) -> torch.Tensor:
-    """Means of WINDOW steps."""
+    """Means over WINDOW steps; WINDOW - 1 values fewer than `losses`."""
     return torch.tensor(losses, dtype=torch.double).unfold(0, WINDOW, 1).mean(-1)
 
 
@@ -74,24 +86,19 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    whole, apart = figure.subplots(1, 2)
+    loss_axes, difference_axes = figure.subplots(1, 2)
     base = smooth(curves["on"])
     for name, losses in curves.items():
-        whole.plot(range(WINDOW, len(losses) + 1), smooth(losses), label=name, linewidth=1)
+        steps = range(WINDOW, len(losses) + 1)
+        loss_axes.plot(steps, smooth(losses), label=name, linewidth=1)
         if name != "on":
-            apart.plot(
-                range(WINDOW, len(losses) + 1),
-                smooth(losses) - base,
-                label=f"{name}, less on",
-                linewidth=1,
-            )
-    whole.set(
-        xlabel="step",
-        ylabel=f"loss, nats a token, mean of {WINDOW} steps",
-        title="configs/demo.py in bf16",
-    )
-    apart.set(xlabel="step", title="difference")
-    for axes in (whole, apart):
+            label = f"{name}, less on"
+            difference_axes.plot(steps, smooth(losses) - base, label=label, linewidth=1)
+
+    loss_label = f"loss, nats a token, mean of {WINDOW} steps"
+    loss_axes.set(xlabel="step", ylabel=loss_label, title="configs/demo.py in bf16")
+    difference_axes.set(xlabel="step", title="difference")
+    for axes in (loss_axes, difference_axes):
         axes.grid(alpha=0.3)
         axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,10 +109,13 @@ def main(argv) -> None:
     """Train every variant, print the differences, draw the curves."""
     (args,) = config.load(argv, TrajectoriesArgs)
     world = processes.start("cpu")
-    on, off = (curve(world, kind, "fp32", 1337, args.fp32_steps) for kind in (True, False))
-    apart = max(abs(a - b) / b for a, b in zip(on, off, strict=True))
+
+    on = curve(world, True, "fp32", 1337, args.fp32_steps)
+    off = curve(world, False, "fp32", 1337, args.fp32_steps)
+    largest = max(abs(a - b) / b for a, b in zip(on, off, strict=True))
     print(f"fp32, {args.fp32_steps} steps: largest relative difference of the loss, ", end="")
-    print(f"on and off: {apart:.1e}")
+    print(f"on and off: {largest:.1e}")
+
     curves = {
         "on": curve(world, True, "bf16", 1337, args.bf16_steps),
         "off": curve(world, False, "bf16", 1337, args.bf16_steps),

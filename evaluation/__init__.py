@@ -1,1 +1,1 @@
-"""Zero-shot evaluation: the tasks, how a choice is scored, and the table."""
+"""Zero-shot evaluation: tasks, shared-prefix scoring, figures, the table."""

@@ -4,9 +4,9 @@ torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --shots=5
 """
 
 import processes
-from evaluation import zero_shot  # all is there: spawned processes cannot import from a __main__.py
+from evaluation import zero_shot  # not in this file: spawned processes cannot import a __main__
 
-__doc__ = f"{__doc__}\n{zero_shot.__doc__}"  # what --help prints
+__doc__ = f"{__doc__}\n{zero_shot.__doc__}"  # printed by --help
 
 if __name__ == "__main__":
     processes.run(zero_shot.main)

@@ -1,20 +1,24 @@
-"""Tasks for evaluation/zero_shot.py: where the questions come from, and how they are worded.
+"""Tasks: questions in files or on the Hub, and how they are worded for a language model.
 
-The model does not have to speak. Each choice is put behind the question, and the likeliest one is its answer:
+The model does not have to chat. Each choice is put behind the question, and the likeliest one is
+the model's answer:
 
-    multiple choice      {"query": "Question: Ice is", "choices": ["cold", "hot"], "gold": 0}
-    schema               {"context_options": ["Ann thanks Joan, for Ann", ...], "continuation": "was ill.", "gold": 0}
-    language modelling   {"context": "Once upon a", "continuation": "time"}     is each of its tokens the likeliest?
-    a text               any .txt file: nats a token, nats a byte
+    multiple choice     {"query": "Question: Ice is", "choices": ["cold", "hot"], "gold": 0}
+    schema              {"context_options": ["Ann thanks Joan, for Ann", ...],
+                         "continuation": "was ill.", "gold": 0}
+    language modelling  {"context": "Once upon a", "continuation": "time"}
+                        is each token of the continuation the likeliest?
+    text                any .txt file: nats per token, nats per byte
 
-One JSON object a line, one kind a file; `gold` counts from 0. LLM Foundry's wording: every string is stripped,
-context = query + delimiter without trailing space, continuation = " " + choice; examples stand above, a line each. The
-tasks of the Hub are worded in lm-evaluation-harness's way as well (BoolQ without "Passage: ", nothing stripped, an
-empty line between examples); a local file has one wording, and both scorings use it.
+A .jsonl file has one JSON object per line, all of one kind. `gold` counts from 0.
+
+The wording is LLM Foundry's: every string is stripped, context = query + delimiter without its
+trailing space, continuation = " " + choice, and each example above takes a line. Tasks of the Hub
+are also worded as lm-evaluation-harness does: nothing is stripped, and an empty line separates
+examples. A local file has one wording, which all scoring rules use.
 
 Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
 the validation split of a folder of data.py): which of four continuations is the real one?
-Read next: evaluation/score.py.
 """
 
 import difflib
@@ -22,12 +26,13 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import config
-from config import UserError, require
+from config import require
+from evaluation import hub
+from evaluation.hub import ALIASES, SOURCES, TABLE2
 from storage import files
 from text import corpus
 from text import tokenizer as tokenizers
@@ -38,6 +43,7 @@ KINDS = {
     "schema": ("context_options", "continuation", "gold"),
     "language_modeling": ("context", "continuation"),
 }
+LISTS = {"multiple_choice": "choices", "schema": "context_options"}  # the key that lists choices
 
 
 @dataclass
@@ -50,13 +56,16 @@ class Item:
 
     @property
     def example(self) -> str:
-        """The question with its answer, as an example for others."""
+        """The question with its answer, as an example above other questions."""
         return self.contexts[self.gold] + self.continuations[self.gold]
 
 
 @dataclass
 class Task:
-    """A named set of items in LLM Foundry's words and in lm-evaluation-harness's; or, if kind is "text", a text."""
+    """A named set of items in LLM Foundry's wording and in lm-evaluation-harness's.
+
+    Or, if the kind is "text", a text.
+    """
 
     name: str
     kind: str
@@ -66,67 +75,96 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """Equal for equal questions, examples included."""
-        return hashlib.sha256(
-            repr((self.kind, self.items, self.harness, self.text)).encode()
-        ).hexdigest()[:16]
+        """A short hash: equal for equal questions and examples."""
+        content = (self.kind, self.items, self.harness, self.text)
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+# --------------------------------------------------------------------------------------------------
+# Loading
 
 
 def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Task]:
-    """The tasks that `names` lists, with commas between: names of SOURCES, files, or `all` of the seven of Table 2.
+    """The tasks that `names` lists, with commas between.
 
-    data: a folder of NAME.jsonl, looked into before the Hub; shots: examples above each question; limit: keep the
-    first so many items (0: all). Raises UserError if a task is unknown, cannot be had or has a wrong line.
+    A name is one of SOURCES, a file, or `all` for the seven of Table 2. data: a folder of
+    NAME.jsonl, searched before the Hub. shots: examples above each question. limit: keep only the
+    first so many items (0: all). delimiter: between question and answer (empty: the task's own).
+
+    Raises UserError if a task is unknown, cannot be read or has a wrong line.
     """
-    wanted = [
-        name.strip()
-        for part in names.split(",")
-        for name in (TABLE2 if part.strip() == "all" else [part])
-    ]
+    wanted = []
+    for name in names.split(","):
+        wanted += TABLE2 if name.strip() == "all" else [name.strip()]
     tasks = [load_one(name, data, shots, seed, limit, delimiter) for name in wanted]
-    found = [task.name for task in tasks]
-    twice = {name for name in found if found.count(name) > 1}
-    require(not twice, f"tasks={names} names {', '.join(sorted(twice))} twice: results go by name")
+
+    loaded = [task.name for task in tasks]
+    twice = sorted({name for name in loaded if loaded.count(name) > 1})
+    require(not twice, f"tasks={names} names {', '.join(twice)} twice: results go by name")
     return tasks
 
 
 def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter: str = "") -> Task:
+    """One task of `load`."""
     path = local_file(name, data)
-    name = ALIASES.get(path.stem, path.stem) if path else ALIASES.get(name, name)
+    name = path.stem if path else name
+    name = ALIASES.get(name, name)
     if path and path.suffix == ".txt":
         text = path.read_text(encoding="utf-8", errors="replace")
         require(text.strip(), f"{path} is empty")
         return Task(name, "text", [], [], text)
-    near = difflib.get_close_matches(name, [*SOURCES, "all"], n=1)
-    hint = (
-        f"did you mean {near[0]!r}?"
-        if near
-        else f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
-    )
-    require(path or name in SOURCES, f"unknown task {name!r}, {hint}")
-    delimiter = delimiter or (SOURCES[name].delimiter if name in SOURCES else " ")
+    if not path:
+        require_known(name)
+
     rows = read_jsonl(path) if path else read_hub(name)
-    items = with_shots([worded(row, delimiter) for row in rows], shots, "\n", seed)
+    if not delimiter:
+        delimiter = SOURCES[name].delimiter if name in SOURCES else " "
+    items = [worded(row, delimiter) for row in rows]
+    items = with_shots(items, shots, "\n", seed)
     harness = items
     if not path:
-        raw = [worded(SOURCES[name].harness(row), delimiter, strip=False) for row in rows]
-        harness = with_shots(raw, shots, "\n\n", seed)
-    return Task(
-        name, kind_of(rows[0], str(path or name)), items[: limit or None], harness[: limit or None]
-    )
+        harness = [worded(SOURCES[name].harness(row), delimiter, strip=False) for row in rows]
+        harness = with_shots(harness, shots, "\n\n", seed)
+
+    kind = kind_of(rows[0], str(path or name))
+    most = limit or None
+    return Task(name, kind, items[:most], harness[:most])
+
+
+def require_known(name: str) -> None:
+    """UserError with a hint unless the Hub has a task of this name."""
+    nearest = difflib.get_close_matches(name, [*SOURCES, "all"], n=1)
+    if nearest:
+        hint = f"did you mean {nearest[0]!r}?"
+    else:
+        hint = f"choices: all, {', '.join(SOURCES)}, or a .jsonl or .txt file"
+    require(name in SOURCES, f"unknown task {name!r}, {hint}")
 
 
 def local_file(name: str, data: str) -> Path | None:
     """The file that a task's name means, or None if it can only be on the Hub."""
     if name.endswith((".jsonl", ".txt")):
-        found = next((path for path in (Path(name), Path(data, name)) if path.is_file()), None)
-        require(found, f"no file {name!r}" + (f", neither here nor in {data}" if data else ""))
-        return found
-    require(not data or Path(data).is_dir(), f"no folder {data!r} (--data)")
-    stems = [name, *(stem for stem, other in ALIASES.items() if other == name)]
-    return next(
-        (path for stem in stems if data and (path := Path(data, f"{stem}.jsonl")).is_file()), None
-    )
+        where = f", neither here nor in {data}" if data else ""
+        for path in (Path(name), Path(data, name)):
+            if path.is_file():
+                return path
+        require(False, f"no file {name!r}{where}")
+    if not data:
+        return None
+    require(Path(data).is_dir(), f"no folder {data!r} (--data)")
+    for stem in [name, *(alias for alias, target in ALIASES.items() if target == name)]:
+        path = Path(data, f"{stem}.jsonl")
+        if path.is_file():
+            return path
+    return None
+
+
+def read_hub(name: str) -> list[dict]:
+    """The rows of a task from the Hub, checked."""
+    rows = hub.read(name)
+    for number, row in enumerate(rows):
+        check(row, f"{SOURCES[name].path}, item {number}")
+    return rows
 
 
 def read_jsonl(path: Path) -> list[dict]:
@@ -139,66 +177,77 @@ def read_jsonl(path: Path) -> list[dict]:
         row = files.parse_json(line, where)
         check(row, where)
         rows.append(row)
-        kinds = [kind_of(r, where) for r in (rows[0], row)]
+        first_kind = kind_of(rows[0], where)
+        kind = kind_of(row, where)
         require(
-            kinds[0] == kinds[1],
-            f"{where} is {kinds[1]}, but the file began with {kinds[0]}: one kind a file",
+            kind == first_kind,
+            f"{where} is {kind}, but the file began with {first_kind}: one kind per file",
         )
     require(rows, f"{path} is empty")
     return rows
 
 
 def kind_of(row: dict, where: str) -> str:
-    found = [kind for kind, keys in KINDS.items() if set(keys) <= row.keys()]
-    keys = "; ".join(" ".join(keys) for keys in KINDS.values())
+    """The kind whose keys a row has. UserError unless it is exactly one."""
+    kinds = [kind for kind, keys in KINDS.items() if set(keys) <= row.keys()]
+    expected = "; ".join(" ".join(keys) for keys in KINDS.values())
     require(
-        len(found) == 1,
-        f"{where}: its keys {sorted(row)[:9]} must be those of exactly one kind, which are {keys}",
+        len(kinds) == 1,
+        f"{where}: its keys {sorted(row)[:9]} must be those of exactly one kind, "
+        f"which are {expected}",
     )
-    return found[0]
+    return kinds[0]
 
 
 def check(row: dict, where: str) -> None:
-    """UserError unless a row has the keys of one kind, with texts, at least two choices, and a gold among them."""
+    """UserError unless a row has texts, at least two choices, and a gold that is one of them."""
     kind = kind_of(row, where)
-    listed = {"multiple_choice": "choices", "schema": "context_options"}.get(kind)
+    listed = LISTS.get(kind)
     texts = {key: [row[key]] for key in KINDS[kind] if key not in (listed, "gold")}
     if listed:
-        choices, gold = row[listed], row["gold"]
-        require(
-            isinstance(choices, list) and len(choices) > 1,
-            f"{where}: {listed} must list two or more texts",
-        )
-        inside = isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(choices)
-        require(inside, f"{where}: gold is {files.shown(gold)}, expected 0 to {len(choices) - 1}")
+        choices = row[listed]
+        is_list = isinstance(choices, list) and len(choices) > 1
+        require(is_list, f"{where}: {listed} must list two or more texts")
+        gold = row["gold"]
+        is_index = isinstance(gold, int) and not isinstance(gold, bool) and 0 <= gold < len(choices)
+        require(is_index, f"{where}: gold is {files.shown(gold)}, expected 0 to {len(choices) - 1}")
         texts[listed] = choices
+
     for key, values in texts.items():
         require(all(isinstance(v, str) for v in values), f"{where}: {key} must be text")
-        filled = key in ("query", "context") or all(
-            v.strip() for v in values
-        )  # nothing to go on from is allowed
+        may_be_empty = key in ("query", "context")
+        filled = may_be_empty or all(v.strip() for v in values)
         require(filled, f"{where}: {key} holds an empty text, which has no probability")
 
 
+# --------------------------------------------------------------------------------------------------
+# Wording
+
+
 def worded(row: dict, delimiter: str, strip: bool = True) -> Item:
-    """A row as contexts and continuations. strip: LLM Foundry's way; else only what the model reads as one word is
-    kept together: the delimiter's trailing space goes to the continuation."""
+    """A row as contexts and continuations.
+
+    strip: LLM Foundry's way. Without it only the delimiter's trailing space moves to the
+    continuation, since tokens begin with their space.
+    """
 
     def clean(text):
         return text.strip() if strip else text
 
     if "choices" in row:
         context = clean(row["query"]) + delimiter.rstrip()
-        return Item(
-            [context] * len(row["choices"]), [" " + clean(c) for c in row["choices"]], row["gold"]
-        )
-    contexts = row.get("context_options") or [row["context"]]
+        continuations = [" " + clean(choice) for choice in row["choices"]]
+        return Item([context] * len(continuations), continuations, row["gold"])
+    contexts = [clean(text) for text in row.get("context_options") or [row["context"]]]
     continuation = " " + clean(row["continuation"])
-    return Item([clean(c) for c in contexts], [continuation] * len(contexts), row.get("gold", 0))
+    return Item(contexts, [continuation] * len(contexts), row.get("gold", 0))
 
 
 def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list[Item]:
-    """Each item behind `shots` others with their answers: always the same ones for a seed, never the item itself."""
+    """Each item below `shots` others with their answers.
+
+    The choice depends on the seed and the item's number. An item is never its own example.
+    """
     if shots == 0:
         return items
     examples = list(dict.fromkeys(item.example for item in items))
@@ -208,164 +257,20 @@ def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list
     )
     result = []
     for number, item in enumerate(items):
-        draw, chosen = (
-            random.Random(f"{seed}:{number}"),
-            [],
-        )  # of its methods only random() is the same for ever
+        # Of its methods, only random() gives the same numbers in all versions of Python.
+        draw = random.Random(f"{seed}:{number}")
+        chosen = []
         while len(chosen) < shots:
             example = examples[int(draw.random() * len(examples))]
             if example not in (*chosen, item.example):
                 chosen.append(example)
         above = separator.join(chosen) + separator
-        result.append(
-            Item([above + context for context in item.contexts], item.continuations, item.gold)
-        )
+        contexts = [above + context for context in item.contexts]
+        result.append(Item(contexts, item.continuations, item.gold))
     return result
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The Hub: rows of the original data sets -> rows as above
-
-
-def arc(row):
-    gold = row["choices"]["label"].index(row["answerKey"])
-    return {
-        "query": f"Question: {row['question']}",
-        "choices": row["choices"]["text"],
-        "gold": gold,
-    }
-
-
-def boolq(row):
-    query = f"Passage: {row['passage']}\nQuestion: {row['question']}?"
-    return {"query": query, "choices": ["no", "yes"], "gold": int(row["label"])}
-
-
-def hellaswag(row):
-    def clean(text):  # [title] and the like are left from WikiHow's pages
-        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
-
-    query = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    return {
-        "query": clean(query),
-        "choices": [clean(text) for text in row["endings"]],
-        "gold": int(row["label"]),
-    }
-
-
-def piqa(row):
-    return {
-        "query": f"Question: {row['goal']}",
-        "choices": [row["sol1"], row["sol2"]],
-        "gold": int(row["label"]),
-    }
-
-
-def winograd(row):
-    """The pronoun replaced by each option; 's if it owns something, lower case inside a sentence."""
-    text, start, pronoun = row["text"].replace("  ", " "), row["pronoun_loc"], row["pronoun"]
-    options = []
-    for option in row["options"]:
-        option += "'s" if pronoun.lower() in ("my", "his", "her", "our", "their") else ""
-        first = option.split()[0]
-        inside = text[start - 2] != "."
-        if inside and first in (
-            "A",
-            "An",
-            "The",
-            "She",
-            "He",
-            "It",
-            "They",
-            "My",
-            "His",
-            "Her",
-            "Their",
-        ):
-            option = option.replace(first, first.lower())
-        options.append(text[:start] + option)
-    return {
-        "context_options": options,
-        "continuation": text[start + len(pronoun) :],
-        "gold": int(row["label"]),
-    }
-
-
-def winogrande(row):
-    before, _, after = row["sentence"].partition("_")
-    options = [before + row["option1"], before + row["option2"]]
-    return {
-        "context_options": options,
-        "continuation": after.strip(),
-        "gold": int(row["answer"]) - 1,
-    }
-
-
-def lambada(row):
-    context, _, word = row["text"].rpartition(" ")
-    return {"context": context, "continuation": word}
-
-
-def same(row):
-    return row
-
-
-def without_passage(row):
-    return row | {"query": row["query"].removeprefix("Passage: ")}
-
-
-@dataclass(frozen=True)
-class Source:
-    """A data set of the Hub; row: an original row -> one of ours; harness: that one -> lm-evaluation-harness's."""
-
-    path: str
-    subset: str | None
-    split: str
-    row: Callable
-    delimiter: str = " "
-    harness: Callable = same
-
-
-ANSWER = "\nAnswer: "
-SOURCES = {
-    "arc_challenge": Source("allenai/ai2_arc", "ARC-Challenge", "test", arc, ANSWER),
-    "arc_easy": Source("allenai/ai2_arc", "ARC-Easy", "test", arc, ANSWER),
-    "boolq": Source("aps/super_glue", "boolq", "validation", boolq, ANSWER, without_passage),
-    "hellaswag": Source("Rowan/hellaswag", None, "validation", hellaswag),
-    "piqa": Source("baber/piqa", None, "validation", piqa, ANSWER),
-    "winograd": Source("lighteval/winograd_wsc", "wsc273", "test", winograd),
-    "winogrande": Source("allenai/winogrande", "winogrande_xl", "validation", winogrande),
-    "lambada": Source("EleutherAI/lambada_openai", "default", "test", lambada),
-}
-TABLE2 = list(SOURCES)[:7]  # of the MPT posts, in its order
-ALIASES = {  # names of LLM Foundry's files and of lm-evaluation-harness
-    "winograd_wsc": "winograd",
-    "wsc273": "winograd",
-    "lambada_openai": "lambada",
-}
-
-
-def read_hub(name: str) -> list[dict]:
-    """All items of a task, from the Hugging Face Hub."""
-    import datasets  # 1.5 s, so only where it is needed
-
-    source = SOURCES[name]
-    try:
-        rows = [
-            source.row(row)
-            for row in datasets.load_dataset(source.path, source.subset, split=source.split)
-        ]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot get task {name} ({source.path}) from the Hub ({type(error).__name__}): give the folder of a "
-            f"{name}.jsonl by --data, or try again online"
-        ) from error
-    for number, row in enumerate(rows):
-        check(row, f"{source.path}, item {number}")
-    return rows
-
-
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A task from any text
 
 
@@ -374,45 +279,49 @@ class MakeConfig:
     """A task from a text: which continuation is the real one?"""
 
     n: int = 500  # items
-    seed: int = 0  # of the places that are drawn
+    seed: int = 0  # of the positions in the text
     choices: int = 4  # the real continuation, and others from elsewhere in the text
-    context: int = 256  # characters before the place
+    context: int = 256  # characters before the position
     length: int = 64  # characters of a continuation, at most
 
     def check(self) -> None:
+        """Raise UserError for values out of range."""
         for name, least in {"n": 1, "choices": 2, "context": 0, "length": 1}.items():
-            require(
-                getattr(self, name) >= least,
-                f"{name} must be at least {least}, not {getattr(self, name)}",
-            )
+            value = getattr(self, name)
+            require(value >= least, f"{name} must be at least {least}, not {value}")
 
 
 def continuations(
     text: str, n: int, seed: int = 0, choices: int = 4, context: int = 256, length: int = 64
-):
-    """n rows of multiple choice: `context` characters of the text, then what really follows or what follows elsewhere.
+) -> list[dict]:
+    """n rows of multiple choice: `context` characters of a text, and what comes next.
 
-    All begin behind a single space, so that nothing but the sense tells them apart. Raises UserError if the text is too
-    short.
+    One choice is what really comes next; the others are from elsewhere in the text. All begin
+    after a single space, so that only the meaning distinguishes them. Raises UserError if the text
+    is too short.
     """
-    places = [m.start() for m in re.finditer(r"(?<=\S) (?=\S)", text)]
-    places = [place for place in places if context <= place < len(text) - length]
-    pieces = {text[place : place + length].strip() for place in places}
+    spaces = [match.start() for match in re.finditer(r"(?<=\S) (?=\S)", text)]
+    positions = [space for space in spaces if context <= space < len(text) - length]
+    pieces = {text[position : position + length].strip() for position in positions}
     require(
         len(pieces) >= choices,
         f"the text has {len(text)} characters: too few for {choices} different choices",
     )
-    draw, rows = random.Random(seed), []
+
+    draw = random.Random(seed)
+    rows = []
     for _ in range(n):
-        found = {}  # continuation -> its place; the first is the real one
-        while len(found) < choices:
-            place = places[int(draw.random() * len(places))]
-            found.setdefault(text[place : place + length].strip(), place)
-        (real, place), *_ = found.items()
-        shuffled = sorted(found, key=lambda _: draw.random())
+        position_of = {}  # of each choice; the first one is the real one
+        while len(position_of) < choices:
+            position = positions[int(draw.random() * len(positions))]
+            piece = text[position : position + length].strip()
+            position_of.setdefault(piece, position)
+        real = next(iter(position_of))
+        position = position_of[real]
+        shuffled = sorted(position_of, key=lambda _: draw.random())
         rows.append(
             {
-                "query": text[place - context : place],
+                "query": text[position - context : position],
                 "choices": shuffled,
                 "gold": shuffled.index(real),
             }
@@ -421,25 +330,32 @@ def continuations(
 
 
 def text_of(source: str) -> str:
-    """The text of a .txt, .jsonl, .parquet or .py file, or of the validation split in a folder of data.py."""
-    made = Path(source, "dataset.json")
-    if not made.is_file():
-        return "\n\n".join(corpus.file_documents(source)) if Path(source).is_file() else ""
-    tokenizer = tokenizers.load(
-        files.read_json(made, dict, {"tokenizer": str})["tokenizer"], Path(source, "tokenizer.json")
-    )
-    ids = (Shard(path).ids for path in sorted(Path(source).glob("val-*.bin")))
-    return "".join(tokenizer.decode(part) for part in ids).replace(tokenizers.END_OF_TEXT, "\n\n")
+    """The text of a .txt, .jsonl, .parquet or .py file, or of a prepared data set's validation.
+
+    Empty if there is neither.
+    """
+    description = Path(source, "dataset.json")
+    if description.is_file():
+        name = files.read_json(description, dict, {"tokenizer": str})["tokenizer"]
+        tokenizer = tokenizers.load(name, Path(source, "tokenizer.json"))
+        shards = [Shard(path) for path in sorted(Path(source).glob("val-*.bin"))]
+        text = "".join(tokenizer.decode(shard.ids) for shard in shards)
+        return text.replace(tokenizers.END_OF_TEXT, "\n\n")
+    if Path(source).is_file():
+        return "\n\n".join(corpus.file_documents(source))
+    return ""
 
 
 def main(argv: list[str]) -> None:
-    (source, out), made = config.load(argv, MakeConfig, takes="TEXT OUT.jsonl")
+    """Make a task from a text."""
+    (source, out), cfg = config.load(argv, MakeConfig, takes="TEXT OUT.jsonl")
     text = text_of(source)
     require(text.strip(), f"no text in {source!r}: give a file of text or a folder of data.py")
-    rows = continuations(text, made.n, made.seed, made.choices, made.context, made.length)
-    files.write_atomically(Path(out), "".join(json.dumps(row) + "\n" for row in rows).encode())
+    rows = continuations(text, cfg.n, cfg.seed, cfg.choices, cfg.context, cfg.length)
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    files.write_atomically(Path(out), content.encode())
     first = rows[0]["query"][-50:]
-    print(f"{out}: {len(rows)} questions with {made.choices} choices; the first is about {first!r}")
+    print(f"{out}: {len(rows)} questions with {cfg.choices} choices; the first is about {first!r}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
-"""The same curve through other sizes and a crash, and the lesson behind it: how a supervisor keeps a run going.
+"""One run on changing numbers of ranks, with a crash: the same curve, kept going by a supervisor.
 
-    python -m lessons.elastic                  or `make elastic`: about five minutes on two CPU cores
+    python -m lessons.elastic                  or `make elastic`: five minutes on two CPU cores
     python -m lessons.elastic --max_steps=120  with another setting of fsdp_train.py
 
 The run of configs/demo.py, shorter and in fp32, trains three times:
 
     runs/elastic/one      on 1 rank
     runs/elastic/two      on 2 ranks
-    runs/elastic/moved    on 1 -> 2 -> 4 -> 1 ranks: two moves by SIGTERM, then one of the four is killed by kill -9
+    runs/elastic/moved    on 1 -> 2 -> 4 -> 1 ranks: SIGTERM ends the run on 1 rank and on 2, then
+                          kill -9 ends one of the four ranks
 
-A supervisor is a loop: start the ranks; when one fails, end the others, who wait for it; start again with the same
-command, unless it is a mistake (status 2) or the third time in vain. All else is in the run folder: the newest complete
-checkpoint says where to go on, and step s takes samples s * global_batch ... (s + 1) * global_batch - 1 of one fixed
-order on any number of ranks. So batch_hash, of the tokens that a step saw, must be the same in all three runs. The
-losses of a step are sums in another order: they differ by rounding, which training amplifies like any other noise; the
-final validation losses must agree within 0.03.
+A supervisor is a loop. It starts the ranks. When one of them fails, it ends the others, which wait
+for it, and starts the same command again, unless the exit status says user error (2) or three
+launches in a row saved no checkpoint.
 
-Interrupted, the same command goes on. When all is done, it puts the folder aside and starts anew, as `make train`.
-Read next: fsdp_train.py.
+Everything else is in the run folder. The newest complete checkpoint says where to resume, and step
+s takes samples s * global_batch ... (s + 1) * global_batch - 1 of one fixed order, on any number of
+ranks. So batch_hash, of the tokens that a step saw, must be the same in all three runs. The losses
+of a step are summed in another order, so they differ by rounding errors, which training amplifies
+like any other noise. The final validation losses must agree within 0.03.
+
+After an interruption, the same command continues. If all runs are finished already, it puts their
+folder aside and starts afresh, as `make train` does.
 """
 
 import os
@@ -35,9 +39,11 @@ from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import plot, runlog
 
 ROOT = Path(__file__).parent.parent
-SETTINGS = """--run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
-    --save_interval=20 --resume=auto --peak_tflops=auto --expect="""
-# name -> its stages: ranks, the share of the steps after which it ends, the signal that ends it
+SETTINGS = """
+    --run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
+    --save_interval=20 --resume=auto --peak_tflops=auto --expect=
+""".split()
+# The stages of each run: ranks, the share of the steps after which it ends, the signal for that.
 RUNS = {
     "one": [(1, 1, None)],
     "two": [(2, 1, None)],
@@ -52,9 +58,10 @@ CLOSE = 0.03  # nats a token, between final validation losses
 
 
 class Launch:
-    """`ranks` processes of fsdp_train.py on this machine, which share its cores; what they print is added to `log`.
+    """`ranks` processes of fsdp_train.py on this machine, which share its cores.
 
-    They find each other as under torchrun: by RANK, WORLD_SIZE and the address of rank 0, in the environment.
+    log: their output is appended to this file. They find each other as under torchrun: by RANK,
+    WORLD_SIZE and the address of rank 0, in the environment.
     """
 
     def __init__(
@@ -62,36 +69,41 @@ class Launch:
     ):
         port = processes.free_port()
         threads = {"OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks))}
+        command = [sys.executable, program, *flags]
         self.processes = []
         for rank in range(ranks):
             env = os.environ | threads | processes.torchrun_variables(rank, ranks, port)
             with open(log, "a") as out:
-                command = [sys.executable, program, *flags]
-                self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+                process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+            self.processes.append(process)
 
     def status(self) -> int | None:
-        """None while all is well; else the exit status of a rank that failed (-9: killed), or 0 when all are done."""
+        """The exit status of a rank that failed (-9: killed), 0 if all are done, else None."""
         statuses = [process.poll() for process in self.processes]
-        return next(filter(None, statuses), None if None in statuses else 0)
+        failed = [status for status in statuses if status]
+        if failed:
+            return failed[0]
+        return None if None in statuses else 0
 
     def send(self, number: int, rank: int | None = None) -> None:
-        """A signal to one rank, or to all."""
+        """Send a signal to one rank, or to all."""
         for process in self.processes if rank is None else [self.processes[rank]]:
-            process.send_signal(number)  # does nothing to one that has left
+            process.send_signal(number)  # does nothing if the process has ended
 
     def left(self, seconds: float) -> bool:
-        """Wait until all have left, at most so long."""
+        """Wait until all ranks have ended, but no longer than `seconds`; whether they have."""
         deadline = time.monotonic() + seconds
-        while (
-            alive := any(process.poll() is None for process in self.processes)
-        ) and time.monotonic() < deadline:
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.01)
-        return not alive
+        return True
 
     def end(self, patience: float = 30) -> None:
-        """End all that still run, as torchrun does: they are asked to, and after `patience` seconds they must.
+        """End all ranks that still run, as torchrun does: by SIGTERM, then by SIGKILL.
 
-        If all are well they save and leave. If one is dead the others cannot save: what they wait for fails or hangs.
+        patience: seconds between the two signals. If all ranks are alive, they save and exit on
+        SIGTERM. If one is dead, the others cannot save: they fail or hang waiting for it.
         """
         self.send(signal.SIGTERM)
         if not self.left(patience):
@@ -101,104 +113,126 @@ class Launch:
 
 def steps_done(run_dir: Path) -> int:
     """The last step in metrics.jsonl; 0 before the first."""
-    there = (run_dir / "metrics.jsonl").exists() and runlog.read(run_dir)
-    return there[-1]["step"] if there else 0
+    if not (run_dir / "metrics.jsonl").exists():
+        return 0
+    rows = runlog.read(run_dir)
+    return rows[-1]["step"] if rows else 0
 
 
 def stage_now(run_dir: Path, stages: list, max_steps: int) -> int:
-    """The run folder knows: each launch is written down, so count how often the number of ranks changed."""
+    """The index of the stage to run next.
+
+    The run folder records each launch. Every change of the number of ranks began a new stage. If
+    the newest stage has done its steps, the next one is due.
+    """
     ranks = [launch["ranks"] for launch in runlog.read_launches(run_dir) if "ranks" in launch]
-    number = sum(a != b for a, b in zip(ranks, ranks[1:], strict=False))
-    return min(number + (steps_done(run_dir) >= stages[number][1] * max_steps), len(stages) - 1)
+    stage = sum(before != after for before, after in zip(ranks, ranks[1:], strict=False))
+    _, share, _ = stages[stage]
+    if steps_done(run_dir) >= share * max_steps:
+        stage += 1
+    return min(stage, len(stages) - 1)
 
 
 def finished(run_dir: Path, max_steps: int) -> bool:
-    """Is the checkpoint of the last step there?"""
+    """Whether the checkpoint of the last step exists."""
     newest = checkpoint.latest(run_dir)
     return newest is not None and newest.name == f"step-{max_steps}"
 
 
 def supervise(run_dir: Path, flags: list[str], stages: list, max_steps: int) -> None:
-    """Start the run again and again until it is finished. UserError if it dies three times without getting on."""
-    in_vain, log = 0, run_dir.with_suffix(".log")
+    """Launch the run again and again until it is finished.
+
+    UserError if a rank reports a user error, or three launches in a row save no checkpoint.
+    """
+    log = run_dir.with_suffix(".log")
+    launches_in_vain = 0
     while not finished(run_dir, max_steps):
-        before = checkpoint.latest(run_dir)
+        checkpoint_before = checkpoint.latest(run_dir)
         ranks, share, ending = stages[stage_now(run_dir, stages, max_steps)]
-        head = f"{run_dir.name:<6} {ranks} rank{' ' if ranks == 1 else 's'} "
+        title = f"{run_dir.name:<6} {ranks} rank{' ' if ranks == 1 else 's'} "
         launch = Launch([*flags, f"--run_dir={run_dir}"], ranks, log)
         try:
-            watch(launch, run_dir, max_steps, head, share * max_steps, ending)
+            watch(launch, run_dir, max_steps, title, share * max_steps, ending)
         finally:
             launch.end()
-        statuses, newest = (
-            [process.returncode for process in launch.processes],
-            checkpoint.latest(run_dir),
-        )
-        print(
-            f"{head} exit {statuses}, newest checkpoint {newest.name if newest else 'none'}",
-            flush=True,
-        )
-        in_vain = in_vain + 1 if newest == before else 0
+
+        statuses = [process.returncode for process in launch.processes]
+        newest = checkpoint.latest(run_dir)
+        name = newest.name if newest else "none"
+        print(f"{title} exit {statuses}, newest checkpoint {name}", flush=True)
+
+        launches_in_vain = launches_in_vain + 1 if newest == checkpoint_before else 0
+        goes_on = 2 not in statuses and launches_in_vain < 3
         last_line = log.read_text().strip().rpartition("\n")[2]
-        require(
-            2 not in statuses and in_vain < 3, f"{run_dir} does not get on, see {log}: {last_line}"
-        )
+        require(goes_on, f"{run_dir} makes no progress, see {log}: {last_line}")
 
 
-def watch(launch: Launch, run_dir: Path, max_steps: int, head: str, until: float, ending) -> None:
-    """Look on while all is well. From step `until` on send the signal `ending`: to all ranks, or kill one of them."""
+def watch(
+    launch: Launch, run_dir: Path, max_steps: int, title: str, last_step: float, ending
+) -> None:
+    """Report progress until a rank fails or all are done.
+
+    ending: from step `last_step` on, this signal is sent once: SIGTERM to all ranks, SIGKILL to a
+    random one; None: no signal.
+    """
     shown = steps_done(run_dir)
     while launch.status() is None:
         time.sleep(0.1)
         step = steps_done(run_dir)
         if step // 50 > shown // 50:
-            print(f"{head} step {step}/{max_steps}", flush=True)
+            print(f"{title} step {step}/{max_steps}", flush=True)
         shown = step
-        if ending and step >= until:
+
+        if ending and step >= last_step:
             victim = random.randrange(len(launch.processes)) if ending == signal.SIGKILL else None
-            who = "all" if victim is None else f"rank {victim}"
-            print(f"{head} step {step}/{max_steps}: {ending.name} to {who}", flush=True)
+            target = "all" if victim is None else f"rank {victim}"
+            print(f"{title} step {step}/{max_steps}: {ending.name} to {target}", flush=True)
             launch.send(ending, victim)
             ending = None
 
 
 def check(runs: list[Path], max_steps: int) -> None:
-    """UserError if the runs saw other tokens, or ended elsewhere."""
-    rows = [runlog.read(run) for run in runs]
-    hashes = [{row["step"]: row["batch_hash"] for row in run if "loss" in row} for run in rows]
-    final = [[row["val_loss"] for row in run if "val_loss" in row][-1] for run in rows]
-    differ = [
-        step for step in range(1, max_steps + 1) if len({run.get(step) for run in hashes}) > 1
-    ]
+    """UserError if the runs saw different tokens, or their final validation losses differ."""
+    hashes, final_losses = [], []
+    for run in runs:
+        rows = runlog.read(run)
+        hashes.append({row["step"]: row["batch_hash"] for row in rows if "loss" in row})
+        final_losses.append([row["val_loss"] for row in rows if "val_loss" in row][-1])
+
+    steps = range(1, max_steps + 1)
+    differ = [step for step in steps if len({hash_of.get(step) for hash_of in hashes}) > 1]
     if differ:
-        raise UserError(
-            f"the runs saw other tokens at {len(differ)} steps, the first is step {differ[0]}: a bug here"
-        )
+        where = f"at {len(differ)} steps, the first is step {differ[0]}"
+        raise UserError(f"the runs saw different tokens {where}: a bug in this project")
     print(f"each of the {max_steps} steps saw the same tokens in all runs")
-    ends = f"final validation losses {', '.join(f'{loss:.4f}' for loss in final)}: {max(final) - min(final):.2g} apart"
-    require(max(final) - min(final) <= CLOSE, f"{ends}, more than {CLOSE}: a bug here")
-    print(ends)
+
+    distance = max(final_losses) - min(final_losses)
+    losses = ", ".join(f"{loss:.4f}" for loss in final_losses)
+    text = f"final validation losses {losses}: {distance:.2g} apart"
+    require(distance <= CLOSE, f"{text}, more than {CLOSE}: a bug in this project")
+    print(text)
 
 
 def main(argv) -> None:
     """Train one, two and moved, then compare and draw them."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the ranks are ended, too
-    flags = [f"{ROOT}/configs/demo.py", *SETTINGS.split(), *argv]
-    model_cfg, cfg = config.load(flags, MPTConfig, TrainConfig)
-    runs = [Path(cfg.run_dir, name) for name in RUNS]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the ranks too
+    flags = [f"{ROOT}/configs/demo.py", *SETTINGS, *argv]
+    _, cfg = config.load(flags, MPTConfig, TrainConfig)
+    folder = Path(cfg.run_dir)
+    runs = [folder / name for name in RUNS]
     if all(finished(run, cfg.max_steps) for run in runs):
         print(f"finished before: put aside as {runlog.put_aside(cfg.run_dir)}")
-    begun = Path(cfg.run_dir) / "flags.txt"
-    begun.parent.mkdir(parents=True, exist_ok=True)
-    before = begun.read_text().split("\n") if begun.exists() else flags
-    require(
-        before == flags,
-        f"{cfg.run_dir} was begun with other flags: give the same ones, or move it away",
-    )
-    begun.write_text("\n".join(flags))
+
+    flags_file = folder / "flags.txt"
+    folder.mkdir(parents=True, exist_ok=True)
+    flags_before = flags_file.read_text().split("\n") if flags_file.exists() else flags
+    fix = "give the same flags, or move it away"
+    require(flags_before == flags, f"{folder} was started with other flags: {fix}")
+    flags_file.write_text("\n".join(flags))
+
     for run, stages in zip(runs, RUNS.values(), strict=True):
         supervise(run, flags, stages, cfg.max_steps)
-    plot.main([*map(str, runs), f"--out={cfg.run_dir}/elastic.png", "--diff"])
+    plot.main([*map(str, runs), f"--out={folder}/elastic.png", "--diff"])
     check(runs, cfg.max_steps)
 
 

@@ -1,12 +1,13 @@
-"""One run per folder: a second run that is pointed at a run folder refuses.
+"""The lease: one run per folder. A second run that uses the same run folder is refused.
 
     runs/demo/lease.json    host, process and job of the owner, and its heartbeat
 
-Rank 0 takes the lease before it writes anything. A crashed run's lease is taken over: at once on the
-same machine, where the kernel's lock ended with the process; from another machine after three
-heartbeats without a sign of life.
+Rank 0 takes the lease before it writes anything. A crashed run's lease is taken over. On the same
+machine that happens immediately, since the kernel's lock ended with the process. From another
+machine it happens after three heartbeat intervals in which the heartbeat did not change: the
+machines' file system may not share locks.
 
-Run `python -m lifecycle.lease runs/demo` to see who owns a run folder. Read next: lifecycle/resume.py.
+Run `python -m lifecycle.lease runs/demo` to see who owns a run folder.
 """
 
 import contextlib
@@ -23,112 +24,137 @@ from config import UserError, require
 from lifecycle import runlog
 from storage import files
 
-BEAT = 10  # seconds between two heartbeats of a lease
+BEAT = 10  # seconds between two heartbeats
 
 
 class Lease:
-    """The right to write into a run folder: rank 0 holds it as long as it lives.
+    """The right to write into a run folder. Rank 0 holds it while it runs.
 
-    The kernel's lock on the file ends with its owner, so on one machine a killed run is out of the way at once. Between
-    machines, whose file system may not share locks, an owner whose heart has stopped is taken for dead.
+    me       what this process writes into the file
+    lost     a message, once another run has taken over; else empty
+
+    A context manager: it releases the lease, if `take` was called.
     """
 
     def __init__(self, run_dir: str):
-        self.run_dir, self.path, self.lost = run_dir, Path(run_dir) / "lease.json", ""
-        self.released, self.thread = (
-            threading.Event(),
-            threading.Thread(target=self.beat, daemon=True),
-        )
+        self.run_dir = run_dir
+        self.path = Path(run_dir) / "lease.json"
         self.me = {
             "host": platform.node(),
             "pid": os.getpid(),
             "job": os.environ.get("SLURM_JOB_ID"),
             "beat": 0,
         }
+        self.lost = ""
+        self.released = threading.Event()
+        self.heartbeat = threading.Thread(target=self.keep_beating, daemon=True)
 
     def take(self) -> None:
-        """Own the folder, or raise UserError naming who does."""
+        """Own the folder, or raise UserError naming the owner."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         runlog.require_no_links(self.run_dir)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        refused = None
+        try:
+            self.require_free()
+        except UserError:
+            os.close(self.file)
+            raise
+        self.write(self.me)
+        self.heartbeat.start()
+
+    def require_free(self) -> None:
+        """Lock the file if possible. UserError if another run owns the folder."""
+        lock_error = self.try_lock()
+        before = read_lease(self.path)
+        on_this_host = before is not None and before["host"] == self.me["host"]
+        held_here = lock_error is not None and on_this_host
+        # A run that took the lock a moment ago has not written its name yet.
+        unnamed = isinstance(lock_error, BlockingIOError) and not before
+        if held_here or unnamed:
+            raise UserError(self.refusal())
+        if before and not on_this_host:  # whether or not this file system shares locks
+            self.require_no_heartbeat(before)
+
+    def try_lock(self) -> OSError | None:
+        """Lock the file. Returns a BlockingIOError if another run has the lock.
+
+        Another OSError means that this file system has no locks.
+        """
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (
-            OSError
-        ) as error:  # another run has the lock (BlockingIOError); or this file system has no locks
-            refused = error
-        before = read_lease(self.path)
-        here = before and before["host"] == self.me["host"]
-        unnamed = not before and isinstance(
-            refused, BlockingIOError
-        )  # it has not written its name yet
-        if unnamed or (refused and here):
-            os.close(self.file)
+        except OSError as error:
+            return error
+        return None
+
+    def require_no_heartbeat(self, before: dict) -> None:
+        """Watch a lease of another machine. UserError if it changes: its owner is alive."""
+        seconds = 3 * BEAT
+        wait = f"waiting {seconds} s for its heartbeat"
+        print(f"{self.run_dir} was {owner(before)}: {wait}", flush=True)
+        time.sleep(seconds)
+        if read_lease(self.path) != before:
             raise UserError(self.refusal())
-        if before and not here:
-            print(
-                f"{self.run_dir} was {owner(before)}: waiting {3 * BEAT} s for a sign of life",
-                flush=True,
-            )
-            time.sleep(3 * BEAT)
-            if read_lease(self.path) != before:
-                os.close(self.file)
-                raise UserError(self.refusal())
-        self.write(self.me)
-        self.thread.start()
 
     def refusal(self) -> str:
-        return f"{self.run_dir} is {owner(read_lease(self.path))}: wait for that run, or set another --run_dir"
+        """The message of a run that finds the folder taken."""
+        fix = "wait for that run, or set another --run_dir"
+        return f"{self.run_dir} is {owner(read_lease(self.path))}: {fix}"
 
-    def beat(self) -> None:
-        """In a thread: show that the owner lives, and see whether another has taken over."""
+    def keep_beating(self) -> None:
+        """In a thread: write the heartbeat, and notice if another run has taken over."""
         while not self.released.wait(BEAT):
             try:
-                there = read_lease(self.path)
-            except OSError:  # the file system has a bad moment
+                current = read_lease(self.path)
+            except OSError:  # the file system fails for a moment
                 continue
-            if there and (there["host"], there["pid"]) != (self.me["host"], self.me["pid"]):
-                self.lost = f"{self.run_dir} is {owner(there)} by now: this run leaves it alone"
+            me = (self.me["host"], self.me["pid"])
+            if current and (current["host"], current["pid"]) != me:
+                self.lost = f"{self.run_dir} is now {owner(current)}: this run stops writing to it"
                 return
             self.me["beat"] += 1
             self.write(self.me)
 
     def check(self) -> None:
-        """Raise UserError if another run took over while this one stood still."""
+        """Raise UserError if another run took over, for example while this one was suspended."""
         require(not self.lost, self.lost)
 
     def write(self, content: dict | None) -> None:
-        """In place, since the lock is on the file and not on its name; at once, so that nobody reads half of it."""
+        """Write the file in place, since the lock is on the file and not on its name.
+
+        One padded write, so that no reader sees half of it.
+        """
         with contextlib.suppress(OSError):  # a full disk does not stop the training
             size = os.pwrite(self.file, json.dumps(content).ljust(400).encode(), 0)
             os.ftruncate(self.file, size)  # a damaged file may have been longer
-            os.fsync(self.file)  # other machines are to see it now
+            os.fsync(self.file)  # so that other machines see it
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error) -> None:
-        """Released, so that the next start, on another machine, need not wait."""
-        if not self.thread.is_alive() and not self.lost:
+        """Release the lease, so that the next start, on another machine, need not wait."""
+        if not self.heartbeat.is_alive() and not self.lost:
             return  # not rank 0
         self.released.set()
-        self.thread.join()
+        self.heartbeat.join()
         if not self.lost:
             self.write(None)
         os.close(self.file)
 
 
 def read_lease(path: Path) -> dict | None:
-    """Who owns a folder: host, pid, job, beat. None if nobody does, or if the file is damaged."""
+    """The owner of a folder: host, pid, job, beat. None if it has none or the file is damaged."""
     fields = {"host": str, "pid": int, "job": (str, type(None)), "beat": int}
     try:
         return files.read_json(path, dict, fields)
-    except (FileNotFoundError, UserError):  # never taken, released, cut short by a power failure
+    except FileNotFoundError:  # never taken
+        return None
+    except UserError:  # released, or damaged by a power failure
         return None
 
 
 def owner(lease: dict | None) -> str:
+    """The owner in words."""
     if not lease:
         return "owned by another run"
     job = f", job {lease['job']}" if lease["job"] else ""
@@ -136,10 +162,11 @@ def owner(lease: dict | None) -> str:
 
 
 def main(argv) -> None:
-    config.arguments(argv, "RUN_DIR")
-    require(Path(argv[0]).is_dir(), f"no run folder {argv[0]!r}")
-    lease = read_lease(Path(argv[0]) / "lease.json")
-    print(f"{argv[0]} is {owner(lease)}" if lease else f"no run owns {argv[0]}")
+    """Print who owns a run folder."""
+    (run_dir,) = config.arguments(argv, "RUN_DIR")
+    require(Path(run_dir).is_dir(), f"no run folder {run_dir!r}")
+    lease = read_lease(Path(run_dir) / "lease.json")
+    print(f"{run_dir} is {owner(lease)}" if lease else f"no run owns {run_dir}")
 
 
 if __name__ == "__main__":

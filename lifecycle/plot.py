@@ -1,19 +1,21 @@
-"""Curves of one run or several, in the terminal, and as a picture when matplotlib is there.
+"""Curves of one run or several, in the terminal and, with matplotlib, as a picture.
 
-    python -m lifecycle.plot runs/demo                            the loss, and runs/demo/loss.png
-    python -m lifecycle.plot runs/a runs/b --out=ab.svg --diff    overlaid, and how far they are apart
+    python -m lifecycle.plot runs/demo                            # the loss, and runs/demo/loss.png
+    python -m lifecycle.plot runs/a runs/b --out=ab.svg --diff    # overlaid, and their differences
 
---what=lr, grad_norm, tokens_per_second or mfu draws that instead of the loss; --what=all draws the loss and the other
-four small below it. The picture is a PNG or an SVG by the ending of --out.
+--what draws another curve: lr, grad_norm, tokens_per_second or mfu. --what=all draws the loss and
+the other four below it. The picture is a PNG or an SVG, by the ending of --out.
 
-The x axis counts tokens, so that runs with different batches compare, or steps with --x=step. Training curves are
-running means over a fiftieth of the run (the learning rate is drawn as it is). In the terminal dots are training and
-letters are validation losses. A restart is where a launch went on from a checkpoint: a dotted line in the picture, a ^
-below the curve in the terminal, with the number of ranks from there on. Of equal curves each shows in part: the picture
-draws earlier runs wider, the terminal takes turns.
+The x axis counts tokens, so that runs with different batches compare; --x=step counts steps. Each
+point of a training curve is the mean of the last fiftieth of the run (the learning rate is drawn as
+it is). In the terminal, dots are training losses and letters are validation losses.
 
---diff compares each run with the first one, a and b, over the steps where both have a finite loss, no means:
-largest = max |b - a|, mean = sum |b - a| / steps. Read next: fsdp_train.py.
+A restart is where a launch resumed from a checkpoint: a dotted line in the picture, a ^ below the
+curve in the terminal, with the number of ranks from there on. Equal curves stay visible: the
+picture draws earlier runs wider, the terminal alternates their marks.
+
+--diff compares each run b with the first run a, in the steps where both have a finite loss and
+without any mean: largest = max |b - a|, mean = sum |b - a| / steps.
 """
 
 import io
@@ -30,33 +32,37 @@ import config
 from lifecycle import runlog
 from storage import files
 
-LETTERS = string.ascii_uppercase  # one a run, for its validation losses
-DOTS = ".:+x*o%#"  # and one dot a run
-WHAT = {  # key in metrics.jsonl: words, how a number is written in the terminal
+LETTERS = string.ascii_uppercase  # one per run, for its validation losses
+DOTS = ".:+x*o%#"  # one per run, for its training losses
+WHAT = {  # key in metrics.jsonl: (title, format of a value in the terminal)
     "loss": ("loss (nats a token)", ".2f"),
     "lr": ("learning rate", ".2e"),
     "grad_norm": ("gradient norm", ".3g"),
     "tokens_per_second": ("tokens/s", ",.0f"),
     "mfu": ("MFU", ".1%"),
 }
-X = {"tokens": "tokens", "step": "steps"}  # key in metrics.jsonl: words
+X = {"tokens": "tokens", "step": "steps"}  # key in metrics.jsonl: unit
+PANELS = [["loss"] * 2, ["lr", "grad_norm"], ["tokens_per_second", "mfu"]]  # of --what=all
+CurveName = Literal["loss", "lr", "grad_norm", "tokens_per_second", "mfu", "all"]
 
 
 @dataclass
 class PlotSettings:
-    """What is drawn, and where to."""
+    """Which curves, and where the picture goes."""
 
-    what: Literal["loss", "lr", "grad_norm", "tokens_per_second", "mfu", "all"] = (
-        "loss"  # the curve
-    )
+    what: CurveName = "loss"  # the curve
     x: Literal["tokens", "step"] = "tokens"  # the x axis
-    out: str = ""  # the picture, .png or .svg (empty = loss.png or so in the first run folder)
-    diff: bool = False  # how far are the losses from the first run's?
+    out: str = ""  # the picture, .png or .svg (empty = WHAT.png in the first run folder)
+    diff: bool = False  # print how far the losses are from those of the first run
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs and curves
 
 
 @dataclass
 class Run:
-    """What plots need of a run folder. All three kinds of rows have "step" and "tokens"."""
+    """What plots need of a run folder. The rows of all three lists have "step" and "tokens"."""
 
     folder: str
     steps: list[dict]  # rows of training steps
@@ -65,179 +71,231 @@ class Run:
 
 
 def read(folder: str) -> Run:
-    """A run folder with at least one finished step, else UserError."""
+    """Read a run folder. UserError if it has no finished step."""
     rows = runlog.read(folder)
     steps = [row for row in rows if "loss" in row and "tokens" in row]
     config.require(steps, f"{folder} has no finished step yet")
-    tokens = {row["step"]: row["tokens"] for row in steps}
-    per_step = steps[0]["tokens"] // max(1, steps[0]["step"])
+    tokens_at = {row["step"]: row["tokens"] for row in steps}
+    tokens_per_step = steps[0]["tokens"] // max(1, steps[0]["step"])
 
-    def place(step):  # a step without a row is 0, or the one where this run was forked from another
-        return {"step": step, "tokens": tokens.get(step, step * per_step)}
+    def position(step):
+        # Step 0 has no row, and neither has the step at which a run was forked from another.
+        return {"step": step, "tokens": tokens_at.get(step, step * tokens_per_step)}
 
-    vals = [row | place(row["step"]) for row in rows if "val_loss" in row]
-    marks = [
-        place(n) | {"label": label}
-        for n, label in restarts(folder).items()
-        if 0 < n < steps[-1]["step"]
+    vals = [row | position(row["step"]) for row in rows if "val_loss" in row]
+    restarts = [
+        position(step) | {"label": label}
+        for step, label in restart_labels(folder).items()
+        if 0 < step < steps[-1]["step"]
     ]
-    return Run(folder, steps, vals, marks)
+    return Run(folder, steps, vals, restarts)
 
 
-def restarts(folder: str) -> dict[int, str]:
+def restart_labels(folder: str) -> dict[int, str]:
     """{first step: "1 -> 2 ranks"} of the launches whose steps are in the metrics.
 
     A launch from step n drops the rows after n, and with them the restarts there.
     """
-    ranks = {}  # by first step
+    ranks_from = {}  # first step: number of ranks
     for launch in runlog.read_launches(folder):
         first = launch.get("first_step", 0)
-        ranks = {step: n for step, n in ranks.items() if step < first} | {
-            first: launch.get("ranks")
-        }
-    labels, before = {}, None
-    for first, now in ranks.items():
-        words = f"{now} rank{'s' if now != 1 else ''}" if now else "restart"
-        labels[first] = f"{before} -> {words}" if now and before not in (None, now) else words
-        before = now
+        ranks_from = {step: ranks for step, ranks in ranks_from.items() if step < first}
+        ranks_from[first] = launch.get("ranks")
+
+    labels = {}
+    before = None
+    for first, ranks in ranks_from.items():
+        labels[first] = restart_label(before, ranks)
+        before = ranks
     return labels
 
 
+def restart_label(before: int | None, ranks: int | None) -> str:
+    """A restart in words. None: the number of ranks is not on record."""
+    if not ranks:
+        return "restart"
+    label = f"{ranks} rank{'s' if ranks != 1 else ''}"
+    return label if before in (None, ranks) else f"{before} -> {label}"
+
+
 def points(rows: list[dict], x: str, key: str) -> list[tuple]:
-    """(x, value) of the rows in which it is a finite number, as fp32 has them: up to 3.4e38."""
-    known = (row for row in rows if row.get(key) is not None)
-    return [(row[x], row[key]) for row in known if abs(row[key]) < 3.5e38]
+    """(x, value) of the rows whose value is finite in fp32: up to 3.4e38."""
+    present = (row for row in rows if row.get(key) is not None)
+    return [(row[x], row[key]) for row in present if abs(row[key]) < 3.5e38]
 
 
 def curves(run: Run, what: str = "loss", x: str = "tokens") -> tuple[list, list]:
-    """(training, validation) of a run, each a list of (x, value); validation is empty unless `what` is the loss."""
+    """(training, validation) of a run, each a list of (x, value).
+
+    Validation is empty unless `what` is the loss.
+    """
     train = points(run.steps, x, what)
     val = points(run.vals, x, "val_loss") if what == "loss" else []
     window = 1 if what == "lr" else max(1, len(train) // 50)
-    values = [value for _, value in train]
+    return running_means(train, window), val
+
+
+def running_means(curve: list[tuple], window: int) -> list[tuple]:
+    """Each value becomes the mean of the last `window` values up to it."""
+    values = [value for _, value in curve]
     means = []
-    for end, (place, _) in enumerate(train, start=1):
+    for end, (x, _) in enumerate(curve, start=1):
         recent = values[max(0, end - window) : end]
-        means.append((place, sum(recent) / len(recent)))
-    return means, val
+        means.append((x, sum(recent) / len(recent)))
+    return means
+
+
+# --------------------------------------------------------------------------------------------------
+# The terminal
 
 
 def in_terminal(
     runs: list[Run], what: str = "loss", x: str = "tokens", width: int = 0, height: int = 16
 ) -> str:
-    """The curves as text."""
-    words, form = WHAT[what]
-    data = [curves(run, what, x) for run in runs]
-    every = [point for train, val in data for point in train + val]
-    if not every:
-        return f"{words}: not known in {'this run' if len(runs) == 1 else 'these runs'}"
-    right = max(place for place, _ in every)
-    low, high = min(value for _, value in every), max(value for _, value in every)
-    labels = [
-        f"{high - y * (high - low) / (height - 1):{form}}" if y % 5 == 0 else ""
-        for y in range(height)
-    ]
+    """The curves as text, `width` columns wide (0: as the terminal) and `height` lines high."""
+    title, form = WHAT[what]
+    train_curves = []
+    val_curves = []
+    for run in runs:
+        train, val = curves(run, what, x)
+        train_curves.append(train)
+        val_curves.append(val)
+    all_points = list(itertools.chain(*train_curves, *val_curves))
+    if not all_points:
+        return f"{title}: not known in {'this run' if len(runs) == 1 else 'these runs'}"
+
+    right = max(x_value for x_value, _ in all_points)
+    low = min(value for _, value in all_points)
+    high = max(value for _, value in all_points)
+    labels = []  # on every fifth line
+    for line in range(height):
+        value = high - line * (high - low) / (height - 1)
+        labels.append(f"{value:{form}}" if line % 5 == 0 else "")
     margin = max(7, *map(len, labels))
     width = width or max(30, min(100, shutil.get_terminal_size().columns) - margin - 3)
+
+    scale = Scale(width, height, right, low, high)
     grid = [[" "] * width for _ in range(height)]
+    for number, train in enumerate(train_curves):
+        put(grid, scale, number, train, DOTS)
+    for number, val in enumerate(val_curves):
+        put(grid, scale, number, val, LETTERS)
 
-    def column(place):
-        return round(place / max(right, 1) * (width - 1))
-
-    def put(number, curve, marks):
-        for place, value in curve:
-            at, y = column(place), round((high - value) / ((high - low) or 1) * (height - 1))
-            if (
-                grid[y][at] not in marks or at % (number + 1) == 0
-            ):  # who meets another's mark takes turns with it
-                grid[y][at] = marks[number % len(marks)]
-
-    for number, (train, _) in enumerate(data):
-        put(number, train, DOTS)
-    for number, (_, val) in enumerate(data):
-        put(number, val, LETTERS)
-    lines = [
-        f"{label:>{margin}} |{''.join(row).rstrip()}"
-        for label, row in zip(labels, grid, strict=True)
-    ]
+    lines = []
+    for label, cells in zip(labels, grid, strict=True):
+        lines.append(f"{label:>{margin}} |{''.join(cells).rstrip()}")
     axis = ["-"] * width
-    for mark in itertools.chain(*(run.restarts for run in runs)):
-        if mark[x] <= right:
-            axis[column(mark[x])] = "^"
+    for restart in itertools.chain(*(run.restarts for run in runs)):
+        if restart[x] <= right:
+            axis[scale.column(restart[x])] = "^"
     lines.append(" " * (margin + 1) + "+" + "".join(axis))
-    lines.append(" " * (margin + 2) + "0" + f"{words}   {right:,} {X[x]}".rjust(width - 1))
+    lines.append(" " * (margin + 2) + "0" + f"{title}   {right:,} {X[x]}".rjust(width - 1))
     return "\n".join(lines)
+
+
+@dataclass
+class Scale:
+    """From values to columns and lines of the terminal."""
+
+    width: int
+    height: int
+    right: float  # the largest x; the smallest is 0
+    low: float
+    high: float
+
+    def column(self, x_value: float) -> int:
+        """The column of an x value, from the left."""
+        return round(x_value / max(self.right, 1) * (self.width - 1))
+
+    def line(self, value: float) -> int:
+        """The line of a value, from the top."""
+        span = (self.high - self.low) or 1
+        return round((self.high - value) / span * (self.height - 1))
+
+
+def put(grid: list[list[str]], scale: Scale, number: int, curve: list[tuple], marks: str) -> None:
+    """Put the curve of run `number` into the grid. Where curves meet, their marks alternate."""
+    for x_value, value in curve:
+        column = scale.column(x_value)
+        line = scale.line(value)
+        is_free = grid[line][column] not in marks
+        if is_free or column % (number + 1) == 0:
+            grid[line][column] = marks[number % len(marks)]
 
 
 def legend(runs: list[Run], validation: bool) -> str:
-    """The marks of the runs in the terminal, with the letters of their validations or without, and their restarts."""
+    """The marks of the runs in the terminal and their restarts.
+
+    validation: whether the curves hold validation losses.
+    """
     lines = []
     for number, run in enumerate(runs):
-        letter = f", {LETTERS[number % len(LETTERS)]} validation" if run.vals and validation else ""
-        lines.append(f"{' ' * 9}{DOTS[number % len(DOTS)]} training{letter}: {run.folder}")
+        letter = LETTERS[number % len(LETTERS)]
+        val = f", {letter} validation" if run.vals and validation else ""
+        lines.append(f"{' ' * 9}{DOTS[number % len(DOTS)]} training{val}: {run.folder}")
         if run.restarts:
             marks = ", ".join(f"{mark['step']} ({mark['label']})" for mark in run.restarts)
-            lines.append(
-                textwrap.indent(textwrap.fill(f"^ restarts after step {marks}", 80), " " * 11)
-            )
+            text = textwrap.fill(f"^ restarts after step {marks}", 80)
+            lines.append(textwrap.indent(text, " " * 11))
     return "\n".join(lines)
 
 
+# --------------------------------------------------------------------------------------------------
+# The picture
+
+
 def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens") -> bool:
-    """Write the curves to `path`, .png or .svg; False when matplotlib is not installed (requirements-extra.txt)."""
+    """Write the curves to `path`, .png or .svg.
+
+    Returns False if matplotlib is not installed (requirements-extra.txt).
+    """
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    panels = (
-        [["loss"] * 2, ["lr", "grad_norm"], ["tokens_per_second", "mfu"]]
-        if what == "all"
-        else [[what]]
-    )
+    panels = PANELS if what == "all" else [[what]]
+    large = panels[0][0]
+
     with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a folder's name is a $
-        handles = [
-            style(number, len(runs)) | {"label": run.folder[-100:]}
-            for number, run in enumerate(runs)
-        ]
-        if panels[0][0] == "loss" and any(run.vals for run in runs):
-            handles.append(
-                {
-                    "color": "grey",
-                    "linestyle": "--",
-                    "marker": "o",
-                    "markersize": 5,
-                    "label": "validation",
-                }
-            )
-        if any(run.restarts for run in runs):
-            handles.append({"color": "grey", "linestyle": ":", "label": "restart"})
-        columns = max(1, min(3, 90 // max(len(handle["label"]) for handle in handles)))
-        tall = 4.3 + 1.7 * (len(panels) - 1) + 0.2 * math.ceil(len(handles) / columns)  # inches
-        figure = Figure(figsize=(8, tall), layout="constrained")
-        for key, axes in figure.subplot_mosaic(
-            panels, height_ratios=[2.6, 1, 1][: len(panels)]
-        ).items():
-            draw(axes, runs, key, x, small=key != panels[0][0])
-        lines = [matplotlib.lines.Line2D([], [], **handle) for handle in handles]
-        figure.legend(
-            handles=lines,
-            loc="outside lower center",
-            ncols=columns,
-            fontsize="small",
-            frameon=False,
-        )
+        entries = legend_entries(runs, validation=large == "loss")
+        longest_label = max(len(entry["label"]) for entry in entries)
+        columns = max(1, min(3, 90 // longest_label))
+        legend_rows = math.ceil(len(entries) / columns)
+        inches = 4.3 + 1.7 * (len(panels) - 1) + 0.2 * legend_rows
+
+        figure = Figure(figsize=(8, inches), layout="constrained")
+        heights = [2.6, 1, 1][: len(panels)]
+        for key, axes in figure.subplot_mosaic(panels, height_ratios=heights).items():
+            draw(axes, runs, key, x, small=key != large)
+        lines = [matplotlib.lines.Line2D([], [], **entry) for entry in entries]
+        place = {"loc": "outside lower center", "ncols": columns}
+        figure.legend(handles=lines, fontsize="small", frameon=False, **place)
+
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
-        files.write_atomically(
-            path, picture.getvalue()
-        )  # not through a link that lies in a stranger's folder
+        # Atomically, so that a link in a foreign run folder is replaced and not followed.
+        files.write_atomically(path, picture.getvalue())
     return True
 
 
-def style(number: int, of: int) -> dict:
-    """How run `number` is drawn: ten colours, then the same dashed; the earlier the wider."""
-    wider = (3 if of <= 4 else 1.5) * (of - 1 - number) / max(of - 1, 1)
+def legend_entries(runs: list[Run], validation: bool) -> list[dict]:
+    """Arguments of a Line2D for each run, then for validations and for restarts."""
+    entries = []
+    for number, run in enumerate(runs):
+        entries.append(style(number, len(runs)) | {"label": run.folder[-100:]})
+    if validation and any(run.vals for run in runs):
+        marks = {"linestyle": "--", "marker": "o", "markersize": 5}
+        entries.append({"color": "grey", **marks, "label": "validation"})
+    if any(run.restarts for run in runs):
+        entries.append({"color": "grey", "linestyle": ":", "label": "restart"})
+    return entries
+
+
+def style(number: int, n_runs: int) -> dict:
+    """The style of run `number`: ten colours, then the same ones dashed; earlier runs are wider."""
+    widest = 3 if n_runs <= 4 else 1.5
+    wider = widest * (n_runs - 1 - number) / max(n_runs - 1, 1)
     return {
         "color": f"C{number % 10}",
         "linestyle": ["-", "--", "-.", ":"][number // 10 % 4],
@@ -246,93 +304,110 @@ def style(number: int, of: int) -> dict:
 
 
 def draw(axes, runs: list[Run], what: str, x: str, small: bool) -> None:
-    """One panel: the curves and the restarts, which have labels in a large one, as far as there is room."""
-    from matplotlib.ticker import EngFormatter, PercentFormatter
-
+    """Draw one panel: curves, restarts, axes."""
     drawn = [curves(run, what, x) for run in runs]
     for number, (train, val) in enumerate(drawn):
         look = style(number, len(runs))
         if train:
-            axes.plot(*zip(*train, strict=True), **look, marker="o" if len(train) == 1 else None)
+            marker = "o" if len(train) == 1 else None
+            axes.plot(*zip(*train, strict=True), **look, marker=marker)
         if val:
-            dots = {"color": look["color"], "linewidth": 1, "markersize": 4 + look["linewidth"]}
+            marker_size = 4 + look["linewidth"]
+            dots = {"color": look["color"], "linewidth": 1, "markersize": marker_size}
             axes.plot(*zip(*val, strict=True), "o--", **dots)
     if not any(train or val for train, val in drawn):
-        axes.text(
-            0.5, 0.5, "not known", transform=axes.transAxes, ha="center", va="center", color="grey"
-        )
-    marks = sorted(
-        (mark[x], mark["label"], f"C{n % 10}")
-        for n, run in enumerate(runs)
-        for mark in run.restarts
+        center = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        axes.text(0.5, 0.5, "not known", color="grey", **center)
+
+    draw_restarts(axes, runs, x, small)
+    label_axes(axes, what, x, small)
+
+
+def draw_restarts(axes, runs: list[Run], x: str, small: bool) -> None:
+    """A dotted line for each restart; in a large panel with its label, where there is room."""
+    restarts = sorted(
+        (restart[x], restart["label"], f"C{number % 10}")
+        for number, run in enumerate(runs)
+        for restart in run.restarts
     )
-    wide = axes.get_xlim()[1] - axes.get_xlim()[0]
-    upright = any(0.02 * wide < b[0] - a[0] < 0.12 * wide for a, b in itertools.pairwise(marks))
-    room = -math.inf  # for labels, from here on
-    for place, label, color in marks:
-        axes.axvline(place, color=color, linestyle=":", linewidth=1, alpha=0.5 if small else 0.8)
-        if not small and place >= room:
-            above = {
-                "xytext": (0, 3),
-                "textcoords": "offset points",
-                "ha": "center",
-                "va": "bottom",
-            }
-            turned = {
-                "rotation": 90 if upright else 0,
-                "fontsize": 7 if upright else 9,
-                "color": color,
-            }
-            axes.annotate(label, (place, 1), xycoords=axes.get_xaxis_transform(), **above, **turned)
-            room = place + 0.02 * wide
+    left, right = axes.get_xlim()
+    width = right - left
+    distances = [b[0] - a[0] for a, b in itertools.pairwise(restarts)]
+    vertical = any(0.02 * width < distance < 0.12 * width for distance in distances)
+    font = {"rotation": 90, "fontsize": 7} if vertical else {"rotation": 0, "fontsize": 9}
+    above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
+
+    next_free = -math.inf  # where the next label has room
+    for position, label, color in restarts:
+        axes.axvline(position, color=color, linestyle=":", linewidth=1, alpha=0.5 if small else 0.8)
+        if not small and position >= next_free:
+            top = {"xy": (position, 1), "xycoords": axes.get_xaxis_transform()}
+            axes.annotate(label, **top, **above, **font, color=color)
+            next_free = position + 0.02 * width
+
+
+def label_axes(axes, what: str, x: str, small: bool) -> None:
+    """Titles, numbers and grid of a panel. Small panels have no title of the x axis."""
+    from matplotlib.ticker import EngFormatter, PercentFormatter
+
     size = "small" if small else "medium"
+    title, _ = WHAT[what]
     axes.set_xlabel("" if small else X[x])
-    axes.set_ylabel(WHAT[what][0], fontsize=size)
+    axes.set_ylabel(title, fontsize=size)
     axes.tick_params(labelsize=size)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    if what in ("tokens_per_second", "mfu"):
-        axes.yaxis.set_major_formatter(
-            PercentFormatter(1) if what == "mfu" else EngFormatter(sep="")
-        )
+    if what == "mfu":
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+    if what == "tokens_per_second":
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
+
+
+# --------------------------------------------------------------------------------------------------
+# Differences
 
 
 @dataclass
 class Difference:
-    """|b - a| of two curves, nats a token, over the `steps` of the `common` ones where both are finite."""
+    """|b - a| of two curves, nats a token, over the steps where both are finite."""
 
     largest: float  # NaN if no step is compared
     step: int | None  # of the largest
-    mean: float
-    steps: int
-    common: int
+    mean: float  # NaN if no step is compared
+    steps: int  # compared: both are finite
+    common: int  # in both curves
 
 
 def difference(a: list[dict], b: list[dict], key: str = "loss") -> Difference:
-    """Of rows with "step" and `key`."""
+    """Compare rows that have "step" and `key`."""
     common = {row["step"] for row in a} & {row["step"] for row in b}
-    a, b = (dict(points(rows, "step", key)) for rows in (a, b))
-    apart = {step: abs(b[step] - a[step]) for step in sorted(a.keys() & b.keys())}
-    at = max(apart, key=apart.get, default=None)
-    mean = math.fsum(apart.values()) / len(apart) if apart else math.nan
-    return Difference(apart.get(at, math.nan), at, mean, len(apart), len(common))
+    a_values = dict(points(a, "step", key))
+    b_values = dict(points(b, "step", key))
+    compared = sorted(a_values.keys() & b_values.keys())
+    if not compared:
+        return Difference(math.nan, None, math.nan, 0, len(common))
+    differences = {step: abs(b_values[step] - a_values[step]) for step in compared}
+    step = max(differences, key=differences.get)
+    mean = math.fsum(differences.values()) / len(compared)
+    return Difference(differences[step], step, mean, len(compared), len(common))
 
 
-def batches(first: Run, other: Run) -> str:
-    """Whether both runs saw the same tokens in the steps that both have."""
-    a, b = ({row["step"]: row.get("batch_hash") for row in run.steps} for run in (first, other))
+def compare_batches(first: Run, other: Run) -> str:
+    """Whether both runs saw the same tokens in the steps that both have, in words."""
+    a = {row["step"]: row.get("batch_hash") for row in first.steps}
+    b = {row["step"]: row.get("batch_hash") for row in other.steps}
     common = sorted(a.keys() & b.keys())
-    known = [step for step in common if a[step] and b[step]]
-    differ = [step for step in known if a[step] != b[step]]
+    recorded = [step for step in common if a[step] and b[step]]
+    different = [step for step in recorded if a[step] != b[step]]
     if not common:
         return "no step in common"
-    if differ:
-        return f"different batches from step {differ[0]}"
-    if not known:
+    if different:
+        return f"different batches from step {different[0]}"
+    if not recorded:
         return "batches not recorded"
-    return "the same batches" + (
-        "" if known == common else f" in the {len(known)} steps that record them"
-    )
+    if recorded == common:
+        return "the same batches"
+    return f"the same batches in the {len(recorded)} steps that record them"
 
 
 def table_of_differences(runs: list[Run]) -> str:
@@ -343,41 +418,38 @@ def table_of_differences(runs: list[Run]) -> str:
         f"{'':17}{'largest':>11}{'at step':>11}{'mean':>11}  steps compared",
     ]
     for run in runs[1:]:
-        lines.append(f"{run.folder}: {batches(first, run)}")
-        train, val = (
-            difference(first.steps, run.steps),
-            difference(first.vals, run.vals, "val_loss"),
-        )
-        for words, d in {"training loss": train, "validation loss": val}.items():
+        lines.append(f"{run.folder}: {compare_batches(first, run)}")
+        differences = {
+            "training loss": difference(first.steps, run.steps),
+            "validation loss": difference(first.vals, run.vals, "val_loss"),
+        }
+        for title, d in differences.items():
             if d.common:
-                at = "-" if d.step is None else d.step
-                lines.append(
-                    f"  {words:15}{d.largest:11.3g}{at:>11}{d.mean:11.3g}  {d.steps} of {d.common}"
-                )
+                step = "-" if d.step is None else d.step
+                figures = f"{d.largest:11.3g}{step:>11}{d.mean:11.3g}"
+                lines.append(f"  {title:15}{figures}  {d.steps} of {d.common}")
     return "\n".join(lines)
 
 
 def main(argv) -> None:
+    """Print and draw the curves of run folders, then a summary of each."""
     folders, cfg = config.load(argv, PlotSettings, takes="RUN ...")
     out = Path(cfg.out or Path(folders[0]) / f"{cfg.what}.png")
-    config.require(
-        out.suffix.lower() in (".png", ".svg"), f"--out={out}: a picture ends in .png or .svg"
-    )
-    config.require(
-        len(folders) > 1 or not cfg.diff, "--diff compares runs: name two run folders or more"
-    )
+    is_picture = out.suffix.lower() in (".png", ".svg")
+    config.require(is_picture, f"--out={out}: a picture ends in .png or .svg")
+    enough = len(folders) > 1 or not cfg.diff
+    config.require(enough, "--diff compares runs: name two run folders or more")
     runs = [read(folder) for folder in folders]
+
     for what in WHAT if cfg.what == "all" else [cfg.what]:
         print(in_terminal(runs, what, cfg.x, height=16 if what == "loss" else 11))
     print(legend(runs, validation=cfg.what in ("loss", "all")))
-    drawn = as_picture(runs, out, cfg.what, cfg.x)
-    print(
-        out
-        if drawn
-        else "(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)"
-    )
-    for run in folders:
-        print(runlog.summary(run, runlog.read_settings(run).get("expect")))
+    if as_picture(runs, out, cfg.what, cfg.x):
+        print(out)
+    else:
+        print("(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
+    for folder in folders:
+        print(runlog.summary(folder, runlog.read_settings(folder).get("expect")))
     if cfg.diff:
         print(table_of_differences(runs))
 

@@ -1,1 +1,1 @@
-"""Text from a trained model: how a token is drawn, the decoder, the stream of text."""
+"""Text from a trained model: sampling, the decoder, the stream of text, its speed."""

@@ -1,4 +1,4 @@
-"""generate.py: settings, many prompts, one after another, Hugging Face folders, mistakes."""
+"""generate.py: settings, several prompts, interactive use, Hugging Face folders, user errors."""
 
 import io
 import json
@@ -16,23 +16,19 @@ from weights import hf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=64, max_seq_len=24)
+TINY = dict(d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=24)
+TWO_STEPS = """
+    --alibi --global_batch_size=4 --max_steps=2 --warmup_steps=1 --save_interval=1
+    --run_dir=run --eval_tokens=100
+""".split()
 
 
 @pytest.fixture(scope="module")
 def run(tiny_data, tmp_path_factory):
     """A run folder of two steps over bytes."""
     folder = tmp_path_factory.mktemp("sampling")
-    flags = [f"--{k}={v}" for k, v in (TINY | {"vocab_size": 320}).items()]
-    flags += ["--alibi", *flags_for(tiny_data), "--global_batch_size=4"]
-    flags += [
-        "--max_steps=2",
-        "--warmup_steps=1",
-        "--save_interval=1",
-        "--run_dir=run",
-        "--eval_tokens=100",
-    ]
-    done = launch([], folder, flags)
+    shape = [f"--{name}={value}" for name, value in TINY.items()]
+    done = launch([], folder, [*shape, *TWO_STEPS, *flags_for(tiny_data)])
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -50,135 +46,123 @@ def said(run, capsys):
 
 def test_program_is_deterministic_and_knows_the_steps(said, run):
     first = said("--prompt=the river")
-    assert (
-        first.startswith(f"--- {run}/checkpoints/step-2 ---\nthe river")
-        and len(first.split("\n", 1)[1]) > 15
-    )
-    assert said("--prompt=the river") == first != said("--prompt=the river", "--seed=2")
-    assert "before training" in said("--step=0") and "step-1" in said("--step=1")
+    assert first.startswith(f"--- {run}/checkpoints/step-2 ---\nthe river")
+    assert len(first.split("\n", 1)[1]) > 15
+    assert said("--prompt=the river") == first
+    assert said("--prompt=the river", "--seed=2") != first
+    assert "before training" in said("--step=0")
+    assert "step-1" in said("--step=1")
     assert said("--prompt=the river", "--precision=fp32").startswith(first[:9])
 
 
 def test_program_takes_many_prompts(said, tmp_path):
     (tmp_path / "prompts.txt").write_text("the river\n\nä tree\n")
-    flags = [
-        "--prompt=a",
-        "--prompt=a",
-        f"--prompts={tmp_path}/prompts.txt",
-        "--json",
-        "--precision=fp32",
-    ]
-    lines = [json.loads(line) for line in said(*flags, "--batch_size=3").splitlines()]
-    assert [line["prompt"] for line in lines] == ["a", "a", "the river", "ä tree"]
-    assert lines[0]["text"] != lines[1]["text"]  # the next seed
-    assert {line["tokens"] for line in lines} == {20} and {line["end"] for line in lines} == {
-        "max_new_tokens"
-    }
+    twice = ["--prompt=a", "--prompt=a", "--precision=fp32"]
+    as_json = said(*twice, f"--prompts={tmp_path}/prompts.txt", "--json", "--batch_size=3")
+    texts = [json.loads(line) for line in as_json.splitlines()]
+    assert [text["prompt"] for text in texts] == ["a", "a", "the river", "ä tree"]
+    assert texts[0]["text"] != texts[1]["text"]  # the repeated prompt has the next seed
+    assert {text["tokens"] for text in texts} == {20}
+    assert {text["end"] for text in texts} == {"max_new_tokens"}
+
     shown = said("--prompt=the river", "--precision=fp32").split("\n", 1)[1]
-    assert shown.rstrip("\n") == "the river" + lines[2]["text"].rstrip("\n")
-    both = said(*flags[:2], "--precision=fp32")
-    assert (
-        f"--- 1, max_new_tokens ---\na{lines[0]['text']}\n" in both
-        and f"\na{lines[1]['text']}\n" in both
-    )
+    assert shown.rstrip("\n") == "the river" + texts[2]["text"].rstrip("\n")
+    both = said(*twice)
+    assert f"--- 1, max_new_tokens ---\na{texts[0]['text']}\n" in both
+    assert f"\na{texts[1]['text']}\n" in both
+
+
+WRONG_FLAGS = {
+    "--step=9": "no checkpoint of step 9 in .*step-1, step-2, and 0 is untrained",
+    "--top_p=0": r"top_p is in \(0, 1\]",
+    "--top_k=-1": "top_k are 0 or more",
+    "--temperature=nan": "temperature in the command line is nan, expected a number",
+    "--seed=-1": "seed is 0 or more",
+    "--max_new_tokens=0": "max_new_tokens is 1 or more",
+    "--max_new_tokens=many": "max_new_tokens in the command line is 'many', expected a whole num",
+    "--stop=": "a stop string is empty",
+    "--interactive --json": "remove --prompt, --prompts and --json",
+    "--prompts={folder}/empty": "no prompt in .*empty: write one per line",
+    "--prompt": "--prompt wants a value: --prompt=...",
+    "--promt=x": "unknown key 'promt' in the command line, did you mean 'prompt'",
+    "--precision=fp8": "expected one of: auto, fp32, bf16",
+}
 
 
 def test_program_answers_mistakes_in_one_line(run, tmp_path):
     (tmp_path / "empty").write_text("\n\n")
-    for args, words in (
-        ([run, "--step=9"], "no checkpoint of step 9 in .*step-1, step-2, and 0 is untrained"),
-        ([run, "--top_p=0"], r"top_p is in \(0, 1\]"),
-        ([run, "--top_k=-1"], "top_k are 0 or more"),
-        ([run, "--temperature=nan"], "temperature in the command line is nan, expected a number"),
-        ([run, "--seed=-1"], "seed is 0 or more"),
-        ([run, "--max_new_tokens=0"], "max_new_tokens is 1 or more"),
-        (
-            [run, "--max_new_tokens=many"],
-            "max_new_tokens in the command line is 'many', expected a whole number",
-        ),
-        ([run, "--stop="], "a stop string is empty"),
-        ([run, "--interactive", "--json"], "leave out --prompt, --prompts and --json"),
-        ([run, f"--prompts={tmp_path}/empty"], "no prompt in .*empty: it wants one per line"),
+    cases = [
+        ([run, *flags.format(folder=tmp_path).split()], message)
+        for flags, message in WRONG_FLAGS.items()
+    ]
+    cases += [
         ([tmp_path], "no checkpoint in"),
         ([], r"usage: python .*RUN \[--key=value \.\.\.\] \(--help lists the settings\)"),
         ([run, run], "usage: python .*RUN"),
-        ([run, "--prompt"], "--prompt needs a value: --prompt=..."),
-        ([run, "--promt=x"], "unknown key 'promt' in the command line, did you mean 'prompt'"),
-        ([run, "--precision=fp8"], "expected one of: auto, fp32, bf16"),
-    ):
-        with pytest.raises(UserError, match=words) as wrong:
+    ]
+    for args, message in cases:
+        with pytest.raises(UserError, match=message) as error:
             program.main([str(arg) for arg in args])
-        assert "\n" not in str(wrong.value)
-    wrong = launch([], tmp_path, ["nothing", "--prompt=x"], program="generate.py")
-    assert (
-        wrong.returncode == 2
-        and "no checkpoint in 'nothing'" in wrong.stderr
-        and wrong.stderr.count("\n") == 1
-    )
+        assert "\n" not in str(error.value)
+
+    done = launch([], tmp_path, ["nothing", "--prompt=x"], program="generate.py")
+    assert done.returncode == 2
+    assert "no checkpoint in 'nothing'" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_interactive_goes_line_by_line(said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the river\nblue\nthe river\n\nnever read\n"))
     shown = said("--interactive")
     once = said("--prompt=the river").split("\n", 1)[1]
-    assert (
-        shown.startswith(once)
-        and "\nblue" in shown
-        and shown.count("the river") >= 2
-        and "never" not in shown
-    )
+    assert shown.startswith(once)
+    assert "\nblue" in shown
+    assert shown.count("the river") >= 2
+    assert "never" not in shown
 
 
 def test_control_c_stops_the_text_and_not_the_program(run):
-    command = [
-        sys.executable,
-        str(ROOT / "generate.py"),
-        str(run),
-        "--interactive",
-        "--max_new_tokens=1000000",
-    ]
+    flags = ["--interactive", "--max_new_tokens=1000000"]
+    command = [sys.executable, str(ROOT / "generate.py"), str(run), *flags]
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
     process = subprocess.Popen(command, env=clean_environment(), **pipes)
     try:
         process.stdin.write(b"river\n")
         process.stdin.flush()
-        assert process.stdout.read(40).startswith(b"river")  # it is writing
+        assert process.stdout.read(40).startswith(b"river")  # it has begun
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(b"\n", timeout=60)
-        assert (
-            process.returncode == 0
-            and out.endswith(b"\n")
-            and b"tokens/s" in err
-            and b"Traceback" not in err
-        )
+        assert process.returncode == 0
+        assert out.endswith(b"\n")
+        assert b"tokens/s" in err
+        assert b"Traceback" not in err
     finally:
         process.kill()
 
 
 def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
-    hf.export(str(run), str(tmp_path / "theirs"))
+    exported = tmp_path / "theirs"
+    hf.export(str(run), str(exported))
     flags = ["--prompt=the river", "--precision=fp32"]
-    for more in ([], ["--tokenizer=bytes"]):  # its config.json says so
-        theirs = said(*flags, *more, run=tmp_path / "theirs")
-        assert theirs.splitlines()[1:] == said(*flags).splitlines()[1:]
-    with pytest.raises(UserError, match="has no steps: leave out --step"):
-        said(*flags, "--step=3", run=tmp_path / "theirs")
-    with pytest.raises(
-        UserError, match="is a run of ours, which has its tokenizer: leave out --tokenizer"
-    ):
+    expected = said(*flags).splitlines()[1:]
+    for more in ([], ["--tokenizer=bytes"]):  # bytes is also what its config.json says
+        assert said(*flags, *more, run=exported).splitlines()[1:] == expected
+
+    with pytest.raises(UserError, match="has no steps"):
+        said(*flags, "--step=3", run=exported)
+    with pytest.raises(UserError, match="has its tokenizer"):
         said(*flags, "--tokenizer=bytes")
-    settings = json.loads((tmp_path / "theirs/config.json").read_text())
-    (tmp_path / "theirs/config.json").write_text(
-        json.dumps(settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"})
-    )
-    with pytest.raises(
-        UserError, match="wants the tokenizer EleutherAI/gpt-neox-20b"
-    ):  # not gpt2's ids instead
-        said(*flags, run=tmp_path / "theirs")
-    (tmp_path / "theirs/config.json").write_text(json.dumps(settings))
-    monkeypatch.setattr(tokenizers, "load", lambda *_: tokenizers.Tokenizer("bytes", [b"x"] * 400))
-    with pytest.raises(
-        UserError,
-        match="bytes has ids up to 400, but the vocabulary of .* ends at 319: set the --tok",
-    ):
-        said(*flags, run=tmp_path / "theirs")
+
+    settings = json.loads((exported / "config.json").read_text())
+    other = settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}
+    (exported / "config.json").write_text(json.dumps(other))
+    # gpt2's ids must not take its place.
+    with pytest.raises(UserError, match="wants the tokenizer EleutherAI/gpt-neox-20b"):
+        said(*flags, run=exported)
+
+    (exported / "config.json").write_text(json.dumps(settings))
+    large = tokenizers.Tokenizer("bytes", [b"x"] * 400)
+    monkeypatch.setattr(tokenizers, "load", lambda *_: large)
+    message = "bytes has ids up to 400, but the vocabulary of .* ends at 319: set the --tok"
+    with pytest.raises(UserError, match=message):
+        said(*flags, run=exported)

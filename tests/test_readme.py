@@ -165,6 +165,7 @@ def test_command(command, copy):
 
 # A reader's own file or run on the pages of folders, and what it is in the copy.
 STANDS_FOR = {
+    "evaluation.results scores.json": "evaluation.results tests/old_runs/evaluation.json",
     "results.csv": "scaling.csv",
     "mine.csv theirs.csv": "mi250.csv h100.csv",
     "demo-hf": "mpt-7b",
@@ -298,8 +299,9 @@ def defined(body) -> dict[str, set[str]]:
 REFERENCES = sorted(set(re.findall(REFERENCE, README + CONTRIBUTING + GLOSSARY)))
 
 
-@pytest.mark.parametrize("file, name, inside", REFERENCES, ids=".".join)
-def test_every_name_with_its_file_exists(file, name, inside):
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda names: "-".join(names).rstrip("-"))
+def test_every_name_with_its_file_exists(reference):
+    file, name, inside = reference
     assert (ROOT / file).exists()
     assert name in names_in(file)
     assert not inside or inside in names_in(file)[name]

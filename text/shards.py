@@ -1,10 +1,17 @@
 """A shard: one file of tokens, raw behind a JSON header, checked and memory-mapped.
 
-    bytes 0..4095   {"format", "dtype", "tokens", "documents", "text_bytes", "vocab_size", "text_sha256", "sha256"}
-    then            the ids, uint16 or uint32, little-endian: document, end-of-text, document, end-of-text, ...
+    bytes 0..4095   a JSON object, padded with spaces: format, dtype, tokens, documents, text_bytes,
+                    vocab_size, text_sha256, sha256
+    then            the ids, uint16 or uint32, little-endian:
+                    document, end-of-text, document, end-of-text, ...
 
-`sha256` covers the ids and the rest of the header; `text_sha256` tells from which text and tokenizer it was made.
-Run `python -m text.shards data/stdlib-bpe-4096/*.bin` to list and check some. Read next: data.py.
+`sha256` covers the ids and the rest of the header. `text_sha256` identifies the text and tokenizer
+that the shard was made from.
+
+To train on tokens in another format, give `Shard` another way to read them: data.py needs its
+`header` and its `ids`, an array that can be sliced.
+
+Run `python -m text.shards data/stdlib-bpe-4096/*.bin` to list some and check them.
 """
 
 import hashlib
@@ -20,18 +27,18 @@ import config
 from config import require
 from storage import files
 
-HEADER_BYTES = 4096  # JSON, padded with spaces
-FORMAT, DTYPES = "mpt-tokens-1", ("uint16", "uint32")
+HEADER_BYTES = 4096
+FORMAT = "mpt-tokens-1"
+DTYPES = ("uint16", "uint32")
+MAX_COUNT = 2**48  # the largest count that a header may state
 FIX = "delete it and run data.py again, which makes only what is missing"
-FIELDS = {"format": str, "dtype": str, "sha256": str, "text_sha256": str}  # of every header
-COUNTS = {
-    "tokens": int,
-    "documents": int,
-    "text_bytes": int,
-    "vocab_size": int,
-}  # and these, 0 or more
-MOST = 2**48  # of anything that is counted in one file
-SUMMARY = {  # of dataset.json
+
+# The fields of every header. Counts are 0 or more.
+TEXTS = {"format": str, "dtype": str, "sha256": str, "text_sha256": str}
+COUNTS = {"tokens": int, "documents": int, "text_bytes": int, "vocab_size": int}
+
+# The fields of dataset.json.
+SUMMARY = {
     "dataset": str,
     "tokenizer": str,
     "source": str,
@@ -43,58 +50,61 @@ SUMMARY = {  # of dataset.json
 
 
 class Shard:
-    """One file of tokens: `header` (a dict) and `ids`, memory-mapped."""
+    """One file of tokens: `header` (a dict) and `ids`, (tokens,) uint16 or uint32, mapped."""
 
     def __init__(self, path: Path):
         """Raises UserError if the file is damaged, OSError if it cannot be read."""
         self.path = path
         with files.open_regular(path) as file:
-            text, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-        self.header = files.parse_json(text, str(path), dict, FIELDS | COUNTS, FIX)
-        self.require(
-            self.header["format"] == FORMAT, f"its format is {files.shown(self.header['format'])}"
-        )
-        self.require(
-            self.header["dtype"] in DTYPES, f"its dtype is {files.shown(self.header['dtype'])}"
-        )
+            header_text = file.read(HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+        self.header = files.parse_json(header_text, str(path), dict, TEXTS | COUNTS, FIX)
+        self.check_header(size)
+
+        tokens = self.header["tokens"]
+        self.dtype = np.dtype(self.header["dtype"])
+        if tokens:
+            self.ids = np.memmap(path, self.dtype, "r", HEADER_BYTES, (tokens,))
+        else:
+            self.ids = np.empty(0, self.dtype)  # an empty file cannot be mapped
+
+    def check_header(self, size: int) -> None:
+        """UserError unless the header is valid and describes a file of `size` bytes."""
+        header = self.header
+        for name, choices in (("format", [FORMAT]), ("dtype", DTYPES)):
+            self.require(header[name] in choices, f"its {name} is {files.shown(header[name])}")
         for name in COUNTS:
-            count = self.header[name]
-            self.require(0 <= count <= MOST, f"{name!r} is {count}")
-        self.dtype, tokens = np.dtype(self.header["dtype"]), self.header["tokens"]
-        wanted = HEADER_BYTES + tokens * self.dtype.itemsize
+            count = header[name]
+            self.require(0 <= count <= MAX_COUNT, f"{name!r} is {count}")
+
+        wanted = HEADER_BYTES + header["tokens"] * np.dtype(header["dtype"]).itemsize
         self.require(size == wanted, f"{size:,} bytes instead of {wanted:,}")
-        self.require(tokens == 0 or self.header["text_bytes"] > 0, "tokens of no text")
-        self.ids = (
-            np.memmap(path, self.dtype, "r", HEADER_BYTES, (tokens,))
-            if tokens
-            else np.empty(0, self.dtype)
-        )
+        self.require(header["tokens"] == 0 or header["text_bytes"] > 0, "tokens of no text")
 
     def check_hash(self) -> None:
-        """UserError unless the tokens are those that were written."""
-        self.require(
-            sha256_of(self.header, self.ids) == self.header["sha256"], "its checksum does not match"
-        )
+        """UserError unless the ids and the header are those that were written."""
+        intact = sha256_of(self.header, self.ids) == self.header["sha256"]
+        self.require(intact, "its checksum does not match")
 
     def require(self, condition: bool, fault: str) -> None:
+        """UserError naming the file, the fault and the fix, unless `condition` holds."""
         require(condition, f"{self.path} is damaged ({fault}): {FIX}")
 
 
 def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
-    """The shards of a data folder in order; other files are ignored."""
-    return sorted(
-        p for p in Path(folder).glob("*.bin") if re.fullmatch(rf"{split}-[0-9]+\.bin", p.name)
-    )
+    """The shards of a data folder in order. Other files are ignored."""
+    name = re.compile(rf"{split}-[0-9]+\.bin")
+    return sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
 
 
 def fingerprint(folder: Path) -> str:
-    """A short hash of all shards. UserError if one is damaged so that its header cannot be read."""
+    """A short hash of all shards, from their headers. UserError if a header is damaged."""
     hashes = [Shard(path).header["sha256"] for path in shard_files(folder)]
     return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
 
 
 def read_summary(folder: Path) -> dict | None:
-    """dataset.json of a data folder, None if it is not there. UserError if it is damaged."""
+    """dataset.json of a data folder, or None if there is none. UserError if it is damaged."""
     path = Path(folder) / "dataset.json"
     if not os.path.lexists(path):
         return None
@@ -102,7 +112,10 @@ def read_summary(folder: Path) -> dict | None:
 
 
 def raise_file_limit() -> None:
-    """A memory map holds its file open, and large data sets have thousands."""
+    """Allow this process up to 65,536 open files.
+
+    Each memory-mapped shard is an open file, and a large data set has thousands.
+    """
     if sys.platform != "win32":
         import resource
 
@@ -112,41 +125,49 @@ def raise_file_limit() -> None:
 
 
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:
+    """Write ids, (n,) uint16 or uint32, as a shard. The file is complete or not there.
+
+    about: the fields `documents`, `text_bytes`, `vocab_size` and `text_sha256` of its header.
+    """
     header = {"format": FORMAT, "dtype": ids.dtype.name, "tokens": len(ids), **about}
     header["sha256"] = sha256_of(header, ids)
-    files.write_atomically(path, json.dumps(header).encode().ljust(HEADER_BYTES) + ids.tobytes())
+    padded_header = json.dumps(header).encode().ljust(HEADER_BYTES)
+    files.write_atomically(path, padded_header + ids.tobytes())
 
 
 def sha256_of(header: dict, ids: np.ndarray) -> str:
-    """Of the tokens and of all that the header says about them."""
-    about = {k: v for k, v in header.items() if k != "sha256"}
+    """The hash of the ids and of all header fields except the hash itself."""
+    about = {name: value for name, value in header.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     digest.update(ids)
     return digest.hexdigest()
 
 
-def cut(path: Path, tokens: int) -> None:
-    """Keep the first `tokens` tokens of a shard; a later preparation that wants more makes it anew."""
+def truncate_shard(path: Path, tokens: int) -> None:
+    """Keep only the first `tokens` tokens of a shard.
+
+    Its `text_sha256` then matches no text, so a later preparation that wants more makes it anew.
+    """
     shard = Shard(path)
-    share = tokens / shard.header["tokens"]
-    text_bytes = max(1, round(shard.header["text_bytes"] * share))
-    text = {"documents": shard.header["documents"], "text_bytes": text_bytes}
-    write_ids(
-        path,
-        shard.ids[:tokens],
-        {**text, "vocab_size": shard.header["vocab_size"], "text_sha256": "cut"},
-    )
+    kept_share = tokens / shard.header["tokens"]
+    about = {
+        "documents": shard.header["documents"],
+        "text_bytes": max(1, round(shard.header["text_bytes"] * kept_share)),
+        "vocab_size": shard.header["vocab_size"],
+        "text_sha256": "cut",
+    }
+    write_ids(path, shard.ids[:tokens], about)
 
 
 def main(argv) -> None:
+    """Check shards and print how much each holds."""
     config.arguments(argv, "SHARD.bin ...")
     for name in argv:
         require(os.path.isfile(name), f"no shard {name!r}")
         shard = Shard(Path(name))
         shard.check_hash()
-        print(
-            f"{name}: {shard.header['tokens']:,} tokens of {shard.header['documents']:,} documents, intact"
-        )
+        header = shard.header
+        print(f"{name}: {header['tokens']:,} tokens of {header['documents']:,} documents, intact")
 
 
 if __name__ == "__main__":

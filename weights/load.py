@@ -1,16 +1,16 @@
-"""A model from a path, and whether it is the model that a run wants to begin with.
+"""A model from a path, and checks that a run may start from it.
 
     path                                    what is loaded
     runs/demo                               the newest complete checkpoint of a run
-    runs/demo/checkpoints/step-200          this one
+    runs/demo/checkpoints/step-200          this checkpoint
     path/to/mpt-7b                          a Hugging Face folder (weights/hf.py)
 
 `load_for_sampling` gives generate.py and evaluation a model with its tokenizer. `init_from` fills a
-model that is about to train, sharded or not (--init_from); before that, `check_same_model` compares
-what both models compute, and `check_same_tokenizer` their ids. lifecycle/resume.py has the stricter
-check of a run that goes on.
+model that is about to train, sharded or not (--init_from). Before that, `check_same_model` compares
+the settings that matter to the function of both models, and `check_same_tokenizer` their ids. For a
+run that resumes, lifecycle/resume.py has a stricter check.
 
-Run `python -m weights.load runs/demo` to see what is at a path. Read next: evaluation/tasks.py.
+Run `python -m weights.load runs/demo` to see what is at a path.
 """
 
 from dataclasses import fields, replace
@@ -30,158 +30,199 @@ from weights import hf
 
 
 def find(path: str) -> Path:
-    """A Hugging Face folder, or a checkpoint of ours. UserError if there is neither."""
+    """The Hugging Face folder or the checkpoint at a path. UserError if there is neither.
+
+    A run folder stands for its newest complete checkpoint.
+    """
     folder = Path(path)
-    theirs = (folder / "config.json").exists() and not is_ours(folder)
-    return folder if theirs else checkpoint.find(path)
+    is_hugging_face = (folder / "config.json").exists() and not is_run(folder)
+    return folder if is_hugging_face else checkpoint.find(path)
 
 
-def is_ours(path: Path) -> bool:
-    """Is this a run folder or a checkpoint of this project?"""
+def is_run(path: Path) -> bool:
+    """Is this a run folder with a checkpoint, or a checkpoint, of this project?"""
     return path in checkpoint.complete(path.parent) or checkpoint.latest(path) is not None
 
 
 def settings_of(path) -> MPTConfig:
-    """The model of a Hugging Face folder, a Composer checkpoint, or a run or checkpoint of ours."""
+    """The settings of the model at a path.
+
+    path: of a Hugging Face folder, a Composer file, a run or a checkpoint.
+    Raises UserError if there is none, or if this project cannot hold it.
+    """
     path = Path(path)
-    return (
-        checkpoint.settings(checkpoint.find(str(path))) if is_ours(path) else hf.settings_of(path)
-    )
+    if is_run(path):
+        return checkpoint.settings(checkpoint.find(str(path)))
+    return hf.settings_of(path)
 
 
 def load_model(path: Path, device: torch.device) -> MPT:
-    """The whole model of a checkpoint on one device, for sampling and evaluation; needs no process group.
+    """The whole model of a checkpoint on one device, for sampling and evaluation.
 
-    UserError if the checkpoint is damaged. Where there are several ranks, all call it.
+    It needs no process group; where there is one, every rank calls it. Raises UserError if the
+    checkpoint is damaged.
     """
     checkpoint.require_sound(path)
-    cfg, metadata = checkpoint.settings(path), rank_zero_decides(lambda: read_metadata(path))
-    n_tensors = len(
-        metadata.state_dict_metadata
-    )  # a model of thousands of layers takes a minute to make
-    require(
+    cfg = checkpoint.settings(path)
+    metadata = rank_zero_decides(lambda: read_metadata(path))
+    n_tensors = len(metadata.state_dict_metadata)
+    require(  # first: to build a model of thousands of layers takes a minute
         cfg.n_layers <= n_tensors,
         f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers",
     )
+    # This may be another device than the one that it was trained on: choose the implementation
+    # anew.
+    cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
     with torch.device("meta"):
-        model = MPT(
-            replace(cfg, attn_impl=function_of(cfg.attn_impl))
-        )  # this may be another device
-    require_weights(path, metadata, model.state_dict())  # before there is memory for them
+        model = MPT(cfg)
+    require_weights(path, metadata, model.state_dict())  # before memory is allocated
     model.to_empty(device=device)
     checkpoint.fill(path, {"model": model.state_dict()}, metadata)
     return model.eval()
 
 
 def load_for_sampling(path: str, step: int | None, device, tokenizer: str = ""):
-    """The model, its tokenizer and a name, from whatever `find` finds.
+    """The model at a path, its tokenizer, and a name for it.
 
-    step: of a run of ours (None: the newest, 0: the untrained model).
-    tokenizer: of a Hugging Face folder (empty: its tokenizer.json, else gpt2).
+    step: of a run (None: the newest, 0: the untrained model).
+    tokenizer: of a Hugging Face folder (empty: see `hf.name_of_tokenizer`).
+    Raises UserError if there is no such model, or a flag does not apply to it.
     """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
     found = find(path)
-    if not is_ours(found):
+    if is_run(found):
         require(
-            step is None, f"{path} is a Hugging Face folder, which has no steps: leave out --step"
+            not tokenizer,
+            f"{path} is a run of this project, which has its tokenizer: remove --tokenizer",
         )
-        model = hf.load_model(found, device)
-        tokenizer = tokenizer or hf.name_of_tokenizer(found)
-        return model, tokenizers.load(tokenizer, hf.own_file(found, tokenizer)), path
-    require(
-        not tokenizer, f"{path} is a run of ours, which has its tokenizer: leave out --tokenizer"
-    )
-    if step is not None and (step > 0 or (found.parent / "step-0").exists()):
+        return load_from_run(found, step, device)
+
+    require(step is None, f"{path} is a Hugging Face folder, which has no steps: remove --step")
+    model = hf.load_model(found, device)
+    tokenizer_name = tokenizer or hf.name_of_tokenizer(found)
+    file = hf.tokenizer_file(found, tokenizer_name)
+    return model, tokenizers.load(tokenizer_name, file), path
+
+
+def load_from_run(found: Path, step: int | None, device):
+    """The model, tokenizer and name that `load_for_sampling` returns for a run.
+
+    found: a checkpoint of the run, loaded unless `step` asks for another one.
+    """
+    has_step_0 = (found.parent / "step-0").exists()  # of imported weights
+    untrained = step == 0 and not has_step_0
+    if step is not None and not untrained:
         found = found.parent / f"step-{step}"
-        there = ", ".join(p.name for p in checkpoint.complete(found.parent))
+        existing = ", ".join(path.name for path in checkpoint.complete(found.parent))
         require(
             found.exists(),
-            f"no checkpoint of step {step} in {found.parent}: there are {there}, and 0 is untrained",
+            f"no checkpoint of step {step} in {found.parent}: "
+            f"there are {existing}, and 0 is untrained",
         )
-    model, name = load_model(found, device), str(found)  # checks it
+    model = load_model(found, device)  # checks the checkpoint, so it comes first
     meta = checkpoint.read_meta(found)
-    if step == 0 and found.name != "step-0":
+    tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
+    if untrained:
         init_weights(model, meta["seed"])
-        name = "before training"
-    return model, tokenizers.load(meta["tokenizer"], found.parent.parent / "tokenizer.json"), name
+        return model, tokenizer, "before training"
+    return model, tokenizer, str(found)
+
+
+def tokenizer_file(found: Path) -> Path:
+    """The file of the tokenizer in the run folder of a checkpoint. gpt2 and bytes have none."""
+    return found.parent.parent / "tokenizer.json"
 
 
 def init_from(model: MPT, path) -> None:
-    """Start from weights trained elsewhere: fill a model of any sharding from whatever `settings_of` can read.
+    """Start from weights trained elsewhere: fill a model, sharded in any way or not.
 
-    UserError if these are of another model. Dropouts, attn_impl, packing, and a max_seq_len without learned positions
-    may differ. Every rank calls it.
+    path: as for `settings_of`. Every rank calls it. Raises UserError if the weights are those of
+    another model. These settings may differ: dropout, attn_impl, packing, and max_seq_len unless
+    positions are learned.
     """
     path = Path(path)
     rank_zero_decides(lambda: check_same_model(path, model.cfg))
-    if not rank_zero_decides(lambda: is_ours(path)):
+    if not rank_zero_decides(lambda: is_run(path)):
         return hf.load_into(model, path)
     found = rank_zero_decides(lambda: checkpoint.find(str(path)))
     checkpoint.require_sound(found)
-    metadata, state = rank_zero_decides(lambda: read_metadata(found)), model.state_dict()
+    metadata = rank_zero_decides(lambda: read_metadata(found))
+    state = model.state_dict()
     require_weights(found, metadata, state)
     checkpoint.fill(found, {"model": state}, metadata)
 
 
-def check_same_model(path, ours: MPTConfig) -> None:
-    """UserError naming the settings in which the model at `path` and `ours` differ as functions."""
-    here, theirs = meaning(ours), meaning(settings_of(path))
-    differ = [
-        f"{k} {value} (here {here[k]})"
-        for k, value in theirs.items()
-        if here.get(k, value) != value
+def check_same_model(path, cfg: MPTConfig) -> None:
+    """UserError if the model at `path` computes another function than one of these settings.
+
+    The message names the settings that differ.
+    """
+    here = function_settings(cfg)
+    there = function_settings(settings_of(path))
+    differing = [
+        f"{name} {value} (here {here[name]})"
+        for name, value in there.items()
+        if here.get(name, value) != value
     ]
-    require(not differ, f"{path} is of another model: {', '.join(differ)}. Set them alike")
+    require(not differing, f"{path} is of another model: {', '.join(differing)}. Set them alike")
 
 
-def meaning(cfg: MPTConfig) -> dict:
-    """The settings that decide shapes and logits, without those that have no effect beside the others."""
+def function_settings(cfg: MPTConfig) -> dict:
+    """The settings that decide the shapes and logits of a model, by name.
+
+    Settings without effect beside the others are not among them: RoPE's theta without RoPE.
+    """
     values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
-    values |= {"learned_pos_emb": cfg.learned_positions, "kv_n_heads": cfg.n_kv_heads}
-    values |= {"attn_impl": function_of(cfg.attn_impl), "norm_type": norm_of(cfg.norm_type)}
-    needs = {
+    values["learned_pos_emb"] = cfg.learned_positions
+    values["kv_n_heads"] = cfg.n_kv_heads
+    values["attn_impl"] = function_of(cfg.attn_impl)
+    values["norm_type"] = norm_of(cfg.norm_type)
+    has_effect = {
         "alibi_bias_max": cfg.alibi,
         "rope_theta": cfg.rope,
         "max_seq_len": cfg.learned_positions,
     }
-    return {name: value for name, value in values.items() if needs.get(name, True)}
+    return {name: value for name, value in values.items() if has_effect.get(name, True)}
 
 
 def check_same_tokenizer(path, name: str, file) -> None:
-    """UserError if the weights at `path` were trained with other ids than those of the tokenizer `name` (its own file,
-    if it has one: `file`)."""
+    """UserError if the weights at `path` were trained with other ids than those of a tokenizer.
+
+    name, file: of the tokenizer, as `tokenizers.load` takes them.
+    """
     path = Path(path)
-    if is_ours(path):
+    if is_run(path):
         found = checkpoint.find(str(path))
-        theirs, their_file = (
-            checkpoint.read_meta(found)["tokenizer"],
-            found.parent.parent / "tokenizer.json",
-        )
+        their_name = checkpoint.read_meta(found)["tokenizer"]
+        their_file = tokenizer_file(found)
     else:
-        theirs = hf.name_of_tokenizer(path)
-        their_file = hf.own_file(path, theirs)
-    same = theirs == tokenizers.canonical(name) and theirs in ("gpt2", "bytes")
-    if not same:
-        same = (
-            tokenizers.load(theirs, their_file).fingerprint
-            == tokenizers.load(name, file).fingerprint
-        )
+        their_name = hf.name_of_tokenizer(path)
+        their_file = hf.tokenizer_file(path, their_name)
+
+    # Of gpt2 and bytes there is one of each. Others may differ under the same name.
+    same_ids = their_name in ("gpt2", "bytes") and their_name == tokenizers.canonical(name)
+    if not same_ids:
+        theirs = tokenizers.load(their_name, their_file)
+        same_ids = theirs.fingerprint == tokenizers.load(name, file).fingerprint
     require(
-        same,
-        f"{path} was trained with the tokenizer {theirs}, whose ids are not those of {name}: set --tokenizer",
+        same_ids,
+        f"{path} was trained with the tokenizer {their_name}, whose ids are not those of {name}: "
+        "set --tokenizer",
     )
 
 
 def demonstrate(argv) -> None:
-    """What is at a path. Its weights are not read, so this takes no longer for a large model."""
+    """Print the settings of the model at a path. Its weights are not read."""
     (path,) = arguments(argv, "RUN")
     found = find(path)
     cfg = settings_of(found)
-    if is_ours(found):
+    if is_run(found):
         meta = checkpoint.read_meta(found)
-        kind, tokenizer = f"a checkpoint of ours, step {meta['step']}", meta["tokenizer"]
+        kind = f"a checkpoint of this project, step {meta['step']}"
+        tokenizer = meta["tokenizer"]
     else:
-        kind, tokenizer = "a Hugging Face folder", hf.name_of_tokenizer(found)
+        kind = "a Hugging Face folder"
+        tokenizer = hf.name_of_tokenizer(found)
     with torch.device("meta"):
         n_params = sum(param.numel() for param in MPT(cfg).parameters())
     print(f"{found}: {kind}")

@@ -1,4 +1,4 @@
-"""The door to the benchmarks: their figures are for bench/results/, not for a test."""
+"""`python -m bench NAME`: the list of names, and which files a name imports."""
 
 import ast
 import subprocess
@@ -12,21 +12,19 @@ from bench.__main__ import NAMES
 
 @pytest.mark.parametrize("words", [(), ("trian",)])
 def test_no_such_benchmark_is_one_line(python, words):
-    wrong = python(*words, program="bench")
-    line = "error: usage: python -m bench NAME [config] [--key=value] (python -m bench --help lists the names)\n"
+    done = python(*words, program="bench")
+    usage = "usage: python -m bench NAME [config] [--key=value]"
+    message = f"{usage} (python -m bench --help lists the names)"
     if words:
-        line = "error: no benchmark 'trian', did you mean train?\n"
-    assert (wrong.returncode, wrong.stderr) == (2, line)
+        message = "no benchmark 'trian', did you mean train?"
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 @pytest.mark.slow
 def test_each_name_leads_to_its_file(python):
     assert "usage: python -m bench scaling" in python("scaling", program="bench").stderr
-    for name, setting in {
-        "train": "--sweep=",
-        "attention": "--head_dims=",
-        "machine": "--seconds=",
-    }.items():
+    settings = {"train": "--sweep=", "attention": "--head_dims=", "machine": "--seconds="}
+    for name, setting in settings.items():
         assert setting in python(name, "--help", program="bench").stdout
 
 
@@ -49,11 +47,12 @@ except door.config.UserError as error:
 
 
 def test_the_door_imports_only_what_is_asked_for():
-    """What compares results is there at once, without torch."""
+    """Programs that only compare results start without torch."""
     command = [sys.executable, "-c", IMPORTS]
     done = subprocess.run(command, env=rooms_on_path(), capture_output=True, text=True, check=True)
     modules = done.stdout.split()
-    assert done.stdout.startswith("usage: python -m bench compare") and "bench.compare" in modules
+    assert done.stdout.startswith("usage: python -m bench compare")
+    assert "bench.compare" in modules
     assert not {"torch", "bench.train", "bench.scaling"} & set(modules)
 
 
@@ -63,17 +62,15 @@ def test_spawned_processes_find_their_class_however_it_is_started(python, how):
     done = python(program=how)
     lines = [f"rank {rank} of 3, 1 threads" for rank in range(3)]
     assert done.stdout.splitlines()[:3] == lines, done.stderr
-    assert "has no attribute 'leave'" in done.stdout and done.returncode == 0
+    assert "has no attribute 'leave'" in done.stdout
+    assert done.returncode == 0
 
 
 @pytest.mark.slow
 def test_a_step_with_something_undone_is_another_step(python):
-    """By the door, in spawned processes: the classes are those of bench.before_after and bench.train."""
-    done = python(
-        "--only=two of half the size", "--rounds=1", "--steps=1", program="bench before_after"
-    )
+    """Started by name: spawned processes find the classes of bench.before_after and bench.train."""
+    flags = ["--only=two of half the size", "--rounds=1", "--steps=1"]
+    done = python(*flags, program="bench before_after")
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout.count("| one microbatch: two of half the size instead | ") == 2
-        and "n/a" not in done.stdout
-    )
+    assert done.stdout.count("| one microbatch: two of half the size instead | ") == 2
+    assert "n/a" not in done.stdout

@@ -1,4 +1,4 @@
-"""Attention is counted right, a contestant that fails leaves the others be, and the files say what was measured."""
+"""bench/attention.py: its formula, contestants that fail, and the files that it writes."""
 
 import importlib.util
 import json
@@ -22,7 +22,12 @@ def test_attention_tflops_by_hand():
 
 
 def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
-    slopes, calls = attention.alibi_slopes(2), []
+    slopes = attention.alibi_slopes(2)
+    calls = []
+    working = {
+        name.split(",")[0]: contestant
+        for name, contestant in bench_attention.attention_contestants(slopes).items()
+    }
 
     def breaks(q, k, v):
         raise NotImplementedError("no | such backend\nhere")
@@ -31,72 +36,70 @@ def test_an_attention_that_raises_or_errs_is_na_and_the_others_go_on():
         calls.append(1)
         if len(calls) > 8:  # 1 to compare, 2 + 2 to warm up, 2 of a turn
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 17 GiB")
-        return fine["reference"][1](q, k, v)
+        return working["reference"][1](q, k, v)
 
-    fine = {
-        name.split(",")[0]: value
-        for name, value in bench_attention.attention_contestants(slopes).items()
-    }
     contestants = {
         "breaks": (slopes, breaks),
         "breaks later": (slopes, breaks_later),
-        "has no ALiBi": (slopes, fine["SDPA flash"][1]),
-        "fine": fine["blocks"],
-        "fine as well": fine["SDPA flash"],
+        "has no ALiBi": (slopes, working["SDPA flash"][1]),
+        "works": working["blocks"],
+        "works too": working["SDPA flash"],
     }
-    cells = [
-        bench_attention.Cell(name, head_dim=16, length=32, heads=2, batch=2) for name in contestants
-    ]
+    cells = [small_cell(name) for name in contestants]
+    cpu = torch.device("cpu")
     args = bench_attention.AttentionArgs(rounds=3, turn_ms=0.01, cell_seconds=1000)
-    bench_attention.measure(contestants, cells, torch.device("cpu"), args, check=True)
+    bench_attention.measure(contestants, cells, cpu, args, check=True)
     assert [cell.missing for cell in cells[:2]] == ["no / such backend here", "out of memory"]
     assert cells[2].missing.startswith("wrong by ")
-    assert all(
-        not cell.missing and len(cell.turns) == 3 and cell.error < 0.02 for cell in cells[3:]
-    )
+    for cell in cells[3:]:
+        assert not cell.missing and len(cell.turns) == 3 and cell.error < 0.02
 
-    slow = [bench_attention.Cell("fine", head_dim=16, length=32, heads=2, batch=2)]
-    bench_attention.measure(
-        contestants,
-        slow,
-        torch.device("cpu"),
-        bench_attention.AttentionArgs(cell_seconds=1e-9),
-        check=False,
-    )
+    slow = [small_cell("works")]
+    args = bench_attention.AttentionArgs(cell_seconds=1e-9)
+    bench_attention.measure(contestants, slow, cpu, args, check=False)
     assert slow[0].missing.startswith("too slow")
+
+
+def small_cell(contestant: str) -> bench_attention.Cell:
+    """A contestant at a small shape."""
+    return bench_attention.Cell(contestant, head_dim=16, length=32, heads=2, batch=2)
+
+
+TINY = """
+    --device=cpu --lengths=16,32 --head_dims=16 --d_model=16 --tokens=32 --rounds=1 --turn_ms=1
+    --out=results
+""".split()
 
 
 @pytest.mark.slow
 def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # our kernels run on a CPU then
-    tiny = "--device=cpu --lengths=16,32 --head_dims=16 --d_model=16 --tokens=32 --rounds=1 --turn_ms=1 --out=results"
-    done = python("attention", *tiny.split(), program="bench")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that our kernels run on a CPU
+    done = python("attention", *TINY, program="bench")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "results/attention_cpu.md").read_text()
-    assert text.strip() == done.stdout.strip() and text.startswith(
-        "`python -m bench attention --device=cpu"
-    )
+    assert text.strip() == done.stdout.strip()
+    assert text.startswith("`python -m bench attention --device=cpu")
+
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     names = [row[0] for row in rows]
     assert [row[1:] for row in rows if row[0].startswith("head dim 16, ")] == [["16", "32"]] * 4
     assert names.count("ours, ALiBi") == names.count("blocks, ALiBi") == 4
     assert [row[1] for row in rows if row[0] == "ours, ALiBi"][-1] == "1.00 / 1.00 / 1.00"
-    assert "Not here: SDPA cuDNN, no bias (" in text and "SDPA cuDNN, no bias" not in names
+    assert "Not available: SDPA cuDNN, no bias (" in text
+    assert "SDPA cuDNN, no bias" not in names
     assert float(rows[names.index("reference, ALiBi")][2]) > 0
+
     raw = json.loads((tmp_path / "results/attention_cpu.json").read_text())
-    assert (
-        raw["torch"] == torch.__version__
-        and raw["settings"]["rounds"] == 1
-        and len(raw["cells"]) == 20
-    )
+    assert raw["torch"] == torch.__version__
+    assert raw["settings"]["rounds"] == 1
+    assert len(raw["cells"]) == 20
     assert all(cell["missing"] or len(cell["turns"]) == 1 for cell in raw["cells"])
-    assert (tmp_path / "results/attention_cpu.png").exists() == bool(
-        importlib.util.find_spec("matplotlib")
-    )
+    has_matplotlib = bool(importlib.util.find_spec("matplotlib"))
+    assert (tmp_path / "results/attention_cpu.png").exists() == has_matplotlib
 
 
 def test_a_list_of_lengths_is_numbers_with_commas():
-    assert bench_attention.numbers("lengths", "2048,64,64") == [64, 2048]
+    assert bench_attention.whole_numbers("lengths", "2048,64,64") == [64, 2048]
     with pytest.raises(UserError, match="--lengths wants whole numbers .* not '1k,2k'"):
-        bench_attention.numbers("lengths", "1k,2k")
+        bench_attention.whole_numbers("lengths", "1k,2k")

@@ -7,25 +7,20 @@ from bench import before_after
 from bench import train as bench_train
 from config import MPTConfig, TrainConfig, load
 
-SMALL = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=64", "--max_seq_len=16"]
-SMALL += [
-    "--global_batch_size=2",
-    "--microbatch_size=2",
-    "--device=cpu",
-    "--precision=bf16",
-    "--peak_tflops=1",
-]
+SMALL = """
+    --d_model=16 --n_heads=2 --n_layers=1 --vocab_size=64 --max_seq_len=16
+    --global_batch_size=2 --microbatch_size=2 --device=cpu --precision=bf16 --peak_tflops=1
+""".split()
 
 
 def calls_of(world, undone, replacement):
-    """How often a step calls what stands in before_after.py for the part that is undone."""
+    """How often a step calls the function of before_after.py that replaces what is undone."""
     cfgs = load([*bench_train.SHAPE, *SMALL], MPTConfig, TrainConfig)
     real = getattr(before_after, replacement)
     with (
         mock.patch.object(before_after, replacement, side_effect=real) as called,
-        mock.patch.object(
-            parallel, "autocast", parallel.autocast
-        ),  # what Variant changes is put back
+        # Variant replaces these; afterwards they are put back.
+        mock.patch.object(parallel, "autocast", parallel.autocast),
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
     ):
         before_after.Variant(undone, *cfgs).turn(1)

@@ -1,4 +1,4 @@
-"""What the machine does: formulas and choices by hand, then the real program alone, with two ranks and on two nodes."""
+"""bench/machine.py: its formulas by hand, then the program alone, with two ranks, on two nodes."""
 
 import json
 import time
@@ -19,9 +19,8 @@ def run(launch, tmp_path, *args) -> tuple[dict, str]:
     """machine.json and what was printed."""
     done = launch(*args, *TINY, program="bench machine")
     assert done.returncode == 0, done.stderr
-    assert [path.name for path in (tmp_path / "results").iterdir()] == [
-        "machine.json"
-    ]  # nothing half-written beside it
+    written = [path.name for path in (tmp_path / "results").iterdir()]
+    assert written == ["machine.json"]  # and no half-written file
     assert "Warning" not in done.stderr
     return json.loads((tmp_path / "results/machine.json").read_text()), done.stdout
 
@@ -45,7 +44,8 @@ def check_collectives(figures: dict, latency: dict, kinds: list[str]) -> None:
 
 
 def test_bus_bandwidth_by_hand():
-    # 4 ranks, a message of 800 MB in 0.1 s: 8 GB/s, of which each rank sends 3/4, in an all-reduce twice
+    # 4 ranks, a message of 800 MB in 0.1 s: 8 GB/s. Each rank sends 3/4 of it, in an all-reduce
+    # twice that.
     assert bench_machine.bus_gbs("all_gather", 800_000_000, 0.1, 4) == pytest.approx(6)
     assert bench_machine.bus_gbs("reduce_scatter", 800_000_000, 0.1, 4) == pytest.approx(6)
     assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 4) == pytest.approx(12)
@@ -64,12 +64,13 @@ def take_turns_of_a_sleep(world) -> tuple[list[float], int]:
 
 @pytest.mark.slow
 def test_every_rank_makes_as_many_calls_as_the_slowest_has_time_for(ranks):
-    found = ranks(4)(take_turns_of_a_sleep)
-    assert len({(len(turns), calls) for turns, calls in found}) == 1
-    assert (
-        1 <= len(found[0][0]) <= 5 and 3 <= found[0][1] <= 2 + 0.22 / 0.02
-    )  # 2 to warm up; a fast rank alone: 110
-    assert min(found[0][0]) >= 0.02 > 0.01 > min(found[1][0]) >= 0.002
+    results = ranks(4)(take_turns_of_a_sleep)
+    assert len({(len(turns), calls) for turns, calls in results}) == 1
+    slow_turns, calls = results[0]
+    fast_turns, _ = results[1]
+    assert 1 <= len(slow_turns) <= 5
+    assert 3 <= calls <= 2 + 0.22 / 0.02  # 2 warm up; a fast rank alone has time for 110
+    assert min(slow_turns) >= 0.02 > 0.01 > min(fast_turns) >= 0.002
 
 
 def test_the_slowest_rank_and_figures_of_all():
@@ -84,14 +85,13 @@ def test_the_slowest_rank_and_figures_of_all():
         {"all": 2},
         {"node": {"all_gather": 5.0}, "all": 3},
     ]
-    assert bench_machine.merge(trees, min) == {
-        "node": {"all_gather": 3.0},
-        "all": 1,
-    }  # the second rank was alone
+    # The second rank is alone on its node.
+    assert bench_machine.merge(trees, min) == {"node": {"all_gather": 3.0}, "all": 1}
 
 
 def test_the_interface_is_that_of_the_longest_mask_then_of_the_lowest_metric():
-    # /proc/net/route of a little-endian machine: eth0 and wlan0 are default routes, ib0 has 10.1.0.0/16
+    # /proc/net/route of a little-endian machine: eth0 and wlan0 are default routes, ib0 has
+    # 10.1.0.0/16
     routes = (
         "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
         "wlan0\t00000000\t0102000A\t0003\t0\t0\t600\t00000000\t0\t0\t0\n"
@@ -117,12 +117,8 @@ def test_alone(python, tmp_path):
     machine, text = run(python, tmp_path)
     check_matmul_and_memory(machine)
     check_collectives(machine["collectives_gbs"], machine["latency_us"], [])
-    assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node", "device_type")] == [
-        1,
-        1,
-        1,
-        "cpu",
-    ]
+    keys = ("ranks", "nodes", "ranks_per_node", "device_type")
+    assert [machine[key] for key in keys] == [1, 1, 1, "cpu"]
     assert machine["torch"] == torch.__version__ and machine["settings"]["seconds"] == 0.001
     assert list(machine["network"]) == ["interface", "found_by", "speed_gbits", "infiniband_gbits"]
     assert "bf16, median" in text and "GB/s of a rank" in text and "not used here" in text
@@ -135,17 +131,19 @@ def test_two_ranks_of_one_node(torchrun, tmp_path):
     check_matmul_and_memory(machine)
     check_collectives(machine["collectives_gbs"], machine["latency_us"], ["all", "node"])
     assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [2, 1, 2]
-    for what, key in {"matmul": "matmul_tflops", "memory": "memory_gbs"}.items():
-        figures = [
-            row[key]["bf16"]["1024"] if what == "matmul" else row[key] for row in machine["by_rank"]
-        ]
-        assert machine["slowest"][what]["rank"] == figures.index(min(figures))
-        assert f"slowest in {what}: rank {figures.index(min(figures))} on " in text
+    figures = {
+        "matmul": [row["matmul_tflops"]["bf16"]["1024"] for row in machine["by_rank"]],
+        "memory": [row["memory_gbs"] for row in machine["by_rank"]],
+    }
+    for name, by_rank in figures.items():
+        slowest = by_rank.index(min(by_rank))
+        assert machine["slowest"][name]["rank"] == slowest
+        assert f"slowest in {name}: rank {slowest} on " in text
     assert "all: all_gather" in text and "node: all_reduce" in text and "across" not in text
 
 
 def groups_of(world, local_ranks) -> dict:
-    """The ranks in each group of a rank that is told that its place is another."""
+    """The ranks in each group of this rank, if it has another local rank."""
     groups = bench_machine.make_groups(replace(world, local_rank=local_ranks[world.global_rank]))
     return {kind: group and dist.get_process_group_ranks(group) for kind, group in groups.items()}
 
@@ -170,22 +168,24 @@ def test_groups_of_two_nodes(ranks):
 def test_a_node_of_three_ranks_and_one_of_one(ranks):
     rows = ranks(4)(measure_as, [0, 1, 2, 0])
     kinds = [["all", "node", "across"], ["all", "node"], ["all", "node"], ["all", "across"]]
-    for row, there in zip(rows, kinds, strict=True):
-        check_collectives(row["collectives_gbs"], row["latency_us"], there)
+    for row, kinds_of_row in zip(rows, kinds, strict=True):
+        check_collectives(row["collectives_gbs"], row["latency_us"], kinds_of_row)
     machine = bench_machine.summarize(rows, "cpu", bench_machine.MachineArgs())
     assert [machine[key] for key in ("ranks", "nodes", "ranks_per_node")] == [4, 2, 3]
-    figures = [
-        row["collectives_gbs"]["across"]["all_reduce"]["1048576"] for row in (rows[0], rows[3])
-    ]
-    assert machine["collectives_gbs"]["across"]["all_reduce"]["1048576"] == min(figures)
+
+    def all_reduce_across_nodes(figures):
+        return figures["collectives_gbs"]["across"]["all_reduce"]["1048576"]
+
+    measured = [all_reduce_across_nodes(row) for row in (rows[0], rows[3])]
+    assert all_reduce_across_nodes(machine) == min(measured)
     assert "across: all_reduce" in bench_machine.report(machine)
 
 
 def test_a_wrong_setting_is_one_line(python):
     done = python("--secs=1", program="bench machine")
-    assert (
-        done.returncode == 2 and "'seconds'" in done.stderr and len(done.stderr.splitlines()) == 1
-    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "'seconds'" in line
     with pytest.raises(UserError, match="more than 0"):
         bench_machine.main(["--seconds=0"])
 

@@ -1,4 +1,4 @@
-"""evaluation/tasks.py: wordings, examples above a question, the Hub's fields, tasks made of a text, wrong files."""
+"""evaluation/tasks.py, hub.py: wording, examples, rows of the Hub, tasks from a text, bad files."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 from config import UserError
+from evaluation import hub as icl_hub
 from evaluation import tasks as icl_tasks
 from evaluation.tasks import continuations, load, worded
 
@@ -17,22 +18,21 @@ ICE = {"query": " Question: Ice is \n", "choices": ["cold ", "  hot"], "gold": 0
 
 
 def write(path, *rows):
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-    )
+    """A .jsonl file of these rows; a string is a line as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
     return str(path)
 
 
 def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
     item = worded(ICE, "\nAnswer: ")
     assert item.contexts == ["Question: Ice is\nAnswer:"] * 2
-    assert (
-        item.continuations == [" cold", " hot"] and item.example == "Question: Ice is\nAnswer: cold"
-    )
+    assert item.continuations == [" cold", " hot"]
+    assert item.example == "Question: Ice is\nAnswer: cold"
     assert worded(ICE, " ").contexts[0] == "Question: Ice is"
-    schema = worded(
-        {"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}, " "
-    )
+
+    row = {"context_options": ["Ann ", " Joan"], "continuation": " left.", "gold": 1}
+    schema = worded(row, " ")
     assert (schema.contexts, schema.continuations) == (["Ann", "Joan"], [" left."] * 2)
     assert schema.example == "Joan left."
     plain = worded({"context": "Once upon a ", "continuation": "time"}, " ")
@@ -41,22 +41,25 @@ def test_llm_foundrys_wording_strips_and_keeps_the_space_with_the_answer():
 
 def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path):
     write(tmp_path / "piqa.jsonl", ICE)
-    write(
-        tmp_path / "winograd_wsc.jsonl",
-        {"context_options": ["a", "b"], "continuation": "c", "gold": 0},
-    )
+    schema = {"context_options": ["a", "b"], "continuation": "c", "gold": 0}
+    write(tmp_path / "winograd_wsc.jsonl", schema)
     mine = write(tmp_path / "mine.jsonl", ICE, "", ICE)
     (tmp_path / "notes.txt").write_text("some words")
     tasks = load(f"piqa,winograd,{mine},notes.txt", str(tmp_path))
     assert [(t.name, t.kind, len(t.items)) for t in tasks] == [
-        ("piqa", "multiple_choice", 1), ("winograd", "schema", 1), ("mine", "multiple_choice", 2), ("notes", "text", 0)
-    ]  # fmt: skip
+        ("piqa", "multiple_choice", 1),
+        ("winograd", "schema", 1),
+        ("mine", "multiple_choice", 2),
+        ("notes", "text", 0),
+    ]
     assert tasks[0].items[0].contexts[0] == "Question: Ice is\nAnswer:"
     assert tasks[2].items[0].contexts[0] == "Question: Ice is"
-    assert all(task.harness == task.items for task in tasks[:3]) and tasks[3].text == "some words"
+    assert all(task.harness == task.items for task in tasks[:3])
+    assert tasks[3].text == "some words"
 
 
 def letters(n):
+    """n different questions."""
     return [{"query": f"Q{i}", "choices": [f"yes{i}", f"no{i}"], "gold": i % 2} for i in range(n)]
 
 
@@ -69,65 +72,105 @@ def test_examples_are_others_with_their_answers_and_the_same_each_time(tmp_path)
         assert question == f"Q{number}" and len(set(examples)) == 3
         right = {f"Q{i} {'no' if i % 2 else 'yes'}{i}" for i in range(12) if i != number}
         assert set(examples) <= right
-    assert (
-        len({item.contexts[0].partition("\n")[0] for item in one.items}) > 3
-    )  # not one example for all
+    first_examples = {item.contexts[0].partition("\n")[0] for item in one.items}
+    assert len(first_examples) > 3  # items have different examples
     (few,) = load(path, shots=3, limit=2)
     assert few.items == one.items[:2]  # the examples come from all items
     twins = write(tmp_path / "twins.jsonl", *letters(4), *letters(4))
     (task,) = load(twins, shots=3)
-    assert all(
-        item.example.count("Q") == 4 and len(set(item.example.split("\n"))) == 4
-        for item in task.items
-    )
+    for item in task.items:
+        assert item.example.count("Q") == 4
+        assert len(set(item.example.split("\n"))) == 4
     with pytest.raises(UserError, match="shots=4, but there are 4 different items"):
         load(twins, shots=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The Hub: original rows, and what they must become
+# --------------------------------------------------------------------------------------------------
+# The Hub: original rows, the (context, continuation) pairs that they become, and the right one
 
 ORIGINALS = {
     "arc_easy": (
-        {"question": "What is hot?", "choices": {"text": ["Ice", "Fire"], "label": ["1", "2"]}, "answerKey": "2"},
-        [("Question: What is hot?\nAnswer:", " Ice"), ("Question: What is hot?\nAnswer:", " Fire")], 1,
+        {
+            "question": "What is hot?",
+            "choices": {"text": ["Ice", "Fire"], "label": ["1", "2"]},
+            "answerKey": "2",
+        },
+        [
+            ("Question: What is hot?\nAnswer:", " Ice"),
+            ("Question: What is hot?\nAnswer:", " Fire"),
+        ],
+        1,
     ),
     "boolq": (
         {"passage": "Ice is cold.", "question": "is ice hot", "label": 0},
-        [("Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:", f" {word}") for word in ("no", "yes")], 0,
+        [
+            ("Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:", " no"),
+            ("Passage: Ice is cold.\nQuestion: is ice hot?\nAnswer:", " yes"),
+        ],
+        0,
     ),
     "hellaswag": (
-        {"activity_label": "Cooking", "ctx_a": "A man  cooks.", "ctx_b": "he", "label": "1",
-         "endings": ["sits [step] down.", "eats [title] it."]},
-        [("Cooking: A man cooks. He", " sits down."), ("Cooking: A man cooks. He", " eats. it.")], 1,
+        {
+            "activity_label": "Cooking",
+            "ctx_a": "A man  cooks.",
+            "ctx_b": "he",
+            "label": "1",
+            "endings": ["sits [step] down.", "eats [title] it."],
+        },
+        [
+            ("Cooking: A man cooks. He", " sits down."),
+            ("Cooking: A man cooks. He", " eats. it."),
+        ],
+        1,
     ),
     "piqa": (
         {"goal": "boil water ", "sol1": "Heat it.", "sol2": "Cool it. ", "label": 0},
-        [("Question: boil water\nAnswer:", " Heat it."), ("Question: boil water\nAnswer:", " Cool it.")], 0,
+        [
+            ("Question: boil water\nAnswer:", " Heat it."),
+            ("Question: boil water\nAnswer:", " Cool it."),
+        ],
+        0,
     ),
     "winograd": (
-        {"text": "The man lost to the boy because he was slow.", "pronoun": "he", "pronoun_loc": 32,
-         "options": ["The man", "The boy"], "label": 0},
-        [("The man lost to the boy because the man", " was slow."),
-         ("The man lost to the boy because the boy", " was slow.")], 0,
+        {
+            "text": "The man lost to the boy because he was slow.",
+            "pronoun": "he",
+            "pronoun_loc": 32,
+            "options": ["The man", "The boy"],
+            "label": 0,
+        },
+        [
+            ("The man lost to the boy because the man", " was slow."),
+            ("The man lost to the boy because the boy", " was slow."),
+        ],
+        0,
     ),
     "winogrande": (
-        {"sentence": "Ann helped Joan, so _ was glad.", "option1": "Ann", "option2": "Joan", "answer": "2"},
-        [("Ann helped Joan, so Ann", " was glad."), ("Ann helped Joan, so Joan", " was glad.")], 1,
+        {
+            "sentence": "Ann helped Joan, so _ was glad.",
+            "option1": "Ann",
+            "option2": "Joan",
+            "answer": "2",
+        },
+        [
+            ("Ann helped Joan, so Ann", " was glad."),
+            ("Ann helped Joan, so Joan", " was glad."),
+        ],
+        1,
     ),
     "lambada": ({"text": "He took his old hat"}, [("He took his old", " hat")], 0),
-}  # fmt: skip
+}
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Data sets laid out as on the Hub, in a local folder, for the real `datasets`."""
+    """`hub(name, rows)` puts a data set into a local folder as on the Hub, for `datasets`."""
     pytest.importorskip("datasets")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
 
     def lay_out(name, rows):
-        source = icl_tasks.SOURCES[name]
+        source = icl_hub.SOURCES[name]
         folder = tmp_path / source.path
         folder.mkdir(parents=True)
         lines = ["---", "configs:", f"- config_name: {source.subset or 'default'}", "  data_files:"]
@@ -157,7 +200,7 @@ def test_a_possessive_pronoun_and_the_begin_of_a_sentence():
         "options": ["The girl", "Ann"],
         "label": 1,
     }
-    item = icl_tasks.winograd(row)
+    item = icl_hub.winograd(row)
     assert item["context_options"] == ["Ann saw Joan. The girl's", "Ann saw Joan. Ann's"]
     assert item["continuation"] == " hat was red."
 
@@ -183,22 +226,22 @@ def test_the_other_wording_is_lm_evals_own(name, hub, lm_eval_tasks):
 
 
 def test_the_hub_cannot_be_reached(tmp_path):
-    """A real process that is told to stay offline, with an empty cache."""
+    """In a process that must stay offline, with an empty cache."""
     pytest.importorskip("datasets")
-    code = "import sys, config; from evaluation import tasks; config.run(lambda argv: tasks.load('boolq'))"
+    code = "import config; from evaluation import tasks; "
+    code += "config.run(lambda argv: tasks.load('boolq'))"
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert (
-        "cannot get task boolq (aps/super_glue) from the Hub" in done.stderr
-        and "--data" in done.stderr
-    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "cannot get task boolq (aps/super_glue) from the Hub" in done.stderr
+    assert "--data" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# The real sets, mistakes, tasks of a text
+# --------------------------------------------------------------------------------------------------
+# The real sets, user errors, tasks from a text
 
 
 @pytest.mark.parametrize(
@@ -218,7 +261,7 @@ def test_the_real_sets(name, n, choices, most):
 
 
 @pytest.mark.parametrize(
-    "line, words",
+    "line, expected",
     [
         ("{broken", "line 2 is damaged (Expecting"),
         ("[1]", "line 2 is damaged (not a JSON object)"),
@@ -239,19 +282,18 @@ def test_the_real_sets(name, n, choices, most):
     ],
     ids=str,
 )
-def test_a_wrong_line_is_named(tmp_path, line, words):
+def test_a_wrong_line_is_named(tmp_path, line, expected):
     path = write(tmp_path / "a.jsonl", ICE, line)
     with pytest.raises(UserError) as caught:
         load(path)
-    assert (
-        words in str(caught.value)
-        and "\n" not in str(caught.value)
-        and "a.jsonl" in str(caught.value)
-    )
+    message = str(caught.value)
+    assert expected in message
+    assert "a.jsonl" in message
+    assert "\n" not in message
 
 
 def test_a_task_that_is_not_there(tmp_path):
-    for names, data, words in (
+    for names, data, expected in (
         ("hellaswg", "", "unknown task 'hellaswg', did you mean 'hellaswag'?"),
         ("xyzzy", "", "unknown task 'xyzzy', choices: all, arc_challenge"),
         ("nothing.jsonl", "", "no file 'nothing.jsonl'"),
@@ -263,7 +305,7 @@ def test_a_task_that_is_not_there(tmp_path):
     ):
         with pytest.raises(UserError) as caught:
             load(names, data)
-        assert words in str(caught.value)
+        assert expected in str(caught.value)
 
 
 def test_continuations_are_of_the_text_and_only_one_is_real():
@@ -271,11 +313,11 @@ def test_continuations_are_of_the_text_and_only_one_is_real():
     rows = continuations(text, 200, seed=3)
     assert rows == continuations(text, 200, seed=3) != continuations(text, 200, seed=4)
     golds = [row["gold"] for row in rows]
-    assert all(
-        30 < golds.count(g) < 70 for g in range(4)
-    )  # 50 each, and 30 is 3.3 standard deviations below
+    for gold in range(4):  # 50 each is expected; 30 is 3.3 standard deviations below
+        assert 30 < golds.count(gold) < 70
     for row in rows:
-        assert len(set(row["choices"])) == 4 and all(choice in text for choice in row["choices"])
+        assert len(set(row["choices"])) == 4
+        assert all(choice in text for choice in row["choices"])
         follows = [f"{row['query']} {choice}" in text for choice in row["choices"]]
         assert follows == [number == row["gold"] for number in range(4)]
     with pytest.raises(UserError, match="too few for 4 different choices"):
@@ -287,7 +329,8 @@ def test_the_program_makes_a_task_of_a_file_or_of_prepared_data(tmp_path, tiny_d
     for source in (str(tmp_path / "a.txt"), str(tiny_data)):
         icl_tasks.main([source, str(tmp_path / "out.jsonl"), "--n=7", "--choices=3"])
         (task,) = load(str(tmp_path / "out.jsonl"))
-        assert len(task.items) == 7 and len(task.items[0].contexts) == 3
+        assert len(task.items) == 7
+        assert len(task.items[0].contexts) == 3
     assert "7 questions with 3 choices" in capsys.readouterr().out
     with pytest.raises(UserError, match="no text in 'nothing'"):
         icl_tasks.main(["nothing", "out.jsonl"])
@@ -306,9 +349,8 @@ def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
 def test_a_delimiter_of_ones_own(tmp_path):
     path = tmp_path / "piqa_val.jsonl"
     path.write_text(json.dumps({"query": "Question: a", "choices": ["b", "c"], "gold": 0}))
-    (plain,), (named,) = (
-        icl_tasks.load(str(path)),
-        icl_tasks.load(str(path), delimiter="\nAnswer: "),
-    )
+    (plain,) = load(str(path))
+    (named,) = load(str(path), delimiter="\nAnswer: ")
     assert plain.items[0].contexts[0] == "Question: a"
-    assert named.items[0].contexts[0] == "Question: a\nAnswer:" and plain.digest != named.digest
+    assert named.items[0].contexts[0] == "Question: a\nAnswer:"
+    assert plain.digest != named.digest

@@ -1,4 +1,4 @@
-"""evaluation/zero_shot.py: scores one at a time and beside lm-eval's, ranks, going on, mistakes, tables."""
+"""evaluation/zero_shot.py, figures.py, results.py: figures beside lm-eval's, ranks, resuming."""
 
 import contextlib
 import io
@@ -16,10 +16,13 @@ from conftest import ROOT, launch
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError
+from evaluation import results as icl_results
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
 from evaluation import zero_shot
-from evaluation.zero_shot import evaluate, finished, table
+from evaluation.figures import PUBLISHED, SCORINGS, table
+from evaluation.results import Part, finished
+from evaluation.zero_shot import evaluate
 from model import MPT, init_weights
 from text import tokenizer as tokenizers
 
@@ -31,23 +34,27 @@ WORDS = "river tree house blue old sings walks sees under slowly".split()
 
 
 def model(**more):
+    """A tiny model of random weights."""
     mpt = MPT(MPTConfig(**TINY | more))
     init_weights(mpt, seed=0)
     return mpt.eval()
 
 
 def write(path, rows):
+    """A .jsonl file of these rows."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
 def choices_of(n):
     """Questions whose choices differ in length, some with characters of several bytes."""
-    return [
-        {"query": f"Question: the {WORDS[i % 10]} {i}", "gold": i % 3,
-         "choices": [" ".join(WORDS[i % 7 : i % 7 + k]) + "é" * (i % 2) for k in (1, 3, 2)]}
-        for i in range(n)
-    ]  # fmt: skip
+    rows = []
+    for i in range(n):
+        first = i % 7
+        choices = [" ".join(WORDS[first : first + k]) + "é" * (i % 2) for k in (1, 3, 2)]
+        query = f"Question: the {WORDS[i % 10]} {i}"
+        rows.append({"query": query, "gold": i % 3, "choices": choices})
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -55,67 +62,73 @@ def files(tmp_path_factory):
     """A file of each kind, with an odd number of items."""
     folder = tmp_path_factory.mktemp("tasks")
     write(folder / "mc.jsonl", choices_of(11))
-    pairs = [
-        (f"The {a} met a {b}, and the", (a, b)) for a, b in zip(WORDS, WORDS[1:], strict=False)
-    ]
-    schema = [{"context_options": [f"{text} {word}" for word in words]} for text, words in pairs]
-    write(folder / "schema.jsonl", [row | {"continuation": "left.", "gold": 0} for row in schema])
+    schema = []
+    for a, b in zip(WORDS, WORDS[1:], strict=False):
+        options = [f"The {a} met a {b}, and the {word}" for word in (a, b)]
+        schema.append({"context_options": options, "continuation": "left.", "gold": 0})
+    write(folder / "schema.jsonl", schema)
     write(folder / "lm.jsonl", [{"context": f"The {w}", "continuation": w} for w in WORDS])
-    (folder / "text.txt").write_text(
-        " ".join(WORDS * 9)
-    )  # 400 tokens: four windows, the last one shorter
+    # 400 tokens: four windows, of which the last one is shorter
+    (folder / "text.txt").write_text(" ".join(WORDS * 9))
     return folder
 
 
 def tasks_of(files, **more):
+    """A task of each kind."""
     return icl_tasks.load("mc.jsonl,schema.jsonl,lm.jsonl,text.txt", str(files), **more)
 
 
 def alone(mpt, context, continuation):
-    """(log-probability of each token, is it the likeliest?) of one continuation, from all logits of one sequence."""
-    before, after = (torch.tensor(BYTES.encode(text).tolist()) for text in (context, continuation))
+    """The log-probability of each token of a continuation, from all logits of one sequence."""
+    before = torch.tensor(BYTES.encode(context).tolist())
+    after = torch.tensor(BYTES.encode(continuation).tolist())
     with torch.no_grad():
         logits = mpt(torch.cat([before, after])[None, :-1])[0, len(before) - 1 :].double()
     log_probs = F.log_softmax(logits, dim=-1)
-    return log_probs.gather(1, after[:, None])[:, 0], logits.argmax(-1) == after
+    return log_probs.gather(1, after[:, None])[:, 0]
+
+
+def right_answers(mpt, task):
+    """The number of right answers by each rule, from `alone`."""
+    right = {"foundry": 0, "acc": 0, "acc_norm": 0}
+    for item in task.items:
+        pairs = zip(item.contexts, item.continuations, strict=True)
+        log_probs = [alone(mpt, context, continuation) for context, continuation in pairs]
+        cross_entropies = torch.stack([-x.mean() for x in log_probs])
+        sums = torch.stack([x.sum() for x in log_probs])
+        characters = torch.tensor([len(t.removeprefix(" ")) for t in item.continuations])
+        right["foundry"] += cross_entropies.argmin().item() == item.gold
+        right["acc"] += sums.argmax().item() == item.gold
+        right["acc_norm"] += (sums / characters).argmax().item() == item.gold
+    return right
 
 
 @pytest.mark.parametrize("more", [{"alibi": True}, {}], ids=str)
 def test_figures_equal_those_of_one_request_at_a_time(files, more):
-    """Both scorings, in a few lines from what `alone` finds."""
     mpt = model(**more)
     tasks = tasks_of(files)
     results = evaluate(mpt, BYTES, tasks, ALONE, batch_tokens=500)
     for task in tasks[:2]:
-        right = {"foundry": 0, "acc": 0, "acc_norm": 0}
-        for item in task.items:
-            found = [
-                alone(mpt, c, t)[0] for c, t in zip(item.contexts, item.continuations, strict=True)
-            ]
-            cross_entropies = torch.stack([-f.mean() for f in found])
-            sums = torch.stack([f.sum() for f in found])
-            characters = torch.tensor([len(t.removeprefix(" ")) for t in item.continuations])
-            right["foundry"] += cross_entropies.argmin().item() == item.gold
-            right["acc"] += sums.argmax().item() == item.gold
-            right["acc_norm"] += (sums / characters).argmax().item() == item.gold
-        n, r = len(task.items), results[task.name]
-        for name, count in right.items():
+        n = len(task.items)
+        r = results[task.name]
+        for name, count in right_answers(mpt, task).items():
             assert r[name] == count / n
             outcomes = torch.tensor([1.0] * count + [0.0] * (n - count))
-            assert r[f"{name}_stderr"] == pytest.approx(
-                outcomes.std().item() / math.sqrt(n), abs=1e-6
-            )
-        assert r["n"] == n and r["contexts_cut"] == 0
-    assert results["mc"]["majority"] == 4 / 11 and results["mc"]["chance"] == pytest.approx(1 / 3)
-    log_probs = [alone(mpt, *pair)[0] for pair in zero_shot.pairs_of(tasks[2], BYTES, 128)]
-    assert results["lm"]["perplexity"] == pytest.approx(
-        math.exp(-sum(f.sum().item() for f in log_probs) / 10), rel=1e-4
-    )
+            stderr = outcomes.std().item() / math.sqrt(n)
+            assert r[f"{name}_stderr"] == pytest.approx(stderr, abs=1e-6)
+        assert (r["n"], r["contexts_cut"]) == (n, 0)
+    assert results["mc"]["majority"] == 4 / 11
+    assert results["mc"]["chance"] == pytest.approx(1 / 3)
+
+    pairs = zero_shot.pairs_of(tasks[2], BYTES, 128)
+    nats = -sum(alone(mpt, *pair).sum().item() for pair in pairs)
+    assert results["lm"]["perplexity"] == pytest.approx(math.exp(nats / 10), rel=1e-4)
     assert not mpt.training
 
 
 def test_compiled_blocks_are_not_compiled_anew_for_the_many_shapes(files):
-    mpt, compiled = model(alibi=True), []
+    mpt = model(alibi=True)
+    compiled = []
     before = evaluate(mpt, BYTES, tasks_of(files), ALONE)
 
     def backend(graph, inputs):
@@ -134,34 +147,32 @@ def test_compiled_blocks_are_not_compiled_anew_for_the_many_shapes(files):
 
 def test_a_text_is_scored_once_in_windows_as_long_as_the_model(files):
     (task,) = icl_tasks.load(str(files / "text.txt"))
-    mpt, ids = model(alibi=True), torch.tensor([256, *BYTES.encode(task.text).tolist()])
+    mpt = model(alibi=True)
+    ids = torch.tensor([256, *BYTES.encode(task.text).tolist()])
     (r,) = evaluate(mpt, BYTES, [task], ALONE).values()
-    total, n = 0.0, len(ids) - 1
+    total = 0.0
+    n = len(ids) - 1
     for begin in range(0, n, 128):
         end = min(begin + 128, n)
         first = max(0, end - 128)  # the last window reaches back
         with torch.no_grad():
             log_probs = F.log_softmax(mpt(ids[None, first:end])[0].double(), dim=-1)
         total -= log_probs.gather(1, ids[first + 1 : end + 1, None])[begin - first :].sum().item()
-    assert r["n"] == n == len(task.text) and r["nats_per_token"] == pytest.approx(
-        total / n, rel=1e-5
-    )
+    assert r["n"] == n == len(task.text)
+    assert r["nats_per_token"] == pytest.approx(total / n, rel=1e-5)
     assert r["perplexity"] == pytest.approx(math.exp(total / n), rel=1e-4)
     assert r["nats_per_byte"] == r["nats_per_token"]  # as tokens are bytes
 
 
 def test_long_contexts_are_cut_on_the_left_and_counted(tmp_path):
-    rows = [
-        {"query": "a" * length + " river", "choices": ["sees", "old"], "gold": 0}
-        for length in (400, 1)
-    ]
+    question = {"choices": ["sees", "old"], "gold": 0}
+    rows = [question | {"query": "a" * length + " river"} for length in (400, 1)]
     (task,) = icl_tasks.load(write(tmp_path / "long.jsonl", rows))
     mpt = model(alibi=True)
     requests, cut = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "long", mpt.cfg)
     assert cut == 2 and [len(r.ids) for r in requests] == [129, 129, 12, 11]
-    assert (
-        bytes(requests[0].ids.astype("uint8")).endswith(b"a river sees") and requests[0].count == 5
-    )
+    assert bytes(requests[0].ids.astype("uint8")).endswith(b"a river sees")
+    assert requests[0].count == 5
     results = evaluate(mpt, BYTES, [task], ALONE)
     assert results["long"]["contexts_cut"] == 2
     assert "long: 2 of 4 contexts were cut on the left" in table(results, "tiny")
@@ -169,37 +180,39 @@ def test_long_contexts_are_cut_on_the_left_and_counted(tmp_path):
 
 def test_an_empty_context_is_the_begin_of_a_document():
     (request,), _ = zero_shot.encode([("", " a")], BYTES, "t", MPTConfig(**TINY))
-    assert request.ids.tolist() == [BYTES.eot, 32, 97] and request.count == 2
-    (request,), _ = zero_shot.encode(
-        [("a ", " b")], BYTES, "t", MPTConfig(**TINY)
-    )  # a trailing space is scored
-    assert request.ids.tolist() == [97, 32, 32, 98] and request.count == 3
+    assert request.ids.tolist() == [BYTES.eot, 32, 97]
+    assert request.count == 2
+
+
+def test_the_space_after_a_context_is_scored():
+    (request,), _ = zero_shot.encode([("a ", " b")], BYTES, "t", MPTConfig(**TINY))
+    assert request.ids.tolist() == [97, 32, 32, 98]
+    assert request.count == 3
 
 
 def test_what_does_not_fit_the_model_is_one_line(files, tmp_path):
-    (task,) = icl_tasks.load(
-        write(tmp_path / "a.jsonl", [{"context": "a", "continuation": "b" * 200}])
-    )
-    with pytest.raises(
-        UserError, match="task a: a continuation has 201 tokens, but max_seq_len is 128: leave out"
-    ):
+    row = {"context": "a", "continuation": "b" * 200}
+    (task,) = icl_tasks.load(write(tmp_path / "a.jsonl", [row]))
+    message = "task a: a continuation has 201 tokens, but max_seq_len is 128: remove the item"
+    with pytest.raises(UserError, match=message):
         evaluate(model(), BYTES, [task], ALONE)
-    with pytest.raises(
-        UserError, match="task mc: the tokenizer gives id 195, but the model's vocab_size is 150"
-    ):
+    message = "task mc: the tokenizer gives id 195, but the model's vocab_size is 150"
+    with pytest.raises(UserError, match=message):
         evaluate(model(vocab_size=150), BYTES, tasks_of(files)[:1], ALONE)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Ranks
 
 
 def figures(results):
     """The numbers that do not depend on the clock."""
-    return {
-        name: {k: v for k, v in r.items() if k != "seconds" and not isinstance(v, str)}
-        for name, r in results.items()
-    }
+    return {name: without_clock(r) for name, r in results.items()}
+
+
+def without_clock(result):
+    """The numbers of one task."""
+    return {k: v for k, v in result.items() if k != "seconds" and not isinstance(v, str)}
 
 
 def evaluate_sharded(world, files, sharding):
@@ -214,12 +227,13 @@ def evaluate_sharded(world, files, sharding):
 
 
 def evaluate_plain(world, files):
-    return figures(
-        evaluate(model(alibi=True), BYTES, tasks_of(files)[:2], world, batch_tokens=10_000)
-    )
+    """The figures of two tasks, whose requests fit one batch."""
+    tasks = tasks_of(files)[:2]
+    return figures(evaluate(model(alibi=True), BYTES, tasks, world, batch_tokens=10_000))
 
 
 def close(a, b):
+    """Equal figures but for rounding."""
     assert a.keys() == b.keys()
     for name in a:
         assert a[name] == pytest.approx(b[name], rel=1e-5)
@@ -241,7 +255,7 @@ def test_a_rank_without_work(files, ranks):
     close(first, one)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The program
 
 
@@ -249,10 +263,8 @@ def make_run(world, folder):
     """A run folder with one checkpoint of an untrained model over bytes."""
     import checkpoint
 
-    cfg, model_cfg = (
-        TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes"),
-        MPTConfig(**TINY, alibi=True),
-    )
+    cfg = TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes")
+    model_cfg = MPTConfig(**TINY, alibi=True)
     mpt, optimizer = parallel.build(model_cfg, cfg, world, "fp32", seed=0)
     saver = checkpoint.Checkpointer(cfg.run_dir, 1)
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
@@ -287,121 +299,122 @@ def program(world, *argv):
 
 def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
     out = run / "results.json"
-    argv = [
-        str(run / "run"),
-        "--tasks=mc.jsonl,schema.jsonl,text.txt",
-        f"--data={files}",
-        f"--out={out}",
-    ]
-    first, silent = ranks(2)(program, *argv)
-    assert "LLM Foundry" in first and "text: " in first and silent == ""
+    names = "mc.jsonl,schema.jsonl,text.txt"
+    paths = [str(run / "run"), f"--data={files}", f"--out={out}"]
+    first, silent = ranks(2)(program, *paths, f"--tasks={names}")
+    assert "LLM Foundry" in first
+    assert "text: " in first
+    assert silent == ""
     saved = json.loads(out.read_text())
-    close(figures(saved["tasks"]), figures(evaluate(model(alibi=True), BYTES, icl_tasks.load(
-        "mc.jsonl,schema.jsonl,text.txt", str(files)), ALONE)))  # fmt: skip
-    assert saved["settings"]["model"].endswith("step-3") and saved["settings"]["shots"] == 0
-    again = ranks(2)(program, *argv[:1], "--tasks=mc.jsonl,lm.jsonl,text.txt", *argv[2:])[0]
-    assert "lm: every token" in again
+    tasks = icl_tasks.load(names, str(files))
+    close(figures(saved["tasks"]), figures(evaluate(model(alibi=True), BYTES, tasks, ALONE)))
+    assert saved["settings"]["model"].endswith("step-3")
+    assert saved["settings"]["shots"] == 0
+
+    second, _ = ranks(2)(program, *paths, "--tasks=mc.jsonl,lm.jsonl,text.txt")
+    assert "lm: every token" in second
     later = json.loads(out.read_text())["tasks"]
-    assert (
-        list(later) == ["mc", "schema", "text", "lm"]
-        and {k: later[k] for k in saved["tasks"]} == saved["tasks"]
-    )
-    ranks(2)(program, *argv, "--shots=2")  # other questions under the same names
+    assert list(later) == ["mc", "schema", "text", "lm"]
+    assert {name: later[name] for name in saved["tasks"]} == saved["tasks"]
+
+    ranks(2)(program, *paths, f"--tasks={names}", "--shots=2")  # other questions, the same names
     assert json.loads(out.read_text())["tasks"]["mc"]["digest"] != later["mc"]["digest"]
     assert not list(run.glob("*.part*"))
 
 
 def interrupted(world, files, out):
-    """Score half of a task, then begin anew with what was kept; how many requests were forwarded then?"""
-    zero_shot.PART_SECONDS, before = -1, zero_shot.PART_SECONDS
-    mpt, (task,) = model(alibi=True), tasks_of(files)[:1]
+    """Score 20 requests of a task, then resume. How many requests are forwarded then?"""
+    mpt = model(alibi=True)
+    task = tasks_of(files)[0]
     requests, _ = zero_shot.encode(zero_shot.pairs_of(task, BYTES, 128), BYTES, "mc", mpt.cfg)
-    icl_score.score(
-        mpt, requests[:20], world, "fp32", 300, zero_shot.Part(out, "key", world.global_rank)
-    )
-    part = zero_shot.Part(out, "key", world.global_rank)
-    other = zero_shot.Part(out, "another model", world.global_rank)
-    zero_shot.PART_SECONDS = before
-    seen = []
-    hook = mpt.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(icl_results, "PART_SECONDS", -1)
+        part = Part(out, "key", world.global_rank)
+        icl_score.score(mpt, requests[:20], world, "fp32", 300, part)
+        part = Part(out, "key", world.global_rank)
+        other_model = Part(out, "another model", world.global_rank)
+
+    n_rows = []
+    hook = mpt.register_forward_pre_hook(lambda module, args: n_rows.append(len(args[0])))
     results = figures(evaluate(mpt, BYTES, [task], world, batch_tokens=100, part=part))
     hook.remove()
-    return len(part.known), len(other.known), sum(seen), len(requests), results
+    return len(part.known), len(other_model.known), sum(n_rows), len(requests), results
 
 
 def test_a_task_that_was_cut_off_goes_on(files, ranks, tmp_path):
     out = str(tmp_path / "results.json")
     (tmp_path / "results.json.part-key-7").write_text('["half a line')  # of a rank that was killed
-    found = ranks(2)(interrupted, files, out)
-    assert [f[:2] for f in found] == [(20, 0)] * 2
-    assert (
-        13 <= sum(f[2] for f in found) < 13 + 8 and found[0][3] == 33
-    )  # a last batch may be done twice
-    close(found[0][4], figures(evaluate(model(alibi=True), BYTES, tasks_of(files)[:1], ALONE)))
+    answers = ranks(2)(interrupted, files, out)
+    assert [answer[:2] for answer in answers] == [(20, 0)] * 2
+    assert answers[0][3] == 33
+    forwarded = sum(answer[2] for answer in answers)
+    assert 13 <= forwarded < 13 + 8  # a last batch may be repeated
+    task = tasks_of(files)[0]
+    close(answers[0][4], figures(evaluate(model(alibi=True), BYTES, [task], ALONE)))
 
 
 def test_results_of_another_model_are_not_mixed(tmp_path):
     out = tmp_path / "results.json"
-    about = {"weights": "abc", "precision": "fp32", "ids": "f00"}
-    assert finished(str(out), about) == finished("", about) == {}
-    out.write_text(json.dumps({"settings": about, "tasks": {"a": {}}}))
-    assert finished(str(out), about) == {"a": {}}
-    with pytest.raises(
-        UserError, match="holds results with weights abc, not abd: choose another --out"
-    ):
-        finished(str(out), about | {"weights": "abd"})
-    with pytest.raises(
-        UserError, match="holds results with ids f00, not ba2"
-    ):  # of another tokenizer
-        finished(str(out), about | {"ids": "ba2"})
+    settings = {"weights": "abc", "precision": "fp32", "ids": "f00"}
+    assert finished(str(out), settings) == finished("", settings) == {}
+    out.write_text(json.dumps({"settings": settings, "tasks": {"a": {}}}))
+    assert finished(str(out), settings) == {"a": {}}
+
+    message = "holds results with weights abc, not abd: choose another --out"
+    with pytest.raises(UserError, match=message):
+        finished(str(out), settings | {"weights": "abd"})
+    with pytest.raises(UserError, match="holds results with ids f00, not ba2"):
+        finished(str(out), settings | {"ids": "ba2"})  # of another tokenizer
+
+
+def test_files_that_hold_no_results_are_refused(tmp_path):
+    out = tmp_path / "results.json"
+    settings = {"weights": "abc", "precision": "fp32", "ids": "f00"}
     odd = [
         {},
         [],
-        {"settings": about, "tasks": []},
+        {"settings": settings, "tasks": []},
         {"settings": {}, "tasks": {}},
-        {"settings": about, "tasks": {"a": 1}},
+        {"settings": settings, "tasks": {"a": 1}},
     ]
-    odd += [
-        {"settings": about, "tasks": {"a": {"digest": "x", "kind": kind}}}
-        for kind in ("text", "what", [], None)
-    ]
-    for content in map(json.dumps, odd):
-        out.write_text(content)
+    for kind in ("text", "what", [], None):
+        odd.append({"settings": settings, "tasks": {"a": {"digest": "x", "kind": kind}}})
+    for content in odd:
+        out.write_text(json.dumps(content))
         with pytest.raises(UserError, match="choose another --out"):
-            finished(str(out), about)
+            finished(str(out), settings)
     out.write_text("[" * 10**5)
     with pytest.raises(UserError, match="nested too deep"):
-        finished(str(out), about)
+        finished(str(out), settings)
+
+
+DAMAGED = """
+5
+null
+[]
+{}
+[[1], 2, 3]
+["a", "b", 1]
+["a"]
+["a", 1, 2, 3]
+"""
 
 
 def test_damaged_lines_of_scores_are_left_out(tmp_path):
-    good = ["good", -1.5, 1.0]
-    lines = [
-        "5",
-        "null",
-        "[]",
-        "{}",
-        "[[1], 2, 3]",
-        '["a", "b", 1]',
-        '["a"]',
-        '["a", 1, 2, 3]',
-        "[" * 10**5,
-        "\x00",
-    ]
-    content = "\n".join([*lines, json.dumps(good)]).encode()
-    (tmp_path / "results.json.part-key-7").write_bytes(b"\xff\xfe\n" + content)
-    part = object.__new__(zero_shot.Part)  # without other ranks
-    part.path, part.pattern = tmp_path / "results.json.part-key-0", "results.json.part-key-*"
-    assert part.read() == {"good": good[1:]}
+    lines = [*DAMAGED.split("\n"), "[" * 10**5, "\x00", '["good", -1.5, 1.0]']
+    content = b"\xff\xfe\n" + "\n".join(lines).encode()
+    (tmp_path / "results.json.part-key-7").write_bytes(content)
+    part = object.__new__(Part)  # without the collective
+    part.path = tmp_path / "results.json.part-key-0"
+    part.pattern = "results.json.part-key-*"
+    assert part.read() == {"good": [-1.5, 1.0]}
 
 
 def test_program_answers_mistakes_in_one_line(run):
     wrong = launch([], run, ["run", "--tasks=hellaswg"], program="evaluation/zero_shot.py")
-    assert (
-        wrong.returncode == 2
-        and wrong.stderr == "error: unknown task 'hellaswg', did you mean 'hellaswag'?\n"
-    )
-    for argv, words in (
+    assert wrong.returncode == 2
+    assert wrong.stderr == "error: unknown task 'hellaswg', did you mean 'hellaswag'?\n"
+    for argv, message in (
         ([], r"usage: python .*RUN \[--key=value"),
         (["run", "--shot=1"], "did you mean 'shots'"),
         (["run", "--limit=-1"], "limit must be 0 or more"),
@@ -409,48 +422,45 @@ def test_program_answers_mistakes_in_one_line(run):
         (["nowhere", "--tasks=all"], "no checkpoint in 'nowhere'"),  # the Hub is not asked
         (["run", "--out=nowhere/a.json"], "no folder for --out=nowhere/a.json"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             zero_shot.main(argv)
 
 
+def cells(line):
+    """The cells of a line of a Markdown table."""
+    return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
 def test_the_table_is_that_of_the_posts():
-    values = dict(zip(icl_tasks.TABLE2, zero_shot.PUBLISHED["MPT-1B, published"], strict=True))
-    result = {
-        "kind": "multiple_choice",
-        "n": 100,
-        "majority": 0.5,
-        "contexts_cut": 0,
-        "requests": 200,
-    }
-    keys = [k + more for k in zero_shot.SCORINGS for more in ("", "_stderr")]
+    values = dict(zip(icl_tasks.TABLE2, PUBLISHED["MPT-1B, published"], strict=True))
+    result = {"kind": "schema", "n": 100, "majority": 0.5, "contexts_cut": 0, "requests": 200}
+    keys = [key + suffix for key in SCORINGS for suffix in ("", "_stderr")]
     results = {task: result | dict.fromkeys(keys, value) for task, value in values.items()}
-    rows = {
-        r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]]
-        for r in table(results, "mine").splitlines()
-    }
-    assert rows[""] == [
-        "ARC-c",
-        "ARC-e",
-        "BoolQ",
-        "HellaSwag",
-        "PIQA",
-        "Winograd",
-        "Winogrande",
-        "mean",
-    ]
+
+    rows = {}
+    for line in table(results, "mine").splitlines():
+        title, *values = cells(line)
+        rows[title] = values
+    names = "ARC-c ARC-e BoolQ HellaSwag PIQA Winograd Winogrande mean"
+    assert rows[""] == names.split()
     assert rows["mine, LLM Foundry"] == rows["MPT-1B, published"]
     assert rows["mine, lm-eval acc_norm"][-1] == "0.537"
-    assert (
-        rows["MPT-3B, published"][-1] == "0.578"
-        and rows["Cerebras-GPT-1.3B, published"][-1] == "0.496"
-    )
+    assert rows["MPT-3B, published"][-1] == "0.578"
+    assert rows["Cerebras-GPT-1.3B, published"][-1] == "0.496"
+
     some = table({"piqa": results["piqa"], "own": results["piqa"]}, "mine").splitlines()
-    assert [c.strip() for c in some[0].split("|")[2:-1]] == [
-        "PIQA",
-        "mean",
-        "own",
-    ] and "0.754" in some[-1]
+    assert cells(some[0])[1:] == ["PIQA", "mean", "own"]
+    assert "0.754" in some[-1]
     assert "published" not in table({"own": results["piqa"]}, "mine")
+
+
+@pytest.mark.parametrize("has_bf16, expected", [(True, "bf16"), (False, "fp32")])
+def test_auto_is_fp32_on_a_cpu_and_bf16_where_a_gpu_computes_in_it(has_bf16, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    assert zero_shot.pick_precision("auto", torch.device("cpu")) == "fp32"
+    assert zero_shot.pick_precision("bf16", torch.device("cpu")) == "bf16"
+    assert zero_shot.pick_precision("auto", torch.device("cuda")) == expected
+    assert zero_shot.pick_precision("fp32", torch.device("cuda")) == "fp32"
 
 
 @pytest.mark.parametrize("name", ["arc_challenge", "piqa", "winograd"])
@@ -459,14 +469,12 @@ def test_the_real_sets_are_scored(name):
         pytest.skip("needs the evaluation sets beside the project")
     (task,) = icl_tasks.load(name, str(SETS), limit=12)
     (r,) = evaluate(model(alibi=True, max_seq_len=512), BYTES, [task], ALONE).values()
-    assert (
-        r["n"] == 12
-        and 0 <= r["foundry"] <= 1
-        and r["requests"] == 12 * (4 if "arc" in name else 2)
-    )
+    assert r["n"] == 12
+    assert 0 <= r["foundry"] <= 1
+    assert r["requests"] == 12 * (4 if "arc" in name else 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # lm-evaluation-harness
 
 
@@ -475,21 +483,21 @@ def words_of_bytes():
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    shown = {
-        token[0]: token.decode("latin-1") if i < 188 else chr(256 + i - 188)
-        for i, token in enumerate(tokenizers.BYTES)
-    }
-    words = Tokenizer(models.BPE({shown[b]: b for b in range(256)} | {"<|endoftext|>": 256}, []))
-    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+    vocabulary = {"<|endoftext|>": 256}
+    for i, token in enumerate(tokenizers.BYTES):
+        # ByteLevel writes 188 bytes as themselves, and the others as characters from 256 on.
+        character = token.decode("latin-1") if i < 188 else chr(256 + i - 188)
+        vocabulary[character] = token[0]
+    byte_level = Tokenizer(models.BPE(vocabulary, []))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token="<|endoftext|>")
 
 
-def test_lm_eval_finds_the_same(files, tmp_path):
-    """lm-eval's own loop, backend and metrics on a transformers MPT, and ours with its weights."""
+@pytest.fixture
+def harness(tmp_path):
+    """lm-eval's backend on a transformers MPT, and our model with its weights."""
     pytest.importorskip("lm_eval", reason="pip install -r requirements-peers.txt")
     pytest.importorskip("accelerate", reason="pip install -r requirements-peers.txt")
-    import lm_eval
-    from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
     from transformers import MptConfig, MptForCausalLM
 
@@ -497,54 +505,83 @@ def test_lm_eval_finds_the_same(files, tmp_path):
     MptForCausalLM(MptConfig(**TINY)).save_pretrained(tmp_path / "mpt")
     theirs = MptForCausalLM.from_pretrained(tmp_path / "mpt").eval()
     mpt = MPT(MPTConfig(**TINY, alibi=True, no_bias=True)).eval()
-    mpt.load_state_dict({k: v for k, v in theirs.state_dict().items() if k != "lm_head.weight"})
-    harness = HFLM(
-        pretrained=theirs, tokenizer=words_of_bytes(), max_length=128, batch_size=4, device="cpu"
-    )
+    weights = {k: v for k, v in theirs.state_dict().items() if k != "lm_head.weight"}  # it is tied
+    mpt.load_state_dict(weights)
+    options = {"max_length": 128, "batch_size": 4, "device": "cpu"}
+    return HFLM(pretrained=theirs, tokenizer=words_of_bytes(), **options), mpt
+
+
+def harness_task(path):
+    """Our file of questions as a task of lm-eval."""
+    from lm_eval.api.task import ConfigurableTask
+
+    config = {
+        "task": "mc",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": path}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{query}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+    return ConfigurableTask(config=config)
+
+
+def test_lm_eval_finds_the_same(harness, tmp_path):
+    """lm-eval's own loop, backend and metrics beside ours."""
+    import lm_eval
+
+    backend, mpt = harness
     long = {"query": "x" * 200, "choices": ["a", "bb", "ccc"], "gold": 1}  # cut on the left
     path = write(tmp_path / "mc.jsonl", [*choices_of(40), long])
-    task = ConfigurableTask(config={
-        "task": "mc", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": path}}, "test_split": "test",
-        "output_type": "multiple_choice", "doc_to_text": "{{query}}", "doc_to_choice": "{{choices}}",
-        "doc_to_target": "gold", "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    })  # fmt: skip
-    found = lm_eval.simple_evaluate(harness, tasks=[task], bootstrap_iters=1, log_samples=True)
+    options = {"bootstrap_iters": 1, "log_samples": True}
+    theirs = lm_eval.simple_evaluate(backend, tasks=[harness_task(path)], **options)
+
     (ours,) = icl_tasks.load(path)
     pairs = zero_shot.pairs_of(ours, BYTES, 128)
-    requests, cut = zero_shot.encode(pairs, BYTES, "mc", mpt.cfg)
+    requests, contexts_cut = zero_shot.encode(pairs, BYTES, "mc", mpt.cfg)
+    assert contexts_cut == 3
     sums = icl_score.score(mpt, requests, ALONE, "fp32", 400).tolist()
     scores = dict(zip(pairs, sums, strict=True))
-    for item, sample in zip(ours.items, found["samples"]["mc"], strict=True):
-        for context, continuation, (answer,) in zip(
-            item.contexts, item.continuations, sample["resps"], strict=True
-        ):
-            assert scores[context, continuation][0] == pytest.approx(answer[0], abs=1e-3)
-            assert bool(scores[context, continuation][1]) == answer[1]
-    r = evaluate(mpt, BYTES, [ours], ALONE)["mc"]
+    for item, sample in zip(ours.items, theirs["samples"]["mc"], strict=True):
+        pairs_of_item = zip(item.contexts, item.continuations, strict=True)
+        for pair, (answer,) in zip(pairs_of_item, sample["resps"], strict=True):
+            log_prob, greedy = scores[pair]
+            assert log_prob == pytest.approx(answer[0], abs=1e-3)
+            assert bool(greedy) == answer[1]
+
+    figures = evaluate(mpt, BYTES, [ours], ALONE)["mc"]
+    expected = theirs["results"]["mc"]
     for name in ("acc", "acc_norm"):
-        assert r[name] == found["results"]["mc"][f"{name},none"] != 0
-        assert r[f"{name}_stderr"] == pytest.approx(
-            found["results"]["mc"][f"{name}_stderr,none"], rel=1e-6
-        )
-    assert cut == 3
+        assert figures[name] == expected[f"{name},none"] != 0
+        stderr = pytest.approx(expected[f"{name}_stderr,none"], rel=1e-6)
+        assert figures[f"{name}_stderr"] == stderr
+
+
+def test_lm_eval_finds_the_same_for_a_text(harness, files):
+    import lm_eval
+
+    backend, mpt = harness
     text = (files / "text.txt").read_text()
     request = lm_eval.api.instance.Instance("loglikelihood_rolling", {}, (text,), 0)
-    (rolling,) = harness.loglikelihood_rolling([request], disable_tqdm=True)
+    (rolling,) = backend.loglikelihood_rolling([request], disable_tqdm=True)
     (task,) = icl_tasks.load(str(files / "text.txt"))
-    assert evaluate(mpt, BYTES, [task], ALONE)["text"]["nats_per_token"] == pytest.approx(
-        -rolling / len(text), rel=1e-5
-    )
+    nats_per_token = evaluate(mpt, BYTES, [task], ALONE)["text"]["nats_per_token"]
+    assert nats_per_token == pytest.approx(-rolling / len(text), rel=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # It shows something real
 
 
 def learn(world):
-    """Figures before and after half a minute on Python's library, about modules of it that were held out."""
+    """Figures about held-out modules of Python's library, before and after training on the rest."""
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
     texts = [path.read_text(encoding="utf-8") for path in paths]
-    seen, held_out = [text for i, text in enumerate(texts) if i % 10], "\n\n".join(texts[::10])
+    seen = [text for i, text in enumerate(texts) if i % 10]
+    held_out = "\n\n".join(texts[::10])
     bpe = tokenizers.train_bpe(seen[:40], 1024)
     ids = torch.tensor([i for text in seen for i in [*bpe.encode(text).tolist(), bpe.eot]])
     mpt = model(d_model=128, vocab_size=1024, alibi=True)
@@ -556,9 +593,8 @@ def learn(world):
     torch.manual_seed(0)
     for step in range(300):
         optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50) * (1 - step / 300)
-        batch = torch.stack(
-            [ids[begin : begin + 129] for begin in torch.randint(len(ids) - 129, (8,))]
-        )
+        begins = torch.randint(len(ids) - 129, (8,))
+        batch = torch.stack([ids[begin : begin + 129] for begin in begins])
         (mpt(batch[:, :-1], labels=batch[:, 1:]) / 1024).backward()
         torch.nn.utils.clip_grad_norm_(mpt.parameters(), 1.0)
         optimizer.step()
@@ -570,7 +606,7 @@ def learn(world):
 def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
     ((before, after),) = ranks(1)(learn)
     assert before["chance"] == 0.25 and before["majority"] < 0.3
-    for name in zero_shot.SCORINGS:
+    for name in SCORINGS:
         assert abs(before[name] - 0.25) < 4 * before[f"{name}_stderr"]  # as good as a guess
         assert after[name] > 0.25
     assert after["foundry"] > 0.25 + 3 * after["foundry_stderr"]

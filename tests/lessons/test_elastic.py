@@ -1,4 +1,7 @@
-"""elastic.py: the same curve on one rank, on two, and on 1 -> 2 -> 4 -> 1 with a kill -9, interrupted as well."""
+"""lessons/elastic.py: the same curve on 1 rank, on 2, and on 1 -> 2 -> 4 -> 1 with a kill -9.
+
+The lesson is interrupted too.
+"""
 
 import json
 import re
@@ -15,38 +18,23 @@ from config import UserError
 from lessons import elastic
 from lifecycle import runlog
 
-SMALL = [
-    "--d_model=16",
-    "--n_heads=2",
-    "--n_layers=1",
-    "--vocab_size=257",
-    "--max_seq_len=16",
-    "--eval_tokens=2000",
-]
-SMALL += [
-    "--global_batch_size=4",
-    "--warmup_steps=2",
-    "--max_steps=60",
-    "--eval_interval=20",
-    "--save_interval=5",
-]
+SMALL = """
+    --d_model=16 --n_heads=2 --n_layers=1 --vocab_size=257 --max_seq_len=16 --eval_tokens=2000
+    --global_batch_size=4 --warmup_steps=2 --max_steps=60 --eval_interval=20 --save_interval=5
+""".split()
 
 
 def pids(folder) -> list[str]:
     """The processes that have a folder in their command line."""
-    return subprocess.run(
-        ["pgrep", "-f", f"={folder}/"], capture_output=True, text=True
-    ).stdout.split()
+    command = ["pgrep", "-f", f"={folder}/"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
-@pytest.mark.slow
-def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path, tiny_data):
-    """Ctrl-C, when the second run is on its way: the ranks are gone, and the same command goes on with that run."""
-    folder = tmp_path / "all"
-    flags = [*SMALL, *flags_for(tiny_data), f"--run_dir={folder}"]
+def interrupt_second_run(folder, flags, cwd) -> None:
+    """Start the lesson, and press Ctrl-C when its second run has done ten steps."""
     command = [sys.executable, "-m", "lessons.elastic", *flags]
     process = subprocess.Popen(
-        command, cwd=tmp_path, env=rooms_on_path(), stdout=subprocess.PIPE, text=True
+        command, cwd=cwd, env=rooms_on_path(), stdout=subprocess.PIPE, text=True
     )
     try:
         deadline = time.monotonic() + PATIENCE
@@ -58,100 +46,111 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path
         assert process.wait(60) == 130 and not pids(folder)
     finally:
         process.kill()
+
+
+@pytest.mark.slow
+def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path, tiny_data):
+    """After Ctrl-C in the second run its ranks have ended, and the same command continues it."""
+    folder = tmp_path / "all"
+    flags = [*SMALL, *flags_for(tiny_data), f"--run_dir={folder}"]
+    interrupt_second_run(folder, flags, tmp_path)
     assert steps(folder / "one") == [*range(1, 61)]
+
     done = launch([], tmp_path, flags, program="lessons/elastic.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(steps(folder / name) == [*range(1, 61)] for name in elastic.RUNS)
-    assert (
-        ranks(folder / "one") == [1]
-        and ranks(folder / "two") == [2, 2]
-        and ranks(folder / "moved") == [1, 2, 4, 1]
-    )
-    assert (
-        "exit [75]," in done.stdout and "exit [75, 75]," in done.stdout
-    )  # asked to move, they save first
-    victim = re.search(r"moved  4 ranks  step (\d+)/60: SIGKILL to rank (\d)", done.stdout)
-    statuses = re.search(
-        r"moved  4 ranks  exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout
-    )
-    assert statuses[1].split(", ")[int(victim[2])] == "-9" and 45 - 10 <= int(statuses[2]) <= int(
-        victim[1]
-    )
+    assert ranks(folder / "one") == [1]
+    assert ranks(folder / "two") == [2, 2]
+    assert ranks(folder / "moved") == [1, 2, 4, 1]
+
+    # Ranks that are asked to move save first.
+    assert "exit [75]," in done.stdout
+    assert "exit [75, 75]," in done.stdout
+    kill = re.search(r"moved  4 ranks  step (\d+)/60: SIGKILL to rank (\d)", done.stdout)
+    killed_at, victim = int(kill[1]), int(kill[2])
+    end = re.search(r"moved  4 ranks  exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout)
+    statuses, newest = end[1].split(", "), int(end[2])
+    assert statuses[victim] == "-9"
+    assert 45 - 10 <= newest <= killed_at
+
     assert "each of the 60 steps saw the same tokens in all runs" in done.stdout
     assert (folder / "elastic.png").stat().st_size > 10_000
     done = launch([], tmp_path, [*flags, "--max_steps=70"], program="lessons/elastic.py")
-    assert done.returncode == 2 and "was begun with other flags" in done.stderr
+    assert done.returncode == 2 and "was started with other flags" in done.stderr
 
 
 def steps(run) -> list[int]:
+    """The steps in a run's metrics."""
     return [row["step"] for row in runlog.read(run) if "loss" in row]
 
 
 def ranks(run) -> list[int]:
+    """The number of ranks of each launch of a run."""
     return [json.loads(line)["ranks"] for line in (run / "launches.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
 def test_a_mistake_is_one_line(tmp_path, tiny_data):
-    """The first is found here, the second by the ranks."""
+    """The first error is found by the lesson, the second by the ranks."""
     done = launch([], tmp_path, ["--learning_rate=1"], program="lessons/elastic.py")
-    assert done.returncode == 2 and done.stderr.splitlines() == [
-        "error: unknown key 'learning_rate' in the command line, did you mean 'lr'?"
-    ]
-    done = launch(
-        [],
-        tmp_path,
-        [*SMALL, *flags_for(tiny_data), "--vocab_size=100"],
-        program="lessons/elastic.py",
-    )
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "error: runs/elastic/one does not get on, see runs/elastic/one.log: " in done.stderr
-    assert "vocab_size 100 is less than the 257 ids" in done.stderr
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == "error: unknown key 'learning_rate' in the command line, did you mean 'lr'?"
+
+    flags = [*SMALL, *flags_for(tiny_data), "--vocab_size=100"]
+    done = launch([], tmp_path, flags, program="lessons/elastic.py")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "error: runs/elastic/one makes no progress, see runs/elastic/one.log: " in line
+    assert "vocab_size 100 is less than the 257 ids" in line
 
 
-def written(folder: Path, losses, last_val, hashes) -> Path:
-    """A run folder with such rows."""
+def write_run(folder: Path, losses, final_val_loss, hashes) -> Path:
+    """A run folder with these losses and batch hashes."""
     folder.mkdir()
-    pairs = zip(losses, hashes, strict=True)
-    rows = [
-        {"step": n, "loss": loss, "batch_hash": seen} for n, (loss, seen) in enumerate(pairs, 1)
-    ]
-    rows += [{"step": len(rows), "val_loss": last_val}]
+    rows = []
+    for step, (loss, batch_hash) in enumerate(zip(losses, hashes, strict=True), 1):
+        rows.append({"step": step, "loss": loss, "batch_hash": batch_hash})
+    rows.append({"step": len(rows), "val_loss": final_val_loss})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def test_what_it_checks(tmp_path, capsys):
-    a = written(tmp_path / "a", [5, 4, 3], 3.10, ["x", "y", "z"])
-    b = written(tmp_path / "b", [5, 4, 2], 3.12, ["x", "y", "z"])
+    a = write_run(tmp_path / "a", [5, 4, 3], 3.10, ["x", "y", "z"])
+    b = write_run(tmp_path / "b", [5, 4, 2], 3.12, ["x", "y", "z"])
     elastic.check([a, b], 3)
     assert "final validation losses 3.1000, 3.1200: 0.02 apart" in capsys.readouterr().out
-    far = written(tmp_path / "far", [5, 4, 3], 3.14, ["x", "y", "z"])
+
+    far = write_run(tmp_path / "far", [5, 4, 3], 3.14, ["x", "y", "z"])
     with pytest.raises(UserError, match="0.04 apart"):
         elastic.check([a, b, far], 3)
-    other = written(tmp_path / "other", [5, 4, 3], 3.10, ["x", "w", "z"])
-    with pytest.raises(UserError, match="other tokens at 1 steps, the first is step 2"):
+
+    other = write_run(tmp_path / "other", [5, 4, 3], 3.10, ["x", "w", "z"])
+    with pytest.raises(UserError, match="different tokens at 1 steps, the first is step 2"):
         elastic.check([a, other], 3)
-    with pytest.raises(UserError, match="other tokens at 1 steps, the first is step 4"):
-        elastic.check([a, written(tmp_path / "long", [5, 4, 3, 3], 3.1, "xyzz")], 4)
+    longer = write_run(tmp_path / "long", [5, 4, 3, 3], 3.1, "xyzz")
+    with pytest.raises(UserError, match="different tokens at 1 steps, the first is step 4"):
+        elastic.check([a, longer], 4)
 
 
-@pytest.mark.parametrize(
-    "launched, step, stage",
-    [
-        ([], 0, 0),
-        ([1], 10, 0),
-        ([1, 1], 20, 0),
-        ([1], 25, 1),
-        ([1, 2, 2], 30, 1),
-        ([1, 2], 51, 2),
-        ([1, 2, 4], 76, 3),
-    ]
-    + [([1, 2, 4, 1], 70, 3), ([1, 2, 4, 1, 1], 100, 3)],
-)
+# Ranks of each launch so far, the last step, the index of the stage to run next
+STAGES = [
+    ([], 0, 0),
+    ([1], 10, 0),
+    ([1, 1], 20, 0),
+    ([1], 25, 1),
+    ([1, 2, 2], 30, 1),
+    ([1, 2], 51, 2),
+    ([1, 2, 4], 76, 3),
+    ([1, 2, 4, 1], 70, 3),
+    ([1, 2, 4, 1, 1], 100, 3),
+]
+
+
+@pytest.mark.parametrize("launched, step, stage", STAGES)
 def test_which_stage_is_next(tmp_path, launched, step, stage):
-    (tmp_path / "launches.jsonl").write_text(
-        "".join(json.dumps({"ranks": n}) + "\n" for n in launched)
-    )
+    launches = "".join(json.dumps({"ranks": n}) + "\n" for n in launched)
+    (tmp_path / "launches.jsonl").write_text(launches)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
     assert elastic.stage_now(tmp_path, elastic.RUNS["moved"], 100) == stage

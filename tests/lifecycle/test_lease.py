@@ -16,6 +16,7 @@ from lifecycle import lease as leases
 
 
 def taken(run_dir, **other) -> leases.Lease:
+    """A lease that this process has taken. other: false claims, such as host="elsewhere"."""
     lease = leases.Lease(str(run_dir))
     lease.me |= other
     lease.take()
@@ -23,19 +24,22 @@ def taken(run_dir, **other) -> leases.Lease:
 
 
 def test_a_second_run_refuses_until_the_first_is_killed(started, python, tiny_data, tmp_path):  # noqa: F811
-    """Refused in one line that says who is there; the first is not disturbed; when killed it is no hindrance."""
+    """It names the owner in one line and does not disturb it. A killed run's folder is free."""
     first = started(1, *FOREVER, "--save_interval=2")
     wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
     second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
-    assert second.returncode == 2 and second.stdout == "run: loading PyTorch\n"
+    assert second.returncode == 2
+    assert second.stdout == "run: loading PyTorch\n"
     assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
-    assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
-    seen = steps_done(tmp_path / "run")
-    wait_for(lambda: steps_done(tmp_path / "run") > seen + 1)
+    assert second.stderr.count("\n") == 1
+    assert "set another --run_dir" in second.stderr
+
+    before = steps_done(tmp_path / "run")
+    wait_for(lambda: steps_done(tmp_path / "run") > before + 1)
     assert first.status() is None
     first.send(signal.SIGKILL)
     assert first.left(10)
-    with taken(tmp_path / "run"):  # at once
+    with taken(tmp_path / "run"):  # without waiting
         pass
 
 
@@ -43,10 +47,8 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     with taken(tmp_path, host="elsewhere"):
         assert leases.read_lease(tmp_path / "lease.json")["host"] == "elsewhere"
         leases.main([str(tmp_path)])
-        assert (
-            capsys.readouterr().out
-            == f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
-        )
+        owned = f"{tmp_path} is owned by process {os.getpid()} on elsewhere\n"
+        assert capsys.readouterr().out == owned
     begin = time.monotonic()
     with taken(tmp_path):
         assert time.monotonic() - begin < 1
@@ -58,7 +60,7 @@ def test_a_lease_is_released_for_other_machines(tmp_path, capsys):
     "text", ["[]", "7", '"x"', '{"host": 1}', '{"beat": {}}', "[" * 10**5, "\xff\0", ""]
 )
 def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
-    """As a power failure or a stranger leaves it; but while another run has the lock, the folder is not free."""
+    """Damaged by a power failure, for example. While another run has the lock, it still counts."""
     path = tmp_path / "lease.json"
     path.write_text(text, encoding="latin-1")
     leases.main([str(tmp_path)])
@@ -72,7 +74,7 @@ def test_a_damaged_lease_is_nobodys(tmp_path, text, capsys):
 
 
 def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
-    """A stranger's run folder may hold a link: what it points to is not written."""
+    """A run folder from elsewhere may hold a link: its target is not written."""
     (tmp_path / "mine").write_text("precious")
     (tmp_path / "lease.json").symlink_to(tmp_path / "mine")
     with pytest.raises(UserError, match="lease.json is a link"):
@@ -80,35 +82,48 @@ def test_a_lease_that_points_elsewhere_is_refused(tmp_path):
     assert (tmp_path / "mine").read_text() == "precious"
 
 
-def test_of_another_machine_the_heartbeat_decides(tmp_path, monkeypatch):
-    """As where the file system shares no locks: whose heart beats is the owner, whose has stopped was killed."""
-    monkeypatch.setattr(leases, "BEAT", 0.1)
-    path, closed = tmp_path / "lease.json", threading.Event()
+def lease_of(pid, job=None, beat=0):
+    """The content of the lease of a process on another machine."""
+    return json.dumps({"host": "elsewhere", "pid": pid, "job": job, "beat": beat})
 
-    def live():
-        for beat in range(10**9):
-            path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "job": "42", "beat": beat}))
+
+@pytest.fixture
+def live_lease(tmp_path):
+    """The lease of a live process on another machine."""
+    path = tmp_path / "lease.json"
+    closed = threading.Event()
+
+    def beat():
+        for number in range(10**9):
+            path.write_text(lease_of(7, "42", number))
             if closed.wait(0.05):
                 return
 
-    thread = threading.Thread(target=live)
+    thread = threading.Thread(target=beat)
     thread.start()
-    try:
-        wait_for(path.exists)
-        with pytest.raises(
-            UserError, match="is owned by process 7 on elsewhere, job 42: wait for that run"
-        ):
-            taken(tmp_path)
-    finally:
-        closed.set()
-        thread.join()
-    with taken(tmp_path) as lease:  # three beats without a sign of life
+    wait_for(path.exists)
+    yield path
+    closed.set()
+    thread.join()
+
+
+def test_of_another_machine_the_heartbeat_decides(tmp_path, live_lease, monkeypatch):
+    """Even where the file system shares no locks."""
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    owned = "is owned by process 7 on elsewhere, job 42: wait for that run"
+    with pytest.raises(UserError, match=owned):
+        taken(tmp_path)
+
+
+def test_a_lease_without_a_heartbeat_is_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    path = tmp_path / "lease.json"
+    path.write_text(lease_of(7))
+    with taken(tmp_path) as lease:  # after three intervals
         assert leases.read_lease(path)["host"] == lease.me["host"]
         lease.check()
-        path.write_text(
-            json.dumps({"host": "elsewhere", "pid": 8, "job": None, "beat": 0})
-        )  # taken over in turn
+        path.write_text(lease_of(8))  # another run takes over in turn
         wait_for(lambda: lease.lost)
-        with pytest.raises(UserError, match="owned by process 8 on elsewhere by now"):
+        with pytest.raises(UserError, match="is now owned by process 8 on elsewhere"):
             lease.check()
-    assert leases.read_lease(path)["pid"] == 8  # left alone
+    assert leases.read_lease(path)["pid"] == 8  # left as it is

@@ -1,4 +1,4 @@
-"""Curves of run folders, as text and as a picture, with their restarts, and how far they are apart."""
+"""lifecycle/plot.py: curves as text and as a picture, restarts, differences between runs."""
 
 import html
 import importlib.util
@@ -27,10 +27,12 @@ def folder(path, rows, launches=()):
 
 
 def step(number, loss, **more):
+    """A row of a training step."""
     return {"step": number, "tokens": 100 * number, "loss": loss, "seconds": 0.5, **more}
 
 
 def val(number, loss):
+    """A row of a validation."""
     return {"step": number, "val_loss": loss, "val_bits_per_byte": loss / 2}
 
 
@@ -62,12 +64,8 @@ def test_running_means_are_over_a_fiftieth_of_the_run(tmp_path):
 
 
 def test_what_is_no_number_is_not_drawn(tmp_path):
-    rows = [
-        step(1, 5.0, mfu=None),
-        step(2, math.nan, skipped=True, mfu=0.5),
-        step(3, 4.0),
-        val(3, math.nan),
-    ]
+    bad = step(2, math.nan, skipped=True, mfu=0.5)
+    rows = [step(1, 5.0, mfu=None), bad, step(3, 4.0), val(3, math.nan)]
     run = plot.read(folder(tmp_path / "run", rows))
     assert plot.curves(run) == ([(100, 5.0), (300, 4.0)], [])
     assert plot.curves(run, "mfu") == ([(200, 0.5)], [])
@@ -76,14 +74,14 @@ def test_what_is_no_number_is_not_drawn(tmp_path):
 
 def test_text_curve_falls_from_left_to_right(run):
     lines = plot.in_terminal([plot.read(str(run))], width=60, height=12).splitlines()
-    dots = [
-        (x, y)
-        for y, line in enumerate(lines[:12])
-        for x, mark in enumerate(line.partition("|")[2])
-        if mark == "."
-    ]
+    dots = []
+    for y, line in enumerate(lines[:12]):
+        curve = line.partition("|")[2]
+        dots += [(x, y) for x, mark in enumerate(curve) if mark == "."]
     assert max(y for x, y in dots if x < 15) < min(y for x, y in dots if x > 45)
-    assert "9.50" in lines[0] and lines[0].endswith("A") and "5,000 tokens" in lines[13]
+    assert "9.50" in lines[0]
+    assert lines[0].endswith("A")
+    assert "5,000 tokens" in lines[13]
 
 
 def test_equal_curves_take_turns_in_the_terminal(run):
@@ -105,11 +103,10 @@ def test_every_quantity_has_its_curve_in_the_terminal(tmp_path):
 
 
 def marks(path, launches):
+    """(step, tokens, label) of the restarts of a run of 40 steps."""
     rows = [step(s, 5.0) for s in range(1, 41)]
-    return [
-        (mark["step"], mark["tokens"], mark["label"])
-        for mark in plot.read(folder(path, rows, launches)).restarts
-    ]
+    restarts = plot.read(folder(path, rows, launches)).restarts
+    return [(restart["step"], restart["tokens"], restart["label"]) for restart in restarts]
 
 
 def test_restarts_name_their_ranks(tmp_path):
@@ -128,9 +125,8 @@ def test_a_launch_takes_away_the_restarts_whose_steps_it_does_again(tmp_path):
         (20, 2000, "2 ranks"),
     ]
     assert marks(tmp_path / "b", [(0, 1), (20, 2), (0, 1)]) == []
-    assert marks(tmp_path / "c", [(0, 1), (40, 1)]) == [], (
-        "a finished run that is started again does nothing"
-    )
+    finished = [(0, 1), (40, 1)]  # starting a finished run again does nothing
+    assert marks(tmp_path / "c", finished) == []
 
 
 def test_a_run_forked_from_another_is_marked_where_it_began(tmp_path):
@@ -139,9 +135,8 @@ def test_a_run_forked_from_another_is_marked_where_it_began(tmp_path):
 
 
 def test_a_cut_off_launch_is_left_out_and_the_terminal_marks_the_others(run):
-    (run / "launches.jsonl").write_text(
-        '{"first_step": 0, "ranks": 1}\n{"first_step": 25, "ranks": 2}\n{"first'
-    )
+    lines = ['{"first_step": 0, "ranks": 1}', '{"first_step": 25, "ranks": 2}', '{"first']
+    (run / "launches.jsonl").write_text("\n".join(lines))
     read = plot.read(str(run))
     axis = plot.in_terminal([read], x="step", width=51, height=12).splitlines()[12]
     assert axis.split("+")[1] == "-" * 25 + "^" + "-" * 25
@@ -152,25 +147,16 @@ def test_a_cut_off_launch_is_left_out_and_the_terminal_marks_the_others(run):
 
 
 def test_differences_by_hand(tmp_path):
-    """|b - a| is 0.5, 1.5 and 1 at steps 1, 2, 4, where both are finite; 0.25 at the common validation."""
-    a = [
-        step(1, 5.0),
-        step(2, 4.0),
-        step(3, math.nan),
-        step(4, 3.0),
-        step(5, 1.0),
-        val(0, 9.0),
-        val(4, 4.0),
-    ]
-    b = [step(1, 5.5), step(2, 2.5), step(3, 3.0), step(4, 4.0), val(2, 1.0), val(4, 3.75)]
-    runs = [plot.read(folder(tmp_path / name, rows)) for name, rows in (("a", a), ("b", b))]
-    assert plot.difference(runs[0].steps, runs[1].steps) == plot.Difference(
-        1.5, 2, 1.0, steps=3, common=4
-    )
-    assert plot.difference(runs[0].vals, runs[1].vals, "val_loss") == plot.Difference(
-        0.25, 4, 0.25, 1, 1
-    )
-    rows = [line.split() for line in plot.table_of_differences(runs).splitlines()[3:]]
+    """|b - a| is 0.5, 1.5, 1 at steps 1, 2, 4, where both are finite, and 0.25 in validation."""
+    a_rows = [step(1, 5.0), step(2, 4.0), step(3, math.nan), step(4, 3.0), step(5, 1.0)]
+    b_rows = [step(1, 5.5), step(2, 2.5), step(3, 3.0), step(4, 4.0)]
+    a = plot.read(folder(tmp_path / "a", [*a_rows, val(0, 9.0), val(4, 4.0)]))
+    b = plot.read(folder(tmp_path / "b", [*b_rows, val(2, 1.0), val(4, 3.75)]))
+    train = plot.Difference(largest=1.5, step=2, mean=1.0, steps=3, common=4)
+    assert plot.difference(a.steps, b.steps) == train
+    validation = plot.Difference(largest=0.25, step=4, mean=0.25, steps=1, common=1)
+    assert plot.difference(a.vals, b.vals, "val_loss") == validation
+    rows = [line.split() for line in plot.table_of_differences([a, b]).splitlines()[3:]]
     assert rows[0] == ["training", "loss", "1.5", "2", "1", "3", "of", "4"]
     assert rows[1] == ["validation", "loss", "0.25", "4", "0.25", "1", "of", "1"]
 
@@ -178,51 +164,44 @@ def test_differences_by_hand(tmp_path):
 def test_differences_are_of_rows_and_not_of_means(tmp_path):
     a = [step(s, 5.0) for s in range(1, 101)]
     b = [step(s, 5.0 + (s == 60)) for s in range(1, 101)]  # means of two would halve it
-    found = plot.difference(a, b)
-    assert (found.largest, found.step, found.mean) == (1.0, 60, pytest.approx(0.01))
+    d = plot.difference(a, b)
+    assert (d.largest, d.step, d.mean) == (1.0, 60, pytest.approx(0.01))
 
 
 def batches(tmp_path, a, b):
-    runs = [
-        plot.read(folder(tmp_path / name, [step(s, 5.0, batch_hash=h) for s, h in hashes.items()]))
-        for name, hashes in (("a", a), ("b", b))
-    ]
-    return plot.batches(*runs)
+    """What is said of two runs with these hashes: {step: hash}."""
+    runs = []
+    for name, hashes in (("a", a), ("b", b)):
+        rows = [step(number, 5.0, batch_hash=value) for number, value in hashes.items()]
+        runs.append(plot.read(folder(tmp_path / name, rows)))
+    return plot.compare_batches(*runs)
 
 
 def test_batches_are_compared_in_common_steps(tmp_path):
     assert batches(tmp_path, HASH, HASH | {5: "ee"}) == "the same batches"
     assert batches(tmp_path, HASH, HASH | {3: "xx", 4: "yy"}) == "different batches from step 3"
     assert batches(tmp_path, HASH, dict.fromkeys(HASH)) == "batches not recorded"
-    assert (
-        batches(tmp_path, HASH, HASH | {2: None})
-        == "the same batches in the 3 steps that record them"
-    )
+    some = "the same batches in the 3 steps that record them"
+    assert batches(tmp_path, HASH, HASH | {2: None}) == some
 
 
 def test_runs_without_a_common_or_finite_step_say_so(tmp_path):
     rows = {"a": [step(1, 5.0)], "b": [step(2, 5.0)], "c": [step(1, math.nan)]}
-    text = plot.table_of_differences(
-        [plot.read(folder(tmp_path / name, row)) for name, row in rows.items()]
-    )
-    lines = text.splitlines()[2:]
-    assert lines[0].endswith("b: no step in common") and lines[1].endswith(
-        "c: batches not recorded"
-    )
-    assert (
-        lines[2].split() == ["training", "loss", "nan", "-", "nan", "0", "of", "1"]
-        and len(lines) == 3
-    )
+    runs = [plot.read(folder(tmp_path / name, row)) for name, row in rows.items()]
+    lines = plot.table_of_differences(runs).splitlines()[2:]
+    assert len(lines) == 3
+    assert lines[0].endswith("b: no step in common")
+    assert lines[1].endswith("c: batches not recorded")
+    assert lines[2].split() == ["training", "loss", "nan", "-", "nan", "0", "of", "1"]
 
 
 # --- pictures
 
 
 def svg(path):
-    """The text that an SVG draws: matplotlib writes it beside the outlines, as comments."""
-    parser = xml.etree.ElementTree.XMLParser(
-        target=xml.etree.ElementTree.TreeBuilder(insert_comments=True)
-    )
+    """The text of an SVG. matplotlib draws outlines, and writes the text into comments."""
+    builder = xml.etree.ElementTree.TreeBuilder(insert_comments=True)
+    parser = xml.etree.ElementTree.XMLParser(target=builder)
     root = xml.etree.ElementTree.parse(path, parser).getroot()
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     return [html.unescape(node.text.strip()) for node in root.iter(xml.etree.ElementTree.Comment)]
@@ -230,17 +209,18 @@ def svg(path):
 
 @pytest.mark.skipif(not PICTURES, reason="needs matplotlib")
 def test_the_picture_of_all_quantities_is_svg_with_restarts_and_runs(tmp_path):
-    rows = [
-        step(s, 5.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1e4, mfu=None) for s in range(1, 41)
-    ]
+    figures = {"lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e4, "mfu": None}
+    rows = [step(s, 5.0, **figures) for s in range(1, 41)]
     a = plot.read(folder(tmp_path / "$a$", rows, [(0, 1), (20, 2)]))
     b = plot.read(folder(tmp_path / "b", rows[:1]))
     assert plot.as_picture([a, b], tmp_path / "all.svg", "all", "step")
     drawn = svg(tmp_path / "all.svg")
     expected = {words for words, _ in plot.WHAT.values()}
     expected |= {"1 -> 2 ranks", "restart", "steps", "not known", a.folder[-100:], b.folder[-100:]}
-    assert expected <= set(drawn) and "validation" not in drawn
-    assert drawn.count("not known") == 1 and drawn.count("1 -> 2 ranks") == 1
+    assert expected <= set(drawn)
+    assert "validation" not in drawn
+    assert drawn.count("not known") == 1
+    assert drawn.count("1 -> 2 ranks") == 1
 
 
 @pytest.mark.skipif(not PICTURES, reason="needs matplotlib")
@@ -271,10 +251,9 @@ def test_unfinished_or_missing_runs_are_named(tmp_path):
 def test_program_overlays_two_runs(run, tmp_path):
     done = launch([], tmp_path, ["run", "run", "--out=both.png"], program="lifecycle/plot.py")
     assert done.returncode == 0, done.stderr
-    assert (
-        "validation loss 9.500 -> 4.500 nats per token, 4.750 -> 2.250 bits per byte" in done.stdout
-    )
-    assert "to expect: about 4.5" in done.stdout and "difference" not in done.stdout
+    assert "9.500 -> 4.500 nats per token, 4.750 -> 2.250 bits per byte" in done.stdout
+    assert "to expect: about 4.5" in done.stdout
+    assert "difference" not in done.stdout
     assert (tmp_path / "both.png").exists() == PICTURES
     if PICTURES:
         assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
@@ -282,29 +261,27 @@ def test_program_overlays_two_runs(run, tmp_path):
 
 def test_without_matplotlib_the_terminal_has_it_all(run, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError\n")
-    command = "import sys; sys.path[:0] = sys.argv[1:]; from lifecycle import plot; "
-    command += "plot.main(['run', 'run', '--what=all', '--diff'])"
-    done = launch(["-c", command, str(tmp_path)], tmp_path, [], program=ROOT)
+    code = "import sys; sys.path[:0] = sys.argv[1:]; from lifecycle import plot; "
+    code += "plot.main(['run', 'run', '--what=all', '--diff'])"
+    done = launch(["-c", code, str(tmp_path)], tmp_path, [], program=ROOT)
     assert done.returncode == 0, done.stderr
-    for words in (
-        "loss (nats a token)   5,000 tokens",
-        "MFU: not known",
-        "requirements-extra.txt",
-        "50 of 50",
-    ):
-        assert words in done.stdout
+    assert "loss (nats a token)   5,000 tokens" in done.stdout
+    assert "MFU: not known" in done.stdout
+    assert "requirements-extra.txt" in done.stdout
+    assert "50 of 50" in done.stdout
     assert not (run / "all.png").exists()
 
 
 def test_a_mistake_is_one_line(run, capsys):
-    for args, told in [
+    for args, message in [
         ([run, "--out=a.pdf"], "--out=a.pdf: a picture ends in .png or .svg"),
         ([run, "--diff"], "--diff compares runs: name two run folders or more"),
         (["nowhere"], "no metrics in 'nowhere': give a run folder, such as runs/demo"),
     ]:
         with pytest.raises(UserError) as error:
-            plot.main([str(word) for word in args])
-        assert str(error.value) == told and capsys.readouterr().out == ""
+            plot.main([str(arg) for arg in args])
+        assert str(error.value) == message
+        assert capsys.readouterr().out == ""
 
 
 @pytest.mark.skipif(not PICTURES, reason="needs matplotlib")
@@ -312,6 +289,5 @@ def test_a_picture_is_not_drawn_through_a_link(run, tmp_path):
     (tmp_path / "precious").write_text("mine")
     (run / "loss.png").symlink_to(tmp_path / "precious")
     assert plot.as_picture([plot.read(str(run))], run / "loss.png")
-    assert (tmp_path / "precious").read_text() == "mine" and (run / "loss.png").read_bytes()[
-        1:4
-    ] == b"PNG"
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (run / "loss.png").read_bytes()[1:4] == b"PNG"

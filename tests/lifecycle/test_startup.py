@@ -1,4 +1,4 @@
-"""lifecycle/stopping.py: what the trainer does before PyTorch is imported."""
+"""lifecycle/stopping.py, begin: what the trainer does before PyTorch is imported."""
 
 import signal
 import subprocess
@@ -12,10 +12,10 @@ RIGHT = ["--run_dir=runs/x", "--max_steps=200"]
 
 
 def run(*command, **environment):
+    """Run Python to its end."""
     env = clean_environment() | environment
-    return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
+    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run([sys.executable, *command], **options)
 
 
 @pytest.mark.parametrize(
@@ -29,20 +29,16 @@ def run(*command, **environment):
     ],
 )
 def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags, rank, said):
-    done = run(
-        "-c",
-        "import sys; from lifecycle import stopping; stopping.begin(sys.argv[1:])",
-        *flags,
-        RANK=rank,
-    )
+    code = "import sys; from lifecycle import stopping; stopping.begin(sys.argv[1:])"
+    done = run("-c", code, *flags, RANK=rank)
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
 
 @pytest.mark.slow
 def test_importing_the_trainer_says_nothing_and_takes_no_signals():
-    done = run(
-        "-c", "import fsdp_train, signal; print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
-    )
+    code = "import fsdp_train, signal; "
+    code += "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
+    done = run("-c", code)
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
@@ -61,14 +57,15 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
 
 
 def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
-    """A shell stands for torchrun; what takes long in the rank are imports."""
-    program = "import time; from lifecycle import stopping; stopping.begin(['--help']); "
-    program += "print('here', flush=True); time.sleep(60)"
-    shell = ["sh", "-c", f'{sys.executable} -c "{program}" & wait']
+    """A shell plays torchrun; the rank sleeps where it would import."""
+    code = "import time; from lifecycle import stopping; stopping.begin(['--help']); "
+    code += "print('here', flush=True); time.sleep(60)"
+    shell = ["sh", "-c", f'{sys.executable} -c "{code}" & wait']
     env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     parent = subprocess.Popen(shell, cwd=ROOT, env=env, **streams)
     assert parent.stdout.readline() == "here\n"
     parent.kill()
     _, errors = parent.communicate(timeout=20)  # ends when the rank has closed its streams
-    assert errors.startswith("error: rank 1 (process ") and "torchrun" in errors
+    assert errors.startswith("error: rank 1 (process ")
+    assert "torchrun" in errors

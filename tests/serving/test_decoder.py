@@ -1,13 +1,15 @@
-"""serving/decoder.py: the cache, batches of different lengths, packed weights, where texts end."""
+"""serving/decoder.py: the cache, left padding, packed weights, the end of learned positions."""
 
 import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from config import MPTConfig
 from model import MPT, KVCache, init_weights
-from serving.decoder import Decoder, PackedLinear, can_pack, generate
+from serving.decoder import Decoder, generate, pick_dtype
+from serving.packed_linear import PackedLinear, can_pack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,47 +30,55 @@ every_kind = pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
 
 
 def model(**more):
+    """A tiny model of random weights."""
     mpt = MPT(MPTConfig(**TINY | more)).eval()
     init_weights(mpt, seed=0)
     return mpt
 
 
 def decoder(mpt, vocab_size=64, dtype=None):
-    return Decoder(
-        copy.deepcopy(mpt), vocab_size, dtype
-    )  # it packs the weights of the model that it takes
+    """A decoder of a copy of the model, since it packs the weights of the model that it gets."""
+    return Decoder(copy.deepcopy(mpt), vocab_size, dtype)
+
+
+def random_ids(shape, seed):
+    """Ids of the tiny model."""
+    return torch.randint(64, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_one(begin, end):
+    """(begin, begin + 1), (begin + 1, begin + 2), ... up to end."""
+    return [(i, i + 1) for i in range(begin, end)]
 
 
 @every_kind
 def test_cached_logits_equal_those_of_the_whole_sequence(more):
-    mpt, ids = model(**more), torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
-    decode, cache = decoder(mpt), KVCache.empty(mpt.cfg, 2, 20, "cpu", torch.float32)
+    mpt = model(**more)
+    ids = random_ids((2, 20), seed=0)
+    decode = decoder(mpt)
+    cache = KVCache.empty(mpt.cfg, 2, 20, "cpu", torch.float32)
     with torch.inference_mode():
-        whole = mpt(ids)
-        for begin, end in [(0, 7), (7, 8), (8, 13), *((i, i + 1) for i in range(13, 20))]:
-            torch.testing.assert_close(
-                decode(ids[:, begin:end], cache), whole[:, end - 1], atol=1e-5, rtol=0
-            )
+        expected = mpt(ids)
+        for begin, end in [(0, 7), (7, 8), (8, 13), *one_by_one(13, 20)]:
+            logits = decode(ids[:, begin:end], cache)
+            torch.testing.assert_close(logits, expected[:, end - 1], atol=1e-5, rtol=0)
 
 
 @every_kind
 def test_batched_logits_equal_one_at_a_time(more):
-    mpt, lengths = model(**more), (3, 11, 7)
-    rows = [
-        torch.randint(64, (n + 5,), generator=torch.Generator().manual_seed(n)) for n in lengths
-    ]
-    pad = torch.tensor([11 - n for n in lengths])
-    padded = torch.stack(
-        [torch.nn.functional.pad(row, (p, 0)) for row, p in zip(rows, pad.tolist(), strict=True)]
-    )
-    decode, cache = decoder(mpt), KVCache.empty(mpt.cfg, 3, 16, "cpu", torch.float32, pad=pad)
+    mpt = model(**more)
+    lengths = (3, 11, 7)
+    rows = [random_ids((n + 5,), seed=n) for n in lengths]
+    pads = [11 - n for n in lengths]
+    padded = torch.stack([F.pad(row, (pad, 0)) for row, pad in zip(rows, pads, strict=True)])
+    decode = decoder(mpt)
+    cache = KVCache.empty(mpt.cfg, 3, 16, "cpu", torch.float32, pad=torch.tensor(pads))
     with torch.inference_mode():
-        for begin, end in [(0, 11), *((i, i + 1) for i in range(11, 16))]:
+        for begin, end in [(0, 11), *one_by_one(11, 16)]:
             together = decode(padded[:, begin:end], cache)
-            for row, p, logits in zip(rows, pad.tolist(), together, strict=True):
-                torch.testing.assert_close(
-                    logits, mpt(row[None, : end - p])[0, -1], atol=1e-5, rtol=0
-                )
+            for row, pad, logits in zip(rows, pads, together, strict=True):
+                alone = mpt(row[None, : end - pad])[0, -1]
+                torch.testing.assert_close(logits, alone, atol=1e-5, rtol=0)
 
 
 @every_kind
@@ -87,16 +97,16 @@ def test_greedy_sampling_equals_the_argmax_of_the_whole_sequence(more):
 )
 def test_packed_weights_are_the_same_weights(dtype, tolerance):
     mpt = model(alibi=True).to(dtype)
-    decode, ids = decoder(mpt, vocab_size=61), torch.arange(10)[None]
-    packed = sum(
-        isinstance(module, PackedLinear) for module in [decode.head, *decode.model.modules()]
-    )
+    decode = decoder(mpt, vocab_size=61)
+    layers = [decode.output_layer, *decode.model.modules()]
+    packed = sum(isinstance(layer, PackedLinear) for layer in layers)
     assert packed == (4 * 2 + 1 if can_pack(torch.device("cpu"), dtype) else 0)
+
+    ids = torch.arange(10)[None]
     with torch.inference_mode():
         logits = decode(ids, KVCache.empty(mpt.cfg, 1, 10, "cpu", dtype))
-        torch.testing.assert_close(
-            logits, mpt(ids)[:, -1, :61].float(), atol=tolerance, rtol=tolerance
-        )
+        expected = mpt(ids)[:, -1, :61].float()
+    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_learned_positions_end_and_the_others_go_on():
@@ -107,7 +117,17 @@ def test_learned_positions_end_and_the_others_go_on():
 
 
 def test_padding_rows_of_the_vocabulary_are_never_drawn():
-    tokens = generate(
-        decoder(model(alibi=True), 5), torch.zeros(64, 1, dtype=torch.long), 8, temperature=5.0
-    )
+    ids = torch.zeros(64, 1, dtype=torch.long)
+    tokens = generate(decoder(model(alibi=True), vocab_size=5), ids, 8, temperature=5.0)
     assert torch.stack(list(tokens)).max() < 5
+
+
+@pytest.mark.parametrize("has_bf16, dtype", [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bf16_where_the_device_computes_in_it(has_bf16, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    for device in ("cpu", "cuda"):
+        assert pick_dtype("auto", torch.device(device)) == dtype
+        assert pick_dtype("fp32", torch.device(device)) == torch.float32
+        assert pick_dtype("bf16", torch.device(device)) == torch.bfloat16
+    assert pick_dtype("auto", torch.device("mps")) == torch.bfloat16

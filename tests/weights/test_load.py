@@ -19,19 +19,18 @@ from weights import hf, load
 
 
 def test_a_path_is_a_run_a_checkpoint_or_a_folder_of_theirs(tmp_path, capsys):
-    theirs, cfg = tmp_path / "theirs", replace(SMALL, vocab_size=300, alibi=True)
+    theirs = tmp_path / "theirs"
+    cfg = replace(SMALL, vocab_size=300, alibi=True)
     hf.export(build(cfg), theirs)
     hf.import_(theirs, tmp_path / "run", "bytes")
     capsys.readouterr()
     step = tmp_path / "run/checkpoints/step-0"
-    ours, foreign = "a checkpoint of ours, step 0", "a Hugging Face folder"
-    for path, found, kind in [
-        (tmp_path / "run", step, ours),
-        (step, step, ours),
-        (theirs, theirs, foreign),
-    ]:
+    ours = "a checkpoint of this project, step 0"
+    foreign = "a Hugging Face folder"
+    cases = [(tmp_path / "run", step, ours), (step, step, ours), (theirs, theirs, foreign)]
+    for path, found, kind in cases:
         assert load.find(str(path)) == found
-        assert load.is_ours(path) == (kind == ours)
+        assert load.is_run(path) == (kind == ours)
         assert load.settings_of(path) == cfg
         load.demonstrate([str(path)])
         shown = capsys.readouterr().out
@@ -40,17 +39,19 @@ def test_a_path_is_a_run_a_checkpoint_or_a_folder_of_theirs(tmp_path, capsys):
         load.demonstrate([str(tmp_path / "nowhere")])
 
 
-# --- beginning from other weights
+# --- starting from other weights
 
 
 def init_from_run(world, run, cfg, other):
-    """Start from a run of ours under FSDP; then try another model: logits, and what that says."""
+    """Start from a run under FSDP; then try to start another model from it.
+
+    Returns the logits, the error message, and whether every rank raises that error.
+    """
     train = TrainConfig()
     with torch.device("meta"):
         models = [MPT(cfg), MPT(other)]
-    models = [
-        parallel.parallelize(m, parallel.make_mesh(world, train), train, "fp32") for m in models
-    ]
+    mesh = parallel.make_mesh(world, train)
+    models = [parallel.parallelize(model, mesh, train, "fp32") for model in models]
     for model in models:
         parallel.materialize(model, world.device, None)
     load.init_from(models[0], run)
@@ -62,7 +63,10 @@ def init_from_run(world, run, cfg, other):
 
 
 def test_init_from_a_run_of_ours(ranks, tmp_path):
-    """Without a process group, and on two ranks; dropout and length under ALiBi may differ, slopes may not."""
+    """Without a process group, and on two ranks.
+
+    Dropout may differ, and the length under ALiBi; ALiBi's slopes may not.
+    """
     cfg = replace(SMALL, alibi=True, vocab_size=300)
     model = build(cfg)
     hf.export(model, tmp_path / "theirs")
@@ -97,7 +101,7 @@ def test_another_model_is_refused(name, value, tmp_path):
 
 
 def test_tokenizers_of_weights_are_compared(tmp_path):
-    """By what they do, not by where they lie."""
+    """By their ids, not by the place of their files."""
     ours = tokenizers.train_bpe(["a few words, and a few more words"] * 9, 260)
     other = tokenizers.train_bpe(["quite another text, with other words"] * 9, 260)
     for name, made in (("ours", ours), ("other", other)):
@@ -105,14 +109,11 @@ def test_tokenizers_of_weights_are_compared(tmp_path):
     cfg = replace(SMALL, vocab_size=300)
     hf.export(MPT(cfg), tmp_path / "theirs")
     settings = json.loads((tmp_path / "theirs/config.json").read_text())
-    (tmp_path / "theirs/config.json").write_text(
-        json.dumps(settings | {"tokenizer_name": "bpe-260"})
-    )
-    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.OUR_TOKENIZER)
+    settings["tokenizer_name"] = "bpe-260"
+    (tmp_path / "theirs/config.json").write_text(json.dumps(settings))
+    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.BPE_TOKENIZER)
     load.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
     for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
-        with pytest.raises(
-            UserError,
-            match=f"was trained with the tokenizer bpe-260, whose ids are not those of {name}",
-        ):
+        message = f"was trained with the tokenizer bpe-260, whose ids are not those of {name}"
+        with pytest.raises(UserError, match=message):
             load.check_same_tokenizer(tmp_path / "theirs", name, file)

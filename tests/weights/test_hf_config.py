@@ -1,0 +1,270 @@
+"""weights/hf_config.py: settings to and from config.json, and refusals that name what is wrong."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import pytest
+import torch
+from test_hf import LIKE_TRANSFORMERS, SMALL, VARIANTS
+
+from config import MPTConfig, UserError
+from model import MPT
+from storage import files
+from weights import hf_config
+
+HUB_7B = {  # the layout of LLM Foundry in 2023, as on the Hub
+    "architectures": ["MPTForCausalLM"],
+    "model_type": "mpt",
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_layers": 32,
+    "attn_config": {
+        "alibi": True,
+        "alibi_bias_max": 8,
+        "attn_impl": "torch",
+        "attn_pdrop": 0,
+        "clip_qkv": None,
+        "attn_type": "multihead_attention",
+        "attn_uses_sequence_id": False,
+        "prefix_lm": False,
+        "qk_ln": False,
+        "softmax_scale": None,
+    },
+    "auto_map": {
+        "AutoConfig": "configuration_mpt.MPTConfig",
+        "AutoModelForCausalLM": "modeling_mpt.MPTForCausalLM",
+    },
+    "emb_pdrop": 0,
+    "embedding_fraction": 1.0,
+    "expansion_ratio": 4,
+    "init_device": "cpu",
+    "learned_pos_emb": True,
+    "init_config": {
+        "name": "kaiming_normal_",
+        "fan_mode": "fan_in",
+        "init_nonlinearity": "relu",
+        "verbose": 0,
+    },
+    "logit_scale": None,
+    "max_seq_len": 2048,
+    "no_bias": True,
+    "norm_type": "low_precision_layernorm",
+    "resid_pdrop": 0,
+    "tokenizer_name": "EleutherAI/gpt-neox-20b",
+    "torch_dtype": "bfloat16",
+    "use_cache": False,
+    "transformers_version": "4.28.1",
+    "verbose": 0,
+    "vocab_size": 50432,
+}
+LATER = {  # what later versions of LLM Foundry add
+    "fc_type": {"name": "torch"},
+    "ffn_config": {"ffn_type": "mptmlp"},
+    "tie_word_embeddings": True,
+    "use_pad_tok_in_ffn": True,
+    "norm_eps": 1e-5,
+    "block_overrides": None,
+    "final_logit_softcapping": None,
+}
+LATER_ATTENTION = {
+    "qk_gn": False,
+    "fused_qkv": True,
+    "sliding_window_size": -1,
+    "attn_logit_softcapping": None,
+    "kv_dim": None,
+    "rope": False,
+    "rope_theta": 10000,
+    "rope_impl": "dail",
+    "flex_attn_mod_list": [],
+    "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
+    "rope_hf_config": {"type": "no_scaling", "factor": 1.0},
+}
+
+
+def like_hub(top=None, **attention):
+    """HUB_7B with other settings, at the top and in its attn_config."""
+    return HUB_7B | (top or {}) | {"attn_config": HUB_7B["attn_config"] | attention}
+
+
+def with_rope(**attention):
+    return like_hub(alibi=False, rope=True, **attention)
+
+
+def through_json(value):
+    return json.loads(json.dumps(value))
+
+
+MPT_7B = MPTConfig(
+    d_model=4096, n_heads=32, n_layers=32, vocab_size=50432, alibi=True, no_bias=True
+)
+MPT_30B_SIZES = {"d_model": 7168, "n_heads": 64, "n_layers": 48, "max_seq_len": 8192}
+HF_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "no_scaling", "factor": 1.0}}
+BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    "settings, wanted",
+    [
+        (HUB_7B, MPT_7B),
+        (like_hub(LATER, **LATER_ATTENTION), MPT_7B),
+        (like_hub(MPT_30B_SIZES), replace(MPT_7B, **MPT_30B_SIZES)),
+        (
+            like_hub({"max_seq_len": 65536}, alibi_bias_max=16, clip_qkv=6),
+            replace(MPT_7B, max_seq_len=65536, alibi_bias_max=16, clip_qkv=6),
+        ),
+        (like_hub(attn_type="multiquery_attention"), replace(MPT_7B, kv_n_heads=1)),
+        (
+            like_hub(attn_type="grouped_query_attention", kv_n_heads=8),
+            replace(MPT_7B, kv_n_heads=8),
+        ),
+        (with_rope(rope_theta=5e5), replace(MPT_7B, alibi=False, rope=True, rope_theta=5e5)),
+        (with_rope(**HF_ROPE), replace(MPT_7B, alibi=False, rope=True)),
+        (like_hub({"logit_scale": 0.5}, qk_ln=True), replace(MPT_7B, logit_scale=0.5, qk_ln=True)),
+        ({"model_type": "mpt"}, MPTConfig()),  # LLM Foundry's defaults are MPTConfig's
+        (BY_TRANSFORMERS, MPTConfig(alibi=True, no_bias=True)),
+    ],
+)
+def test_settings_of_published_models(settings, wanted):
+    assert hf_config.config_from(settings) == wanted
+    assert hf_config.config_from(through_json(hf_config.config_to(wanted))) == wanted
+
+
+@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
+def test_every_setting_comes_back(more):
+    cfg = replace(SMALL, **more)
+    assert hf_config.config_from(through_json(hf_config.config_to(cfg))) == cfg
+
+
+TANH_GELU = {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}
+LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear"}}
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        (like_hub(prefix_lm=True), "prefix_lm"),
+        (like_hub(qk_gn=True), "qk_gn"),
+        (like_hub(attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (like_hub(sliding_window_size=256), "sliding_window_size"),
+        (like_hub(fused_qkv=False), "fused_qkv"),
+        (like_hub(kv_dim=512), "kv_dim"),
+        (like_hub(attn_type="sparse"), "attn_type to 'sparse'"),
+        (like_hub(attn_type="grouped_query_attention"), "kv_n_heads must be from 1 .* not 0"),
+        (like_hub(nonsense=3), "nonsense to 3"),
+        (like_hub(alibi="yes"), "alibi in config.json is 'yes'"),
+        (like_hub(rope=True), "rope and alibi"),
+        (with_rope(rope_dail_config={"type": "xpos"}), "rope_dail_config to 'xpos'"),
+        (with_rope(**LINEAR_ROPE), "config to 'linear'"),
+        (like_hub({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
+        (like_hub({"embedding_fraction": 0.5}), "embedding_fraction"),
+        (like_hub({"ffn_config": {"ffn_type": "mptglu"}}), "ffn_type to 'mptglu'"),
+        (like_hub({"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 9}}), "ffn_hidden_size"),
+        (like_hub({"ffn_config": TANH_GELU}), "ffn_act_fn"),
+        (like_hub({"norm_type": "rmsnorm"}), "norm_type"),
+        (like_hub({"layer_norm_epsilon": 1e-6}), "layer_norm_epsilon"),
+        (like_hub({"fc_type": "te"}), "fc_type"),
+        (like_hub({"block_overrides": {"order": []}}), "block_overrides"),
+        (like_hub({"n_heads": 33}), "n_heads 33"),
+        ({"model_type": "llama", "hidden_size": 8}, "model_type 'llama'"),
+        ({}, "model_type None"),
+    ],
+)
+def test_what_we_do_not_have_is_refused_by_name(settings, named):
+    with pytest.raises(UserError, match=named) as error:
+        hf_config.config_from(settings)
+    assert "\n" not in str(error.value)
+
+
+def test_dropouts_and_packing_are_warned_of():
+    more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True}
+    lost = hf_config.lost_in_transformers(replace(SMALL, **LIKE_TRANSFORMERS, **more))
+    assert lost == ["attn_uses_sequence_id=True", "resid_pdrop=0.1"]
+
+
+# --- settings and weights that the format lacks
+
+
+@dataclass
+class Forked(MPTConfig):
+    """Settings as a forker adds them."""
+
+    window: int = 0
+    norm_type: str = "low_precision_layernorm"
+
+
+@pytest.mark.parametrize(
+    "name, value", [("window", 8), ("norm_type", "rmsnorm"), ("norm_type", "low_precision_rmsnorm")]
+)
+def test_settings_that_the_format_lacks_are_not_exported(name, value):
+    cfg = Forked(**asdict(SMALL))
+    assert hf_config.config_to(cfg) == hf_config.config_to(SMALL)
+    with pytest.raises(UserError, match=f"{name}={value}.*this format|this format.*{name}={value}"):
+        hf_config.config_to(replace(cfg, **{name: value}))
+
+
+@pytest.mark.parametrize("more", VARIANTS.values(), ids=VARIANTS)
+def test_the_weights_of_the_format_are_those_of_our_model(more):
+    cfg = replace(SMALL, **more)
+    with torch.device("meta"):
+        shapes = {name: tuple(tensor.shape) for name, tensor in MPT(cfg).state_dict().items()}
+    assert hf_config.weights_in_format(cfg) == shapes
+
+
+# --- settings of a wrong type
+
+NESTED = json.loads("[" * 500 + "]" * 500)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"attn_config": [1]}, "attn_config and ffn_config must be objects"),
+        ({"attn_config": {"attn_type": ["x"]}}, "sets attn_type to"),
+    ],
+)
+def test_odd_settings_are_refused_or_harmless(more, message):
+    with pytest.raises(UserError, match=message):
+        hf_config.config_from({"model_type": "mpt"} | more)
+    assert hf_config.config_from({"model_type": "mpt", "architectures": [1]}).alibi is False
+    attention = {"rope": True, "rope_dail_config": None, "alibi": False}
+    settings = {"model_type": "mpt", "attn_config": attention, "learned_pos_emb": False}
+    assert hf_config.config_from(settings).rope
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1], {"a": 1}, NESTED, float("nan"), float("inf"), 10**400, -(2**63), "64", None, True],
+)
+@pytest.mark.parametrize(
+    "key", ["d_model", "n_layers", "expansion_ratio", "logit_scale", "norm_type"]
+)
+def test_settings_of_a_wrong_type_are_one_line(key, value, tmp_path):
+    """The message names the file and the setting. Only logit_scale may be null."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "mpt", "attn_config": {}} | {key: value}))
+    try:
+        hf_config.config_from(files.read_json(file), str(file))
+    except UserError as error:
+        message = str(error)
+        assert "\n" not in message and len(message) < 400
+        assert str(file) in message and key in message
+    else:
+        assert key == "logit_scale" and value is None
+
+
+@pytest.mark.parametrize(
+    "key", ["architectures", "attn_config", "ffn_config", "model_type", "what_is_this"]
+)
+@pytest.mark.parametrize("value", [7, "x", {"a": NESTED}])
+def test_groups_of_a_wrong_type_are_one_line(key, value):
+    with pytest.raises(UserError) as error:
+        hf_config.config_from({"model_type": "mpt"} | {key: value}, "their/config.json")
+    assert "\n" not in str(error.value) and str(error.value).startswith("their/config.json")
+
+
+def test_the_program_prints_the_settings(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(HUB_7B))
+    hf_config.main([str(tmp_path)])
+    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert printed.keys() == asdict(MPT_7B).keys()
+    assert printed["d_model"] == "4096" and printed["alibi"] == "True"

@@ -1,0 +1,323 @@
+"""config.json of an MPT <-> MPTConfig, and the models that this format cannot hold.
+
+    config.json                             MPTConfig
+    d_model n_heads n_layers                the same; a missing one has LLM Foundry's default, or
+    expansion_ratio max_seq_len vocab_size  transformers' if that wrote the file
+    learned_pos_emb no_bias logit_scale
+    norm_type tie_word_embeddings
+    emb_pdrop resid_pdrop
+    in attn_config: attn_pdrop clip_qkv     the same
+    qk_ln softmax_scale alibi
+    alibi_bias_max rope rope_theta
+    attn_uses_sequence_id
+    in attn_config: attn_type kv_n_heads    kv_n_heads
+    attn_impl init_config torch_dtype ...   ignored: they change neither weights nor logits
+    any other                               refused by name, unless it has its default value
+
+Weights have the same names everywhere (`transformer.blocks.0.attn.Wqkv.weight`), so there is no
+table of names. `check_format` refuses a model whose weights are not those of an MPT, such as one
+of a fork.
+
+Run `python -m weights.hf_config path/to/mpt-7b` to see the settings of such a folder as this
+project has them.
+"""
+
+import typing
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import torch
+
+import config
+from attention import function_of
+from config import MPTConfig, UserError, require
+from lifecycle.resume import norm_of
+from storage import files
+
+MODEL_KEYS = """
+    d_model n_heads n_layers expansion_ratio max_seq_len vocab_size learned_pos_emb no_bias
+    logit_scale norm_type tie_word_embeddings emb_pdrop resid_pdrop
+""".split()
+ATTENTION_KEYS = """
+    attn_pdrop clip_qkv qk_ln softmax_scale alibi alibi_bias_max rope rope_theta
+    attn_uses_sequence_id
+""".split()
+
+# Keys that change neither weights nor logits, or are read elsewhere in this file.
+IGNORED_KEYS = """
+    architectures auto_map model_type name _name_or_path transformers_version torch_dtype dtype
+    tokenizer_name use_cache verbose init_config init_device initializer_range loss_fn
+    use_pad_tok_in_ffn bos_token_id eos_token_id pad_token_id attn_config ffn_config attn_impl
+    attn_type kv_n_heads rope_impl rope_dail_config rope_hf_config return_dict id2label label2id
+    problem_type is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
+""".split()
+
+# Settings of features that this project does not have may stand at these values, which turn the
+# feature off. For a key that is not listed, those are the values in OFF.
+DEFAULTS = {
+    "embedding_fraction": [1],
+    "layer_norm_epsilon": [1e-5],
+    "norm_eps": [1e-5],
+    "sliding_window_size": [-1],
+    "fused_qkv": [True],
+    "ffn_type": ["mptmlp"],
+    "fc_type": [None, "torch", {"name": "torch"}],
+    "ffn_act_fn": [None, {"name": "gelu", "approximate": "none"}],
+}
+OFF = [None, False, [], {}]
+
+# --------------------------------------------------------------------------------------------------
+# config.json -> MPTConfig
+
+
+def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
+    """The model that a config.json of transformers or LLM Foundry describes.
+
+    source: names the file in messages. Raises UserError for anything that this project's MPT lacks.
+    """
+    model_type = settings.get("model_type")
+    require(
+        model_type == "mpt",
+        f"{source} has model_type {files.shown(model_type)}: only 'mpt' can be read",
+    )
+    architectures = settings.get("architectures") or []
+    require(isinstance(architectures, list), f"{source}: architectures must be a list of names")
+    attention = settings.get("attn_config") or {}
+    ffn = settings.get("ffn_config") or {}
+    are_objects = isinstance(attention, dict) and isinstance(ffn, dict)
+    require(are_objects, f"{source}: attn_config and ffn_config must be objects with settings")
+
+    # The defaults of MPTConfig are those of LLM Foundry (MPTForCausalLM).
+    written_by_transformers = any(
+        isinstance(name, str) and name.startswith("Mpt") for name in architectures
+    )
+    values = {"no_bias": True, "alibi": True} if written_by_transformers else {}
+    values |= values_of(settings, MODEL_KEYS, source)
+    values |= values_of(attention, ATTENTION_KEYS, source)
+    values |= values_of(ffn, [], source)
+    check_rope(attention, values, source)
+
+    cfg = MPTConfig(**values, kv_n_heads=kv_heads(attention, source))
+    try:
+        cfg.check()
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return cfg
+
+
+def values_of(group: dict, keys: list[str], source: str) -> dict:
+    """The values of `keys` in a group of settings, with their types checked.
+
+    Raises UserError for any other key, unless it is ignored or its feature is turned off.
+    """
+    types = typing.get_type_hints(MPTConfig)
+    values = {}
+    for key, value in group.items():
+        if key in keys:
+            require_scalar(value, key, source)
+            values[key] = config.checked(value, types[key], key, source)
+        elif key not in IGNORED_KEYS:
+            require(
+                value in DEFAULTS.get(key, OFF),
+                f"{source} sets {config.one_line(key)} to {files.shown(value)}, "
+                "which this project's MPT does not have",
+            )
+    return values
+
+
+def require_scalar(value, key: str, source: str) -> None:
+    """UserError unless `value` is text, true, false, null or a number that fits 64 bits."""
+    is_number = isinstance(value, int | float) and abs(value) < 2**63  # False for NaN
+    require(
+        is_number or isinstance(value, str | None),
+        f"{source} sets {key} to {files.shown(value)}, expected text or a number",
+    )
+
+
+def kv_heads(attention: dict, source: str) -> int | None:
+    """kv_n_heads of MPTConfig (None: as many as there are query heads) for an attn_config."""
+    attn_type = attention.get("attn_type", "multihead_attention")
+    choices = ["multihead_attention", "multiquery_attention", "grouped_query_attention"]
+    require(
+        isinstance(attn_type, str) and attn_type in choices,
+        f"{source} sets attn_type to {files.shown(attn_type)}, "
+        f"expected one of: {', '.join(choices)}",
+    )
+    if attn_type == "multihead_attention":
+        return None
+    if attn_type == "multiquery_attention":
+        return 1
+    count = attention.get("kv_n_heads") or 0
+    require(
+        type(count) is int,
+        f"{source} sets kv_n_heads to {files.shown(count)}, expected a whole number",
+    )
+    return count
+
+
+def check_rope(attention: dict, values: dict, source: str) -> None:
+    """UserError if the model has rotary positions of another kind than plain RoPE.
+
+    attention: the attn_config; values: the settings read so far.
+    """
+    if not values.get("rope"):
+        return
+    impl = attention.get("rope_impl", "dail")
+    require(
+        impl in ("dail", "hf"),
+        f"{source} sets rope_impl to {files.shown(impl)}, expected dail or hf",
+    )
+    key = f"rope_{impl}_config"
+    group = attention.get(key)
+    require(isinstance(group, dict | None), f"{source}: {key} must be an object with settings")
+    kind = (group or {}).get("type", "original")
+    require(
+        kind in ("original", "no_scaling"),
+        f"{source} sets {key} to {files.shown(kind)}: only plain RoPE can be read",
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# MPTConfig -> config.json
+
+
+def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
+    """The config.json of a model, for transformers and LLM Foundry alike.
+
+    dtype: of its weights. Raises UserError for a setting that the format lacks: another attention
+    or norm than MPT's, or a setting that a fork added.
+    """
+    require(
+        function_of(cfg.attn_impl) == "auto",
+        f"attn_impl={cfg.attn_impl} is another function than MPT's attention: "
+        "this format cannot hold it",
+    )
+    require(
+        norm_of(cfg.norm_type) == "layernorm",
+        f"norm_type={cfg.norm_type} is not MPT's norm: this format cannot hold it",
+    )
+    values = asdict(cfg)
+    in_format = {*MODEL_KEYS, *ATTENTION_KEYS, "kv_n_heads", "attn_impl"}
+    not_in_format = [
+        f"{field.name}={values[field.name]}"
+        for field in fields(cfg)
+        if field.name not in in_format and values[field.name] != field.default
+    ]
+    require(
+        not not_in_format,
+        f"this format cannot hold {', '.join(not_in_format)}: the model would be another one",
+    )
+
+    for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):
+        if values[name] == int(values[name]):
+            values[name] = int(values[name])  # transformers accepts only whole numbers here
+    attention = {"attn_type": attn_type_of(cfg)}
+    attention |= {name: values[name] for name in ATTENTION_KEYS}
+    if attention["attn_type"] == "grouped_query_attention":
+        attention["kv_n_heads"] = cfg.kv_n_heads
+    return {
+        "model_type": "mpt",
+        "architectures": ["MptForCausalLM"],
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **{name: values[name] for name in MODEL_KEYS},
+        "attn_config": attention,
+    }
+
+
+def attn_type_of(cfg: MPTConfig) -> str:
+    """The attn_type of a config.json, by the number of heads of keys and values."""
+    if cfg.kv_n_heads is None:
+        return "multihead_attention"
+    return "multiquery_attention" if cfg.kv_n_heads == 1 else "grouped_query_attention"
+
+
+def lost_in_transformers(cfg: MPTConfig) -> list[str]:
+    """The settings, as `name=value`, that transformers' MptForCausalLM ignores or refuses.
+
+    LLM Foundry's code knows them all.
+    """
+    known = MPTConfig(alibi=True, no_bias=True)  # the only values that transformers knows
+    names = """
+        alibi alibi_bias_max rope no_bias qk_ln logit_scale expansion_ratio attn_uses_sequence_id
+        emb_pdrop attn_pdrop resid_pdrop
+    """.split()
+    lost = [
+        f"{name}={getattr(cfg, name)}"
+        for name in names
+        if getattr(cfg, name) != getattr(known, name)
+    ]
+    if cfg.learned_positions:
+        lost.append("learned_pos_emb=True")
+    if cfg.n_kv_heads != cfg.n_heads:
+        lost.append(f"kv_n_heads={cfg.kv_n_heads}")
+    return lost
+
+
+# --------------------------------------------------------------------------------------------------
+# The weights of an MPT
+
+
+def weights_in_format(cfg: MPTConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the weights that an MPT of these settings has in other projects.
+
+    Written out, not taken from model.py: that file may have been changed in a fork.
+    """
+    width = cfg.d_model
+    kv_width = cfg.n_kv_heads * cfg.head_dim
+    block = {
+        "norm_1": (width,),
+        "norm_2": (width,),
+        "attn.Wqkv": (width + 2 * kv_width, width),
+        "attn.out_proj": (width, width),
+        "ffn.up_proj": (cfg.hidden_dim, width),
+        "ffn.down_proj": (width, cfg.hidden_dim),
+    }
+    if cfg.qk_ln:
+        block |= {"attn.q_ln": (width,), "attn.k_ln": (kv_width,)}
+    layers = {
+        f"blocks.{i}.{name}": shape for i in range(cfg.n_layers) for name, shape in block.items()
+    }
+    layers["norm_f"] = (width,)
+
+    weights = {f"transformer.{name}.weight": shape for name, shape in layers.items()}
+    if not cfg.no_bias:
+        weights |= {f"transformer.{name}.bias": shape[:1] for name, shape in layers.items()}
+    weights["transformer.wte.weight"] = (cfg.vocab_size, width)
+    if cfg.learned_positions:
+        weights["transformer.wpe.weight"] = (cfg.max_seq_len, width)
+    if not cfg.tie_word_embeddings:
+        weights["lm_head.weight"] = (cfg.vocab_size, width)
+    return weights
+
+
+def check_format(state: dict, cfg: MPTConfig) -> None:
+    """UserError naming the weights of a model that are not those of an MPT of these settings.
+
+    state: name -> tensor, with memory or without.
+    """
+    wanted = weights_in_format(cfg)
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wrong = [f"{name} {shape}" for name, shape in shapes.items() if name not in wanted]
+    for name, shape in wanted.items():
+        if name not in shapes:
+            wrong.append(f"{name} missing instead of {shape}")
+        elif shapes[name] != shape:
+            wrong.append(f"{name} {shapes[name]} instead of {shape}")
+    require(
+        not wrong,
+        f"this format cannot hold the model: {len(wrong)} weights are not those of an MPT: "
+        f"{', '.join(wrong[:3])}",
+    )
+
+
+def main(argv) -> None:
+    """Print the MPTConfig of a folder's config.json."""
+    (folder,) = config.arguments(argv, "FOLDER")
+    path = Path(folder) / "config.json"
+    cfg = config_from(files.read_json(path), str(path))
+    for name, value in asdict(cfg).items():
+        print(f"{name:24}{value}")
+
+
+if __name__ == "__main__":
+    config.run(main)
