@@ -1,4 +1,4 @@
-"""CHANGES.md tells whoever comes with an old command or an old file's name where to go."""
+"""CHANGES.md has a row for every old command and every old file, and the new ones exist."""
 
 import re
 
@@ -7,33 +7,32 @@ from conftest import ROOT
 from test_program import PROGRAMS
 
 TEXT = (ROOT / "CHANGES.md").read_text()
-# The programs of before, all in one folder, and those of benchmarks/.
+# The old programs: all were in one folder, but for those of benchmarks/.
 OLD = """
-    attention bench bench_attention bench_compare bench_machine bench_table bench_team bench_train calibrate
-    checkpoint checkpoint_files config corpus data decoding devices elastic environment files flash_attention flops
-    fsdp_train generate hf icl_eval icl_score icl_tasks launch_table loss matmuls memory microbatch model optim
-    parallel plan plan_picture plot processes program resilience resume runlog sampling shards speed startup
-    tensor_files tokenizer watch
+    attention bench bench_attention bench_compare bench_machine bench_table bench_team bench_train
+    calibrate checkpoint checkpoint_files config corpus data decoding devices elastic environment
+    files flash_attention flops fsdp_train generate hf icl_eval icl_score icl_tasks launch_table
+    loss matmuls memory microbatch model optim parallel plan plan_picture plot processes program
+    resilience resume runlog sampling shards speed startup tensor_files tokenizer watch
     benchmarks/before_after benchmarks/flops_counted benchmarks/generate_speed benchmarks/icl_speed
     benchmarks/load_speed benchmarks/memory_measured benchmarks/planner benchmarks/trajectories
 """.split()
 
 
 def rows(title: str) -> list[list[str]]:
-    """The cells of the table below a title, without its head."""
+    """The two cells of each row of the table below a title, without its head."""
     section = TEXT.split(f"## {title}\n")[1].split("\n## ")[0]
-    lines = [
-        line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")
-    ]
-    assert lines and all(len(line) == 2 for line in lines)
-    return lines
+    lines = [line for line in section.splitlines() if line.startswith("| `")]
+    cells = [line.strip("| ").split(" | ") for line in lines]
+    assert cells and all(len(row) == 2 for row in cells)
+    return cells
 
 
 COMMANDS = dict(rows("Commands"))
 
 
 def module_of(command: str) -> str:
-    """What runs, as test_program.py names it: "plan.py", "lifecycle.plot", "bench train", "evaluation"."""
+    """A command's program, as test_program.py names it: plan.py, lifecycle.plot, bench train."""
     words = command.strip("`").split()
     if "-m" not in words:
         return next(word for word in words if word.endswith(".py"))
@@ -43,11 +42,9 @@ def module_of(command: str) -> str:
 
 @pytest.mark.parametrize("name", OLD)
 def test_every_old_file_and_its_command_have_a_row(name):
-    before = [old.strip("`") for old, _ in rows("Files")]
-    assert f"{name}.py" in before
-    assert any(f" {name}.py" in old for old in COMMANDS), (
-        f"how was {name}.py called, and how is it now?"
-    )
+    old_files = [file for old, _ in rows("Files") for file in re.findall("`([^`]+)`", old)]
+    assert f"{name}.py" in old_files
+    assert any(f" {name}.py" in command for command in COMMANDS), f"no old command with {name}.py"
 
 
 def test_every_new_place_exists():
@@ -66,5 +63,5 @@ def test_every_new_command_is_a_program(old):
 def test_what_stays_in_the_root_is_called_as_before():
     for old, new in COMMANDS.items():
         moved = any(words in old for words in ("--check", "--convention", "bench"))
-        stays = (ROOT / module_of(old)).exists() and not moved
-        assert new.startswith("the same") == stays, (old, new)
+        is_there = (ROOT / module_of(old)).exists()
+        assert new.startswith("the same") == (is_there and not moved), (old, new)

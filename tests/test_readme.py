@@ -1,5 +1,10 @@
-"""Every command of README.md, TROUBLE.md and the pages of the rooms is run, small, in a copy of the project."""
+"""What the pages say is true: commands run, names exist, README and GLOSSARY keep their form.
 
+Each command of README.md, TROUBLE.md, CONTRIBUTING.md and the folders' README.md files is run,
+small, in a copy of the project.
+"""
+
+import ast
 import json
 import os
 import re
@@ -7,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from conftest import ROOT, clean_environment
@@ -15,96 +21,104 @@ from config import MPTConfig
 from model import MPT
 from weights import hf
 
-README = (ROOT / "README.md").read_text()
-PAGES = README + (ROOT / "TROUBLE.md").read_text()
-ROOMS = "".join(path.read_text() for path in sorted(ROOT.glob("[a-z]*/README.md")))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+GLOSSARY = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
+PAGES = README + (ROOT / "TROUBLE.md").read_text(encoding="utf-8") + CONTRIBUTING
+FOLDER_PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("[a-z]*/README.md")))
 
 
-def lines_of(page: str) -> list[str]:
-    """The lines of its blocks of commands."""
+# --- The commands
+
+
+def command_lines(page: str) -> list[str]:
+    """The lines of a page's blocks of commands."""
     return "".join(re.findall(r"```sh\n(.*?)```", page, re.DOTALL)).splitlines()
 
 
 def commands_in(lines: list[str]) -> set[str]:
-    """Without comments and empty lines."""
-    return {line.partition("  #")[0].strip() for line in lines} - {""}
+    """The commands without comments; a command may be broken over two lines."""
+    return {" ".join(line.partition("  #")[0].split()) for line in lines} - {""}
 
 
-BLOCKS = lines_of(PAGES)
+BLOCKS = command_lines(PAGES)
 INLINE = re.findall(r"`((?:python|torchrun) [^`]+)`", PAGES)
 COMMANDS = sorted(commands_in(BLOCKS + INLINE))
 
-# Flags come last, so these shrink any run: a model of some thousand weights, two steps, text that is here.
-SMALL = (
-    "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32 --dataset=my/*.txt --tokenizer=bytes "
-    "--data_dir=data/small --val_fraction=0.1 --max_tokens=0 --eval_tokens=64 --max_steps=2 --warmup_steps=1 "
-    "--global_batch_size=8 --microbatch_size=2 --icl_limit=1 --save_interval=1"
+# Flags come last, so these make any run small: some thousand weights, two steps, text in my/.
+SMALL_MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32".split()
+SMALL_DATA = (
+    "--dataset=my/*.txt --tokenizer=bytes --data_dir=data/small --val_fraction=0.1 --max_tokens=0"
 ).split()
+SMALL_RUN = (
+    "--eval_tokens=64 --max_steps=2 --warmup_steps=1 --global_batch_size=8 --microbatch_size=2 "
+    "--icl_limit=1 --save_interval=1"
+).split()
+SMALL = SMALL_MODEL + SMALL_DATA + SMALL_RUN
+SMALL_BENCH = {
+    "attention": (
+        "--d_model=32 --head_dims=16 --tokens=32 --lengths=32 --rounds=1 --turn_ms=1 --out=."
+    ).split(),
+    "train": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
+    "machine": ["--seconds=0.01"],
+}
 
 
 def shrunk(command: str) -> list[str]:
     """The command with this Python, and small."""
-    command = command.replace("step-3000", "step-1").replace(
-        "3110:3130", "2:3"
-    )  # the run that is here has 2 steps
+    command = command.replace("step-3000", "step-1").replace("3110:3130", "2:3")  # 2 steps exist
     words = shlex.split(command)
     module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
-    small = []
+    flags = []
     if "--help" not in words and any(program in words for program in ("fsdp_train.py", "data.py")):
-        small = [*SMALL, "--max_steps=3"] if "--skip_steps=2:3" in words else SMALL
+        flags = [*SMALL, "--max_steps=3"] if "--skip_steps=2:3" in words else SMALL
     if "bench" in words:
-        small = {
-            "attention": "--d_model=32 --head_dims=16 --tokens=32 --lengths=32 --rounds=1 --turn_ms=1 --out=.".split(),
-            "train": [*SMALL[:5], "--n_layers=1", "--rounds=1", "--steps=1"],
-            "machine": ["--seconds=0.01"],
-        }.get(words[words.index("bench") + 1], [])
-    return [sys.executable, *module, *words[1:], *small]
+        flags = SMALL_BENCH.get(words[words.index("bench") + 1], [])
+    return [sys.executable, *module, *words[1:], *flags]
 
 
-def run(command, folder, timeout=240):
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def run(command, folder, timeout=240) -> subprocess.CompletedProcess:
+    """Run a command in a folder, without the variables of a launcher."""
+    pipes = {"capture_output": True, "text": True}
+    return subprocess.run(command, cwd=folder, env=clean_environment(), timeout=timeout, **pipes)
+
+
+def run_well(command, folder, timeout=240) -> str:
+    """Run a command that must exit with 0; its output."""
+    done = run(command, folder, timeout)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory, tiny_text):
-    """The project's files in another folder, with some text in my/ and a run in runs/demo."""
+    """The project in another folder, with text in my/, runs in runs/ and the files users have."""
     folder = tmp_path_factory.mktemp("readme") / "project"
-    shutil.copytree(
-        ROOT, folder, ignore=shutil.ignore_patterns(".*", "data", "runs", "__pycache__")
-    )
+    left_out = shutil.ignore_patterns(".*", "data", "runs", "__pycache__")
+    shutil.copytree(ROOT, folder, ignore=left_out)
     shutil.copytree(tiny_text, folder / "my")
     shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
-    done = run(shrunk("python fsdp_train.py configs/demo.py"), folder)
-    assert done.returncode == 0, done.stderr
-    done = run(
-        shrunk("python -m bench train --out=scaling.csv"), folder
-    )  # for the commands that read such rows
-    assert done.returncode == 0, done.stderr
-    for name in ("one", "two", "moved"):  # as of make elastic
-        shutil.copytree(folder / "runs/demo", folder / "runs/elastic" / name)
-    row = json.dumps({"query": "the", "choices": ["river", "tree"], "gold": 0})
-    (folder / "words.jsonl").write_text(f"{row}\n")
-    cfg = MPTConfig(
-        d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=32, alibi=True, no_bias=True
-    )
-    hf.export(MPT(cfg), folder / "mpt-7b")  # as small as the commands are made here
-    settings = json.loads((folder / "mpt-7b/config.json").read_text())
-    (folder / "mpt-7b/config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
+
+    run_well(shrunk("python fsdp_train.py configs/demo.py"), folder)
+    for name in ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/two", "elastic/moved"):
+        shutil.copytree(folder / "runs/demo", folder / "runs" / name)
+
+    run_well(shrunk("python -m bench train --out=scaling.csv"), folder)
     for name in ("mi250.csv", "h100.csv"):
         shutil.copy(folder / "scaling.csv", folder / name)
+
+    row = json.dumps({"query": "the", "choices": ["river", "tree"], "gold": 0})
+    (folder / "words.jsonl").write_text(f"{row}\n")
+    export_small_model(folder / "mpt-7b")
     return folder
 
 
-def test_the_readme_has_the_two_commands_first():
-    assert [line.split("  #")[0].strip() for line in BLOCKS[:2]] == ["make train", "make test"]
-    assert len(README.splitlines()) <= 250
+def export_small_model(folder) -> None:
+    """A Hugging Face folder of a model as small as the commands are made here."""
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 320, "max_seq_len": 32}
+    hf.export(MPT(MPTConfig(**sizes, alibi=True, no_bias=True)), folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
 
 
 # Commands without torch, and the first run on one's own text. The others take 2 s and more.
@@ -119,29 +133,31 @@ QUICK = (
 )
 
 
-def marked(command):
+def marked(command: str):
+    """The command as a parameter of a test, marked slow unless it is quick."""
     quick = any(words in command for words in QUICK)
     return pytest.param(command, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(
-    "command", [marked(c) for c in COMMANDS if c.split()[0] in ("python", "torchrun")]
-)
-def test_command(command, copy):
-    done = run(shrunk(command), copy)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-
-
-# Of the pages of rooms: what is tested elsewhere, or cannot run here.
+# Commands that are tested elsewhere, or cannot run here.
 ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "python -m lessons.elastic --max_steps=120": "tests/lessons/test_elastic.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
-    "python -m planning.calibrate results.csv --device=mi250": "refuses rows of a CPU: test_calibrate.py",
-    "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "ends with an error: tests/lifecycle/test_watchdog.py",
+    "python -m planning.calibrate results.csv --device=mi250": "it refuses rows of a CPU",
+    "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
 }
-# What stands on those pages for a reader's own file or run.
+PROGRAMS = [c for c in COMMANDS if c.split()[0] in ("python", "torchrun") and c not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("command", [marked(c) for c in PROGRAMS])
+def test_command(command, copy):
+    run_well(shrunk(command), copy)
+
+
+# A reader's own file or run on the pages of folders, and what it is in the copy.
 STANDS_FOR = {
+    "evaluation.results scores.json": "evaluation.results tests/old_runs/evaluation.json",
     "results.csv": "scaling.csv",
     "mine.csv theirs.csv": "mi250.csv h100.csv",
     "demo-hf": "mpt-7b",
@@ -152,21 +168,21 @@ STANDS_FOR = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", sorted(commands_in(lines_of(ROOMS)) - set(COMMANDS)))
-def test_command_of_a_room(command, copy):
+@pytest.mark.parametrize(
+    "command", sorted(commands_in(command_lines(FOLDER_PAGES)) - set(COMMANDS))
+)
+def test_command_of_a_folders_page(command, copy):
     if command in ELSEWHERE:
         pytest.skip(ELSEWHERE[command])
-    for word, ours in STANDS_FOR.items():
-        command = command.replace(word, ours)
-    done = run(shrunk(command), copy)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for word, in_the_copy in STANDS_FOR.items():
+        command = command.replace(word, in_the_copy)
+    run_well(shrunk(command), copy)
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sbatch")])
-def test_slurm_script_parses_and_its_config_is_there(command):
-    script, config = re.fullmatch(
-        r"sbatch --nodes=\d+ (slurm/\S+) (configs/\S+).*", command
-    ).groups()
+def test_slurm_script_parses_and_its_config_exists(command):
+    form = r"sbatch --nodes=\d+ (slurm/\S+) (configs/\S+).*"
+    script, config = re.fullmatch(form, command).groups()
     assert (ROOT / config).exists()
     subprocess.run(["bash", "-n", ROOT / script], check=True)
     named = re.findall(r"configs/\w+\.py", (ROOT / script).read_text())
@@ -179,61 +195,157 @@ def test_make_knows_the_target(command):
     assert done.returncode == 0 and "install.py" in done.stdout, done.stderr
 
 
-def test_no_command_is_left_out():
+def test_every_command_is_of_a_kind_that_is_tested():
     assert {c.split()[0] for c in COMMANDS} <= {"python", "torchrun", "sbatch", "make"}
 
 
-def test_every_file_that_the_readme_names_is_there():
-    named = re.findall(r"`((?:\w+/)*\w+\.(?:py|md|txt|sbatch))[`: ]", README)
-    assert len(named) > 15 and all((ROOT / name).exists() for name in named), named
-    missing = [p.name for p in ROOT.glob("*.py") if f"`{p.name}`" not in README]
-    assert not missing, f"the reading order lacks {missing}"
+# --- The form of README.md
 
 
-PAPER = [
+def test_the_readme_begins_with_the_two_commands_and_is_short():
+    first = [line.split("  #")[0].strip() for line in BLOCKS[:2]]
+    assert first == ["make train", "make test"]
+    assert len(README.splitlines()) <= 250
+
+
+@pytest.mark.parametrize("name", ["README", "CONTRIBUTING", "GLOSSARY", "TROUBLE", "INSTALL"])
+def test_lines_of_a_page_have_at_most_100_characters(name):
+    """Tables and code excepted."""
+    page = re.sub(r"```.*?```", "", (ROOT / f"{name}.md").read_text(), flags=re.DOTALL)
+    long = [line for line in page.splitlines() if len(line) > 100 and not line.startswith("|")]
+    assert not long
+
+
+def test_the_tree_in_the_readme_lists_every_file_of_the_root_and_every_folder():
+    (tree,) = re.findall(r"```\n(program\.py.*?)```", README, re.DOTALL)
+    listed = set(re.findall(r"^(\w+(?:\.py|/))", tree, re.MULTILINE)) | {"tests/"}
+    files = {path.name for path in ROOT.glob("*.py")}
+    folders = {f"{path.parent.name}/" for path in ROOT.glob("*/__init__.py")}
+    assert listed == files | folders | {"configs/", "slurm/", "tests/"}
+
+
+def test_the_readme_links_to_the_page_of_every_folder():
+    pages = {f"{path.parent.name}/README.md" for path in ROOT.glob("*/__init__.py")}
+    assert pages <= set(re.findall(r"\]\(([\w./]+)\)", README))
+
+
+def test_each_use_is_one_screen_with_commands_and_a_link():
+    uses = re.findall(r"^## Use: .*?(?=^## )", README, re.MULTILINE | re.DOTALL)
+    assert len(uses) == 6
+    for use in uses:
+        assert len(use.splitlines()) <= 40 and "```sh\n" in use, use.splitlines()[0]
+        assert re.search(r"\]\([\w/]+/(README|\w+)\.md\)", use), use.splitlines()[0]
+
+
+# --- Names of files and of what is in them
+
+
+MARKDOWN = [
     path
     for path in sorted(ROOT.rglob("*.md"))
     if ".venv" not in path.parts and path.name != "CHANGES.md"
 ]
+OF_USERS = ("runs/", "my/", "data/")
 
 
-@pytest.mark.parametrize("path", PAPER, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_file_that_a_page_names_is_there(path):
-    """With its folder, from the root or from the page; a name alone in code may be anybody's."""
+@pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_file_that_a_page_names_exists(path):
+    """Names with a folder, from the root or from the page. A name alone may be a user's file."""
     page = path.read_text(encoding="utf-8")
-    named = re.findall(r"`((?:\w+/)+[a-z]\w*\.(?:py|md|sbatch|png|csv))`", page) + re.findall(
-        r"\]\(([\w./]+)\)", page
-    )
-    users = ("runs/", "my/", "data/")
-    missing = [
-        name
-        for name in named
-        if not name.startswith(users)
-        and not (ROOT / name).exists()
-        and not (path.parent / name).exists()
-    ]
+    in_code = re.findall(r"`((?:\w+/)+[a-z]\w*\.(?:py|md|sbatch|png|csv))`", page)
+    links = re.findall(r"\]\(([\w./]+)\)", page)
+    names = [name for name in in_code + links if not name.startswith(OF_USERS)]
+    missing = [n for n in names if not (ROOT / n).exists() and not (path.parent / n).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, GLOSSARY], ids=["README", "CON", "GLOSS"])
+def test_every_file_without_a_folder_that_a_page_names_exists(page):
+    names = set(re.findall(r"`([A-Za-z]\w*\.(?:py|md|txt))[`: ]", page))
+    assert names and all((ROOT / name).exists() for name in names), names
+
+
+REFERENCE = r"`((?:\w+/)*\w+\.py)::(\w+)(?:\.(\w+))?`"  # `file.py::name` or `file.py::Class.name`
+
+
+@cache
+def names_in(path: str) -> dict[str, set[str]]:
+    """What a file defines at its top level, each with the names that a class defines inside."""
+    return defined(ast.parse((ROOT / path).read_text(encoding="utf-8")).body)
+
+
+def defined(body) -> dict[str, set[str]]:
+    """{name: names inside} of the functions, classes and variables of a block."""
+    found = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = set(defined(node.body))
+        elif isinstance(node, ast.FunctionDef):
+            found[node.name] = set()
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: set() for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+REFERENCES = sorted(set(re.findall(REFERENCE, README + CONTRIBUTING + GLOSSARY)))
+
+
+@pytest.mark.parametrize("reference", REFERENCES, ids=lambda names: "-".join(names).rstrip("-"))
+def test_every_name_with_its_file_exists(reference):
+    file, name, inside = reference
+    assert (ROOT / file).exists()
+    assert name in names_in(file)
+    assert not inside or inside in names_in(file)[name]
+
+
+def section(page: str, title: str) -> str:
+    """The text below a title, up to the next title of any level."""
+    return re.split(r"\n#+ ", page.split(f"# {title}\n")[1])[0]
+
+
+def test_the_walk_has_ten_steps_over_six_files_and_the_settings_walk_three():
+    token, setting = section(CONTRIBUTING, "The walk of a token").split("\nAnd of a setting")
+    files = [{file for file, *_ in re.findall(REFERENCE, walk)} for walk in (token, setting)]
+    assert len(re.findall(r"^\d+\. ", token, re.MULTILINE)) == 10
+    assert len(files[0]) == 6 and len(files[1]) == 3
+
+
+CHANGES = ["attention", "norm", "feed-forward", "optimizer", "learning-rate schedule"]
+CHANGES += ["data format", "device"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_names_its_files_and_its_test_in_both_pages(change):
+    (row,) = (line for line in README.splitlines() if line.startswith(f"| {change} |"))
+    for text in (row, section(CONTRIBUTING, f"Another {change}")):
+        assert re.search(REFERENCE, text) and re.search(r"`tests/[\w/]+\.py(::\w+)?`", text), change
+
+
+def test_the_glossary_has_forty_terms_of_two_lines_each_with_its_file():
+    entries = re.findall(r"^\*\*.*?(?=\n\n|\Z)", GLOSSARY.strip(), re.MULTILINE | re.DOTALL)
+    assert len(entries) >= 40
+    for entry in entries:
+        assert re.match(r"\*\*[\w /-]+\*\*: ", entry), entry
+        assert len(entry.splitlines()) <= 2, entry
+        files = re.findall(r"`((?:\w+/)*\w+\.py)(?:::[\w.]+)?`", entry)
+        assert files and all((ROOT / file).exists() for file in files), entry
+
+
+# --- The newcomer's command
 
 
 @pytest.mark.slow
 def test_make_train_from_a_clone(copy, tmp_path):
-    """The newcomer's command, over the torch that is here, with a short run; twice: the second makes a new run."""
+    """With the torch that is installed, and a short run; twice: the second makes a new run."""
     project = tmp_path / "project"
     shutil.copytree(copy, project, ignore=shutil.ignore_patterns("runs", "data"))
     small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
+    command = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"]
     for _ in range(2):
-        done = run(
-            ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"], project, timeout=600
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for words in (
-        "torchrun --rdzv-backend=c10d",
-        "step 3/3",
-        "validation loss",
-        "before training",
-        "step-3",
-        "Next",
-    ):
-        assert words in done.stdout, words
-    assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in done.stdout
+        printed = run_well(command, project, timeout=600)
+    expected = ["torchrun --rdzv-backend=c10d", "step 3/3", "validation loss"]
+    for words in [*expected, "before training", "step-3", "Next"]:
+        assert words in printed, words
+    assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in printed
     assert os.path.exists(project / "runs/demo-1/metrics.jsonl")
