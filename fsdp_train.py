@@ -63,13 +63,9 @@ def main(argv) -> None:
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
-    # From here on cfg has the microbatch size and the skipped steps that the run really uses. A
-    # trial of the microbatch runs train_step in a process of its own.
-    cfg = replace(
-        cfg,
-        microbatch_size=microbatch.fit(model_cfg, cfg, world, precision, train_step),
-        skip_steps=cadence.skips.text,
-    )
+    microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
+    # From here on cfg has the microbatch and the skipped steps that the run really uses.
+    cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=cadence.skips.text)
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
@@ -117,9 +113,9 @@ def main(argv) -> None:
             if cadence.evaluates(done) or cadence.scores_tasks(done):
                 evaluator.evaluate(done, cadence, model, precision, log)
                 report.start_clock()
-            # During bad steps older checkpoints are worth more than a new one.
-            save = (cadence.saves(done) or agreed.save) and not agreed.bad_step
-            if save or cadence.is_last(done) or agreed.leave:
+            is_due = cadence.saves(done) or agreed.save
+            # After a bad step the older checkpoints are worth more than a new one.
+            if (is_due and not agreed.bad_step) or cadence.is_last(done) or agreed.leave:
                 checkpointer.save(done, model, optimizer, settings)
                 cadence.start_save_clock()
                 report.start_clock()

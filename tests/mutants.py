@@ -288,10 +288,10 @@ MUTANTS = [
         "only the rank that got the signal stops",
     ),
     Mutant(
-        "lifecycle/schedule.py",
+        "lifecycle/cadence.py",
         "range(r.start, min(r.stop, step))",
         "range(r.start, min(r.stop, step + 1))",
-        "lifecycle/test_schedule.py",
+        "lifecycle/test_cadence.py",
         "a skipped step is counted one step early",
     ),
     Mutant(
