@@ -115,7 +115,8 @@ def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
     comment = comment_of(path)
     pattern = (
         r"parameter / 8 = ([\d.]+) GB,\n"
-        r"#   activations (\d+) bytes x (\d+) tokens x (\d+) x (\d+) = ([\d.]+) GB, at the peak ([\d.]+) GB"
+        r"#   activations (\d+) bytes x (\d+) tokens x (\d+) x (\d+) = ([\d.]+) GB, "
+        r"at the peak ([\d.]+) GB"
     )
     state, *factors, activations, peak = re.search(pattern, comment).groups()
     factors = [int(factor) for factor in factors]
