@@ -32,7 +32,7 @@ class Mutant:
     file: str
     old: str
     new: str
-    tests: str  # files or folders in tests/, the likeliest first
+    tests: str  # in tests/, the likeliest first: files, folders, or FILE::test where a file is slow
     why: str
 
 
@@ -77,7 +77,7 @@ MUTANTS = [
         "gpu_kernels/flash_attention.py",
         "i[None, :] >= first[:, None]",
         "i[None, :] > first[:, None]",
-        "gpu_kernels/test_flash_attention.py",
+        "gpu_kernels/test_flash_attention.py::test_output_and_gradients_equal_the_formula_in_fp64",
         "the gradient of a key and its value lacks the query at its own place",
     ),
     Mutant(
@@ -205,35 +205,35 @@ MUTANTS = [
         "fsdp_train.py",
         "loss * world.dp_size / n_tokens",
         "loss / n_tokens",
-        "test_parallel.py",
+        "test_parallel.py::test_ranks_modes_and_microbatches_give_the_losses_of_one_rank",
         "the gradient is divided by the number of ranks once too often",
     ),
     Mutant(
         "fsdp_train.py",
         "cfg.seed, step, world.dp_rank",
         "cfg.seed, world.dp_rank",
-        "test_parallel.py test_fsdp_train.py",
+        "test_parallel.py::test_dropout_depends_on_seed_step_and_rank_alone",
         "every step has the same dropout masks",
     ),
     Mutant(
         "fsdp_train.py",
         "window_ids >= n_windows",
         "window_ids > n_windows",
-        "test_fsdp_train.py test_parallel.py",
+        "test_parallel.py::test_evaluation_counts_every_window_once",
         "an evaluation counts a window twice where the ranks do not divide them",
     ),
     Mutant(
         "parallel.py",
         "dist.all_reduce(squares, group=mesh.get_group(dim))",
         "pass",
-        "test_parallel.py",
+        "test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one",
         "each rank clips by the norm of its own shard",
     ),
     Mutant(
         "parallel.py",
         ".clamp(max=1.0)",
         "",
-        "test_parallel.py",
+        "test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one",
         "small gradients are scaled up to the clipping norm",
     ),
     # --- checkpoints and files

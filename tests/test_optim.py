@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config import TrainConfig
-from optim import SCHEDULES, build_optimizer, learning_rate
+from optim import SCHEDULES, build_optimizer, learning_rate, update
 
 
 def adam_by_hand(p, gradients, rates, cfg):
@@ -56,6 +56,19 @@ def test_decay_does_not_grow_with_the_learning_rate(lr):
     torch.testing.assert_close(step(p, no_gradient, cfg, [lr]), 0.9 * p)
     torch.testing.assert_close(step(p, no_gradient, cfg, [lr / 2]), 0.95 * p)
     assert torch.equal(step(p, no_gradient, cfg, [0.0]), p)
+
+
+def test_a_bad_step_changes_nothing_and_a_good_one_does():
+    """Neither weights nor moments; the gradients are cleared after both."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = build_optimizer([p], TrainConfig())
+    for good in (True, False, True):
+        before = [p.detach().clone(), *(x.clone() for x in optimizer.state[p].values())]
+        p.grad = torch.ones(3)
+        update(optimizer, torch.tensor(good))
+        after = [p.detach(), *optimizer.state[p].values()]
+        same = len(before) == len(after) and all(map(torch.equal, before, after))
+        assert same != good and p.grad is None
 
 
 def test_the_settings_arrive():
