@@ -88,7 +88,7 @@ def choose(cfg: TrainConfig) -> Path | None:
     chosen, unfit = newest_fit(cfg)
     is_damaged = any(kind == "damaged" for _, kind, _ in unfit)
     if is_damaged and not chosen and was_restarted():
-        raise UserError(nothing_sound(cfg.run_dir, unfit), everywhere=True)
+        raise UserError(nothing_sound(cfg.run_dir, unfit), on_all_ranks=True)
     lines = []
     for path, kind, reason in unfit:
         new_name = decides(functools.partial(put_aside, path, kind))

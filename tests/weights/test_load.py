@@ -59,7 +59,7 @@ def init_from_run(world, run, cfg, other):
         load.init_from(models[1], run)
     except UserError as error:
         with torch.no_grad():
-            return models[0](tokens(cfg)).numpy(), str(error), error.everywhere
+            return models[0](tokens(cfg)).numpy(), str(error), error.on_all_ranks
 
 
 def test_init_from_a_run_of_ours(ranks, tmp_path):
