@@ -84,7 +84,8 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
     for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
         assert error.endswith(
-            "of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). Use the same settings"
+            "of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). "
+            "Use the same settings"
         )
         assert everywhere
 
