@@ -218,9 +218,9 @@ def free_gathered_weights(model: MPT) -> None:
 def grad_norm(params) -> torch.Tensor:
     """The norm of all gradients of a model, sharded or not, over all ranks. An fp32 scalar.
 
-    A collective. Each rank sums the squares of its shards; an all-reduce over each mesh dimension by
-    which a gradient is sharded adds them up. So any mixture of plain tensors, meshes and placements
-    works.
+    A collective. Each rank sums the squares of its shards; an all-reduce over each mesh dimension
+    by which a gradient is sharded adds them up. So any mixture of plain tensors, meshes and
+    placements works.
     """
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
