@@ -102,8 +102,8 @@ def attention(
 
     # A bias rounded to 16 bits would be too coarse; sdpa's columns keep it precise.
     precise = not has_alibi or k.dtype.itemsize > 2
-    same_function = impl not in VARIANTS and impl != "reference"
-    if q.shape[2] == 1 and causal and precise and dropout_p == 0 and same_function:
+    may_take_short_path = impl not in VARIANTS and impl != "reference"
+    if q.shape[2] == 1 and causal and precise and dropout_p == 0 and may_take_short_path:
         return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
 
     if k.shape[1] != q.shape[1] and impl != "triton":

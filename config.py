@@ -210,7 +210,9 @@ class TrainConfig:
     """The run: data, batch, optimizer, machine, evaluation, saving, lifecycle."""
 
     # --- model: what its weights start from
-    init_from: str = ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty = none
+    init_from: str = (
+        ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty: new ones
+    )
     seed: int = 1337  # of the initial weights, the data order and dropout
     # --- data
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
@@ -235,7 +237,7 @@ class TrainConfig:
     grad_clip: float = 1.0  # clip the global gradient norm to this (0 = never)
     z_loss: float = 0.0  # weight of the squared logsumexp of the logits in the loss (PaLM: 1e-4)
     # --- machine
-    device: Device = "auto"  # cuda is ROCm too
+    device: Device = "auto"  # cuda also means ROCm
     precision: Precision = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
@@ -255,7 +257,7 @@ class TrainConfig:
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
     save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
     keep_last: int = 3  # keep this many of the newest checkpoints
-    keep_every: int = 0  # also keep, for good, those of every so many steps (0 = none)
+    keep_every: int = 0  # also save every so many steps, and never delete those (0 = none)
     # --- lifecycle: resuming, bad steps, hangs
     resume: str = "auto"  # auto (continue), again (if finished, restart), never, or a checkpoint
     skip_steps: str = ""  # skip these steps and their batches; 120:140 is 120 to 139, as in metrics

@@ -67,7 +67,7 @@ from text.shards import (
 BPE_CHARACTERS = 16 * 2**20  # the amount of text from which a BPE is trained
 HASH_BYTES = 2**30  # data sets up to this size are hashed whenever a run starts
 
-# A data set that is missing is prepared by fsdp_train.py itself up to either of these sizes.
+# fsdp_train.py prepares a missing data set itself if it is within one of these limits.
 SMALL_TOKENS = 100_000_000
 SMALL_BYTES = 2**29
 
@@ -422,7 +422,7 @@ class Dataset:
     """A prepared data set as a run uses it: both splits, cut into windows of max_seq_len tokens."""
 
     def __init__(self, folder: Path, model_cfg: config.MPTConfig):
-        """UserError if the folder holds larger ids than the model's vocabulary, or too few."""
+        """UserError if an id exceeds the model's vocabulary, or a split is less than one window."""
         self.folder = folder
         self.train = Split(folder, "train", model_cfg.max_seq_len)
         self.val = Split(folder, "val", model_cfg.max_seq_len)

@@ -105,7 +105,7 @@ def main(argv) -> None:
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
-            # On a GPU this logs the step before, unless something follows this one.
+            # On a GPU this logs the previous step; this one too if something is due after it.
             agreed = report.record(step, figures, read_now=cadence.reads_now(done))
             lease.check()
             if agreed.no_save_running:
@@ -149,8 +149,8 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
             # The sum over the tokens of the microbatch.
             microbatch_loss = model(ids[first:end], labels=labels[first:end], z_loss=cfg.z_loss)
         with record_function("backward"):
-            # fully_shard averages gradients over the data-parallel ranks. Dividing by the tokens
-            # of all ranks is average enough, so dp_size undoes that.
+            # fully_shard divides gradients by the number of data-parallel ranks. n_tokens counts
+            # the tokens of all ranks already, so dp_size cancels that division.
             (microbatch_loss * world.dp_size / n_tokens).backward()
         loss_sum += microbatch_loss.detach()
 

@@ -1,4 +1,4 @@
-"""Makes this folder's Python environment, `.venv`: over the torch that is there, or complete.
+"""Makes this folder's Python environment, `.venv`: on top of the installed torch, or complete.
 
     the Python in use ...     `.venv` ...                    pip installs into `.venv` ...
     imports torch >= 2.9      sees that Python's packages    what is missing; never torch or triton

@@ -99,7 +99,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss):
         """The kept gradients, times the incoming gradient (1 / tokens) and the logit scale."""
         grad_x, grad_w = ctx.saved_tensors
-        # The factor stays fp32, and so does the product: 1 / tokens is not rounded to bf16.
+        # The factor stays fp32 and the product is computed in fp32. Only the result is rounded.
         factor = grad_loss * ctx.scale
         if grad_x is not None:
             grad_x = (grad_x.to(factor.dtype) * factor).to(grad_x.dtype)

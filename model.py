@@ -30,8 +30,8 @@ from loss import autocast_dtype, linear_cross_entropy, score_labels
 class LayerNorm(nn.LayerNorm):
     """LayerNorm that chooses its own dtype under autocast.
 
-    `low_precision_layernorm` answers in autocast's dtype, so the residual stream stays bf16 (the
-    kernel sums in fp32 either way); `layernorm` answers in fp32.
+    `low_precision_layernorm` returns autocast's dtype, so the residual stream stays bf16 (the
+    kernel sums in fp32 either way); `layernorm` returns fp32.
     """
 
     def __init__(self, cfg: MPTConfig, dim: int):
@@ -120,7 +120,7 @@ class Attention(nn.Module):
             k = rotate(k, *positions.angles)
         if cache is not None:
             k, v = cache.append(layer, k, v)  # all keys so far: Tk >= T
-            q = q.to(k.dtype)  # a cache may be wider than the weights
+            q = q.to(k.dtype)  # a cache may have a wider dtype than the weights
 
         # y = softmax(q k^T * scale + bias) v, for each head on its own:
         #     q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)

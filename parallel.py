@@ -144,7 +144,7 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
 def recompute(model: MPT, cfg: TrainConfig) -> None:
     """Activation checkpointing of every `recompute_every`-th block: what to keep for the backward.
 
-    none        all intermediate activations: 32 bytes per token and d_model in bf16
+    none        all intermediate activations: 32 x d_model bytes per token in bf16
     selective   its input and the outputs of SAVED; norms, GELU and sums are computed again
     full        its input; everything is computed again: one more forward, 4/3 of the FLOPs
     """

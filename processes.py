@@ -98,7 +98,7 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     """The device of this rank, the `local_rank`-th of `local_size` on this machine, `size` in all.
 
     Several ranks on a Mac use the CPU: MPS has no collectives. A rank that sees one GPU takes that:
-    srun may show each rank another one. Raises UserError if the ranks see several, but too few.
+    srun may show each rank a different one. Raises UserError if the ranks see several, but too few.
     """
     there = (
         torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
@@ -125,10 +125,10 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
 
 
 def identity(device: torch.device) -> tuple:
-    """What tells a GPU from all others of a run: its machine, its place there, its number.
+    """What identifies a GPU in a run: host, index, PCI address, UUID, and *_VISIBLE_DEVICES.
 
-    The parts of a partitioned GPU may have all of these in common: their ranks differ in the index,
-    or in what the environment lets them see.
+    The parts of a partitioned GPU may share address and UUID. Then the index or the variables
+    differ.
     """
     found = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id", "uuid")
@@ -141,8 +141,9 @@ def require_own_gpus(mine: tuple) -> None:
     """UserError, on all ranks, if two have the same GPU. `mine`: `identity` of this rank's.
 
     A rank that sees one GPU cannot tell by itself whether it has that alone. Under torchrun all
-    ranks of a machine see the same one, under `srun --gpus-per-task=1` each sees another, by the
-    same name (cuda:0), and CUDA_VISIBLE_DEVICES may read 0 on all of them. So the ranks compare.
+    ranks of a machine see the same one, under `srun --gpus-per-task=1` each sees a different one,
+    by the same name (cuda:0), and CUDA_VISIBLE_DEVICES may read 0 on all of them. So the ranks
+    compare.
     """
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -215,9 +216,9 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
     """Wait for all ranks; returns the name of this start. If one is missing: a line, SystemExit.
 
     Rank 0 draws the name. The others sign in under it, each with a random signature, and rank 0
-    publishes the signatures. A rank that has read the name of an earlier start does not find its
-    own signature there, and neither does one whose place a killed process had taken: both wait for
-    the next name.
+    publishes the signatures. A rank trusts a name only if its own signature is published under it.
+    So one that has read the name of an earlier start, or whose place a killed process had taken,
+    waits for the next name.
     """
     signature = uuid.uuid4().hex
     if rank == 0:
@@ -271,7 +272,7 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 @contextlib.contextmanager
 def in_time(what: str):
-    """Around what all ranks do at the same time: end this one, with a line, if it takes too long.
+    """Around what all ranks do together: if it takes too long, print a line and end this process.
 
     A rank that waits for the address of a dead one would do so until the timeout of a collective.
     """

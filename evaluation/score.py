@@ -148,7 +148,7 @@ def joining_pays(group: Group, larger: Group, requests, batch_tokens: int) -> bo
 def saved(lengths: list[int], shared: int) -> int:
     """How many tokens a group saves if its prefix is read once.
 
-    All requests but one need not read the prefix. The suffixes count against that, since the
+    Only one request of the group has to read the prefix. The suffixes count against that, since the
     second pass costs something, too.
     """
     if len(lengths) == 1:

@@ -519,7 +519,10 @@ def gradients(ctx, do, _):
 
 @register_flop_formula(torch.ops.mpt.flash_attention)
 def forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
-    """Two matmuls with full score matrices: like PyTorch's own, it does not subtract causality."""
+    """Two matmuls with full score matrices.
+
+    Like PyTorch's own formula, it also counts the pairs that the causal mask hides.
+    """
     B, H, n_queries, D = q_shape
     return 2 * 2 * B * H * n_queries * k_shape[2] * D
 

@@ -178,7 +178,7 @@ def search(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, train_
             print(f"microbatch {size}: {result}", flush=True)
         if fits:
             return size
-    raise UserError(f"a step does not fit with one sequence at a time: {HELP}")
+    raise UserError(f"a step does not fit into memory even with a microbatch of 1: {HELP}")
 
 
 def attempt(cfg: TrainConfig, world, others: tuple) -> tuple[bool, str]:
@@ -217,7 +217,7 @@ def watch(child, pipe, world) -> tuple[bool, str]:
             patience -= INTERVAL
         time.sleep(INTERVAL)
     _, _, reason = reports[states.index(FAILED)]
-    raise UserError(f"the step fails on trial: {reason}")
+    raise UserError(f"the trial step failed: {reason}")
 
 
 def report_of(child, pipe) -> tuple[str, float, str]:
@@ -253,10 +253,10 @@ def trial(pipe, cfg: TrainConfig, model_cfg: MPTConfig, precision: str, train_st
 
 
 def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[float, str]:
-    """The peak memory of this rank, GB, and " of ..." the GB that a GPU has.
+    """The peak memory of this rank in GB, and " of N" with the GB of its GPU (empty on a CPU).
 
-    The second step finds Adam's state in memory, and its second microbatch the gradients of the
-    first. All weights are 0.01: they take as much memory as random ones, and less time.
+    In the second step Adam's state is in memory, and in its second microbatch the gradients of the
+    first one, too. All weights are 0.01: they take as much memory as random ones, and less time.
     """
     world = processes.start(cfg.device)
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)

@@ -168,7 +168,7 @@ def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
-    """What is about to run, in eight lines, and a warning if planning does not know this model."""
+    """What is about to run, in seven lines, and a warning if planning does not know this model."""
     n_params = flops.n_params(model_cfg)
     implementation = attention.choose(
         model_cfg.attn_impl,
@@ -184,7 +184,9 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
     draws = start.seed_to_draw(cfg) is not None
-    next_line = "drawing the weights, then a first evaluation" if draws else "reading the weights"
+    next_line = (
+        "initializing the weights, then a first evaluation" if draws else "reading the weights"
+    )
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention",

@@ -41,7 +41,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The first step, counted from 0: as many are done."""
+        """The first step to run, counted from 0. So many are done already."""
         return self.meta.get("step", 0)
 
     @property

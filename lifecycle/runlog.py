@@ -376,7 +376,7 @@ def summary_of_steps(steps: list[dict]) -> str:
     seconds = sum(row.get("seconds", 0) for row in steps)
     words = f"{last['step']} steps, {last.get('tokens', 0):,} tokens, {seconds:.0f} s of training"
     if skipped := sum(row.get("skipped", False) for row in steps):
-        words += f", {skipped} steps without a finite loss were skipped"
+        words += f", {skipped} steps with a non-finite loss or gradient were skipped"
     return words
 
 

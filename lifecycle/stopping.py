@@ -7,10 +7,10 @@
     exit status    0 done    2 user error    75 resume me: start the same command again
                    130 Ctrl-C    141 whatever read the output has exited
 
-75 follows SIGTERM and SIGUSR1, running out of memory, and a rank that is lost or hangs. torchrun
-itself ends with 1 for all of them but 0.
+A run exits with 75 after SIGTERM and SIGUSR1, when memory runs out, and when a rank is lost or
+hangs. torchrun itself exits with 1 whenever a rank's status is not 0.
 
-This file imports no PyTorch, since `begin` must run before those seconds:
+This file does not import PyTorch, since `begin` must run before that, which takes seconds:
 
     fsdp_train.py, first lines:    if __name__ == "__main__": stopping.begin(sys.argv[1:])
 

@@ -8,7 +8,7 @@ training loop, and rank 0 serves a small key-value store (PyTorch's TCPStore) to
                                      named, and all ranks exit with 75: resume me
     one rank fails                   it publishes its exit status; the others exit with it instead
                                      of waiting for the failed rank in a collective
-    out of memory                    as before, and the next start uses half of the microbatch
+    out of memory                    all exit with 75, and the next start halves the microbatch
 
 `Guard` is the one context around the training loop: signals, lease, watchdog, straggler timer.
 
@@ -59,7 +59,7 @@ class Guard:
         return self.contexts.__exit__(*error)
 
     def watch(self, batches):
-        """The same (step, rows). Times how long each is waited for, and is the loop's heartbeat."""
+        """Yield the same (step, rows); time the wait for each, and record a heartbeat after it."""
         for step, rows in self.straggler_timer.time_reading(batches):
             self.watchdog.step = step
             yield step, rows
@@ -69,8 +69,8 @@ class Guard:
 class StragglerTimer:
     """How long this rank spends outside collectives, step by step: the slowest is the straggler.
 
-    Timed are the wait for its batch, and norm, logits and loss of its forward passes. In all other
-    parts of a step ranks wait for one another's weights or gradients, so all seem equally slow.
+    It times the wait for the batch, and the final norm, logits and loss of the forward passes. In
+    all other parts of a step ranks wait for one another, so all seem equally slow.
     """
 
     def __init__(self, model, device: torch.device):
@@ -81,7 +81,7 @@ class StragglerTimer:
         model.register_forward_hook(self.mark, prepend=True)
 
     def mark(self, module, *_) -> None:
-        """A hook: note the time. On a GPU an event does, since the host runs ahead of it."""
+        """A hook that records the time; on a GPU as an event, since the host runs ahead of it."""
         if not module.training:
             return
         if self.on_gpu:

@@ -379,7 +379,7 @@ class StepMemory:
 
 def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
     """UserError for settings whose memory has no formula here."""
-    fix = "set --microbatch_size=NUMBER here, or ask largest_microbatch"
+    fix = "set --microbatch_size=NUMBER here"
     found_by_trying = f"microbatch_size=auto is found by trying: {fix}"
     require(cfg.microbatch_size != "auto", found_by_trying)
 

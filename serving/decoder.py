@@ -86,7 +86,7 @@ def generate(
 def pick_dtype(precision: str, device: torch.device) -> torch.dtype:
     """The dtype of the weights: fp32, bf16, or for `auto` bf16 where the device computes in it.
 
-    For reading weights that means: CPUs with AVX512-BF16, and all accelerators but old GPUs.
+    `auto` gives bf16 on CPUs with AVX512-BF16, and on all accelerators except old GPUs.
     """
     if precision != "auto":
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

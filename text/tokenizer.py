@@ -327,7 +327,10 @@ def load_gpt2() -> Tokenizer:
 
 
 def load_bpe(name: str, path: str | None) -> Tokenizer:
-    """A BPE that was trained here, from its JSON file. UserError if it is damaged or another."""
+    """A BPE that was trained here, from its JSON file.
+
+    UserError if the file is damaged or holds a different tokenizer.
+    """
     require(path is not None, f"{name} is trained here, so load it with the path of its file")
     fix = "remove it and train again"
     fields = {"name": str, "fingerprint": str, "tokens": list}

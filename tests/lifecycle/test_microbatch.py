@@ -346,7 +346,7 @@ def test_one_that_the_kernel_kills_had_no_memory(two):
 def test_another_failure_is_told_as_it_is(two, tmp_path):
     statuses, (output, _) = two("wrong_step")
     assert statuses == [2, 2]
-    assert "error: the step fails on trial: ValueError: the step is wrong\n" in output
+    assert "error: the trial step failed: ValueError: the step is wrong\n" in output
     assert not sizes(output) and not (tmp_path / TrainConfig.run_dir).exists()
 
 

@@ -332,7 +332,7 @@ def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(
     ]
     flags += ["--save_interval=1"]
     status, _, printed = ranks(2)(train_here, flags, poisoned_4)[0]
-    assert status == 0 and "1 steps without a finite loss were skipped" in printed
+    assert status == 0 and "1 steps with a non-finite loss or gradient were skipped" in printed
     rows = steps_of(tmp_path / "run")
     assert [step for step, row in rows.items() if row["skipped"]] == [5]
     assert not (tmp_path / "run/checkpoints/step-5").exists()  # good checkpoints are not displaced
