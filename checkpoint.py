@@ -355,7 +355,7 @@ def verify(path: Path) -> str | None:
         own_fault = checkpoint_files.first_fault(path, checksums, share)
     except OSError as error:  # of the file system, or of a node that does not see it: not damage
         who = f"rank {global_rank} on {platform.node()}"
-        own_fault = UserError(f"{who} cannot read {path}: {error.strerror}", everywhere=True)
+        own_fault = UserError(f"{who} cannot read {path}: {error.strerror}", on_all_ranks=True)
     faults = [own_fault] * global_size
     if dist.is_initialized():
         dist.all_gather_object(faults, own_fault)
@@ -441,7 +441,7 @@ def require_same_optimizer(path: Path, optimizer) -> None:
     if saved != current:
         what = f"{path} was saved with the optimizer {saved}, here it is {current}"
         new_run = f"begin with --init_from={path} and another --run_dir"
-        raise UserError(f"{what}: continue with that one, or {new_run}", everywhere=True)
+        raise UserError(f"{what}: continue with that one, or {new_run}", on_all_ranks=True)
 
 
 def settings(path: Path) -> MPTConfig:

@@ -41,10 +41,10 @@ from program import (  # noqa: F401
     arguments,
     flushed,
     one_line,
+    print_error,
     rank,
     require,
     run,
-    say_error,
     show_help,
     wants_help,
 )
@@ -416,7 +416,7 @@ def weight_decay_hint(weight_decay, lr: float) -> str:
 def say_once(head: str, words: str) -> None:
     """Print `head: words` on standard error, on rank 0, only the first time in a process."""
     if rank() == 0:
-        say_error(words, head)
+        print_error(words, head)
 
 
 # --------------------------------------------------------------------------------------------------

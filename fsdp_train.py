@@ -157,7 +157,8 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     # update
     with record_function("optimizer"):
         loss = processes.dp_sum(loss_sum, world) / n_tokens
-        grad_norm = parallel.clip_grad_norm(model.parameters(), cfg.grad_clip)
+        grad_norm = parallel.grad_norm(model.parameters())
+        optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
         # A bad step is skipped without reading it back: optim.update sets found_inf, as PyTorch's

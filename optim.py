@@ -37,6 +37,22 @@ def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
     )
 
 
+def clip_gradients(params, norm: torch.Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm becomes at most max_norm (0: do not scale them).
+
+        grad *= min(1, max_norm / norm)
+
+    norm: that of all gradients together, over all ranks (parallel.grad_norm), a scalar. Of a
+    sharded gradient each rank scales its part.
+    """
+    if max_norm == 0:
+        return
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    grads = [p.grad for p in params if p.grad is not None]
+    parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+    torch._foreach_mul_(parts, scale)
+
+
 def update(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
     """Take one optimizer step and clear the gradients. A bad step changes no weight and no state.
 

@@ -215,13 +215,12 @@ def free_gathered_weights(model: MPT) -> None:
             module.reshard()
 
 
-def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most max_norm (0: do not scale them).
+def grad_norm(params) -> torch.Tensor:
+    """The norm of all gradients of a model, sharded or not, over all ranks. An fp32 scalar.
 
-    Returns the norm before that, an fp32 scalar. A collective.
-
-    Each rank sums the squares of its shards; an all-reduce over each mesh dimension by which a
-    gradient is sharded adds them up. So any mixture of plain tensors, meshes and placements works.
+    A collective. Each rank sums the squares of its shards; an all-reduce over each mesh dimension
+    by which a gradient is sharded adds them up. So any mixture of plain tensors, meshes and
+    placements works.
     """
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for p in params:
@@ -240,12 +239,7 @@ def clip_grad_norm(params, max_norm: float) -> torch.Tensor:
         for dim in sharded_dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    norm = total.sqrt()
-    if max_norm > 0:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grads in groups.values():
-            torch._foreach_mul_(grads, scale)
-    return norm
+    return total.sqrt()
 
 
 def demonstrate(argv) -> None:

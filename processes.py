@@ -190,7 +190,7 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
             name = meet(store, rank, size, deadline)
         except dist.DistError as error:
             why = config.one_line(error)
-            config.say_error(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
+            config.print_error(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
             raise SystemExit(RESUME_ME) from error
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
@@ -237,7 +237,7 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
                 return name
         time.sleep(POLL)
     where = f"{store.host}:{store.port}"
-    config.say_error(f"{whoami(rank)} waited {MEETING} s at {where}, but rank 0 did not answer")
+    config.print_error(f"{whoami(rank)} waited {MEETING} s at {where}, but rank 0 did not answer")
     raise SystemExit(RESUME_ME)
 
 
@@ -257,7 +257,7 @@ def publish_meeting(store: dist.Store, name: str, size: int, deadline: float) ->
     names = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
     where = f"{store.host}:{store.port}"
     absent = f"{len(missing)} of {size} ranks: {names}"
-    config.say_error(f"{whoami(0)} waited {MEETING} s at {where} for {absent}")
+    config.print_error(f"{whoami(0)} waited {MEETING} s at {where} for {absent}")
     raise SystemExit(RESUME_ME)
 
 
@@ -400,7 +400,7 @@ def run(main) -> None:
     except BaseException as error:
         if is_lost(error):
             line = f"lost another rank: {config.one_line(error)}"
-            config.say_error(line, f"error on rank {config.rank()}")
+            config.print_error(line, f"error on rank {config.rank()}")
             status = RESUME_ME
         else:
             traceback.print_exc()
@@ -418,11 +418,11 @@ def report_user_error(error: BaseException) -> None:
     torchrun ends the others in the meantime.
     """
     if config.rank() == 0:
-        config.say_error(error)
-    elif not getattr(error, "everywhere", False):
+        config.print_error(error)
+    elif not getattr(error, "on_all_ranks", False):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
         time.sleep(5)
-        config.say_error(error, f"error on rank {config.rank()}")
+        config.print_error(error, f"error on rank {config.rank()}")
 
 
 def is_lost(error: BaseException) -> bool:
@@ -447,7 +447,7 @@ def rank_zero_decides(decide):
         try:
             box = [decide()]
         except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-            box = [UserError(str(error), everywhere=True)]
+            box = [UserError(str(error), on_all_ranks=True)]
     dist.broadcast_object_list(box, device=torch.device("cpu"))
     if isinstance(box[0], UserError):
         raise box[0]

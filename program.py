@@ -31,12 +31,12 @@ RESUME_ME = 75  # exit status "start me again as I was"; EX_TEMPFAIL in sysexits
 class UserError(ValueError):
     """An error that the user can fix: one line from one rank, no traceback, exit status 2.
 
-    everywhere: all ranks raise it together, so rank 0 alone prints it.
+    on_all_ranks: all ranks raise it together, so rank 0 alone prints it.
     """
 
-    def __init__(self, message: str, everywhere: bool = False):
+    def __init__(self, message: str, on_all_ranks: bool = False):
         super().__init__(message)
-        self.everywhere = everywhere
+        self.on_all_ranks = on_all_ranks
 
 
 def require(condition: bool, message: str) -> None:
@@ -120,7 +120,7 @@ def run(main) -> None:
         status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         if rank() == 0:
-            say_error(error)
+            print_error(error)
         status = 2
     except KeyboardInterrupt:
         status = 130
@@ -142,7 +142,7 @@ def flushed(status):
         silence()
         return status or 141
     except OSError as error:
-        say_error(f"standard output: {error}")
+        print_error(f"standard output: {error}")
         silence()
         return status or 2
     return status
@@ -160,7 +160,7 @@ def open_streams() -> list:
     return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
 
 
-def say_error(words, head: str = "error") -> None:
+def print_error(words, head: str = "error") -> None:
     """Print `head: words` on standard error. If even that fails, the exit status has to do."""
     with contextlib.suppress(OSError):
         print(f"{head}: {words}", file=sys.stderr, flush=True)
@@ -213,7 +213,7 @@ def end_with_parent() -> None:
 
 def end(words: str) -> None:
     """End this process from any thread, with an error line and the status "start me again"."""
-    say_error(words)
+    print_error(words)
     os._exit(flushed(RESUME_ME))
 
 

@@ -61,9 +61,9 @@ def both_models(width: int, layers: int, dtype):
 
 def write_ours(decoder, prompts, n: int, sampled: bool):
     """n new tokens for each row of prompts (B, T), by our decoder with its cache: (B, n)."""
-    numbers = torch.rand(len(prompts), n)
+    uniforms = torch.rand(len(prompts), n)
     settings = SAMPLING if sampled else {"temperature": 0}
-    tokens = generate(decoder, prompts, n, numbers=numbers, **settings)
+    tokens = generate(decoder, prompts, n, uniforms=uniforms, **settings)
     return torch.stack([token.clone() for token in tokens], dim=1)
 
 

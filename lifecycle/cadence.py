@@ -136,7 +136,7 @@ class BadSteps:
             f"(the last: {figures})"
         )
         message = f"{problem}. {self.checkpointer.last_good()}. {self.advice(last)}"
-        raise UserError(message, everywhere=True)
+        raise UserError(message, on_all_ranks=True)
 
     def advice(self, last: int) -> str:
         """What to try after bad steps up to `last`."""

@@ -23,6 +23,7 @@ import processes
 from checkpoint import find, latest, number, numbered, verify
 from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from lifecycle import runlog
+from storage import checkpoint_files
 from storage.checkpoint_files import read_meta
 
 # What must not change when a run is resumed: what the model computes, and the order of the data.
@@ -88,10 +89,10 @@ def choose(cfg: TrainConfig) -> Path | None:
     chosen, unfit = newest_fit(cfg)
     is_damaged = any(kind == "damaged" for _, kind, _ in unfit)
     if is_damaged and not chosen and was_restarted():
-        raise UserError(nothing_sound(cfg.run_dir, unfit), everywhere=True)
+        raise UserError(nothing_sound(cfg.run_dir, unfit), on_all_ranks=True)
     lines = []
     for path, kind, reason in unfit:
-        new_name = decides(functools.partial(put_aside, path, kind))
+        new_name = decides(functools.partial(checkpoint_files.put_aside, path, kind))
         lines.append(f"{path} {reason}: it is kept as {new_name}")
     asks_again = chosen and cfg.resume == "again"
     if asks_again and decides(lambda: read_meta(chosen)["step"]) >= cfg.max_steps:
@@ -169,16 +170,6 @@ def has_trained_on(path: Path, skip_steps: str) -> bool:
             if not any(step in r for r in skipped_then):
                 return True
     return False
-
-
-def put_aside(path: Path, kind: str) -> str:
-    """Rename step-N to step-N.kind, or step-N.kind-2 and so on if that exists. The new name."""
-    aside = path.with_suffix(f".{kind}")
-    copy = 1
-    while aside.exists():
-        copy += 1
-        aside = path.with_suffix(f".{kind}-{copy}")
-    return path.rename(aside).name
 
 
 def check_same(

@@ -185,14 +185,14 @@ class Watchdog:
             problem = "; ".join(problems)
             with contextlib.suppress(*STORE_LOST):  # the file system may be what hangs
                 problem = f"{problem}. {self.query(self.last_good)}"
-            config.say_error(f"no step for {self.minutes:g} minutes: {problem}")
+            config.print_error(f"no step for {self.minutes:g} minutes: {problem}")
         self.wait_for_readers()
         end(RESUME_ME)
 
     def __exit__(self, kind, error, trace) -> None:
         """If this rank fails alone, publish its exit status: collectives with it would hang."""
         self.closed.set()
-        all_ranks_exit = isinstance(error, SystemExit) or getattr(error, "everywhere", False)
+        all_ranks_exit = isinstance(error, SystemExit) or getattr(error, "on_all_ranks", False)
         if error is None or all_ranks_exit:
             return
         if self.reports_hang:
@@ -207,7 +207,7 @@ class Watchdog:
         status = self.peer_exit_status()
         if status is None:  # this rank is the first to fail
             status = RESUME_ME
-            config.say_error(f"{self.name} {problem}. {self.last_good()}")
+            config.print_error(f"{self.name} {problem}. {self.last_good()}")
             self.publish_exit_status(status, wait=not processes.is_lost(error))
         raise SystemExit(status) from error
 

@@ -11,7 +11,6 @@ kernels read them (serving/packed_linear.py). planning/decode_time.py predicts t
 Run `python -m serving.decoder` to see what the cache saves.
 """
 
-import math
 import time
 
 import torch
@@ -36,8 +35,7 @@ class Decoder:
     def __init__(self, model: MPT, vocab_size: int, dtype=None):
         self.model = model.to(dtype).eval()
         self.cfg = model.cfg
-        tied = self.cfg.tie_word_embeddings
-        output_weight = model.transformer.wte.weight if tied else model.lm_head.weight
+        output_weight = model.output_weight
         self.device = output_weight.device
         self.dtype = output_weight.dtype
 
@@ -46,10 +44,7 @@ class Decoder:
         bf16_on_cpu = self.device.type == "cpu" and self.dtype == torch.bfloat16
         self.cache_dtype = torch.float32 if bf16_on_cpu else self.dtype
 
-        self.logit_scale = self.cfg.logit_scale or 1.0
-        if self.logit_scale == "inv_sqrt_d_model":
-            self.logit_scale = 1 / math.sqrt(self.cfg.d_model)
-
+        self.logit_scale = model.logit_scale or 1.0
         output_weight = output_weight[:vocab_size]
         if can_pack(self.device, self.dtype):
             self.output_layer = PackedLinear(output_weight)
@@ -67,11 +62,11 @@ class Decoder:
 
 @torch.inference_mode()
 def generate(
-    decoder, ids, max_new_tokens, *, pad=None, temperature=1.0, top_k=0, top_p=1.0, numbers=None
+    decoder, ids, max_new_tokens, *, pad=None, temperature=1.0, top_k=0, top_p=1.0, uniforms=None
 ):
     """Yield the new tokens of prompts `ids` (B, T), one (B,) int64 tensor at a time.
 
-    pad: (B,) int64, the left padding of each row. numbers: (B, max_new_tokens) in [0, 1), which
+    pad: (B,) int64, the left padding of each row. uniforms: (B, max_new_tokens) in [0, 1), which
     draw the tokens (None: torch's generator). Ends early where learned positions end.
     """
     cfg = decoder.cfg
@@ -82,7 +77,7 @@ def generate(
 
     for step in range(max_new_tokens):
         logits = decoder(ids, cache)  # step 0 is the prefill
-        uniform = None if numbers is None else numbers[:, step]
+        uniform = None if uniforms is None else uniforms[:, step]
         token = sample(logits, temperature, top_k, top_p, uniform)
         yield token
         ids = token[:, None]

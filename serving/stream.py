@@ -119,13 +119,13 @@ def write_batch(decoder: Decoder, texts: list[Text], speed: Speed, settings: dic
     """`write` until half of the texts have ended. They all have equally many new tokens."""
     ids, pad = left_padded(texts)
     n_done = texts[0].new_tokens
-    numbers = torch.stack([text.uniforms[n_done:] for text in texts])
+    uniforms = torch.stack([text.uniforms[n_done:] for text in texts])
     tokens_of_steps = generate(
         decoder,
         ids.to(decoder.device),
-        numbers.shape[1],
+        uniforms.shape[1],
         pad=pad.to(decoder.device) if pad.any() else None,
-        numbers=numbers.to(decoder.device),
+        uniforms=uniforms.to(decoder.device),
         **settings,
     )
 

@@ -87,6 +87,19 @@ def require_undamaged(path: Path, damage: str | None) -> None:
     require(not damage, f"{path} is damaged ({damage}): take another checkpoint, or copy it again")
 
 
+def put_aside(path: Path, kind: str) -> str:
+    """Rename an unusable checkpoint, so that its step can be saved again. It is never deleted.
+
+    step-N becomes step-N.kind, or step-N.kind-2 and so on if that exists. Returns the new name.
+    """
+    aside = path.with_suffix(f".{kind}")
+    copy = 1
+    while aside.exists():
+        copy += 1
+        aside = path.with_suffix(f".{kind}-{copy}")
+    return path.rename(aside).name
+
+
 def read_checksums(path: Path) -> dict | None:
     """File name -> (bytes, crc32); None if checksums.json is missing or damaged.
 

@@ -25,7 +25,7 @@ from weights.load import check_same_model, load_for_sampling, load_model
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WINDOW = 5  # keys that a query sees
-NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "window"]
+NAMES = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton", "test_window"]
 FLAGS = [*SIZE, "--alibi", "--device=cpu", "--precision=fp32"]
 FLAGS += ["--global_batch_size=4", "--microbatch_size=2", "--warmup_steps=1", "--max_steps=2"]
 FLAGS += ["--eval_tokens=100", "--eval_interval=0"]
@@ -47,7 +47,7 @@ def windowed(world=None):
     """The two edits that a fork makes: a name in config.py, an entry in attention.py."""
     edits = contextlib.ExitStack()
     edits.enter_context(mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES))
-    edits.enter_context(mock.patch.dict(attention.VARIANTS, window=window_attention))
+    edits.enter_context(mock.patch.dict(attention.VARIANTS, test_window=window_attention))
     return edits
 
 
@@ -63,26 +63,28 @@ def run(ranks, tiny_data, tmp_path_factory):
     """A run of two ranks with the window: its flags, its folder, its output."""
     folder = tmp_path_factory.mktemp("window") / "run"
     flags = [*FLAGS, f"--run_dir={folder}", *flags_for(tiny_data)]
-    status, message, printed = ranks(2)(train_here, [*flags, "--attn_impl=window"], windowed)[0]
+    status, message, printed = ranks(2)(train_here, [*flags, "--attn_impl=test_window"], windowed)[
+        0
+    ]
     assert status == 0, message
     return flags, folder, printed
 
 
 def test_the_run_prints_its_name(run):
-    assert "2 layers x 32, window attention" in run[2]
+    assert "2 layers x 32, test_window attention" in run[2]
 
 
 @pytest.mark.parametrize("step", [None, 0])
 def test_sampling_uses_it(edited, run, step):
     """Decoding on a cache, one token or several, gives the logits of a forward without a cache."""
     model, _, _ = load_for_sampling(str(run[1]), step, CPU)
-    assert model.cfg.attn_impl == "window"
+    assert model.cfg.attn_impl == "test_window"
     ids = torch.randint(257, (2, 20), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         whole = model(ids)
         model.cfg.attn_impl = "reference"
         assert (model(ids) - whole).abs().max() > 1e-2  # the window changes the logits
-        model.cfg.attn_impl = "window"
+        model.cfg.attn_impl = "test_window"
         decode = Decoder(model, 260)
         cache = KVCache.empty(model.cfg, 2, 20, "cpu", torch.float32)
         for piece in ids.split([7, 1, 5] + [1] * 7, dim=1):
@@ -91,7 +93,7 @@ def test_sampling_uses_it(edited, run, step):
 
 
 def test_a_loaded_checkpoint_keeps_it(edited, run):
-    assert load_model(checkpoint.latest(run[1]), CPU).cfg.attn_impl == "window"
+    assert load_model(checkpoint.latest(run[1]), CPU).cfg.attn_impl == "test_window"
 
 
 def test_resuming_without_the_flag_is_refused(ranks, run, tmp_path):
@@ -103,9 +105,11 @@ def test_resuming_without_the_flag_is_refused(ranks, run, tmp_path):
     without_flag = [*three_steps, f"--run_dir={copy}"]
     status, message, _ = ranks(2)(train_here, without_flag, windowed)[0]
     assert status == 2
-    assert "is of another model: attn_impl window (here auto). Set them alike" in message
+    assert (
+        "is of another model: attn_impl test_window (here auto). Use the same settings" in message
+    )
 
-    with_flag = [*three_steps, "--attn_impl=window"]
+    with_flag = [*three_steps, "--attn_impl=test_window"]
     status, message, _ = ranks(2)(train_here, with_flag, windowed)[0]
     assert status == 0, message
     assert checkpoint.latest(folder).name == "step-3"
@@ -115,13 +119,15 @@ def test_weights_of_another_function_are_no_initial_weights(edited, run):
     def settings(impl):
         return load([*FLAGS, f"--attn_impl={impl}"], MPTConfig, TrainConfig)[0]
 
-    check_same_model(run[1], settings("window"))
-    with pytest.raises(UserError, match=r"is of another model: attn_impl window \(here auto\)"):
+    check_same_model(run[1], settings("test_window"))
+    with pytest.raises(
+        UserError, match=r"is of another model: attn_impl test_window \(here auto\)"
+    ):
         check_same_model(run[1], settings("reference"))
 
 
 def test_export_refuses_it(edited, run, tmp_path):
-    message = "^attn_impl=window is another function than MPT's attention"
+    message = "^attn_impl=test_window is another function than MPT's attention"
     with pytest.raises(UserError, match=message) as caught:
         hf.export(str(run[1]), tmp_path / "theirs")
     assert "\n" not in str(caught.value)
@@ -141,9 +147,9 @@ def test_code_that_lacks_it_refuses_its_checkpoints(run, tmp_path):
 
 def test_a_name_without_an_entry_in_variants_is_refused():
     """Where it is used, and before: in export and in the choice of an implementation."""
-    message = r"attn_impl=window is neither in IMPLEMENTATIONS nor in VARIANTS"
+    message = r"attn_impl=test_window is neither in IMPLEMENTATIONS nor in VARIANTS"
     with mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES):
-        (cfg,) = load(["--attn_impl=window"], MPTConfig)
+        (cfg,) = load(["--attn_impl=test_window"], MPTConfig)
         small = MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="window"))
         with pytest.raises(UserError, match=message):
             small(torch.zeros(1, 3).long())
@@ -156,10 +162,10 @@ def test_a_name_without_an_entry_in_variants_is_refused():
 def test_an_entry_in_variants_without_a_name_is_refused():
     message = "attn_impl in the command line is 'window', expected one of: auto"
     with (
-        mock.patch.dict(attention.VARIANTS, window=window_attention),
+        mock.patch.dict(attention.VARIANTS, test_window=window_attention),
         pytest.raises(UserError, match=message),
     ):
-        load(["--attn_impl=window"], MPTConfig)
+        load(["--attn_impl=test_window"], MPTConfig)
 
 
 def test_the_standard_ones_stay_exchangeable():

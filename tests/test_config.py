@@ -304,7 +304,7 @@ BAD_VALUES = [
     ("alibi", "1", "true or false"),
     ("run_dir", "5", "text"),
     ("run_dir", "None", "text"),
-    ("schedule", "'linear'", "one of: cosine, constant, inv_sqrt"),
+    ("schedule", "'no_such_schedule'", "one of: cosine, constant, inv_sqrt"),
     ("schedule", "3", "one of: cosine, constant, inv_sqrt"),
 ]
 

@@ -90,6 +90,14 @@ def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10)
     return curve, full_weights(model)
 
 
+def clip(params, max_norm):
+    """Clip as train_step does, and return the norm before that."""
+    params = list(params)
+    norm = parallel.grad_norm(params)
+    optim.clip_gradients(params, norm, max_norm)
+    return norm
+
+
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -488,7 +496,7 @@ def clip_a_model(world, cfg, max_norm):
     mine = rows_of(world, rows)
     (model(mine[:, :-1], labels=mine[:, 1:]) * world.global_size).backward()
     theirs = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-    ours = parallel.clip_grad_norm(model.parameters(), max_norm)
+    ours = clip(model.parameters(), max_norm)
     gradients = [
         (whole(p.grad), q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True)
     ]
@@ -529,7 +537,7 @@ def clip_a_mixture(world, max_norm):
         fulls[-1].grad = full
     params.append(torch.nn.Parameter(torch.zeros(2)))  # frozen: no gradient
     wanted = torch.nn.utils.clip_grad_norm_(fulls, max_norm or float("inf"))
-    norm = parallel.clip_grad_norm(params, max_norm)
+    norm = clip(params, max_norm)
     grads = [whole(p.grad) for p in params[:-1]]
     return norm, wanted, [(g, f.grad) for g, f in zip(grads, fulls, strict=True)]
 
@@ -553,7 +561,7 @@ def clip_a_strided_shard(world):
         DTensor.from_local(torch.zeros_like(mine), grid, layout, run_check=False)
     )
     param.grad = DTensor.from_local(mine, grid, layout, run_check=False)
-    norm = parallel.clip_grad_norm([param], 0.5)
+    norm = clip([param], 0.5)
     return norm, full.norm(), param.grad.to_local(), full.chunk(2)[j].chunk(2)[i] / full.norm() / 2
 
 

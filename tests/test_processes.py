@@ -400,7 +400,7 @@ def compared(world, gpus_of_ranks):
     try:
         return processes.require_own_gpus(gpus_of_ranks[world.global_rank])
     except UserError as error:
-        return str(error), error.everywhere
+        return str(error), error.on_all_ranks
 
 
 def test_ranks_that_see_the_same_single_gpu_are_a_mistake(ranks):

@@ -164,7 +164,9 @@ def check_same_model(path, cfg: MPTConfig) -> None:
         for name, value in there.items()
         if here.get(name, value) != value
     ]
-    require(not differing, f"{path} is of another model: {', '.join(differing)}. Set them alike")
+    require(
+        not differing, f"{path} is of another model: {', '.join(differing)}. Use the same settings"
+    )
 
 
 def function_settings(cfg: MPTConfig) -> dict:

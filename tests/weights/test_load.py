@@ -59,7 +59,7 @@ def init_from_run(world, run, cfg, other):
         load.init_from(models[1], run)
     except UserError as error:
         with torch.no_grad():
-            return models[0](tokens(cfg)).numpy(), str(error), error.everywhere
+            return models[0](tokens(cfg)).numpy(), str(error), error.on_all_ranks
 
 
 def test_init_from_a_run_of_ours(ranks, tmp_path):
@@ -84,7 +84,8 @@ def test_init_from_a_run_of_ours(ranks, tmp_path):
     for logits, error, everywhere in ranks(2)(init_from_run, str(tmp_path / "run"), cfg, other):
         assert relative_error(torch.from_numpy(logits), wanted) < 1e-5
         assert error.endswith(
-            "of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). Set them alike"
+            "of another model: alibi_bias_max 8.0 (here 16), clip_qkv None (here 6). "
+            "Use the same settings"
         )
         assert everywhere
 
