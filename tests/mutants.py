@@ -230,7 +230,7 @@ MUTANTS = [
         "each rank clips by the norm of its own shard",
     ),
     Mutant(
-        "parallel.py",
+        "optim.py",
         ".clamp(max=1.0)",
         "",
         "test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one",

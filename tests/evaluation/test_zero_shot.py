@@ -610,3 +610,9 @@ def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
         assert abs(before[name] - 0.25) < 4 * before[f"{name}_stderr"]  # as good as a guess
         assert after[name] > 0.25
     assert after["foundry"] > 0.25 + 3 * after["foundry_stderr"]
+
+
+def test_nats_per_byte_are_per_byte_of_the_text_whatever_the_tokens():
+    """Two tokens for the five bytes of "häus"."""
+    found = figures.summarize_text("häus", [("", "häus")], {("", "häus"): (-10.0, 1.0, 2)})
+    assert found["nats_per_byte"] == 2.0 and found["nats_per_token"] == 5.0

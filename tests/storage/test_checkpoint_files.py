@@ -362,6 +362,13 @@ def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
     assert peak_bytes() - before < 2**31
 
 
+def test_a_known_module_admits_its_known_names_only(tmp_path):
+    """torch.load would run what is in a file."""
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04\x8c\x05torch\x8c\x04load\x93.")
+    with pytest.raises(UserError, match="it wants 'torch.load'"):
+        read_metadata(tmp_path)
+
+
 def peak_bytes() -> int:
     """The most memory that this process had."""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, kB on Linux
