@@ -16,6 +16,7 @@ from conftest import ROOT, launch
 import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError
+from evaluation import figures as icl_figures
 from evaluation import results as icl_results
 from evaluation import score as icl_score
 from evaluation import tasks as icl_tasks
@@ -614,5 +615,5 @@ def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
 
 def test_nats_per_byte_are_per_byte_of_the_text_whatever_the_tokens():
     """Two tokens for the five bytes of "häus"."""
-    found = figures.summarize_text("häus", [("", "häus")], {("", "häus"): (-10.0, 1.0, 2)})
+    found = icl_figures.summarize_text("häus", [("", "häus")], {("", "häus"): (-10.0, 1.0, 2)})
     assert found["nats_per_byte"] == 2.0 and found["nats_per_token"] == 5.0
