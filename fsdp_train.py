@@ -113,9 +113,7 @@ def main(argv) -> None:
             if cadence.evaluates(done) or cadence.scores_tasks(done):
                 evaluator.evaluate(done, cadence, model, precision, log)
                 report.start_clock()
-            is_due = cadence.saves(done) or agreed.save
-            # After a bad step the older checkpoints are worth more than a new one.
-            if (is_due and not agreed.bad_step) or cadence.is_last(done) or agreed.leave:
+            if cadence.must_save(done, agreed):
                 checkpointer.save(done, model, optimizer, settings)
                 cadence.start_save_clock()
                 report.start_clock()

@@ -421,6 +421,8 @@ class Row:
         for key in self.columns.keys() - not_settings:
             wanted = str(self.columns[key])
             is_same = line[key] == wanted or line[key].startswith(f"{wanted} (")
+            if key == "others":  # in any order
+                is_same = set(line[key].split()) == set(wanted.split())
             is_automatic = key == "precision" and wanted == "auto"
             if not (is_same or is_automatic):
                 return False

@@ -52,6 +52,15 @@ class Cadence:
         intervals = filter(None, (self.cfg.save_interval, self.cfg.keep_every))
         return self.is_last(done) or any(done % interval == 0 for interval in intervals)
 
+    def must_save(self, done: int, agreed) -> bool:
+        """Save now? agreed: the StepConsensus of the ranks after this step.
+
+        After a bad step the older checkpoints are worth more than a new one, unless the run ends.
+        """
+        is_due = self.saves(done) or agreed.save
+        run_ends = self.is_last(done) or agreed.leave
+        return bool(run_ends or (is_due and not agreed.bad_step))
+
     def reads_now(self, done: int) -> bool:
         """Must this step's figures be read before anything else, since something follows it?"""
         return self.evaluates(done) or self.scores_tasks(done) or self.saves(done)

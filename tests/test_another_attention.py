@@ -136,7 +136,7 @@ def test_export_refuses_it(edited, run, tmp_path):
 
 def test_code_that_lacks_it_refuses_its_checkpoints(run, tmp_path):
     """As for a user who has the run folder but not the fork's code."""
-    message = r"^attn_impl in .* is 'window', expected one of: auto, reference"
+    message = r"^attn_impl in .* is 'test_window', expected one of: auto, reference"
     with pytest.raises(UserError, match=message):
         load_model(checkpoint.latest(run[1]), CPU)
     with pytest.raises(UserError, match=message):
@@ -150,7 +150,7 @@ def test_a_name_without_an_entry_in_variants_is_refused():
     message = r"attn_impl=test_window is neither in IMPLEMENTATIONS nor in VARIANTS"
     with mock.patch.dict(MPTConfig.__annotations__, attn_impl=NAMES):
         (cfg,) = load(["--attn_impl=test_window"], MPTConfig)
-        small = MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="window"))
+        small = MPT(MPTConfig(d_model=32, n_heads=4, n_layers=1, attn_impl="test_window"))
         with pytest.raises(UserError, match=message):
             small(torch.zeros(1, 3).long())
         with pytest.raises(UserError, match=message):
@@ -160,7 +160,7 @@ def test_a_name_without_an_entry_in_variants_is_refused():
 
 
 def test_an_entry_in_variants_without_a_name_is_refused():
-    message = "attn_impl in the command line is 'window', expected one of: auto"
+    message = "attn_impl in the command line is 'test_window', expected one of: auto"
     with (
         mock.patch.dict(attention.VARIANTS, test_window=window_attention),
         pytest.raises(UserError, match=message),
@@ -206,7 +206,7 @@ def variant_and_documents(name, kv_n_heads):
 
 
 @pytest.mark.parametrize("kv_n_heads", [4, 2])
-@pytest.mark.parametrize("name", ["window", *attention.VARIANTS])
+@pytest.mark.parametrize("name", ["test_window", *attention.VARIANTS])
 @torch.inference_mode()
 def test_every_variant_decodes_as_it_trains(edited, name, kv_n_heads):
     """Row 0 has both documents, row 1 padding and then the second document."""
@@ -224,7 +224,7 @@ def test_every_variant_decodes_as_it_trains(edited, name, kv_n_heads):
 
 
 @pytest.mark.parametrize("kv_n_heads", [4, 2])
-@pytest.mark.parametrize("name", ["window", *attention.VARIANTS])
+@pytest.mark.parametrize("name", ["test_window", *attention.VARIANTS])
 @torch.inference_mode()
 def test_every_variant_keeps_documents_apart(edited, name, kv_n_heads):
     model, first, second = variant_and_documents(name, kv_n_heads)

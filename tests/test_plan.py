@@ -121,7 +121,7 @@ def test_the_days_of_a_job_are_those_of_its_script():
         script = (ROOT / name).read_text()
         time = re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", script)
         hours, minutes, seconds = map(int, time.groups())
-        restarts = int(re.search(r"SLURM_RESTART_COUNT:-0} >= (\d+)", script)[1])
+        restarts = int(re.search(r"SLURM_RESTART_COUNT:-0} < (\d+)", script)[1])
         assert minutes == seconds == 0
         assert days == (restarts + 1) * hours / 24
         assert f"51 jobs of {hours} hours are {int(days)} days" in script

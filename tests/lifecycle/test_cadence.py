@@ -1,10 +1,13 @@
 """lifecycle/cadence.py: what follows a step, which steps are skipped, and bad steps."""
 
+import signal
+
 import pytest
 
 from config import TrainConfig, UserError
 from lifecycle import cadence
 from lifecycle.cadence import Cadence
+from lifecycle.reporter import StepConsensus
 
 
 def steps_with(is_due, max_steps=10):
@@ -27,6 +30,23 @@ def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
     assert steps_with(plan.evaluates) == [0, 10]
     assert steps_with(plan.scores_tasks) == []
     assert steps_with(plan.saves) == [10]
+
+
+@pytest.mark.parametrize(
+    "done, agreed, saves",
+    [
+        (2, {}, False),
+        (3, {}, True),
+        (3, {"bad_step": True}, False),
+        (2, {"save": True}, True),
+        (2, {"save": True, "bad_step": True}, False),
+        (2, {"leave": signal.SIGTERM, "bad_step": True}, True),
+        (10, {"bad_step": True}, True),
+    ],
+)
+def test_good_checkpoints_stay_during_bad_steps_unless_the_run_ends(done, agreed, saves):
+    plan = Cadence(TrainConfig(max_steps=10, save_interval=3))
+    assert plan.must_save(done, StepConsensus(**agreed)) is saves
 
 
 def test_the_clock_for_saving(monkeypatch):
