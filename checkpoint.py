@@ -67,8 +67,8 @@ BYTES_PER_PARAMETER = 12  # the fp32 weight and Adam's two fp32 moments
 class Checkpointer:
     """Saves a run's checkpoints one after another, at most one at a time in the background.
 
-    Keeps the newest `keep_last`, and for good those of every `keep_every`-th step (0: none). The
-    latter count among the newest too. All ranks call `save` and `finish` together.
+    Keeps the newest `keep_last`, and never deletes those whose step is a multiple of `keep_every`
+    (0: none). All ranks call `save` and `finish` together.
     """
 
     def __init__(self, run_dir: str, keep_last: int, keep_every: int = 0):
@@ -109,8 +109,9 @@ class Checkpointer:
         """Copy weights and optimizer to host memory, then write them in the background.
 
         First waits for the save before. Training may change the tensors as soon as this returns.
-        meta: what meta.json holds besides the step and the kind of optimizer, which win over keys
-        of the same name. Raises UserError if this save cannot begin, or the one before failed.
+        meta: the other contents of meta.json. The step and the kind of optimizer are added, and
+        replace keys of the same name. Raises UserError if this save cannot begin, or the one
+        before failed.
         """
         self.finish()
         begin = time.perf_counter()
@@ -128,7 +129,7 @@ class Checkpointer:
         self.blocked_seconds = time.perf_counter() - begin
 
     def settled(self) -> bool:
-        """Whether `finish` would not wait on this rank. Cheap; ranks may differ for a moment."""
+        """Whether `finish` would return without waiting on this rank. Ranks may differ briefly."""
         return self.pending is None or self.pending[1].done()
 
     def finish(self) -> None:

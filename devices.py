@@ -133,8 +133,8 @@ def lookup(
 ) -> Device | None:
     """The `Device` that reports this name, architecture and number of units, or None.
 
-    arch may carry ROCm's features (`gfx90a:sramecc+:xnack-`). memory_gb, in GiB, decides where the
-    others leave a doubt. clock_mhz: the driver's peak clock, for AMD devices not in the table.
+    arch may carry ROCm's features (`gfx90a:sramecc+:xnack-`). memory_gb, in GiB, breaks
+    ties. clock_mhz: the driver's peak clock, for AMD devices not in the table.
     """
     arch = arch.split(":")[0]
     row = by_reported_name(name, units) or by_arch(arch, units, memory_gb)
@@ -276,7 +276,7 @@ def is_model(word: str) -> bool:
 
 
 def peak_flops(setting: float | str, device, dtype) -> float | None:
-    """The FLOP/s that are 100 % in `dtype`, or None if unknown (MFU is n/a then).
+    """The peak FLOP/s in `dtype`, which count as 100 %, or None if unknown (MFU is n/a then).
 
     setting: the value of `--peak_tflops`: TFLOP/s, "measure", or "auto" for the table, which has
     bf16 and fp16.
@@ -312,10 +312,6 @@ def measure_peak(device, dtype) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# The program
-
-
-# -------------------------------------------------------------------------------------------------
 # The precision that suits a device
 
 
@@ -378,6 +374,10 @@ def faster_precision(size: int = 512, turns: int = 10) -> str:
             a @ a
             best[name] = min(best[name], time.perf_counter() - begin)
     return min(best, key=best.get)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
 
 
 def table() -> str:

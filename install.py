@@ -156,8 +156,8 @@ def make_venv(below):
 def show_packages(folders):
     """Let `.venv` import from these package folders, after its own.
 
-    A .pth file names them. `venv --system-site-packages` would show less: from an active virtual
-    environment, not its packages but those of the Python below it.
+    A .pth file names them. `venv --system-site-packages` is not enough: inside an active virtual
+    environment it would expose the packages of that environment's base Python only.
     """
     packages = os.path.join(VENV, "lib", "python" + python_version(), "site-packages")
     with open(os.path.join(packages, "python_below.pth"), "w") as f:
@@ -296,7 +296,7 @@ def digest(name):
 
 
 def read_stamp():
-    """The stamp of `.venv`, or the first one of a `.venv` that the user made or that is missing.
+    """The stamp of `.venv`. Without one: a new stamp, of the user's own `.venv` or of none yet.
 
     below: see `python_below`; "yours" for the user's own, None if it must be made.
     brought_torch: whether torch was there before we installed anything; None if not known yet.

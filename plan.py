@@ -68,7 +68,7 @@ class PlanArgs:
     watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
     calibrate: str = ""  # machine.json of bench machine, or a .csv of bench train
     sweep_devices: str = ""  # numbers of devices: 8,16,64
-    budget: float = 0.0  # days: the Chinchilla-optimal model that these devices train in them
+    budget: float = 0.0  # days: plan the Chinchilla-optimal model of so many days
     plot: bool = False  # draw the sweep or the memory by sharding; alone: the published MI250 runs
     out: str = "plan.png"  # where to draw
     json: bool = False  # print JSON
@@ -193,8 +193,8 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
         kernel = "attention by a fused kernel that keeps no scores"
         lines.append(f"{kernel} and needs no extra columns for ALiBi")
     if fleet.interleave > 1:
-        more = "up to (p - 1) / (p v) more activations"
-        lines.append(f"memory as without interleaving, which keeps {more}")
+        more = "up to (pp - 1) / (pp x interleave) more activations"
+        lines.append(f"memory is that without interleaving; interleaving keeps {more}")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
         published = device.name.startswith(tuple(NODE_WATTS))

@@ -171,7 +171,7 @@ def print_error(words, head: str = "error") -> None:
 
 
 def end_with_torchrun() -> None:
-    """If torchrun started this process, watch it and end when it is gone; nothing else would.
+    """If torchrun started this process, watch torchrun, and end this process when it is gone.
 
     Processes that a shell started are left alone: they may outlive it (nohup, disown).
     Calling it again does nothing.
