@@ -6,16 +6,16 @@
 --what draws another curve: lr, grad_norm, tokens_per_second or mfu. --what=all draws the loss and
 the other four below it. The picture is a PNG or an SVG, by the ending of --out.
 
-The x axis counts tokens, so that runs with different batches compare; --x=step counts steps. Each
-point of a training curve is the mean of the last fiftieth of the run (the learning rate is drawn as
-it is). In the terminal, dots are training losses and letters are validation losses.
+The x axis counts tokens, so that runs with different batches compare; --x=step counts steps. A
+training curve is a running mean: each point averages the steps up to it, over a window of 1/50 of
+the run (the learning rate is not averaged). In the terminal, dots are training losses and letters are validation losses.
 
 A restart is where a launch resumed from a checkpoint: a dotted line in the picture, a ^ below the
 curve in the terminal, with the number of ranks from there on. Equal curves stay visible: the
 picture draws earlier runs wider, the terminal alternates their marks.
 
---diff compares each run b with the first run a, in the steps where both have a finite loss and
-without any mean: largest = max |b - a|, mean = sum |b - a| / steps.
+--diff compares each run b with the first run a, over the steps where both losses are finite. It
+takes the raw losses, not running means: largest = max |b - a|, mean = sum |b - a| / steps.
 """
 
 import io

@@ -1,8 +1,9 @@
 """Plant one bug at a time in a copy of the code: the quick tests of that part must fail.
 
-    make mutants                                    all of them, about half an hour on two cores
+    make mutants                                    all of them, about an hour on two cores
     .venv/bin/python tests/mutants.py alibi lease   those with such a word in file or reason
     .venv/bin/python tests/mutants.py --jobs=2      two at a time
+    .venv/bin/python tests/mutants.py --unchecked   without the check described next
 
 First the tests must pass in the copy without a bug. Each line says which test found a bug, and
 after how many seconds. Exit status: 1 if a bug survives, 2 if a snippet is not found exactly once.
@@ -27,7 +28,7 @@ KEPT_OUT = (".git", ".venv", "runs", "data", "__pycache__", ".pytest_cache", ".r
 
 @dataclass(frozen=True)
 class Mutant:
-    """`old`, which is in `file` exactly once, becomes `new`; `tests` must fail because of `why`."""
+    """`old`, once in `file`, becomes `new`: `why` says what that does, and `tests` must fail."""
 
     file: str
     old: str
@@ -470,7 +471,11 @@ def main(argv: list[str]) -> int:
         if not words or any(word in f"{mutant.file} {mutant.why}".lower() for word in words)
     ]
     if lost := lost_snippets():
-        print("tests/mutants.py: change these snippets with the code:", *lost, sep="\n  ")
+        print(
+            "tests/mutants.py: these are not in their file exactly once; update them:",
+            *lost,
+            sep="\n  ",
+        )
         return 2
     if "--unchecked" not in argv and not passes_without_a_bug(mutants):
         return 2

@@ -236,8 +236,8 @@ def text_lines(path: str):
 def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     """UTF-8 bytes -> text, without a byte order mark.
 
-    offset: where `raw` begins in the file. Raises UserError that names the first byte which is not
-    UTF-8 or is zero, which text does not hold.
+    offset: where `raw` begins in the file. UserError names the first byte that is not UTF-8
+    or is zero (text has no zero bytes).
     """
     if offset == 0:
         for mark, encoding in BYTE_ORDER_MARKS.items():

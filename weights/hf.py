@@ -167,8 +167,9 @@ def published(folder: Path):
 def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
     """Write a Hugging Face folder from a run, a checkpoint (by its path) or an MPT on one device.
 
-    max_bytes: of one file, or a single tensor that is larger. Of a checkpoint, only the tensors
-    of one file are in memory at a time. Raises UserError if the format cannot hold the model.
+    max_bytes: the largest size of one file; a larger tensor gets a file of its own. Of a
+    checkpoint, only the tensors of one output file are in memory at a time. Raises UserError if
+    the format cannot hold the model.
     """
     path = None
     if isinstance(source, MPT):

@@ -52,8 +52,8 @@ IGNORED_KEYS = """
     problem_type is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
 """.split()
 
-# Settings of features that this project does not have may stand at these values, which turn the
-# feature off. For a key that is not listed, those are the values in OFF.
+# A setting that this project does not have is accepted only with one of these values, with which
+# the model is the one computed here; a key that is not listed only with a value in OFF.
 DEFAULTS = {
     "embedding_fraction": [1],
     "layer_norm_epsilon": [1e-5],

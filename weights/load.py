@@ -153,7 +153,7 @@ def init_from(model: MPT, path) -> None:
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:
-    """UserError if the model at `path` computes another function than one of these settings.
+    """UserError if the settings of the model at `path` give other weight shapes or logits than cfg.
 
     The message names the settings that differ.
     """
@@ -172,7 +172,7 @@ def check_same_model(path, cfg: MPTConfig) -> None:
 def function_settings(cfg: MPTConfig) -> dict:
     """The settings that decide the shapes and logits of a model, by name.
 
-    Settings without effect beside the others are not among them: RoPE's theta without RoPE.
+    Settings without effect, given the others, are left out, such as rope_theta without rope.
     """
     values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
     values["learned_pos_emb"] = cfg.learned_positions

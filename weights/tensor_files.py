@@ -313,7 +313,7 @@ def zip_members(path: Path, file) -> dict[int, int]:
                     archive.read(info) == b"little",
                     f"{path} has another byte order: convert it where it was written",
                 )
-            # A local header: 26 bytes, the lengths of the name and of an extra field, these two.
+            # A local header: 26 bytes, the lengths of the name and of an extra field, then both.
             file.seek(info.header_offset + 26)
             name_length, extra_length = struct.unpack("<HH", file.read(4))
             data_offset = info.header_offset + 30 + name_length + extra_length
