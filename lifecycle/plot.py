@@ -8,7 +8,8 @@ the other four below it. The picture is a PNG or an SVG, by the ending of --out.
 
 The x axis counts tokens, so that runs with different batches compare; --x=step counts steps. A
 training curve is a running mean: each point averages the steps up to it, over a window of 1/50 of
-the run (the learning rate is not averaged). In the terminal, dots are training losses and letters are validation losses.
+the run (the learning rate is not averaged). In the terminal, dots are training losses and letters
+are validation losses.
 
 A restart is where a launch resumed from a checkpoint: a dotted line in the picture, a ^ below the
 curve in the terminal, with the number of ranks from there on. Equal curves stay visible: the
