@@ -106,19 +106,19 @@ def main(argv) -> None:
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
             # On a GPU this logs the previous step; this one too if something is due after it.
-            agreed = report.record(step, figures, read_now=cadence.reads_now(done))
+            agreed = report.record(step, figures, read_now=cadence.must_read_now(done))
             lease.check()
             if agreed.no_save_running:
                 checkpointer.finish()  # publish the last one
-            if cadence.evaluates(done) or cadence.scores_tasks(done):
+            if cadence.evaluation_due(done) or cadence.tasks_due(done):
                 evaluator.evaluate(done, cadence, model, precision, log)
                 report.start_clock()
             if cadence.must_save(done, agreed):
                 checkpointer.save(done, model, optimizer, settings)
                 cadence.start_save_clock()
                 report.start_clock()
-            if agreed.leave and not cadence.is_last(done):
-                stopping.leave(agreed.leave, checkpointer, log)
+            if agreed.stop_signal and not cadence.is_last(done):
+                stopping.leave(agreed.stop_signal, checkpointer, log)
         checkpointer.finish()
     log.say(runlog.summary(cfg.run_dir, cfg.expect))
 
@@ -191,11 +191,11 @@ class Evaluator:
 
     def evaluate(self, done: int, cadence: Cadence, model, precision: str, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
-        if cadence.evaluates(done):
+        if cadence.evaluation_due(done):
             loss = evaluate(model, self.val, self.cfg, self.world, precision)
             bits = runlog.bits_per_byte(loss, self.val.tokens, self.val.text_bytes)
             log.row({"step": done, "val_loss": loss, "val_bits_per_byte": bits})
-        if cadence.scores_tasks(done):
+        if cadence.tasks_due(done):
             from evaluation import zero_shot
 
             scores = zero_shot.evaluate(model, self.tokenizer, self.tasks, self.world, precision)

@@ -35,11 +35,11 @@ class Cadence:
         """Are all steps of the run done?"""
         return done == self.cfg.max_steps
 
-    def evaluates(self, done: int) -> bool:
+    def evaluation_due(self, done: int) -> bool:
         """Is the validation loss due? At the end of the run it always is."""
         return self.is_due(self.cfg.eval_interval or self.cfg.max_steps, done)
 
-    def scores_tasks(self, done: int) -> bool:
+    def tasks_due(self, done: int) -> bool:
         """Are the zero-shot tasks due? Never if --icl_interval is 0."""
         return self.is_due(self.cfg.icl_interval, done)
 
@@ -47,7 +47,7 @@ class Cadence:
         """Is something due that happens every `interval` steps (0: never) and at the end?"""
         return interval > 0 and (done % interval == 0 or self.is_last(done))
 
-    def saves(self, done: int) -> bool:
+    def save_due(self, done: int) -> bool:
         """Is a checkpoint due, by the number of steps?"""
         intervals = filter(None, (self.cfg.save_interval, self.cfg.keep_every))
         return self.is_last(done) or any(done % interval == 0 for interval in intervals)
@@ -57,13 +57,13 @@ class Cadence:
 
         After a bad step the older checkpoints are worth more than a new one, unless the run ends.
         """
-        is_due = self.saves(done) or agreed.save
-        run_ends = self.is_last(done) or agreed.leave
+        is_due = self.save_due(done) or agreed.save
+        run_ends = self.is_last(done) or agreed.stop_signal
         return bool(run_ends or (is_due and not agreed.bad_step))
 
-    def reads_now(self, done: int) -> bool:
+    def must_read_now(self, done: int) -> bool:
         """Must this step's figures be read before anything else, since something follows it?"""
-        return self.evaluates(done) or self.scores_tasks(done) or self.saves(done)
+        return self.evaluation_due(done) or self.tasks_due(done) or self.save_due(done)
 
     def start_save_clock(self) -> None:
         """Count --save_minutes from now."""
@@ -141,8 +141,8 @@ class BadSteps:
         self.checkpointer.finish()
         last, figures = self.last
         problem = (
-            f"steps {self.first} to {last} have no finite loss and gradient, and changed nothing "
-            f"(the last: {figures})"
+            f"steps {self.first} to {last} had a loss or gradient that is not finite, and were "
+            f"skipped (the last: {figures})"
         )
         message = f"{problem}. {self.checkpointer.last_good()}. {self.advice(last)}"
         raise UserError(message, on_all_ranks=True)
@@ -164,9 +164,9 @@ def demonstrate(argv) -> None:
     (cfg,) = config.load(argv, TrainConfig)
     cadence = Cadence(cfg)
     events = {
-        "evaluates": cadence.evaluates,
-        "scores tasks": cadence.scores_tasks,
-        "saves": cadence.saves,
+        "evaluates": cadence.evaluation_due,
+        "scores tasks": cadence.tasks_due,
+        "saves": cadence.save_due,
     }
     for name, is_due in events.items():
         steps = [done for done in range(cfg.max_steps + 1) if is_due(done)]

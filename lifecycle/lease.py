@@ -89,8 +89,8 @@ class Lease:
     def require_no_heartbeat(self, before: dict) -> None:
         """Watch a lease of another machine. UserError if it changes: its owner is alive."""
         seconds = 3 * BEAT
-        wait = f"waiting {seconds} s for its heartbeat"
-        print(f"{self.run_dir} was {owner(before)}: {wait}", flush=True)
+        wait = f"waiting {seconds} s to see whether it is alive"
+        print(f"{self.run_dir} is {owner(before)}: {wait}", flush=True)
         time.sleep(seconds)
         if read_lease(self.path) != before:
             raise UserError(self.refusal())

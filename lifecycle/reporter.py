@@ -37,7 +37,7 @@ from model import MPT
 class StepConsensus:
     """What the ranks have agreed on after a step. The default asks for nothing."""
 
-    leave: int = 0  # stop the run: the number of the signal that a rank received
+    stop_signal: int = 0  # stop the run: the number of the signal that a rank received
     save: bool = False  # save now: --save_minutes have passed
     no_save_running: bool = False  # no rank is still writing a checkpoint
     bad_step: bool = False  # the step changed nothing: its loss or gradient was not finite
@@ -45,22 +45,24 @@ class StepConsensus:
     slowest_by: float = 1.0  # its seconds outside collectives / those of the fastest rank
 
 
-def agree(world, leave: int, save: bool, no_save_running: bool, seconds: float) -> StepConsensus:
+def agree(
+    world, stop_signal: int, save: bool, no_save_running: bool, seconds: float
+) -> StepConsensus:
     """Combine what each rank wants: any rank's stop or save applies to all. A collective.
 
-    leave: the signal that asks this rank to stop, 0 if none. no_save_running: see StepConsensus.
+    stop_signal: the signal that asks this rank to stop, 0 if none. no_save_running: see StepConsensus.
     seconds: this rank's time outside collectives.
     """
     seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
     seconds_of_rank[world.global_rank] = seconds
-    wishes = torch.tensor([leave, save, not no_save_running], dtype=torch.float64)
+    wishes = torch.tensor([stop_signal, save, not no_save_running], dtype=torch.float64)
     combined = torch.cat([wishes, seconds_of_rank])
     if world.global_size > 1:
         dist.all_reduce(combined, op=dist.ReduceOp.MAX)
-    leave, save, writing = (int(wish) for wish in combined[:3])
+    stop_signal, save, writing = (int(wish) for wish in combined[:3])
     seconds_of_rank = combined[3:].clamp(min=1e-6)
     return StepConsensus(
-        leave=leave,
+        stop_signal=stop_signal,
         save=bool(save),
         no_save_running=not writing,
         slowest_rank=int(seconds_of_rank.argmax()),
@@ -94,7 +96,7 @@ class Reporter:
         self.unread.append((step, start_reading(*figures), self.guard.straggler_timer.take()))
         agreed = StepConsensus()
         while self.unread:
-            read_all = read_now or agreed.save or agreed.leave
+            read_all = read_now or agreed.save or agreed.stop_signal
             if len(self.unread) <= self.lag and not read_all:
                 break
             agreed = self.finish_step(*self.unread.popleft())
@@ -109,7 +111,7 @@ class Reporter:
         is_bad = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
         agreed = agree(
             self.world,
-            leave=self.guard.signals.requested or self.log.reader_left,
+            stop_signal=self.guard.signals.stop_signal or self.log.stop_signal,
             save=self.cadence.save_overdue(),
             no_save_running=self.checkpointer.settled(),
             seconds=own_seconds(),
@@ -231,7 +233,7 @@ def demonstrate(argv) -> None:
     config.arguments(argv)
     world = processes.start("cpu")
     seconds = 1.0 + world.global_rank
-    agreed = agree(world, leave=0, save=False, no_save_running=True, seconds=seconds)
+    agreed = agree(world, stop_signal=0, save=False, no_save_running=True, seconds=seconds)
     print(f"rank {world.global_rank}: {agreed}", flush=True)
 
 

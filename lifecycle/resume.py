@@ -157,7 +157,7 @@ def why_unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
     if damage := verify(path):
         return "damaged", f"is damaged ({damage})"
     if processes.rank_zero_decides(lambda: has_trained_on(path, cfg.skip_steps)):
-        return "replaced", f"was trained on the steps {cfg.skip_steps}"
+        return "replaced", f"was trained on steps that --skip_steps={cfg.skip_steps} now skips"
     return "", ""
 
 

@@ -72,7 +72,7 @@ class RunLog:
     def __init__(self, cfg: TrainConfig, global_rank: int):
         self.cfg, self.global_rank = cfg, global_rank
         self.path = Path(cfg.run_dir) / "metrics.jsonl"
-        self.reader_left = 0  # signal.SIGPIPE after the reader of our output has exited
+        self.stop_signal = 0  # signal.SIGPIPE after the reader of our output has exited
         self.size = 0  # bytes of complete rows in the file
         self.unwritten = b""  # rows that could not be written yet
 
@@ -109,7 +109,7 @@ class RunLog:
             copy = keep_damaged(self.path)
             self.say(f"{damaged_lines(self.path, bad)}. The original file is kept as {copy.name}")
         kept = [row for row in rows if row["step"] <= first_step] if first_step else []
-        files.write_atomically(self.path, b"".join(map(as_line, kept)))
+        files.write_atomically(self.path, b"".join(map(json_line, kept)))
         self.size = self.path.stat().st_size
         # Last, so that nobody who sees this launch finds rows of the launch before it.
         launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
@@ -124,17 +124,17 @@ class RunLog:
         """Append a row of metrics and print it.
 
         While the disk is full, rows are kept in memory and training continues. If the reader of our
-        output has exited (Ctrl-C ends `| tee`, too), `reader_left` asks the run to save and stop.
+        output has exited (Ctrl-C ends `| tee`, too), `stop_signal` asks the run to save and stop.
         """
         if self.global_rank > 0:
             return
         try:
             self.say(line(row, self.cfg.max_steps))
         except BrokenPipeError:
-            self.reader_left = signal.SIGPIPE
+            self.stop_signal = signal.SIGPIPE
             program.silence()
         was_waiting = bool(self.unwritten)
-        self.unwritten += as_line(row)
+        self.unwritten += json_line(row)
         try:
             self.append(self.unwritten)
             self.unwritten = b""
@@ -153,7 +153,7 @@ class RunLog:
         self.size += len(rows)
 
 
-def as_line(row: dict) -> bytes:
+def json_line(row: dict) -> bytes:
     """A line of a .jsonl file."""
     return json.dumps(row).encode() + b"\n"
 
@@ -163,7 +163,7 @@ def add_line(path: Path, row: dict) -> None:
     before = path.read_bytes() if path.exists() else b""
     if before and not before.endswith(b"\n"):
         before += b"\n"
-    files.write_atomically(path, before + as_line(row))
+    files.write_atomically(path, before + json_line(row))
 
 
 def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | None) -> dict:

@@ -67,7 +67,7 @@ class Signals:
     """
 
     def __init__(self):
-        self.requested = 0  # the number of the signal; 0: none
+        self.stop_signal = 0  # the number of the signal; 0: none
         self.nothing_to_save = True  # until training begins
         self.receiver, self.sender = socket.socketpair()
         self.sender.setblocking(False)
@@ -79,10 +79,10 @@ class Signals:
     def listen(self) -> None:
         """The thread: note each signal; exit if there is nothing to save, or on a second Ctrl-C."""
         while number := int.from_bytes(self.receiver.recv(1), "little"):
-            second_ctrl_c = number == self.requested == signal.SIGINT
+            second_ctrl_c = number == self.stop_signal == signal.SIGINT
             if self.nothing_to_save or second_ctrl_c:
                 exit_immediately(number)
-            self.requested = number
+            self.stop_signal = number
             if number == signal.SIGINT and config.rank() == 0:
                 line = "\nsaving at the end of this step; Ctrl-C again exits immediately"
                 with contextlib.suppress(OSError):  # Ctrl-C has ended `| tee`, too

@@ -472,7 +472,7 @@ def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
         shapes = f"{saved.get(first, 'missing')} instead of {wanted.get(first, 'none')}"
         example = f"such as {files.shown(first)}: {shapes}"
         count = f"{len(differ)} weights of {path}"
-        raise UserError(f"{count} are not those of its settings, {example}")
+        raise UserError(f"{count} do not match its settings, {example}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     other = settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}
     (exported / "config.json").write_text(json.dumps(other))
     # gpt2's ids must not take its place.
-    with pytest.raises(UserError, match="wants the tokenizer EleutherAI/gpt-neox-20b"):
+    with pytest.raises(UserError, match="was trained with the tokenizer EleutherAI/gpt-neox-20b"):
         said(*flags, run=exported)
 
     (exported / "config.json").write_text(json.dumps(settings))

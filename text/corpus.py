@@ -247,12 +247,12 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
             offset = len(codecs.BOM_UTF8)
             raw = raw[offset:]
 
-    bad_bytes = [raw.find(b"\0")]  # -1: there is none
+    bad_offsets = [raw.find(b"\0")]  # -1: there is none
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        bad_bytes.append(error.start)
-    bad = min((place for place in bad_bytes if place >= 0), default=None)
+        bad_offsets.append(error.start)
+    bad = min((at for at in bad_offsets if at >= 0), default=None)
     if bad is not None:
         raise UserError(
             f"{path} is not UTF-8 text: byte 0x{raw[bad]:02x} at offset {offset + bad:,}. "

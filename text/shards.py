@@ -79,7 +79,9 @@ class Shard:
 
         wanted = HEADER_BYTES + header["tokens"] * np.dtype(header["dtype"]).itemsize
         self.require(size == wanted, f"{size:,} bytes instead of {wanted:,}")
-        self.require(header["tokens"] == 0 or header["text_bytes"] > 0, "tokens of no text")
+        self.require(
+            header["tokens"] == 0 or header["text_bytes"] > 0, "its header has tokens but no text"
+        )
 
     def check_hash(self) -> None:
         """UserError unless the ids and the header are those that were written."""

@@ -300,8 +300,8 @@ def name_of_tokenizer(source: Path) -> str:
         return tokenizers.canonical(name)
     except UserError as error:
         raise UserError(
-            f"{source} wants the tokenizer {name}: put its tokenizer.json there, or set "
-            "--tokenizer=gpt2, whose ids stand for other words in this model"
+            f"{source} was trained with the tokenizer {name}: put its tokenizer.json there "
+            "(--tokenizer=gpt2 loads too, but its ids stand for other words in this model)"
         ) from error
 
 

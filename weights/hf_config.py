@@ -189,12 +189,12 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     """
     require(
         function_of(cfg.attn_impl) == "auto",
-        f"attn_impl={cfg.attn_impl} is another function than MPT's attention: "
-        "this format cannot hold it",
+        f"attn_impl={cfg.attn_impl} does not compute MPT's attention: "
+        "Hugging Face's format cannot hold it",
     )
     require(
         norm_of(cfg.norm_type) == "layernorm",
-        f"norm_type={cfg.norm_type} is not MPT's norm: this format cannot hold it",
+        f"norm_type={cfg.norm_type} is not MPT's norm: Hugging Face's format cannot hold it",
     )
     values = asdict(cfg)
     in_format = {*MODEL_KEYS, *ATTENTION_KEYS, "kv_n_heads", "attn_impl"}
@@ -205,7 +205,8 @@ def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     ]
     require(
         not not_in_format,
-        f"this format cannot hold {', '.join(not_in_format)}: the model would be another one",
+        f"Hugging Face's format cannot hold {', '.join(not_in_format)}: "
+        "the exported model would not be the same",
     )
 
     for name in ("expansion_ratio", "alibi_bias_max", "attn_pdrop"):
@@ -300,13 +301,13 @@ def check_format(state: dict, cfg: MPTConfig) -> None:
     wrong = [f"{name} {shape}" for name, shape in shapes.items() if name not in wanted]
     for name, shape in wanted.items():
         if name not in shapes:
-            wrong.append(f"{name} missing instead of {shape}")
+            wrong.append(f"{name} is missing, expected {shape}")
         elif shapes[name] != shape:
             wrong.append(f"{name} {shapes[name]} instead of {shape}")
     require(
         not wrong,
-        f"this format cannot hold the model: {len(wrong)} weights are not those of an MPT: "
-        f"{', '.join(wrong[:3])}",
+        f"Hugging Face's format cannot hold the model: {len(wrong)} weights are not those of an "
+        f"MPT: {', '.join(wrong[:3])}",
     )
 
 

@@ -147,7 +147,7 @@ def read_header(path: Path) -> tuple[dict, int, int]:
     Returns its entries without `__metadata__`, the byte at which the tensors begin, and the size
     of the file. Raises UserError if it is not a valid header.
     """
-    not_safetensors = f"{path} is no safetensors file, or is damaged"
+    not_safetensors = f"{path} is not a safetensors file, or is damaged"
     with files.open_regular(path) as file:
         file_size = file.seek(0, 2)
         file.seek(0)
@@ -176,7 +176,7 @@ def strict_object(pairs: list) -> dict:
     """
     values = dict(pairs)
     if len(values) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("a name occurs twice")
     for pair in pairs:
         for text in pair:
             if isinstance(text, str):
@@ -186,7 +186,7 @@ def strict_object(pairs: list) -> dict:
 
 def refuse_constant(constant: str):
     """A hook of json.loads for NaN and Infinity, which Python reads but JSON does not have."""
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
@@ -198,12 +198,12 @@ def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
     dtype_name = entry["dtype"]
     shape = entry["shape"]
     offsets = entry["data_offsets"]
-    require(isinstance(dtype_name, str), f"{where} has a dtype that is no text")
+    require(isinstance(dtype_name, str), f"{where} has a dtype that is not a string")
     require(
         dtype_name in DTYPES,
         f"{where} is {config.one_line(dtype_name)}, expected one of: {', '.join(DTYPES)}",
     )
-    require(are_sizes(shape), f"{where} has a shape that is no list of whole numbers")
+    require(are_sizes(shape), f"{where} has a shape that is not a list of whole numbers")
     require(
         are_sizes(offsets) and len(offsets) == 2,
         f"{where} has data_offsets that are not two whole numbers",
@@ -311,7 +311,7 @@ def zip_members(path: Path, file) -> dict[int, int]:
             if info.filename.endswith("/byteorder"):
                 require(
                     archive.read(info) == b"little",
-                    f"{path} has another byte order: convert it where it was written",
+                    f"{path} is not little-endian: convert it on the machine that wrote it",
                 )
             # A local header: 26 bytes, the lengths of the name and of an extra field, then both.
             file.seek(info.header_offset + 26)

@@ -17,19 +17,19 @@ def steps_with(is_due, max_steps=10):
 def test_what_follows_each_step():
     cfg = TrainConfig(max_steps=10, eval_interval=4, icl_interval=5, save_interval=3, keep_every=6)
     plan = Cadence(cfg)
-    assert steps_with(plan.evaluates) == [0, 4, 8, 10]
-    assert steps_with(plan.scores_tasks) == [0, 5, 10]
-    assert steps_with(plan.saves) == [0, 3, 6, 9, 10]
+    assert steps_with(plan.evaluation_due) == [0, 4, 8, 10]
+    assert steps_with(plan.tasks_due) == [0, 5, 10]
+    assert steps_with(plan.save_due) == [0, 3, 6, 9, 10]
     assert steps_with(plan.is_last) == [10]
-    assert steps_with(plan.reads_now) == [0, 3, 4, 5, 6, 8, 9, 10]
+    assert steps_with(plan.must_read_now) == [0, 3, 4, 5, 6, 8, 9, 10]
 
 
 def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
     cfg = TrainConfig(max_steps=10, eval_interval=0, save_interval=0, keep_every=0)
     plan = Cadence(cfg)
-    assert steps_with(plan.evaluates) == [0, 10]
-    assert steps_with(plan.scores_tasks) == []
-    assert steps_with(plan.saves) == [10]
+    assert steps_with(plan.evaluation_due) == [0, 10]
+    assert steps_with(plan.tasks_due) == []
+    assert steps_with(plan.save_due) == [10]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_without_intervals_a_run_evaluates_and_saves_at_its_end():
         (3, {"bad_step": True}, False),
         (2, {"save": True}, True),
         (2, {"save": True, "bad_step": True}, False),
-        (2, {"leave": signal.SIGTERM, "bad_step": True}, True),
+        (2, {"stop_signal": signal.SIGTERM, "bad_step": True}, True),
         (10, {"bad_step": True}, True),
     ],
 )

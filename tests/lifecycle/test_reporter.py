@@ -23,7 +23,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
 
     nothing = (0, False, True, 0.5)
     assert agreed(nothing) == {
-        "leave": 0,
+        "stop_signal": 0,
         "save": False,
         "no_save_running": True,
         "bad_step": False,
@@ -31,7 +31,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         "slowest_by": 1.0,
     }
     if size > 1:
-        assert agreed(nothing, (signal.SIGTERM, False, True, 0.1))["leave"] == signal.SIGTERM
+        assert agreed(nothing, (signal.SIGTERM, False, True, 0.1))["stop_signal"] == signal.SIGTERM
         saving = agreed(nothing, (0, True, False, 0.1))
         assert saving["save"] and not saving["no_save_running"]
         seconds = agreed((0, False, True, 30.0), (0, False, True, 0.5))  # even and odd ranks

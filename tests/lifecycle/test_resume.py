@@ -248,7 +248,8 @@ def test_steps_to_skip_are_skipped_from_before_them(ranks, tmp_path, skip, usabl
     replaced = [step for step in (160, 130, 120, 119, 100) if step > (usable or 0)]
     end = f"resuming from step-{usable}" if usable else "starting a new run"
     assert lines == [
-        f"{tmp_path}/checkpoints/step-{step} was trained on the steps {skip}: "
+        f"{tmp_path}/checkpoints/step-{step} was trained on steps that "
+        f"--skip_steps={skip} now skips: "
         f"it is kept as step-{step}.replaced, {end}"
         for step in replaced
     ]

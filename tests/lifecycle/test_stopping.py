@@ -364,7 +364,8 @@ def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny
     assert [status for status, *_ in answers] == [2, 2]
     message, rows = answers[0][1], steps_of(tmp_path)
     assert message.startswith(
-        "steps 5 to 7 have no finite loss and gradient, and changed nothing (the last: loss nan"
+        "steps 5 to 7 had a loss or gradient that is not finite, and were skipped "
+        "(the last: loss nan"
     )
     assert (
         f"batch {rows[7]['batch_hash']}). The last good checkpoint is {tmp_path}/checkpoints/step-4"
@@ -415,7 +416,7 @@ def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(
     assert [status for status, *_ in answers] == [2, 2]
     message = answers[0][1]
     assert (
-        message.startswith(f"steps 1 to {last} have no finite loss and gradient")
+        message.startswith(f"steps 1 to {last} had a loss or gradient that is not finite")
         and "--skip_steps" not in message
     )
     assert (

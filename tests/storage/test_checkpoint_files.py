@@ -485,7 +485,7 @@ def names_of(folder):
 # Settings of another model
 
 
-NOT_ITS_SETTINGS = r"weights of .*step-5 are not those of its settings, such as "
+NOT_ITS_SETTINGS = r"weights of .*step-5 do not match its settings, such as "
 OTHER_MODELS = {
     "bias": ({"no_bias": True}, NOT_ITS_SETTINGS + ".*bias'"),
     "positions": ({"alibi": True}, "1 " + NOT_ITS_SETTINGS + r"'.*wpe\.weight'"),

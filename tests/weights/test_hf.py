@@ -430,7 +430,7 @@ def test_the_tokenizer_must_be_ours_and_fit(theirs, tmp_path):
     settings = json.loads((theirs / "config.json").read_text())
     settings["tokenizer_name"] = "EleutherAI/gpt-neox-20b"
     (theirs / "config.json").write_text(json.dumps(settings))
-    message = "wants the tokenizer EleutherAI/gpt-neox-20b: put its tokenizer.json there, or"
+    message = "was trained with the tokenizer EleutherAI/gpt-neox-20b: put its tokenizer.json there"
     with pytest.raises(UserError, match=message):
         hf.import_(theirs, tmp_path / "run")
     with pytest.raises(UserError, match="bytes has 257 ids, but the model's vocab_size is 97"):
@@ -523,7 +523,7 @@ BROKEN = [  # what is done to the folder, and the message
     (remove_weights, "no weights in .*expected model.safetensors"),
     (
         lambda f: first(f).write_bytes(b"version https://git-lfs.github.com"),
-        "is no safetensors file, or is damaged",
+        "is not a safetensors file, or is damaged",
     ),
     (lambda f: first(f).write_bytes(b""), "no safetensors file, or is damaged: a header of"),
     (
