@@ -171,8 +171,8 @@ class FlopsArgs:
 class Recomputation:
     """What is computed twice, which HFU counts."""
 
-    activation_checkpointing: Checkpointing = "none"  # full: a block's forward is done again
-    recompute_every: int = 1  # of every k-th block
+    activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
+    recompute_every: int = 1  # in every k-th block
 
     def check(self) -> None:
         """UserError if a number is out of range."""

@@ -97,7 +97,7 @@ Two small models whose peaks are at different moments, in MB. A: 4 layers of 256
 
 For B the count is above the allocator's figure by the size of one embedding. Autograd adds the two
 gradients of a tied embedding in place, but into a third buffer if the tensors are fake. The
-estimate has two buffers. The last rows of MPT-1B with one microbatch differ for the same reason.
+estimate has two buffers. MPT-1B's rows with one microbatch that differ do so for the same reason.
 
 ## Reading
 

@@ -245,7 +245,7 @@ divides its cost out.
 checkpointing, nodes of 8 GCDs with 100 GB/s. The figures are tokens/s a GCD over those of one
 replica of the model (64 and 512 GCDs) at the same global batch of about 8,000 sequences, in %. The
 published recipe names tp and pp, but not the microbatch, which decides the pipeline bubble. With a
-microbatch of 4 both figures come out. With 1 they are 7 and 9 points too high, and neither the
+microbatch of 4 both figures agree. With 1 they are 7 and 9 points too high, and neither the
 network nor the optimizer, as we model them, makes up for it. So 4 was chosen because it agrees. By
 `planning/memory.py`, whose gradients are fp32, one replica alone would not fit into memory.
 
@@ -280,7 +280,7 @@ def constants_table(fitted: Constants, current: Constants) -> str:
 
 
 def errors_table(rows: list[dict], errors: list[float], current: Constants) -> str:
-    """Summaries of errors, by way of predicting."""
+    """Summaries of the errors, one row for each way of predicting."""
     ways = {
         "planning/step_time.py, model held out": errors,
         "one TFLOP/s a kind of GPU": constant_speed_errors(rows),

@@ -180,7 +180,7 @@ class OurProgram:
         return chosen if chosen == cfg.attn_impl else f"auto ({chosen})"
 
     def describe(self) -> dict:
-        """What only the running process knows. peak: FLOP/s of a device; memory_gb: its peak."""
+        """What only the running process knows. peak: FLOP/s; memory_gb: the most so far."""
         return {
             "device": devices.describe(self.world.device),
             "nodes": self.world.global_size // self.world.local_size,
@@ -452,7 +452,7 @@ class Row:
             self.rates.append(tokens / max(seconds))
 
     def finish(self, trace: str) -> None:
-        """Profile two steps, fill in the figures, and end the processes. trace: see BenchArgs."""
+        """Profile two steps, fill in the figures, and end the processes. trace: the file for it, or empty."""
         shares = self.call("profile_steps", 2, trace)
         answers = self.call("describe") if shares else None
         if not answers:

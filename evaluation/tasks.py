@@ -13,7 +13,7 @@ the model's answer:
 A .jsonl file has one JSON object per line, all of one kind. `gold` counts from 0.
 
 The wording is LLM Foundry's: every string is stripped, context = query + delimiter without its
-trailing space, continuation = " " + choice, and each example above takes a line. Tasks of the Hub
+trailing space, continuation = " " + choice, and each few-shot example is followed by a newline. Tasks of the Hub
 are also worded as lm-evaluation-harness does: nothing is stripped, and an empty line separates
 examples. A local file has one wording, which all scoring rules use.
 
@@ -350,12 +350,17 @@ def main(argv: list[str]) -> None:
     """Make a task from a text."""
     (source, out), cfg = config.load(argv, MakeConfig, takes="TEXT OUT.jsonl")
     text = text_of(source)
-    require(text.strip(), f"no text in {source!r}: give a file of text or a folder of data.py")
+    require(
+        text.strip(),
+        f"no text in {source!r}: give a file of text or a folder that data.py prepared",
+    )
     rows = continuations(text, cfg.n, cfg.seed, cfg.choices, cfg.context, cfg.length)
     content = "".join(json.dumps(row) + "\n" for row in rows)
     files.write_atomically(Path(out), content.encode())
     first = rows[0]["query"][-50:]
-    print(f"{out}: {len(rows)} questions with {cfg.choices} choices; the first is about {first!r}")
+    print(
+        f"{out}: {len(rows)} questions with {cfg.choices} choices; the first one ends with {first!r}"
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from weights import load
 class EvalConfig:
     """Tasks, scoring, model, output."""
 
-    tasks: str = "all"  # names, .jsonl or .txt files, commas between; all: the seven of the posts
+    tasks: str = "all"  # names, .jsonl or .txt files, separated by commas; all: MosaicML's seven
     data: str = ""  # folder of NAME.jsonl, searched before the Hub
     delimiter: str = ""  # before the answer, \n for a line break (empty = the task's, else a space)
     shots: int = 0  # solved examples above each question

@@ -358,7 +358,7 @@ def dkdv_kernel(
     and dS^T are ready to multiply do and q. Every block is masked: a second loop without the mask
     would cost registers that the two accumulators need.
     """
-    start = tl.program_id(0) * BLOCK_N  # most queries see the first keys, so they start first
+    start = tl.program_id(0) * BLOCK_N  # the first keys have the most queries, so they start first
     kh, b = tl.program_id(1), tl.program_id(2)
     past = n_keys - n_queries  # the position of query 0
     j = start + tl.arange(0, BLOCK_N)
@@ -420,7 +420,7 @@ def split(head_dim: int) -> tuple[int, int]:
 def launch(
     pass_name: str, tensors: dict, causal: bool, scale: float, row: tuple | None = None
 ) -> None:
-    """Run the kernel of one pass ("forward", "dq" or "dkdv") over all blocks, heads and rows.
+    """Run the kernel of one pass ("forward", "dq" or "dkdv") over all blocks, heads and sequences.
 
     tensors: the kernel's pointers by the names of its arguments, some of them None. row: launch
     settings, or None for those of the table.

@@ -77,7 +77,7 @@ def flops_by_term(
 ) -> dict[str, float]:
     """The terms of a convention that counts N (a key of ATTENTION): training FLOPs per token.
 
-    weights: 6 N, or 4 N if they are frozen. attention: the convention's share of L d S.
+    weights: 6 N, or 4 N if they are frozen. attention: its multiple of L d S.
     adapters: 6 N_lora. recomputed: the forwards that full activation checkpointing does again.
     Blocks below the first adapter count their forward only.
     """

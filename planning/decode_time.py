@@ -85,7 +85,7 @@ def compute_bound_batch(peak_tflops: float, bandwidth_gbs: float, width: int = 2
 def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
     """Bytes, and on a named device milliseconds, in bf16.
 
-    A config file may say `device = "cpu"`, where it trains: that names no accelerator.
+    `device = "cpu"` in a config file says where it trains, and names no accelerator.
     """
     context = args.context or m.max_seq_len
     has_position = not m.learned_positions or context <= m.max_seq_len
@@ -116,7 +116,7 @@ def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
 def limits(device: devices.Device, ms: float, batch: int, n_bytes: int) -> list[str]:
     """The largest speed, whether the bytes fit, and from which batch matmuls are the bottleneck."""
     of_all = batch * 1e3 / ms
-    lines = [f"at most {1e3 / ms:,.1f} tokens/s of a sequence, {of_all:,.1f} of all"]
+    lines = [f"at most {1e3 / ms:,.1f} tokens/s per sequence, {of_all:,.1f} in all"]
     if n_bytes > device.memory_gb * 2**30:
         has = f"the device has {device.memory_gb:g}"
         lines.append(f"does not fit: {n_bytes / 2**30:.1f} GiB, {has}")

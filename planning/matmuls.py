@@ -42,15 +42,15 @@ Attention = Literal["full", "causal", "flash"]
 class TrainingSetup:
     """What is trained and how: everything beside the model that decides the FLOPs."""
 
-    attention: Attention = "full"  # keys of a query: all; the visible ones; those of a flash kernel
+    attention: Attention = "full"  # keys counted: all; visible ones; a flash kernel's
     window: int = 0  # sliding window: keys that a query sees, its own included (0 = no window)
     document: int = 0  # tokens of each document in a packed sequence (0 = one document fills it)
-    frozen: bool = False  # no weight trains, but something before the first block does: a prompt
+    frozen: bool = False  # only a learned prompt trains, before the first block
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
     lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linear layers that have an adapter
     lora_first_block: int = 0  # blocks before this one have no adapters, so need no backward
-    activation_checkpointing: Checkpointing = "none"  # full: a block's forward is done again
-    recompute_every: int = 1  # of every k-th block
+    activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
+    recompute_every: int = 1  # in every k-th block
 
     def check(self) -> None:
         """UserError if a setting is out of range or names no linear layer."""
@@ -168,7 +168,9 @@ def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dic
     repeat a block's last matmul: the backward does not need its output.
     """
     adapted = adapters(cfg, setup) if i >= setup.lora_first_block else {}
-    needs_grad = not setup.lora_rank or i > setup.lora_first_block  # does the part's input?
+    needs_grad = (
+        not setup.lora_rank or i > setup.lora_first_block
+    )  # does the input of this part need a gradient?
     again = setup.recomputes(i)
     parts = {}
     lora = dict.fromkeys(PASSES, 0)

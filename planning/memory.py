@@ -484,7 +484,7 @@ def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> s
 def device_lines(args: MemoryArgs, m: MPTConfig, cfg: TrainConfig, precision: str) -> list[str]:
     """Does the step fit the device, and which microbatches would?
 
-    Nothing if no accelerator is named: a config file may say `device = "cpu"`, where it trains.
+    Nothing if no accelerator is named: `device = "cpu"` in a config file says where it trains.
     """
     if args.device in devices.THIS_MACHINE:
         return []

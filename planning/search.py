@@ -1,6 +1,6 @@
 """The search for a layout: all ways to put a model on a fleet, and the fastest that fits.
 
-    for tp x pp, the smallest product first        they divide heads, vocabulary, width; layers
+    for tp x pp, the smallest product first        tp divides heads, vocabulary, width; pp layers
         for every sharding mode and every activation checkpointing mode
             for microbatches of all sequences that fit, a half, a quarter, and one
                 bytes of a rank (memory.py), seconds of a step (step_time.py)

@@ -176,7 +176,7 @@ def interpreted():
     newer = [tuple(map(int, module.__version__.split(".")[:2])) for module in (triton, numpy)]
     if newer[0] < (3, 7) and newer[1] >= (2, 4):
         pytest.skip(
-            "the interpreter of triton before 3.7 cannot loop to a tensor with numpy from 2.4 on"
+            "triton's interpreter before 3.7 cannot use a tensor as a loop bound with numpy 2.4"
         )
     pool = Ranks(2, TRITON_INTERPRET="1")
     yield pool

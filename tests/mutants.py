@@ -300,7 +300,7 @@ MUTANTS = [
         'min(skipped_now.stop, meta["step"])',
         'min(skipped_now.stop, meta["step"] - 1)',
         "lifecycle/test_resume.py",
-        "a checkpoint that has learned from a step to be skipped is used",
+        "a run resumes from a checkpoint that was trained on a step that is skipped now",
     ),
     Mutant(
         "lifecycle/runlog.py",

@@ -66,7 +66,7 @@ def test_the_program_says_what_a_token_takes(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "8 x 1000 tokens of 524,288 bytes" in text
     assert "weights 13.301 6.523 keys and values 4.194 2.057 all 17.495 8.580" in text  # GB, ms
-    assert "116.5 tokens/s of a sequence, 932.4 of all" in text
+    assert "116.5 tokens/s per sequence, 932.4 in all" in text
     assert "from a batch of 153" in text and "does not fit" not in text
     decode_time.main([MPT7B, "--device=rtx-4090", "--batch=8"])
     assert "does not fit" not in capsys.readouterr().out
