@@ -452,7 +452,10 @@ class Row:
             self.rates.append(tokens / max(seconds))
 
     def finish(self, trace: str) -> None:
-        """Profile two steps, fill in the figures, and end the processes. trace: the file for it, or empty."""
+        """Profile two steps, fill in the figures, and end the processes.
+
+        trace: the file for the profile, or empty.
+        """
         shares = self.call("profile_steps", 2, trace)
         answers = self.call("describe") if shares else None
         if not answers:

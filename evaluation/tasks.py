@@ -13,12 +13,12 @@ the model's answer:
 A .jsonl file has one JSON object per line, all of one kind. `gold` counts from 0.
 
 The wording is LLM Foundry's: every string is stripped, context = query + delimiter without its
-trailing space, continuation = " " + choice, and each few-shot example is followed by a newline. Tasks of the Hub
-are also worded as lm-evaluation-harness does: nothing is stripped, and an empty line separates
-examples. A local file has one wording, which all scoring rules use.
+trailing space, continuation = " " + choice, and a newline follows each few-shot example. Tasks of
+the Hub are also worded as lm-evaluation-harness does: nothing is stripped, and an empty line
+separates examples. A local file has one wording, which all scoring rules use.
 
 Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
-the validation split of a folder of data.py): which of four continuations is the real one?
+the validation split of a folder that data.py made): which of four continuations is the real one?
 """
 
 import difflib
@@ -358,9 +358,7 @@ def main(argv: list[str]) -> None:
     content = "".join(json.dumps(row) + "\n" for row in rows)
     files.write_atomically(Path(out), content.encode())
     first = rows[0]["query"][-50:]
-    print(
-        f"{out}: {len(rows)} questions with {cfg.choices} choices; the first one ends with {first!r}"
-    )
+    print(f"{out}: {len(rows)} questions with {cfg.choices} choices; the first ends with {first!r}")
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def agree(
 ) -> StepConsensus:
     """Combine what each rank wants: any rank's stop or save applies to all. A collective.
 
-    stop_signal: the signal that asks this rank to stop, 0 if none. seconds: this rank's time outside
-    collectives. For the others see StepConsensus.
+    stop_signal: the signal that asks this rank to stop, 0 if none. seconds: this rank's time
+    outside collectives. For the others see StepConsensus.
     """
     seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
     seconds_of_rank[world.global_rank] = seconds
