@@ -285,8 +285,8 @@ def space(run_dir: str, n_params: int, keep_last: int) -> str:
     n_needed = max(1, keep_last + 1 - len(complete(run / "checkpoints")))
     line = f"{size / 1e9:.2f} GB a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
     if n_needed * size > free:
-        fix = "free some, or lower --keep_last, or move --run_dir"
-        line += f". WARNING: not enough for {n_needed}: {fix}"
+        fix = "free some disk space, lower --keep_last, or move --run_dir"
+        line += f". WARNING: not enough for {n_needed} more: {fix}"
     return line
 
 

@@ -159,13 +159,13 @@ class MPTConfig:
         """Raise UserError if the heads do not divide evenly, or attn_impl cannot compute them."""
         d_model, n_heads, n_kv_heads = self.d_model, self.n_heads, self.n_kv_heads
         require(d_model % n_heads == 0, f"d_model {d_model} is not a multiple of n_heads {n_heads}")
-        grouped = f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv_heads}"
-        require(n_heads % n_kv_heads == 0, grouped)
+        problem = f"n_heads {n_heads} is not a multiple of kv_n_heads {n_kv_heads}"
+        require(n_heads % n_kv_heads == 0, problem)
 
         both = self.rope and self.alibi
         require(not both, "rope and alibi both encode positions: set only one of them")
-        odd = f"rope rotates pairs of channels: head dim {self.head_dim} is odd, change n_heads"
-        require(not self.rope or self.head_dim % 2 == 0, odd)
+        problem = f"rope rotates pairs of channels: head dim {self.head_dim} is odd, change n_heads"
+        require(not self.rope or self.head_dim % 2 == 0, problem)
 
         dropout = self.attn_pdrop and self.attn_impl in ("flex", "triton")
         require(not dropout, f"attn_impl={self.attn_impl} has no dropout: set attn_pdrop=0")

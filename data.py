@@ -155,7 +155,7 @@ def check_made_for(cfg: TrainConfig, summary: dict, folder: Path) -> None:
         require(
             summary[key] == value,
             f"{folder} was made with --{key}={summary[key]}, not {value}: "
-            "set that, or another --data_dir",
+            f"set --{key}={summary[key]}, or another --data_dir",
         )
 
 
@@ -538,7 +538,8 @@ def require_small(cfg: TrainConfig, summary: dict | None, folder: Path) -> None:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
     require(
         few_tokens or few_bytes,
-        f"{state}, and it is not small, so prepare it first: python data.py {shlex.join(flags)}",
+        f"{state}, and it is too large, or of unknown size, to be made at the start of a run, so "
+        f"prepare it first: python data.py {shlex.join(flags)}",
     )
 
 

@@ -328,7 +328,7 @@ def device_lines(figures: dict) -> list[str]:
         fix = "set --device=mi250 (for example) or --peak_tflops=NUMBER"
         return [f"MFU n/a: no bf16 peak known for {device}, {fix}"]
 
-    line = f"{device}: {peak:.6g} TFLOP/s peak a torch device"
+    line = f"{device}: {peak:.6g} TFLOP/s peak per torch device"
     if figures["tokens_per_second"]:
         line += f", {figures['tokens_per_second']:,.6g} tokens/s on {figures['devices']}"
     if figures["hfu"] and figures["hfu"] > 1:

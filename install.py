@@ -127,12 +127,12 @@ def make_venv(below):
     """A new `.venv` on the Python in use, over its packages if it has torch. Returns its stamp."""
     torch = below["torch"]
     if torch:
-        say(f".venv over torch {torch['version']} of {sys.prefix}, where nothing is changed")
+        say(f".venv on top of torch {torch['version']} of {sys.prefix}, which stays as it is")
         if subprocess.run([sys.executable, "-c", "import torch"], cwd="/").returncode:
             fix = "fix it, or make PYTHON=another one"
             stop(f"torch of {sys.executable} does not import (above): {fix}")
     else:
-        say(f".venv of its own: {sys.executable} has no torch to use")
+        say(f"a separate .venv: {sys.executable} has no torch to use")
     pip_below = torch and importlib.util.find_spec("pip")
     if not pip_below and not importlib.util.find_spec("ensurepip"):
         fix = f"sudo apt install python{python_version()}-venv, then make again"

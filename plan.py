@@ -222,7 +222,7 @@ def text(plan: Plan, args: PlanArgs, own: Plan | None = None) -> str:
         *comparison_lines(plan, own),
     ]
     if values["flags"]:
-        lines.append(f"its flags   {values['flags']}")
+        lines.append(f"flags       {values['flags']}")
     return "\n".join(lines + labelled("assumed", values["assumed"]))
 
 
@@ -313,7 +313,7 @@ def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
         gain = plan.tokens_per_second / own.tokens_per_second - 1
         difference = f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
         result = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {difference}"
-    return [f"as it is    {', '.join(settings)}: {result}"]
+    return [f"as you set  {', '.join(settings)}: {result}"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-# MPT-1B (1.32B parameters) for 1B tokens, as in the MI250 posts: a short run to compare machines.
+# MPT-1B (1.32B parameters) for 1B tokens, as in MosaicML's posts: a short run to compare machines.
 # Tokens: 512 sequences x 2048 = 1,048,576 per step; x 1,000 steps = 1.05B, 0.80 per parameter.
 # Batch: 512 = 8 devices x microbatch 4 x 16 accumulation steps.
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_1b_tokens.py

@@ -1,4 +1,4 @@
-# MPT-7B (6.66B parameters) on 4 x MI250: 8 devices of 64 GB. Batch as in the MI250 posts.
+# MPT-7B (6.66B parameters) on 4 x MI250: 8 devices of 64 GB. Batch as in MosaicML's posts.
 # Tokens: 1536 sequences x 2048 = 3,145,728 per step; x 42,600 steps = 134.0B, 20.1 per parameter.
 # Batch: 1536 = 8 devices x microbatch 3 x 64 accumulation steps.
 # Memory, computed, not measured on AMD hardware: 16 bytes per parameter / 8 = 13.3 GB,

@@ -612,4 +612,4 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
     fits = checkpoint.space(str(run), int(0.9 * largest), 3)
     too_large = checkpoint.space(str(run), int(1.1 * largest), 3)
     assert "WARNING" not in fits
-    assert f"WARNING: not enough for {n_needed}: " in too_large and "\n" not in too_large
+    assert f"WARNING: not enough for {n_needed} more: " in too_large and "\n" not in too_large

@@ -538,7 +538,9 @@ def test_another_tokenizer_is_refused(make, function):
 def test_another_share_for_validation_is_refused(make, function):
     """And the advice works: another folder, or the fraction that it was made with."""
     folder = prepare(make(TEXTS))
-    message = f"{folder} was made with --val_fraction=0.1, not 0.25: set that, or another"
+    message = (
+        f"{folder} was made with --val_fraction=0.1, not 0.25: set --val_fraction=0.1, or another"
+    )
     with pytest.raises(UserError, match=message):
         function(make(TEXTS, val_fraction=0.25))
     assert function(make(TEXTS, val_fraction=0.1)) == folder
