@@ -210,9 +210,7 @@ class TrainConfig:
     """The run: data, batch, optimizer, machine, evaluation, saving, lifecycle."""
 
     # --- model: what its weights start from
-    init_from: str = (
-        ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty: new ones
-    )
+    init_from: str = ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty = none
     seed: int = 1337  # of the initial weights, the data order and dropout
     # --- data
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
