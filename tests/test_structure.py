@@ -282,9 +282,8 @@ def classes(path) -> list[ast.ClassDef]:
     return [node for node in tree(path).body if isinstance(node, ast.ClassDef)]
 
 
-EVERY_PYTHON_FILE = sorted(
-    path for path in ROOT.rglob("*.py") if not {".venv", ".git"} & set(path.parts)
-)
+EVERY_PYTHON_FILE = FILES + DOORS
+EVERY_PYTHON_FILE += sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("tests/**/*.py")])
 
 
 @pytest.mark.parametrize("path", EVERY_PYTHON_FILE, ids=lambda path: str(path.relative_to(ROOT)))
