@@ -98,7 +98,7 @@ def main(argv) -> None:
     # the loop
     with guard:
         if start.step == 0:
-            evaluator.evaluate(0, cadence, model, precision, log)
+            evaluator.evaluate(0, cadence, model, cfg, precision, log)
         cadence.start_save_clock()
         report.start_clock()
         for step, rows in guard.watch(dataset.batches(cadence.steps_from(start.step), cfg, world)):
@@ -111,7 +111,7 @@ def main(argv) -> None:
             if agreed.no_save_running:
                 checkpointer.finish()  # publish the last one
             if cadence.evaluation_due(done) or cadence.tasks_due(done):
-                evaluator.evaluate(done, cadence, model, precision, log)
+                evaluator.evaluate(done, cadence, model, cfg, precision, log)
                 report.start_clock()
             if cadence.must_save(done, agreed):
                 checkpointer.save(done, model, optimizer, settings)
@@ -170,7 +170,7 @@ class Evaluator:
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig, world, dataset: data.Dataset):
         """UserError if a task or a tokenizer is missing: now, not hours later."""
-        self.cfg, self.world, self.val = cfg, world, dataset.val
+        self.world, self.val = world, dataset.val
         self.tasks, self.tokenizer = [], None
         if cfg.icl_interval or model_cfg.attn_uses_sequence_id:
             from evaluation import zero_shot  # here, since most runs do without
@@ -189,10 +189,10 @@ class Evaluator:
         """The id between packed documents, with attn_uses_sequence_id; else None."""
         return self.tokenizer and self.tokenizer.eot
 
-    def evaluate(self, done: int, cadence: Cadence, model, precision: str, log) -> None:
+    def evaluate(self, done: int, cadence: Cadence, model, cfg, precision: str, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
         if cadence.evaluation_due(done):
-            loss = evaluate(model, self.val, self.cfg, self.world, precision)
+            loss = evaluate(model, self.val, cfg, self.world, precision)
             bits = runlog.bits_per_byte(loss, self.val.tokens, self.val.text_bytes)
             log.row({"step": done, "val_loss": loss, "val_bits_per_byte": bits})
         if cadence.tasks_due(done):

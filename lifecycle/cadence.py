@@ -50,7 +50,7 @@ class Cadence:
     def save_due(self, done: int) -> bool:
         """Is a checkpoint due, by the number of steps?"""
         intervals = filter(None, (self.cfg.save_interval, self.cfg.keep_every))
-        return self.is_last(done) or any(done % interval == 0 for interval in intervals)
+        return self.is_last(done) or (done > 0 and any(done % every == 0 for every in intervals))
 
     def must_save(self, done: int, agreed) -> bool:
         """Save now? agreed: the StepConsensus of the ranks after this step.
@@ -168,11 +168,12 @@ def demonstrate(argv) -> None:
         "scores tasks": cadence.tasks_due,
         "saves": cadence.save_due,
     }
+    every_done = [0, *(step + 1 for step in cadence.steps_from(0))]
     for name, is_due in events.items():
-        steps = [done for done in range(cfg.max_steps + 1) if is_due(done)]
+        steps = [done for done in every_done if is_due(done)]
         first = ", ".join(map(str, steps[:8]))
         more = f", ... {steps[-1]}" if len(steps) > 8 else ""
-        print(f"{name} after {len(steps)} of {cfg.max_steps} steps: {first}{more}")
+        print(f"{name} {len(steps)} times in {cfg.max_steps} steps, after {first or 'none'}{more}")
 
 
 if __name__ == "__main__":

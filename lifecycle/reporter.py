@@ -81,6 +81,7 @@ class Reporter:
         self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
         self.unread = collections.deque()
+        self.save_postponed = False  # the last step that was read was bad, and a save was wanted
         self.start_clock()
 
     def start_clock(self) -> None:
@@ -94,7 +95,7 @@ class Reporter:
         read_now: this step's turn has come as well. UserError after too many bad steps.
         """
         self.unread.append((step, start_reading(*figures), self.guard.straggler_timer.take()))
-        agreed = StepConsensus()
+        agreed = StepConsensus(save=self.save_postponed)
         while self.unread:
             read_all = read_now or agreed.save or agreed.stop_signal
             if len(self.unread) <= self.lag and not read_all:
@@ -138,6 +139,7 @@ class Reporter:
             }
         )
         self.bad_steps.check()
+        self.save_postponed = agreed.save and agreed.bad_step
         return agreed
 
 

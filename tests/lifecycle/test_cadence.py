@@ -19,7 +19,7 @@ def test_what_follows_each_step():
     plan = Cadence(cfg)
     assert steps_with(plan.evaluation_due) == [0, 4, 8, 10]
     assert steps_with(plan.tasks_due) == [0, 5, 10]
-    assert steps_with(plan.save_due) == [0, 3, 6, 9, 10]
+    assert steps_with(plan.save_due) == [3, 6, 9, 10]
     assert steps_with(plan.is_last) == [10]
     assert steps_with(plan.must_read_now) == [0, 3, 4, 5, 6, 8, 9, 10]
 

@@ -15,12 +15,16 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
+from test_stopping import FLAGS as RUN
+from test_stopping import train_here
 
 import config
+import fsdp_train
 import processes
 from config import MPTConfig, TrainConfig, UserError
 from fsdp_train import train_step
@@ -295,6 +299,28 @@ def test_the_program_says_what_is_on_record(tmp_path, capsys):
     )
     microbatch.main([str(tmp_path)])
     assert capsys.readouterr().out == "2 x ?, ?, ?: microbatch 4, so\n"
+
+
+def evaluated_with(world, flags):
+    """The microbatch sizes with which a run evaluates, where 2 was found to fit."""
+    sizes = []
+    evaluate = fsdp_train.evaluate
+
+    def noting(model, val, cfg, *args):
+        sizes.append(cfg.microbatch_size)
+        return evaluate(model, val, cfg, *args)
+
+    found = mock.patch.object(microbatch, "fit", lambda *args: 2)
+    with found, mock.patch.object(fsdp_train, "evaluate", noting):
+        assert train_here(world, flags)[0] == 0
+    return sizes
+
+
+@pytest.mark.parametrize("asked", ["auto", 4])
+def test_evaluation_too_takes_what_fits(ranks, tiny_data, tmp_path, asked):
+    flags = [*RUN, *flags_for(tiny_data), "--max_steps=1", "--warmup_steps=0"]
+    flags += [f"--run_dir={tmp_path}", f"--microbatch_size={asked}"]
+    assert ranks(1)(evaluated_with, flags) == [[2, 2]]
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
 """lifecycle/reporter.py: the ranks agree, figures are read late, and a run describes itself."""
 
+import math
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flops
-from config import MPTConfig
+from config import MPTConfig, TrainConfig
 from lifecycle import reporter
+from lifecycle.cadence import Cadence
+from processes import World
 
 
 def agree(world, wishes):
@@ -55,3 +59,51 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
     assert line.startswith(
         f"WARNING: model.py has {known + 48 * 192:,} parameters: memory, FLOPs and MFU are those"
     )
+
+
+class Lagging:
+    """A Reporter as on a GPU, one step behind, with the figures and the wishes of one rank."""
+
+    def __init__(self, **settings):
+        cfg = TrainConfig(max_steps=100, warmup_steps=0, max_bad_steps=9, **settings)
+        self.cadence = Cadence(cfg)
+        self.rows = []
+        self.signals = SimpleNamespace(stop_signal=0)
+        timer = SimpleNamespace(take=lambda: lambda: 0.1)
+        self.reporter = reporter.Reporter(
+            SimpleNamespace(row=lambda row: self.rows.append(row["step"]), stop_signal=0),
+            MPTConfig(d_model=32, n_heads=2, n_layers=1),
+            cfg,
+            World(0, 1, 0, 1, torch.device("cpu")),
+            None,
+            self.cadence,
+            SimpleNamespace(settled=lambda: True),
+            SimpleNamespace(signals=self.signals, straggler_timer=timer),
+            first_step=0,
+        )
+        self.reporter.lag = 1
+
+    def take(self, step, loss=2.0, read_now=False):
+        """Queue a step; what the ranks agreed on."""
+        figures = torch.tensor(loss), torch.tensor(1.0), torch.tensor(7)
+        return self.reporter.record(step, figures, read_now)
+
+
+def test_on_a_gpu_a_step_is_read_after_the_next_one_is_queued():
+    run = Lagging()
+    assert run.take(0) == reporter.StepConsensus() and run.rows == []
+    assert run.take(1).no_save_running and run.rows == [1]
+    run.take(2, read_now=True)  # something follows step 3
+    assert run.rows == [1, 2, 3]
+    run.take(3)
+    run.signals.stop_signal = signal.SIGTERM  # read with step 4, and then step 5 is read, too
+    assert run.take(4).stop_signal == signal.SIGTERM and run.rows == [1, 2, 3, 4, 5]
+
+
+def test_a_save_that_a_bad_step_postponed_comes_with_the_next_good_one(monkeypatch):
+    run = Lagging()
+    run.take(0)
+    monkeypatch.setattr(run.cadence, "save_overdue", lambda: True)
+    agreed = run.take(1, loss=math.nan)
+    assert run.rows == [1, 2] and not run.cadence.must_save(2, agreed)
+    assert run.cadence.must_save(3, run.take(2)) and run.rows == [1, 2, 3]
