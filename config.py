@@ -15,7 +15,7 @@ Settings are grouped by what they belong to: model, data, batch, optimizer, mach
 saving, lifecycle. Their names are unique over all groups, so a flag needs no prefix.
 
 Run `python config.py --help` to list them all, or with config files and flags to see what they
-add up to. This file does not import torch, so a wrong flag is reported within 0.1 s.
+add up to. This file does not import torch, so it answers in 0.1 s.
 """
 
 import ast

@@ -24,7 +24,8 @@ Where does a resumed run continue? No data position is saved. A checkpoint holds
 
 How do I add a dataset format? A new format of text (.xml, a database): a function of documents in
 text/corpus.py, called by `file_documents`. Nothing in this file changes. A new format of tokens on
-disk: replace `Shard` in text/shards.py, or write another class with the methods of `Split`.
+disk: replace `Shard` in text/shards.py, or write a class with the methods and attributes
+of `Split`.
 
 Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config file.
 """

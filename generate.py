@@ -78,8 +78,9 @@ def main(argv) -> None:
     prompts = list(cfg.prompt)
     if cfg.prompts:
         prompts += read_prompts(cfg.prompts)
-    on_terminal = sys.stdin.isatty() and not cfg.json
-    interactive = cfg.interactive or (not prompts and on_terminal)
+    interactive = cfg.interactive
+    if not prompts and not cfg.json and sys.stdin:  # None: the caller has closed it
+        interactive = interactive or sys.stdin.isatty()
 
     device = pick_device()
     model, tokenizer, name = load_for_sampling(run, cfg.step, device, cfg.tokenizer)

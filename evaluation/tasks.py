@@ -338,8 +338,9 @@ def text_of(source: str) -> str:
     if description.is_file():
         name = files.read_json(description, dict, {"tokenizer": str})["tokenizer"]
         tokenizer = tokenizers.load(name, Path(source, "tokenizer.json"))
-        shards = [Shard(path) for path in sorted(Path(source).glob("val-*.bin"))]
-        text = "".join(tokenizer.decode(shard.ids) for shard in shards)
+        # One at a time: each open shard holds a file descriptor.
+        paths = sorted(Path(source).glob("val-*.bin"))
+        text = "".join(tokenizer.decode(Shard(path).ids) for path in paths)
         return text.replace(tokenizers.END_OF_TEXT, "\n\n")
     if Path(source).is_file():
         return "\n\n".join(corpus.file_documents(source))

@@ -49,7 +49,8 @@ class Decoder:
         if can_pack(self.device, self.dtype):
             self.output_layer = PackedLinear(output_weight)
             for block in model.transformer.blocks:
-                pack_linear_layers(block)
+                pack_linear_layers(block.attn)
+                pack_linear_layers(block.ffn)
         else:
             self.output_layer = lambda hidden: F.linear(hidden, output_weight)
 

@@ -49,12 +49,10 @@ class PackedLinear(nn.Module):
 
 
 def pack_linear_layers(module: nn.Module) -> None:
-    """Replace each nn.Linear inside `module` by a packed one, and free the original."""
+    """Replace each nn.Linear that is a child of `module` by a packed one, and free the original."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, PackedLinear(child.weight, child.bias))
-        else:
-            pack_linear_layers(child)
 
 
 @torch.inference_mode()

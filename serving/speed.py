@@ -62,11 +62,12 @@ def share_of_bandwidth(gbs: float, device: torch.device) -> str:
     if device.type == "cpu":
         bandwidth = measure_bandwidth()
         source = "this CPU's, measured by reading"
-    elif known := devices.identify(device):
+    else:
+        known = devices.identify(device)
+        if not known or not known.bandwidth_gbs:  # not in the table, or only its peak is known
+            return "share of the bandwidth n/a"
         bandwidth = known.bandwidth_gbs
         source = known.name
-    else:
-        return "share of the bandwidth n/a"
     return f"{gbs / bandwidth:.0%} of {bandwidth:,.0f} ({source})"
 
 

@@ -8,8 +8,8 @@
 `sha256` covers the ids and the rest of the header. `text_sha256` identifies the text and tokenizer
 that the shard was made from.
 
-To train on tokens in another format, give `Shard` another way to read them: data.py needs its
-`header` and its `ids`, an array that can be sliced.
+To train on tokens in another format, give `Shard` another way to read them, with the same `header`,
+`check_hash` and `ids`, an array that can be sliced.
 
 Run `python -m text.shards data/stdlib-bpe-4096/*.bin` to list some and check them.
 """

@@ -10,8 +10,7 @@ Both kinds may be split over several files that an index names (model.safetensor
 
 A pickle can run any code, so it is read with `weights_only=True`, and first without the tensors.
 Either way the result is a `Stored` for each tensor: its file, offset, dtype and shape. A rank
-then reads only the rows that it keeps, straight into its own memory. No process ever holds a
-whole model.
+then reads only the rows that it keeps, straight into its own memory.
 
 Run `python -m weights.tensor_files path/to/model` to list what is there.
 """

@@ -3,10 +3,12 @@
 import re
 
 import pytest
+import torch
 from test_decoder import TINY, decoder, model
 
+import devices
 from config import MPTConfig, UserError
-from serving.speed import Speed
+from serving.speed import Speed, share_of_bandwidth
 from serving.stream import Text, write
 from text import tokenizer as tokenizers
 
@@ -117,6 +119,13 @@ def test_speed_is_bytes_over_seconds():
     assert "8 tokens, 4 tokens/s, 4 steps of 500.00 ms" in line
     assert f"{read / 1e6:,.1f} MB" in line
     assert re.search(r"\d+% of \d+ \(this CPU's", line)
+
+
+@pytest.mark.parametrize("known", [None, devices.derived("gfx942", 80, None, None)])
+def test_a_gpu_of_unknown_bandwidth_gets_no_share(monkeypatch, known):
+    """One that is not in the table, and one of which the table only knows FLOPs per clock."""
+    monkeypatch.setattr(devices, "identify", lambda device: known)
+    assert share_of_bandwidth(100.0, torch.device("cuda")) == "share of the bandwidth n/a"
 
 
 def test_steps_are_counted():
