@@ -1,11 +1,11 @@
-# make train      watch a small MPT learn to write: three minutes on two CPU cores
+# make train      watch a small MPT learn to write: two minutes on two CPU cores
 #                 (ARGS="--lr=1e-3" to change a setting)
 # make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with a kill -9:
 #                 five minutes, one picture
-# make test       the quick tests: 6 minutes on two CPU cores
+# make test       the quick tests: six minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: 40 minutes
-# make soak       the long tests, without the others: half an hour
-# make mutants    forty planted bugs: the quick tests must find each
+# make soak       the long tests, without the others: about an hour
+# make mutants    47 planted bugs: the quick tests must find each
 # make lint       what ruff finds
 #
 # Each first makes .venv: install.py says what goes into it, and does nothing if all is there.

@@ -11,7 +11,7 @@ torchrun keeps its store when it starts killed ranks again: without a name of th
 ranks would read the addresses of the killed ones. TORCHELASTIC_RESTART_COUNT cannot be that name:
 each machine of a run counts its own restarts.
 
-Run `torchrun --nproc_per_node 2 processes.py` to see two ranks meet. Read next: parallel.py.
+Run `torchrun --nproc_per_node 2 processes.py` to see two ranks meet.
 """
 
 import contextlib

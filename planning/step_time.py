@@ -52,9 +52,7 @@ class Constants:
     hop: float = 4.5e-6  # seconds for each hop of a ring
 
     attention: float = 0.25  # share of the peak on other devices: between the two, not measured
-    reachable: float = (
-        0.7  # share of the peak of large matmuls if devices.py has none: not measured
-    )
+    reachable: float = 0.7  # share of the peak of large matmuls, if devices.py has none: a guess
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
     vocab_bytes: float = 24  # traffic per token and vocabulary entry: bf16 and fp32, both passes
     copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients

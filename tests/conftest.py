@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,7 +51,8 @@ class Ranks:
     def start(self) -> None:
         import processes
 
-        store = Path(tempfile.mkdtemp()) / "store"
+        self.folder = Path(tempfile.mkdtemp())
+        store = self.folder / "store"
         before = dict(os.environ)
         os.environ.update(self.environment)  # what a spawned process inherits
         for rank in range(self.size):
@@ -92,6 +94,8 @@ class Ranks:
         for process in self.processes:
             process.join(1)
             process.kill()  # one that hangs
+        if self.processes:
+            shutil.rmtree(self.folder, ignore_errors=True)
         self.pipes, self.processes = [], []
 
 

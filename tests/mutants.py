@@ -12,6 +12,7 @@ after how many seconds. Exit status: 1 if a bug survives, 2 if a snippet is not 
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -402,12 +403,16 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
     command += ["-m", "not slow and not long", *paths]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-    options = {"cwd": copy, "env": environment, "text": True, "timeout": LIMIT}
+    options = {"cwd": copy, "env": environment, "text": True, "start_new_session": True}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    pytest = subprocess.Popen(command, **options, **streams)
     try:
-        done = subprocess.run(command, capture_output=True, **options)
+        output, _ = pytest.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
+        os.killpg(pytest.pid, signal.SIGKILL)  # with the programs that a test has started
+        pytest.communicate()
         return 1, f"FAILED after {LIMIT} s without an end"
-    return done.returncode, done.stdout + done.stderr
+    return pytest.returncode, output
 
 
 def plant(mutant: Mutant, copy: Path) -> tuple[bool, str]:

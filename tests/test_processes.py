@@ -99,7 +99,6 @@ PROGRAM = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 import torch
-import torch
 import torch.distributed as dist
 import parallel, processes
 from config import TrainConfig

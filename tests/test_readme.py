@@ -128,7 +128,6 @@ QUICK = (
     "flops.py",
     "lifecycle.lease",
     "storage.files",
-    "bench compare",
     "--dataset='my/*.txt'",
 )
 

@@ -1,6 +1,6 @@
 """A run that is killed again and again loses no step, repeats none, and ends as an undisturbed one.
 
-The long form, 40 kills in about five minutes on two cores (-s shows each kill):
+The long form, 40 kills (-s shows each of them):
 
     .venv/bin/python -m pytest tests/lifecycle/test_soak.py -m long
 
