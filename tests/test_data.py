@@ -529,7 +529,7 @@ def test_other_files_in_the_folder_are_left_alone(make):
 @pytest.mark.parametrize("function", [prepare, open_or_prepare])
 def test_another_tokenizer_is_refused(make, function):
     folder = prepare(make(TEXTS))
-    message = f"{folder} was made with --tokenizer=bytes, not bpe-300: set that"
+    message = f"{folder} was made with --tokenizer=bytes, not bpe-300: set --tokenizer=bytes"
     with pytest.raises(UserError, match=message):
         function(make(TEXTS, tokenizer="bpe-300"))
 

@@ -406,7 +406,7 @@ def test_a_loss_that_is_no_number_stops_the_run(python, steep, tiny_data, tmp_pa
     done = python(*flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
     assert_one_line(
         done,
-        "error: steps 3 to 12 have no finite",
+        "error: steps 3 to 12 had a loss or gradient that is not finite",
         "loss nan",
         "The last good checkpoint is run/checkpoints/step-2",
     )

@@ -525,10 +525,10 @@ BROKEN = [  # what is done to the folder, and the message
         lambda f: first(f).write_bytes(b"version https://git-lfs.github.com"),
         "is not a safetensors file, or is damaged",
     ),
-    (lambda f: first(f).write_bytes(b""), "no safetensors file, or is damaged: a header of"),
+    (lambda f: first(f).write_bytes(b""), "not a safetensors file, or is damaged: a header of"),
     (
         lambda f: overwrite(first(f), 0, b"\x00\x01"),
-        "no safetensors file, or is damaged: .*position",
+        "not a safetensors file, or is damaged: .*position",
     ),
     (lambda f: write_config(f, '{"model_type": "gpt2"}'), "model_type 'gpt2'"),
     (
