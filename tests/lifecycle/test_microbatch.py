@@ -43,7 +43,7 @@ FLAGS = [
     "--microbatch_size=auto",
 ]
 LARGER = ["--n_heads=8"]
-TIGHT = 1_300_000_000  # bytes: 8 sequences of LARGER fit, 16 do not
+TIGHT = 1_300_000_000  # bytes: 16 sequences of LARGER never fit
 SMALL = MPTConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=64)
 
 
@@ -329,17 +329,21 @@ def test_evaluation_too_takes_what_fits(ranks, tiny_data, tmp_path, asked):
 
 @pytest.mark.slow
 def test_what_fits_is_found_and_kept(alone, tmp_path):
-    """16 does not fit into the limit, 8 does; the second start tries nothing."""
+    """16 does not fit into the limit. What does depends on the allocator too; it is 8 as a rule.
+
+    The second start tries nothing.
+    """
     status, output = alone("train_step", *LARGER, "--global_batch_size=16", limit=TIGHT)
     assert status == 0, output
-    assert list(sizes(output)) == [16, 8] and sizes(output)[16] == "out of memory"
-    assert re.fullmatch(r"fits, \d\.\d GB at the peak", sizes(output)[8])
-    assert output.endswith("takes 8\n") and record(tmp_path) == [8]
+    *too_large, found = sizes(output)
+    assert too_large[0] == 16 and found < 16
+    assert all(sizes(output)[size] == "out of memory" for size in too_large)
+    assert re.fullmatch(r"fits, \d\.\d GB at the peak", sizes(output)[found])
+    assert output.endswith(f"takes {found}\n") and record(tmp_path) == [found]
     status, output = alone("train_step", *LARGER, "--global_batch_size=16", limit=TIGHT)
     assert status == 0 and not sizes(output)
-    assert "microbatch 8, not auto: the largest that fits" in output and output.endswith(
-        "takes 8\n"
-    )
+    assert f"microbatch {found}, not auto: the largest that fits" in output
+    assert output.endswith(f"takes {found}\n")
 
 
 @pytest.mark.slow
