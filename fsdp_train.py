@@ -45,6 +45,7 @@ from loss import IGNORE
 
 
 def main(argv) -> None:
+    """Train: the recipe, from settings to the last checkpoint."""
     # settings, processes
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()

@@ -243,6 +243,7 @@ def grad_norm(params) -> torch.Tensor:
 
 
 def demonstrate(argv) -> None:
+    """Print where each rank is in the mesh."""
     (cfg,) = config.load(argv, TrainConfig)
     world = processes.start(cfg.device)
     mesh = make_mesh(world, cfg)

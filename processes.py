@@ -470,6 +470,7 @@ def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
 
 
 def demonstrate(argv) -> None:
+    """Print how long this rank took to meet the others."""
     config.arguments(argv)
     require("RANK" in os.environ, "one process is alone: torchrun --nproc_per_node 2 processes.py")
     begin = time.monotonic()

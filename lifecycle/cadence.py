@@ -161,6 +161,7 @@ class BadSteps:
 
 
 def demonstrate(argv) -> None:
+    """Print after which steps a run evaluates, scores tasks and saves."""
     (cfg,) = config.load(argv, TrainConfig)
     cadence = Cadence(cfg)
     events = {

@@ -276,6 +276,7 @@ def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[
 
 
 def main(argv) -> None:
+    """Print the microbatch sizes that are recorded in a run folder."""
     config.arguments(argv, "RUN_DIR")
     folder = Path(argv[0])
     require(folder.is_dir(), f"no run folder {argv[0]!r}: give one, such as runs/demo")

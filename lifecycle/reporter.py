@@ -232,6 +232,7 @@ def parameter_warning(model_cfg: MPTConfig) -> list[str]:
 
 
 def demonstrate(argv) -> None:
+    """Print on each rank what the ranks agree on."""
     config.arguments(argv)
     world = processes.start("cpu")
     seconds = 1.0 + world.global_rank

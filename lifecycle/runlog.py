@@ -381,6 +381,7 @@ def summary_of_steps(steps: list[dict]) -> str:
 
 
 def main(argv) -> None:
+    """Print a summary of a run folder, and its last row."""
     config.arguments(argv, "RUN_DIR")
     rows, settings = read(argv[0]), read_settings(argv[0])
     print(summary(argv[0], settings.get("expect")))

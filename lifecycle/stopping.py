@@ -99,6 +99,7 @@ def leave(number: int, checkpointer, log) -> None:
 
 
 def demonstrate(argv) -> None:
+    """Print the exit status after each signal."""
     config.arguments(argv)
     for number, status in STATUS.items():
         print(f"{number.name}: saves at the end of the step, then exits with status {status}")

@@ -278,6 +278,7 @@ def end(status: int) -> None:
 
 
 def demonstrate(argv) -> None:
+    """The last rank sleeps; the watchdog names it and ends all ranks."""
     config.arguments(argv)
     world = processes.start("cpu")
     with Watchdog(world, 0.05, lambda: "This was a demonstration", halve=None):
