@@ -1,9 +1,9 @@
 """Plant one bug at a time in a copy of the code: the quick tests of that part must fail.
 
-    make mutants                                    all of them, about an hour on two cores
+    make mutants                                    all of them, about 20 minutes on two cores
     .venv/bin/python tests/mutants.py alibi lease   those with such a word in file or reason
     .venv/bin/python tests/mutants.py --jobs=2      two at a time
-    .venv/bin/python tests/mutants.py --unchecked   without the check described next
+    .venv/bin/python tests/mutants.py --unchecked   without the check described next: half of that
 
 First the tests must pass in the copy without a bug. Each line says which test found a bug, and
 after how many seconds. Exit status: 1 if a bug survives, 2 if a snippet is not found exactly once.
