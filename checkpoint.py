@@ -4,8 +4,8 @@
     runs/demo/checkpoints/step-200/         renamed when the last byte is on disk
         .metadata  __0_0.distcp  __1_0.distcp ...   PyTorch's distributed checkpoint (DCP): weights
                                                     and optimizer
-        meta.json                                   step, settings, data fingerprint: all that
-                                                    resuming needs besides
+        meta.json                                   step, settings, data fingerprint: all else
+                                                    that resuming needs
         checksums.json                              bytes and crc32 of each of these files
 
 DCP stores each tensor in pieces with their offsets in the whole, so that ranks in any number and
@@ -108,7 +108,7 @@ class Checkpointer:
     def save(self, step: int, model: MPT, optimizer, meta: dict) -> None:
         """Copy weights and optimizer to host memory, then write them in the background.
 
-        First waits for the save before. Training may change the tensors as soon as this returns.
+        First waits for the previous save. Training may change the tensors as soon as this returns.
         meta: the other contents of meta.json. The step and the kind of optimizer are added, and
         replace keys of the same name. Raises UserError if this save cannot begin, or the one
         before failed.

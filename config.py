@@ -244,9 +244,9 @@ class TrainConfig:
     compile: bool = False  # torch.compile each block
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # of a device, for MFU; see devices.py
     # --- evaluation
-    eval_interval: int = 500  # steps between validations (0 = only before the first and at the end)
+    eval_interval: int = 500  # steps between validations (0 = only before step 1 and at the end)
     eval_tokens: int = 1_000_000  # validation tokens of one evaluation, at most
-    icl_interval: int = 0  # steps between evaluations on icl_tasks (0 = never)
+    icl_interval: int = 0  # in-context learning: steps between runs of icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
     icl_limit: int = 0  # items of each task, at most (0 = all)
     expect: str = ""  # what a good run ends with: printed beside the result
@@ -255,11 +255,11 @@ class TrainConfig:
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
     save_minutes: float = 0.0  # also save when this many minutes have passed (0 = never)
     keep_last: int = 3  # keep this many of the newest checkpoints
-    keep_every: int = 0  # also save every so many steps, and never delete those (0 = none)
+    keep_every: int = 0  # also save every this many steps, and never delete those (0 = none)
     # --- lifecycle: resuming, bad steps, hangs
-    resume: str = "auto"  # auto (continue), again (if finished, restart), never, or a checkpoint
-    skip_steps: str = ""  # skip these steps and their batches; 120:140 is 120 to 139, as in metrics
-    max_bad_steps: int = 10  # stop after so many steps in a row with a non-finite loss or gradient
+    resume: str = "auto"  # auto (continue), again (anew if finished), never (refuse), a checkpoint
+    skip_steps: str = ""  # skip these steps' batches: 120:140 is steps 120 to 139 in metrics.jsonl
+    max_bad_steps: int = 10  # stop after this many steps in a row with non-finite loss or gradient
     timeout_minutes: float = 30.0  # longest a step may take, evaluation included; then the run ends
 
     def check(self) -> None:
@@ -407,7 +407,7 @@ def weight_decay_hint(weight_decay, lr: float) -> str:
     except (TypeError, ValueError, OverflowError):
         same_decay = "weight_decay * lr"
     return (
-        "PyTorch multiplies it by lr, MPT's decay is decoupled from it. "
+        "PyTorch multiplies it by lr, while MPT's decay does not depend on lr. "
         f"The same decay here, at lr {lr:g}: decoupled_weight_decay={same_decay}"
     )
 
@@ -607,7 +607,7 @@ def similar_file(path: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # Values
 
-NO_MATCH = object()  # `convert` returns it; None is a value
+NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
 
 
 def alternatives(hint) -> tuple:

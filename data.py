@@ -1,7 +1,7 @@
 """Text -> token shards on disk -> batches. A batch is a pure function of the seed and the step.
 
 Preparing a data set, once. Documents come from text/corpus.py in a fixed order. They are grouped
-into chunks, and each chunk is encoded into two files of raw tokens behind a JSON header: one for
+into chunks, and each chunk is encoded into two files of raw tokens after a JSON header: one for
 training, one for validation. Every `1 / val_fraction`-th document goes to validation, whole. Each
 file is written under a temporary name and renamed, so a file that exists is complete. A chunk
 that is already on disk is skipped, so an interrupted preparation resumes.
@@ -14,7 +14,7 @@ Batches, at every step. A data set is n windows of tokens. Row r of the batch of
     epoch, position = divmod(sample, n)
     window          = permute(position, n, seed, epoch)
 
-`permute` is a random order of the n windows, another one for each epoch. It is computed, not
+`permute` is a random order of the n windows, a different one in each epoch. It is computed, not
 stored. Each data-parallel rank reads its own slice of the rows. So the samples and their order
 are the same on any number of ranks and for any microbatch size, and each window is read once an
 epoch.
@@ -539,7 +539,7 @@ def require_small(cfg: TrainConfig, summary: dict | None, folder: Path) -> None:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
     require(
         few_tokens or few_bytes,
-        f"{state}, and it is too large, or of unknown size, to be made at the start of a run, so "
+        f"{state}, and the whole is too large, or of unknown size, to make when a run starts, so "
         f"prepare it first: python data.py {shlex.join(flags)}",
     )
 

@@ -11,8 +11,8 @@ two devices, so their rows have half of the card's 362.1 or 383 TFLOP/s, and hal
 
 A device reports its name, but on ROCm the name is not reliable: `AMD Instinct MI250X/MI250` for
 both, an empty text before ROCm 6, `AMD Radeon Graphics` for many. So `lookup` goes by name (the
-longest match) if the number of compute units agrees, then by architecture and compute units, then
-computes units x clock x FLOPs per clock, and then gives up: no peak is better than a wrong one.
+longest match) if the number of compute units agrees, then by architecture and compute units. Then
+it multiplies units, clock and FLOPs per clock, and else gives up: no peak beats a wrong one.
 
 Below, `device` is a torch.device and `dtype` a torch.dtype. torch is imported only to ask what this
 machine has. Run `python devices.py` for the table and for what this machine has.
@@ -104,7 +104,7 @@ TABLE = [
 PUBLISHED_MI250 = {4: 166, 128: 159}
 
 # Watts of one torch device with its share of the node: rated watts of a published node / its torch
-# devices (4 cards of two; 8 and 8 GPUs). The keys are what the names of a family begin with.
+# devices (4 cards x 2; 8 GPUs; 8 GPUs). The keys are what the names of a family begin with.
 NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
 NODE_OVER_BOARD = 1.7  # node / board power of other devices: the mean of these three
 
@@ -201,7 +201,7 @@ def by_arch(arch: str, units: int, memory_gb: float | None) -> Device | None:
 def derived(
     arch: str, units: int, memory_gb: float | None, clock_mhz: float | None
 ) -> Device | None:
-    """Compute units x clock x FLOPs per clock for an AMD architecture in PER_CLOCK, or None."""
+    """A row with units x clock x FLOPs per clock as peak, if PER_CLOCK has the arch; else None."""
     per_clock, clock = PER_CLOCK.get(arch) or PER_CLOCK.get(arch[:6]) or (None, None)
     clock = clock or clock_mhz
     if not (per_clock and clock):
@@ -331,7 +331,7 @@ def choose_precision(
         return saved, "as in the checkpoint"
     if device.type != "cpu":
         if computes_in_bf16(device):
-            return "bf16", "this device computes in it"
+            return "bf16", "this device supports it"
         return "fp32", "this GPU only emulates bf16"
     # What PyTorch knows of this CPU, such as {"avx512_bf16": True}; nothing before torch 2.11.
     features = getattr(torch.cpu, "get_capabilities", dict)()

@@ -187,8 +187,8 @@ class Recomputation:
 def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
     """(name of the device, its peak in FLOP/s, the share of it that large matmuls reach).
 
-    Both numbers are None if unknown. `device = "cpu"` in a config file means this machine, which
-    is asked only if there is a speed to divide: that imports torch.
+    Both numbers are None if unknown. `device = "cpu"` in a config file means this machine. It is
+    asked only if a speed was given or the peak is to be measured, since that imports torch.
     """
     row = None
     if args.device not in devices.THIS_MACHINE:
@@ -200,7 +200,7 @@ def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
         return row.name, peak, row.reachable
     if args.tokens_per_second or args.peak_tflops == "measure":
         return peak_of_this_machine(args)
-    return "a device that is not named", None, None
+    return "an unnamed device (no --device)", None, None
 
 
 def peak_of_this_machine(args: FlopsArgs) -> tuple[str, float | None, float | None]:

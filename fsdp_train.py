@@ -167,7 +167,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 
 
 class Evaluator:
-    """Validation loss and zero-shot tasks. Every rank calls it alike."""
+    """Validation loss and zero-shot tasks. All ranks call it together, with the same arguments."""
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig, world, dataset: data.Dataset):
         """UserError if a task or a tokenizer is missing: now, not hours later."""
@@ -232,7 +232,7 @@ def collective_timeout(cfg: TrainConfig) -> timedelta:
 
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
-    """UserError if the batch does not divide, or if --init_from is another model's."""
+    """UserError if ranks cannot share the batch evenly, or --init_from is another model's."""
     problem = (
         f"global_batch_size {cfg.global_batch_size} is not a multiple of the "
         f"{world.dp_size} data-parallel ranks"

@@ -57,11 +57,11 @@ class GenerateSettings:
         sampling_ok = self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1
         require(
             sampling_ok and self.max_new_tokens >= 1,
-            "temperature and top_k are 0 or more, top_p is in (0, 1], max_new_tokens is 1 or more",
+            "temperature, top_k must be 0 or more, top_p in (0, 1], max_new_tokens 1 or more",
         )
         require(
             0 <= self.seed < 2**62 and self.batch_size > 0,
-            "seed is 0 or more (below 2^62), batch_size is 1 or more",
+            "seed must be 0 or more (below 2^62), batch_size 1 or more",
         )
         require(self.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
         require(all(self.stop), "a stop string is empty")

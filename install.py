@@ -4,8 +4,8 @@
     imports torch >= 2.9      sees that Python's packages    what is missing; never torch or triton
     does not                  is separate                    everything, as in constraints.txt
 
-A container, a conda environment or a cluster's module has the torch that fits its driver. To
-replace it by PyPI's torch, which is NVIDIA's, is the classic way to break an AMD machine. So pip
+A container, a conda environment or a cluster's module has the torch that fits its driver. Replacing
+it with PyPI's torch, which is built for NVIDIA, is the classic way to break an AMD machine. So pip
 writes to `.venv` only. That also works over a read-only image and Debian's "externally managed"
 Python, and `rm -rf .venv` undoes it. A `.venv` that you made yourself is used with the torch that
 you put there: that is how to choose a build.
@@ -109,7 +109,7 @@ def python_below():
 
 
 def protected_packages():
-    """{"torch": {"file", "version", "package"}, ...}: what this Python would import, unimported."""
+    """{"torch": {"file", "version", "package"}, ...}: what would be imported; imports nothing."""
     from importlib import metadata
 
     packages = {}
@@ -190,7 +190,7 @@ def install_tested(files, index):
 def torch_index(has_torch, dev, cpu_index):
     """The package index that has torch's build for this machine; None = pip's own.
 
-    PyPI's torch for Linux is NVIDIA's: gigabytes, and useless with an AMD GPU or without a GPU.
+    PyPI's torch for Linux is built for NVIDIA: gigabytes, useless with an AMD GPU or without any.
     """
     devices = os.listdir(dev)
     nvidia = any(name.startswith(("nvidia", "dxg")) for name in devices)  # dxg: Linux on Windows
@@ -198,14 +198,14 @@ def torch_index(has_torch, dev, cpu_index):
         return None
     if "kfd" in devices and not has_torch:
         stop(
-            "an AMD GPU is here, torch is not, and PyPI's torch is NVIDIA's. Install the build you "
+            "an AMD GPU is here, no torch is, and PyPI's is for NVIDIA. Install the build that you "
             f"want, then make again: {sys.executable} -m venv .venv && .venv/bin/pip install torch "
             f"--index-url {PYTORCH}/rocmX.Y (X.Y: see https://pytorch.org/get-started/locally; "
             "with `cpu` in place of `rocmX.Y` the GPU is not used)"
         )
     if shutil.which("sbatch"):  # a login node does not show the cluster's GPUs
         if not has_torch:
-            say("SLURM and no GPU here, so a login node: taking PyPI's torch, which is NVIDIA's")
+            say("SLURM and no GPU here, so a login node: taking PyPI's torch, built for NVIDIA")
             say("for AMD see ROCm in INSTALL.md")
         return None
     try:

@@ -6,8 +6,9 @@
 
 Shapes: B rows, T tokens, H heads of width D = d_model / H, Hkv heads of keys and values, L layers.
 
-The model does not know that it is distributed: parallel.py shards, compiles and checkpoints it from
-outside. Names in the state dict are those of Hugging Face's MPT, so its weights load as they are.
+The model does not know that it is distributed: parallel.py adds activation checkpointing,
+compilation and sharding from outside. Names in the state dict are those of Hugging Face's MPT, so
+its weights load as they are.
 
 Run `python model.py` to build a small model and take one training step.
 """
@@ -154,7 +155,7 @@ class FFN(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then feed-forward. Each has a norm before it and a residual around."""
+    """One layer: attention, then feed-forward, each x + f(norm(x))."""
 
     def __init__(self, cfg: MPTConfig):
         super().__init__()
@@ -351,7 +352,7 @@ def initial_weight(name, shape, cfg, seed):
 
 
 def demonstrate(argv) -> None:
-    """Print a small model, and its loss beside that of a guess at random."""
+    """Print a small model, and its loss beside that of a uniform guess."""
     arguments(argv)
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=256, max_seq_len=32, alibi=True)
     model = MPT(cfg)
@@ -364,7 +365,7 @@ def demonstrate(argv) -> None:
     print(model)
     print(
         f"logits {tuple(model(inputs).shape)}, loss {loss:.3f} nats per token, "
-        f"at random {math.log(256):.3f}"
+        f"uniform guess {math.log(256):.3f}"
     )
 
 

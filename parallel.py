@@ -9,8 +9,8 @@ all ranks wait. One function of PyTorch, `fully_shard` (FSDP2), makes every mode
                                              block are freed        reduced                stage
     FULL_SHARD     (n)                       after each pass        in each microbatch     3
     SHARD_GRAD_OP  (n)                       after each backward    in each microbatch     2
-    ZERO1          (n)                       after the last one     in the last one        1
-    DDP            (n, 1)                    never: no shards       in the last one        0
+    ZERO1          (n)                       after last backward    in the last microbatch 1
+    DDP            (n, 1)                    never: no shards       in the last microbatch 0
     HYBRID_SHARD   (nodes, ranks of a node)  after each pass        in a node: in each;    3 in a
                                                                     across: in the last    node
 

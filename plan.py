@@ -10,7 +10,7 @@ activation checkpointing) is chosen: the least tensor and pipeline parallelism w
 fits, and then whatever is fastest. fsdp_train.py itself has no tensor or pipeline parallelism yet.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
-planning/step_time.py. Its constants were fitted to LLM Foundry's published runs of MPT on A100 and
+planning/step_time.py, whose constants were fitted to LLM Foundry's published MPT runs on A100 and
 H100; bench/results/planner.md has the error of every row. Any other device is extrapolated, and the
 plan says so, until `--calibrate=FILE` brings a measurement: a machine.json of `bench machine`, or a
 table of `bench train`. The last lines of a plan list what was assumed.
@@ -61,14 +61,14 @@ class PlanArgs:
     interleave: int = 1  # pieces of the model on each pipeline stage
     choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
-    max_steps: int = 0  # steps of the run, for its time
-    trainer: TrainerName = "ours"  # foundry: reduce in bf16, residuals in fp32, as published rows
+    max_steps: int = 0  # steps of the run, from which its tokens and time follow
+    trainer: TrainerName = "ours"  # foundry: reduce in bf16, residuals in fp32, as in its runs
     tokens: float = 0.0  # to train on (0: those of max_steps, else 20 a parameter)
     price: float = 0.0  # of one torch device for an hour
-    watts: float = 0.0  # of one torch device with its share of the node (0: of the table)
+    watts: float = 0.0  # of one torch device with its share of the node (0: from the table)
     calibrate: str = ""  # machine.json of bench machine, or a .csv of bench train
     sweep_devices: str = ""  # numbers of devices: 8,16,64
-    budget: float = 0.0  # days: plan the Chinchilla-optimal model of so many days
+    budget: float = 0.0  # days: plan the Chinchilla-optimal model that trains in this many
     plot: bool = False  # draw the sweep or the memory by sharding; alone: the published MI250 runs
     out: str = "plan.png"  # where to draw
     json: bool = False  # print JSON
@@ -313,7 +313,7 @@ def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
         gain = plan.tokens_per_second / own.tokens_per_second - 1
         difference = f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
         result = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {difference}"
-    return [f"as you set  {', '.join(settings)}: {result}"]
+    return [f"your layout {', '.join(settings)}: {result}"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
     start         a rank learns who it is, picks its device and joins the others
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there, and agree on a random name for this start
-    join          all that they store from now on, such as gloo's addresses, has that name as prefix
+    join          later keys in the store, such as gloo's addresses, have that name as their prefix
     spawn         starts processes on this machine that are ranks of their own
     run           calls a program's main and ends the rank with an exit status, whatever happens
 
@@ -85,7 +85,7 @@ def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
-    if not dist.is_initialized():  # a benchmark starts once for each of its rows
+    if not dist.is_initialized():  # a benchmark calls this once for each of its rows
         join(backend, rank, size, timeout)
         if device.type == "cuda" and size > 1:
             require_own_gpus(identity(device))
@@ -140,10 +140,9 @@ def identity(device: torch.device) -> tuple:
 def require_own_gpus(mine: tuple) -> None:
     """UserError, on all ranks, if two have the same GPU. `mine`: `identity` of this rank's.
 
-    A rank that sees one GPU cannot tell by itself whether it has that alone. Under torchrun all
-    ranks of a machine see the same one, under `srun --gpus-per-task=1` each sees a different one,
-    by the same name (cuda:0), and CUDA_VISIBLE_DEVICES may read 0 on all of them. So the ranks
-    compare.
+    A rank that sees one GPU cannot tell by itself whether others use it, too. Under torchrun all
+    ranks of a machine see the same one. Under `srun --gpus-per-task=1` each sees a different one,
+    yet with the same name (cuda:0), and CUDA_VISIBLE_DEVICES may be 0 on all. So the ranks compare.
     """
     found = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
@@ -265,14 +264,14 @@ def publish_meeting(store: dist.Store, name: str, size: int, deadline: float) ->
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
     """A gloo group of all ranks, which may come at different times. A collective."""
     if dist.get_world_size() > 1:
-        dist.all_reduce(torch.zeros(1))  # wait for all: from here on a late rank is a lost one
+        dist.all_reduce(torch.zeros(1))  # wait for all: a rank that is late after this is lost
     with in_time("connect a new group"):
         return dist.new_group(backend="gloo", timeout=timeout)
 
 
 @contextlib.contextmanager
 def in_time(what: str):
-    """Around what all ranks do together: if it takes too long, print a line and end this process.
+    """Limits what all ranks do together: if it takes too long, prints a line, ends this process.
 
     A rank that waits for the address of a dead one would do so until the timeout of a collective.
     """
@@ -290,7 +289,7 @@ def in_time(what: str):
 def slurm_variables() -> dict[str, str]:
     """What torchrun would set, if srun started this process; else nothing.
 
-    Raises UserError if the first node cannot be found out.
+    Raises UserError if the first node cannot be determined.
     """
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", 1)) == 1:
@@ -377,7 +376,7 @@ def spawned(environment: dict[str, str], target, *args) -> None:
 
 
 def run(main) -> None:
-    """Call `main(argv)` as a program of many ranks, then end this one with its exit status.
+    """Call `main(argv)`, the program of this rank, then end the process with its exit status.
 
     It ends by os._exit, after a barrier: with gloo a rank may abort while the interpreter shuts
     down, which would change the status.

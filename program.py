@@ -161,7 +161,7 @@ def open_streams() -> list:
 
 
 def print_error(words, head: str = "error") -> None:
-    """Print `head: words` on standard error. If that fails, the exit status must do."""
+    """Print `head: words` on standard error. If that fails, the exit status has to be enough."""
     with contextlib.suppress(OSError):
         print(f"{head}: {words}", file=sys.stderr, flush=True)
 

@@ -62,7 +62,7 @@ class Cadence:
         return bool(run_ends or (is_due and not agreed.bad_step))
 
     def must_read_now(self, done: int) -> bool:
-        """Must this step's figures be read before anything else, since something follows it?"""
+        """Must this step's figures be read at once, since an evaluation or a save follows it?"""
         return self.evaluation_due(done) or self.tasks_due(done) or self.save_due(done)
 
     def start_save_clock(self) -> None:
@@ -152,7 +152,7 @@ class BadSteps:
         if self.any_good_step:
             all_skips = [self.skips.text, f"{self.first}:{last + 1}"]
             flag = f"--skip_steps={','.join(filter(None, all_skips))}"
-            return f"If other batches fail, too, lower --lr. To continue without these: {flag}"
+            return f"If other batches fail, too, lower --lr. To skip the steps above: {flag}"
         # Nothing has changed since the start, and the learning rate was never used.
         return (
             "No step was good, so it is not the batches: look at the weights that the run began "

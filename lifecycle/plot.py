@@ -275,7 +275,7 @@ def as_picture(runs: list[Run], path: Path, what: str = "loss", x: str = "tokens
 
         picture = io.BytesIO()
         figure.savefig(picture, format=path.suffix[1:].lower(), dpi=120)
-        # Atomically, so that a link in a foreign run folder is replaced and not followed.
+        # Atomically, so that a link in somebody else's run folder is replaced and not followed.
         files.write_atomically(path, picture.getvalue())
     return True
 

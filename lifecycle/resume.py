@@ -41,7 +41,7 @@ class Start:
 
     @property
     def step(self) -> int:
-        """The first step to run, counted from 0. So many are done already."""
+        """The first step to run, counted from 0: this is also how many are done already."""
         return self.meta.get("step", 0)
 
     @property
@@ -60,7 +60,7 @@ class Start:
 
 
 def find_start(model_cfg: MPTConfig, cfg: TrainConfig, data_fingerprint: str) -> Start:
-    """Choose the checkpoint to resume from, if any, and check that it is of this run. A collective.
+    """Choose the checkpoint to resume from, if any; check that it is this run's. A collective.
 
     UserError if it is of another model or data, or if none can be chosen: see `choose`.
     """
@@ -193,7 +193,7 @@ def check_same(
     differences = differing(SAME_RUN, saved, ours)
     if fingerprint != data_fingerprint:
         differences.append(f"data {fingerprint} (here {data_fingerprint})")
-    problem = f"{path} has seen its data in another order: {', '.join(differences)}"
+    problem = f"{path} was trained on other data or in another order: {', '.join(differences)}"
     require(not differences, f"{problem}. {fix}")
 
 

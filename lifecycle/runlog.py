@@ -2,7 +2,7 @@
 
     runs/demo/config.json      every setting, as resolved from defaults, files and flags
     runs/demo/launches.jsonl   one line per launch: command, versions, devices, first step
-    runs/demo/tokenizer.json   a copy, if the tokenizer was trained here
+    runs/demo/tokenizer.json   a copy of the data folder's; none for gpt2 and bytes
     runs/demo/metrics.jsonl    one row per step: step tokens loss lr grad_norm batch_hash skipped
                                tokens_per_second mfu memory_gb seconds slowest_rank slowest_by (the
                                straggler's time outside collectives / that of the fastest rank),
@@ -12,7 +12,7 @@
     runs/demo/lease.json       which process owns the folder, see lifecycle/lease.py
     runs/demo/microbatch.json  the microbatch that fits, see lifecycle/microbatch.py
 
-A row's `step` is the number of updates that are done. Its loss was computed before the update.
+A row's `step` is the number of steps that are done. Its loss was computed before their last update.
 
 A run that resumes after step n first drops the rows after n, so no step appears twice. Every reader
 skips damaged lines. A run that resumes reports them, and keeps the file as it was, under the name
@@ -145,7 +145,7 @@ class RunLog:
                 )
 
     def append(self, rows: bytes) -> None:
-        """Write complete rows behind those that are in the file. OSError if it cannot."""
+        """Append complete rows to those in the file. OSError if that fails."""
         with open(self.path, "ab") as file:
             self.size = min(self.size, file.tell())  # the file may have been cut or deleted
             file.truncate(self.size)  # removes what an attempt that failed has left

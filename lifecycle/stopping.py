@@ -2,7 +2,7 @@
 
     SIGTERM, SIGUSR1 (SLURM's warning), Ctrl-C    save on all ranks at the end of the step, and exit
     a second Ctrl-C                               exit immediately
-    the same before training has begun            exit immediately: there is nothing to save
+    any of them before training has begun         exit immediately: there is nothing to save
 
     exit status    0 done    2 user error    75 resume me: start the same command again
                    130 Ctrl-C    141 whatever read the output has exited

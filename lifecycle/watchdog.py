@@ -262,7 +262,7 @@ def current_line() -> str:
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame:
         path = Path(frame.f_code.co_filename)
-        if ROOT in (path.parent, path.parent.parent):  # in the root or in a room; .venv is deeper
+        if ROOT in (path.parent, path.parent.parent):  # in the root or a folder; .venv is deeper
             return f"{path.relative_to(ROOT)}, line {frame.f_lineno}, in {frame.f_code.co_name}"
         if {"distributed", "cuda"} & set(path.parts):  # folders of torch
             return WAITS

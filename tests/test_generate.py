@@ -74,11 +74,11 @@ def test_program_takes_many_prompts(said, tmp_path):
 
 WRONG_FLAGS = {
     "--step=9": "no checkpoint of step 9 in .*step-1, step-2, and 0 is untrained",
-    "--top_p=0": r"top_p is in \(0, 1\]",
-    "--top_k=-1": "top_k are 0 or more",
+    "--top_p=0": r"top_p in \(0, 1\]",
+    "--top_k=-1": "top_k must be 0 or more",
     "--temperature=nan": "temperature in the command line is nan, expected a number",
-    "--seed=-1": "seed is 0 or more",
-    "--max_new_tokens=0": "max_new_tokens is 1 or more",
+    "--seed=-1": "seed must be 0 or more",
+    "--max_new_tokens=0": "max_new_tokens 1 or more",
     "--max_new_tokens=many": "max_new_tokens in the command line is 'many', expected a whole num",
     "--stop=": "a stop string is empty",
     "--interactive --json": "remove --prompt, --prompts and --json",

@@ -752,12 +752,16 @@ def test_mesh(ranks, mode, shard_size, replicate, shard):
 
 def groups_of_a_mesh(world, cfg, local_size):
     """The groups that a new mesh makes all ranks wait for; sizes of those that this rank is in."""
-    c10d = dist.distributed_c10d._world
-    before, counted = set(c10d.pg_map), c10d.group_count
-    with mock.patch.object(parallel, "connect_mesh", parallel.connect_mesh.__wrapped__):
+    c10d = dist.distributed_c10d
+    before = set(c10d._world.pg_map)
+    naming = mock.patch.object(c10d, "_process_group_name", wraps=c10d._process_group_name)
+    unwrapped = mock.patch.object(parallel, "connect_mesh", parallel.connect_mesh.__wrapped__)
+    with unwrapped, naming as named:
         parallel.make_mesh(replace(world, local_size=local_size), cfg)
-    new = set(c10d.pg_map) - before
-    return c10d.group_count - counted, sorted(group.size() for group in new)
+    # All ranks number the groups that they create together; the others are named by a hash.
+    waited_for = [call for call in named.call_args_list if not call.kwargs["use_hashed_name"]]
+    new = set(c10d._world.pg_map) - before
+    return len(waited_for), sorted(group.size() for group in new)
 
 
 @pytest.mark.parametrize(

@@ -88,24 +88,24 @@ def test_a_plan_says_what_the_config_as_it_is_would_give(capsys):
     best = planned(capsys, *flags)
     assert best["layout"]["sharding"] == "ZERO1"
     gain = best["tokens_per_second"] / own - 1
-    line = f"as you set  sharding=FULL_SHARD: {own:,.0f} tokens/s; this plan is {gain:.0%} faster"
+    line = f"your layout sharding=FULL_SHARD: {own:,.0f} tokens/s; this plan is {gain:.0%} faster"
     assert line in printed(capsys, *flags)
-    assert "as you set" not in printed(capsys, *flags, "--sharding=FULL_SHARD")
-    assert "as you set" not in printed(capsys, "--device=mi250")
+    assert "your layout" not in printed(capsys, *flags, "--sharding=FULL_SHARD")
+    assert "your layout" not in printed(capsys, "--device=mi250")
 
 
 @pytest.mark.parametrize("flag", ["--sharding=auto", "--activation_checkpointing=auto"])
 def test_what_is_left_open_is_not_how_the_config_stands(capsys, flag):
     out = printed(capsys, MPT7B, "--device=mi250", flag)
     assert "\nflags  " in out
-    assert "as you set" not in out
+    assert "your layout" not in out
 
 
 def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
     path = tmp_path / "big.py"
     path.write_text(Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n")
     lines = printed(capsys, str(path), "--device=mi250", "--choose").splitlines()
-    (own,) = [line for line in lines if line.startswith("as you set")]
+    (own,) = [line for line in lines if line.startswith("your layout")]
     assert "activation_checkpointing=none" in own
     assert own.endswith("DOES NOT FIT")
 
