@@ -5,8 +5,8 @@
     python -m bench NAME --help                     what a benchmark does, and its settings
 
 Only the named benchmark is imported. bench/results/ keeps results, with device, versions, date and
-command. `python data.py`, `python checkpoint.py` and `python generate.py` measure themselves:
-reading, saving, decoding.
+command. `python data.py`, `python checkpoint.py` and `python generate.py` print the speed
+of reading, of saving and of decoding.
 """
 
 import ast
@@ -23,7 +23,7 @@ NAMES = """
     train team table scaling compare machine attention
     before_after trajectories flops memory planner generate evaluation load
 """.split()
-# processes.run starts and ends these, all others config.run.
+# These are started and ended by processes.run, all others by config.run.
 OF_MANY_RANKS = ("train", "machine", "attention", "trajectories", "evaluation")
 
 

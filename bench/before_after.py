@@ -3,9 +3,9 @@
     python -m bench before_after                      the tables that are in bench/results/log.md
     python -m bench before_after --only=chunked       the rows whose names contain this word
 
-`Variant` undoes one thing in a process of its own, and the two processes take turns, as in `bench
-train`. There are two shapes: 6 layers of width 384 with a vocabulary of 256, and 6 layers of width
-768 with a vocabulary of 50,368.
+`Variant` is the step with one part undone. It runs in one process, the step as it is in another,
+and they take turns, as in `bench train`. There are two shapes: 6 layers of width 384 with a
+vocabulary of 256, and 6 layers of width 768 with a vocabulary of 50,368.
 """
 
 import statistics
@@ -113,7 +113,7 @@ def looping_adamw(params, cfg):
 
 
 def mesh_of_one(world, cfg):
-    """A mesh of one process, so that fully_shard is used: what the plain model replaces."""
+    """A mesh of one process, so that fully_shard is used, which a single rank otherwise skips."""
     return torch.distributed.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
 
 

@@ -31,7 +31,7 @@ def count(
 ) -> FlopCounterMode:
     """Count one sequence's forward, or forward and backward; returns the counter.
 
-    change(model): called before, to freeze weights or add adapters.
+    change(model): called before counting, to freeze weights or add adapters.
     """
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(replace(cfg, attn_impl="reference"))

@@ -1,6 +1,6 @@
 """Loading Hugging Face files, beside reading them: a random MPT of 1 GB, written by weights/hf.py.
 
-    python -m bench load [FOLDER]    a minute; 1 GB in the folder (where temporary files are)
+    python -m bench load [FOLDER]    takes a minute, and 1 GB in the folder (default: temporary)
 
 The file is read into memory that is allocated already, and loaded into a model that exists already.
 Both take turns: first with the file in the system's page cache, then without, if this process may

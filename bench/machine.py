@@ -253,7 +253,7 @@ def measure(world, seconds: float) -> dict:
 
     for kind, group in make_groups(world).items():
         show_progress(f"collectives, {kind}", 3 * len(sizes.message_bytes) + 1)
-        dist.barrier()  # the kind before has ended everywhere, and slows no group of this one
+        dist.barrier()  # now the previous kind has ended everywhere, and slows no group here
         if group is not None:
             gbs, latency = measure_collectives(group, world.device, sizes.message_bytes, seconds)
             row["collectives_gbs"][kind] = gbs

@@ -101,15 +101,15 @@ estimate has two buffers. MPT-1B's rows with one microbatch that differ do so fo
 
 ## Reading
 
-- The peak is mostly in the forward of the loss, when everything that the blocks keep is alive. One
+- The peak is usually in the forward of the loss, when everything that the blocks keep is alive. One
   chunk of logits at a time comes on top: 10 bytes a logit, 0.64 GB however many tokens there are.
 - With one microbatch a step and full checkpointing, the peak is at the end of the backward, when
   the gradients exist.
 - A block keeps 32 bytes per token and d_model, 22 with selective checkpointing, 2 with full.
-- One rank has 2 bytes a parameter of bf16 copies in the graph of every block that is not
-  recomputed.
-- ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates. Compared with DDP it
-  saves the fp32 weights and Adam's moments, 12 bytes a parameter.
+- On one rank the graph keeps bf16 copies of the weights of every block that is not recomputed: 2
+  bytes a parameter.
+- ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates. Unlike DDP it
+  shards the fp32 weights and Adam's moments, 12 bytes a parameter.
 """
 
 # --- Counting the storages that are alive
@@ -139,7 +139,7 @@ class LiveBytes(TorchDispatchMode):
 
     A storage counts from the operation that returns the first tensor in it until it is freed.
 
-    phase: where the forward or the update is; in the backward, the autograd node says that.
+    phase: the part of the step that runs now; in the backward, the autograd node tells it.
     peaks: {moment: (bytes, [(Buffer, its bytes at that time)])}. A Buffer's part may be corrected
         later, when it is clear what it holds.
     """

@@ -1,6 +1,6 @@
 """planning/step_time.py beside published runs of MPT: the fit of its constants, and its errors.
 
-    python -m bench planner [OUT.md]       some seconds, to bench/results/planner.md
+    python -m bench planner [OUT.md]       in some seconds, writes bench/results/planner.md
 
 The rows are LLM Foundry's table of MPT on one node (scripts/train/benchmarking in its repository,
 Apache 2.0), kept in mpt_single_node_throughput.csv: 8 A100 of 40 or 80 GB, or 8 H100. The network's
@@ -283,7 +283,7 @@ def errors_table(rows: list[dict], errors: list[float], current: Constants) -> s
     """Summaries of the errors, one row for each way of predicting."""
     ways = {
         "planning/step_time.py, model held out": errors,
-        "one TFLOP/s a kind of GPU": constant_speed_errors(rows),
+        "one speed for each kind of GPU": constant_speed_errors(rows),
         "planning/step_time.py, all rows fitted": [error_of(row, current) for row in rows],
     }
     head = ["", "median", "mean", "90th percentile", "largest"]
@@ -299,7 +299,7 @@ def parts_table(rows: list[dict], errors: list[float]) -> str:
             figures = summary(part)
             cells = [percent(figures[name]) for name in ("median", "p90", "largest")]
             lines.append([value, len(part), *cells])
-    return markdown(["model held out, by", "rows", "median", "90th percentile", "largest"], lines)
+    return markdown(["rows of", "rows", "median", "90th percentile", "largest"], lines)
 
 
 def h100_table(c: Constants) -> str:

@@ -43,7 +43,7 @@ class ScalingArgs:
 
 
 def headline(row: dict, rows: list[dict]) -> str:
-    """The model of a row, its usual settings, and other settings if rows of the model differ."""
+    """The model of a row, its usual settings, and others in which rows of the model differ."""
     same_model = [
         other
         for other in rows
@@ -126,7 +126,7 @@ def draw(tables: dict[str, list[dict]], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(set(counts)), map(str, sorted(set(counts))))
     axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.set(xlabel="torch devices", ylabel="efficiency: tokens/s a device, of the smallest run's")
+    axes.set(xlabel="torch devices", ylabel="efficiency: tokens/s a device / the smallest run's")
     axes.set_ylim(0, 1.05 * max(shares))
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", fontsize=8)

@@ -131,7 +131,7 @@ def draw(rows: list[dict[str, str]], path: Path) -> None:
         share_axes.barh(names, widths, left=left, label=part)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     communication = [100 * float(row["communication"] or 0) for row in rows]
-    share_axes.plot(communication, names, "k|", ms=14, label="communication, beside")
+    share_axes.plot(communication, names, "k|", ms=14, label="communication (overlaps)")
     share_axes.set(xlabel="% of a step's time")
     share_axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     figure.savefig(path, dpi=100)

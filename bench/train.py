@@ -139,7 +139,7 @@ class OurProgram:
         return loss
 
     def turn(self, steps: int) -> float:
-        """Seconds of so many steps. The device is idle before and after them."""
+        """Seconds that this many steps take. The device is idle before and after them."""
         begin = time.perf_counter()
         for _ in range(steps):
             with record_function("data"):
@@ -149,7 +149,7 @@ class OurProgram:
         return time.perf_counter() - begin
 
     def profile_steps(self, steps: int, trace: str) -> dict[str, float | None]:
-        """Shares of the time of so many steps, see `time_split`.
+        """Shares of the time of this many steps, see `time_split`.
 
         trace: rank 0 keeps the profile in this file; empty: it is not kept.
         """
@@ -167,7 +167,7 @@ class OurProgram:
             return time_split(json.loads(path.read_text())["traceEvents"])
 
     def attention(self) -> str:
-        """The attention implementation; for `auto`, also which one that is."""
+        """The attention implementation; for `auto`, also the one that it chose."""
         cfg = self.model_cfg
         chosen = attention.choose(
             cfg.attn_impl,

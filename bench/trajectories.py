@@ -92,7 +92,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
         steps = range(WINDOW, len(losses) + 1)
         loss_axes.plot(steps, smooth(losses), label=name, linewidth=1)
         if name != "on":
-            label = f"{name}, less on"
+            label = f"{name} minus on"
             difference_axes.plot(steps, smooth(losses) - base, label=label, linewidth=1)
 
     loss_label = f"loss, nats a token, mean of {WINDOW} steps"

@@ -49,7 +49,7 @@ def summarize(task: Task, pairs: list[tuple], scores: dict) -> dict:
 
 
 def summarize_text(text: str, pairs: list[tuple], scores: dict) -> dict:
-    """Of a text in windows. nats_per_byte does not depend on the tokenizer."""
+    """The figures of a text in windows. nats_per_byte is comparable across tokenizers."""
     nats = -sum(scores[pair][0] for pair in pairs)
     tokens = sum(scores[pair][2] for pair in pairs)
     size = len(text.encode("utf-8", "replace"))
@@ -63,7 +63,7 @@ def summarize_text(text: str, pairs: list[tuple], scores: dict) -> dict:
 
 
 def summarize_language_modeling(task: Task, scores: dict) -> dict:
-    """acc: the share of items of which each token is the likeliest. perplexity: of an item."""
+    """acc: the share of items in which every token is the likeliest. perplexity: of an item."""
     results = [item_scores(item, scores)[0] for item in task.items]
     nats = sum(-log_prob for log_prob, _, _ in results)
     tokens = sum(count for _, _, count in results)
@@ -141,7 +141,7 @@ def table(results: dict, name: str) -> str:
     for task, r in results.items():
         if r["kind"] == "language_modeling":
             lines.append(
-                f"{task}: every token the likeliest {r['acc']:.3f} "
+                f"{task}: accuracy (every token the likeliest) {r['acc']:.3f} "
                 f"(standard error {r['acc_stderr']:.3f}), "
                 f"perplexity {r['perplexity']:.2f}, {r['n']} items"
             )
@@ -174,7 +174,7 @@ def choice_table(results: dict, name: str) -> list[str]:
         return {task: results[task][key] for task in results}
 
     def with_mean(values):
-        """Of the posts' tasks only."""
+        """Add the mean of the posts' tasks."""
         if in_posts:
             values["mean"] = sum(values[task] for task in in_posts) / len(in_posts)
         return values

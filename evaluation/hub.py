@@ -3,7 +3,7 @@
     {"goal": "boil water", "sol1": "Heat it.", "sol2": "Cool it.", "label": 0}                PIQA
     {"query": "Question: boil water", "choices": ["Heat it.", "Cool it."], "gold": 0}         ours
 
-The wording is LLM Foundry's. evaluation/tasks.py puts the delimiter and the choice behind a query.
+The wording is LLM Foundry's. evaluation/tasks.py appends the delimiter and the choice to a query.
 lm-evaluation-harness words BoolQ without "Passage: ": `Source.harness`.
 
 Run `python -m evaluation.hub` to see this row converted.
@@ -139,7 +139,7 @@ SOURCES = {
     "winogrande": Source("allenai/winogrande", "winogrande_xl", "validation", winogrande),
     "lambada": Source("EleutherAI/lambada_openai", "default", "test", lambada),
 }
-TABLE2 = list(SOURCES)[:7]  # of the MPT posts, in its order
+TABLE2 = list(SOURCES)[:7]  # the tasks of table 2 of MosaicML's MPT posts, in its order
 ALIASES = {  # names of LLM Foundry's files and of lm-evaluation-harness
     "winograd_wsc": "winograd",
     "wsc273": "winograd",
@@ -158,7 +158,7 @@ def read(name: str) -> list[dict]:
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot get task {name} ({source.path}) from the Hub ({type(error).__name__}): "
-            f"give the folder of a {name}.jsonl by --data, or try again online"
+            f"give the folder of a {name}.jsonl with --data, or try again online"
         ) from error
 
 

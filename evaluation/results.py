@@ -27,11 +27,11 @@ PART_SECONDS = 30  # between two writes of the newest scores
 class Part:
     """Scores of single requests, in files beside `out`: one for each global rank.
 
-    A file has one writer, so it goes by the global rank. Ranks that share a data-parallel rank
+    A file has one writer, so its name has the global rank. Ranks with the same data-parallel rank
     score the same requests and write the same rows.
 
     known: {Request.key: [sum of log-probabilities, greedy]} of earlier runs, of any number of
-    ranks. Constructing it is a collective.
+    ranks. Constructing a Part is a collective.
     """
 
     def __init__(self, out: str, key: str, global_rank: int):
@@ -79,8 +79,8 @@ def is_score(row: list) -> bool:
 def finished(out: str, settings: dict) -> dict:
     """The figures of the tasks in an earlier `out`: {task: figures}.
 
-    Raises UserError if the file is no such file, or if it has other weights, precision or ids
-    than `settings`.
+    Raises UserError if it is not a file of results, or of other weights, precision or ids than
+    `settings`.
     """
     if not (out and Path(out).exists()):
         return {}

@@ -50,7 +50,7 @@ class Request:
 
 
 class Group(NamedTuple):
-    """Requests, by their indices, whose first `shared` ids are equal. 0 for a request alone."""
+    """Indices of requests whose first `shared` ids are equal; `shared` is 0 for one request."""
 
     indices: list[int]
     shared: int = 0
@@ -61,7 +61,7 @@ def score(model, requests, world, precision, batch_tokens, part=None, title="") 
 
     Column 0: the sum of the log-probabilities. Column 1: 1 if each token was the likeliest, else 0.
 
-    batch_tokens: of one batch on one rank, padded to its longest request (one group may exceed it).
+    batch_tokens: the most tokens of a batch on one rank, with padding (one group may exceed it).
     part: scores of an interrupted evaluation, see results.Part. title: of the progress bar; empty
     for none.
     """
@@ -260,10 +260,10 @@ def forward(model, batch: list[Group], requests, device, precision) -> torch.Ten
 def read_prefixes(
     model, batch: list[Group], requests, prefix_counts: list[int], room: int, device, precision
 ):
-    """The first pass: read each group's prefix but its last id, once.
+    """The first pass: read each group's prefix, except its last id, once.
 
-    prefix_counts: how many ids of its prefix each request scores. room: for so many more ids in
-    the cache. Returns (log-probabilities, is it the likeliest?, is it scored?) of the prefix ids,
+    prefix_counts: how many ids of its prefix each request scores. room: how many more ids the cache
+    must hold. Returns (log-probabilities, is it the likeliest?, is it scored?) of the prefix ids,
     (rows, T) each, and a cache with a row for each request.
     """
     prefixes = [requests[group.indices[0]].ids[: group.shared] for group in batch]

@@ -1,7 +1,7 @@
 """Tasks: questions in files or on the Hub, and how they are worded for a language model.
 
-The model does not have to chat. Each choice is put behind the question, and the likeliest one is
-the model's answer:
+The model need not be able to chat. Each choice is appended to the question, and the likeliest one
+is the model's answer:
 
     multiple choice     {"query": "Question: Ice is", "choices": ["cold", "hot"], "gold": 0}
     schema              {"context_options": ["Ann thanks Joan, for Ann", ...],
@@ -14,8 +14,8 @@ A .jsonl file has one JSON object per line, all of one kind. `gold` counts from 
 
 The wording is LLM Foundry's: every string is stripped, context = query + delimiter without its
 trailing space, continuation = " " + choice, and a newline follows each few-shot example. Tasks of
-the Hub are also worded as lm-evaluation-harness does: nothing is stripped, and an empty line
-separates examples. A local file has one wording, which all scoring rules use.
+the Hub also get lm-evaluation-harness's wording: nothing is stripped, and an empty line separates
+examples. A local file has one wording, which all scoring rules use.
 
 Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
 the validation split of a folder that data.py made): which of four continuations is the real one?
@@ -88,8 +88,8 @@ def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Ta
     """The tasks that `names` lists, with commas between.
 
     A name is one of SOURCES, a file, or `all` for the seven of Table 2. data: a folder of
-    NAME.jsonl, searched before the Hub. shots: examples above each question. limit: keep only the
-    first so many items (0: all). delimiter: between question and answer (empty: the task's own).
+    NAME.jsonl, searched before the Hub. shots: examples above each question. limit: keep only
+    this many items (0: all). delimiter: between question and answer (empty: the task's own).
 
     Raises UserError if a task is unknown, cannot be read or has a wrong line.
     """
@@ -100,7 +100,7 @@ def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Ta
 
     loaded = [task.name for task in tasks]
     twice = sorted({name for name in loaded if loaded.count(name) > 1})
-    require(not twice, f"tasks={names} names {', '.join(twice)} twice: results go by name")
+    require(not twice, f"tasks={names} names {', '.join(twice)} twice: results are kept by name")
     return tasks
 
 
@@ -330,7 +330,7 @@ def continuations(
 
 
 def text_of(source: str) -> str:
-    """The text of a .txt, .jsonl, .parquet or .py file, or of a prepared data set's validation.
+    """The text of a file of documents, or of the validation split of a prepared data set.
 
     Empty if there is neither.
     """

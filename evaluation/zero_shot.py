@@ -42,7 +42,7 @@ class EvalConfig:
     delimiter: str = ""  # before the answer, \n for a line break (empty = the task's, else a space)
     shots: int = 0  # solved examples above each question
     seed: int = 0  # of the choice of examples
-    limit: int = 0  # use only the first so many items of each task (0 = all)
+    limit: int = 0  # use at most this many items of each task (0 = all)
     batch_tokens: int = 8192  # of a batch on one rank, with padding (one question may exceed it)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
@@ -140,7 +140,7 @@ def pairs_of(task, tokenizer, max_seq_len: int) -> list[tuple]:
 def windows(ids: list[int], first: int, size: int) -> list[tuple]:
     """A text as (context, continuation) pairs of ids that score each id once.
 
-    `first`, the end of another document, is the context of the first id. A window has `size`
+    `first`, the id of end-of-text, is the context of the first id. A window has `size`
     inputs at most. The last one has more context, so that it is as long as the others.
     """
     inputs = [first, *ids]  # inputs[i] comes before ids[i]
@@ -153,7 +153,7 @@ def windows(ids: list[int], first: int, size: int) -> list[tuple]:
 
 
 def encode(pairs, tokenizer, name: str, cfg: MPTConfig) -> tuple[list[Request], int]:
-    """Requests of at most max_seq_len + 1 ids, and how many contexts were cut on the left for that.
+    """Requests of at most max_seq_len + 1 ids, and how many contexts were cut on the left to fit.
 
     name: of the task, for messages. Raises UserError for a continuation that does not fit the
     model, and for ids beyond its vocabulary.

@@ -31,7 +31,7 @@ dq sums over keys; dk and dv sum over queries, and over the query heads that sha
 program could compute all three, but then many programs would add to the same dq with atomics, in an
 order that changes from run to run. So there are two kernels: `dq_kernel` owns a block of queries
 (and stores delta), `dkdv_kernel` owns a block of keys. S and dP are computed twice, seven matmuls
-instead of five. In exchange every sum has one owner and one order: two runs are equal to the bit.
+instead of five. In exchange every sum has one owner and one order: two runs are equal bit for bit.
 
 ALiBi lowers the score of query i and key j <= i by slope * (i - j). What is constant in a row
 leaves the softmax unchanged, so a program adds only slope * (j - origin), a vector over its keys,
@@ -158,7 +158,7 @@ def zeros(BLOCK: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total=None):
-    """a b + total in fp32. `ieee`: fp32 inputs are not rounded to tf32, which AMD does not have."""
+    """a b + total in fp32. `ieee`: fp32 inputs are not rounded to tf32, which not every GPU has."""
     if INTERPRETED:  # the interpreter would multiply the raw bits of bf16
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -237,8 +237,8 @@ def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constex
 
 # --- the kernels
 #
-# Index names: `query` counts queries from 0, `i` is a query's position among the keys (the queries
-# are the last of them), `j` is a key's position. Suffix `_block`: a block of rows (`load_rows`).
+# Index names: `query` counts queries from 0, `i` is a query's position in the sequence of keys
+# (queries are its last positions), `j` is a key's position. Suffix `_block`: rows (`load_rows`).
 
 
 @triton.jit
@@ -263,7 +263,7 @@ def forward_kernel(
     o = zeros(BLOCK_M, LOW, HIGH)
     m = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that -inf - m is never NaN
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
-    # Two loops from one text: the blocks that all queries see, then those that need a mask.
+    # One source for two loops: over blocks that all queries see, then over those that need a mask.
     for masked in tl.static_range(2):
         for at in range(mask_from if masked else begin, end if masked else mask_from, BLOCK_N):
             j = at + tl.arange(0, BLOCK_N)
@@ -454,7 +454,7 @@ def launch(
 
 
 def like_rows(x):
-    """Uninitialized, in x's shape (B, H, T, D) and laid out as (B, T, H, D).
+    """An uninitialized tensor of x's shape (B, H, T, D), laid out in memory as (B, T, H, D).
 
     So joining the heads, (B, T, H * D), needs no copy.
     """
@@ -529,7 +529,7 @@ def forward_flops(q_shape, k_shape, *args, **kwargs) -> int:
 
 @register_flop_formula(torch.ops.mpt.flash_attention_backward)
 def backward_flops(do_shape, q_shape, k_shape, *args, **kwargs) -> int:
-    """Five matmuls, as PyTorch counts its own; these kernels do seven."""
+    """Five matmuls, as in PyTorch's own formula; these kernels do seven."""
     return forward_flops(q_shape, k_shape) * 5 // 2
 
 
@@ -582,7 +582,7 @@ def check_shapes(q, k, v) -> None:
         raise UserError(f"flash_attention: {H} query heads are not a multiple of {Hkv} key heads")
     if D > 128:
         raise UserError(
-            f"flash_attention has head dims up to 128, not {D}: use attn_impl=sdpa, or more heads"
+            f"flash_attention takes head dims up to 128, not {D}: use attn_impl=sdpa, or more heads"
         )
 
 
@@ -685,7 +685,7 @@ def compare(
     documents=False,
     causal=True,
 ):
-    """The largest errors of out, dq, dk and dv against float64, over the largest exact value."""
+    """The largest errors of out, dq, dk, dv against float64, relative to the largest exact one."""
     torch.manual_seed(0)
     shapes = [(B, n_queries, H, D), (B, n_keys, Hkv, D), (B, n_keys, Hkv, D), (B, n_queries, H, D)]
     q, k, v, do = (torch.randn(shape, device=device).to(dtype).transpose(1, 2) for shape in shapes)
@@ -751,7 +751,7 @@ def tune(device, T: int = 4096, H: int = 16) -> None:
 
 
 def main(argv) -> None:
-    """Compare with float64, in the interpreter if there is no GPU; with --tune, time rows."""
+    """Compare with float64, in the interpreter if there is no GPU; --tune: time launch settings."""
     if config.wants_help(argv):
         config.show_help()
     require(argv in ([], ["--tune"]), "usage: python -m gpu_kernels.flash_attention [--tune]")

@@ -1,1 +1,1 @@
-"""The workshop: programs that show one idea each."""
+"""Lessons: programs that show one idea each."""

@@ -15,10 +15,11 @@ for it, and starts the same command again, unless the exit status says user erro
 launches in a row saved no checkpoint.
 
 Everything else is in the run folder. The newest complete checkpoint says where to resume, and step
-s takes samples s * global_batch ... (s + 1) * global_batch - 1 of one fixed order, on any number of
-ranks. So batch_hash, of the tokens that a step saw, must be the same in all three runs. The losses
-of a step are summed in another order, so they differ by rounding errors, which training amplifies
-like any other noise. The final validation losses must agree within 0.03.
+s takes sequences s * global_batch ... (s + 1) * global_batch - 1 of a fixed order, on any number of
+ranks. So batch_hash, of the tokens that a step saw, must be the same in all three runs. On
+another number of ranks the losses of a step are summed in another order, so they differ by rounding
+errors, which training amplifies like any other noise. The final validation losses must agree within
+0.03.
 
 After an interruption, the same command continues. If all runs are finished already, it puts their
 folder aside and starts afresh, as `make train` does.
@@ -91,7 +92,7 @@ class Launch:
             process.send_signal(number)  # does nothing if the process has ended
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all ranks have ended, but no longer than `seconds`; whether they have."""
+        """Wait until all ranks have ended, at most `seconds`. Returns whether they have."""
         deadline = time.monotonic() + seconds
         while any(process.poll() is None for process in self.processes):
             if time.monotonic() >= deadline:
@@ -221,7 +222,7 @@ def main(argv) -> None:
     folder = Path(cfg.run_dir)
     runs = [folder / name for name in RUNS]
     if all(finished(run, cfg.max_steps) for run in runs):
-        print(f"finished before: put aside as {runlog.put_aside(cfg.run_dir)}")
+        print(f"all runs were finished: put aside as {runlog.put_aside(cfg.run_dir)}")
 
     flags_file = folder / "flags.txt"
     folder.mkdir(parents=True, exist_ok=True)

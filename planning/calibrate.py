@@ -1,11 +1,11 @@
 """Measurements of one machine as inputs of planning/step_time.py: from one node, predict a fleet.
 
-A machine.json of `bench machine` replaces the datasheet's matmuls, memory and links by measured
-ones. A .csv table of `bench train` gives one number, the pace:
+A machine.json of `bench machine` replaces the datasheet's speeds of matmuls, memory and links with
+measured ones. A .csv table of `bench train` gives one number, the pace:
 
     pace = measured / predicted seconds of compute
 
-It is the geometric mean over the rows, with traffic as predicted.
+It is the geometric mean over the rows; the time of traffic stays as predicted.
 
 Run `python -m planning.calibrate results.csv --device=mi250`, or give the file to plan.py.
 """
@@ -28,7 +28,7 @@ COLUMNS = """d_model n_layers n_heads max_seq_len vocab_size microbatch_size glo
 
 @dataclass
 class CalibrateArgs:
-    """What was measured."""
+    """Where it was measured."""
 
     device: str = "auto"  # mi250, h100, ...
     node_size: int = 8  # torch devices of a node
@@ -98,7 +98,7 @@ def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
 
 
 def positive(name: str, number) -> float:
-    """`number` as a float, or UserError: a broken measurement would only show in an absurd plan."""
+    """`number` as a float, or UserError: else a bad figure would only show in an absurd plan."""
     require(0 < float(number) < math.inf, f"{name} must be more than 0, not {number}")
     return float(number)
 
@@ -112,7 +112,7 @@ def require_same_device(reported: str, device: devices.Device) -> None:
     known = [row.name for row in devices.TABLE if any(text in name for text in row.reports)]
     says_nothing = not known and name != "cpu"
     may_be = device.name in known or says_nothing
-    require(may_be, f"measured on {reported!r}, not on {device.name}: set --device to that")
+    require(may_be, f"measured on {reported!r}, not on {device.name}: set --device to match")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def require_same_device(reported: str, device: devices.Device) -> None:
 def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
     """Measured / predicted seconds of compute: the geometric mean of the table's usable rows.
 
-    Usable are the rows of this project's trainer in bf16 with status ok.
+    The rows of this project's trainer in bf16 with status ok are usable.
     """
     rows = []
     for row in files.read_csv(path, ["status"], "a table of `bench train`"):
@@ -149,7 +149,7 @@ def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
     for _ in range(20):  # find the fixed point: how much traffic overlaps depends on the pace
         c = Constants(pace=estimate)
         estimate *= step_time.tokens_per_second(m, cfg, fleet, c, trainer) / measured
-        times = f"{measured:g} tokens/s are {estimate:.2g} times the predicted time"
+        times = f"{measured:g} tokens/s take {estimate:.2g} times the predicted time"
         require(0.05 < estimate < 20, f"{times}: is --device right?")
     return estimate
 

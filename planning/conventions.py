@@ -2,7 +2,8 @@
 
     foundry, palm         6 N + 12 L d S       the whole S x S square of scores
     causal                6 N +  6 L d S       the half of it that the mask allows
-    lingua, flopcounter   6 N +  7, 14 L d S   with the scores that the flash backward repeats
+    lingua                6 N +  7 L d S       as causal, plus the scores that flash repeats
+    flopcounter           6 N + 14 L d S       the same over the whole square
     6nd                   6 N                  no attention
     megatron              every matmul, the logits' too and no embedding: see `by_matmuls`
     megatron_recompute    the same with the forward of all blocks twice
@@ -35,7 +36,7 @@ FORMULAS = {
     "lingua": "Lingua: 6 N + 7 L d S, the flash backward's scores too",
     "flopcounter": "FlopCounterMode on flash SDPA: 6 N + 14 L d S",
     "6nd": "6 N, no attention",
-    "megatron": "arXiv 2205.05198: matmuls",
+    "megatron": "arXiv 2205.05198: all matmuls",
     "megatron_recompute": "arXiv 2104.04473: blocks twice",
     "chinchilla": "arXiv 2203.15556: matmuls, the embedding as one, softmax",
 }
@@ -150,9 +151,9 @@ def formula(name: str, setup: TrainingSetup, cfg: MPTConfig | None = None) -> st
 
 @dataclass
 class ConventionArgs:
-    """Whose convention."""
+    """The convention of the MFU."""
 
-    convention: str = "foundry"  # whose MFU comes first: foundry, palm, causal, megatron, ...
+    convention: str = "foundry"  # its MFU is shown first: foundry, palm, causal, megatron, ...
 
     def check(self) -> None:
         """UserError with the nearest name if it is unknown."""
@@ -164,7 +165,7 @@ def counts(
 ) -> dict[str, tuple[str, float, float]]:
     """{convention: (formula, FLOPs per token, the same with what is recomputed)}, `first` first.
 
-    cfg: None with `args.n_params`, then only 6 N is counted.
+    cfg: None if `args.n_params` is given; then there is only the 6nd convention.
     """
     if cfg is None:
         per_parameter = 6 if setup.trains_all else 4
@@ -198,7 +199,7 @@ def report(
 
 
 def table(cfg: MPTConfig | None, setup: TrainingSetup, figures: dict) -> str:
-    """The report, for a person to read."""
+    """The report as text."""
     lines = []
     if cfg:
         lines += [*flops.model_lines(cfg, figures), ""]

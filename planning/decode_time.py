@@ -102,7 +102,7 @@ def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
     rows = {name: f"  {name:<18}{n / 1e9:>10.3f}" for name, n in n_bytes.items()}
     if args.device in devices.THIS_MACHINE:
         return "\n".join(
-            [*lines, head, *rows.values(), "", "milliseconds: set --device=mi250 (for example)"]
+            [*lines, head, *rows.values(), "", "for milliseconds, set --device=mi250 (for example)"]
         )
 
     device = devices.by_name(args.device)

@@ -1,13 +1,13 @@
 """The FLOPs of training on one token, matmul by matmul: which part of the model, in which pass.
 
-    y = x W            forward, 2 FLOPs a weight and token      a weight of d x 4d: 8 d^2
+    y = x W            forward, 2 FLOPs per weight and token    a weight of d x 4d: 8 d^2
     dx = dy W^T        gradient of the input, as many           unless nothing below it trains
     dW = x^T dy        gradient of the weight, as many          unless the weight is frozen
 
 Attention has two matmuls without a weight, q k^T and p v, of 2 d FLOPs for each query and key. The
-backward has two for each of them. So training costs three forwards. With frozen weights the linear
-layers cost two and attention still three. Low-rank adapters (LoRA, arXiv 2106.09685), A (r x in)
-and B (out x r) beside a frozen weight, cost three forwards of their own.
+backward has two for each of them. So training costs as much as three forwards; if the weights are
+frozen, the linear layers cost two forwards, attention still three. Low-rank adapters (LoRA, arXiv
+2106.09685), A (r x in) and B (out x r) beside a frozen weight, cost three forwards of their own.
 
     keys of a query   full    S               the whole square, as most conventions count it
                       causal  (S + 1) / 2     what the mask allows
@@ -42,15 +42,15 @@ Attention = Literal["full", "causal", "flash"]
 class TrainingSetup:
     """What is trained and how: everything beside the model that decides the FLOPs."""
 
-    attention: Attention = "full"  # keys counted: all; visible ones; a flash kernel's
+    attention: Attention = "full"  # keys counted: all, the visible ones, or as flash does
     window: int = 0  # sliding window: keys that a query sees, its own included (0 = no window)
     document: int = 0  # tokens of each document in a packed sequence (0 = one document fills it)
-    frozen: bool = False  # only a learned prompt trains, before the first block
+    frozen: bool = False  # all weights; a learned prompt before block 0 trains
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
     lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linear layers that have an adapter
     lora_first_block: int = 0  # blocks before this one have no adapters, so need no backward
     activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
-    recompute_every: int = 1  # in every k-th block
+    recompute_every: int = 1  # activation checkpointing of every k-th block
 
     def check(self) -> None:
         """UserError if a setting is out of range or names no linear layer."""
@@ -161,7 +161,7 @@ def block_forward(cfg: MPTConfig, setup: TrainingSetup) -> dict[str, float]:
 
 
 def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dict[str, float]]:
-    """{part: {pass: FLOPs per token}} of block i. The conditions below count as 0 or 1.
+    """{part: {pass: FLOPs per token}} of block i. Booleans below count as 0 or 1.
 
     Nothing before the first adapter needs a backward. The linear layer beside the first adapter,
     and that adapter's A, need no gradient of their input. Full activation checkpointing does not
@@ -239,7 +239,7 @@ def total(by_pass: dict[str, dict[str, float]]) -> float:
 
 
 def table(by_pass: dict[str, dict[str, float]], setup: TrainingSetup) -> str:
-    """MFLOP per token, for a person to read."""
+    """The table of MFLOP per token, as text."""
     shown = [name for name in PASSES if any(passes[name] for passes in by_pass.values())]
     sums = {name: sum(passes[name] for passes in by_pass.values()) for name in shown}
 

@@ -5,13 +5,14 @@
     activations  tokens x layers x the bytes that a block keeps for its backward; in bf16 with
                  a hidden width of 4 d_model: 32 x d_model without activation checkpointing,
                  22 x d_model with selective, 2 x d_model with full
-    loss         the gradient of W in fp32, and one chunk of logits at a time (loss.py)
+    loss         the gradient of the output weight W in fp32, one chunk of logits at a time
 
-A step passes through moments: the forward of the loss, its backward, each block's backward, the
-update. Each moment has its own sum of parts; the largest sum is the peak. The formulas assume eager
-code, fused attention (`sdpa` without ALiBi, `triton`) and no dropout. Fragmentation of the
-allocator, the driver and network buffers come on top. Tensor and pipeline parallelism are estimated
-too (see `StepMemory`), but the trainer does not have them yet, so those estimates are unmeasured.
+A step passes through moments (points in time, not Adam's moments): the forward of the loss, its
+backward, each block's backward, the update. Each has its own sum of parts; the largest sum is the
+peak. The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no
+dropout. Fragmentation of the allocator, the driver and network buffers come on top. Tensor and
+pipeline parallelism are estimated too (see `StepMemory`), but the trainer does not have them yet,
+so those estimates are unmeasured.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
@@ -191,14 +192,14 @@ class StepMemory:
         self.is_last = stage == pp - 1
         self.n_layers = m.n_layers // pp
         self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
-        self.residual_bytes = self.width * self.tokens * m.d_model  # of the residual stream, once
+        self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
 
         self.count_parameters(pp)
         self.count_activations(cfg, precision, rows, pp, stage)
         self.count_gradients(cfg, rows)
 
     def count_parameters(self, pp: int) -> None:
-        """Set the numbers of parameters on this rank: all, and of embedding, block and the rest.
+        """Set numbers of parameters on this rank: of an embedding, a block, outside blocks, in all.
 
         The embedding has the size of the weight that the loss multiplies with (W in loss.py).
         """
@@ -246,8 +247,8 @@ class StepMemory:
         bytes_each = 4 if held_whole else 4 / self.shard_ranks
         self.waiting_bytes = bytes_each if accumulates else 0  # per parameter
 
-        # The gradient of W has W's dtype. It waits for that of the tied embedding, or for its
-        # reduction over ranks. On one rank without tying it is added to .grad directly.
+        # The gradient of W has W's dtype. It waits for the tied embedding's gradient, or to be
+        # reduced over the ranks. On one rank without tying it is added to .grad directly.
         self.head_grad_width = self.width if self.ranks > 1 else 4
         added_directly = accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
         waits = self.is_last and not added_directly
@@ -276,8 +277,8 @@ class StepMemory:
     def copies(self, blocks_waiting: int, gathered: int = 0) -> int:
         """Bytes of weights beside the sharded fp32 ones.
 
-        blocks_waiting: how many blocks wait for their backward.
-        With several ranks: what FSDP has gathered; `gathered` blocks if it frees them after use.
+        blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
+        gathered at this moment, if it frees blocks after use; else it has gathered them all.
         On one rank: autocast's bf16 copies, which the graph keeps for blocks not recomputed.
         """
         if self.ranks > 1:
@@ -440,7 +441,7 @@ def largest_microbatch(
         trial = replace(cfg, microbatch_size=size)
         return bytes_by_part(m, trial, ranks, precision, tp, pp)["peak"] > ROOM * memory
 
-    # All rows at once may take less than rows - 1: then no gradients wait for another microbatch.
+    # All rows at once may take less than rows - 1: no gradients wait for another microbatch.
     if not too_large(rows):
         return rows
     n_fitting = bisect.bisect_left(range(1, rows), True, key=too_large)  # of 1, 2, ..., rows - 1
@@ -452,7 +453,7 @@ def largest_microbatch(
 
 
 def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
-    """The moments side by side, in GB (10^9 bytes), for a person to read."""
+    """The table of the moments side by side, in GB (10^9 bytes), as text."""
     setup = (m, cfg, args.ranks, precision, args.tp, args.pp)
     stage, moments = worst_stage(*setup)
     peak = bytes_by_part(*setup)

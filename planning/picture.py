@@ -19,8 +19,8 @@ from planning import memory, step_time
 from planning.search import dp_ranks_per_node
 from planning.step_time import Constants, Fleet
 
-# The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. The posts do not give the
-# microbatch: 3 without recomputation is what configs/mpt7b_mi250.py takes, and it fits.
+# The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. MosaicML's posts do not
+# give the microbatch: configs/mpt7b_mi250.py takes 3 without recomputation, and that fits.
 MPT7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, attn_impl="sdpa")
 POSTS = TrainConfig(global_batch_size=1536, microbatch_size=3)
 SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
@@ -82,7 +82,7 @@ def scaling(rows: list[dict], path: str) -> None:
     left.plot(counts, ideal, "k:", label="ideal")
     left.set_yscale("log")
     finish_axes(left, counts, xlabel="torch devices", ylabel="tokens/s")
-    efficiency = "% of the smallest fleet's speed a device"
+    efficiency = "% of the smallest fleet's speed per device"
     finish_axes(right, counts, xlabel="torch devices", ylabel=efficiency)
     right.set_ylim(0, 105)
     save(figure, path)
@@ -138,7 +138,7 @@ def bytes_by_sharding(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, path: str) -
 
 
 def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
-    """One bar for each sharding mode, of the parts of a rank's peak; the device's memory dotted."""
+    """A bar for each sharding mode: the parts of a rank's peak. Dotted: the device's memory."""
     shard_size = min(dp_ranks_per_node(fleet), fleet.dp)
     bars = []
     for sharding in SHARDINGS:

@@ -7,7 +7,7 @@
         if any of these fits: the fastest is the answer; a larger tp x pp is not tried
 
 What a config file or a flag sets is kept, what is `auto` is tried. `fastest` searches one fleet,
-`sweep` several, and `budget` finds the largest model that a fleet can train in so many days.
+`sweep` several, and `budget` finds the largest model that a fleet can train in a number of days.
 plan.py asks the questions and prints the answers.
 
 Run `python -m planning.search configs/mpt7b.py --device=mi250 --devices=64 --sharding=auto`
@@ -84,7 +84,7 @@ class LayoutArgs:
 
 @dataclass(frozen=True)
 class Plan:
-    """A model on a fleet in one layout, and what that gives."""
+    """A model on a fleet in one layout, with its predicted seconds and bytes."""
 
     m: MPTConfig
     cfg: TrainConfig
@@ -240,7 +240,7 @@ def fastest(
             return max(candidates, key=lambda plan: plan.tokens_per_second)
     size = f"{flops.n_params(m) / 1e9:.3g}B parameters"
     raise UserError(
-        f"{size} fit {fleet.devices} x {fleet.device.name} in no layout that was left open: "
+        f"{size} fit {fleet.devices} x {fleet.device.name} in no layout that your settings allow: "
         "take more --devices, a shorter --max_seq_len, or --choose"
     )
 
@@ -261,8 +261,8 @@ def sweep(
     """Strong scaling (the same global batch) and weak (it grows with the devices) over `counts`.
 
     One row for each number of devices: {"devices", "strong": Plan, "weak": Plan, "rates",
-    "efficiency"}. The last two are pairs, strong and weak: tokens/s of one device, and that / the
-    smallest fleet's.
+    "efficiency"}. The last two are pairs, strong and weak: tokens/s of one device, and its ratio to
+    that of the smallest fleet.
     """
     rows = []
     smallest = min(counts)
@@ -330,7 +330,7 @@ def budget(
 
 
 def table(found: list[Plan]) -> str:
-    """The plans side by side, the fastest first, for a person to read."""
+    """The table of the plans, the fastest first, as text."""
     head = f"{'tokens/s':>12}{'MFU':>8}{'memory':>9}"
     lines = [f"{head}  tp  pp  microbatch  checkpointing  sharding"]
     for plan in sorted(found, key=lambda plan: -plan.tokens_per_second):

@@ -2,15 +2,15 @@
 
     step = (m + (p - 1) / v) x one microbatch + what happens once a step
 
-m microbatches pass through p pipeline stages. (p - 1) / v microbatch times are the bubble, with v
-pieces of the model on each stage (Megatron's interleaving, arXiv 2104.04473, section 2.2).
+m microbatches pass through p = `pp` pipeline stages with v = `interleave` pieces of the model each
+(arXiv 2104.04473, section 2.2). The bubble is the time of (p - 1) / v microbatches.
 One microbatch on one stage takes
 
     compute   matmuls     FLOPs / (reachable peak x area / (area + tile)),
                           area = tokens x width on this device
               attention   FLOPs of a causal flash kernel / (the kernels' share of the peak x peak)
               memory      bytes of norms, GELU, residuals, logits and FSDP's copies / bandwidth
-              tensor      all-reduces of tensor parallelism, which overlap with nothing
+              tensor      all-reduces of tensor parallelism, which no computation hides
     traffic   FSDP's gathers and reductions, each: bytes x (n - 1) / n / bandwidth + hop x (n - 1)
     together  (compute^q + traffic^q)^(1/q): q = 1 overlaps nothing, a large q everything
 
@@ -51,12 +51,12 @@ class Constants:
     overlap: float = 1.35  # q above
     hop: float = 4.5e-6  # seconds for each hop of a ring
 
-    attention: float = 0.25  # share of the peak on other devices: between the two, not measured
-    reachable: float = 0.7  # share of the peak of large matmuls, if devices.py has none: a guess
+    attention: float = 0.25  # the same on other devices: a guess between those two
+    reachable: float = 0.7  # share of the peak that large matmuls reach, if devices.py has none
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
     vocab_bytes: float = 24  # traffic per token and vocabulary entry: bf16 and fp32, both passes
     copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients
-    update_bytes: float = 30  # per parameter of an update: Adam reads and writes 4 fp32 numbers
+    update_bytes: float = 30  # per parameter of an update: Adam reads 4 fp32 numbers, writes 3
     pace: float = 1.0  # measured / predicted seconds of compute, set by `--calibrate`
 
 
@@ -69,7 +69,7 @@ class Trainer:
 
 
 OURS = Trainer()
-FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4)  # LLM Foundry under amp_bf16, PURE
+FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4)  # LLM Foundry: amp_bf16, FSDP's PURE
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ class StepTime:
         """Everything that reads and writes more than it computes.
 
         A third of a block's traffic is norms and residuals, which tensor parallelism does not
-        divide. The constants were fitted to MPT's usual shape; others scale with what they keep.
+        divide. The constants were fitted to MPT's usual shape; for other shapes, traffic grows with
+        the activations that a block keeps.
         """
         m, c, tp = self.m, self.c, self.fleet.tp
         usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
@@ -216,7 +217,7 @@ class StepTime:
         return size * (n - 1) / n / bandwidth + calls * self.c.hop * (n - 1)
 
     def traffic(self) -> float:
-        """What each microbatch sends: FSDP's gathers and reductions, and to the next stage."""
+        """What each microbatch sends: FSDP's gathers and reductions, data for the next stage."""
         tp, pp = self.fleet.tp, self.fleet.pp
         seconds = 0.0
         if not self.mode.reduces_late:
@@ -311,7 +312,7 @@ def tokens_per_second(
 
 @dataclass
 class FleetArgs:
-    """The fleet."""
+    """The devices."""
 
     device: str = "auto"  # mi250, h100, ...
     devices: int = 8  # torch devices in all

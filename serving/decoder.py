@@ -26,8 +26,8 @@ from serving.sampling import sample
 class Decoder:
     """A model ready for inference. `decoder(ids, cache)` gives the logits of the next token.
 
-    It takes the model over: the weights become `dtype` (None: unchanged) and are packed where the
-    CPU allows it. vocab_size: the entries of the tokenizer. The rows of the embedding beyond it
+    It changes the model in place: the weights become `dtype` (None: unchanged) and are packed where
+    the CPU allows it. vocab_size: the entries of the tokenizer. The rows of the embedding beyond it
     are padding and get no logits.
     """
 

@@ -10,9 +10,9 @@ A `PackedLinear` brings its weight into these blocks once. One step of a model o
     fp32, batch 8       18.4        37.6
     bf16, batch 1        6.4        11.6
 
-Both operators are private to PyTorch (their names begin with `_`). They can be neither compiled nor
-differentiated. So only this file uses them, and where `can_pack` is false, serving/decoder.py keeps
-nn.Linear.
+The operators that pack and multiply are private to PyTorch (their names begin with `_`). They can
+be neither compiled nor differentiated. So only this file uses them, and where `can_pack` is false,
+serving/decoder.py keeps nn.Linear.
 
 Run `python -m serving.packed_linear` to time both on this CPU.
 """

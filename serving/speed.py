@@ -33,7 +33,7 @@ class Speed:
     cached_tokens: int = 0  # in the cache, padding included, summed over rows and steps
 
     def report(self, decoder: Decoder) -> str:
-        """Prefill, decoding and bandwidth in one line. On a CPU it takes 0.2 s to measure that."""
+        """Prefill, decoding, bandwidth in one line. Measuring a CPU's bandwidth takes 0.2 s."""
         prompt_rate = self.prompt_tokens / (self.prompt_seconds or 1)
         prompts = f"prompts: {self.prompt_tokens} tokens, {prompt_rate:,.0f} tokens/s"
         if not self.steps:

@@ -43,7 +43,7 @@ class Text:
         self.prompt = prompt
         self.tokenizer = tokenizer
         self.stops = stops
-        # An empty prompt is the end of the document before it: a new document begins.
+        # An empty prompt becomes end-of-text, after which a new document begins.
         self.ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
         self.n_prompt = len(self.ids)
         self.max_new_tokens = max_new_tokens

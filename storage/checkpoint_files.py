@@ -154,7 +154,7 @@ def contradiction(path: Path, checksums: dict) -> str | None:
     """How undamaged files of a checkpoint contradict its name or each other, or None."""
     step = read_meta(path)["step"]
     if path.name != f"step-{step}":
-        return f"meta.json is of step {step}"
+        return f"meta.json says step {step}"
     locations = read_metadata(path).storage_data.values()
     unlisted = {location.relative_path for location in locations} - set(checksums)
     return f"checksums.json does not name {min(unlisted)}" if unlisted else None
@@ -190,7 +190,7 @@ class Record:
 
 
 class Table(dict):
-    """A dict whose keys are text or records. Hashing deeply nested tuples could take forever."""
+    """A dict with text or records as keys only: hashing deeply nested tuples could take forever."""
 
     def __setitem__(self, key, value):
         require(isinstance(key, str | Record), "it has a key that is not text")
@@ -254,7 +254,7 @@ class Unpickler(pickle._Unpickler):
     def find_class(self, module, name):
         """A record in place of the class; UserError unless DCP uses it."""
         known = name in KNOWN_NAMES.get(module, ())
-        require(known, f"it wants {files.shown(f'{module}.{name}')}")
+        require(known, f"it refers to {files.shown(f'{module}.{name}')}")
         return Record(name)
 
     def load_table(self):
@@ -346,7 +346,7 @@ def as_index(record: Record) -> MetadataIndex:
 def as_location(record: Record) -> _StorageInfo:
     """File, offset and bytes of a piece."""
     state = record.state
-    require(not state.get("transform_descriptors"), "it wants a file to be transformed")
+    require(not state.get("transform_descriptors"), "its pieces are stored in a transformed form")
     offset = as_count(state["offset"])
     length = as_count(state["length"])
     return _StorageInfo(state["relative_path"], offset, length)
@@ -427,7 +427,7 @@ def tiles(chunks, shape: torch.Size) -> bool:
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader, given metadata that `read_metadata` has checked. It never unpickles any."""
+    """DCP's reader with metadata that `read_metadata` has checked: it unpickles none itself."""
 
     def __init__(self, path: Path, metadata: Metadata):
         super().__init__(path)
@@ -480,7 +480,7 @@ def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The original error, out of the exceptions in which DCP and torch wrap it.
+    """The original error, unwrapped from the exceptions of DCP and torch.
 
     DCP collects the errors of all ranks; the first counts. On a full disk torch.save reports a
     position in the file (unexpected pos 704) in place of the OSError.

@@ -116,7 +116,7 @@ def wrong_type(value: dict, fields: dict) -> str:
 
 
 def has_type(value, types) -> bool:
-    """isinstance for JSON: a bool is no number, an int may stand for a float, and fits 64 bits."""
+    """isinstance for JSON: a bool is no number, an int counts as a float, ints must fit 64 bits."""
     types = types if isinstance(types, tuple) else (types,)
     if isinstance(value, bool):
         return bool in types

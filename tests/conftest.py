@@ -33,7 +33,7 @@ TORCHRUN = [
     "--rdzv-endpoint=localhost:0",
     "--nproc_per_node",
 ]
-LIFE = 150  # calls after which ranks are replaced: groups of checkpoints leave polling threads
+LIFE = 150  # calls after which ranks are replaced: checkpoints leave polling threads behind
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
 
@@ -248,7 +248,7 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Run a program to its end.
 
-    `largest_file`: no file may grow beyond so many bytes, as if the disk were full.
+    `largest_file`: no file may grow beyond this many bytes, as if the disk were full.
     """
     command = [sys.executable, *how, *words_of(program), *map(str, args)]
 
@@ -276,7 +276,7 @@ def words_of(program) -> list[str]:
 
 
 def rooms_on_path() -> dict:
-    """`clean_environment`, in which `python -m room.file` works from any folder."""
+    """`clean_environment`, in which `python -m folder.file` works from any directory."""
     return clean_environment() | {"PYTHONPATH": str(ROOT)}
 
 

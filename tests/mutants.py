@@ -1,12 +1,13 @@
 """Plant one bug at a time in a copy of the code: the quick tests of that part must fail.
 
     make mutants                                    all of them, about 20 minutes on two cores
-    .venv/bin/python tests/mutants.py alibi lease   those with such a word in file or reason
+    .venv/bin/python tests/mutants.py alibi lease   those with one of these words in file or reason
     .venv/bin/python tests/mutants.py --jobs=2      two at a time
     .venv/bin/python tests/mutants.py --unchecked   without the check described next: half of that
 
 First the tests must pass in the copy without a bug. Each line says which test found a bug, and
-after how many seconds. Exit status: 1 if a bug survives, 2 if a snippet is not found exactly once.
+after how many seconds. Exit status: 1 if a bug survives; 2 if a snippet is not found
+exactly once, or the tests fail without a bug.
 """
 
 import os
@@ -315,7 +316,7 @@ MUTANTS = [
         "half = cfg.microbatch_size // 2",
         "half = cfg.microbatch_size",
         "lifecycle/test_microbatch.py",
-        "out of memory, the run announces the same microbatch again",
+        "after running out of memory, the run announces the same microbatch again",
     ),
     Mutant(
         "program.py",
@@ -337,14 +338,14 @@ MUTANTS = [
         "range(1, len(stop))",
         "range(1, len(stop) - 1)",
         "serving/test_stream.py",
-        "a stop string is shown but for its last character",
+        "a stop string is shown except for its last character",
     ),
     Mutant(
         "evaluation/figures.py",
         '"nats_per_byte": nats / size',
         '"nats_per_byte": nats / tokens',
         "evaluation/test_zero_shot.py",
-        "nats a byte are nats a token",
+        "nats per byte are computed per token",
     ),
     Mutant(
         "evaluation/score.py",
@@ -411,12 +412,12 @@ def run_tests(copy: Path, tests: list[str]) -> tuple[int, str]:
     except subprocess.TimeoutExpired:
         os.killpg(pytest.pid, signal.SIGKILL)  # with the programs that a test has started
         pytest.communicate()
-        return 1, f"FAILED after {LIMIT} s without an end"
+        return 1, f"FAILED the limit of {LIMIT} s"
     return pytest.returncode, output
 
 
 def plant(mutant: Mutant, copy: Path) -> tuple[bool, str]:
-    """Whether the tests found the bug, and a line about it. The copy is as before afterwards."""
+    """Whether the tests found the bug, and a line about it. Restores the copy."""
     path = copy / mutant.file
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(mutant.old, mutant.new), encoding="utf-8")

@@ -101,7 +101,7 @@ def local(value):
 
 
 def same(a, b) -> bool:
-    """Whether two dictionaries of tensors are equal to the bit."""
+    """Whether two dictionaries of tensors are equal bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

@@ -488,7 +488,7 @@ FLAGS += ["--precision=fp32", "--run_dir=run"]
 
 
 def stopped_while(condition, process) -> bool:
-    """Stop a process where a condition holds. If it holds no more once it is stopped: go on."""
+    """Stop a process while a condition holds; let it go on if it no longer holds once stopped."""
     if condition():
         process.send_signal(signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)

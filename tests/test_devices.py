@@ -123,7 +123,7 @@ def test_every_figure_equals_the_collected_table():
 
 
 def require_equal(device, row: dict) -> None:
-    """row: of the collected table. Of two sizes (16/32 GB) either; of a range of watts the end."""
+    """row: of accelerators.csv. Of two memory sizes (16/32) either counts; of a range, its end."""
     name = device.name
     assert device.arch == row["gcnArch_or_cc"], name
     assert device.units == int(row["cu_or_sm_per_torch_device"] or 0), name
@@ -141,7 +141,7 @@ def require_equal(device, row: dict) -> None:
 
 
 def require_found_by_name(device, names: str) -> None:
-    """One of its reported names (`A|B|(a remark)`) finds the device, and none another peak."""
+    """A name that it reports (`A|B|(a remark)`) finds it; no such name finds another peak."""
     found = []
     for name in names.split("|"):
         found.append(devices.lookup(name, device.arch, device.units, device.memory_gb))

@@ -4,8 +4,8 @@ A reader may raise UserError or OSError and nothing else. It may take 10 s and 1
 One process imports everything once and forks a child for each reader. A child that hangs or dies
 costs one case: the next child continues with the following one.
 
-Run `python tests/test_fuzz.py NAME` to see what one reader answers to each case, with
-`--cases=400` to that many.
+Run `python tests/test_fuzz.py NAME` to see what one reader answers to each case; `--cases=400` sets
+how many there are.
 """
 
 import functools

@@ -16,7 +16,7 @@ N, D, V = 53, 16, 211  # tokens, width, vocabulary: chunks and blocks do not div
 
 @pytest.fixture(params=[1, 8, 53, 1000], ids=lambda rows: f"{rows}rows")
 def chunk(request, monkeypatch):
-    """Chunks of so many tokens, and blocks of the vocabulary that do not divide it."""
+    """Chunks of this many tokens, and blocks that do not divide the vocabulary."""
     monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * request.param)
     monkeypatch.setattr(loss, "COLUMNS", 50)
 

@@ -246,7 +246,7 @@ def test_the_step_is_the_textbook_step(ranks, one_rank):
     "size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "DDP")]
 )
 def test_labels_that_do_not_count_may_lie_anywhere(ranks, size, mode):
-    """They are all on the first rank or two; a mean of means would be off by up to 2 %."""
+    """All on the first one or two ranks; a mean of the ranks' means would be off by up to 2 %."""
     model = replace(MODEL, max_seq_len=15)
     plain = ranks(1)(train_plainly, True)[0]
     found = ranks(size)(train, replace(RUN, sharding=mode, microbatch_size=2), model, "fp32", True)
@@ -356,7 +356,7 @@ def test_a_step_never_waits_for_the_device(ranks, size, mode):
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_is_only_queued(ranks):
-    """The driver itself tells of waiting; and figures are read when they are there, not before."""
+    """The driver itself reports any waiting; figures are read once they are there, not before."""
     device = torch.device("cuda")
     model_cfg, world = (
         replace(MODEL, d_model=96, attn_impl="auto"),

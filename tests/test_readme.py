@@ -306,7 +306,8 @@ def section(page: str, title: str) -> str:
 
 
 def test_the_walk_has_ten_steps_over_six_files_and_the_settings_walk_three():
-    token, setting = section(CONTRIBUTING, "The walk of a token").split("\nAnd the walk of a setting")
+    walks = section(CONTRIBUTING, "The walk of a token")
+    token, setting = walks.split("\nAnd the walk of a setting")
     files = [{file for file, *_ in re.findall(REFERENCE, walk)} for walk in (token, setting)]
     assert len(re.findall(r"^\d+\. ", token, re.MULTILINE)) == 10
     assert len(files[0]) == 6 and len(files[1]) == 3

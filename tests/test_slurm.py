@@ -127,7 +127,7 @@ class Job:
         return self.log.read_text()
 
     def until(self, words, times=1, seconds=90) -> None:
-        """Wait until the log has these words so many times."""
+        """Wait until the log has these words this many times."""
         deadline = time.monotonic() + seconds
         while self.said().count(words) < times:
             assert time.monotonic() < deadline and self.process.poll() is None, self.said()

@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: order of imports, rooms, short functions."""
+"""The rules of CONTRIBUTING.md that a program can check: imports, folders, short functions."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, rooms_on_path
 
-# Each may import those before it. Names with a slash are rooms; inside a room there are no circles.
+# Each may import those before it. Names with a slash are folders. Some are only planned, as web/.
 ORDER = """
     program config storage/ devices flops planning/ gpu_kernels/ attention loss model text/ data
     optim processes parallel tensor_parallel pipeline lora checkpoint
@@ -171,7 +171,7 @@ def python(*words, cwd=ROOT) -> str:
 
 
 def test_the_trainer_brings_in_what_training_uses_and_no_more():
-    """28 of our files at most, with tensor and pipeline parallelism."""
+    """26 of our files at most: without tensor and pipeline parallelism."""
     brought = set(python("-c", "import fsdp_train, sys; print(*sys.modules)").split()) & set(OURS)
     assert len(brought) <= 26, sorted(brought)
     rooms = {name.split(".")[0] for name in brought if "." in name}
@@ -236,7 +236,7 @@ def test_importing_runs_nothing(path):
 
 @pytest.mark.parametrize("path", DOORS, ids=module_of)
 def test_nothing_that_is_sent_to_other_processes_lives_in_a_door(path):
-    """They could not import it: their own `__main__` is another file."""
+    """Spawned processes could not import it: their own `__main__` is another file."""
     assert is_guard(tree(path).body[-1])
     defined = {
         node.name for node in tree(path).body if isinstance(node, ast.ClassDef | ast.FunctionDef)

@@ -29,8 +29,8 @@ from storage import files as file_reader
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".py")
 
-# Suffixes of files that are not supported. A name that ends so is a missing file, not a Hub data
-# set.
+# Suffixes of files that are not supported. A name with one is a missing file, not a data set of the
+# Hub.
 OTHER_SUFFIXES = tuple(".json .md .html .xml .pdf .docx .epub .gz .bz2 .xz .zst .zip .tar".split())
 HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"
 
@@ -102,7 +102,7 @@ def source_state(dataset: str) -> str:
 
 
 def stdlib_files() -> list[str]:
-    """Python's own library, about 730 files and 12 MB, without tests and installed packages."""
+    """Python's standard library, about 730 files and 12 MB, without tests or installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     return sorted(
@@ -145,7 +145,7 @@ def file_documents(path: str, lossy: bool = False):
 
     .jsonl, .parquet, .csv, .tsv: the field `text` of each row. .py: the whole file.
     .txt: the parts between <|endoftext|>; without that, pieces of about 16 kB.
-    lossy: replace what is not UTF-8 by U+FFFD. Otherwise it is a UserError, as is a damaged file.
+    lossy: replace what is not UTF-8 with U+FFFD; else that is a UserError, as is a damaged file.
     """
     if path.endswith(".parquet"):
         yield from parquet_documents(path)
@@ -186,7 +186,7 @@ def parquet_documents(path: str):
                     yield text.as_py()
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             reason = config.one_line(error)
-            raise UserError(f"{path} is not a whole .parquet file: {reason}") from error
+            raise UserError(f"{path} is not a complete .parquet file: {reason}") from error
 
 
 def jsonl_documents(path: str):
@@ -266,7 +266,7 @@ def hub_documents(dataset: str):
 
     Raises UserError if there is no such data set, subset, field `text` or connection.
     """
-    import datasets  # here, because it takes 1.5 s
+    import datasets  # imported here, because that takes 1.5 s
 
     name, _, subset = dataset.partition(":")
     fix = "use local files (--dataset='my/*.txt') or --dataset=stdlib"

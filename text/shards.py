@@ -1,4 +1,4 @@
-"""A shard: one file of tokens, raw behind a JSON header, checked and memory-mapped.
+"""A shard: one file of raw token ids after a JSON header, checked and memory-mapped.
 
     bytes 0..4095   a JSON object, padded with spaces: format, dtype, tokens, documents, text_bytes,
                     vocab_size, text_sha256, sha256

@@ -61,8 +61,8 @@ BYTES = sorted(
 )
 N_PRINTABLE = 188
 
-# A BPE ignores longer words. A merge costs time in proportion to the word, and no language needs
-# them.
+# Training a BPE ignores longer words, which no language needs: a merge takes time in proportion to
+# the word's length.
 MAX_WORD_CHARACTERS = 1000
 
 # A tokenizer.json may hold regular expressions and replacements that take minutes a line, by
@@ -158,7 +158,7 @@ class Tokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` that came with a model, with the methods and attributes of `Tokenizer`.
+    """A `tokenizer.json` that came with a model, used as a `Tokenizer`; it has no `tokens`, `save`.
 
     Only byte-level tokenizers are supported (MPT's and GPT-NeoX's are). `eot` need not be the
     last id.
@@ -232,7 +232,7 @@ def library_tokenizer(path: str, content: bytes):
         library = tokenizers.Tokenizer.from_str(content.decode())
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
-    except BaseException as error:  # errors have no class of their own, panics are no Exception
+    except BaseException as error:  # errors have no class of their own; panics are no Exceptions
         problem = f"{path} is not Hugging Face's tokenizer.json, or is damaged"
         raise UserError(f"{problem}: {one_line(error)}") from error
     require(is_byte_level, f"{path} is not a byte-level tokenizer: no other kind is supported")

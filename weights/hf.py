@@ -226,7 +226,7 @@ def copy_tokenizer(path: Path, folder: Path) -> str:
     file = path.parent.parent / "tokenizer.json"  # of the run folder
     is_hugging_face = name.endswith(".json")
     if is_hugging_face or name.startswith("bpe"):
-        require(not file.is_symlink(), f"{file} is a link: put the file there that it points to")
+        require(not file.is_symlink(), f"{file} is a link: replace it with the file it points to")
         tokenizers.load(name, file)  # UserError if it is damaged
         shutil.copy(file, folder / (HF_TOKENIZER if is_hugging_face else BPE_TOKENIZER))
     return HF_TOKENIZER if is_hugging_face else name
@@ -271,7 +271,7 @@ def import_(source, run_dir, tokenizer: str = "") -> None:
 
     n_params = sum(param.numel() for param in model.parameters())
     print(f"{run_dir}: {n_params:,} parameters")
-    print(f"Tokenizer: {name}. A model that was trained with other ids writes nonsense.")
+    print(f"Tokenizer: {name}. If the model was trained with other ids, it writes nonsense.")
 
 
 def write_checkpoint(path: Path, meta: dict, model: MPT) -> None:
@@ -295,13 +295,13 @@ def name_of_tokenizer(source: Path) -> str:
     if (folder / HF_TOKENIZER).exists():
         return str(folder / HF_TOKENIZER)
     try:
-        # A config.json from someone else may name any file of this machine: only names count.
+        # A stranger's config.json may name any file of this machine, so a path is never followed.
         require(not name.endswith(".json"), "it is not beside the weights")
         return tokenizers.canonical(name)
     except UserError as error:
         raise UserError(
             f"{source} was trained with the tokenizer {name}: put its tokenizer.json there "
-            "(--tokenizer=gpt2 loads too, but its ids stand for other words in this model)"
+            "(--tokenizer=gpt2 would load, but its ids stand for other words in this model)"
         ) from error
 
 

@@ -2,7 +2,7 @@
 
     config.json                             MPTConfig
     d_model n_heads n_layers                the same; a missing one has LLM Foundry's default, or
-    expansion_ratio max_seq_len vocab_size  transformers' if that wrote the file
+    expansion_ratio max_seq_len vocab_size  that of transformers if transformers wrote the file
     learned_pos_emb no_bias logit_scale
     norm_type tie_word_embeddings
     emb_pdrop resid_pdrop
@@ -52,8 +52,8 @@ IGNORED_KEYS = """
     problem_type is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
 """.split()
 
-# A setting that this project does not have is accepted only with one of these values, with which
-# the model is the one computed here; a key that is not listed only with a value in OFF.
+# A setting that this project does not have is accepted only with one of these values, which change
+# nothing in the model. One that is not even listed here is accepted only with a value in OFF.
 DEFAULTS = {
     "embedding_fraction": [1],
     "layer_norm_epsilon": [1e-5],
@@ -156,7 +156,7 @@ def kv_heads(attention: dict, source: str) -> int | None:
 
 
 def check_rope(attention: dict, values: dict, source: str) -> None:
-    """UserError if the model has rotary positions of another kind than plain RoPE.
+    """UserError if the model has rotary positions other than plain RoPE.
 
     attention: the attn_config; values: the settings read so far.
     """
@@ -184,8 +184,8 @@ def check_rope(attention: dict, values: dict, source: str) -> None:
 def config_to(cfg: MPTConfig, dtype: torch.dtype = torch.float32) -> dict:
     """The config.json of a model, for transformers and LLM Foundry alike.
 
-    dtype: of its weights. Raises UserError for a setting that the format lacks: another attention
-    or norm than MPT's, or a setting that a fork added.
+    dtype: of its weights. Raises UserError for a setting that the format lacks: an attention or
+    norm other than MPT's, or a setting that a fork added.
     """
     require(
         function_of(cfg.attn_impl) == "auto",

@@ -7,7 +7,7 @@
 
 `load_for_sampling` gives generate.py and evaluation a model with its tokenizer. `init_from` fills a
 model that is about to train, sharded or not (--init_from). Before that, `check_same_model` compares
-the settings that matter to the function of both models, and `check_same_tokenizer` their ids. For a
+the settings that decide what the two models compute, and `check_same_tokenizer` their ids. For a
 run that resumes, lifecycle/resume.py has a stricter check.
 
 Run `python -m weights.load runs/demo` to see what is at a path.
@@ -66,7 +66,7 @@ def load_model(path: Path, device: torch.device) -> MPT:
     cfg = checkpoint.settings(path)
     metadata = rank_zero_decides(lambda: read_metadata(path))
     n_tensors = len(metadata.state_dict_metadata)
-    require(  # first: to build a model of thousands of layers takes a minute
+    require(  # first: building a model of thousands of layers takes a minute
         cfg.n_layers <= n_tensors,
         f"{path} holds {n_tensors} tensors, too few for {cfg.n_layers} layers",
     )
@@ -172,7 +172,7 @@ def check_same_model(path, cfg: MPTConfig) -> None:
 def function_settings(cfg: MPTConfig) -> dict:
     """The settings that decide the shapes and logits of a model, by name.
 
-    Settings without effect, given the others, are left out, such as rope_theta without rope.
+    Settings that have no effect here are left out, such as rope_theta without rope.
     """
     values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
     values["learned_pos_emb"] = cfg.learned_positions
@@ -201,7 +201,7 @@ def check_same_tokenizer(path, name: str, file) -> None:
         their_name = hf.name_of_tokenizer(path)
         their_file = hf.tokenizer_file(path, their_name)
 
-    # Of gpt2 and bytes there is one of each. Others may differ under the same name.
+    # There is only one gpt2 and one bytes. Others may differ under the same name.
     same_ids = their_name in ("gpt2", "bytes") and their_name == tokenizers.canonical(name)
     if not same_ids:
         theirs = tokenizers.load(their_name, their_file)

@@ -8,7 +8,7 @@
 
 Both kinds may be split over several files that an index names (model.safetensors.index.json).
 
-A pickle can run any code, so it is read with `weights_only=True`, and first without the tensors.
+A pickle can run any code, so it is read with `weights_only=True`, without the tensors' numbers.
 Either way the result is a `Stored` for each tensor: its file, offset, dtype and shape. A rank
 then reads only the rows that it keeps, straight into its own memory.
 
@@ -223,7 +223,7 @@ def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
 def are_sizes(values) -> bool:
     """Is this a list of at most 16 whole numbers from 0 to 2^63 - 1?
 
-    The product of 16 such numbers is still a float, so a message can show it.
+    The product of 16 such numbers still fits a float, so a message can show it.
     """
     if not isinstance(values, list) or len(values) > 16:
         return False
@@ -248,7 +248,7 @@ def pickle_layout(path: Path) -> dict[str, Stored]:
 def read_pickle(path: Path):
     """The content of a .bin or .pt file. Its tensors have shapes and offsets, but no memory.
 
-    Raises UserError if it holds more than tensors, plain Python, and what Composer adds: times and
+    Raises UserError if it holds more than tensors, plain values, and what Composer adds: times and
     numpy's random state.
     """
     safe_types = torch.serialization.safe_globals(composer_types())

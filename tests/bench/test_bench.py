@@ -68,7 +68,7 @@ def test_spawned_processes_find_their_class_however_it_is_started(python, how):
 
 @pytest.mark.slow
 def test_a_step_with_something_undone_is_another_step(python):
-    """Started by name: spawned processes find the classes of bench.before_after and bench.train."""
+    """Run as `python -m bench`, so that spawned processes can import the classes of both files."""
     flags = ["--only=two of half the size", "--rounds=1", "--steps=1"]
     done = python(*flags, program="bench before_after")
     assert done.returncode == 0, done.stderr

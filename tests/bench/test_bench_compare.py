@@ -86,7 +86,7 @@ def write(path, *rows) -> str:
 
 
 def at(ranks: int, batch: int, rate: float, **more) -> dict:
-    """A row at so many ranks, 8 a node, with a rate in tokens/s a device.
+    """A row at this many ranks, 8 a node, with a rate in tokens/s a device.
 
     With FULL_SHARD, shard_size follows the ranks.
     """

@@ -217,7 +217,7 @@ def measured(interpreted, request):
 
 
 def marked(case):
-    """Quick: what has code of its own, and a head of two widths in each dtype. Slow: the rest."""
+    """Quick: QUICK, and heads of 96 (two widths) in each dtype. Slow: the other cases."""
     of_a_dtype = case.keys() == {"D", "dtype"} and case["D"] == 96
     quick = case in QUICK or of_a_dtype
     return pytest.param(case, id=name(case), marks=[] if quick else pytest.mark.slow)
@@ -231,7 +231,7 @@ def test_output_and_gradients_equal_the_formula_in_fp64(case, measured):
 
 
 def equal_runs(world):
-    """Whether two runs of some cases are equal to the bit."""
+    """Whether two runs of some cases are equal bit for bit."""
     cases = [FLAGS[1], dict(lengths=(65, 127), heads=(3, 1)), dict(dtype="bfloat16", D=96)]
     for case in cases:
         case = DEFAULT | case
@@ -297,7 +297,7 @@ def test_many_random_cases(interpreted):
 
 
 def rows_without_keys(world):
-    """out and dq of the 32 first of 40 queries on 8 keys, out without keys, and: all finite?"""
+    """out and dq of 32 queries before the 8 keys; out if there are no keys; is all of it finite?"""
     q, k, v = (torch.randn(1, 1, T, 16).requires_grad_() for T in (40, 8, 8))
     out = kernels.flash_attention(q, k, v, alibi_slopes=alibi_slopes(1))
     dq, dk, dv = torch.autograd.grad(out.square().sum(), (q, k, v))

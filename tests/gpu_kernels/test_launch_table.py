@@ -221,7 +221,7 @@ def found(compilers, request):
 
 
 def in_tiers(cases, tiers):
-    """tiers: the marks of a case of one of the two usual chips, and of another."""
+    """tiers: the marks of a case on one of USUAL_CHIPS, and of a case on any other chip."""
     first, second = tiers
     return [
         pytest.param(case, id=name(case), marks=first if case[0] in USUAL_CHIPS else second)

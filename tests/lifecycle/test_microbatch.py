@@ -48,7 +48,7 @@ SMALL = MPTConfig(d_model=32, n_heads=2, n_layers=1, max_seq_len=16, vocab_size=
 
 
 def killed_step(model, optimizer, rows, step, cfg, world, precision):
-    """As by the kernel's OOM killer: rank 1 above 4, while rank 0 waits for it."""
+    """Kill rank 1, as the OOM killer does, at microbatches above 4; rank 0 waits for it."""
     if world.global_rank == 1 and cfg.microbatch_size > 4:
         os.kill(os.getpid(), signal.SIGKILL)
     return train_step(model, optimizer, rows, step, cfg, world, precision)
@@ -131,7 +131,7 @@ def two(begin):
 
 
 def sizes(output):
-    """What was tried, and the end of it: {16: "out of memory", 8: "fits, ..."}."""
+    """The sizes that were tried, and the outcome of each: {16: "out of memory", 8: "fits, ..."}."""
     return {
         int(size): words
         for size, words in re.findall(r"^microbatch (\d+): (.*)$", output, re.MULTILINE)

@@ -282,7 +282,7 @@ def choose_after_restart(world, cfg):
 
 
 def test_a_restart_without_a_sound_checkpoint_does_not_start_anew(ranks, two_saved, tmp_path):
-    """Nobody is watching, so it must not begin at step 0. A typed command may: its user reads."""
+    """Nobody is watching, so it must not begin at step 0. A typed command may: its user sees it."""
     run = shutil.copytree(two_saved, tmp_path / "run")
     cfg = replace(RUN, run_dir=str(run))
     for name in ("step-1", "step-2"):

@@ -1,4 +1,4 @@
-"""The run folder: rows, resuming without doubles, and the numbers that people read."""
+"""The run folder: rows, resuming without duplicates, and the numbers that people read."""
 
 import contextlib
 import json
@@ -218,7 +218,7 @@ def test_rows_with_nan_are_rows(tmp_path):
 
 
 def test_metrics_that_cannot_be_read_are_an_error_and_nothing_changes(tmp_path):
-    """A link to itself: also root, who runs these tests in containers, cannot read that."""
+    """A link to itself, which even root, who runs these tests in containers, cannot read."""
     log = opened(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir() if path != log.path}
     log.path.unlink()

@@ -151,7 +151,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
 
 
 def test_the_second_ctrl_c(tmp_path):
-    """In a step that lasts, and in which Python's own handlers do not run."""
+    """In a long step, during which Python's own handlers do not run."""
     program = "import hashlib; from lifecycle import stopping; "
     program += "stopping.Signals().nothing_to_save = False; print(flush=True); "
     program += "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"
@@ -267,7 +267,7 @@ def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tm
 
 @contextlib.contextmanager
 def slow_rank_1(world):
-    """Its final norm, the fifth of two blocks, takes 0.1 s more than the others'."""
+    """On rank 1 the final norm, the fifth in a model of two blocks, takes 0.1 s longer."""
     forward, calls = torch.nn.functional.layer_norm, itertools.count(1)
 
     def slower(x, *args):

@@ -183,7 +183,7 @@ def test_mpt_7b_on_128_mi250_from_4():
 
 
 def test_frontiers_strong_scaling():
-    """With the stated microbatch of 4. With 1, the other guess, the published figures differ."""
+    """With a microbatch of 4, chosen because it agrees. With 1 the published figures differ."""
     for name, published in (("175B", 89.93), ("1T", 87.05)):
         assert planner.frontier(name, 4) == pytest.approx(published, abs=5)
         assert planner.frontier(name, 1) > published + 5

@@ -54,7 +54,7 @@ def test_without_numbers_torch_draws():
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 40_000}, {"top_p": 0.999}], ids=str)
 def test_the_largest_number_draws_a_token_that_can_be_drawn(settings):
-    """Rounding in the sum must not reach the tokens behind it, whose probability is 0."""
+    """Rounding in the sum must not reach the tokens after it, whose probability is 0."""
     logits = torch.full((1, 50_000), -torch.inf)
     logits[0, :30_000] = torch.randn(30_000, generator=torch.Generator().manual_seed(0))
     token = sample(logits, uniform=torch.tensor([1 - 2**-24]), **settings)

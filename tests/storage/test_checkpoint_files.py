@@ -155,7 +155,7 @@ def checksums_elsewhere(path, mark):
 
 # What makes the attack -> the error it must meet.
 ATTACKS = {
-    code_in_metadata: r"\.metadata cannot be trusted \(it wants 'builtins.eval'\)",
+    code_in_metadata: r"\.metadata cannot be trusted \(it refers to 'builtins.eval'\)",
     code_as_weight: r"\.metadata cannot be trusted \(.* is not a tensor\)",
     code_in_piece: r"cannot read .*step-5 \(it would run (builtins\.|__builtin__\.)?eval\)",
     elsewhere: r"names the file '\.\./outside', expected the plain name",
@@ -219,7 +219,7 @@ def test_a_sound_one_is_used(run, tmp_path, use):
 def test_a_checkpoint_of_another_step_is_unsound(run):
     folder = run / "checkpoints"
     renamed = (folder / "step-5").rename(folder / "step-6")
-    assert verify(renamed) == "meta.json is of step 5"
+    assert verify(renamed) == "meta.json says step 5"
 
 
 @pytest.mark.parametrize("name", [".metadata", "meta.json", "__0_0.distcp"])
@@ -307,7 +307,7 @@ CHANGES = {
     "no floating point": (set_dtype, "is torch.int64"),
     "a transformed file": (
         set_location(transform_descriptors=["zstd"]),
-        "wants a file to be transformed",
+        "stored in a transformed form",
     ),
     "no storage": (lambda m: setattr(m, "storage_data", None), "cannot be trusted"),
     "no entries": (lambda m: setattr(m, "state_dict_metadata", [1]), "cannot be trusted"),
@@ -365,7 +365,7 @@ def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
 def test_a_known_module_admits_its_known_names_only(tmp_path):
     """torch.load would run what is in a file."""
     (tmp_path / ".metadata").write_bytes(b"\x80\x04\x8c\x05torch\x8c\x04load\x93.")
-    with pytest.raises(UserError, match="it wants 'torch.load'"):
+    with pytest.raises(UserError, match="it refers to 'torch.load'"):
         read_metadata(tmp_path)
 
 
@@ -470,7 +470,7 @@ def test_no_program_runs_a_strangers_code(trained, tmp_path, name):
         done = program(folder, *command)
         assert done.returncode == (1 if name == "lifecycle.resume" else 2), done.stderr
         output = done.stdout + done.stderr
-        refusal = r"(it would run|it wants) (eval|'builtins\.eval'|__builtin__\.eval)"
+        refusal = r"(it would run|it refers to) (eval|'builtins\.eval'|__builtin__\.eval)"
         assert re.search(refusal, output), output
         assert not mark.exists() and "weights_only" not in output and "Traceback" not in output
         assert names_of(folder / "run" / "checkpoints") == ["step-2"]
@@ -496,7 +496,7 @@ OTHER_MODELS = {
 
 @pytest.mark.parametrize("settings, message", OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_weights_that_the_settings_do_not_ask_for_are_an_error(run, settings, message):
-    """Ignored, they would give another model silently; or it would ask for terabytes of memory."""
+    """Ignored, they would silently give another model; settings may also ask for terabytes."""
     path = run / "checkpoints" / "step-5"
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps(meta | settings))

@@ -198,7 +198,7 @@ def test_a_parquet_file_with_other_bytes_than_text(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     bad = pyarrow.array([b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     path = write_parquet(tmp_path / "a.parquet", text=bad)
-    assert error(path).startswith(f"{path} is not a whole .parquet file: ")
+    assert error(path).startswith(f"{path} is not a complete .parquet file: ")
 
 
 @pytest.mark.slow

@@ -378,7 +378,7 @@ def test_pathological_patterns_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_pattern_that_fails_on_one_text_is_one_line(tmp_path):
-    """The text that is tried when a file is loaded has no run of q."""
+    """The probe when a file is loaded misses it: its text has no run of the letter q."""
     loaded = load(theirs(tmp_path / "tokenizer.json", r"(q+)+$"))
     with pytest.raises(UserError, match="tokenizer.json cannot encode 'qqqq.*retry-limit"):
         loaded.encode("q" * 100 + "!")

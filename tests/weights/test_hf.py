@@ -280,7 +280,7 @@ def test_composer_checkpoints(tmp_path):
 def fill_on(world, folder, cfg, mode, dtype):
     """Fill a sharded model.
 
-    Returns its logits, and whether this rank has whole parameters, as a set of answers.
+    Returns its logits, and the set of answers to: does this rank hold the whole parameter?
     """
     train = TrainConfig(sharding=mode, shard_size=world.global_size // 2)
     with torch.device("meta"):
