@@ -73,7 +73,7 @@ def main(argv) -> None:
     # model, optimizer
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, start.seed_to_draw(cfg))
     model.separator = evaluator.separator
-    checkpointer = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
+    checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
     load_weights(start, model, optimizer)
     warn_if_slow(optimizer, log)
 
@@ -215,10 +215,10 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
         # Every rank makes the same number of passes: beyond the end it repeats the last window,
         # and ignores it.
         rows = torch.from_numpy(val.windows(np.minimum(window_ids, n_windows - 1)))
-        rows = rows.to(world.device)
-        ids, labels = rows[:, :-1], rows[:, 1:].clone()
-        labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE
-        with parallel.autocast(rows.device, precision):
+        labels = rows[:, 1:].clone()
+        labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE  # on the CPU: a GPU would wait
+        ids, labels = rows[:, :-1].to(world.device), labels.to(world.device)
+        with parallel.autocast(world.device, precision):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)
