@@ -67,26 +67,19 @@ BYTES_PER_PARAMETER = 12  # the fp32 weight and Adam's two fp32 moments
 class Checkpointer:
     """Saves a run's checkpoints one after another, at most one at a time in the background.
 
-    Keeps the newest `keep_last`, and never deletes those whose step is a multiple of `keep_every`
-    (0: none). All ranks call `save` and `finish` together.
+    device: where the model is. Keeps the newest `keep_last`, and never deletes those whose step is
+    a multiple of `keep_every` (0: none). All ranks call `save` and `finish` together.
     """
 
-    def __init__(self, run_dir: str, keep_last: int, keep_every: int = 0):
+    def __init__(self, run_dir: str, device: torch.device, keep_last: int, keep_every: int = 0):
         self.folder = Path(run_dir) / "checkpoints"
         self.keep_last = keep_last
         self.keep_every = keep_every
         # The background thread has a process group of its own, apart from training's collectives.
         self.group = processes.new_group(processes.TIMEOUT)
-        cuda = torch.cuda.is_available()
-        # The stager copies to host memory that is kept from save to save: allocating takes longer
-        # than copying.
-        options = StagingOptions(
-            use_pinned_memory=cuda,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=cuda,
-        )
-        self.stager = DefaultStager(options)
+        # It copies to host memory that is kept from save to save: allocating takes longer than
+        # copying.
+        self.stager = DefaultStager(staging_options(device))
         self.pending = None  # (step, future) of the save in the background
         self.blocked_seconds = 0.0  # how long the last save blocked the training thread
         # torch 2.9 warns of its own code.
@@ -184,6 +177,24 @@ class Checkpointer:
         """A sentence that names the newest complete checkpoint."""
         newest = latest(self.folder.parent)
         return f"The last good checkpoint is {newest}" if newest else "There is no checkpoint yet"
+
+
+def staging_options(device: torch.device) -> StagingOptions:
+    """How DCP's stager copies weights and optimizer from `device` to host memory.
+
+    On NVIDIA the host memory is pinned, and the copies are enqueued one behind the other; before
+    the state is handed on to be written, the stager waits for the device.
+    """
+    # ROCm stages through pageable memory. The stager pins what it has allocated already, tensor by
+    # tensor: AMD advises against that for gigabytes, and some versions refuse a second piece of a
+    # page, which small tensors share (read, not run).
+    pinned = device.type == "cuda" and torch.version.hip is None
+    return StagingOptions(
+        use_pinned_memory=pinned,
+        use_non_blocking_copy=pinned,
+        use_shared_memory=False,  # no other process reads it
+        use_async_staging=False,  # when `save` returns, training may change the tensors
+    )
 
 
 class Writer(dcp.FileSystemWriter):
@@ -462,7 +473,7 @@ def demonstrate(argv: list[str]) -> None:
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
     model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     folder = rank_zero_decides(lambda: Path(tempfile.mkdtemp()))
-    saver = Checkpointer(folder, keep_last=1)
+    saver = Checkpointer(folder, world.device, keep_last=1)
     ids = torch.zeros(1, 64, dtype=torch.long, device=world.device)
     blocking = folder / "blocking"  # where the blocking saves go
 

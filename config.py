@@ -241,7 +241,7 @@ class TrainConfig:
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
     activation_checkpointing: Checkpointing = "none"  # see parallel.py
     recompute_every: int = 1  # activation checkpointing of every k-th block
-    compile: bool = False  # torch.compile each block
+    compile: bool | Literal["auto"] = "auto"  # torch.compile each block; auto: on GPUs, if it works
     peak_tflops: float | Literal["auto", "measure"] = "auto"  # of a device, for MFU; see devices.py
     # --- evaluation
     eval_interval: int = 500  # steps between validations (0 = only before step 1 and at the end)
@@ -427,7 +427,7 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     """Fill `classes` from defaults < config files < flags, and check them. Returns the instances.
 
     argv: config files and `--key=value` flags in any order. Of two files, or two flags, the later
-        one wins. `--key` alone sets a boolean. A list grows each time its flag is given.
+        one wins. `--key` alone sets a switch to true. A list grows each time its flag is given.
     takes: what the program takes in place of config files, as in `program.arguments`: "RUN",
         "FILE OUT". Then `--key value` works too, and those arguments come first in the result.
 
@@ -498,7 +498,8 @@ def add_flags(flags: list[str], hints: dict, values: dict) -> list[tuple]:
             continue
         hint = hints[key]
         if not equals:
-            require(hint is bool, f"--{key} needs a value: --{key}=... ({expected(hint)})")
+            is_switch = bool in alternatives(hint)
+            require(is_switch, f"--{key} needs a value: --{key}=... ({expected(hint)})")
             text = "true"
         value = checked(parse(text, hint), hint, key, source)
         values[key] = values.get(key, []) + value if hint == list[str] else value
@@ -506,12 +507,12 @@ def add_flags(flags: list[str], hints: dict, values: dict) -> list[tuple]:
 
 
 def join_values(argv: list[str], hints: dict) -> list[str]:
-    """`--key value` -> `--key=value`, for keys that are not boolean. A value may begin with `-`."""
+    """`--key value` -> `--key=value`, for keys that are no switches. A value may begin with `-`."""
     words = []
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        needs_value = word.startswith("--") and hints.get(word[2:], bool) is not bool
+        needs_value = word.startswith("--") and bool not in alternatives(hints.get(word[2:], bool))
         if needs_value and rest and not rest[0].startswith("--"):
             word = f"{word}={rest.pop(0)}"
         words.append(word)

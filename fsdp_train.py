@@ -21,12 +21,14 @@ if __name__ == "__main__":  # before the imports that take seconds
     stopping.begin(sys.argv[1:])
 
 import gc
+import math
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.profiler import record_function
 
 import checkpoint
@@ -64,29 +66,25 @@ def main(argv) -> None:
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
-    microbatch_size = microbatch.fit(model_cfg, cfg, world, precision, train_step)
-    # From here on cfg has the microbatch and the skipped steps that the run really uses.
-    cfg = replace(cfg, microbatch_size=microbatch_size, skip_steps=cadence.skips.text)
+    # From here on cfg has what the run really uses, whatever the settings left open.
+    cfg = replace(cfg, skip_steps=cadence.skips.text)
+    cfg = replace(cfg, compile=parallel.choose_compile(model_cfg, cfg, world, precision))
+    cfg = replace(cfg, microbatch_size=microbatch.fit(model_cfg, cfg, world, precision, train_step))
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
     # model, optimizer
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, start.seed_to_draw(cfg))
     model.separator = evaluator.separator
-    checkpointer = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
+    checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
     load_weights(start, model, optimizer)
     warn_if_slow(optimizer, log)
 
     # the record of the run, and what protects it
     settings = {**asdict(model_cfg), **asdict(cfg)}
     settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
-    log.start(
-        model_cfg,
-        cfg,
-        runlog.launch_record(cfg, world, precision, start.checkpoint),
-        dataset.tokenizer_file,
-        start.step,
-    )
+    launch = runlog.launch_record(cfg, world, precision, start.checkpoint)
+    log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
     halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
     guard = Guard(
         signals,
@@ -141,12 +139,12 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 
     # forward, backward: .grad adds up over the microbatches
     loss_sum = torch.zeros((), device=rows.device)
-    for first in range(0, len(rows), cfg.microbatch_size):
-        end = first + cfg.microbatch_size
-        parallel.before_microbatch(model, cfg, last=end >= len(rows))
+    microbatches = cut(ids, labels, cfg)
+    for number, (ids, labels) in enumerate(microbatches, 1):
+        parallel.before_microbatch(model, cfg, last=number == len(microbatches))
         with record_function("forward"), parallel.autocast(rows.device, precision):
             # The sum over the tokens of the microbatch.
-            microbatch_loss = model(ids[first:end], labels=labels[first:end], z_loss=cfg.z_loss)
+            microbatch_loss = model(ids, labels=labels, z_loss=cfg.z_loss)
         with record_function("backward"):
             # fully_shard divides gradients by the number of data-parallel ranks. n_tokens counts
             # the tokens of all ranks already, so dp_size cancels that division.
@@ -164,6 +162,23 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
         # GradScaler does, and the fused AdamW kernel reads that on the device.
         optim.update(optimizer, good=loss.isfinite() & grad_norm.isfinite())
     return loss, grad_norm, batch_hash
+
+
+def cut(ids, labels, cfg) -> list[tuple]:
+    """The microbatches [(ids, labels), ...] of a rank's rows (B, T): at most microbatch_size rows.
+
+    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
+    few as before: nine rows, eight at a time, are two times five. A row that is missing in the last
+    one counts for nothing, since its labels are IGNORE.
+    """
+    size = cfg.microbatch_size
+    if cfg.compile is True:
+        n_microbatches = math.ceil(len(ids) / size)
+        size = math.ceil(len(ids) / n_microbatches)
+        missing = n_microbatches * size - len(ids)
+        ids = F.pad(ids, (0, 0, 0, missing))
+        labels = F.pad(labels, (0, 0, 0, missing), value=IGNORE)
+    return list(zip(ids.split(size), labels.split(size), strict=True))
 
 
 class Evaluator:
@@ -215,10 +230,10 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
         # Every rank makes the same number of passes: beyond the end it repeats the last window,
         # and ignores it.
         rows = torch.from_numpy(val.windows(np.minimum(window_ids, n_windows - 1)))
-        rows = rows.to(world.device)
-        ids, labels = rows[:, :-1], rows[:, 1:].clone()
-        labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE
-        with parallel.autocast(rows.device, precision):
+        labels = rows[:, 1:].clone()
+        labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE  # on the CPU: a GPU would wait
+        ids, labels = rows[:, :-1].to(world.device), labels.to(world.device)
+        with parallel.autocast(world.device, precision), parallel.uncompiled(model):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
     parallel.free_gathered_weights(model)

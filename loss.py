@@ -25,9 +25,9 @@ import torch.nn.functional as F
 
 from program import arguments, run
 
-CHUNK_BYTES = 256 * 2**20  # of fp32 logits in training: 1,280 rows at V = 50368
+CHUNK_BYTES = 256 * 2**20  # of a chunk's fp32 logits: 1,280 rows at V = 50368
 COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
-ROWS = 512  # tokens per chunk in scoring: a block of their logits is 8 MiB in fp32
+ROWS = 512  # tokens per chunk in scoring on a CPU: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
 
 
@@ -158,19 +158,47 @@ def score_labels(x, weight, labels, logit_scale=None):
 
     Arguments as `linear_cross_entropy`. Returns (log_probs, greedy), both shaped like labels:
     log_probs in fp32 (fp64 for fp64 inputs), greedy bool; 0 and False where the label is IGNORE.
-    A label beyond the vocabulary has NaN.
+    A label beyond the vocabulary has NaN. Of equal logits the first is the most likely.
     """
     scale = 1.0 if logit_scale is None else logit_scale
+    score = score_counted if x.device.type == "cpu" else score_all
+    log_probs, greedy = score(x.flatten(0, -2), weight, labels.flatten(), scale)
+    return log_probs.view(labels.shape), greedy.view(labels.shape)
+
+
+def score_all(x, weight, labels, scale):
+    """`score_labels` for x (N, D) and labels (N,), the obvious way, in chunks of rows. For GPUs.
+
+    Labels that do not count are scored, too: to leave them out, the host would have to wait for the
+    device, to learn how many they are.
+    """
+    exact = at_least_fp32(x)
+    rows = chunk_rows(weight.shape[0])
+    chunk_log_probs, chunk_greedy = [], []
+    for x_chunk, labels_chunk in zip(x.split(rows), labels.split(rows), strict=True):
+        logits = F.linear(x_chunk, weight)  # (rows, V)
+        if scale != 1:
+            logits = logits.to(exact) * scale
+        chunk_greedy.append(logits.argmax(-1) == labels_chunk)
+        index = labels_chunk.clamp(0, weight.shape[0] - 1)
+        log_prob = F.log_softmax(logits, -1, dtype=exact).gather(1, index[:, None])[:, 0]  # (rows,)
+        chunk_log_probs.append(log_prob.masked_fill(index != labels_chunk, math.nan))
+    log_probs = torch.cat(chunk_log_probs).masked_fill(labels == IGNORE, 0)
+    return log_probs, torch.cat(chunk_greedy)
+
+
+def score_counted(x, weight, labels, scale):
+    """The same for the labels that count, and only those. For CPUs, where it is the faster way."""
     counted = labels != IGNORE
     log_probs = torch.zeros(labels.shape, dtype=at_least_fp32(x), device=x.device)
     greedy = torch.zeros_like(counted)
 
-    counted_x = x[counted]  # (n, D)
-    counted_labels = labels[counted][:, None]  # (n, 1)
+    x = x[counted]  # (n, D)
+    labels = labels[counted][:, None]  # (n, 1)
     chunks = []
-    for begin in range(0, len(counted_x), ROWS):
+    for begin in range(0, len(x), ROWS):
         chunk = slice(begin, begin + ROWS)
-        chunks.append(score_chunk(counted_x[chunk], weight, counted_labels[chunk], scale))
+        chunks.append(score_in_blocks(x[chunk], weight, labels[chunk], scale))
     if chunks:
         chunk_log_probs, chunk_greedy = zip(*chunks, strict=True)
         log_probs[counted] = torch.cat(chunk_log_probs)[:, 0]
@@ -178,12 +206,12 @@ def score_labels(x, weight, labels, logit_scale=None):
     return log_probs, greedy
 
 
-def score_chunk(x, weight, labels, scale):
-    """`score_labels` for x (rows, D) and labels (rows, 1) that all count; returns (rows, 1) each.
+def score_in_blocks(x, weight, labels, scale):
+    """The same for x (rows, D) and labels (rows, 1) that all count; returns (rows, 1) each.
 
-    It takes one block of the vocabulary at a time. That bounds the memory, and a CPU finds the
-    block's logits still in its cache when it sums them. A label is greedy if it has the largest
-    logit of its block and no other block has a larger one; of equal logits the first wins.
+    It takes one block of the vocabulary at a time, so that a CPU finds the block's logits still in
+    its cache when it sums them. A label is greedy if it has the largest logit of its block and no
+    other block has a larger one; of equal logits the first wins.
     """
     exact = at_least_fp32(x)
     block_of_label = labels // COLUMNS

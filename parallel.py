@@ -22,7 +22,9 @@ Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a
 """
 
 import functools
+import gc
 from collections import defaultdict
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -60,11 +62,77 @@ def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None =
     return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
 
 
+def choose_compile(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> bool:
+    """Whether to compile the blocks, the same on all ranks: cfg.compile, or what it means if auto.
+
+    `auto` compiles on GPUs, if one block can be compiled on every rank. If not, rank 0 prints why.
+    A collective, called before anything large is in memory. UserError if cfg.compile is True, and
+    compiling fails.
+    """
+    if cfg.compile is False or (cfg.compile == "auto" and world.device.type != "cuda"):
+        return False
+    fault = compiler_fault(model_cfg, cfg, world, precision)
+    faults = [fault] * world.global_size
+    if dist.is_initialized():
+        dist.all_gather_object(faults, fault)
+    fault = next(filter(None, faults), "")
+    if not fault:
+        return True
+    line = f"compiling a block fails on rank {faults.index(fault)}: {fault}"
+    if cfg.compile is True:
+        raise UserError(f"{line} (set --compile=False)", on_all_ranks=True)
+    if world.global_rank == 0:
+        print(f"nothing is compiled: {line}", flush=True)
+    return False
+
+
+def compiler_fault(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> str:
+    """Why a block of this model cannot be compiled on this rank, "" if it can."""
+    fault = ""
+    try:
+        compile_one_block(model_cfg, cfg, world, precision)
+    except Exception as error:
+        fault = config.one_line(getattr(error, "inner_exception", error)) or type(error).__name__
+    # The run begins with a fresh compiler: to this one, another number of rows would be a sign
+    # that it changes all the time. And with free memory: lifecycle/microbatch.py may try what fits.
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return fault
+
+
+def compile_one_block(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> None:
+    """Forward and backward through one compiled block of this model, on zeros.
+
+    If the run compiles the same, for as many rows, it finds most of the work in PyTorch's cache.
+    """
+    with world.device:
+        model = MPT(replace(model_cfg, n_layers=1, vocab_size=1))
+        n_rows = 2 if cfg.microbatch_size == "auto" else cfg.microbatch_size
+        ids = torch.zeros(n_rows, model_cfg.max_seq_len, dtype=torch.long)
+    model.separator = 0
+    if world.dp_size > 1:
+        model.transformer.blocks.to(DTYPES[precision])  # as fully_shard gathers them
+    parallelize(model, None, replace(cfg, compile=True), precision)
+    with autocast(world.device, precision):
+        loss = model(ids, labels=ids)
+    loss.backward()
+
+
 def autocast(device: torch.device, precision: str) -> torch.autocast:
     """A context for forward passes: matmuls in bf16, or everything in fp32."""
     is_bf16 = precision == "bf16"
     # Nearly every weight is used once in a forward pass, so a cache of casts would waste memory.
     return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
+
+
+def uncompiled(model: MPT):
+    """A context for evaluation, in which compiled blocks run as they were written.
+
+    Otherwise they would be compiled once more for evaluation, and for each of the many shapes of
+    zero-shot tasks. Not so FlexAttention: it would store all T x T scores.
+    """
+    return torch.compiler.set_stance("default" if model.cfg.attn_impl == "flex" else "force_eager")
 
 
 def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
@@ -123,7 +191,7 @@ def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision
     weights arrive while one block computes.
     """
     recompute(model, cfg)
-    if cfg.compile:
+    if cfg.compile is True:
         for block in model.transformer.blocks:
             block.compile()
     if mesh is None:

@@ -83,6 +83,7 @@ def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     env |= slurm_variables()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    join_freed_gpu_memory()
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
     if not dist.is_initialized():  # a benchmark calls this once for each of its rows
@@ -153,6 +154,19 @@ def require_own_gpus(mine: tuple) -> None:
             fix = "start one rank per GPU (--nproc_per_node)"
             raise UserError(f"{who}: {fix}, or show each its own (--gpus-per-task=1)", True)
         first[gpu] = rank
+
+
+def join_freed_gpu_memory() -> None:
+    """On NVIDIA, let freed pieces of GPU memory become a larger one, unless the user says how.
+
+    It must come before CUDA starts, since PyTorch's allocator reads the variable once. Processes
+    that this one starts inherit it.
+    """
+    # PyTorch 2.9 reads only the second name, later versions both. ROCm keeps its default: there
+    # older versions of PyTorch ignore this setting, and users of newer ones report crashes.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if torch.version.cuda and not any(name in os.environ for name in names):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def keep_freed_memory() -> None:

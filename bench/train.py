@@ -38,7 +38,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -109,11 +109,12 @@ class OurProgram:
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
         self.model_cfg = model_cfg
-        self.cfg = cfg
         self.world = processes.start(cfg.device)
         device = self.world.device
 
         self.precision = parallel.choose_precision(cfg, device)
+        compiles = parallel.choose_compile(model_cfg, cfg, self.world, self.precision)
+        self.cfg = replace(cfg, compile=compiles)
         dtype = parallel.DTYPES[self.precision]
         self.peak = devices.peak_flops(cfg.peak_tflops, device, dtype)
         if device.type == "cuda":
@@ -185,6 +186,7 @@ class OurProgram:
             "device": devices.describe(self.world.device),
             "nodes": self.world.global_size // self.world.local_size,
             "precision": self.precision,
+            "compile": self.cfg.compile,
             "attn_impl": self.attention(),
             "peak": self.peak,
             "memory_gb": runlog.memory_gb(self.world.device),
@@ -423,7 +425,7 @@ class Row:
             is_same = line[key] == wanted or line[key].startswith(f"{wanted} (")
             if key == "others":  # in any order
                 is_same = set(line[key].split()) == set(wanted.split())
-            is_automatic = key == "precision" and wanted == "auto"
+            is_automatic = key in ("precision", "compile") and wanted == "auto"
             if not (is_same or is_automatic):
                 return False
         return True
@@ -463,7 +465,7 @@ class Row:
         self.team.stop()
 
         rank_0 = answers[0]
-        for key in ("device", "nodes", "precision", "attn_impl"):
+        for key in ("device", "nodes", "precision", "compile", "attn_impl"):
             self.columns[key] = rank_0[key]
         memory_gb = max(answer["memory_gb"] for answer in answers)
         self.columns |= self.speeds(rank_0["peak"]) | {"memory_gb": memory_gb} | shares[0]

@@ -74,9 +74,6 @@ def evaluate(
     separator = model.separator
     model.eval()
     model.separator = None  # each request is one document
-    # Compiled blocks would be recompiled for the many shapes, so they run uncompiled.
-    # FlexAttention works only compiled.
-    stance = "default" if model.cfg.attn_impl == "flex" else "force_eager"
 
     results = {}
     for task in tasks:
@@ -84,7 +81,7 @@ def evaluate(
         pairs = pairs_of(task, tokenizer, model.cfg.max_seq_len)
         requests, contexts_cut = encode(pairs, tokenizer, task.name, model.cfg)
         title = task.name if progress else ""
-        with torch.compiler.set_stance(stance):
+        with parallel.uncompiled(model):
             values = score(model, requests, world, precision, batch_tokens, part, title).tolist()
         scores = {
             pair: (log_prob, greedy, request.count)

@@ -193,7 +193,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     )
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
-        f"{implementation} attention",
+        f"{implementation} attention{', compiled blocks' * cfg.compile}",
         f"{device}, {cfg.sharding}, {precision} ({reason}), {speed}",
         f"{dataset.folder}: {dataset.train.tokens:,} training tokens",
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "

@@ -151,7 +151,7 @@ def test_which_optimizers_skip_a_bad_step_on_the_device():
 def save_and_continue(world, name, folder):
     """Three steps, saved, and two more: the losses and norms of the two, and the weights."""
     model, optimizer = made(world, name)
-    saver = checkpoint.Checkpointer(str(folder), 1)
+    saver = checkpoint.Checkpointer(str(folder), world.device, 1)
     for number in range(3):
         step(world, model, optimizer, number)
     setting_of_a_fork = {"optimizer": "the value of a setting with this name"}

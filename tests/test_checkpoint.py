@@ -80,7 +80,7 @@ def train(world, cfg, first=0, last=10, load_from=None, save_at=None):
     model, optimizer = build(world, cfg)
     if load_from:
         checkpoint.load(load_from, model, optimizer)
-    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last)
     middle = save_at or last
     curve, _ = take_steps(world, cfg, model, optimizer, range(first, middle))
     saved = full_weights(model) if save_at else None
@@ -104,7 +104,7 @@ def saved_at_five(ranks, folder, size, mode):
 def source_of(world, cfg):
     """Five steps, a checkpoint, five more. Returns what was saved, and (curve, hashes) after it."""
     model, optimizer = build(world, cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last)
     take_steps(world, cfg, model, optimizer, range(5))
     state = everything(model, optimizer)
     saver.save(5, model, optimizer, META)
@@ -221,7 +221,7 @@ def names(folder) -> list[str]:
 def save_several(world, cfg, steps, wait=False):
     """One save after another. Returns what is in the folder after each."""
     model, optimizer = build(world, cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, cfg.keep_last, cfg.keep_every)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
     seen = []
     for step in steps:
         assert saver.settled()  # no save is in the background
@@ -297,7 +297,7 @@ def caught(action, *args) -> str:
 def fail_to_save(world, cfg, spoil, *args):
     """Save step 1; let `spoil` make step 2 fail. Returns the error, and the names left."""
     model, optimizer = build(world, cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, 3)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 3)
     saver.save(1, model, optimizer, META)
     saver.finish()
     dist.barrier()
@@ -351,7 +351,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(ranks, tmp_path, size, rank)
 def save_nan(world, cfg):
     """Step 1 is sound, step 2 has one NaN in the last row of one weight: what every rank raises."""
     model, optimizer = build(world, cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, 1)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 1)
     saver.save(1, model, optimizer, META)
     with torch.no_grad():
         weight = model.transformer.wpe.weight
@@ -397,7 +397,7 @@ def test_a_folder_that_vanished_is_not_made_again(ranks, tmp_path, size):
 def vanish_while_saving(world, cfg):
     """Remove the folder while the thread writes. Returns what every rank raises."""
     model, optimizer = build(world, cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, 3)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 3)
     saver.save(1, model, optimizer, META)
     if world.global_rank == 0:
         shutil.rmtree(Path(cfg.run_dir) / "checkpoints" / "step-1.tmp", ignore_errors=True)
@@ -410,6 +410,21 @@ def test_a_folder_that_vanishes_during_a_save(ranks, tmp_path, size):
     texts = ranks(size)(vanish_while_saving, cfg)
     assert len(set(texts)) == 1 and texts[0].startswith("could not save step 1: ")
     assert texts[0].endswith("There is no checkpoint yet") and names(cfg.run_dir) == []
+
+
+def test_only_a_run_on_an_nvidia_gpu_stages_through_pinned_memory(monkeypatch):
+    """Not a run on the CPU of a machine with a GPU, and not one on ROCm."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    options = checkpoint.staging_options(gpu)
+    assert options.use_pinned_memory and options.use_non_blocking_copy
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    on_rocm = checkpoint.staging_options(gpu)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for options in (on_rocm, checkpoint.staging_options(cpu)):
+        assert not (options.use_pinned_memory or options.use_non_blocking_copy)
+        assert not (options.use_shared_memory or options.use_async_staging)
 
 
 @pytest.fixture
@@ -471,7 +486,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_weight_is_named(ranks, disk):
 
 
 def start_on(world, folder):
-    return caught(checkpoint.Checkpointer, str(folder), 3)
+    return caught(checkpoint.Checkpointer, str(folder), world.device, 3)
 
 
 def test_a_run_cannot_start_on_a_read_only_disk(ranks, disk):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import loss
@@ -212,35 +213,72 @@ def test_initial_loss_of_equal_logits_is_log_v():
     assert value.item() == pytest.approx(V * math.log(V), rel=1e-7)
 
 
-@pytest.mark.parametrize("scale", [None, 0.25])
+BOTH_WAYS = pytest.mark.parametrize("score", [loss.score_counted, loss.score_all])
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("rows", [8, 1000])
-def test_scores_of_labels_are_those_of_all_logits(chunk, monkeypatch, rows, scale):
+def test_scores_of_labels_are_those_of_all_logits(chunk, monkeypatch, score, rows, scale):
     monkeypatch.setattr(loss, "ROWS", rows)
     x, weight, labels = inputs()
     logits = x @ weight.T
     labels[::4] = logits[::4].argmax(-1)  # so that some labels are greedy
     counted = labels != IGNORE
-    log_probs, greedy = score_labels(x[None], weight, labels[None], scale)
+    log_probs, greedy = score(x, weight, labels, scale)
 
-    all_log_probs = F.log_softmax(logits * (scale or 1), -1)
+    all_log_probs = F.log_softmax(logits * scale, -1)
     exact = all_log_probs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    assert torch.allclose(log_probs[0], exact.masked_fill(~counted, 0), atol=1e-12)
-    assert torch.equal(greedy[0], counted & (logits.argmax(-1) == labels))
+    assert torch.allclose(log_probs, exact.masked_fill(~counted, 0), atol=1e-12)
+    assert torch.equal(greedy, counted & (logits.argmax(-1) == labels))
     assert greedy.sum() >= N // 4
 
 
-def test_scores_where_no_label_counts_and_beyond_the_vocabulary(chunk):
+@BOTH_WAYS
+def test_scores_where_no_label_counts_and_beyond_the_vocabulary(chunk, score):
     x, weight, labels = inputs()
     none_counts = torch.full_like(labels, IGNORE)
-    assert not any(scores.any() for scores in score_labels(x, weight, none_counts))
+    assert not any(scores.any() for scores in score(x, weight, none_counts, 1.0))
     outside = torch.tensor([10 * V, -5 * V])
-    assert score_labels(x[:2], weight, outside)[0].isnan().all()
+    assert score(x[:2], weight, outside, 1.0)[0].isnan().all()
 
 
-def test_of_equal_logits_the_first_is_the_likeliest(chunk):
+@BOTH_WAYS
+def test_of_equal_logits_the_first_is_the_likeliest(chunk, score):
     weight = torch.zeros(V, D)
     weight[[7, 30, 120]] = 1.0  # two in one block of the vocabulary, one in another
     labels = torch.tensor([7, 30, 120, 5])
-    log_probs, greedy = score_labels(torch.ones(4, D), weight, labels)
+    log_probs, greedy = score(torch.ones(4, D), weight, labels, 1.0)
     assert greedy.tolist() == [True, False, False, False]
     assert torch.allclose(log_probs[:3], log_probs[0]) and log_probs[3] < log_probs[0]
+
+
+def test_scores_have_the_shape_of_the_labels_and_are_fp32_under_autocast():
+    x, weight, labels = inputs(torch.float32)
+    exact, _ = score_labels(x, weight, labels, 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = score_labels(x[:52].view(4, 13, D), weight, labels[:52].view(4, 13), 0.5)
+        log_probs, _ = loss.score_all(x, weight, labels, 0.5)
+    assert [scores.shape for scores in found] == [(4, 13), (4, 13)]
+    for scores in (found[0].flatten(), log_probs[:52]):
+        assert scores.dtype == torch.float32
+        assert torch.allclose(scores, exact[:52], atol=0.1)
+
+
+def test_on_a_gpu_scoring_never_waits_for_the_device(chunk):
+    """Fake tensors have no values: whatever needs one, such as a boolean mask, raises."""
+    with FakeTensorMode():
+        arguments = torch.ones(N, D), torch.ones(V, D), torch.ones(N, dtype=torch.long), 1.0
+        with pytest.raises(DynamicOutputShapeException):
+            loss.score_counted(*arguments)
+        log_probs, greedy = loss.score_all(*arguments)
+        on_a_gpu = [tensor.to("meta") for tensor in arguments[:3]]
+        assert score_labels(*on_a_gpu)[0].device.type == "meta"
+    assert (log_probs.shape, greedy.shape) == ((N,), (N,))
+
+
+def test_scoring_on_a_gpu_holds_one_chunk_of_logits(monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_BYTES", 4 * V * 8)
+    with Watch() as watch:
+        loss.score_all(*inputs(), 1.0)
+    assert watch.largest == V * D > 8 * V  # the weight; a chunk's logits are smaller

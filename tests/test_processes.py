@@ -395,6 +395,47 @@ def test_more_ranks_than_gpus_are_a_mistake(gpus, count, local_rank, local_size)
         processes.pick_device("cuda", local_rank, local_size, 16)
 
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"  # the one name that every version from 2.9 on reads
+
+
+@pytest.mark.parametrize(
+    "build, users, expected",
+    [
+        ("12.8", {}, {ALLOCATOR: "expandable_segments:True"}),
+        ("12.8", {ALLOCATOR: "backend:native"}, {ALLOCATOR: "backend:native"}),
+        ("12.8", {"PYTORCH_ALLOC_CONF": "x:1"}, {"PYTORCH_ALLOC_CONF": "x:1"}),
+        (None, {}, {}),  # ROCm, or no GPU
+    ],
+)
+def test_freed_gpu_memory_is_joined_unless_the_user_says_otherwise(
+    monkeypatch, build, users, expected
+):
+    """Set before a device is picked: that starts CUDA, which reads the variable once."""
+    names = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.version, "cuda", build)
+
+    def pick_device(*args):
+        assert {name: os.environ[name] for name in names if name in os.environ} == expected
+        raise UserError("picked")
+
+    monkeypatch.setattr(processes, "pick_device", pick_device)
+    with pytest.raises(UserError, match="picked"):
+        processes.start("cuda")
+
+
+@pytest.mark.gpu
+def test_pytorch_reads_the_setting_of_its_allocator():
+    code = "import processes, torch; processes.start('cuda'); torch.ones(2**20, device='cuda')"
+    code += "; print([part['is_expandable'] for part in torch.cuda.memory_snapshot()])"
+    printed = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert printed.strip() == str([torch.version.hip is None])
+
+
 def compared(world, gpus_of_ranks):
     try:
         return processes.require_own_gpus(gpus_of_ranks[world.global_rank])

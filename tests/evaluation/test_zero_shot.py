@@ -267,7 +267,7 @@ def make_run(world, folder):
     cfg = TrainConfig(run_dir=str(folder / "run"), tokenizer="bytes")
     model_cfg = MPTConfig(**TINY, alibi=True)
     mpt, optimizer = parallel.build(model_cfg, cfg, world, "fp32", seed=0)
-    saver = checkpoint.Checkpointer(cfg.run_dir, 1)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 1)
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "f00"}
     saver.save(3, mpt, optimizer, meta)
     saver.finish()

@@ -469,7 +469,7 @@ def resume_seconds(world, cfg, folder, model_cfg):
 
 def save_at(world, cfg, step, model_cfg):
     model, optimizer = build(world, cfg, model_cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, 1)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 1)
     saver.save(step, model, optimizer, META)
     saver.finish()
 

@@ -1,0 +1,218 @@
+"""Compilation: when it is on, what happens where it fails, and how much there is to compile.
+
+One graph a direction (forward, backward) serves all layers, microbatches and steps; evaluation adds
+none. What is compiled here runs as PyTorch traced it, without code generation, which takes minutes
+on a CPU. Not run on a GPU.
+"""
+
+import contextlib
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, flags_for
+from functorch.compile import make_boxed_func
+from test_parallel import MODEL, RUN, global_rows
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import attention
+import config
+import fsdp_train
+import parallel
+from config import MPTConfig, TrainConfig, UserError
+from model import MPT, Block
+from processes import World
+
+ALONE = World(0, 1, 0, 1, torch.device("cpu"))
+A_GPU = World(0, 1, 0, 1, torch.device("cuda", 0))
+
+
+@contextlib.contextmanager
+def counting_graphs(**options):
+    """Blocks are traced, forward and backward, but not translated. Yields how many graphs of each.
+
+    options: of torch.compile.
+    """
+    graphs = Counter()
+
+    def count(direction):
+        def compiler(graph, inputs):
+            graphs[direction] += 1
+            return make_boxed_func(graph.forward)
+
+        return compiler
+
+    backend = aot_autograd(
+        fw_compiler=count("forward"),
+        bw_compiler=count("backward"),
+        inference_compiler=count("inference"),
+    )
+    compile_block = functools.partialmethod(torch.nn.Module.compile, backend=backend, **options)
+    torch.compiler.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "compile", compile_block)
+        yield graphs
+    torch.compiler.reset()
+
+
+# -------------------------------------------------------------------------------------------------
+# How much there is to compile
+
+
+class Validation:
+    """Five windows of a validation split: with three at a time, the last pass has two."""
+
+    seq_len = MODEL.max_seq_len
+
+    def __len__(self):
+        return 5
+
+    def windows(self, indices):
+        return np.zeros((len(indices), self.seq_len + 1), np.int64)
+
+
+def figures(world, cfg) -> list:
+    """Loss and norm of three steps, an evaluation after the second."""
+    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", 0)
+    found = []
+    for step in range(3):
+        rows = global_rows(step, cfg)[world.dp_rank :: world.dp_size]
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+        found += [loss.item(), norm.item()]
+        if step == 1:
+            found.append(fsdp_train.evaluate(model, Validation(), cfg, world, "fp32"))
+    return found
+
+
+def compiled_figures(world, cfg) -> tuple:
+    """The same with compiled blocks, and the graphs that were compiled."""
+    with counting_graphs() as graphs:
+        return figures(world, replace(cfg, compile=True)), graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size, how", [(1, "none"), (1, "selective"), (1, "full"), (2, "none"), (2, "full")]
+)
+def test_layers_microbatches_and_evaluation_share_one_graph(ranks, size, how):
+    """Three rows at a time, of a number that three does not divide."""
+    cfg = replace(RUN, global_batch_size=14, microbatch_size=3, activation_checkpointing=how)
+    eager = ranks(size)(figures, cfg)[0]
+    for found, graphs in ranks(size)(compiled_figures, cfg):
+        assert graphs == {"forward": 1, "backward": 1}
+        assert found == pytest.approx(eager, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "n_rows, at_most, sizes",
+    [(8, 4, [4, 4]), (9, 8, [5, 5]), (12, 8, [6, 6]), (3, 8, [3]), (7, 2, [2, 2, 2, 2])],
+)
+def test_compiled_microbatches_have_one_size_and_no_more_work_than_needed(n_rows, at_most, sizes):
+    ids = torch.arange(n_rows * 4).view(n_rows, 4) + 1
+    labels = ids + 100
+    cfg = TrainConfig(microbatch_size=at_most, compile=True)
+    parts = fsdp_train.cut(ids, labels, cfg)
+    assert [len(part) for part, _ in parts] == sizes
+    all_ids, all_labels = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    assert torch.equal(all_ids[:n_rows], ids) and torch.equal(all_labels[:n_rows], labels)
+    assert (all_labels[n_rows:] == fsdp_train.IGNORE).all()
+
+    uncompiled = fsdp_train.cut(ids, labels, replace(cfg, compile=False))
+    assert [len(part) for part, _ in uncompiled][:-1] == [at_most] * ((n_rows - 1) // at_most)
+    assert torch.equal(torch.cat([part for part, _ in uncompiled]), ids)
+
+
+TOO_LARGE = ("mpt13b", "mpt30b", "mpt70b")
+RECIPES = [path for path in ROOT.glob("configs/*mpt*.py") if path.stem not in TOO_LARGE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(RECIPES), ids=lambda path: path.stem)
+def test_every_recipe_is_traced_without_a_break_and_once_for_all_layers(path):
+    """On fake tensors, which have shapes but no memory; with the attention that a GPU runs.
+
+    Two layers: the second one shows whether each is compiled anew. All else is as configured.
+    """
+    m, cfg = config.load([str(path)], MPTConfig, TrainConfig)
+    bf16, cpu = torch.bfloat16, torch.device("cpu")
+    impl = attention.choose(m.attn_impl, "cuda", bf16, m.head_dim, m.alibi, m.attn_pdrop)
+    m, cfg = replace(m, n_layers=2, attn_impl=impl), replace(cfg, compile=True)
+    # Not fake: the state of the generator, which recomputation keeps.
+    with FakeTensorMode(allow_non_fake_inputs=True), counting_graphs(fullgraph=True) as graphs:
+        model = parallel.parallelize(MPT(m), None, cfg, "bf16")
+        ids = torch.zeros(cfg.microbatch_size, m.max_seq_len, dtype=torch.long)
+        for _ in range(2):
+            with parallel.autocast(cpu, "bf16"):
+                loss = model(ids, labels=ids)
+            loss.backward()
+        assert graphs == {"forward": 1, "backward": 1}
+        model.eval()
+        with torch.no_grad(), parallel.autocast(cpu, "bf16"):
+            model(ids, labels=ids)
+            assert graphs == {"forward": 1, "backward": 1, "inference": 1}
+            with parallel.uncompiled(model):
+                model(ids[:1], labels=ids[:1])
+    assert graphs.total() == 3
+
+
+# -------------------------------------------------------------------------------------------------
+# On or off
+
+
+def chosen(world, setting, failing_rank=None):
+    """What `choose_compile` says on each rank, and which graphs it made; or its error."""
+    with counting_graphs() as graphs, pytest.MonkeyPatch.context() as patch:
+        if world.global_rank == failing_rank:
+            patch.setattr(Block, "forward", fail)
+        try:
+            compiles = parallel.choose_compile(MODEL, replace(RUN, compile=setting), world, "bf16")
+        except UserError as error:
+            return str(error), error.on_all_ranks
+        return compiles, graphs
+
+
+def fail(*args):
+    raise RuntimeError("the compiler\nis broken")
+
+
+def test_auto_is_off_on_a_cpu_and_nothing_is_tried(ranks):
+    assert TrainConfig().compile == "auto"
+    assert chosen(ALONE, "auto") == (False, {})
+    assert chosen(A_GPU, False) == (False, {})
+
+
+def test_auto_goes_on_without_compiling_where_that_fails(capsys):
+    """On a GPU that is not there, so that the block cannot even be built."""
+    assert chosen(A_GPU, "auto") == (False, {})
+    line = capsys.readouterr().out
+    assert line.startswith("nothing is compiled: compiling a block fails on rank 0: ")
+    assert "CUDA" in line and len(line.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_it_is_tried_with_one_block_and_all_ranks_agree(ranks):
+    assert ranks(2)(chosen, True) == [(True, {"forward": 1, "backward": 1})] * 2
+    line = "compiling a block fails on rank 1: the compiler is broken (set --compile=False)"
+    assert ranks(2)(chosen, True, 1) == [(line, True)] * 2
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_run_ends_in_one_line(python, tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "empty"))
+    small = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=257", "--max_seq_len=16"]
+    done = python(*flags_for(tiny_data), *small, "--compile", "--device=cpu")
+    assert done.returncode == 2
+    line = done.stderr.splitlines()[-1]
+    assert "compiling a block fails on rank 0" in line and "C++" in line
+    assert line.endswith("(set --compile=False)")
+
+
+def test_an_unresolved_auto_compiles_nothing():
+    with torch.device("meta"), counting_graphs():
+        model = parallel.parallelize(MPT(MODEL), None, TrainConfig(), "fp32")
+    assert all(block._compiled_call_impl is None for block in model.transformer.blocks)
