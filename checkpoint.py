@@ -35,8 +35,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import config
@@ -77,9 +78,7 @@ class Checkpointer:
         self.keep_every = keep_every
         # The background thread has a process group of its own, apart from training's collectives.
         self.group = processes.new_group(processes.TIMEOUT)
-        # It copies to host memory that is kept from save to save: allocating takes longer than
-        # copying.
-        self.stager = DefaultStager(staging_options(device))
+        self.stager = Stager(device)
         self.pending = None  # (step, future) of the save in the background
         self.blocked_seconds = 0.0  # how long the last save blocked the training thread
         # torch 2.9 warns of its own code.
@@ -179,22 +178,28 @@ class Checkpointer:
         return f"The last good checkpoint is {newest}" if newest else "There is no checkpoint yet"
 
 
-def staging_options(device: torch.device) -> StagingOptions:
-    """How DCP's stager copies weights and optimizer from `device` to host memory.
+class Stager(AsyncStager):
+    """Copies weights and optimizer from `device` to host memory, which is kept from save to save.
 
-    On NVIDIA the host memory is pinned, and the copies are enqueued one behind the other; before
-    the state is handed on to be written, the stager waits for the device.
+    Allocating takes longer than copying. In place of DCP's DefaultStager, which in torch 2.11 fails
+    at the second save.
     """
-    # ROCm stages through pageable memory. The stager pins what it has allocated already, tensor by
-    # tensor: AMD advises against that for gigabytes, and some versions refuse a second piece of a
-    # page, which small tensors share (read, not run).
-    pinned = device.type == "cuda" and torch.version.hip is None
-    return StagingOptions(
-        use_pinned_memory=pinned,
-        use_non_blocking_copy=pinned,
-        use_shared_memory=False,  # no other process reads it
-        use_async_staging=False,  # when `save` returns, training may change the tensors
-    )
+
+    _synchronize_after_execute = False  # `stage` waits
+
+    def __init__(self, device: torch.device):
+        # ROCm stages through pageable memory. The copier pins what it has allocated already, tensor
+        # by tensor: AMD advises against that for gigabytes, and some versions refuse a second piece
+        # of a page, which small tensors share (read, not run).
+        self.pinned = device.type == "cuda" and torch.version.hip is None
+        self.copier = StateDictStager(pin_memory=self.pinned, share_memory=False)
+
+    def stage(self, state_dict: dict) -> dict:
+        """The copy. Training may change the tensors as soon as this returns."""
+        copy = self.copier.stage(state_dict, non_blocking=self.pinned)
+        if self.pinned:
+            torch.cuda.synchronize()  # the copies were only enqueued
+        return copy
 
 
 class Writer(dcp.FileSystemWriter):

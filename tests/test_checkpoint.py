@@ -412,19 +412,29 @@ def test_a_folder_that_vanishes_during_a_save(ranks, tmp_path, size):
     assert texts[0].endswith("There is no checkpoint yet") and names(cfg.run_dir) == []
 
 
+@pytest.mark.filterwarnings("ignore:Ignoring pin_memory")  # no GPU here
 def test_only_a_run_on_an_nvidia_gpu_stages_through_pinned_memory(monkeypatch):
     """Not a run on the CPU of a machine with a GPU, and not one on ROCm."""
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     monkeypatch.setattr(torch.version, "hip", None)
-    options = checkpoint.staging_options(gpu)
-    assert options.use_pinned_memory and options.use_non_blocking_copy
+    assert checkpoint.Stager(gpu).pinned
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    on_rocm = checkpoint.staging_options(gpu)
+    assert not checkpoint.Stager(gpu).pinned
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for options in (on_rocm, checkpoint.staging_options(cpu)):
-        assert not (options.use_pinned_memory or options.use_non_blocking_copy)
-        assert not (options.use_shared_memory or options.use_async_staging)
+    assert not checkpoint.Stager(cpu).pinned
+
+
+def test_staging_copies_into_the_same_memory_again():
+    stager = checkpoint.Stager(torch.device("cpu"))
+    weight = torch.zeros(1000)
+    first = stager.stage({"weight": weight, "step": 3})
+    weight += 1
+    assert first["weight"].eq(0).all() and first["step"] == 3
+    address = first["weight"].data_ptr()
+    second = stager.stage({"weight": weight, "step": 4})
+    assert second["weight"].eq(1).all() and second["step"] == 4
+    assert second["weight"].data_ptr() == address
 
 
 @pytest.fixture
