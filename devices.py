@@ -14,16 +14,23 @@ both, an empty text before ROCm 6, `AMD Radeon Graphics` for many. So `lookup` g
 longest match) if the number of compute units agrees, then by architecture and compute units. Then
 it multiplies units, clock and FLOPs per clock, and else gives up: no peak beats a wrong one.
 
+`open_gpu` and `note_unused_gpu` say in one line why a GPU cannot be used, or is not: no driver that
+fits, no kernels for it, no memory left.
+
 Below, `device` is a torch.device and `dtype` a torch.dtype. torch is imported only to ask what this
 machine has. Run `python devices.py` for the table and for what this machine has.
 """
 
 import difflib
+import glob
+import os
 import re
 import time
+import warnings
 from dataclasses import dataclass, replace
 
 import config
+import program
 from config import UserError, require
 
 
@@ -119,6 +126,12 @@ PER_CLOCK = {
     "gfx115": (512, None),
     "gfx120": (1024, None),
 }
+
+# AMD architectures whose name begins so have no bf16 instructions. torch emulates them.
+NO_BF16 = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx101", "gfx103")
+
+# Ends the message about a GPU that cannot be used. Works for all programs; ROCm reads it too.
+OR_CPU = ", or use the CPU: CUDA_VISIBLE_DEVICES=-1"
 
 # Names of a torch device in a training config: they name no accelerator of the table.
 THIS_MACHINE = ("auto", "cpu", "cuda", "mps")
@@ -221,11 +234,19 @@ def identify(device) -> Device | None:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    is_amd = torch.version.hip is not None
-    arch = properties.gcnArchName if is_amd else f"{properties.major}.{properties.minor}"
+    arch = arch_of(properties)
     memory_gb = properties.total_memory / 2**30
     clock_mhz = getattr(properties, "clock_rate", 0) / 1000  # from kHz; older torch has none
     return lookup(properties.name, arch, properties.multi_processor_count, memory_gb, clock_mhz)
+
+
+def arch_of(properties) -> str:
+    """The architecture in what torch tells of a GPU: `9.0`, or `gfx90a` without ROCm's features."""
+    import torch
+
+    if torch.version.hip is not None:
+        return properties.gcnArchName.split(":")[0]
+    return f"{properties.major}.{properties.minor}"
 
 
 def describe(device) -> str:
@@ -326,9 +347,9 @@ def choose_precision(
     import torch
 
     if cfg.precision != "auto":
-        return cfg.precision, "as set"
+        return cfg.precision, "as set" + doubt(cfg.precision, device)
     if saved:
-        return saved, "as in the checkpoint"
+        return saved, "as in the checkpoint" + doubt(saved, device)
     if device.type != "cpu":
         if computes_in_bf16(device):
             return "bf16", "this device supports it"
@@ -341,11 +362,24 @@ def choose_precision(
     return precision, reason
 
 
+def doubt(precision: str, device) -> str:
+    """What to add to the reason for a precision that a GPU only emulates; "" for others."""
+    if precision != "bf16" or computes_in_bf16(device):
+        return ""
+    return ", though this GPU only emulates bf16: consider --precision=fp32"
+
+
 def computes_in_bf16(device) -> bool:
-    """Does an accelerator have bf16 instructions? V100 and older only emulate them."""
+    """Does an accelerator have bf16 instructions? V100, MI50, RX 6000 and older emulate them."""
     import torch
 
-    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cuda":
+        return True
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return False
+    if torch.version.hip is None:
+        return True  # on ROCm torch says so of every GPU
+    return not arch_of(torch.cuda.get_device_properties(device)).startswith(NO_BF16)
 
 
 def cpu_precision(features: dict) -> tuple[str, str]:
@@ -377,6 +411,138 @@ def faster_precision(size: int = 512, turns: int = 10) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
+# A GPU that cannot be used
+
+
+def note_unused_gpu(device_type: str, size: int) -> None:
+    """Call it if torch finds no accelerator. Says so if this machine has a GPU all the same.
+
+    device_type: cuda or auto; size: the number of ranks. Raises UserError if the GPU was asked for,
+    or if its driver fails in a run of several ranks: on other machines it may not, and ranks on
+    GPUs cannot work with ranks on CPUs.
+    """
+    import torch
+
+    why, has_its_build = unused_gpu("/dev", torch.version.cuda, torch.version.hip)
+    goes_on = device_type == "auto" and (size == 1 or not has_its_build)
+    require(not why or goes_on, why + OR_CPU)
+    if why:
+        config.say_once("note", f"using the CPU: {why}")
+
+
+def unused_gpu(dev: str, cuda: str | None, hip: str | None) -> tuple[str, bool]:
+    """Why torch finds no GPU though one is here, with the fix; and is torch's build for that GPU?
+
+    dev: the folder of device files. cuda, hip: the versions that torch was built with. The text is
+    empty if there is no GPU, or if a variable hides it.
+    """
+    variables = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    is_hidden = any(os.environ.get(name) in ("", "-1") for name in variables)
+    is_nvidia = bool(glob.glob(f"{dev}/nvidia[0-9]*"))
+    kfd = f"{dev}/kfd"  # AMD's driver
+    is_amd = os.path.exists(kfd)
+    if is_hidden or not (is_nvidia or is_amd):
+        return "", False
+
+    if cuda and is_nvidia:
+        fix = "repair the driver if nvidia-smi fails, else update it or install torch for its CUDA"
+        return f"torch for CUDA {cuda} cannot use the GPU ({driver_error()}): {fix}", True
+    if hip and is_amd:
+        fix = "repair the driver if rocminfo fails, else update it or install torch for its ROCm"
+        why = f"torch for ROCm {hip} cannot use the GPU ({driver_error()}): {fix}"
+        if not os.access(kfd, os.R_OK | os.W_OK):
+            fix = "sudo usermod -aG render,video $USER, then log in again"
+            why = f"you may not open {kfd}: {fix}"
+        return why, True
+    built_for = "NVIDIA" if cuda else "AMD" if hip else "CPUs"
+    vendor = "NVIDIA" if is_nvidia else "AMD"
+    return f"the GPU is {vendor}'s, but torch is built for {built_for}: see INSTALL.md", False
+
+
+def driver_error() -> str:
+    """The first sentence of what torch says when it tries to use a GPU and fails."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return config.one_line(error).split(". ")[0]
+    return "no reason given"
+
+
+def open_gpu(device) -> None:
+    """Make `device` this process's GPU; print a note if other processes hold most of its memory.
+
+    Raises UserError if torch has no kernels for it, or cannot open it, as when it is full.
+    """
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says in many lines what we say in one
+        properties = torch.cuda.get_device_properties(device)
+    name = f"{device} ({properties.name})"
+    arch, built_for = arch_of(properties), torch.cuda.get_arch_list()
+    require(has_kernels(arch, built_for), no_kernels(name, arch, built_for))
+    tool = "rocm-smi --showpids" if torch.version.hip else "nvidia-smi"
+    try:
+        torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info(device)  # bytes
+    except RuntimeError as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(cannot_open(name, properties.total_memory, reason, tool)) from error
+    free += torch.cuda.memory_reserved(device)  # of an earlier start in this process
+    shares_memory = getattr(properties, "is_integrated", False)  # with the CPU and its page cache
+    if not shares_memory and free < total / 2:
+        who = program.whoami(config.rank())
+        config.print_error(f"{who}: {nearly_full(name, free, total, tool)}", "note")
+
+
+def has_kernels(arch: str, built_for: list[str]) -> bool:
+    """Can a GPU of this architecture run a torch that is built for these? True if in doubt.
+
+    A GPU of capability 8.9 runs sm_80 and sm_86; sm_90a runs on 9.0 only. compute_90 is PTX, which
+    the driver compiles for 9.0 and all later ones. AMD's kernels run on one architecture each.
+    """
+    if arch.startswith("gfx"):
+        names = [name.split(":")[0] for name in built_for]
+        return not names or arch in names or any("generic" in name for name in names)
+    capability = int(arch.replace(".", ""))  # 8.9 -> 89
+    for built in built_for:
+        parts = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", built)
+        if not parts or int(parts[2]) == capability:
+            return True
+        is_older = int(parts[2]) < capability
+        is_same_major = int(parts[2]) // 10 == capability // 10
+        is_ptx = parts[1] == "compute" and not parts[3]
+        if is_older and (is_ptx or (is_same_major and parts[3] != "a")):
+            return True
+    return not built_for
+
+
+def no_kernels(name: str, arch: str, built_for: list[str]) -> str:
+    """The message for a GPU that torch was not built for."""
+    import torch
+
+    has = " ".join(built_for)
+    fix = f"install a build that has (INSTALL.md){OR_CPU}"
+    return f"torch {torch.__version__} has no kernels for {name}, {arch}, only for {has}: {fix}"
+
+
+def cannot_open(name: str, total: int, reason: str, tool: str) -> str:
+    """The message for a GPU that torch fails to open for this reason. total: its bytes."""
+    if "out of memory" in reason.lower():
+        fix = f"end the processes that hold it ({tool} lists them), or use another GPU"
+        return f"{name} has no memory free of its {total / 2**30:.0f} GB: {fix}"
+    return f"{name} cannot be opened ({reason}): see {tool}, or use another GPU"
+
+
+def nearly_full(name: str, free: int, total: int, tool: str) -> str:
+    """The note about a GPU with `free` of `total` bytes left for this process."""
+    memory = f"{free / 2**30:.1f} of {total / 2**30:.0f} GB free"
+    return f"{name} has only {memory}: {tool} lists the processes that hold the rest"
+
+
+# --------------------------------------------------------------------------------------------------
 # The program
 
 
@@ -403,6 +569,7 @@ def main(argv: list[str]) -> None:
     if not torch.cuda.is_available():
         fix = "set --peak_tflops=NUMBER or --peak_tflops=measure"
         print(f"\nthis machine: no CUDA or ROCm device, MFU n/a: {fix}")
+        note_unused_gpu("auto", 1)
     for i in range(torch.cuda.device_count()):
         row = identify(torch.device("cuda", i))
         known = "n/a: set --peak_tflops=NUMBER"

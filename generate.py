@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 import config
+import processes
 from config import UserError, require
 from serving.decoder import Decoder, pick_dtype
 from serving.speed import Speed
@@ -82,7 +81,7 @@ def main(argv) -> None:
     if not prompts and not cfg.json and sys.stdin:  # None: the caller has closed it
         interactive = interactive or sys.stdin.isatty()
 
-    device = pick_device()
+    device = processes.pick_device("auto", 0, 1, 1)
     model, tokenizer, name = load_for_sampling(run, cfg.step, device, cfg.tokenizer)
     require(
         tokenizer.vocab_size <= model.cfg.vocab_size,
@@ -108,13 +107,6 @@ def main(argv) -> None:
             print(f"--- {name} ---", flush=True)
         answer_given_prompts(decoder, texts, speed, cfg)
     print(speed.report(decoder), file=sys.stderr)
-
-
-def pick_device() -> torch.device:
-    """The accelerator of this machine if it has one, else its CPU."""
-    if torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator()
-    return torch.device("cpu")
 
 
 def read_prompts(path: str) -> list[str]:

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import devices
 import program
 from config import UserError, require
 from program import RESUME_ME, end, end_with_torchrun, whoami
@@ -104,6 +105,8 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     there = (
         torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     )
+    if there == "cpu" and device_type in ("auto", "cuda"):
+        devices.note_unused_gpu(device_type, size)
     if device_type == "auto":
         device_type = "cpu" if there == "mps" and size > 1 else there
     require(
@@ -121,7 +124,7 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     enough = count == 1 or max(local_size, local_rank + 1) <= count
     require(enough, f"{local_size} ranks of this machine share {count} GPUs: {fix}")
     device = torch.device("cuda", 0 if count == 1 else local_rank)
-    torch.cuda.set_device(device)
+    devices.open_gpu(device)
     return device
 
 

@@ -1,12 +1,16 @@
 """devices.py: strings that real devices report -> the right peak per torch device, or none."""
 
 import csv
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT, clean_environment
 
 import devices
 from config import TrainConfig, UserError
@@ -274,3 +278,210 @@ def test_a_setting_or_a_checkpoint_decides_before_the_cpu_does():
     assert devices.choose_precision(TrainConfig(precision="bf16"), cpu) == ("bf16", "as set")
     auto = TrainConfig(precision="auto")
     assert devices.choose_precision(auto, cpu, saved="bf16") == ("bf16", "as in the checkpoint")
+
+
+# --- A GPU that cannot be used
+
+WHEEL_CUDA = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120".split()
+WHEEL_ROCM = "gfx906 gfx908 gfx90a gfx942 gfx1030 gfx1100".split()
+
+
+@pytest.mark.parametrize(
+    "arch, built_for, wanted",
+    [
+        ("7.5", WHEEL_CUDA, True),
+        ("8.0", WHEEL_CUDA, True),
+        ("8.9", WHEEL_CUDA, True),  # runs sm_86
+        ("10.3", WHEEL_CUDA, True),  # runs sm_100
+        ("12.1", WHEEL_CUDA, True),
+        ("13.0", WHEEL_CUDA, True),  # the driver compiles compute_120
+        ("13.0", ["sm_120"], False),
+        ("7.0", WHEEL_CUDA, False),
+        ("6.1", WHEEL_CUDA, False),
+        ("8.0", ["sm_86"], False),
+        ("9.0", ["sm_90a"], True),
+        ("10.3", ["sm_100a"], False),
+        ("10.3", ["sm_100f"], True),
+        ("12.0", ["sm_90a", "compute_90a"], False),
+        ("12.0", ["compute_100f"], False),
+        ("12.0", ["something new"], True),
+        ("9.0", [], True),
+        ("gfx90a", WHEEL_ROCM, True),
+        ("gfx942", ["gfx942:sramecc+:xnack-"], True),
+        ("gfx1031", WHEEL_ROCM, False),
+        ("gfx1101", ["gfx11-generic"], True),
+        ("gfx1101", [], True),
+    ],
+)
+def test_which_gpus_a_build_of_torch_has_kernels_for(arch, built_for, wanted):
+    assert devices.has_kernels(arch, built_for) == wanted
+
+
+@pytest.fixture
+def dev(tmp_path, monkeypatch):
+    """`dev(*names)`: a folder with these device files, and no variable that hides GPUs."""
+    for maker in ("CUDA", "HIP", "ROCR"):
+        monkeypatch.delenv(f"{maker}_VISIBLE_DEVICES", raising=False)
+
+    def make(*names):
+        for name in names:
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "names, cuda, hip, words, has_its_build",
+    [
+        (["null", "nvidiactl", "nvidia-uvm", "dri"], "13.0", None, "^$", False),
+        (["nvidia0"], "13.0", None, r"^torch for CUDA 13\.0 cannot .*nvidia-smi fails", True),
+        (["nvidia3", "kfd"], "12.8", None, r"^torch for CUDA 12\.8 cannot .*nvidia-smi", True),
+        (["nvidia0", "kfd"], None, "6.4", r"^torch for ROCm 6\.4 cannot .*rocminfo fails", True),
+        (["kfd"], "13.0", None, "GPU is AMD's, but torch is built for NVIDIA: .*INSTALL", False),
+        (["kfd"], None, None, "GPU is AMD's, but torch is built for CPUs: .*INSTALL", False),
+        (["nvidia0"], None, "6.4", "GPU is NVIDIA's, but torch is built for AMD: .*INSTALL", False),
+    ],
+)
+def test_why_a_gpu_is_not_used(dev, monkeypatch, names, cuda, hip, words, has_its_build):
+    folder = dev(*names)
+    why, found = devices.unused_gpu(folder, cuda, hip)
+    assert re.search(words, why) and "\n" not in why and found == has_its_build
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):  # hidden on purpose
+        for value in ("", "-1"):
+            with monkeypatch.context() as hidden:
+                hidden.setenv(variable, value)
+                assert devices.unused_gpu(folder, cuda, hip) == ("", False)
+
+
+def test_a_gpu_that_one_may_not_open_names_the_groups(dev, monkeypatch):
+    folder = dev("kfd")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != f"{folder}/kfd")
+    why, _ = devices.unused_gpu(folder, None, "6.4")
+    assert why.startswith(f"you may not open {folder}/kfd: sudo usermod -aG render,video")
+
+
+LAUNCH = """
+import os, devices, processes
+real = devices.unused_gpu
+devices.unused_gpu = lambda dev, cuda, hip: real(os.environ["DEV"], os.environ["CUDA"], None)
+
+def main(argv):
+    print(processes.pick_device(argv[0], 0, int(argv[1]), int(argv[1])))
+
+processes.run(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use this machine's GPU")
+@pytest.mark.parametrize(
+    "device, ranks, cuda, status, words",
+    [
+        ("auto", 1, "13.0", 0, "note: using the CPU: torch for CUDA 13.0 cannot use the GPU ("),
+        ("auto", 2, "13.0", 2, "error: torch for CUDA 13.0 cannot use the GPU ("),
+        ("auto", 2, "", 0, "note: using the CPU: the GPU is NVIDIA's, but torch is built for CPUs"),
+        ("cuda", 1, "", 2, "error: the GPU is NVIDIA's, but torch is built for CPUs"),
+        ("cpu", 1, "13.0", 0, ""),
+    ],
+)
+def test_a_launch_beside_a_gpu_that_torch_cannot_use(dev, device, ranks, cuda, status, words):
+    command = [sys.executable, "-c", LAUNCH, device, str(ranks)]
+    env = clean_environment() | {"DEV": dev("nvidia0"), "CUDA": cuda}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stderr
+    assert done.stdout == ("cpu\n" if status == 0 else "")
+    assert done.stderr.startswith(words) and len(done.stderr.splitlines()) == bool(words)
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """`gpu(...)`: as if torch saw this GPU. `free` may be an error that opening it raises."""
+
+    def see(arch="9.0", free=79 * GIB, built_for=WHEEL_CUDA, reserved=0, integrated=0):
+        def memory(device):
+            if isinstance(free, Exception):
+                raise free
+            return free, 80 * GIB
+
+        is_amd = arch.startswith("gfx")
+        facts = {"name": "Big GPU", "total_memory": 80 * GIB, "is_integrated": integrated}
+        if is_amd:
+            facts["gcnArchName"] = f"{arch}:sramecc+:xnack-"
+        else:
+            facts["major"], facts["minor"] = map(int, arch.split("."))
+        properties = SimpleNamespace(**facts)
+        monkeypatch.setattr(torch.version, "hip", "6.4" if is_amd else None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+
+    return see
+
+
+CUDA = torch.device("cuda", 3)
+FULL = RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later\n")
+BUSY = RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nmore")
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({"arch": "6.1"}, r"no kernels for cuda:3 \(Big GPU\), 6\.1, only for sm_75 .*INSTALL\.md"),
+        ({"arch": "gfx1031", "built_for": WHEEL_ROCM}, "gfx1031, only for gfx906 .*DEVICES=-1$"),
+        ({"free": FULL}, r"^cuda:3 \(Big GPU\) has no memory free of its 80 GB: .*nvidia-smi"),
+        ({"free": FULL, "arch": "gfx90a", "built_for": WHEEL_ROCM}, "rocm-smi --showpids"),
+        ({"free": BUSY}, r"cannot be opened \(CUDA error: all .* unavailable\): see nvidia-smi"),
+    ],
+)
+def test_a_gpu_that_cannot_be_opened_is_one_line(gpu, facts, words):
+    gpu(**facts)
+    with pytest.raises(UserError, match=words) as error:
+        devices.open_gpu(CUDA)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({}, None),
+        ({"free": 41 * GIB}, None),
+        ({"free": 5 * GIB}, "has only 5.0 of 80 GB free: nvidia-smi lists"),
+        ({"free": 5 * GIB, "reserved": 70 * GIB}, None),  # by this process itself
+        ({"free": 5 * GIB, "integrated": 1}, None),  # the rest may be the CPU's page cache
+    ],
+)
+def test_a_nearly_full_gpu_is_noted(gpu, facts, words, capsys):
+    gpu(**facts)
+    devices.open_gpu(CUDA)
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == bool(words)
+    assert not words or (printed.startswith("note: rank 0 ") and words in printed)
+
+
+@pytest.mark.parametrize(
+    "arch, has_bf16",
+    [("8.0", True), ("gfx908", True), ("gfx1100", True), ("gfx1250", True)]
+    + [("7.5", False), ("gfx906", False), ("gfx1030", False), ("gfx1010", False)],
+)
+def test_bf16_on_a_gpu_that_only_emulates_it(gpu, monkeypatch, arch, has_bf16):
+    """`auto` trains in fp32 there. What the user or a checkpoint says counts, with a hint."""
+    gpu(arch)
+    torch_says = arch.startswith("gfx") or float(arch) >= 8  # of AMD's GPUs always yes
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: torch_says)
+    assert devices.computes_in_bf16(CUDA) == has_bf16
+    precision, reason = devices.choose_precision(TrainConfig(precision="auto"), CUDA)
+    assert precision == ("bf16" if has_bf16 else "fp32")
+    assert has_bf16 or reason == "this GPU only emulates bf16"
+
+    hint = "" if has_bf16 else ", though this GPU only emulates bf16: consider --precision=fp32"
+    chosen = devices.choose_precision(TrainConfig(precision="bf16"), CUDA)
+    kept = devices.choose_precision(TrainConfig(precision="auto"), CUDA, saved="bf16")
+    assert chosen == ("bf16", "as set" + hint) and kept == ("bf16", "as in the checkpoint" + hint)
+    fp32 = devices.choose_precision(TrainConfig(precision="fp32"), CUDA)
+    assert fp32 == ("fp32", "as set")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from conftest import ROOT, clean_environment
 from test_stopping import wait_for, workers
 
+import devices
 import processes
 from config import UserError
 from processes import torchrun_variables
@@ -363,7 +364,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(devices, "open_gpu", lambda device: None)
 
     return see
 

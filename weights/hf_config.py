@@ -12,7 +12,10 @@
     attn_uses_sequence_id
     in attn_config: attn_type kv_n_heads    kv_n_heads
     attn_impl init_config torch_dtype ...   ignored: they change neither weights nor logits
-    any other                               refused by name, unless it has its default value
+    head_dim attention_bias                 must agree with the settings above
+    in ffn_config: ffn_hidden_size
+    any other                               refused by name, unless it is at rest: with its default
+                                            value or another that changes no logits
 
 Weights have the same names everywhere (`transformer.blocks.0.attn.Wqkv.weight`), so there is no
 table of names. `check_format` refuses a model whose weights are not those of an MPT, such as one
@@ -22,6 +25,7 @@ Run `python -m weights.hf_config path/to/mpt-7b` to see the settings of such a f
 project has them.
 """
 
+import json
 import typing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -46,10 +50,17 @@ ATTENTION_KEYS = """
 # Keys that change neither weights nor logits, or are read elsewhere in this file.
 IGNORED_KEYS = """
     architectures auto_map model_type name _name_or_path transformers_version torch_dtype dtype
-    tokenizer_name use_cache verbose init_config init_device initializer_range loss_fn
-    use_pad_tok_in_ffn bos_token_id eos_token_id pad_token_id attn_config ffn_config attn_impl
-    attn_type kv_n_heads rope_impl rope_dail_config rope_hf_config return_dict id2label label2id
-    problem_type is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
+    tokenizer_name tokenizer_class use_cache verbose init_config init_device initializer_range
+    loss_fn use_pad_tok_in_ffn bos_token_id eos_token_id pad_token_id sep_token_id attn_config
+    ffn_config attn_impl _attn_implementation_autoset attn_type kv_n_heads rope_impl
+    rope_dail_config rope_hf_config return_dict id2label label2id problem_type is_encoder_decoder
+    chunk_size_feed_forward output_attentions output_hidden_states
+""".split()
+# How text is sampled, of which transformers 4 writes the defaults.
+SAMPLING_KEYS = """
+    max_length min_length do_sample early_stopping num_beams num_beam_groups num_return_sequences
+    temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty
+    no_repeat_ngram_size encoder_no_repeat_ngram_size
 """.split()
 
 # A setting that this project does not have is accepted only with one of these values, which change
@@ -60,11 +71,19 @@ DEFAULTS = {
     "norm_eps": [1e-5],
     "sliding_window_size": [-1],
     "fused_qkv": [True],
+    "seq_parallel_world_size": [None, 1],
+    "attn_temperature_tuning.attn_scale": [None, 0],
     "ffn_type": ["mptmlp"],
-    "fc_type": [None, "torch", {"name": "torch"}],
-    "ffn_act_fn": [None, {"name": "gelu", "approximate": "none"}],
+    "fc_type": [None, "torch"],
+    "fc_type.name": [None, "torch"],
+    "ffn_act_fn": [None, {"name": "gelu"}, {"name": "gelu", "approximate": "none"}],
 }
 OFF = [None, False, [], {}]
+# In these objects one setting decides. Queries are scaled by 1 + attn_scale x a function of their
+# position; torch's linear layer is the same with any other setting.
+DECIDES = {"attn_temperature_tuning": "attn_scale", "fc_type": "name"}
+# These say what other settings say already. See `check_restated`.
+RESTATED_KEYS = ["head_dim", "ffn_hidden_size", "attention_bias"]
 
 # --------------------------------------------------------------------------------------------------
 # config.json -> MPTConfig
@@ -102,6 +121,8 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
         cfg.check()
     except UserError as error:
         raise UserError(f"{source}: {error}") from error
+    for group in (settings, attention, ffn):
+        check_restated(group, cfg, source)
     return cfg
 
 
@@ -116,13 +137,40 @@ def values_of(group: dict, keys: list[str], source: str) -> dict:
         if key in keys:
             require_scalar(value, key, source)
             values[key] = config.checked(value, types[key], key, source)
-        elif key not in IGNORED_KEYS:
+        elif key not in IGNORED_KEYS + SAMPLING_KEYS + RESTATED_KEYS:
+            if key in DECIDES and isinstance(value, dict):
+                value = value.get(DECIDES[key])
+                key = f"{key}.{DECIDES[key]}"
             require(
-                value in DEFAULTS.get(key, OFF),
+                changes_nothing(key, value),
                 f"{source} sets {config.one_line(key)} to {files.shown(value)}, "
                 "which this project's MPT does not have",
             )
     return values
+
+
+def changes_nothing(key: str, value) -> bool:
+    """Does a setting that this project lacks leave the model as the one computed here?"""
+    is_false = value is False  # 0 == False, but reuse_kv_layer_idx=0 names a layer
+    neutral = DEFAULTS.get(key, OFF)
+    return any(value == rest and is_false == (rest is False) for rest in neutral)
+
+
+def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:
+    """UserError if a width or bias that follows from `cfg` is set to something else."""
+    follows = {
+        "head_dim": (cfg.head_dim, "d_model / n_heads"),
+        "ffn_hidden_size": (cfg.hidden_dim, "d_model x expansion_ratio"),
+        "attention_bias": (not cfg.no_bias, "the opposite of no_bias"),
+    }
+    for key in RESTATED_KEYS:
+        wanted, reason = follows[key]
+        value = group.get(key)
+        require(
+            value is None or value == wanted,
+            f"{source} sets {key} to {files.shown(value)}, "
+            f"only {json.dumps(wanted)} ({reason}) can be read",
+        )
 
 
 def require_scalar(value, key: str, source: str) -> None:
@@ -170,9 +218,11 @@ def check_rope(attention: dict, values: dict, source: str) -> None:
     key = f"rope_{impl}_config"
     group = attention.get(key)
     require(isinstance(group, dict | None), f"{source}: {key} must be an object with settings")
-    kind = (group or {}).get("type", "original")
+    group = group or {}
+    kind = group.get("type", "original")
+    unscaled = kind == "linear" and group.get("factor") == 1
     require(
-        kind in ("original", "no_scaling"),
+        unscaled or kind in ("original", "no_scaling"),
         f"{source} sets {key} to {files.shown(kind)}: only plain RoPE can be read",
     )
 

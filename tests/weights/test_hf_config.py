@@ -79,6 +79,89 @@ LATER_ATTENTION = {
     "rope_dail_config": {"type": "original", "pos_idx_in_fp32": True, "xpos_scale_base": 512},
     "rope_hf_config": {"type": "no_scaling", "factor": 1.0},
 }
+FOUNDRY_0_22 = {  # all that MPTConfig() of LLM Foundry 0.22 writes, under transformers 4.51
+    "architectures": ["MPTForCausalLM"],
+    "attention_bias": True,
+    "attn_config": {
+        "alibi": False,
+        "alibi_bias_max": 8,
+        "attn_impl": "flash",
+        "attn_logit_softcapping": None,
+        "attn_pdrop": 0.0,
+        "attn_temperature_tuning": {"attn_scale": 0.0, "floor_scale": 8192},
+        "attn_type": "multihead_attention",
+        "attn_uses_sequence_id": False,
+        "clip_qkv": None,
+        "fused_qkv": True,
+        "kv_dim": None,
+        "nope": False,
+        "qk_gn": False,
+        "qk_ln": False,
+        "rope": False,
+        "rope_dail_config": {"pos_idx_in_fp32": True, "type": "original", "xpos_scale_base": 512},
+        "rope_hf_config": {"factor": 1.0, "type": "no_scaling"},
+        "rope_impl": "dail",
+        "rope_theta": 10000,
+        "sliding_window_size": -1,
+        "softmax_scale": None,
+    },
+    "block_overrides": None,
+    "d_model": 2048,
+    "emb_pdrop": 0.0,
+    "embedding_fraction": 1.0,
+    "expansion_ratio": 4,
+    "fc_type": {"name": "torch"},
+    "ffn_config": {"fc_type": {"name": "torch"}, "ffn_type": "mptmlp"},
+    "final_logit_softcapping": None,
+    "head_dim": None,
+    "init_config": {
+        "emb_init_std": None,
+        "emb_init_uniform_lim": None,
+        "fan_mode": "fan_in",
+        "init_div_is_residual": True,
+        "init_gain": 0.0,
+        "init_nonlinearity": "relu",
+        "init_std": None,
+        "name": "kaiming_normal_",
+    },
+    "init_device": "cpu",
+    "learned_pos_emb": True,
+    "logit_scale": None,
+    "max_seq_len": 2048,
+    "model_type": "mpt",
+    "n_heads": 16,
+    "n_layers": 24,
+    "no_bias": False,
+    "norm_eps": 1e-05,
+    "norm_type": "low_precision_layernorm",
+    "resid_pdrop": 0.0,
+    "transformers_version": "4.51.3",
+    "use_cache": False,
+    "use_pad_tok_in_ffn": True,
+    "vocab_size": 50368,
+}
+TRANSFORMERS_4 = {  # what to_dict() adds there, without those that are null, false or empty
+    "_attn_implementation_autoset": True,
+    "chunk_size_feed_forward": 0,
+    "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "min_length": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "repetition_penalty": 1.0,
+    "return_dict": True,
+    "temperature": 1.0,
+    "tie_word_embeddings": True,
+    "top_k": 50,
+    "top_p": 1.0,
+    "typical_p": 1.0,
+}
 
 
 def like_hub(top=None, **attention):
@@ -135,8 +218,99 @@ def test_every_setting_comes_back(more):
     assert hf_config.config_from(through_json(hf_config.config_to(cfg))) == cfg
 
 
+def test_a_config_as_llm_foundry_0_22_writes_it():
+    assert hf_config.config_from(through_json(FOUNDRY_0_22)) == MPTConfig()
+    assert hf_config.config_from(through_json(FOUNDRY_0_22 | TRANSFORMERS_4)) == MPTConfig()
+
+
+def test_a_config_as_transformers_writes_it_today():
+    transformers = pytest.importorskip("transformers")
+    written = transformers.MptConfig(architectures=["MptForCausalLM"])
+    wanted = MPTConfig(alibi=True, no_bias=True)
+    assert hf_config.config_from(json.loads(written.to_json_string())) == wanted
+    assert hf_config.config_from(json.loads(written.to_json_string(use_diff=False))) == wanted
+
+
+PLAIN_FFN = {"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 4 * 4096, "ffn_act_fn": None}}
+
+
+@pytest.mark.parametrize(
+    "top",
+    [
+        {"head_dim": None},
+        {"head_dim": 128},
+        {"attention_bias": None},
+        {"attention_bias": False},  # no_bias is True in HUB_7B
+        {"block_overrides": None},
+        {"block_overrides": {}},
+        {"embedding_fraction": 1},
+        {"fc_type": None},
+        {"fc_type": "torch"},
+        {"fc_type": {}},
+        {"fc_type": {"name": "torch", "bias": False, "device": "cpu"}},
+        {"ffn_config": None},
+        {"ffn_config": {}},
+        {"ffn_config": {"ffn_type": "mptmlp", "fc_type": "torch", "ffn_hidden_size": None}},
+        {"ffn_config": {"ffn_act_fn": {"name": "gelu"}}},
+        {"ffn_config": {"ffn_act_fn": {"name": "gelu", "approximate": "none"}}},
+        PLAIN_FFN,
+        {"final_logit_softcapping": None},
+        {"init_config": None},
+        {"init_config": {"name": "baseline_", "init_std": 0.02}},
+        {"init_device": "meta"},
+        {"layer_norm_epsilon": 0.00001},
+        {"norm_eps": 0.00001},
+        {"use_pad_tok_in_ffn": False},
+        {"use_cache": True},
+    ],
+)
+def test_settings_at_rest_change_nothing(top):
+    assert hf_config.config_from(through_json(like_hub(top))) == MPT_7B
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"attn_impl": "flash"},
+        {"attn_impl": "triton"},
+        {"attn_logit_softcapping": None},
+        {"attn_temperature_tuning": None},
+        {"attn_temperature_tuning": {}},
+        {"attn_temperature_tuning": {"floor_scale": 4}},
+        {"attn_temperature_tuning": {"floor_scale": 4, "attn_scale": 0}},
+        {"clip_qkv": None},
+        {"fused_qkv": True},
+        {"kv_dim": None},
+        {"nope": False},
+        {"nope": None},
+        {"prefix_lm": False},
+        {"qk_gn": False},
+        {"reuse_kv_layer_idx": None},
+        {"reuse_kv_x_layer_idx": None},
+        {"rope_theta": 500000},
+        {"rope_impl": "hf"},
+        {"rope_dail_config": {"type": "xpos", "pos_idx_in_fp32": False, "xpos_scale_base": 64}},
+        {"rope_hf_config": {"type": "dynamic", "factor": 2.0}},
+        {"rope_dail_config": None, "rope_hf_config": None},
+        {"seq_parallel_world_size": None},
+        {"seq_parallel_world_size": 1},
+        {"sliding_window_size": -1},
+    ],
+)
+def test_settings_of_attention_at_rest_change_nothing(attention):
+    read = hf_config.config_from(through_json(like_hub(**attention)))
+    assert replace(read, rope_theta=MPT_7B.rope_theta) == MPT_7B
+
+
+def test_rope_that_scales_by_one_is_plain():
+    linear = {"rope_impl": "hf", "rope_hf_config": {"type": "linear", "factor": 1.0}}
+    assert hf_config.config_from(with_rope(**linear)) == replace(MPT_7B, alibi=False, rope=True)
+
+
 TANH_GELU = {"ffn_act_fn": {"name": "gelu", "approximate": "tanh"}}
-LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear"}}
+LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear", "factor": 2.0}}
+DYNAMIC_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "dynamic", "factor": 1.0}}
+TUNED = {"attn_temperature_tuning": {"floor_scale": 8192, "attn_scale": 0.1}}
 
 
 @pytest.mark.parametrize(
@@ -148,6 +322,18 @@ LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear"}}
         (like_hub(sliding_window_size=256), "sliding_window_size"),
         (like_hub(fused_qkv=False), "fused_qkv"),
         (like_hub(kv_dim=512), "kv_dim"),
+        (like_hub(nope=True), "nope to True"),
+        (like_hub(fused_qkv=None), "fused_qkv to None"),
+        (like_hub(**TUNED), r"attn_temperature_tuning\.attn_scale to 0\.1"),
+        (like_hub(attn_temperature_tuning=[1]), "attn_temperature_tuning to list"),
+        (like_hub(reuse_kv_layer_idx=0), "reuse_kv_layer_idx to 0"),
+        (like_hub(reuse_kv_layer_idx=-1), "reuse_kv_layer_idx to -1"),
+        (like_hub(reuse_kv_x_layer_idx=-1), "reuse_kv_x_layer_idx to -1"),
+        (like_hub(seq_parallel_world_size=2), "seq_parallel_world_size to 2"),
+        (like_hub(head_dim=64), r"head_dim to 64, only 128 \(d_model / n_heads\)"),
+        (like_hub({"head_dim": 64}), r"head_dim to 64, only 128 \(d_model / n_heads\)"),
+        (like_hub({"attention_bias": True}), "attention_bias to True, only false"),
+        (like_hub({"no_bias": False, "attention_bias": False}), "attention_bias to False, only tr"),
         (like_hub(attn_type="sparse"), "attn_type to 'sparse'"),
         (like_hub(attn_type="grouped_query_attention"), "kv_n_heads must be from 1 .* not 0"),
         (like_hub(nonsense=3), "nonsense to 3"),
@@ -155,6 +341,7 @@ LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear"}}
         (like_hub(rope=True), "rope and alibi"),
         (with_rope(rope_dail_config={"type": "xpos"}), "rope_dail_config to 'xpos'"),
         (with_rope(**LINEAR_ROPE), "config to 'linear'"),
+        (with_rope(**DYNAMIC_ROPE), "config to 'dynamic'"),
         (like_hub({"final_logit_softcapping": 30.0}), "final_logit_softcapping"),
         (like_hub({"embedding_fraction": 0.5}), "embedding_fraction"),
         (like_hub({"ffn_config": {"ffn_type": "mptglu"}}), "ffn_type to 'mptglu'"),
@@ -162,7 +349,11 @@ LINEAR_ROPE = {"rope_impl": "hf", "rope_hf_config": {"type": "linear"}}
         (like_hub({"ffn_config": TANH_GELU}), "ffn_act_fn"),
         (like_hub({"norm_type": "rmsnorm"}), "norm_type"),
         (like_hub({"layer_norm_epsilon": 1e-6}), "layer_norm_epsilon"),
-        (like_hub({"fc_type": "te"}), "fc_type"),
+        (like_hub({"norm_eps": 1e-6}), "norm_eps"),
+        (like_hub({"fc_type": "te"}), "fc_type to 'te'"),
+        (like_hub({"fc_type": {"name": "te"}}), r"fc_type\.name to 'te'"),
+        (like_hub({"ffn_config": {"fc_type": {"name": "te"}}}), r"fc_type\.name to 'te'"),
+        (like_hub({"quantization_config": {"bits": 4}}), "quantization_config to dict"),
         (like_hub({"block_overrides": {"order": []}}), "block_overrides"),
         (like_hub({"n_heads": 33}), "n_heads 33"),
         ({"model_type": "llama", "hidden_size": 8}, "model_type 'llama'"),
