@@ -29,7 +29,7 @@ from model import MPT, Block
 from processes import World
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
-A_GPU = World(0, 1, 0, 1, torch.device("cuda", 0))
+A_GPU = World(0, 1, 0, 1, torch.device("cuda", 99))  # no machine has that many
 
 
 @contextlib.contextmanager
@@ -202,11 +202,11 @@ def test_auto_is_off_on_a_cpu_and_nothing_is_tried(ranks):
 
 
 def test_auto_goes_on_without_compiling_where_that_fails(capsys):
-    """On a GPU that is not there, so that the block cannot even be built."""
+    """On a GPU that is not there: not even the weights of a block can be made."""
     assert chosen(A_GPU, "auto") == (False, {})
     line = capsys.readouterr().out
     assert line.startswith("nothing is compiled: compiling a block fails on rank 0: ")
-    assert "CUDA" in line and len(line.splitlines()) == 1
+    assert ("CUDA" in line or "NVIDIA" in line) and len(line.splitlines()) == 1
 
 
 @pytest.mark.slow
