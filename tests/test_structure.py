@@ -246,7 +246,7 @@ def test_nothing_that_is_sent_to_other_processes_lives_in_a_door(path):
 
 @every_file
 def test_environment_variables_are_no_messengers(path):
-    """Only processes.py sets any: torchrun's variables, for the processes that it starts."""
+    """Only processes.py sets any: torchrun's variables, and that of PyTorch's GPU allocator."""
     written = [
         node.lineno
         for node in ast.walk(tree(path))
