@@ -37,6 +37,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   void record(void**, const Stream&, const DeviceIndex, const EventFlag) const override {}
   void block(void*, const Stream&) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
   bool queryEvent(void*) const override { return true; }
   void destroyEvent(void*, const DeviceIndex) const noexcept override {}
 };

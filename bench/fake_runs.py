@@ -15,6 +15,7 @@ else, `bench.fake_gpu.pretend()` must have been called: `python -m bench fake_gp
 
 import collections
 import contextlib
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ import config
 import fsdp_train
 import parallel
 import processes
-from bench.operations import OperationLog, table
+from bench.operations import OperationLog, specs_of, table
 from config import MPTConfig, TrainConfig
 from evaluation.score import Request, score
 from lifecycle import microbatch
@@ -76,6 +77,12 @@ class Setting:
         return torch.zeros(shape, dtype=torch.long, device=GPU)
 
 
+class FakeTensors(FakeTensorMode):
+    """Tensors without data. torch.tensor(..., device="cuda") makes one, too: nothing is behind."""
+
+    avoid_device_init = True
+
+
 @contextlib.contextmanager
 def pretended(setting: Setting) -> Iterator[None]:
     """Fake tensors, and a process group of `setting.ranks` that transfers nothing.
@@ -87,7 +94,7 @@ def pretended(setting: Setting) -> Iterator[None]:
     torch._dynamo.reset()
     real = {"make_mesh": really(parallel.make_mesh), "MPT": really(MPT)}
     try:
-        fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
+        fake_tensors = FakeTensors(allow_non_fake_inputs=True)
         with warnings.catch_warnings(), mock.patch.multiple(parallel, **real), fake_tensors:
             warnings.simplefilter("ignore")  # of torch, about what a GPU would do
             yield
@@ -183,14 +190,21 @@ def generation(setting: Setting) -> OperationLog:
 
 
 def staging(setting: Setting) -> OperationLog:
-    """The state of model and optimizer, copied to the host."""
-    with pretended(setting):
+    """The state of model and optimizer after a step, and its copy on the host.
+
+    The copy itself shows no operations: DCP's stager copies memory, and here is none.
+    """
+    with pretended(setting), tempfile.TemporaryDirectory() as folder:
         model, optimizer = setting.build()
-        fsdp_train.train_step(
-            model, optimizer, setting.rows(), 0, setting.cfg, setting.world, PRECISION
-        )
+        rows = setting.rows()
+        fsdp_train.train_step(model, optimizer, rows, 0, setting.cfg, setting.world, PRECISION)
+        with mock.patch.object(processes, "new_group"):  # it would write, which is not done here
+            saver = really(checkpoint.Checkpointer)(folder, GPU, keep_last=1)
         with OperationLog() as log:
-            checkpoint.state_of(model, optimizer)
+            staged = saver.stager.stage(checkpoint.state_of(model, optimizer))
+        saver.stager.close()
+    left = [spec for spec in specs_of(staged) if spec.device != "cpu"]
+    assert not left, f"staged, but not on the host: {left[:3]}"
     return log
 
 
@@ -240,6 +254,8 @@ def tables(logs: dict[str, OperationLog]) -> str:
         found = findings(log)
         lines.append(f"{name:<14}{len(log.operations):>12,}")
         lines[-1] += "".join(f"{len(operations):>16,}" for operations in found.values())
+        if log.cut_short:
+            places.append(f"  {name} ends early: the shape of the last result depends on data")
         for kind, operations in found.items():
             counted = collections.Counter(f"{op.name} at {op.where}" for op in operations)
             places += [f"  {name}, {kind}: {n} x {place}" for place, n in counted.most_common(3)]

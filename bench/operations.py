@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -103,8 +103,16 @@ class Operation:
 
     @property
     def devices(self) -> set[str]:
-        """The devices of all its tensors."""
-        return {spec.device for spec in self.inputs + self.outputs}
+        """The devices of its tensors.
+
+        A number on the CPU, of shape (), counts only in copies. Elsewhere PyTorch passes its value
+        along with the kernel, and nothing waits.
+        """
+        specs = self.inputs + self.outputs
+        devices = {spec.device for spec in specs}
+        if self.name in COPIES or devices == {"cpu"}:
+            return devices
+        return {spec.device for spec in specs if spec.device != "cpu" or spec.shape != ()}
 
     @property
     def dtypes(self) -> set[torch.dtype]:
@@ -149,6 +157,14 @@ class OperationLog(TorchDispatchMode):
         super().__init__()
         self.operations = []
         self.open_blocks = []  # names of the record_function blocks around the next operation
+        # Whether it ends early, because fake tensors cannot continue after its last operation: the
+        # shape of that one's result depends on data.
+        self.cut_short = False
+
+    def __exit__(self, kind, error, trace) -> bool:
+        super().__exit__(kind, error, trace)
+        self.cut_short = isinstance(error, DynamicOutputShapeException)
+        return self.cut_short
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
