@@ -23,6 +23,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -32,7 +33,7 @@ import fsdp_train
 import parallel
 import processes
 from bench.operations import OperationLog, table
-from config import MPTConfig, TrainConfig
+from config import MPTConfig, TrainConfig, require
 from evaluation.score import Request, score
 from lifecycle import microbatch
 from model import MPT
@@ -93,9 +94,12 @@ def pretended(setting: Setting) -> Iterator[None]:
     torch._dynamo.reset()
     real = {"make_mesh": really(parallel.make_mesh), "MPT": really(MPT)}
     try:
-        fake_tensors = FakeTensors(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), mock.patch.multiple(parallel, **real), fake_tensors:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")  # of torch, about what a GPU would do
+            stack.enter_context(mock.patch.multiple(parallel, **real))
+            stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused))
+            stack.enter_context(FakeTensors(allow_non_fake_inputs=True))
             yield
     finally:
         dist.destroy_process_group()
@@ -109,6 +113,20 @@ def really(function: Callable) -> Callable:
             return function(*args, **kwargs)
 
     return outside
+
+
+def fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+    """F.scaled_dot_product_attention, with the kernel that PyTorch mostly chooses on a GPU.
+
+    It asks the GPU before it chooses, and without one it takes the obvious version. A mask, or
+    fp32, needs the memory-efficient kernel; all else takes flash attention.
+    """
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    needs_backward = torch.is_grad_enabled()
+    return efficient(q, k, v, attn_mask, needs_backward, dropout_p, is_causal, scale=scale)[0]
 
 
 # --- The runs
@@ -221,8 +239,15 @@ RUNS = {
 
 
 def run_all(model_cfg: MPTConfig, cfg: TrainConfig, ranks: int) -> dict[str, OperationLog]:
-    """{name of the run: its log}. Compiled, if cfg says so, as far as a machine without GPU can."""
+    """{name of the run: its log}. Compiled, if cfg says so, as far as a machine without GPU can.
+
+    UserError for settings that no run could have.
+    """
     setting = Setting(model_cfg, cfg, ranks, "aot_eager" if cfg.compile else "")
+    fsdp_train.check_settings(model_cfg, cfg, setting.world)
+    no_memory = "a GPU that is not there has no memory to try it in: set --microbatch_size=8"
+    require(cfg.microbatch_size != "auto", f"microbatch_size=auto: {no_memory}")
+    require(model_cfg.max_seq_len >= 16, f"max_seq_len {model_cfg.max_seq_len} is below 16")
     return {name: run(setting) for name, run in RUNS.items()}
 
 
@@ -233,7 +258,8 @@ def findings(log: OperationLog) -> dict[str, list]:
     """{what to look for: the operations that are such}."""
     return {
         "read-backs": log.read_backs(),
-        "transfers": log.transfers(),
+        "to the host": log.transfers(to_host=True),
+        "to the device": log.transfers(to_host=False),
         "across devices": log.across_devices(),
         "on the host": log.on_the_host(),
     }

@@ -6,16 +6,16 @@
 
 PyTorch turns each call of Python into operations, and each of those into a kernel of the device. On
 a GPU the host only puts kernels into a queue and runs ahead of them, so the GPU never waits for
-Python. Whatever makes the host wait for the queue to empty costs speed, and `OperationLog` finds it:
+Python. If the host must wait until the queue is empty, that costs time. The log finds such places:
 
     read-backs       the host needs a result: x.item(), `if x:`, nonzero, a boolean mask as an index
-    transfers        copies between host and device
+    transfers        copies from the host to the device, or back, which is a read-back, too
     across devices   other operations on tensors of two devices, such as a mask that is on the host
     on the host      operations on tensors of the CPU
 
-It also sees casts, and collectives with their dtypes. Tensors may be fake (no data, no time), as
-in `python -m bench fake_gpu`. An operation holds the shapes and dtypes of its inputs and outputs,
-so its FLOPs and bytes can be derived.
+It also sees casts, and collectives with their dtypes. Each operation has the shapes and dtypes of
+its inputs and outputs, from which its FLOPs and bytes follow. The tensors may be fake, without
+data, as in `python -m bench fake_gpu`.
 
 `python -m bench operations` prints the operations of a step of a small model on this CPU.
 """
@@ -209,9 +209,11 @@ class OperationLog(TorchDispatchMode):
         """Operations for whose result the host waits."""
         return [op for op in self.operations if op.reads_back]
 
-    def transfers(self) -> list[Operation]:
-        """Copies between host and device."""
-        return [op for op in self.operations if len(op.devices) > 1 and op.name in COPIES]
+    def transfers(self, to_host: bool) -> list[Operation]:
+        """Copies from the device to the host (which waits for them), or the other way."""
+        copies = [op for op in self.operations if len(op.devices) > 1 and op.name in COPIES]
+        # copy_(to, from)
+        return [op for op in copies if (op.inputs[-1].device != "cpu") == to_host]
 
     def across_devices(self) -> list[Operation]:
         """Other operations on tensors of several devices."""
