@@ -35,6 +35,17 @@ OTHERS = [
     for mode in ("one rank", "FULL_SHARD")
 ]
 OTHERS += [f"{run}, one rank, none, eager" for run in ("generation", "trial")]
+MODELS = {
+    "ALiBi": {"alibi": True, "attn_impl": "triton"},
+    "grouped heads": {"rope": True, "kv_n_heads": 2, "qk_ln": True},
+    "dropout": {"emb_pdrop": 0.1, "attn_pdrop": 0.1, "resid_pdrop": 0.1, "clip_qkv": 6.0},
+    "untied": {"tie_word_embeddings": False, "no_bias": True, "logit_scale": 0.5, "kv_n_heads": 1},
+}
+VARIANTS = [
+    f"{run}, FULL_SHARD, none, eager, {model}"
+    for run in ("train step", "scoring", "generation")
+    for model in ("grouped heads", "dropout", "untied")
+]
 
 # Collectives of one step: how often each unit's weights are gathered, its gradients reduced over
 # the ranks of a shard, and over their copies. As in the table of parallel.py.
@@ -51,7 +62,7 @@ PER_STEP = {
 # --- In a process of its own
 
 
-def setting(mode: str, how: str, execution: str):
+def setting(mode: str, how: str, execution: str, model: str = "ALiBi"):
     """A small model on one rank, or on one of 8."""
     from bench.fake_runs import Setting
     from config import MPTConfig, TrainConfig
@@ -65,7 +76,7 @@ def setting(mode: str, how: str, execution: str):
         shard_size=4,
         activation_checkpointing=how,
     )
-    model_cfg = MPTConfig(max_seq_len=32, alibi=True, attn_impl="triton", **shape)
+    model_cfg = MPTConfig(max_seq_len=32, **shape, **MODELS[model])
     return Setting(model_cfg, cfg, ranks, "aot_eager" if execution == "compiled" else "")
 
 
@@ -304,7 +315,7 @@ PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.it
 @pytest.fixture(scope="module")
 def logs(run) -> dict:
     """All other cases, in one process."""
-    sound = [("nothing", case) for case in STEPS + OTHERS]
+    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS]
     return run(*sound, *PLANTED.items())
 
 
@@ -375,6 +386,19 @@ def test_a_trial_waits_only_for_the_end_of_its_steps(logs):
     assert len(log["read-backs"]) == 2
     assert all("lifecycle/microbatch.py" in op for op in log["read-backs"])
     check_dtypes(log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", VARIANTS)
+def test_every_kind_of_model_runs_there(logs, case):
+    log = logs["nothing", case]
+    assert not log["read-backs"] + log["across devices"]
+    assert not log["cut short"]
+    if "scoring" not in case:
+        assert not log["on the host"] + log["to the host"] + log["to the device"]
+    if "train step" in case:
+        check_dtypes(log)
+        assert log["collectives"] == collectives_of("FULL_SHARD")
 
 
 # --- The program
