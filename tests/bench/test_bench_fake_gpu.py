@@ -287,8 +287,8 @@ def collectives_of(mode: str) -> dict:
     expected = {"all-gather bfloat16": gathers, "reduce-scatter float32": scatters}
     if mode != "one rank":
         expected["all-reduce int64"] = 1  # tokens and hash
-        # the loss, and the norm over the ranks of a shard
-        expected["all-reduce float32"] = reductions + 1 + (mode != "DDP")
+        # the loss, and the norm over the ranks of a shard (DDP: over one)
+        expected["all-reduce float32"] = reductions + 2
     return {name: n for name, n in expected.items() if n}
 
 
