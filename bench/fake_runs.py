@@ -92,7 +92,7 @@ def pretended(setting: Setting) -> Iterator[None]:
     """
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setting.ranks)
     torch._dynamo.reset()
-    real = {"make_mesh": really(parallel.make_mesh), "MPT": really(MPT)}
+    real = {"make_mesh": really(parallel.make_mesh), "MPT": really(parallel.MPT)}
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())

@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT, rooms_on_path
 
 from bench import fake_gpu
-from config import UserError
+from config import MPTConfig, TrainConfig, UserError
 
 LAYERS, MICROBATCHES = 2, 2
 UNITS = LAYERS + 1  # what FSDP gathers at once: each block, and the rest
@@ -65,7 +65,6 @@ PER_STEP = {
 def setting(mode: str, how: str, execution: str, model: str = "ALiBi"):
     """A small model on one rank, or on one of 8."""
     from bench.fake_runs import Setting
-    from config import MPTConfig, TrainConfig
 
     shape = {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "vocab_size": 512}
     ranks = 1 if mode == "one rank" else 8
@@ -180,16 +179,10 @@ def plant_loss_in_bf16():
 
 def plant_weights_in_bf16():
     """So that gradients and moments are, too."""
-    import model
-
-    class Half(model.MPT):
-        def __init__(self, cfg):
-            super().__init__(cfg)
-            self.bfloat16()
-
     import parallel
 
-    return mock.patch.object(parallel, "MPT", Half)
+    real = parallel.MPT
+    return mock.patch.object(parallel, "MPT", lambda cfg: real(cfg).bfloat16())
 
 
 def plant_another_operation():
@@ -354,7 +347,7 @@ def test_evaluation_waits_once_at_its_end(logs, mode):
 @pytest.mark.parametrize("mode", ["one rank", "FULL_SHARD"])
 def test_scoring_waits_once_a_batch(logs, mode):
     log = logs["nothing", f"scoring, {mode}, none, eager"]
-    batches = 3 if mode == "one rank" else 2
+    batches = 2  # with prefixes, and without
     assert not log["across devices"]
     assert not log["read-backs"]
     assert not log["cut short"]
@@ -426,18 +419,33 @@ def test_a_compiler_that_fails_is_one_clear_line(monkeypatch, tmp_path):
         fake_gpu.build(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "model_settings, settings, message",
+    [
+        ({}, {"global_batch_size": 7}, "global_batch_size 7 is not a multiple of the 2"),
+        ({}, {"microbatch_size": "auto"}, "no memory to try it in: set --microbatch_size=8"),
+        ({"max_seq_len": 8}, {}, "max_seq_len 8 is below 16"),
+    ],
+)
+def test_settings_that_no_run_can_have_are_one_line(model_settings, settings, message):
+    from bench import fake_runs
+
+    with pytest.raises(UserError, match=message):
+        fake_runs.run_all(MPTConfig(**model_settings), TrainConfig(**settings), ranks=2)
+
+
 @pytest.mark.slow
-def test_the_program_prints_a_table_or_json(python, library):
-    shape = "--d_model=64 --n_heads=4 --n_layers=1 --vocab_size=512 --max_seq_len=32 --alibi"
-    flags = [*shape.split(), "--ranks=2", "--global_batch_size=8", "--microbatch_size=2"]
-    done = python(*flags, program="bench fake_gpu")
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_the_program_prints_a_table_or_json(python, library, flag):
+    shape = "--d_model=64 --n_heads=4 --n_layers=1 --vocab_size=512 --max_seq_len=32"
+    flags = [*shape.split(), "--ranks=2", "--global_batch_size=4", "--microbatch_size=2"]
+    done = python(*flags, *flag.split(), program="bench fake_gpu")
     assert done.returncode == 0, done.stderr
-    assert "train step" in done.stdout and "reduce-scatter" in done.stdout
-    done = python(*flags, "--json", program="bench fake_gpu")
-    (row,) = [
-        row for row in json.loads(done.stdout)["train step"] if row["name"] == "aten::_fused_adamw_"
-    ]
-    assert row["part"] == "optimizer" and row["devices"] == ["cuda"]
-    done = python(*flags, "--global_batch_size=7", program="bench fake_gpu")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 2)
-    assert "not a multiple" in done.stderr
+    if not flag:
+        lines = done.stdout.splitlines()
+        assert lines[1].split()[:2] == ["train", "step"]
+        assert any(line.split() == ["reduce-scatter", "2", "float32"] for line in lines)
+        return
+    rows = json.loads(done.stdout)["train step"]
+    (adam,) = [row for row in rows if row["name"] == "aten::_fused_adamw_"]
+    assert (adam["part"], adam["devices"], adam["times"]) == ("optimizer", ["cuda"], 1)
