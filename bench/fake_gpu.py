@@ -127,7 +127,9 @@ class Stream:
     """A queue without work."""
 
     cuda_stream = 0
+    stream_id = 0
     device_index = 0
+    device_type = 1  # CUDA
     priority = 0
 
     def __init__(self, *args, **kwargs):

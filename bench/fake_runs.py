@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -99,6 +100,8 @@ def pretended(setting: Setting) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of torch, about what a GPU would do
             stack.enter_context(mock.patch.multiple(parallel, **real))
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused))
+            # It would allocate on the GPU, so that autograd finds it awake.
+            stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
             stack.enter_context(FakeTensors(allow_non_fake_inputs=True))
             yield
     finally:
@@ -192,8 +195,12 @@ def generation(setting: Setting) -> OperationLog:
     """Prompts of two lengths and eight tokens for each, on one GPU."""
     length = min(16, setting.model_cfg.max_seq_len - 8)
     with pretended(replace(setting, ranks=1)):
+        with torch.device("meta"):
+            model = really(MPT)(setting.model_cfg)
+            really(model.bfloat16)()
+        model.to_empty(device=GPU)
+        model.to = lambda dtype: model  # a fake weight cannot be replaced, and it is bf16 already
         with GPU:
-            model = MPT(setting.model_cfg)
             ids = torch.zeros(2, length, dtype=torch.long)
             pad = torch.zeros(2, dtype=torch.long)
             uniforms = torch.zeros(2, 8)
