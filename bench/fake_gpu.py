@@ -187,6 +187,7 @@ def stand_ins(device) -> dict:
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "is_bf16_supported": lambda *args, **kwargs: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,

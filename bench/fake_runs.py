@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed._tools import fake_collectives  # noqa: F401 (collectives on fake tensors)
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkpoint

@@ -66,6 +66,7 @@ NO_KERNEL = {
     "aten::lift_fresh",
     "aten::set_",
     "aten::resize_",
+    "fsdp::record_grad_output_stream",
 }
 NOT_OF_A_DEVICE = ("prim", "profiler", "inductor")  # namespaces of bookkeeping
 # What collectives are called, by a part of their operation's name without "_".
