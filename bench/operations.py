@@ -156,11 +156,16 @@ class OperationLog(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
+        self.fake_mode = None
         self.operations = []
         self.open_blocks = []  # names of the record_function blocks around the next operation
         # Whether it ends early, because fake tensors cannot continue after its last operation: the
         # shape of that one's result depends on data.
         self.cut_short = False
+
+    def __enter__(self):
+        self.fake_mode = fake_mode()
+        return super().__enter__()
 
     def __exit__(self, kind, error, trace) -> bool:
         super().__exit__(kind, error, trace)
@@ -179,7 +184,8 @@ class OperationLog(TorchDispatchMode):
             outputs = specs_of(result)
             return result
         finally:  # noted, too, if fake tensors cannot continue after it
-            if launches(operation, name):
+            only_shapes = fake_mode() is not self.fake_mode  # DTensor derives some so
+            if launches(operation, name) and not only_shapes:
                 self.note(name, args, kwargs, outputs)
 
     def follow_blocks(self, name: str, args) -> None:
@@ -242,6 +248,11 @@ def answer(operation, args, kwargs):
         dtype = next(leaf.dtype for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
         is_bool = dtype == torch.bool or "equal" in operation.name()
         return True if is_bool else (1.0 if dtype.is_floating_point else 1)
+
+
+def fake_mode():
+    """The mode that makes new tensors fake, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def launches(operation, name: str) -> bool:

@@ -5,6 +5,7 @@ print what they found as JSON. The tests check that, and that planted faults are
 """
 
 import contextlib
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -308,13 +309,21 @@ PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.it
 @pytest.fixture(scope="module")
 def logs(run) -> dict:
     """All other cases, in one process."""
-    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS]
+    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS if possible(case)]
     return run(*sound, *PLANTED.items())
+
+
+def possible(case: str) -> bool:
+    """Older versions do not compile for fake tensors."""
+    version = importlib.metadata.version("torch")
+    return "compiled" not in case or tuple(map(int, version.split(".")[:2])) >= (2, 11)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_stays_on_the_gpu_and_never_waits(logs, case):
+    if not possible(case):
+        pytest.skip("torch before 2.11 does not compile for fake tensors")
     check_step(case, logs["nothing", case])
 
 
