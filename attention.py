@@ -203,7 +203,7 @@ def one_query_attention(q, k, v, slopes, scale, sequence_ids):
         bias = bias.to(q.dtype).expand(B, H, 1, n_keys).view(B, n_key_heads, -1, n_keys)
     grouped_q = q.view(B, n_key_heads, -1, D)
     out = F.scaled_dot_product_attention(grouped_q, k, v, attn_mask=bias, scale=scale)
-    return out.view(B, H, 1, D)
+    return out.reshape(B, H, 1, D)  # no view: kernels of a GPU return (B, Tq, H, D), transposed
 
 
 def sdpa_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
