@@ -22,6 +22,7 @@ from config import require
 NAMES = """
     train team table scaling compare machine attention
     before_after trajectories flops memory planner generate evaluation load
+    facts first_night night_report
 """.split()
 # processes.run starts and ends these, all others config.run.
 OF_MANY_RANKS = ("train", "machine", "attention", "trajectories", "evaluation")
