@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SIZES = ("125m", "350m", "760m", "1b", "3b", "7b")  # recipes: configs/mpt125m.py, ...
 ROWS = 64  # of a rank in a trial batch: no larger microbatch is tried
 GRACE = 10  # seconds between SIGTERM and SIGKILL
+STARTS_IN = 300  # seconds in which torch must have found out what this machine is
 # What the first word of a command stands for.
 PROGRAMS = {
     "python": [sys.executable],
@@ -55,7 +56,7 @@ PROGRAMS = {
 MINIATURE = {
     "tests": "tests/test_processes.py",
     "attention": "--lengths=64 --tokens=64 --d_model=64 --head_dims=32 --rounds=1 --turn_ms=1",
-    "generate": "--shapes=64x1 --turns=1",
+    "generate": "1 --shapes=64x1 --turns=1",  # of one thread
     "checkpoint": "--d_model=64",
     "machine": "--seconds=0.01",
 }
@@ -276,7 +277,7 @@ def run_stage(folder: Path, number: int, stage: Stage, minutes: float, hidden: d
     return f"{status} after {seconds:.0f} s"
 
 
-def learn_facts(folder: Path, minutes: float, hidden: dict) -> dict:
+def learn_facts(folder: Path, hidden: dict) -> dict:
     """The facts of this machine, from a process of its own: this one must not take a GPU's memory.
 
     UserError if torch does not start.
@@ -284,7 +285,7 @@ def learn_facts(folder: Path, minutes: float, hidden: dict) -> dict:
     log_path = folder / "stages" / "facts.log"
     command = f"python -m bench facts {shlex.quote(str(folder / 'facts.json'))}"
     with open(log_path, "wb") as log:
-        code = run(command, log, 60 * minutes, hidden)
+        code = run(command, log, STARTS_IN, hidden)
     last_line = log_path.read_text(errors="replace").strip().rpartition("\n")[2]
     require(code == 0, f"`{command}` failed, see {log_path}: {last_line}")
     return files.read_json(folder / "facts.json")
@@ -309,7 +310,7 @@ def main(argv: list[str]) -> None:
     (folder / "stages").mkdir(parents=True, exist_ok=True)
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
     hidden = hidden if args.device == "cpu" else {}
-    facts = learn_facts(folder, args.minutes, hidden)
+    facts = learn_facts(folder, hidden)
     stages = stages_of(folder, facts)
     only = chosen(stages, args.stage) if args.stage else None
     gpus = len(facts["gpus"])
