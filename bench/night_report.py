@@ -181,8 +181,16 @@ def summary(states: list[dict]) -> str:
     return f"{text}: {names}." if failed else f"{text}."
 
 
+def readable(table, *args) -> str:
+    """`table(*args)`; or what is wrong, since one damaged file must not end the night."""
+    try:
+        return table(*args)
+    except (UserError, OSError, KeyError, ValueError) as error:
+        return f"n/a: {config.one_line(error)}"
+
+
 def write(folder: Path) -> None:
-    """Write FOLDER/README.md. Raises UserError or OSError if files are missing or damaged."""
+    """Write FOLDER/README.md. Raises UserError if facts.json or a state is missing or damaged."""
     facts = files.read_json(folder / "facts.json")
     states = read_states(folder)
     page = PAGE.format(
@@ -190,8 +198,8 @@ def write(folder: Path) -> None:
         machine="\n".join(machine_lines(facts, network_lines(folder))),
         summary=summary(states),
         stages=markdown([stage_cells(state) for state in states]),
-        training=training_table(folder, facts),
-        decoding=decoding_table(folder),
+        training=readable(training_table, folder, facts),
+        decoding=readable(decoding_table, folder),
         name=folder.resolve().name,
     )
     files.write_atomically(folder / "README.md", page.encode())

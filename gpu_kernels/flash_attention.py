@@ -731,7 +731,7 @@ def demonstrate(device) -> None:
 TUNED = {"--tune": (64, 128), "--tune=64": (64,), "--tune=128": (128,)}
 
 
-def tune(device, head_dims: tuple[int, ...], T: int = 4096, H: int = 16) -> None:
+def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int = 16) -> None:
     """Print the fastest row of each pass on this GPU, to paste into LAUNCH (launch_table.py).
 
     Measured on causal bf16 attention with ALiBi, 4 sequences of T tokens, H heads.

@@ -263,7 +263,7 @@ def test_a_night_goes_on_after_an_interruption_a_failure_and_a_time_out(tmp_path
     page = (folder / "README.md").read_text()
     assert "7 stages done, 1 failed or timed out: generate (timed out)." in page
     assert "a miniature on the CPU" in page and "| train-tiny | 1x64 | 1 | 4 | False |" in page
-    assert page.count("| n/a |") >= 1
+    assert "generate.csv is a folder" in page  # a table that cannot be read does not end the night
 
 
 @pytest.mark.slow
