@@ -11,7 +11,7 @@ done; one that took too long continues where it was, since it keeps its rows and
     FOLDER/README.md            what to send: machine, stages, figures beside predictions
     FOLDER/facts.json           the machine, see bench/facts.py
     FOLDER/stages/NAME.log      what the command of a stage printed
-    FOLDER/stages/NAME.json     its status (done, failed, timed out, not run) and seconds
+    FOLDER/stages/NAME.json     its status (done, failed, timed out, not run: why) and seconds
     FOLDER/...                  what the commands wrote: tables, pictures, machine.json
 
 Some stages need a GPU, two GPUs or an AMD GPU. Without a GPU the others run in miniature on the
@@ -42,6 +42,7 @@ from storage import files
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ("125m", "350m", "760m", "1b", "3b", "7b")  # recipes: configs/mpt125m.py, ...
 ROWS = 64  # of a rank in a trial batch: no larger microbatch is tried
+SHORT = "--grad_accum=2 --rounds=3 --steps=2"  # MPT-7B may take 7 s a step
 GRACE = 10  # seconds between SIGTERM and SIGKILL
 STARTS_IN = 300  # seconds in which torch must have found out what this machine is
 # What the first word of a command stands for.
@@ -148,7 +149,7 @@ def training_stages(facts: dict, out: str) -> list[Stage]:
         recomputed, microbatch = what_fits(size, facts)
         lacks = "" if microbatch else "does not fit into memory, by planning/memory.py"
         halves = f"{microbatch // 2},{microbatch}" if microbatch > 1 else "1"
-        command = f"python -m bench train --sizes={size} --grad_accum=2"
+        command = f"python -m bench train --sizes={size} {SHORT}"
         command += f" --activation_checkpointing={recomputed}"
         command += f' --sweep="microbatch_size={halves} compile=false,true"'
         command += f" --out={out}/train-{size}.csv"
@@ -181,7 +182,7 @@ def amd_stages(facts: dict, out: str) -> list[Stage]:
     for larger in SIZES[: SIZES.index("1b") + 1] if not lacks else ():
         if what_fits(larger, facts)[1]:
             size, (recomputed, microbatch) = larger, what_fits(larger, facts)
-    train = f"python -m bench train --sizes={size} --grad_accum=2 --microbatch_size={microbatch}"
+    train = f"python -m bench train --sizes={size} {SHORT} --microbatch_size={microbatch}"
     train += f" --activation_checkpointing={recomputed}"
     # A matmul is timed for 5 ms with each of the library's hundreds of kernels.
     tunable = "PYTORCH_TUNABLEOP_ENABLED=1 PYTORCH_TUNABLEOP_MAX_TUNING_DURATION_MS=5"
@@ -250,7 +251,7 @@ def write_state(folder: Path, number: int, stage: Stage, status: str, seconds: f
         "stage": stage.name,
         "status": status,
         "seconds": round(seconds, 1),
-        "command": stage.command if status != "not run" else "",
+        "command": stage.command,
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
     }
     files.write_atomically(state_path(folder, stage), json.dumps(state, indent=1).encode())
@@ -321,8 +322,8 @@ def main(argv: list[str]) -> None:
             continue
         title = f"[{number}/{len(stages)}] {stage.name}, {stage.about}"
         if stage.lacks:
-            write_state(folder, number, stage, "not run")
             result = f"not run: {stage.lacks}"
+            write_state(folder, number, stage, result)
         elif is_done(folder, stage) and not only:
             result = "done before"
         else:
@@ -335,8 +336,7 @@ def main(argv: list[str]) -> None:
 
 def conclusion(folder: Path) -> str:
     """The last line: what is missing, and what to do with the folder."""
-    states = night_report.read_states(folder)
-    missing = [state["stage"] for state in states if state["status"] in ("failed", "timed out")]
+    missing = [state["stage"] for state in night_report.failed_states(folder)]
     again = f"not done: {', '.join(missing)} (start again to repeat them). " if missing else ""
     return f"{again}Read {folder}/README.md: its end says how to send the folder"
 

@@ -31,6 +31,11 @@ def read_states(folder: Path) -> list[dict]:
     return sorted(states, key=lambda state: state["number"])
 
 
+def failed_states(folder: Path) -> list[dict]:
+    """The states of the stages that failed or took too long."""
+    return [state for state in read_states(folder) if state["status"] in ("failed", "timed out")]
+
+
 # --- Predictions
 
 
@@ -140,7 +145,7 @@ def stage_cells(state: dict) -> dict[str, str]:
         "stage": state["stage"],
         "status": state["status"],
         "seconds": f"{state['seconds']:.0f}",
-        "command": f"`{state['command']}`" if state["command"] else "",
+        "command": f"`{state['command']}`",
     }
 
 
@@ -148,9 +153,9 @@ PAGE = """# The first night of {devices}
 
 {machine}
 
-{summary}
-
 {stages}
+
+{summary}
 
 What a stage printed is in `stages/NAME.log`; tables and pictures lie beside this page.
 
@@ -172,13 +177,18 @@ Look through the folder first: logs have the name of the host and paths. Then pa
 """
 
 
-def summary(states: list[dict]) -> str:
-    """How many stages are done, and which are not."""
-    failed = [state for state in states if state["status"] in ("failed", "timed out")]
-    done = sum(state["status"] == "done" for state in states)
-    text = f"{done} stages done, {len(failed)} failed or timed out"
+def summary(folder: Path) -> str:
+    """How many stages are done, and which are not, with the last lines that those printed."""
+    done = sum(state["status"] == "done" for state in read_states(folder))
+    failed = failed_states(folder)
     names = ", ".join(f"{state['stage']} ({state['status']})" for state in failed)
-    return f"{text}: {names}." if failed else f"{text}."
+    counts = f"{done} stages done, {len(failed)} failed or timed out"
+    parts = [f"{counts}: {names}." if failed else f"{counts}."]
+    for state in failed:
+        log = (folder / "stages" / f"{state['stage']}.log").read_text(errors="replace")
+        last_lines = "\n".join(log.strip().splitlines()[-10:])
+        parts.append(f"The end of {state['stage']}:\n\n```\n{last_lines}\n```")
+    return "\n\n".join(parts)
 
 
 def readable(table, *args) -> str:
@@ -196,7 +206,7 @@ def write(folder: Path) -> None:
     page = PAGE.format(
         devices=", ".join(dict.fromkeys(gpu["name"] for gpu in facts["gpus"])) or "a CPU",
         machine="\n".join(machine_lines(facts, network_lines(folder))),
-        summary=summary(states),
+        summary=readable(summary, folder),
         stages=markdown([stage_cells(state) for state in states]),
         training=readable(training_table, folder, facts),
         decoding=readable(decoding_table, folder),

@@ -144,6 +144,7 @@ def night(folder, machine_facts, rows) -> str:
     first_night.write_state(folder, 2, stages[1], "timed out", 540.0)
     lines = "NCCL INFO NET/Plugin: No plugin found\nx NCCL INFO Using network Socket\n" * 2
     (folder / "stages/network.log").write_text(lines)
+    (folder / "stages/tune-64.log").write_text("$ tune\nthe last words")
     night_report.write(folder)
     return (folder / "README.md").read_text()
 
@@ -160,6 +161,7 @@ def test_figures_stand_beside_the_planners_predictions(tmp_path):
     assert "8 x MI250 GCD (gfx90a, 64 GiB)" in page and "ROCm 7.0, driver 550.54.15" in page
     assert page.count("No plugin found") == 1 and "- network: Using network Socket" in page
     assert "1 stages done, 1 failed or timed out: tune-64 (timed out)." in page
+    assert "```\n$ tune\nthe last words\n```" in page
     assert "| tests | done | 12 | `python -m pytest -m gpu" in page
     assert "issue" in page and f"{tmp_path.name}.tar.gz" in page
 
@@ -253,7 +255,10 @@ def test_a_night_goes_on_after_an_interruption_a_failure_and_a_time_out(tmp_path
     assert "attention, ours and PyTorch's: done before\n" in printed
     assert (folder / "attention_cpu.md").stat().st_mtime_ns == attention
     assert status(folder, "train-tiny") == status(folder, "machine") == "done"
-    assert status(folder, "generate") == "failed" and status(folder, "network") == "not run"
+    assert (
+        status(folder, "generate") == "failed"
+        and status(folder, "network") == "not run: needs a GPU"
+    )
     assert "not done: generate (start again to repeat them)" in printed
     assert "exit status: 2" in (folder / "stages/generate.log").read_text()
     assert "needs a CUDA or ROCm device" in (folder / "stages/tests.log").read_text()
