@@ -281,15 +281,27 @@ def run_stage(folder: Path, number: int, stage: Stage, minutes: float, hidden: d
 def learn_facts(folder: Path, hidden: dict) -> dict:
     """The facts of this machine, from a process of its own: this one must not take a GPU's memory.
 
-    UserError if torch does not start.
+    UserError if torch does not start, or the folder is of other GPUs.
     """
+    path, newest = folder / "facts.json", folder / "facts.new.json"
     log_path = folder / "stages" / "facts.log"
-    command = f"python -m bench facts {shlex.quote(str(folder / 'facts.json'))}"
+    command = f"python -m bench facts {shlex.quote(str(newest))}"
     with open(log_path, "wb") as log:
         code = run(command, log, STARTS_IN, hidden)
     last_line = log_path.read_text(errors="replace").strip().rpartition("\n")[2]
     require(code == 0, f"`{command}` failed, see {log_path}: {last_line}")
-    return files.read_json(folder / "facts.json")
+
+    facts = files.read_json(newest)
+    if path.exists():
+        require_same_gpus(folder, files.read_json(path, fix="delete it"), facts)
+    os.replace(newest, path)
+    return facts
+
+
+def require_same_gpus(folder: Path, before: dict, now: dict) -> None:
+    """UserError if the night began on other GPUs: its figures would be mixed up."""
+    names = [[gpu["name"] for gpu in facts["gpus"]] for facts in (before, now)]
+    require(names[0] == names[1], f"{folder} is of other GPUs: name another folder, --out=FOLDER")
 
 
 def chosen(stages: list[Stage], name: str) -> Stage:
@@ -315,7 +327,8 @@ def main(argv: list[str]) -> None:
     stages = stages_of(folder, facts)
     only = chosen(stages, args.stage) if args.stage else None
     gpus = len(facts["gpus"])
-    print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else "no GPU: a miniature", flush=True)
+    no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
+    print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
 
     for number, stage in enumerate(stages, 1):
         if only not in (None, stage):

@@ -118,6 +118,13 @@ def test_a_wrong_setting_is_one_line(tmp_path):
             first_night.main([flag])
 
 
+def test_a_folder_of_other_gpus_is_refused(tmp_path):
+    first_night.require_same_gpus(tmp_path, H100, H100 | {"time": "later"})
+    for other in (MI250, NO_GPU):
+        with pytest.raises(UserError, match="is of other GPUs: name another folder"):
+            first_night.require_same_gpus(tmp_path, H100, other)
+
+
 # --- The page
 
 
@@ -203,7 +210,7 @@ def start(folder, *flags) -> subprocess.Popen:
 def finish(folder, *flags) -> str:
     """Run the night to its end; its output."""
     process = start(folder, *flags)
-    printed, _ = process.communicate(timeout=PATIENCE)
+    printed, _ = process.communicate(timeout=4 * PATIENCE)
     assert process.returncode == 0, printed
     return printed
 
