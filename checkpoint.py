@@ -14,7 +14,8 @@ and half new would look complete. If saving fails on one rank, it fails on all, 
 
 What the files must hold, and how they are read without trusting them: storage/checkpoint_files.py.
 
-Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost.
+Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost; of a
+smaller model: `python checkpoint.py --d_model=64`.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ import time
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -470,11 +471,23 @@ def settings(path: Path) -> MPTConfig:
 # Demonstration
 
 
+@dataclass
+class DemonstrationArgs:
+    """What is saved."""
+
+    d_model: int = 512  # width of the model, with 8 heads and 8 layers: 50 million parameters
+
+    def check(self) -> None:
+        """UserError if the heads do not divide the width."""
+        divides = self.d_model > 0 and self.d_model % 8 == 0
+        require(divides, f"d_model must be a multiple of 8, not {self.d_model}")
+
+
 def demonstrate(argv: list[str]) -> None:
-    """Train, save and load 50 million parameters in a temporary folder; print what it costs."""
-    config.arguments(argv)
+    """Train, save and load a model in a temporary folder; print what it costs."""
+    (args,) = config.load(argv, DemonstrationArgs)
     world = processes.start()
-    model_cfg, cfg = MPTConfig(d_model=512, n_heads=8, n_layers=8), TrainConfig()
+    model_cfg, cfg = MPTConfig(d_model=args.d_model, n_heads=8, n_layers=8), TrainConfig()
     meta = {**asdict(model_cfg), **asdict(cfg), "precision": "fp32", "data_fingerprint": "none"}
     model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     folder = rank_zero_decides(lambda: Path(tempfile.mkdtemp()))

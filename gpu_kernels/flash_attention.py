@@ -53,6 +53,7 @@ where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline stage
 
     python -m gpu_kernels.flash_attention           compare with float64; on a GPU also speeds
     python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for the table
+                                                    (--tune=64, --tune=128: of one head dim)
 
 Without a GPU the comparison runs in Triton's interpreter.
 
@@ -726,12 +727,16 @@ def demonstrate(device) -> None:
             )
 
 
-def tune(device, T: int = 4096, H: int = 16) -> None:
+# The head dims that each flag times. One of them alone may take minutes.
+TUNED = {"--tune": (64, 128), "--tune=64": (64,), "--tune=128": (128,)}
+
+
+def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int = 16) -> None:
     """Print the fastest row of each pass on this GPU, to paste into LAUNCH (launch_table.py).
 
     Measured on causal bf16 attention with ALiBi, 4 sequences of T tokens, H heads.
     """
-    for D in (64, 128):
+    for D in head_dims:
         q, k, v, do = (
             torch.randn(4, T, H, D, device=device).bfloat16().transpose(1, 2) for _ in range(4)
         )
@@ -754,7 +759,8 @@ def main(argv) -> None:
     """Compare with float64, in the interpreter if there is no GPU; --tune: time launch settings."""
     if config.wants_help(argv):
         config.show_help()
-    require(argv in ([], ["--tune"]), "usage: python -m gpu_kernels.flash_attention [--tune]")
+    usage = "usage: python -m gpu_kernels.flash_attention [--tune | --tune=64 | --tune=128]"
+    require(not argv or (len(argv) == 1 and argv[0] in TUNED), usage)
     has_gpu = torch.cuda.is_available()
     require(has_gpu or not argv, "--tune times kernels on a GPU, and there is none here")
     if not has_gpu and not INTERPRETED.value:
@@ -762,7 +768,7 @@ def main(argv) -> None:
         restart = [sys.executable, "-m", "gpu_kernels.flash_attention"]
         os.execve(sys.executable, restart, os.environ | {"TRITON_INTERPRET": "1"})
     if argv:
-        return tune(torch.device("cuda"))
+        return tune(torch.device("cuda"), TUNED[argv[0]])
     demonstrate("cuda" if has_gpu else "cpu")
     if has_gpu and not INTERPRETED.value:
         print_speeds()

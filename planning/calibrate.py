@@ -138,10 +138,7 @@ def pace(path: str, fleet: Fleet, trainer: Trainer) -> float:
 def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
     """`pace` of one row of the table. Raises UserError if it cannot be of this device."""
     require_same_device(row["device"], fleet.device)
-    flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
-    others = [f"--{setting}" for setting in row.get("others", "").split()]
-    require("--help" not in others, "a row with the setting help")
-    m, cfg = config.load(flags + others, MPTConfig, TrainConfig)
+    m, cfg = settings_of(row)
     fleet = replace(fleet, devices=int(row["ranks"]), tp=1, pp=1, interleave=1)
 
     measured = positive("tokens_per_second", row["tokens_per_second"])
@@ -152,6 +149,15 @@ def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
         times = f"{measured:g} tokens/s take {estimate:.2g} times the predicted time"
         require(0.05 < estimate < 20, f"{times}: is --device right?")
     return estimate
+
+
+def settings_of(row: dict) -> tuple[MPTConfig, TrainConfig]:
+    """The settings of a row of `bench train` that the planner reads. Raises UserError."""
+    flags = [f"--{name}={row[name]}" for name in COLUMNS if row.get(name)]
+    others = [f"--{setting}" for setting in row.get("others", "").split()]
+    require("--help" not in others, "a row with the setting help")
+    m, cfg = config.load(flags + others, MPTConfig, TrainConfig)
+    return m, cfg
 
 
 def main(argv: list[str]) -> None:

@@ -54,7 +54,7 @@ def take_steps(world, cfg, model, optimizer, steps):
     """The curve, and the hash of each step's batch."""
     curve, hashes = [], []
     for step in steps:
-        rows = rows_of(world, global_rows(step))
+        rows = rows_of(world, global_rows(step)).to(world.device)
         result = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
         loss, norm, batch_hash = result
         curve.append((loss.item(), norm.item()))
@@ -95,6 +95,31 @@ def saved_at_five(ranks, folder, size, mode):
     """Ten steps, saved after five: settings, curve, and the weights after five and ten."""
     cfg = sharded(RUN, size, mode, run_dir=str(folder / f"{size}-{mode}"))
     return cfg, *ranks(size)(train, cfg, 0, 10, None, 5)[0]
+
+
+def train_on(world, device, *args):
+    """`train` on a device: the full weights at the time of saving and at the end, on the CPU."""
+    _, saved, last = train(replace(world, device=torch.device(device)), *args)
+    parts = [
+        weights and {name: w.cpu() for name, w in weights.items()} for weights in (saved, last)
+    ]
+    return tuple(parts)
+
+
+ON_A_GPU = [
+    pytest.param("cpu", marks=pytest.mark.slow),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device", ON_A_GPU)
+def test_a_save_holds_the_weights_of_its_step(ranks, tmp_path, device):
+    """Training goes on while the copy in host memory is written; loading gives the copy."""
+    cfg = replace(RUN, run_dir=str(tmp_path))
+    saved, last = ranks(1)(train_on, device, cfg, 0, 10, None, 5)[0]
+    _, loaded = ranks(1)(train_on, device, cfg, 5, 5, checkpoint.latest(tmp_path))[0]
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert not all(torch.equal(saved[name], last[name]) for name in saved)
 
 
 # --------------------------------------------------------------------------------------------------

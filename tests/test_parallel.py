@@ -380,6 +380,36 @@ def test_a_step_on_a_gpu_is_only_queued(ranks):
     assert queued < 0.5 < time.perf_counter() - begin
 
 
+# On a CPU the two are the same program, so fp32 there only shows that the test itself is right.
+ON_A_GPU = [
+    ("cpu", "fp32", 1e-6),
+    pytest.param("cuda", "fp32", 1e-3, marks=pytest.mark.gpu),
+    pytest.param("cuda", "bf16", 2e-2, marks=pytest.mark.gpu),
+]
+
+
+@pytest.mark.parametrize("device, precision, limit", ON_A_GPU)
+def test_steps_on_a_gpu_are_those_on_the_cpu(device, precision, limit):
+    """Losses and gradient norms of three steps, relative to those in fp32 on the CPU."""
+    expected = steps_on("cpu", "fp32")
+    for found, wanted in zip(steps_on(device, precision), expected, strict=True):
+        assert found == pytest.approx(wanted, rel=limit)
+
+
+def steps_on(device: str, precision: str) -> list[tuple[float, float]]:
+    """Loss and gradient norm of three steps of one rank on a device, by the attention of `auto`."""
+    world = processes.World(0, 1, 0, 1, torch.device(device))
+    model_cfg = replace(MODEL, d_model=96, alibi=True, attn_impl="auto")
+    cfg = replace(RUN, microbatch_size=5)
+    model, optimizer = build(world, cfg, model_cfg, precision)
+    curve = []
+    for step in range(3):
+        rows = global_rows(step, cfg, model_cfg).to(device)
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
 COMPILED = [
     pytest.param(True, how, marks=pytest.mark.slow) for how in ("none", "selective", "full")
 ]

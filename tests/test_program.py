@@ -160,9 +160,9 @@ NEED_ARGUMENTS = """
     lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.resume lifecycle.runlog
     text.shards weights.tensor_files bench
 """.split()
-NEED_ARGUMENTS += ["bench compare", "bench table"]
+NEED_ARGUMENTS += ["bench compare", "bench table", "bench night_report", "lessons.lost_rank"]
 TAKE_NO_ARGUMENTS = """
-    attention.py checkpoint.py devices.py loss.py model.py optim.py serving.sampling
+    attention.py devices.py loss.py model.py optim.py serving.sampling
     lifecycle.stopping lifecycle.watchdog
 """.split()
 TAKE_NO_ARGUMENTS += ["bench team"]
@@ -203,6 +203,7 @@ READERS = {
     "bench table nowhere.csv": "nowhere.csv",
     "bench scaling nowhere.csv": "nowhere.csv",
     "bench compare nowhere.csv nowhere.csv": "nowhere.csv",
+    "bench night_report nowhere": "nowhere",
     "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
     "text.corpus nowhere.txt": "nowhere.txt",

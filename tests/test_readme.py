@@ -144,6 +144,8 @@ def marked(command: str):
 ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "python -m lessons.elastic --max_steps=120": "tests/lessons/test_elastic.py",
+    "python -m lessons.lost_rank stop": "tests/lessons/test_lost_rank.py",
+    "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
     "python -m planning.calibrate results.csv --device=mi250": "it refuses rows of a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",

@@ -131,3 +131,14 @@ def test_auto_is_bf16_where_the_device_computes_in_it(has_bf16, dtype, monkeypat
         assert pick_dtype("fp32", torch.device(device)) == torch.float32
         assert pick_dtype("bf16", torch.device(device)) == torch.bfloat16
     assert pick_dtype("auto", torch.device("mps")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@every_kind
+def test_a_gpu_writes_the_tokens_of_the_cpu(more, device):
+    """Greedy, with padded prompts, in fp32."""
+    ids, pad = random_ids((3, 9), seed=1), torch.tensor([0, 2, 5])
+    wanted = list(generate(decoder(model(**more)), ids, 8, pad=pad, temperature=0))
+    on_device = decoder(model(**more).to(device))
+    found = generate(on_device, ids.to(device), 8, pad=pad.to(device), temperature=0)
+    assert torch.equal(torch.stack(list(found)).cpu(), torch.stack(wanted))

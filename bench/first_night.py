@@ -1,0 +1,358 @@
+"""The first night on a GPU: all that should be tested and measured there, in one resumable run.
+
+    python -m bench first_night                   at most three hours on GPUs, minutes without one
+    python -m bench first_night --stage=tests     one stage, again
+
+The night has stages, each of which is a command that a person could type. A stage may take nine
+minutes, since some machines are lent for ten. One that fails or takes too long does not stop the
+others. Ctrl-C ends the night. The same command continues it, and skips only the stages that are
+done; one that took too long continues where it was, since it keeps its rows and compiled kernels.
+
+    FOLDER/README.md            what to send: machine, stages, figures beside predictions
+    FOLDER/facts.json           the machine, see bench/facts.py
+    FOLDER/stages/NAME.log      what the command of a stage printed
+    FOLDER/stages/NAME.json     its status (done, failed, timed out, not run: why) and seconds
+    FOLDER/...                  what the commands wrote: tables, pictures, machine.json
+
+Some stages need a GPU, two GPUs or an AMD GPU. Without a GPU the others run in miniature on the
+CPU, which shows that the program works; those figures mean nothing.
+"""
+
+import contextlib
+import datetime
+import difflib
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import config
+from bench import night_report
+from config import MPTConfig, TrainConfig, require
+from planning import memory
+from storage import files
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = ("125m", "350m", "760m", "1b", "3b", "7b")  # recipes: configs/mpt125m.py, ...
+ROWS = 64  # of a rank in a trial batch: no larger microbatch is tried
+SHORT = "--grad_accum=2 --rounds=3 --steps=2"  # MPT-7B may take 7 s a step
+GRACE = 10  # seconds between SIGTERM and SIGKILL
+STARTS_IN = 300  # seconds in which torch must have found out what this machine is
+# What the first word of a command stands for.
+PROGRAMS = {
+    "python": [sys.executable],
+    "torchrun": [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
+    ],
+}
+# Without a GPU: what makes the command of a stage small.
+MINIATURE = {
+    "tests": "tests/test_processes.py",
+    "attention": "--lengths=64 --tokens=64 --d_model=64 --head_dims=32 --rounds=1 --turn_ms=1",
+    "generate": "1 --shapes=64x1 --turns=1",  # of one thread
+    "checkpoint": "--d_model=64",
+    "machine": "--seconds=0.01",
+}
+SMALL_MODEL = """--n_layers=1 --d_model=64 --n_heads=2 --max_seq_len=64 --global_batch_size=4
+    --microbatch_size=4 --rounds=1 --steps=1"""
+
+
+@dataclass
+class NightArgs:
+    """What to run, and where the results go."""
+
+    out: str = "first-night"  # folder of the results
+    stage: str = ""  # only this stage, also if it is done (empty: all that are not)
+    minutes: float = 9.0  # a stage that takes longer is ended
+    device: Literal["auto", "cpu"] = "auto"  # cpu: the miniature, also where there is a GPU
+
+    def check(self) -> None:
+        """UserError if a setting is out of range."""
+        in_range = 0 < self.minutes <= 10**4
+        require(in_range, f"minutes must be more than 0 and at most 10,000, not {self.minutes}")
+        is_file = Path(self.out).exists() and not Path(self.out).is_dir()
+        require(self.out and not is_file, f"--out={self.out}: give the name of a folder")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command with a time limit. lacks: why it cannot run on this machine, "" if it can."""
+
+    name: str
+    about: str
+    command: str  # as typed in the root of the project
+    lacks: str = ""
+
+
+# --- Which stages there are
+
+
+def stages_of(folder: Path, facts: dict) -> list[Stage]:
+    """The stages in order. facts: of this machine, see bench/facts.py."""
+    gpus = len(facts["gpus"])
+    no_gpu = "" if gpus else "needs a GPU"
+    one_gpu = "needs two GPUs" if gpus == 1 else ""  # without a GPU: two ranks on the CPU
+    out = shlex.quote(str(folder))
+    tune = "python -m gpu_kernels.flash_attention"
+    attention = f"python -m bench attention --out={out}"
+    generate = f"python -m bench generate --out={out}/generate.csv"
+    if gpus:
+        attention += " --lengths=1024,2048,4096,8192"
+        generate += " --shapes=768x12,2048x24"
+    machine = "python -m bench machine"
+    if gpus != 1:
+        machine = f"torchrun --nproc_per_node {gpus or 2} -m bench machine"
+    network = f"NCCL_DEBUG=INFO torchrun --nproc_per_node 2 -m bench machine --out={out}/two.json"
+    network += " --seconds=0.05"
+
+    lost = "python -m lessons.lost_rank"
+    stages = [
+        Stage("tests", "tests that need a GPU", "python -m pytest -m gpu -vv -rs --durations=10"),
+        Stage("tune-64", "launch settings, heads of 64", f"{tune} --tune=64", no_gpu),
+        Stage("tune-128", "launch settings, heads of 128", f"{tune} --tune=128", no_gpu),
+        Stage("attention", "ours and PyTorch's", attention),
+        *training_stages(facts, out),
+        Stage("generate", "decoding", generate),
+        Stage("checkpoint", "staging and writing", "python checkpoint.py"),
+        Stage("machine", "matmuls, memory, links", f"{machine} --out={out}/machine.json"),
+        Stage("network", "what NCCL or RCCL loads", network, no_gpu or one_gpu),
+        Stage("killed-rank", "kill -9 of a rank", f"{lost} kill", one_gpu),
+        Stage("hung-rank", "SIGSTOP of a rank", f"{lost} stop", one_gpu),
+        *amd_stages(facts, out),
+    ]
+    if gpus:
+        return stages
+    return [small(stage) for stage in stages]
+
+
+def small(stage: Stage) -> Stage:
+    """The miniature of a stage."""
+    flags = MINIATURE.get(stage.name, "")
+    return Stage(stage.name, stage.about, f"{stage.command} {flags}".strip(), stage.lacks)
+
+
+def training_stages(facts: dict, out: str) -> list[Stage]:
+    """A stage for each recipe: two microbatches, eager and compiled."""
+    if not facts["gpus"]:
+        command = f"python -m bench train {' '.join(SMALL_MODEL.split())}"
+        return [Stage("train-tiny", "the training step", f"{command} --out={out}/train-tiny.csv")]
+    stages = []
+    for size in SIZES:
+        recomputed, microbatch = what_fits(size, facts)
+        lacks = "" if microbatch else "does not fit into memory, by planning/memory.py"
+        halves = f"{microbatch // 2},{microbatch}" if microbatch > 1 else "1"
+        command = f"python -m bench train --sizes={size} {SHORT}"
+        command += f" --activation_checkpointing={recomputed}"
+        command += f' --sweep="microbatch_size={halves} compile=false,true"'
+        command += f" --out={out}/train-{size}.csv"
+        stages.append(Stage(f"train-{size}", f"MPT-{size}", command, lacks))
+    return stages
+
+
+def what_fits(size: str, facts: dict) -> tuple[str, int]:
+    """Activation checkpointing and microbatch of a recipe on all GPUs: a power of two, 0 if none.
+
+    Nothing is recomputed if a microbatch of 1 fits without that.
+    """
+    ranks = len(facts["gpus"])
+    gpu_bytes = min(gpu["memory_gb"] for gpu in facts["gpus"]) * 2**30
+    precision = "bf16" if facts["computes_in_bf16"] else "fp32"
+    for mode in ("none", "full"):
+        flags = [f"--activation_checkpointing={mode}", f"--global_batch_size={ROWS * ranks}"]
+        recipe = str(ROOT / f"configs/mpt{size}.py")
+        m, cfg = config.load([recipe, *flags], MPTConfig, TrainConfig)
+        largest = memory.largest_microbatch(m, cfg, gpu_bytes, ranks, precision)
+        if largest:
+            return mode, 2 ** int(math.log2(largest))
+    return mode, 0
+
+
+def amd_stages(facts: dict, out: str) -> list[Stage]:
+    """The training step with other libraries for its matmuls. Each environment has its own CSV."""
+    lacks = "" if facts["gpus"] and facts["amd"] else "needs an AMD GPU"
+    size, (recomputed, microbatch) = "125m", ("none", 1)
+    for larger in SIZES[: SIZES.index("1b") + 1] if not lacks else ():
+        if what_fits(larger, facts)[1]:
+            size, (recomputed, microbatch) = larger, what_fits(larger, facts)
+    train = f"python -m bench train --sizes={size} {SHORT} --microbatch_size={microbatch}"
+    train += f" --activation_checkpointing={recomputed}"
+    # A matmul is timed for 5 ms with each of the library's hundreds of kernels.
+    tunable = "PYTORCH_TUNABLEOP_ENABLED=1 PYTORCH_TUNABLEOP_MAX_TUNING_DURATION_MS=5"
+    tunable += f" PYTORCH_TUNABLEOP_FILENAME={out}/tunableop.csv"
+    without, using = (f"TORCH_BLAS_PREFER_HIPBLASLT={flag} {train}" for flag in (0, 1))
+    about = "MPT-" + size
+    return [
+        Stage("hipblaslt-off", about, f"{without} --out={out}/train-hipblaslt-off.csv", lacks),
+        Stage("hipblaslt-on", about, f"{using} --out={out}/train-hipblaslt-on.csv", lacks),
+        Stage("tunableop", about, f"{tunable} {train} --out={out}/train-tunableop.csv", lacks),
+    ]
+
+
+# --- Running a command
+
+
+def run(command: str, log, seconds: float, hidden: dict) -> int | None:
+    """Run a command with its output to `log`; its exit status, None if it took too long.
+
+    hidden: variables that hide the GPUs, or nothing. Whatever happens, Ctrl-C too, no process of
+    the command is left.
+    """
+    words = shlex.split(command)
+    variables = {"PYTHONUNBUFFERED": "1"}
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        variables[name] = value
+    process = subprocess.Popen(
+        PROGRAMS[words[0]] + words[1:],
+        cwd=ROOT,
+        env=os.environ | hidden | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # a process group, which can be ended as a whole
+    )
+    try:
+        return process.wait(max(0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        end_group(process)
+
+
+def end_group(process: subprocess.Popen) -> None:
+    """End a process and all that it has started, by SIGTERM and then SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+
+
+# --- The night
+
+
+def state_path(folder: Path, stage: Stage) -> Path:
+    """The file that holds the state of a stage."""
+    return folder / "stages" / f"{stage.name}.json"
+
+
+def write_state(folder: Path, number: int, stage: Stage, status: str, seconds: float = 0.0) -> None:
+    """Record what a stage came to."""
+    state = {
+        "number": number,
+        "stage": stage.name,
+        "status": status,
+        "seconds": round(seconds, 1),
+        "command": stage.command,
+        "time": datetime.datetime.now().isoformat(timespec="seconds"),
+    }
+    files.write_atomically(state_path(folder, stage), json.dumps(state, indent=1).encode())
+
+
+def is_done(folder: Path, stage: Stage) -> bool:
+    """Whether a stage was done before."""
+    path = state_path(folder, stage)
+    return path.exists() and files.read_json(path, fix="delete it").get("status") == "done"
+
+
+def run_stage(folder: Path, number: int, stage: Stage, minutes: float, hidden: dict) -> str:
+    """Run a stage and record its state; returns its status."""
+    state_path(folder, stage).unlink(missing_ok=True)
+    begin = time.monotonic()
+    with open(folder / "stages" / f"{stage.name}.log", "ab") as log:
+        log.write(f"$ {stage.command}\n".encode())
+        log.flush()
+        code = run(stage.command, log, 60 * minutes, hidden)
+        log.write(f"exit status: {code}\n\n".encode())
+    seconds = time.monotonic() - begin
+    status = {0: "done", None: "timed out"}.get(code, "failed")
+    write_state(folder, number, stage, status, seconds)
+    return f"{status} after {seconds:.0f} s"
+
+
+def learn_facts(folder: Path, hidden: dict) -> dict:
+    """The facts of this machine, from a process of its own: this one must not take a GPU's memory.
+
+    UserError if torch does not start, or the folder is of other GPUs.
+    """
+    path, newest = folder / "facts.json", folder / "facts.new.json"
+    log_path = folder / "stages" / "facts.log"
+    command = f"python -m bench facts {shlex.quote(str(newest))}"
+    with open(log_path, "wb") as log:
+        code = run(command, log, STARTS_IN, hidden)
+    last_line = log_path.read_text(errors="replace").strip().rpartition("\n")[2]
+    require(code == 0, f"`{command}` failed, see {log_path}: {last_line}")
+
+    facts = files.read_json(newest)
+    if path.exists():
+        require_same_gpus(folder, files.read_json(path, fix="delete it"), facts)
+    os.replace(newest, path)
+    return facts
+
+
+def require_same_gpus(folder: Path, before: dict, now: dict) -> None:
+    """UserError if the night began on other GPUs: its figures would be mixed up."""
+    names = [[gpu["name"] for gpu in facts["gpus"]] for facts in (before, now)]
+    require(names[0] == names[1], f"{folder} is of other GPUs: name another folder, --out=FOLDER")
+
+
+def chosen(stages: list[Stage], name: str) -> Stage:
+    """The stage with this name. UserError if there is none, or it cannot run here."""
+    names = [stage.name for stage in stages]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    require(name in names, f"no stage {config.shown(name)}: {hint}")
+    stage = stages[names.index(name)]
+    require(not stage.lacks, f"stage {name}: {stage.lacks}")
+    return stage
+
+
+def main(argv: list[str]) -> None:
+    """Run the stages that are not done, and write the page."""
+    (args,) = config.load(argv, NightArgs)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the stage too
+    folder = Path(args.out).absolute()
+    (folder / "stages").mkdir(parents=True, exist_ok=True)
+    hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
+    hidden = hidden if args.device == "cpu" else {}
+    facts = learn_facts(folder, hidden)
+    stages = stages_of(folder, facts)
+    only = chosen(stages, args.stage) if args.stage else None
+    gpus = len(facts["gpus"])
+    no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
+    print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
+
+    for number, stage in enumerate(stages, 1):
+        if only not in (None, stage):
+            continue
+        title = f"[{number}/{len(stages)}] {stage.name}, {stage.about}"
+        if stage.lacks:
+            result = f"not run: {stage.lacks}"
+            write_state(folder, number, stage, result)
+        elif is_done(folder, stage) and not only:
+            result = "done before"
+        else:
+            print(f"{title} ...", flush=True)
+            result = run_stage(folder, number, stage, args.minutes, hidden)
+        print(f"{title}: {result}", flush=True)
+        night_report.write(folder)
+    print(conclusion(folder))
+
+
+def conclusion(folder: Path) -> str:
+    """The last line: what is missing, and what to do with the folder."""
+    missing = [state["stage"] for state in night_report.failed_states(folder)]
+    again = f"not done: {', '.join(missing)} (start again to repeat them). " if missing else ""
+    return f"{again}Read {folder}/README.md: its end says how to send the folder"
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -1,0 +1,290 @@
+"""bench/first_night.py: stages that fail, take too long, are interrupted; the page of a night."""
+
+import csv
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from conftest import PATIENCE, ROOT, rooms_on_path
+
+import config
+import devices
+from bench import attention, facts, first_night, generate, night_report, train
+from bench import machine as bench_machine
+from config import MPTConfig, TrainConfig, UserError
+from lessons import lost_rank
+from planning import memory, step_time
+from planning.step_time import Fleet
+
+
+def facts_of(count, name, arch, memory_gb, **more):
+    """The facts of a machine with so many equal GPUs."""
+    gpu = {"name": name, "arch": arch, "memory_gb": memory_gb, "units": 1, "known_as": name}
+    bf16 = {"computes_in_bf16": count > 0, "amd": arch.startswith("gfx")}
+    versions = {"driver": "550.54.15", "triton": "3.7.1", "nccl": "2.27.3", "cuda": "12.8"}
+    versions |= {"torch": "2.13.0", "python": "3.11", "platform": "Linux", "rocm": None}
+    return {"gpus": [gpu] * count, **bf16, **versions, "cpus": 16, "time": "now"} | more
+
+
+H100 = facts_of(1, "H100 SXM", "9.0", 79.2)
+MI250 = facts_of(8, "MI250 GCD", "gfx90a", 64.0, rocm="7.0", cuda=None)
+NO_GPU = facts_of(0, "", "", 0)
+
+
+def lacking(tmp_path, machine_facts) -> dict[str, str]:
+    """{stage that cannot run: why}."""
+    stages = first_night.stages_of(tmp_path, machine_facts)
+    return {stage.name: stage.lacks for stage in stages if stage.lacks}
+
+
+def test_what_a_machine_cannot_run_is_left_out_with_the_reason(tmp_path):
+    amd = dict.fromkeys(("hipblaslt-off", "hipblaslt-on", "tunableop"), "needs an AMD GPU")
+    two = dict.fromkeys(("network", "killed-rank", "hung-rank"), "needs two GPUs")
+    too_large = {"train-7b": "does not fit into memory, by planning/memory.py"}
+    no_gpu = dict.fromkeys(("tune-64", "tune-128", "network"), "needs a GPU")
+    assert lacking(tmp_path, H100) == amd | two | too_large
+    assert lacking(tmp_path, MI250) == {}
+    assert lacking(tmp_path, NO_GPU) == amd | no_gpu
+
+
+@pytest.mark.parametrize("machine_facts", [H100, MI250], ids=["H100", "8 MI250"])
+def test_recipes_get_the_largest_power_of_two_that_fits(machine_facts):
+    ranks = len(machine_facts["gpus"])
+    room = memory.ROOM * machine_facts["gpus"][0]["memory_gb"] * 2**30
+    for size in first_night.SIZES:
+        mode, microbatch = first_night.what_fits(size, machine_facts)
+        m, cfg = config.load([str(ROOT / f"configs/mpt{size}.py")], MPTConfig, TrainConfig)
+        cfg = replace(cfg, activation_checkpointing=mode, global_batch_size=64 * ranks)
+
+        def peak(tried, m=m, cfg=cfg):
+            return memory.bytes_by_part(m, replace(cfg, microbatch_size=tried), ranks)["peak"]
+
+        assert microbatch == 0 or math.log2(microbatch).is_integer()
+        assert microbatch == 0 or peak(microbatch) <= room
+        assert microbatch == 64 or peak(max(1, 2 * microbatch)) > room
+
+
+def parse(words: list[str]) -> None:
+    """Let the program of a command read its flags. UserError if it does not know one."""
+    module, *flags = words
+    if module == "gpu_kernels.flash_attention":
+        assert flags[0] in ("--tune=64", "--tune=128")
+    elif module == "lessons.lost_rank":
+        assert lost_rank.SIGNALS[flags[0]]
+    elif flags[0] == "train":
+        assert train.groups(flags[1:])
+    elif flags[0] in ("attention", "machine", "generate"):
+        settings = {"attention": attention.AttentionArgs, "machine": bench_machine.MachineArgs}
+        config.load(flags[1:], settings.get(flags[0], generate.GenerateArgs), takes="[THREADS]")
+    else:
+        assert module == "pytest"
+
+
+@pytest.mark.parametrize("machine_facts", [H100, MI250, NO_GPU], ids=["H100", "8 MI250", "CPU"])
+def test_every_command_is_one_that_can_be_typed(tmp_path, machine_facts, monkeypatch):
+    """Its program exists and knows its flags."""
+    monkeypatch.chdir(ROOT)
+    stages = first_night.stages_of(tmp_path, machine_facts)
+    for stage in stages:
+        words = shlex.split(stage.command)
+        while re.match("[A-Z_]+=", words[0]):
+            words.pop(0)
+        assert words[0] in first_night.PROGRAMS
+        if "-m" in words:
+            parse(words[words.index("-m") + 1 :])
+        else:
+            assert words[1] == "checkpoint.py"
+    assert len({stage.name for stage in stages}) == len(stages)
+
+
+def test_a_wrong_setting_is_one_line(tmp_path):
+    stages = first_night.stages_of(tmp_path, NO_GPU)
+    with pytest.raises(UserError, match="no stage 'tets': did you mean tests"):
+        first_night.chosen(stages, "tets")
+    with pytest.raises(UserError, match="stage tunableop: needs an AMD GPU"):
+        first_night.chosen(stages, "tunableop")
+    (tmp_path / "file").touch()
+    wrong = {"--minutes=0": "minutes", f"--out={tmp_path}/file": "folder", "--sage=a": "'stage'"}
+    for flag, words in wrong.items():
+        with pytest.raises(UserError, match=words):
+            first_night.main([flag])
+
+
+def test_a_folder_of_other_gpus_is_refused(tmp_path):
+    first_night.require_same_gpus(tmp_path, H100, H100 | {"time": "later"})
+    for other in (MI250, NO_GPU):
+        with pytest.raises(UserError, match="is of other GPUs: name another folder"):
+            first_night.require_same_gpus(tmp_path, H100, other)
+
+
+# --- The page
+
+
+ROW = {
+    "status": "ok",
+    "model": "mpt1b",
+    **{"d_model": 2048, "n_layers": 24, "n_heads": 16, "max_seq_len": 2048, "vocab_size": 50368},
+    **{"ranks": 8, "precision": "bf16", "sharding": "FULL_SHARD", "compile": False},
+    **{"activation_checkpointing": "none", "recompute_every": 1, "microbatch_size": 8},
+    **{"global_batch_size": 128, "tokens_per_second": 50000, "mfu": 0.4, "memory_gb": 30.0},
+}
+
+
+def night(folder, machine_facts, rows) -> str:
+    """The page of a night with these rows of training."""
+    (folder / "stages").mkdir()
+    (folder / "facts.json").write_text(json.dumps(machine_facts))
+    with open(folder / "train-1b.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROW))
+        writer.writeheader()
+        writer.writerows(rows)
+    stages = first_night.stages_of(folder, machine_facts)
+    first_night.write_state(folder, 1, stages[0], "done", 12.0)
+    first_night.write_state(folder, 2, stages[1], "timed out", 540.0)
+    lines = "NCCL INFO NET/Plugin: No plugin found\nx NCCL INFO Using network Socket\n" * 2
+    (folder / "stages/network.log").write_text(lines)
+    (folder / "stages/tune-64.log").write_text("$ tune\nthe last words")
+    night_report.write(folder)
+    return (folder / "README.md").read_text()
+
+
+def test_figures_stand_beside_the_planners_predictions(tmp_path):
+    failed = ROW | {"status": "out of memory", "tokens_per_second": ""}
+    page = night(tmp_path, MI250, [ROW, failed])
+    m = MPTConfig(d_model=2048, n_heads=16, n_layers=24)
+    cfg = TrainConfig(global_batch_size=128, microbatch_size=8)
+    speed = step_time.tokens_per_second(m, cfg, Fleet(devices.by_name("mi250"), 8, 8))
+    peak = memory.bytes_by_part(m, cfg, 8)["peak"] / 1e9
+    figures = f"| 50,000 | {speed:,.0f} | {50000 / speed:.2f} | 40.0% | 30.0 | {peak:.1f} |"
+    assert figures in page and "| out of memory |" in page
+    assert "8 x MI250 GCD (gfx90a, 64 GiB)" in page and "ROCm 7.0, driver 550.54.15" in page
+    assert page.count("No plugin found") == 1 and "- network: Using network Socket" in page
+    assert "1 stages done, 1 failed or timed out: tune-64 (timed out)." in page
+    assert "```\n$ tune\nthe last words\n```" in page
+    assert "| tests | done | 12 | `python -m pytest -m gpu" in page
+    assert "issue" in page and f"{tmp_path.name}.tar.gz" in page
+
+
+def test_an_unknown_device_has_no_predictions(tmp_path):
+    page = night(tmp_path, facts_of(1, "H999", "99.0", 79.2), [ROW])
+    assert "| 50,000 | n/a | n/a | 40.0% | 30.0 | n/a |" in page
+
+
+def test_a_damaged_state_is_named(tmp_path):
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages/tests.json").write_text('{"number": 1}')
+    with pytest.raises(UserError, match="tests.json is damaged .*: delete it"):
+        night_report.read_states(tmp_path)
+
+
+def test_the_facts_of_this_machine():
+    found = facts.facts()
+    assert len(found["gpus"]) == facts.torch.cuda.device_count()
+    assert found["cpus"] >= 1 and found["torch"] == facts.torch.__version__
+
+
+@pytest.mark.gpu
+def test_the_facts_of_a_gpu():
+    found = facts.facts()
+    assert found["driver"] and found["nccl"] and found["gpus"][0]["memory_gb"] > 1
+
+
+# --- For real
+
+
+def start(folder, *flags) -> subprocess.Popen:
+    """The night in a folder, in miniature, as a user starts it."""
+    command = [sys.executable, "-m", "bench", "first_night", f"--out={folder}", "--device=cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*command, *flags], env=rooms_on_path(), cwd=ROOT, **pipes)
+
+
+def finish(folder, *flags) -> str:
+    """Run the night to its end; its output."""
+    process = start(folder, *flags)
+    printed, _ = process.communicate(timeout=4 * PATIENCE)
+    assert process.returncode == 0, printed
+    return printed
+
+
+def status(folder, name) -> str | None:
+    """The recorded status of a stage."""
+    path = folder / "stages" / f"{name}.json"
+    return json.loads(path.read_text())["status"] if path.exists() else None
+
+
+def interrupt_at(folder, name) -> None:
+    """Start the night, and press Ctrl-C while this stage's command runs."""
+    process = start(folder)
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while not processes_of(folder / f"{name}.csv"):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    finally:
+        process.kill()
+    assert not processes_of(folder)
+
+
+def processes_of(path) -> list[str]:
+    """The processes that have a path in their command line."""
+    command = ["pgrep", "-f", f"={path}"]
+    found = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return [pid for pid in found if int(pid) != os.getpid()]
+
+
+@pytest.mark.slow
+def test_a_night_goes_on_after_an_interruption_a_failure_and_a_time_out(tmp_path):
+    """Ctrl-C in a stage, a stage whose file cannot be written, and one that takes too long."""
+    folder = tmp_path / "a night"
+    (folder / "generate.csv").mkdir(parents=True)  # so `bench generate` fails
+    (folder / "stages").mkdir()
+    for number, stage in enumerate(first_night.stages_of(folder, NO_GPU), 1):
+        if stage.name in ("checkpoint", "killed-rank", "hung-rank"):  # tested elsewhere
+            first_night.write_state(folder, number, stage, "done")
+
+    interrupt_at(folder, "train-tiny")
+    assert status(folder, "tests") == status(folder, "attention") == "done"
+    assert status(folder, "train-tiny") is None
+    attention = (folder / "attention_cpu.md").stat().st_mtime_ns
+
+    printed = finish(folder)
+    assert "attention, ours and PyTorch's: done before\n" in printed
+    assert (folder / "attention_cpu.md").stat().st_mtime_ns == attention
+    assert status(folder, "train-tiny") == status(folder, "machine") == "done"
+    assert (
+        status(folder, "generate") == "failed"
+        and status(folder, "network") == "not run: needs a GPU"
+    )
+    assert "not done: generate (start again to repeat them)" in printed
+    assert "exit status: 2" in (folder / "stages/generate.log").read_text()
+    assert "needs a CUDA or ROCm device" in (folder / "stages/tests.log").read_text()
+
+    printed = finish(folder, "--stage=generate", "--minutes=0.01")
+    assert status(folder, "generate") == "timed out" and not processes_of(folder)
+    page = (folder / "README.md").read_text()
+    assert "7 stages done, 1 failed or timed out: generate (timed out)." in page
+    assert "a miniature on the CPU" in page and "| train-tiny | 1x64 | 1 | 4 | False |" in page
+    assert "generate.csv is a folder" in page  # a table that cannot be read does not end the night
+
+
+@pytest.mark.slow
+def test_decoding_is_measured_without_and_with_a_file(python, tmp_path):
+    flags = ["--shapes=64x1", "--turns=1", "--device=cpu", "--out=decoding.csv"]
+    done = python("1", *flags, program="bench generate")
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "decoding.csv").open()))
+    assert len(rows) == 8 and all(float(row["ours, ms a token"]) > 0 for row in rows)
+    assert {row["limit, ms a token"] for row in rows} == {"n/a"}  # of a CPU
+    done = python("--shapes=65x1", program="bench generate")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "multiple of 64" in done.stderr

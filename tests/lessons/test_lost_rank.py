@@ -1,0 +1,42 @@
+"""lessons/lost_rank.py: a stopped rank is named, the others end, and the next start resumes."""
+
+import re
+
+import pytest
+from conftest import launch
+
+from config import UserError
+from lessons import lost_rank
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path):
+    """Really stopped; `kill` is run by tests/test_readme.py."""
+    done = launch([], tmp_path, ["stop", "--device=cpu"], program="lessons/lost_rank.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^step \d+: SIGSTOP to rank 1$", done.stdout, re.MULTILINE)
+    assert re.search(r"ended after [\d.]+ s with status \[75\]", done.stdout)
+    assert re.search(r"error: .*rank 1 \(process \d+ on ", done.stdout)
+    assert re.search(r"resumed from step-\d+, finished at step \d+ after", done.stdout)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_start_shows_its_last_lines(tmp_path):
+    """48 sequences on 2 ranks, but data that cannot be prepared: the ranks' own error is shown."""
+    flags = [*lost_rank.SETTINGS, "--dataset=nowhere.txt", f"--run_dir={tmp_path}/run"]
+    flags += [f"--data_dir={tmp_path}/data", "--device=cpu"]
+    log = tmp_path / "log"
+    with pytest.raises(UserError, match="the run failed with status 2"):
+        lost_rank.lose_a_rank(flags, 2, "kill", tmp_path / "run", log)
+    assert "nowhere.txt" in log.read_text()
+
+
+def test_a_wrong_word_is_one_line(monkeypatch):
+    with pytest.raises(UserError, match="kill or stop, not 'murder'"):
+        lost_rank.main(["murder"])
+    with pytest.raises(UserError, match="ranks is 5"):
+        lost_rank.main(["kill", "--ranks=5"])
+    monkeypatch.setattr(lost_rank.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match="1 GPU: two ranks need two"):
+        lost_rank.main(["kill"])
