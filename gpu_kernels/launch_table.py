@@ -5,8 +5,8 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
     BLOCK_M, BLOCK_N   queries and keys in one block of scores. Larger blocks read k and v less
                        often, but need more registers (accumulators, scores) and more shared
                        memory (the blocks of q, k, v)
-    num_warps          groups of 32 threads (NVIDIA) or 64 (AMD) that share the work of a block,
-                       and so its registers
+    num_warps          groups of 32 threads (NVIDIA, Radeon) or 64 (AMD Instinct) that share the
+                       work of a block, and so its registers
     num_stages         blocks in flight between memory and the matrix units; each takes shared
                        memory
     waves_per_eu       wavefronts per SIMD unit that the compiler makes room for: more of them

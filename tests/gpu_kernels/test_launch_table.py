@@ -302,31 +302,26 @@ def test_it_fits_with_every_feature(case, found):
     check(case, found(case))
 
 
-def facts_of_too_large_a_row(world):
-    """Blocks of 128 x 128 with heads of 128 do not fit an MI300X."""
-    launch_table.row_for = lambda *_: (128, 128, 4, 2, 2)
-    return facts(binary_of("gfx942", 128, "forward"), "gfx942")
+def facts_with_row(world, row, cases):
+    """The facts of (architecture, head dim, pass) with `row` in place of the table's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_table, "row_for", lambda *_: row)
+        return [facts(binary_of(arch, D, pass_name), arch) for arch, D, pass_name in cases]
 
 
 def test_a_row_that_is_too_large_is_seen(compilers):
-    """The check can fail."""
-    found = compilers(facts_of_too_large_a_row)[0]
-    compilers.stop()  # these processes have the wrong row now
+    """The check can fail: blocks of 128 x 128 with heads of 128 do not fit an MI300X."""
+    case = ("gfx942", 128, "forward")
+    (found,) = compilers(facts_with_row, (128, 128, 4, 2, 2), [case])[0]
     with pytest.raises(AssertionError):
-        check(("gfx942", 128, "forward", {}), found)
-
-
-def facts_of_the_fallback_row(world, archs):
-    """What the fallback row compiles to."""
-    launch_table.row_for = lambda *_: UNKNOWN
-    return [facts(binary_of(arch, 64, "dq"), arch) for arch in archs]
+        check((*case, {}), found)
 
 
 @pytest.mark.slow
 def test_triton_has_no_matrix_instructions_before_sm_80(compilers):
     """If this fails, a newer Triton has them: see WITHOUT_MATRIX_INSTRUCTIONS."""
-    ampere, turing = compilers(facts_of_the_fallback_row, ["sm_80", "sm_75"])[0]
-    compilers.stop()
+    cases = [("sm_80", 64, "dq"), ("sm_75", 64, "dq")]
+    ampere, turing = compilers(facts_with_row, UNKNOWN, cases)[0]
     assert ampere["matrix"] > 0 and ampere["spilled"] == 0
     assert turing["matrix"] == 0 and turing["spilled"] > 0
 
