@@ -31,10 +31,11 @@ attention that computes another function, such as a sliding window, is part of t
 in VARIANTS, at the end of this file.
 
 `choose` resolves `auto`. A GPU takes `triton` for ALiBi in 16 bits, which needs no mask and no
-extra columns there, and `sdpa` otherwise. A CPU takes `blocks`, because the flash kernel of PyTorch
-has a slow backward there: forward and backward of 8 x 6 heads x 512 tokens in bf16 take 41 ms with
-`blocks`, 46 with `reference`, 93 with `sdpa` (2 cores with AVX512-BF16). Decoding one token on a
-cache has its own path, `one_query_attention`.
+extra columns there, and `sdpa` otherwise; so do GPUs for which Triton has no matrix instructions
+(NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000). A CPU takes `blocks`, because the flash
+kernel of PyTorch has a slow backward there: forward and backward of 8 x 6 heads x 512 tokens in
+bf16 take 41 ms with `blocks`, 46 with `reference`, 93 with `sdpa` (2 cores with AVX512-BF16).
+Decoding one token on a cache has its own path, `one_query_attention`.
 
 With `sequence_ids`, a row holds several documents that do not see each other.
 
@@ -98,7 +99,7 @@ def attention(
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     has_alibi = alibi_slopes is not None
-    impl = choose(impl, q.device.type, q.dtype, q.shape[-1], has_alibi, dropout_p)
+    impl = choose(impl, q.device, q.dtype, q.shape[-1], has_alibi, dropout_p)
 
     # A bias rounded to 16 bits would be too coarse; sdpa's columns keep it precise.
     precise = not has_alibi or k.dtype.itemsize > 2
@@ -114,10 +115,11 @@ def attention(
     return function(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids)
 
 
-def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
+def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
     """The implementation that runs: `impl` itself, or the fastest one if it is `auto`.
 
-    alibi: whether the model uses it. UserError for a name that is in neither table.
+    device: a torch.device. alibi: whether the model uses it. UserError for a name that is in
+    neither table.
     """
     known = impl in ("auto", *IMPLEMENTATIONS, *VARIANTS)
     require(
@@ -126,12 +128,16 @@ def choose(impl, device_type, dtype, head_dim, alibi, dropout_p=0.0):
     )
     if impl != "auto":
         return impl
-    if device_type == "cpu":
+    if device.type == "cpu":
         return "blocks"
-    can_run_triton = device_type == "cuda" and HAS_TRITON and CAN_BUILD
+    can_run_triton = device.type == "cuda" and HAS_TRITON and CAN_BUILD
     supported = head_dim <= 128 and dropout_p == 0
     in_16_bits = dtype in (torch.bfloat16, torch.float16)
-    return "triton" if can_run_triton and supported and alibi and in_16_bits else "sdpa"
+    if not (can_run_triton and supported and alibi and in_16_bits):
+        return "sdpa"
+    from gpu_kernels import launch_table  # only GPUs need it
+
+    return "triton" if launch_table.suits(device) else "sdpa"
 
 
 def attention_bias(n_queries, n_keys, slopes, causal, device, sequence_ids=None):
@@ -337,7 +343,7 @@ def function_of(impl: str) -> str:
 
     UserError for an unknown name.
     """
-    choose(impl, "cpu", torch.float32, 1, False)  # raises if the name is unknown
+    choose(impl, torch.device("cpu"), torch.float32, 1, False)  # raises if the name is unknown
     return impl if impl in VARIANTS else "auto"
 
 

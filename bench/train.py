@@ -172,7 +172,7 @@ class OurProgram:
         cfg = self.model_cfg
         chosen = attention.choose(
             cfg.attn_impl,
-            self.world.device.type,
+            self.world.device,
             parallel.DTYPES[self.precision],
             cfg.head_dim,
             cfg.alibi,

@@ -47,9 +47,10 @@ one).
 Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale and slopes are multiplied
 by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
 
-NVIDIA and AMD run the same source. What differs is data, in gpu_kernels/launch_table.py: an AMD
-wavefront has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of shared memory (LDS)
-where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline stage.
+NVIDIA and AMD run the same source. What differs is data, in gpu_kernels/launch_table.py: a
+wavefront of an AMD Instinct has 64 threads, and a compute unit of an MI250 or MI300 has 64 KiB of
+shared memory (LDS) where an H100 has 227, so AMD gets smaller blocks, and mostly one pipeline
+stage.
 
     python -m gpu_kernels.flash_attention           compare with float64; on a GPU also speeds
     python -m gpu_kernels.flash_attention --tune    time launch settings, print rows for the table

@@ -5,8 +5,8 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
     BLOCK_M, BLOCK_N   queries and keys in one block of scores. Larger blocks read k and v less
                        often, but need more registers (accumulators, scores) and more shared
                        memory (the blocks of q, k, v)
-    num_warps          groups of 32 threads (NVIDIA) or 64 (AMD) that share the work of a block,
-                       and so its registers
+    num_warps          groups of 32 threads (NVIDIA, Radeon) or 64 (AMD Instinct) that share the
+                       work of a block, and so its registers
     num_stages         blocks in flight between memory and the matrix units; each takes shared
                        memory
     waves_per_eu       wavefronts per SIMD unit that the compiler makes room for: more of them
@@ -15,6 +15,7 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
 A kernel that runs out of registers spills them to memory in its inner loop, which is slow. The rows
 below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py allows: the test
 compiles each row for its chip and reads the binary. The rows are the largest blocks that passed it.
+A few architectures take another one's rows (`SAME_ROWS`), compiled for each of them just the same.
 None has been timed on a GPU yet: `python -m gpu_kernels.flash_attention --tune` does that, and
 prints rows for this table.
 
@@ -42,6 +43,17 @@ LAUNCH = {
         "dq": (64, 64, 8, 3),
         "dkdv": (64, 64, 8, 2),
     },
+    # RTX 3060 to 3090, A10, A40
+    ("sm_86", 64): {
+        "forward": (128, 64, 8, 3),
+        "dq": (128, 64, 8, 3),
+        "dkdv": (32, 128, 8, 3),
+    },
+    ("sm_86", 128): {
+        "forward": (128, 32, 8, 3),
+        "dq": (64, 64, 8, 2),
+        "dkdv": (64, 64, 8, 2),
+    },
     # H100, H200
     ("sm_90", 64): {
         "forward": (128, 128, 8, 3),
@@ -49,6 +61,17 @@ LAUNCH = {
         "dkdv": (64, 128, 8, 2),
     },
     ("sm_90", 128): {
+        "forward": (128, 64, 8, 3),
+        "dq": (128, 64, 8, 2),
+        "dkdv": (64, 128, 8, 2),
+    },
+    # B200
+    ("sm_100", 64): {
+        "forward": (128, 64, 8, 3),
+        "dq": (128, 64, 8, 3),
+        "dkdv": (32, 128, 8, 2),
+    },
+    ("sm_100", 128): {
         "forward": (128, 64, 8, 3),
         "dq": (128, 64, 8, 2),
         "dkdv": (64, 128, 8, 2),
@@ -86,10 +109,38 @@ LAUNCH = {
         "dq": (128, 32, 8, 1, 2),
         "dkdv": (32, 128, 4, 1, 1),
     },
+    # Radeon RX 7900. Each half of a wavefront holds a copy of both operands of a matrix
+    # instruction, which leaves few registers for the rest.
+    ("gfx1100", 64): {
+        "forward": (128, 64, 8, 1, 1),
+        "dq": (128, 32, 8, 1, 1),
+        "dkdv": (16, 128, 8, 1, 1),
+    },
+    ("gfx1100", 128): {
+        "forward": (128, 32, 8, 1, 1),
+        "dq": (64, 32, 16, 1, 1),
+        "dkdv": (16, 32, 8, 1, 4),
+    },
+}
+# Architectures that take the rows of another one.
+SAME_ROWS = {
+    "sm_89": "sm_86",  # RTX 4060 to 4090, L4, L40S
+    "sm_103": "sm_100",  # B300
+    "sm_120": "sm_86",  # RTX 5060 to 5090
+    "sm_121": "sm_86",  # DGX Spark
+    "gfx908": "gfx90a",  # MI100
+    "gfx1101": "gfx1100",  # Radeon RX 7800
+    "gfx1102": "gfx1100",  # Radeon RX 7600
+    "gfx1200": "gfx1100",  # Radeon RX 9060
+    "gfx1201": "gfx1100",  # Radeon RX 9070
 }
 # The fallback, for unknown GPUs and for fp32. It needs 48 KiB of shared memory, and 72 KiB for fp32
 # with heads of 128.
 UNKNOWN = (32, 32, 4, 1)
+# GPUs for which Triton has no matrix instructions, by the beginning of their name: its kernels
+# would multiply without them and spill kilobytes. NVIDIA before Ampere (V100 and T4 have tensor
+# cores, Triton does not use them), AMD before MI100 and before Radeon RX 7000.
+WITHOUT_MATRIX_INSTRUCTIONS = ("sm_5", "sm_6", "sm_7", "gfx900", "gfx906", "gfx10")
 
 
 def architecture(device: torch.device) -> str:
@@ -102,13 +153,40 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
+@torch.compiler.assume_constant_result  # torch.compile calls it, and does not trace it
+def suits(device: torch.device) -> bool:
+    """Whether Triton's kernels are worth running on this device.
+
+    If not, one line on stderr says so, once per process.
+    """
+    return has_matrix_instructions(architecture(device))
+
+
+@functools.cache
+def has_matrix_instructions(arch: str) -> bool:
+    """Whether Triton has matrix instructions for this architecture. If not, says so."""
+    if not arch.startswith(WITHOUT_MATRIX_INSTRUCTIONS):
+        return True
+    print(
+        f"Triton has no matrix instructions for this GPU ({arch}), so attention uses sdpa",
+        file=sys.stderr,
+    )
+    return False
+
+
 @functools.cache
 def rows_of(arch: str) -> dict:
     """The rows of one architecture, {largest head dim: {pass: row}}.
 
-    If it has none, one line on stderr says so, once per process.
+    If it has none, one line on stderr says so, once per process. UserError if Triton has no matrix
+    instructions for it.
     """
-    rows = {dim: passes for (name, dim), passes in LAUNCH.items() if name == arch}
+    require(
+        not arch.startswith(WITHOUT_MATRIX_INSTRUCTIONS),
+        f"Triton has no matrix instructions for this GPU ({arch}): use attn_impl=sdpa",
+    )
+    owner = SAME_ROWS.get(arch, arch)
+    rows = {dim: passes for (name, dim), passes in LAUNCH.items() if name == owner}
     if not rows and arch != "cpu":
         print(
             f"gpu_kernels/launch_table.py has no rows for {arch}, so attention uses {UNKNOWN}: "
@@ -172,6 +250,8 @@ def demonstrate(argv) -> None:
     for (arch, dim), passes in LAUNCH.items():
         rows = "  ".join(f"{pass_name} {row}" for pass_name, row in passes.items())
         print(f"{arch:7s} heads up to {dim:3d}  {rows}")
+    for arch, owner in SAME_ROWS.items():
+        print(f"{arch:7s} as {owner}")
 
 
 if __name__ == "__main__":

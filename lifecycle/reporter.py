@@ -176,7 +176,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     n_params = flops.n_params(model_cfg)
     implementation = attention.choose(
         model_cfg.attn_impl,
-        world.device.type,
+        world.device,
         parallel.DTYPES[precision],
         model_cfg.head_dim,
         model_cfg.alibi,

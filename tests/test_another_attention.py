@@ -156,7 +156,7 @@ def test_a_name_without_an_entry_in_variants_is_refused():
         with pytest.raises(UserError, match=message):
             hf.config_to(cfg)
         with pytest.raises(UserError, match=message):
-            attention.choose(cfg.attn_impl, "cpu", torch.float32, 8, False)
+            attention.choose(cfg.attn_impl, torch.device("cpu"), torch.float32, 8, False)
 
 
 def test_an_entry_in_variants_without_a_name_is_refused():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import attention as attention_module
 from attention import alibi_slopes, attention, attention_bias, choose
 from config import UserError
+from gpu_kernels import launch_table
 
 
 @pytest.fixture(autouse=True)
@@ -344,7 +345,22 @@ def test_documents_do_not_see_each_other(impl, alibi, lengths):
 # --- the choice
 
 
-CASE = dict(device_type="cuda", dtype=torch.bfloat16, head_dim=64, alibi=True, dropout_p=0.0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CASE = dict(device=GPU, dtype=torch.bfloat16, head_dim=64, alibi=True, dropout_p=0.0)
+
+
+@pytest.fixture
+def triton_runs(monkeypatch):
+    """Triton can run, on an H100. Returns a function that names another architecture."""
+
+    def name_gpu(arch):
+        monkeypatch.setattr(launch_table, "architecture", lambda device: arch)
+
+    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
+    monkeypatch.setattr(attention_module, "CAN_BUILD", True)
+    launch_table.has_matrix_instructions.cache_clear()
+    name_gpu("sm_90")
+    return name_gpu
 
 
 @pytest.mark.parametrize(
@@ -356,27 +372,55 @@ CASE = dict(device_type="cuda", dtype=torch.bfloat16, head_dim=64, alibi=True, d
         ({"dtype": torch.float32}, "sdpa"),
         ({"head_dim": 160}, "sdpa"),
         ({"dropout_p": 0.1}, "sdpa"),
-        ({"device_type": "mps"}, "sdpa"),
-        ({"device_type": "cpu"}, "blocks"),
+        ({"device": torch.device("mps")}, "sdpa"),
+        ({"device": CPU}, "blocks"),
     ],
     ids=str,
 )
-def test_auto(change, chosen, monkeypatch):
-    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
-    monkeypatch.setattr(attention_module, "CAN_BUILD", True)
+def test_auto(change, chosen, triton_runs):
     assert choose("auto", **CASE | change) == chosen
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_120", "sm_121", "gfx908", "gfx1100", "gfx1201"])
+def test_auto_takes_triton_where_it_has_matrix_instructions(arch, triton_runs, capsys):
+    triton_runs(arch)
+    assert choose("auto", **CASE) == "triton"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("arch", ["sm_61", "sm_70", "sm_75", "gfx906", "gfx1030"])
+def test_on_older_gpus_auto_is_sdpa_and_one_line_says_so(arch, triton_runs, capsys):
+    triton_runs(arch)
+    assert choose("auto", **CASE | {"alibi": False}) == "sdpa"
+    assert capsys.readouterr().err == ""  # it would be sdpa on any GPU
+    for _ in range(2):
+        assert choose("auto", **CASE) == "sdpa"
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and arch in line and "sdpa" in line
+
+
+@pytest.mark.parametrize("arch, sign", [("sm_90", 1), ("sm_75", -1)])
+def test_the_choice_does_not_break_the_graph(arch, sign, triton_runs):
+    """torch.compile takes the answer for a constant, and traces none of the questions."""
+    triton_runs(arch)
+
+    def chosen(x):
+        return x if choose("auto", GPU, torch.bfloat16, 64, True) == "triton" else -x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(chosen, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(2)).tolist() == [sign, sign]
+
+
 @pytest.mark.parametrize("lacking", ["HAS_TRITON", "CAN_BUILD"])
-def test_auto_without_triton_or_without_a_compiler_for_it(lacking, monkeypatch):
-    monkeypatch.setattr(attention_module, "HAS_TRITON", lacking != "HAS_TRITON")
-    monkeypatch.setattr(attention_module, "CAN_BUILD", lacking != "CAN_BUILD")
+def test_auto_without_triton_or_without_a_compiler_for_it(lacking, triton_runs, monkeypatch):
+    monkeypatch.setattr(attention_module, lacking, False)
     assert choose("auto", **CASE) == "sdpa"
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocks", "sdpa", "flex", "triton"])
 def test_a_named_implementation_is_taken(impl):
-    assert choose(impl, **CASE) == choose(impl, **CASE | {"device_type": "cpu"}) == impl
+    assert choose(impl, **CASE) == choose(impl, **CASE | {"device": CPU}) == impl
 
 
 def test_without_triton_the_error_names_another_implementation(monkeypatch):

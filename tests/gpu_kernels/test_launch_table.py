@@ -22,30 +22,56 @@ from conftest import ROOT, Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
+from config import UserError  # noqa: E402
 from gpu_kernels import flash_attention, launch_table  # noqa: E402
-from gpu_kernels.launch_table import LAUNCH, UNKNOWN, row_for  # noqa: E402
+from gpu_kernels.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
 
 # Shared memory that a block may take, bytes.
 SHARED = {
     "sm_80": 166_912,
+    "sm_86": 101_376,
+    "sm_89": 101_376,
     "sm_90": 232_448,
+    "sm_100": 232_448,
+    "sm_103": 232_448,
+    "sm_120": 101_376,
+    "sm_121": 101_376,
+    "gfx908": 65_536,
     "gfx90a": 65_536,
     "gfx942": 65_536,
     "gfx950": 163_840,
+    "gfx1100": 65_536,
+    "gfx1101": 65_536,
+    "gfx1102": 65_536,
+    "gfx1200": 65_536,
+    "gfx1201": 65_536,
 }
+TENSOR_MEMORY = 512  # columns of it that a block of an sm_100 may take
 PASSES = ("forward", "dq", "dkdv")
 
 # Bytes that a thread may spill, where it is not 0. Smaller blocks would spill nothing, but would
 # also reuse less of what they load.
 SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
+    ("sm_86", 128, "dq"): 8,  # heads of 96
+    ("sm_86", 128, "dkdv"): 104,  # sm_120: heads of 96, 48 grouped heads; sm_86: 32 with heads of 80
     ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
+    ("sm_100", 128, "dkdv"): 512,  # 496 with grouped heads, else 0
+    ("gfx1100", 128, "forward"): 296,  # documents of one token; 16 with heads of 96, else 0
+    ("gfx1100", 128, "dq"): 156,  # heads of 96; 12 with heads of 80, else 0
+    ("gfx1100", 128, "dkdv"): 112,  # 68 to 112; 0 with heads of 80 and 96
 }
 PINNED = f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text()
 SLACK = 0 if PINNED else 256  # bytes more, for other versions of the compiler
 
 
 # --- compiling
+
+
+def warp_size(arch):
+    """Threads that run together: 64 on AMD Instinct, 32 on Radeon and NVIDIA."""
+    is_instinct = arch.startswith("gfx9")
+    return 64 if is_instinct else 32
 
 
 class Chip:
@@ -59,7 +85,7 @@ class Chip:
         from triton.backends.compiler import GPUTarget
 
         if self.arch.startswith("gfx"):
-            return GPUTarget("hip", self.arch, 64)
+            return GPUTarget("hip", self.arch, warp_size(self.arch))
         return GPUTarget("cuda", int(self.arch.removeprefix("sm_")), 32)
 
     def get_current_device(self):
@@ -119,7 +145,11 @@ def binary_of(
 
 def facts(binary, arch):
     """What the test checks: shared memory (bytes), warp size, spilled bytes, instructions."""
-    common = {"shared": binary.metadata.shared, "warp": binary.metadata.target.warp_size}
+    common = {
+        "shared": binary.metadata.shared,
+        "tensor_memory": getattr(binary.metadata, "tmem_size", None) or 0,
+        "warp": binary.metadata.target.warp_size,
+    }
     specific = amd_facts(binary) if arch.startswith("gfx") else nvidia_facts(binary, arch)
     return common | specific
 
@@ -130,9 +160,9 @@ def amd_facts(binary):
     scratch_bytes = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1]
     spilled_registers = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]
     return {
-        "spilled": int(scratch_bytes) + int(spilled_registers),
-        "matrix": len(re.findall(r"\bv_mfma_", text)),
-        "wide_loads": len(re.findall(r"\b(global|buffer)_load_dwordx4", text)),
+        "spilled": max(int(scratch_bytes), 4 * int(spilled_registers)),  # or to other registers
+        "matrix": len(re.findall(r"\bv_(mfma|wmma)_", text)),  # Instinct, Radeon
+        "wide_loads": len(re.findall(r"\b(global|buffer)_load_(dwordx4|b128)", text)),
         "binary": binary.asm["hsaco"][:4] == b"\x7fELF",
     }
 
@@ -146,11 +176,11 @@ def nvidia_facts(binary, arch):
         file.flush()
         command = [dump, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    matrix = r"wgmma\.mma_async" if arch == "sm_90" else r"mma\.sync"
+    matrix = {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "sm_103": r"tcgen05\.mma"}
     wide_load = r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10"
     return {
         "spilled": sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
-        "matrix": len(re.findall(matrix, ptx)),
+        "matrix": len(re.findall(matrix.get(arch, r"mma\.sync"), ptx)),
         "wide_loads": len(re.findall(wide_load, ptx)),
         "binary": cubin[:4] == b"\x7fELF",
     }
@@ -171,19 +201,32 @@ def share(world, cases):
 
 USUAL_CHIPS = ("gfx90a", "sm_90")  # MI250, H100
 USUAL = [dict(alibi=True), dict(alibi=False)]
+# What needs the most registers, for the other chips.
+HARDEST = {
+    "forward": dict(alibi=True),
+    "dq": dict(alibi=True),
+    "dkdv": dict(documents=True, group=4),
+}
 OTHERS = [dict(causal=False), dict(documents=True), dict(group=4)]
 OTHERS += [dict(dtype="float16"), dict(dtype="float32")]
 OTHERS += [dict(lengths=(1, 77)), dict(lengths=(1, 1), documents=True)]
 OTHERS += [dict(lengths=(33, 77), causal=False)]
 
 
-def cases_of(head_dims, settings):
-    """(architecture, head dim, pass, settings) for all chips and passes."""
-    return list(itertools.product(SHARED, head_dims, PASSES, settings))
+def cases_of(head_dims, settings, archs=SHARED):
+    """(architecture, head dim, pass, settings) for all passes."""
+    return list(itertools.product(archs, head_dims, PASSES, settings))
 
 
-CASES = cases_of((64, 128), USUAL)
-MORE = cases_of((64, 128), OTHERS)
+OTHER_CHIPS = [arch for arch in SHARED if arch not in USUAL_CHIPS]
+CASES = cases_of((64, 128), USUAL, USUAL_CHIPS)
+CASES += [
+    (arch, D, pass_name, HARDEST[pass_name])
+    for arch, D, pass_name in itertools.product(OTHER_CHIPS, (64, 128), PASSES)
+]
+MORE = cases_of((64, 128), USUAL, OTHER_CHIPS)
+MORE = [case for case in MORE if case not in CASES]
+MORE += cases_of((64, 128), OTHERS)
 MORE += cases_of((96,), USUAL)
 MORE += cases_of((32, 80, 112), [dict(alibi=True)])
 
@@ -195,13 +238,11 @@ def name(case):
 
 
 def all_facts(compilers, cases):
-    """{name of a case: facts}, one chip at a time, shared by two processes."""
+    """{name of a case: facts}, shared by two processes."""
     results = {}
-    for arch in SHARED:
-        of_arch = [case for case in cases if case[0] == arch]
-        for rank, rank_facts in enumerate(compilers(share, of_arch)):
-            rank_names = [name(case) for case in of_arch[rank::2]]
-            results |= dict(zip(rank_names, rank_facts, strict=True))
+    for rank, rank_facts in enumerate(compilers(share, cases)):
+        rank_names = [name(case) for case in cases[rank::2]]
+        results |= dict(zip(rank_names, rank_facts, strict=True))
     return results
 
 
@@ -215,9 +256,15 @@ def compilers():
 
 @pytest.fixture(scope="module")
 def found(compilers, request):
-    """{name of a case: facts} of the cases of this session."""
+    """found(case): its facts. The first case of a chip compiles all of that chip's in this run."""
     wanted = {item.name.partition("[")[2][:-1] for item in request.session.items}
-    return all_facts(compilers, [case for case in CASES + MORE if name(case) in wanted])
+    cases = [case for case in CASES + MORE if name(case) in wanted]
+
+    @functools.cache
+    def facts_of_chip(arch):
+        return all_facts(compilers, [case for case in cases if case[0] == arch])
+
+    return lambda case: facts_of_chip(case[0])[name(case)]
 
 
 def in_tiers(cases, tiers):
@@ -234,38 +281,50 @@ def check(case, found):
     arch, D, pass_name, settings = case
     assert isinstance(found, dict), found
     assert found["binary"]
-    assert found["warp"] == (64 if arch.startswith("gfx") else 32)
+    assert found["warp"] == warp_size(arch)
     assert found["shared"] <= SHARED[arch]
+    assert found["tensor_memory"] <= TENSOR_MEMORY
     if settings.get("dtype") == "float32":
         return  # the fallback row: it must fit, and need not be fast
     assert found["matrix"] > 0
     assert found["wide_loads"] > 0 or D < 64  # 16 bytes a thread
-    allowed = SPILLS.get((arch, 64 if D <= 64 else 128, pass_name), 0) + SLACK
+    owner = SAME_ROWS.get(arch, arch)
+    allowed = SPILLS.get((owner, 64 if D <= 64 else 128, pass_name), 0) + SLACK
     assert found["spilled"] <= allowed
 
 
 @pytest.mark.parametrize("case", in_tiers(CASES, ([], pytest.mark.slow)))
 def test_a_row_fits_its_chip(case, found):
-    check(case, found[name(case)])
+    check(case, found(case))
 
 
 @pytest.mark.parametrize("case", in_tiers(MORE, (pytest.mark.slow, pytest.mark.long)))
 def test_it_fits_with_every_feature(case, found):
-    check(case, found[name(case)])
+    check(case, found(case))
 
 
-def facts_of_too_large_a_row(world):
-    """Blocks of 128 x 128 with heads of 128 do not fit an MI300X."""
-    launch_table.row_for = lambda *_: (128, 128, 4, 2, 2)
-    return facts(binary_of("gfx942", 128, "forward"), "gfx942")
+def facts_with_row(world, row, cases):
+    """The facts of (architecture, head dim, pass) with `row` in place of the table's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_table, "row_for", lambda *_: row)
+        return [facts(binary_of(arch, D, pass_name), arch) for arch, D, pass_name in cases]
 
 
 def test_a_row_that_is_too_large_is_seen(compilers):
-    """The check can fail."""
-    found = compilers(facts_of_too_large_a_row)[0]
-    compilers.stop()  # these processes have the wrong row now
+    """The check can fail: blocks of 128 x 128 with heads of 128 do not fit an MI300X."""
+    case = ("gfx942", 128, "forward")
+    (found,) = compilers(facts_with_row, (128, 128, 4, 2, 2), [case])[0]
     with pytest.raises(AssertionError):
-        check(("gfx942", 128, "forward", {}), found)
+        check((*case, {}), found)
+
+
+@pytest.mark.slow
+def test_triton_has_no_matrix_instructions_before_sm_80(compilers):
+    """If this fails, a newer Triton has them: see WITHOUT_MATRIX_INSTRUCTIONS."""
+    cases = [("sm_80", 64, "dq"), ("sm_75", 64, "dq")]
+    ampere, turing = compilers(facts_with_row, UNKNOWN, cases)[0]
+    assert ampere["matrix"] > 0 and ampere["spilled"] == 0
+    assert turing["matrix"] == 0 and turing["spilled"] > 0
 
 
 # --- the lookup
@@ -277,20 +336,22 @@ def test_every_chip_has_all_rows_and_only_amd_has_amds_options():
         for row in passes.values():
             assert ("waves_per_eu" in launch_table.options(row)) == arch.startswith("gfx")
             assert row[2] <= 16
-    assert {arch for arch, _ in LAUNCH} == set(SHARED)
+    owners = {arch for arch, _ in LAUNCH}
+    assert set(SAME_ROWS.values()) <= owners and not owners & set(SAME_ROWS)
+    assert owners | set(SAME_ROWS) == set(SHARED)
 
 
 @pytest.mark.parametrize("arch", SHARED)
 @pytest.mark.parametrize("head_dim, column", [(16, 64), (64, 64), (65, 128), (96, 128), (128, 128)])
 def test_a_head_takes_the_narrowest_rows_that_hold_it(arch, head_dim, column, capsys):
     for pass_name in PASSES:
-        expected = LAUNCH[arch, column][pass_name]
+        expected = LAUNCH[SAME_ROWS.get(arch, arch), column][pass_name]
         assert row_for(arch, head_dim, pass_name, torch.bfloat16) == expected
         assert row_for(arch, head_dim, pass_name, torch.float32) == UNKNOWN
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("arch", ["gfx1201", "sm_121"])
+@pytest.mark.parametrize("arch", ["gfx1151", "sm_110"])
 def test_an_unknown_chip_takes_the_fallback_row_and_says_so_once(arch, capsys):
     launch_table.rows_of.cache_clear()
     for pass_name in PASSES:
@@ -298,6 +359,12 @@ def test_an_unknown_chip_takes_the_fallback_row_and_says_so_once(arch, capsys):
     message = capsys.readouterr().err
     assert message.count("\n") == 1
     assert arch in message and "--tune" in message
+
+
+@pytest.mark.parametrize("arch", ["sm_60", "sm_70", "sm_75", "gfx906", "gfx1036"])
+def test_a_chip_without_matrix_instructions_is_refused(arch):
+    with pytest.raises(UserError, match=rf"matrix instructions .*\({arch}\): use attn_impl=sdpa"):
+        row_for(arch, 64, "forward", torch.float16)
 
 
 def test_the_name_of_a_gpu(monkeypatch):
