@@ -225,8 +225,8 @@ class Watchdog:
     def exchange(self) -> None:
         """Give a sign of life; note the signs of others, and the status that they have published.
 
-        These are a few short messages for each rank and second: rank 0's server, which is not
-        Python, deals with thousands of ranks.
+        Two requests of each rank a second: with 1,000 ranks 6 % of a core of an EPYC, clients and
+        rank 0's server together.
         """
         counts = None
         with contextlib.suppress(*STORE_LOST):
