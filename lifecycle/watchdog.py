@@ -173,7 +173,7 @@ class Watchdog:
         self.closed = threading.Event()
         self.reports = False
         self.known_peer_status = None
-        self.store = open_store(world)
+        self.store, self.connected = open_store(world), True
         self.query_thread = futures.ThreadPoolExecutor(1)
         self.file_thread = futures.ThreadPoolExecutor(1)
         self.name = whoami(world.global_rank)
@@ -213,10 +213,19 @@ class Watchdog:
                 self.report_gone(gone)
             if time.monotonic() - self.last_heartbeat > 60 * self.minutes:
                 self.report_hang()
+        while not self.others_left():
+            time.sleep(1)  # this thread keeps rank 0's server alive
 
     def query(self, function):
         """`function()`, which uses the store. Raises STORE_LOST where the store would block."""
-        return self.query_thread.submit(function).result(REPLY_TIMEOUT)
+        if not self.connected:
+            raise dist.DistNetworkError("the connection to the store is broken")
+        try:
+            return self.query_thread.submit(function).result(REPLY_TIMEOUT)
+        except dist.DistNetworkError:
+            # It never connects again, and would print a C++ traceback each time.
+            self.connected = False
+            raise
 
     def read(self, *keys: str) -> list[str]:
         """What is published under each key: in one message, however many there are."""
@@ -297,15 +306,19 @@ class Watchdog:
         try:
             self.tell_others(error)
         finally:
-            self.closed.set()
             with contextlib.suppress(*STORE_LOST):  # rank 0 may be gone already
                 self.query(lambda: self.store.add(f"count {self.world.global_rank}", LEFT))
+            self.closed.set()
 
     def tell_others(self, error: BaseException | None) -> None:
         """Publish the exit status for what this rank failed with. Raises SystemExit if others need
         nothing but to start again."""
-        all_ranks_exit = isinstance(error, SystemExit) or getattr(error, "on_all_ranks", False)
-        if error is None or all_ranks_exit:
+        if error is None:
+            return
+        if isinstance(error, SystemExit) or getattr(error, "on_all_ranks", False):
+            deadline = time.monotonic() + REPLY_TIMEOUT
+            while not self.others_left() and time.monotonic() < deadline:
+                time.sleep(0.1)  # they leave at the same step
             return
         if self.reports:
             time.sleep(10 * REPLY_TIMEOUT)  # the thread will end this rank
@@ -337,6 +350,15 @@ class Watchdog:
             self.query(lambda: self.store.set("status", str(status)))
         if wait:
             self.wait_for_readers()
+
+    def others_left(self) -> bool:
+        """On rank 0: are the other ranks past the training loop? Then none needs the store."""
+        if self.world.global_rank > 0 or self.world.global_size == 1:
+            return True
+        with contextlib.suppress(*STORE_LOST):
+            counts = self.read(*(f"count {rank}" for rank in self.signs_of_life.counts))
+            return all(int(count) < 0 for count in counts)
+        return True
 
     def wait_for_readers(self) -> None:
         """Keep rank 0 alive until the others have read from its store."""
