@@ -39,11 +39,13 @@ import config
 import devices
 import program
 from config import UserError, require
-from program import RESUME_ME, end, end_with_torchrun, whoami
+from program import RESUME_ME, end, end_with_torchrun, out_of_memory, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
+DUPLICATE_GPU = "Duplicate GPU detected"  # an error of NCCL
+BACKGROUND = "background"  # the description of groups that other threads than the main one use
 
 
 # -------------------------------------------------------------------------------------------------
@@ -75,10 +77,12 @@ class World:
             self.dp_rank, self.dp_size = self.global_rank, self.global_size
 
 
-def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
+def start(device_type: str = "auto", timeout: timedelta | None = None) -> World:
     """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
 
     device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
+    timeout: of one collective, given by a program whose own watchdog acts earlier. Then that
+    watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
     env = os.environ
     env |= slurm_variables()
@@ -88,7 +92,9 @@ def start(device_type: str = "auto", timeout: timedelta = TIMEOUT) -> World:
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
     if not dist.is_initialized():  # a benchmark calls this once for each of its rows
-        join(backend, rank, size, timeout)
+        if timeout:
+            quiet_nccl(timeout)
+        join(backend, rank, size, timeout or TIMEOUT)
         if device.type == "cuda" and size > 1:
             require_own_gpus(identity(device))
     if device.type == "cpu":
@@ -126,6 +132,22 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
     device = torch.device("cuda", 0 if count == 1 else local_rank)
     devices.open_gpu(device)
     return device
+
+
+def quiet_nccl(timeout: timedelta) -> None:
+    """Let our watchdog decide what follows when a collective of NCCL fails. Before the groups are
+    made.
+
+    What the user has set stays. timeout: of one collective.
+    """
+    env = os.environ
+    # Otherwise NCCL's watchdog aborts this process (SIGABRT, 134) as soon as the connection to a
+    # lost rank breaks, before ours can say which rank that is.
+    if "NCCL_ASYNC_ERROR_HANDLING" not in env:  # its older name
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # It also aborts when its own thread stands still, such as in a driver that hangs: later than
+    # ours would.
+    env.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(timeout.total_seconds())))
 
 
 def identity(device: torch.device) -> tuple:
@@ -279,11 +301,12 @@ def publish_meeting(store: dist.Store, name: str, size: int, deadline: float) ->
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
-    """A gloo group of all ranks, which may come at different times. A collective."""
+    """A gloo group of all ranks, for a thread beside the main one. A collective, to which the ranks
+    may come at different times."""
     if dist.get_world_size() > 1:
         dist.all_reduce(torch.zeros(1))  # wait for all: a rank that is late after this is lost
     with in_time("connect a new group"):
-        return dist.new_group(backend="gloo", timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=timeout, group_desc=BACKGROUND)
 
 
 @contextlib.contextmanager
@@ -411,11 +434,11 @@ def run(main) -> None:
         status = 130
     except BrokenPipeError:  # whatever read our output has exited
         status = 141
-    except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-        report_user_error(error)
-        status = 2
     except BaseException as error:
-        if is_lost(error):
+        if mistake := user_error(error):
+            report_user_error(mistake)
+            status = 2
+        elif is_lost(error):
             line = f"lost another rank: {config.one_line(error)}"
             config.print_error(line, f"error on rank {config.rank()}")
             status = RESUME_ME
@@ -426,6 +449,18 @@ def run(main) -> None:
         program.end_torchrun()  # a restart would only fail in the same way
     status = config.flushed(status)
     os._exit(status)
+
+
+def user_error(error: BaseException) -> BaseException | None:
+    """The error as one that the user can fix, with exit status 2. None if it is not one."""
+    if isinstance(error, UserError | OSError):  # OSError: a full disk, a missing permission
+        return error
+    if out_of_memory(error):
+        return UserError(program.memory_line(error))
+    if DUPLICATE_GPU in str(error):
+        fix = "start one rank per GPU (--nproc_per_node), or show each its own (--gpus-per-task=1)"
+        return UserError(f"two ranks use one GPU: {fix}")
+    return None
 
 
 def report_user_error(error: BaseException) -> None:
@@ -444,6 +479,8 @@ def report_user_error(error: BaseException) -> None:
 
 def is_lost(error: BaseException) -> bool:
     """Did a collective fail because another rank has gone?"""
+    if user_error(error):  # NCCL reports a lack of memory by the same class
+        return False
     # gloo has no class of its own: its errors begin with the path of its source
     return isinstance(error, dist.DistError) or "gloo/" in str(error)
 

@@ -2,7 +2,7 @@
 
     0     success, or --help
     1     a bug: the traceback is printed. torchrun exits with 1 whatever its ranks exit with
-    2     user error, missing file or full disk: one line that says what to do
+    2     user error, missing file, full disk, too little memory: one line that says what to do
     75    the run is not finished: start it again as it was (fsdp_train.py under torchrun or SLURM)
     130   Ctrl-C
     141   the reader of the output is gone, as in `python plan.py ... | head -1`
@@ -20,12 +20,22 @@ import contextlib
 import math
 import os
 import platform
+import re
 import signal
 import sys
 import threading
 import time
 
 RESUME_ME = 75  # exit status "start me again as I was"; EX_TEMPFAIL in sysexits.h
+
+# What libraries write when memory runs out, in errors of many classes.
+OUT_OF_MEMORY = re.compile(
+    "out.?of.?memory"  # torch's allocator, CUDA, HIP, Triton, NCCL
+    "|alloc(ation)?_?failed|status_memory_error"  # cuBLAS, cuDNN, hipBLAS, MIOpen; rocBLAS
+    "|failed to cuda (calloc|malloc|host alloc)"  # NCCL
+    "|can't allocate memory|bad_alloc",  # on a CPU: torch, C++
+    re.IGNORECASE,
+)
 
 
 class UserError(ValueError):
@@ -48,6 +58,20 @@ def require(condition: bool, message: str) -> None:
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks, at most 200 characters."""
     return " ".join(str(error).split())[:200]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Is this error about memory, of an accelerator or of the CPU?"""
+    if isinstance(error, MemoryError):
+        return True
+    # torch.OutOfMemoryError, AcceleratorError and DistBackendError are RuntimeErrors as well.
+    return isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
+
+
+def memory_line(error: BaseException) -> str:
+    """What to say of an error that is about memory, outside of a training step."""
+    fix = "use a smaller model or batch, more devices, or a device that no other program uses"
+    return f"out of memory ({one_line(error)}): {fix}"
 
 
 def rank() -> int:
@@ -109,7 +133,8 @@ def show_help(settings: str = "") -> None:
 def run(main) -> None:
     """Call `main(argv)`, then exit with a status from the table above.
 
-    Rank 0 prints the line of a UserError or OSError; any other exception is a bug and propagates.
+    Rank 0 prints the line of a UserError or OSError, and any rank that it is out of memory. Any
+    other exception is a bug and propagates.
     """
     status = 0
     try:
@@ -121,6 +146,11 @@ def run(main) -> None:
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
         if rank() == 0:
             print_error(error)
+        status = 2
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        print_error(memory_line(error))
         status = 2
     except KeyboardInterrupt:
         status = 130

@@ -38,6 +38,7 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import runlog
+from program import out_of_memory
 from storage import files
 
 RECORD = "microbatch.json"
@@ -92,16 +93,6 @@ def halve(
     circumstances = circumstances_of(model_cfg, cfg, world, precision)
     write(cfg, circumstances, half, reason, world.global_rank)
     return half
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Is this error about memory, of an accelerator or of the CPU?"""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # Torch has no class for the memory of the CPU.
-    text = str(error)
-    is_of_cpu = "can't allocate memory" in text or "bad_alloc" in text
-    return isinstance(error, RuntimeError) and is_of_cpu
 
 
 # -------------------------------------------------------------------------------------------------

@@ -301,6 +301,90 @@ def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, mom
 
 
 # -------------------------------------------------------------------------------------------------
+# How a rank ends
+
+# Prints the exit status of a rank for each error, which another process of its own fails with.
+ENDS = """
+import os
+import torch.distributed as dist
+import processes
+
+def failing(error):
+    def main(argv):
+        raise error
+    return main
+
+errors = {
+    "lost": dist.DistBackendError("NCCL error ... ncclRemoteError: socket closed"),
+    "twice": dist.DistBackendError("ncclInvalidUsage ... Duplicate GPU detected : rank 1 and 0"),
+    "nccl": dist.DistBackendError("NCCL error ... Failed to CUDA calloc async 608 bytes"),
+    "cpu": MemoryError(),
+    "bug": RuntimeError("a bug"),
+}
+for name, error in errors.items():
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), 2)
+        processes.run(failing(error))
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def in_root(program, folder):
+    """Run a program of ours in a folder of its own. Returns what it printed."""
+    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_the_cause_of_an_error_decides_the_exit_status(tmp_path):
+    """Two ranks on one GPU, or no memory, is no lost rank, which would be restarted forever."""
+    said = in_root(ENDS, tmp_path)
+    assert dict(line.split() for line in said.splitlines()) == {
+        "lost": "75",
+        "twice": "2",
+        "nccl": "2",
+        "cpu": "2",
+        "bug": "1",
+    }
+    lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert lines["twice"].startswith("error: two ranks use one GPU: start one rank per GPU")
+    for name in ("nccl", "cpu"):
+        assert lines[name].startswith("error: out of memory (") and lines[name].count("\n") == 1
+    assert lines["lost"].startswith("error on rank 0: lost another rank: NCCL error")
+    assert "Traceback" in lines["bug"]
+
+
+NCCL_SETTINGS = """
+import os
+from datetime import timedelta
+import torch.distributed as dist
+import processes
+
+names = ["TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]
+show = lambda: print([os.environ.get(name) for name in names])
+processes.start("cpu")
+show()
+dist.destroy_process_group()
+processes.start("cpu", timedelta(hours=2))
+show()
+os.environ.pop(names[0])
+os.environ["NCCL_ASYNC_ERROR_HANDLING"] = "1"
+processes.quiet_nccl(timedelta(hours=3))
+show()
+"""
+
+
+@pytest.mark.slow
+def test_nccl_ends_a_rank_itself_unless_a_watchdog_of_ours_does(tmp_path):
+    """Its own is on by default: programs without ours must end when a collective fails."""
+    lines = in_root(NCCL_SETTINGS, tmp_path).splitlines()
+    assert lines == ["[None, None]", "['0', '7200']", "[None, '7200']"]
+
+
+# -------------------------------------------------------------------------------------------------
 # Starting ranks on this machine
 
 

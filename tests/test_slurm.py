@@ -190,15 +190,29 @@ def test_each_rank_knows_its_place_on_two_nodes(job, script, threads):
 # How it ends
 
 
+FIRST_FAILS = "import os; os._exit({status} if os.environ['SLURM_PROCID'] == '0' else 0)"
+
+
 @BOTH
-@pytest.mark.parametrize("status", [0, 1, 2, 75, 137])
+@pytest.mark.parametrize("status", [0, 1, 2, 75, 134, 137])
 def test_only_a_run_that_asks_for_it_is_started_again(job, script, status):
-    of_rank_0 = f"{status} if os.environ['SLURM_PROCID'] == '0' else 0"
-    job.put("fsdp_train.py", f"import os; os._exit({of_rank_0})")
+    """A rank that is killed right after the start, as for lack of memory, would be so again."""
+    job.put("fsdp_train.py", FIRST_FAILS.format(status=status))
     job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
     job.submit(script)
     assert job.end() == status, job.said()
     assert job.requeued() == (1 if status == 75 else 0)
+
+
+@BOTH
+@pytest.mark.parametrize("status, again", [(2, 0), (134, 1), (137, 1)])
+def test_a_run_that_was_under_way_when_it_was_killed_is_started_again(job, script, status, again):
+    """134: SIGABRT, as of NCCL's watchdog. 137: SIGKILL. SECONDS: as if it began an hour ago."""
+    job.put("fsdp_train.py", FIRST_FAILS.format(status=status))
+    job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
+    job.submit(script, edit=lambda text: text.replace("status=0\n", "status=0\nSECONDS=3600\n"))
+    assert job.end() == status, job.said()
+    assert job.requeued() == again
 
 
 WORKER = """

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
 from test_stopping import FLAGS as RUN
 from test_stopping import train_here
@@ -29,6 +30,7 @@ import processes
 from config import MPTConfig, TrainConfig, UserError
 from fsdp_train import train_step
 from lifecycle import microbatch
+from program import out_of_memory
 
 # With 4 heads one sequence takes about 40 MB of scores (T x T) and what is made of them; a process
 # before its first step 0.3 GB. Two runs or two machines differ by up to 0.1 GB. So the tests with a
@@ -158,19 +160,63 @@ def error_of(function):
 
 
 def test_the_cpu_s_want_of_memory_is_known():
-    assert microbatch.out_of_memory(error_of(lambda: torch.empty(2**48)))
-    assert microbatch.out_of_memory(error_of(lambda: bytearray(2**48)))
+    assert out_of_memory(error_of(lambda: torch.empty(2**48)))
+    assert out_of_memory(error_of(lambda: bytearray(2**48)))
 
 
 @pytest.mark.gpu
 def test_an_accelerator_s_want_of_memory_is_known():
-    assert microbatch.out_of_memory(error_of(lambda: torch.empty(2**48, device="cuda")))
+    assert out_of_memory(error_of(lambda: torch.empty(2**48, device="cuda")))
 
 
-def test_words_alone_are_none():
-    assert not microbatch.out_of_memory(RuntimeError("CUDA out of memory"))
-    assert not microbatch.out_of_memory(ValueError("can't allocate memory"))
-    assert not microbatch.out_of_memory(error_of(lambda: torch.ones(2) @ torch.ones(3)))
+# An accelerator's error after it is launched; torch before 2.8 has RuntimeError instead.
+Accelerator = getattr(torch, "AcceleratorError", RuntimeError)
+NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.27.3\nLast error:\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."),
+        torch.OutOfMemoryError("HIP out of memory. Tried to allocate 2.00 GiB."),
+        Accelerator("CUDA error: out of memory\nCUDA kernel errors might be ..."),
+        Accelerator("HIP error: hipErrorOutOfMemory"),
+        dist.DistBackendError(NCCL + "Failed to CUDA calloc async 608 bytes"),
+        dist.DistBackendError(NCCL + "Failed to CUDA calloc 4194304 bytes"),
+        dist.DistBackendError(NCCL + "Cuda failure 2 'out of memory'"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasCreate(handle)`"
+        ),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+        RuntimeError("rocblas_status_memory_error"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_every_library_s_want_of_memory_is_known_and_no_lost_rank(error):
+    assert out_of_memory(error) and not processes.is_lost(error)
+    assert str(processes.user_error(error)).startswith("out of memory (")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("can't allocate memory"),
+        UserError("out of memory at step 3"),
+        Accelerator("CUDA error: an illegal memory access was encountered"),
+        dist.DistBackendError(NCCL + "socketProgress: Connection closed by remote peer"),
+        dist.DistStoreError("wait timeout after 5000ms"),
+        RuntimeError("out of resource: shared memory, Required: 131072, Hardware limit: 101376"),
+        error_of(lambda: torch.ones(2) @ torch.ones(3)),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_other_errors_are_not_about_memory(error):
+    assert not out_of_memory(error)
+    assert processes.is_lost(error) == isinstance(error, dist.DistError)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from concurrent import futures
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, flags_for
 from test_stopping import FLAGS, FOREVER, steps_of, wait_for
 from tqdm import tqdm
@@ -177,6 +178,214 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
     assert errors(tmp_path) == [f"{name}: my shard is damaged"]
 
 
+# -------------------------------------------------------------------------------------------------
+# Signs of life, between ranks of which none waits for another in a collective
+
+# Each rank runs `body` inside the watchdog's context.
+SLEEPERS = """
+import ctypes, os, sys, time
+sys.path.insert(0, {root!r})
+import processes
+from config import UserError
+from lifecycle.watchdog import Watchdog
+
+def main(argv):
+    world = processes.start("cpu")
+    rank = world.global_rank
+    last_good = lambda: "The last good checkpoint is step-7"
+    with Watchdog(world, 60, last_good, None{patience}):
+        open({folder!r} + f"/watched {{rank}}", "w").close()
+        {body}
+
+processes.run(main)
+"""
+
+
+@pytest.fixture
+def sleepers(tmp_path):
+    """`sleepers(ranks, ...)` launches SLEEPERS, and returns when all are watched."""
+    launches = []
+
+    def start(ranks, patience="", body="time.sleep(600)"):
+        program = tmp_path / "program.py"
+        places = {"root": str(ROOT), "folder": str(tmp_path)}
+        program.write_text(SLEEPERS.format(**places, patience=patience, body=body))
+        launches.append(Launch([], ranks, tmp_path / "log", program))
+        wait_for(lambda: len(list(tmp_path.glob("watched *"))) == ranks, 120)
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.send(signal.SIGKILL)
+        launch.wait(30)
+
+
+def ended_by(job, victim, number, seconds) -> list[int]:
+    """Send the signal to one rank. The exit statuses of the others, which have so many seconds."""
+    job.send(number, victim)
+    deadline = time.monotonic() + seconds
+    others = [process for rank, process in enumerate(job.processes) if rank != victim]
+    return [process.wait(deadline - time.monotonic()) for process in others]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim, words", [(1, "died or stopped"), (0, "does not reply")])
+def test_a_rank_without_a_sign_of_life_ends_the_others(sleepers, tmp_path, victim, words):
+    job = sleepers(3, ", patience=5")
+    assert ended_by(job, victim, signal.SIGKILL, 60) == [RESUME_ME] * 2
+    named = f"error: no sign of life for 5 s: rank {victim} (process {job.processes[victim].pid} on"
+    lines = errors(tmp_path)
+    assert len(lines) == (1 if victim else 2)  # without rank 0 they cannot agree who says it
+    complaints = (tmp_path / "log").read_text().count("TCPStore.cpp")
+    assert complaints <= 2  # of the store, with a C++ traceback: once on each rank
+    for line in lines:
+        assert line.startswith(named)
+        assert line.endswith(f") {words}. The last good checkpoint is step-7")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_held_up_for_25_s_is_not_given_up(sleepers, tmp_path):
+    """Two are stopped, one of them with the server; the third keeps Python's lock from its threads.
+    Then one is killed in earnest, and 40 seconds later all have ended."""
+    keep_lock = "ctypes.PyDLL(None).sleep(20)"
+    job = sleepers(3, body=f"rank == 2 and {keep_lock}; time.sleep(600)")
+    job.send(signal.SIGSTOP, 1)
+    time.sleep(5)
+    job.send(signal.SIGSTOP, 0)
+    time.sleep(20)
+    job.send(signal.SIGCONT, 1)
+    time.sleep(5)
+    job.send(signal.SIGCONT, 0)
+    time.sleep(7)
+    assert job.status() is None and not errors(tmp_path)
+    assert ended_by(job, 1, signal.SIGKILL, 40) == [RESUME_ME] * 2
+    (line,) = errors(tmp_path)
+    assert line.startswith("error: no sign of life for 30 s: rank 1 (process ")
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers, tmp_path):
+    """Rank 1 leaves at once, rank 0 after 7 s, rank 2 after 14 s: longer than a silence of 5 s."""
+    job = sleepers(3, ", patience=5", body="time.sleep([7, 0, 14][rank])")
+    assert job.wait(90) and statuses(job) == [0] * 3
+    assert (tmp_path / "log").read_text() == ""  # nor does the store complain
+
+
+@pytest.mark.slow
+def test_a_rank_that_has_published_its_status_is_not_taken_for_dead(sleepers, tmp_path):
+    """It ends with status 2, and so do the others, though it is silent for 5 s before."""
+    body = "if rank == 1: raise UserError('a mistake')\n        time.sleep(600)"
+    job = sleepers(3, ", patience=4", body=body)
+    assert job.wait(90) and statuses(job) == [2] * 3
+    assert errors(tmp_path) == ["error on rank 1: a mistake"]
+
+
+def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something():
+    signs = watchdog.SignsOfLife(0, 3)
+    now = signs.last_look
+    for second in range(1, 41):
+        signs.look({1: second, 2: 0}, now + second)
+        assert signs.gone(30) == ([2] if second >= 30 else [])
+    signs.look({1: 40, 2: 1}, now + 41)
+    assert signs.gone(0.5) == [1]
+    signs.look({1: 40, 2: 1}, now + 1000)  # rank 0 itself was held up, for 959 seconds
+    assert signs.gone(5) == []
+    signs.look({1: watchdog.LEFT, 2: 1}, now + 1001)
+    for second in range(1002, 1042):
+        signs.look({1: watchdog.LEFT, 2: 1}, now + second)
+    assert signs.gone(30) == [2]
+
+
+def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
+    signs = watchdog.SignsOfLife(999, 1000)
+    now = signs.last_look
+    signs.look({0: 1}, now + 1)
+    for number in range(1, 6):  # each look takes 6 seconds, since the store does not reply
+        assert signs.gone(30) == []
+        signs.look(None, now + 1 + 6 * number)
+    assert signs.gone(30) == [0]
+    signs.look({0: 2}, now + 32)
+    assert signs.gone(1) == []
+
+
+# -------------------------------------------------------------------------------------------------
+# Who hangs
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_where_all_seem_to_wait_is_found_by_its_collectives(started, tmp_path):
+    """As on a GPU, where autograd runs the backward pass in a thread of its own."""
+    hangs = "torch.ones(1, requires_grad=True).exp()"
+    hook = "y.register_hook(lambda _: time.sleep(10**6))"
+    stepping = f"y = {hangs}; (step, rank) == (3, 1) and ({hook}, y.sum().backward())"
+    job = started(3, *FOREVER, "--global_batch_size=6", "--timeout_minutes=0.1", stepping=stepping)
+    assert job.wait(200) and statuses(job) == [RESUME_ME] * 3
+    (line,) = errors(tmp_path)
+    named = f"rank 1 (process {job.processes[1].pid} on "
+    assert line.startswith(f"error: no step for 0.1 minutes: {named}")
+    assert ") has started 1 collective fewer than the others. " in line
+    assert "hangs at" not in line
+
+
+def test_whoever_waits_for_another_is_not_to_blame():
+    """Ranks 0 and 1, and 2 and 3, share shards; 0 and 2, and 1 and 3, hold copies. 3 hangs."""
+    started = [
+        {"shards 0": 9, "copies 0": 4},
+        {"shards 0": 9, "copies 1": 5},  # waits for 3
+        {"shards 2": 9, "copies 0": 4},  # waits for 3
+        {"shards 2": 8, "copies 1": 4},
+    ]
+    assert watchdog.ranks_behind(started) == {3: 1}
+    started[1]["shards 0"] = 11  # and 0 is behind 1, which waits for 3
+    started[0]["copies 0"] = 6  # 0 waits for 2, which waits for 3
+    assert watchdog.ranks_behind(started) == {3: 1}
+    assert watchdog.ranks_behind([{"all": 7}, {"all": 7}]) == {}
+    assert watchdog.ranks_behind([{}, {}]) == {}
+
+
+def test_the_report_names_whoever_does_not_reply_or_is_behind_or_does_not_wait():
+    names, waits = ["a", "b", "c"], watchdog.WAITS
+    at = [["data.py, line 1, in f", {"all": 5}], [waits, {"all": 5}], [waits, {"all": 5}]]
+    assert watchdog.hang_problems(names, at) == ["a hangs at data.py, line 1, in f"]
+    at[1][1]["all"] = 3
+    behind = "has started 2 collectives fewer than the others"
+    assert watchdog.hang_problems(names, at) == [f"b {behind}"]
+    at[1][0] = "loss.py, line 2, in g"
+    assert watchdog.hang_problems(names, at) == [f"b hangs at loss.py, line 2, in g and {behind}"]
+    assert watchdog.hang_problems(names, [*at[:2], ""]) == ["c does not reply"]
+    (problem,) = watchdog.hang_problems(names, [[waits, {}]] * 3)
+    assert problem.startswith("all ranks wait for each other")
+
+
+def started_before_and_after(world):
+    """`collectives_started`, then again after one more in the default group."""
+    background = processes.new_group(processes.TIMEOUT)
+    pair = dist.new_group([0, 1])
+    before = watchdog.collectives_started()
+    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=background)
+    after = watchdog.collectives_started()
+    for group in (background, pair):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    return before, after
+
+
+def test_collectives_are_counted_in_each_group_of_the_main_thread(ranks):
+    results = ranks(4)(started_before_and_after)
+    ((name, _), *_) = results[3][0].items()
+    for rank, (before, after) in enumerate(results):
+        grown = {key: after[key] - before[key] for key in after}
+        assert grown.pop(name) == 1  # the default group is the oldest
+        assert not any(grown.values())  # that of the pair; the background group is not among them
+        assert len(grown) == len(results[3][0]) - 1 + (rank < 2)
+    assert results[0][1] == results[1][1]
+
+
+# -------------------------------------------------------------------------------------------------
+# The line of the main thread
+
+
 def stuck(enter) -> str:
     """What `current_line` says in another thread while this one waits in `enter(chunks)`."""
     found = []
@@ -201,9 +410,47 @@ def test_lines_of_the_root_and_of_rooms_are_named_and_no_others():
     assert stuck(lambda chunks: chunks) == "the end of the program"
 
 
-def test_whose_fault_it_is():
-    assert processes.is_lost(torch.distributed.DistNetworkError("x"))
-    assert not processes.is_lost(RuntimeError("shapes differ")) and not processes.is_lost(
-        KeyError("x")
-    )
+def test_a_line_of_torch_s_autograd_waits():
+    """On a GPU the main thread waits there, while another one runs the backward pass."""
+    found = []
+    x = torch.ones(1, requires_grad=True).exp()
+    with futures.ThreadPoolExecutor(1) as pool:
+        x.register_hook(lambda _: found.append(pool.submit(watchdog.current_line).result()))
+        x.backward()
+    assert found == [watchdog.WAITS]
     assert watchdog.current_line().startswith("lifecycle/watchdog.py, line ")
+
+
+# -------------------------------------------------------------------------------------------------
+# Whose fault it is
+
+
+def status_after(world, error):
+    """(exit status, what was recorded) of a rank alone whose training loop fails with `error`."""
+    halved, alone = [], processes.World(0, 1, 0, 1, torch.device("cpu"))
+    guard = watchdog.Watchdog(alone, 60, lambda: "", lambda step: halved.append(step) or 4)
+    try:
+        with guard:
+            raise error
+    except SystemExit as leaving:
+        return leaving.code, halved
+    except type(error):
+        return int(guard.read("status")[0]), halved
+
+
+def test_memory_lost_ranks_and_mistakes_are_told_apart(ranks):
+    """NCCL has one class for all three."""
+    memory = dist.DistBackendError("NCCL error ...\nLast error:\nFailed to CUDA calloc 608 bytes")
+    lost = dist.DistBackendError("NCCL error ... ncclRemoteError: socket closed")
+    twice = dist.DistBackendError("ncclInvalidUsage ... Duplicate GPU detected : rank 1 and rank 0")
+    expected = {
+        memory: (RESUME_ME, [1]),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"): (RESUME_ME, [1]),
+        lost: (RESUME_ME, []),
+        twice: (2, []),
+        OSError("the disk is full"): (2, []),
+        ValueError("a bug"): (1, []),
+    }
+    for error, (status, halved) in expected.items():
+        ((found, recorded),) = ranks(1)(status_after, error)
+        assert (found, recorded) == (status, halved), error
