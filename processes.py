@@ -135,10 +135,10 @@ def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -
 
 
 def quiet_nccl(timeout: timedelta) -> None:
-    """Let our watchdog decide what follows when a collective of NCCL fails. Before the groups are
-    made.
+    """Let our watchdog decide what follows when a collective of NCCL fails.
 
-    What the user has set stays. timeout: of one collective.
+    NCCL reads these variables when a group is made. What the user has set stays. timeout: of one
+    collective.
     """
     env = os.environ
     # Otherwise NCCL's watchdog aborts this process (SIGABRT, 134) as soon as the connection to a

@@ -251,3 +251,19 @@ def test_the_number_of_arguments():
     for argv, names in refused:
         with pytest.raises(program.UserError, match="usage: python"):
             program.arguments(argv, names)
+
+
+def test_a_lack_of_memory_is_one_line_and_other_errors_of_that_class_are_bugs(capsys):
+    def failing(error):
+        def main(argv):
+            raise error
+
+        return main
+
+    for error in (MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")):
+        with pytest.raises(SystemExit, match="2"):
+            program.run(failing(error))
+        line = capsys.readouterr().err
+        assert line.startswith("error: out of memory (") and line.count("\n") == 1
+    with pytest.raises(RuntimeError, match="shapes"):
+        program.run(failing(RuntimeError("shapes differ")))
