@@ -106,9 +106,10 @@ def compile_one_block(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: 
 
     If the run compiles the same, for as many rows, it finds most of the work in PyTorch's cache.
     """
+    rows_per_rank = cfg.global_batch_size // world.dp_size
+    n_rows = 2 if cfg.microbatch_size == "auto" else min(cfg.microbatch_size, rows_per_rank)
     with world.device:
         model = MPT(replace(model_cfg, n_layers=1, vocab_size=1))
-        n_rows = 2 if cfg.microbatch_size == "auto" else cfg.microbatch_size
         ids = torch.zeros(n_rows, model_cfg.max_seq_len, dtype=torch.long)
     model.separator = 0
     if world.dp_size > 1:
@@ -130,7 +131,7 @@ def uncompiled(model: MPT):
     """A context for evaluation, in which compiled blocks run as they were written.
 
     Otherwise they would be compiled once more for evaluation, and for each of the many shapes of
-    zero-shot tasks. Not so FlexAttention: it would store all T x T scores.
+    zero-shot tasks. With FlexAttention they stay compiled: it would store all T x T scores.
     """
     return torch.compiler.set_stance("default" if model.cfg.attn_impl == "flex" else "force_eager")
 

@@ -209,6 +209,13 @@ def test_auto_goes_on_without_compiling_where_that_fails(capsys):
     assert ("CUDA" in line or "NVIDIA" in line) and len(line.splitlines()) == 1
 
 
+@pytest.mark.gpu
+def test_auto_compiles_on_a_gpu():
+    model_cfg = replace(MODEL, d_model=96, attn_impl="auto")
+    world = replace(ALONE, device=torch.device("cuda", 0))
+    assert parallel.choose_compile(model_cfg, RUN, world, "bf16")
+
+
 @pytest.mark.slow
 def test_it_is_tried_with_one_block_and_all_ranks_agree(ranks):
     assert ranks(2)(chosen, True) == [(True, {"forward": 1, "backward": 1})] * 2
