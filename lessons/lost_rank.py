@@ -34,7 +34,7 @@ SETTINGS = """
     --d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64 --vocab_size=257 --alibi --no_bias
     --attn_impl=sdpa --dataset=stdlib --tokenizer=bytes --max_tokens=200000 --eval_tokens=2000
     --global_batch_size=48 --microbatch_size=1 --schedule=constant --warmup_steps=2
-    --save_interval=10 --eval_interval=0
+    --save_interval=10 --eval_interval=0 --compile=false
 """.split()
 FOREVER = 10**6  # steps
 STARTS_IN = 240  # seconds until the first checkpoint, at most
