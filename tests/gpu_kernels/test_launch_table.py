@@ -54,7 +54,7 @@ PASSES = ("forward", "dq", "dkdv")
 SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_86", 128, "dq"): 8,  # heads of 96
-    ("sm_86", 128, "dkdv"): 104,  # sm_120: heads of 96; 48 with grouped heads. sm_86: at most 32
+    ("sm_86", 128, "dkdv"): 104,  # sm_120 with heads of 96; sm_86: at most 32
     ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
     ("sm_100", 128, "dkdv"): 512,  # 496 with grouped heads, else 0
     ("gfx1100", 128, "forward"): 296,  # documents of one token; 16 with heads of 96, else 0
@@ -62,7 +62,7 @@ SPILLS = {
     ("gfx1100", 128, "dkdv"): 112,  # 68 to 112; 0 with heads of 80 and 96
 }
 PINNED = f"triton=={triton.__version__}\n" in (ROOT / "constraints.txt").read_text()
-SLACK = 0 if PINNED else 256  # bytes more, for other versions of the compiler
+SLACK = 0 if PINNED else 384  # bytes more, for other versions of the compiler
 
 
 # --- compiling
@@ -268,7 +268,7 @@ def found(compilers, request):
 
 
 def in_tiers(cases, tiers):
-    """tiers: the marks of a case on one of USUAL_CHIPS, and of a case on any other chip."""
+    """tiers: the marks of a case of one of the two usual chips, and of another."""
     first, second = tiers
     return [
         pytest.param(case, id=name(case), marks=first if case[0] in USUAL_CHIPS else second)
