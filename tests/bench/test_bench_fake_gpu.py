@@ -214,7 +214,7 @@ def library(tmp_path_factory) -> Path:
     """The compiled driver."""
     version = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
     if version < (2, 13):
-        pytest.skip("older FSDP calls other collectives, and older DTensor derives shapes on the CPU")
+        pytest.skip("before torch 2.13, FSDP and DTensor do some things differently")
     try:
         fake_gpu.compiler()
     except UserError as error:
