@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import config
 import parallel
 import processes
+import program
 from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
 from optim import ADAMW, kind_of
@@ -413,10 +414,10 @@ def damage_named(path: Path):
     """Turn errors from reading a checkpoint into a UserError that names it."""
     try:
         yield
-    except (UserError, OSError, torch.OutOfMemoryError):
+    except (UserError, OSError):
         raise
     except (Exception, dcp.CheckpointException) as error:  # the latter: a BaseException
-        if processes.is_lost(error):
+        if processes.is_lost(error) or program.out_of_memory(error):
             raise
         fix = "if it is damaged, move it away to use the one before"
         raise UserError(f"cannot read {path} ({reason_of(error)}): {fix}") from error

@@ -663,3 +663,17 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
     too_large = checkpoint.space(str(run), int(1.1 * largest), 3)
     assert "WARNING" not in fits
     assert f"WARNING: not enough for {n_needed} more: " in too_large and "\n" not in too_large
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        dist.DistBackendError("NCCL error: Failed to CUDA calloc 512 bytes"),
+        dist.DistNetworkError("the connection was closed"),
+    ],
+)
+def test_a_checkpoint_is_not_blamed_for_a_lack_of_memory_or_a_lost_rank(error):
+    with pytest.raises(type(error)) as raised, checkpoint.damage_named(Path("step-5")):
+        raise error
+    assert raised.value is error
