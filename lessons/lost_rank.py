@@ -33,7 +33,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 SETTINGS = """
     --d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64 --vocab_size=257 --alibi --no_bias
     --attn_impl=sdpa --dataset=stdlib --tokenizer=bytes --max_tokens=200000 --eval_tokens=2000
-    --global_batch_size=48 --microbatch_size=1 --schedule=constant --warmup_steps=2
+    --global_batch_size=48 --microbatch_size=4 --schedule=constant --warmup_steps=2
     --save_interval=10 --eval_interval=0 --compile=false
 """.split()
 FOREVER = 10**6  # steps
@@ -102,11 +102,14 @@ def lose_a_rank(flags: list[str], ranks: int, how: str, run_dir: Path, log: Path
 
 
 def resume(flags: list[str], ranks: int, run_dir: Path, log: Path) -> None:
-    """Start the run again, for some more steps. UserError unless it resumes and finishes."""
+    """Start the run again, for some more steps. UserError unless it resumes and finishes.
+
+    Nothing is to hang here, so steps may take as long as they like.
+    """
     newest = checkpoint.latest(run_dir)
     last_step = steps_done(run_dir) + STEPS_AFTER
     begin = time.monotonic()
-    launch = Launch([*flags, f"--max_steps={last_step}"], ranks, log)
+    launch = Launch([*flags, f"--max_steps={last_step}", "--timeout_minutes=30"], ranks, log)
     try:
         ended = launch.wait(STARTS_IN)
     finally:
@@ -123,7 +126,7 @@ def main(argv: list[str]) -> None:
     (how,), args = config.load(argv, LostRankArgs, takes="kill|stop")
     require(how in SIGNALS, f"what shall happen to the rank? kill or stop, not {how!r}")
     device, ranks = choose_ranks(args)
-    minutes = 0.1 if device == "cpu" else 0.3
+    minutes = 0.2 if device == "cpu" else 0.3
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the ranks too
     with tempfile.TemporaryDirectory() as folder:
         run_dir, log = Path(folder, "run"), Path(folder, "log")
