@@ -313,7 +313,7 @@ def test_program_writes_everything_and_does_not_repeat_it(run, files, ranks):
     assert saved["settings"]["shots"] == 0
 
     second, _ = ranks(2)(program, *paths, "--tasks=mc.jsonl,lm.jsonl,text.txt")
-    assert "lm: every token" in second
+    assert "lm: accuracy (every token" in second
     later = json.loads(out.read_text())["tasks"]
     assert list(later) == ["mc", "schema", "text", "lm"]
     assert {name: later[name] for name in saved["tasks"]} == saved["tasks"]

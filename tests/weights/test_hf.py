@@ -390,7 +390,7 @@ def test_import_sample_and_export(tmp_path, capsys):
     model = build(cfg, dtype=torch.bfloat16)
     hf.export(model, tmp_path / "theirs", max_bytes=40_000)
     hf.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--tokenizer=bytes"])
-    assert "Tokenizer: bytes. A model" in capsys.readouterr().out
+    assert "Tokenizer: bytes. If the model" in capsys.readouterr().out
 
     found, tokenizer, name = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
     assert tokenizer.name == "bytes" and name.endswith("step-0") and found.cfg == cfg
