@@ -1,17 +1,19 @@
 """The first night on a GPU: all that should be tested and measured there, in one resumable run.
 
-    python -m bench first_night                   at most three hours on GPUs, minutes without one
+    python -m bench first_night                   up to three and a half hours; minutes on a CPU
     python -m bench first_night --stage=tests     one stage, again
 
 The night has stages, each of which is a command that a person could type. A stage may take nine
 minutes, since some machines are lent for ten. One that fails or takes too long does not stop the
-others. Ctrl-C ends the night. The same command continues it, and skips only the stages that are
-done; one that took too long continues where it was, since it keeps its rows and compiled kernels.
+others. Ctrl-C, or the end of the terminal, ends the night. The same command continues it, and skips
+only the stages that are done. Training continues after its last row; other stages start anew, but
+with the kernels that are compiled already.
 
     FOLDER/README.md            what to send: machine, stages, figures beside predictions
     FOLDER/facts.json           the machine, see bench/facts.py
     FOLDER/stages/NAME.log      what the command of a stage printed
-    FOLDER/stages/NAME.json     its status (done, failed, timed out, not run: why) and seconds
+    FOLDER/stages/NAME.json     its seconds and status: done, failed, timed out, interrupted, not
+                                reached, or not run and why
     FOLDER/...                  what the commands wrote: tables, pictures, machine.json
 
 Some stages need a GPU, two GPUs or an AMD GPU. Without a GPU the others run in miniature on the
@@ -21,6 +23,7 @@ CPU, which shows that the program works; those figures mean nothing.
 import contextlib
 import datetime
 import difflib
+import fcntl
 import json
 import math
 import os
@@ -41,9 +44,11 @@ from storage import files
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = ("125m", "350m", "760m", "1b", "3b", "7b")  # recipes: configs/mpt125m.py, ...
+WITH_ALIBI = ("350m", "1b")  # again with ALiBi, and so with our attention kernel; heads of 64, 128
 ROWS = 64  # of a rank in a trial batch: no larger microbatch is tried
 SHORT = "--grad_accum=2 --rounds=3 --steps=2"  # MPT-7B may take 7 s a step
 GRACE = 10  # seconds between SIGTERM and SIGKILL
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # each ends the night and its command
 STARTS_IN = 300  # seconds in which torch must have found out what this machine is
 # What the first word of a command stands for.
 PROGRAMS = {
@@ -115,7 +120,7 @@ def stages_of(folder: Path, facts: dict) -> list[Stage]:
 
     lost = "python -m lessons.lost_rank"
     stages = [
-        Stage("tests", "tests that need a GPU", "python -m pytest -m gpu -vv -rs --durations=10"),
+        Stage("tests", "tests that need a GPU", "python -m pytest -m gpu -vv -rfEs --durations=10"),
         Stage("tune-64", "launch settings, heads of 64", f"{tune} --tune=64", no_gpu),
         Stage("tune-128", "launch settings, heads of 128", f"{tune} --tune=128", no_gpu),
         Stage("attention", "ours and PyTorch's", attention),
@@ -144,17 +149,22 @@ def training_stages(facts: dict, out: str) -> list[Stage]:
     if not facts["gpus"]:
         command = f"python -m bench train {' '.join(SMALL_MODEL.split())}"
         return [Stage("train-tiny", "the training step", f"{command} --out={out}/train-tiny.csv")]
-    stages = []
-    for size in SIZES:
-        recomputed, microbatch = what_fits(size, facts)
-        lacks = "" if microbatch else "does not fit into memory, by planning/memory.py"
-        halves = f"{microbatch // 2},{microbatch}" if microbatch > 1 else "1"
-        command = f"python -m bench train --sizes={size} {SHORT}"
-        command += f" --activation_checkpointing={recomputed}"
-        command += f' --sweep="microbatch_size={halves} compile=false,true"'
-        command += f" --out={out}/train-{size}.csv"
-        stages.append(Stage(f"train-{size}", f"MPT-{size}", command, lacks))
-    return stages
+    stages = [training_stage(size, "", facts, out) for size in SIZES]
+    return stages + [training_stage(size, "alibi", facts, out) for size in WITH_ALIBI]
+
+
+def training_stage(size: str, positions: str, facts: dict, out: str) -> Stage:
+    """The stage of one recipe. positions: "alibi", or "" for the recipe's own."""
+    recomputed, microbatch = what_fits(size, facts)
+    lacks = "" if microbatch else "does not fit into memory, by planning/memory.py"
+    halves = f"{microbatch // 2},{microbatch}" if microbatch > 1 else "1"
+    name = "-".join(filter(None, ("train", size, positions)))
+    command = f"python -m bench train --sizes={size} {SHORT}"
+    command += " --alibi" * bool(positions)
+    command += f" --activation_checkpointing={recomputed}"
+    command += f' --sweep="microbatch_size={halves} compile=false,true"'
+    command += f" --out={out}/{name}.csv"
+    return Stage(name, f"MPT-{size} {positions}".strip(), command, lacks)
 
 
 def what_fits(size: str, facts: dict) -> tuple[str, int]:
@@ -228,12 +238,18 @@ def run(command: str, log, seconds: float, hidden: dict) -> int | None:
 
 
 def end_group(process: subprocess.Popen) -> None:
-    """End a process and all that it has started, by SIGTERM and then SIGKILL."""
+    """End a process and all that it has started, by SIGTERM and then SIGKILL.
+
+    Another Ctrl-C meanwhile changes nothing.
+    """
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 # --- The night
@@ -265,7 +281,7 @@ def is_done(folder: Path, stage: Stage) -> bool:
 
 def run_stage(folder: Path, number: int, stage: Stage, minutes: float, hidden: dict) -> str:
     """Run a stage and record its state; returns its status."""
-    state_path(folder, stage).unlink(missing_ok=True)
+    write_state(folder, number, stage, "interrupted")  # if nothing else is written below
     begin = time.monotonic()
     with open(folder / "stages" / f"{stage.name}.log", "ab") as log:
         log.write(f"$ {stage.command}\n".encode())
@@ -316,11 +332,29 @@ def chosen(stages: list[Stage], name: str) -> Stage:
 
 
 def main(argv: list[str]) -> None:
-    """Run the stages that are not done, and write the page."""
+    """Run the stages, alone in the folder."""
     (args,) = config.load(argv, NightArgs)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: it ends the stage too
+    for ending in ENDINGS:
+        if signal.getsignal(ending) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(ending, signal.default_int_handler)  # all as Ctrl-C
     folder = Path(args.out).absolute()
     (folder / "stages").mkdir(parents=True, exist_ok=True)
+    with open(folder / "stages" / "lock", "w") as lock:
+        require_alone(folder, lock)
+        spend_night(args, folder)
+
+
+def require_alone(folder: Path, lock) -> None:
+    """Lock the folder. UserError if another process has: two would write the same files."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        fix = "wait for it, or name another folder, --out=FOLDER"
+        raise config.UserError(f"another night writes to {folder}: {fix}") from error
+
+
+def spend_night(args: NightArgs, folder: Path) -> None:
+    """Run the stages that are not done, and write the page."""
     hidden = dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "-1")
     hidden = hidden if args.device == "cpu" else {}
     facts = learn_facts(folder, hidden)
@@ -329,6 +363,9 @@ def main(argv: list[str]) -> None:
     gpus = len(facts["gpus"])
     no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
     print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
+    for number, stage in enumerate(stages, 1):
+        if not state_path(folder, stage).exists():
+            write_state(folder, number, stage, "not reached")
 
     for number, stage in enumerate(stages, 1):
         if only not in (None, stage):
@@ -349,8 +386,8 @@ def main(argv: list[str]) -> None:
 
 def conclusion(folder: Path) -> str:
     """The last line: what is missing, and what to do with the folder."""
-    missing = [state["stage"] for state in night_report.failed_states(folder)]
-    again = f"not done: {', '.join(missing)} (start again to repeat them). " if missing else ""
+    missing = [state["stage"] for state in night_report.missing_states(folder)]
+    again = f"not done: {', '.join(missing)} (start again for these). " if missing else ""
     return f"{again}Read {folder}/README.md: its end says how to send the folder"
 
 

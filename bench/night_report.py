@@ -10,6 +10,7 @@ does not know, and so on a CPU.
 
 import contextlib
 import re
+import shlex
 from pathlib import Path
 
 import config
@@ -31,9 +32,10 @@ def read_states(folder: Path) -> list[dict]:
     return sorted(states, key=lambda state: state["number"])
 
 
-def failed_states(folder: Path) -> list[dict]:
-    """The states of the stages that failed or took too long."""
-    return [state for state in read_states(folder) if state["status"] in ("failed", "timed out")]
+def missing_states(folder: Path) -> list[dict]:
+    """The states of the stages that could run here, but are not done."""
+    states = [state for state in read_states(folder) if state["status"] != "done"]
+    return [state for state in states if not state["status"].startswith("not run")]
 
 
 # --- Predictions
@@ -101,6 +103,12 @@ def training_table(folder: Path, facts: dict) -> str:
     return markdown(lines) if lines else "Not measured."
 
 
+def attention_tables(folder: Path) -> str:
+    """The tables of `bench attention`, with their headings one level below the page's."""
+    texts = [path.read_text() for path in sorted(folder.glob("attention_*.md"))]
+    return re.sub(r"^#", "###", "\n".join(texts), flags=re.MULTILINE) or "Not measured."
+
+
 def decoding_table(folder: Path) -> str:
     """The table of `bench generate`, whose last column is the limit."""
     path = folder / "generate.csv"
@@ -166,28 +174,35 @@ and planning/memory.py) does not know of compilation. A ratio above 1: faster th
 
 {training}
 
+## Attention
+
+{attention}
+
 ## Decoding
 
 {decoding}
 
 ## Send it
 
-Look through the folder first: logs have the name of the host and paths. Then pack it,
-`tar czf {name}.tar.gz {name}`, open an issue in this project's repository on GitHub, and attach it.
+Look through the folder first: logs have the name of the host and paths. Then pack it, open an issue
+in this project's repository on GitHub, and attach it:
+
+    {pack}
 """
 
 
 def summary(folder: Path) -> str:
     """How many stages are done, and which are not, with the last lines that those printed."""
     done = sum(state["status"] == "done" for state in read_states(folder))
-    failed = failed_states(folder)
-    names = ", ".join(f"{state['stage']} ({state['status']})" for state in failed)
-    counts = f"{done} stages done, {len(failed)} failed or timed out"
-    parts = [f"{counts}: {names}." if failed else f"{counts}."]
-    for state in failed:
-        log = (folder / "stages" / f"{state['stage']}.log").read_text(errors="replace")
-        last_lines = "\n".join(log.strip().splitlines()[-10:])
-        parts.append(f"The end of {state['stage']}:\n\n```\n{last_lines}\n```")
+    missing = missing_states(folder)
+    names = ", ".join(f"{state['stage']} ({state['status']})" for state in missing)
+    counts = f"Done: {done} of {done + len(missing)} stages that can run here"
+    parts = [f"{counts}. Not done: {names}." if missing else f"{counts}."]
+    for state in missing:
+        path = folder / "stages" / f"{state['stage']}.log"
+        if path.exists():
+            last_lines = "\n".join(path.read_text(errors="replace").strip().splitlines()[-30:])
+            parts.append(f"The end of {state['stage']}:\n\n```\n{last_lines}\n```")
     return "\n\n".join(parts)
 
 
@@ -203,14 +218,16 @@ def write(folder: Path) -> None:
     """Write FOLDER/README.md. Raises UserError if facts.json or a state is missing or damaged."""
     facts = files.read_json(folder / "facts.json")
     states = read_states(folder)
+    parent, name = (shlex.quote(str(part)) for part in (folder.resolve().parent, folder.name))
     page = PAGE.format(
         devices=", ".join(dict.fromkeys(gpu["name"] for gpu in facts["gpus"])) or "a CPU",
         machine="\n".join(machine_lines(facts, network_lines(folder))),
         summary=readable(summary, folder),
         stages=markdown([stage_cells(state) for state in states]),
         training=readable(training_table, folder, facts),
+        attention=readable(attention_tables, folder),
         decoding=readable(decoding_table, folder),
-        name=folder.resolve().name,
+        pack=f"tar czf {name}.tar.gz -C {parent} {name}",
     )
     files.write_atomically(folder / "README.md", page.encode())
 

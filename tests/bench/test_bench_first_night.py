@@ -118,6 +118,13 @@ def test_a_wrong_setting_is_one_line(tmp_path):
             first_night.main([flag])
 
 
+def test_a_folder_has_one_night_at_a_time(tmp_path):
+    with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock", "w") as theirs:
+        first_night.require_alone(tmp_path, ours)
+        with pytest.raises(UserError, match="another night writes to"):
+            first_night.require_alone(tmp_path, theirs)
+
+
 def test_a_folder_of_other_gpus_is_refused(tmp_path):
     first_night.require_same_gpus(tmp_path, H100, H100 | {"time": "later"})
     for other in (MI250, NO_GPU):
@@ -151,6 +158,7 @@ def night(folder, machine_facts, rows) -> str:
     first_night.write_state(folder, 2, stages[1], "timed out", 540.0)
     lines = "NCCL INFO NET/Plugin: No plugin found\nx NCCL INFO Using network Socket\n" * 2
     (folder / "stages/network.log").write_text(lines)
+    (folder / "attention_h100.md").write_text("# 1 x H100\n")
     (folder / "stages/tune-64.log").write_text("$ tune\nthe last words")
     night_report.write(folder)
     return (folder / "README.md").read_text()
@@ -167,10 +175,11 @@ def test_figures_stand_beside_the_planners_predictions(tmp_path):
     assert figures in page and "| out of memory |" in page
     assert "8 x MI250 GCD (gfx90a, 64 GiB)" in page and "ROCm 7.0, driver 550.54.15" in page
     assert page.count("No plugin found") == 1 and "- network: Using network Socket" in page
-    assert "1 stages done, 1 failed or timed out: tune-64 (timed out)." in page
+    assert "Done: 1 of 2 stages that can run here. Not done: tune-64 (timed out)." in page
     assert "```\n$ tune\nthe last words\n```" in page
     assert "| tests | done | 12 | `python -m pytest -m gpu" in page
-    assert "issue" in page and f"{tmp_path.name}.tar.gz" in page
+    assert "### 1 x H100" in page  # the table of bench attention
+    assert "issue" in page and f"tar czf {tmp_path.name}.tar.gz -C {tmp_path.parent} " in page
 
 
 def test_an_unknown_device_has_no_predictions(tmp_path):
@@ -194,7 +203,7 @@ def test_the_facts_of_this_machine():
 @pytest.mark.gpu
 def test_the_facts_of_a_gpu():
     found = facts.facts()
-    assert found["driver"] and found["nccl"] and found["gpus"][0]["memory_gb"] > 1
+    assert found["nccl"] and found["gpus"][0]["memory_gb"] > 1
 
 
 # --- For real
@@ -255,7 +264,8 @@ def test_a_night_goes_on_after_an_interruption_a_failure_and_a_time_out(tmp_path
 
     interrupt_at(folder, "train-tiny")
     assert status(folder, "tests") == status(folder, "attention") == "done"
-    assert status(folder, "train-tiny") is None
+    assert status(folder, "train-tiny") == "interrupted"
+    assert status(folder, "machine") == "not reached"
     attention = (folder / "attention_cpu.md").stat().st_mtime_ns
 
     printed = finish(folder)
@@ -266,14 +276,14 @@ def test_a_night_goes_on_after_an_interruption_a_failure_and_a_time_out(tmp_path
         status(folder, "generate") == "failed"
         and status(folder, "network") == "not run: needs a GPU"
     )
-    assert "not done: generate (start again to repeat them)" in printed
+    assert "not done: generate (start again for these)" in printed
     assert "exit status: 2" in (folder / "stages/generate.log").read_text()
     assert "needs a CUDA or ROCm device" in (folder / "stages/tests.log").read_text()
 
     printed = finish(folder, "--stage=generate", "--minutes=0.01")
     assert status(folder, "generate") == "timed out" and not processes_of(folder)
     page = (folder / "README.md").read_text()
-    assert "7 stages done, 1 failed or timed out: generate (timed out)." in page
+    assert "Done: 7 of 8 stages that can run here. Not done: generate (timed out)." in page
     assert "a miniature on the CPU" in page and "| train-tiny | 1x64 | 1 | 4 | False |" in page
     assert "generate.csv is a folder" in page  # a table that cannot be read does not end the night
 

@@ -22,14 +22,14 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_does_not_start_shows_its_last_lines(tmp_path):
-    """48 sequences on 2 ranks, but data that cannot be prepared: the ranks' own error is shown."""
-    flags = [*lost_rank.SETTINGS, "--dataset=nowhere.txt", f"--run_dir={tmp_path}/run"]
-    flags += [f"--data_dir={tmp_path}/data", "--device=cpu"]
-    log = tmp_path / "log"
-    with pytest.raises(UserError, match="the run failed with status 2"):
-        lost_rank.lose_a_rank(flags, 2, "kill", tmp_path / "run", log)
-    assert "nowhere.txt" in log.read_text()
+def test_a_run_that_does_not_start_shows_its_last_lines(monkeypatch, capfd):
+    """Its data cannot be prepared: the ranks' own error is shown."""
+    flags = [*lost_rank.SETTINGS, "--dataset=nowhere.txt"]
+    monkeypatch.setattr(lost_rank, "SETTINGS", flags)
+    monkeypatch.setattr(lost_rank.signal, "signal", lambda *handler: None)  # pytest keeps its own
+    with pytest.raises(UserError, match="the run failed with status 2: a bug in this project"):
+        lost_rank.main(["kill", "--device=cpu"])
+    assert "nowhere.txt" in capfd.readouterr().out
 
 
 def test_a_wrong_word_is_one_line(monkeypatch):
