@@ -197,8 +197,19 @@ class Stager(AsyncStager):
         self.copier = StateDictStager(pin_memory=self.pinned, share_memory=False)
 
     def stage(self, state_dict: dict) -> dict:
-        """The copy. Training may change the tensors as soon as this returns."""
-        copy = self.copier.stage(state_dict, non_blocking=self.pinned)
+        """The copy. Training may change the tensors as soon as this returns.
+
+        UserError if host memory is too small.
+        """
+        try:
+            copy = self.copier.stage(state_dict, non_blocking=self.pinned)
+        except (RuntimeError, MemoryError) as error:
+            if not program.out_of_memory(error):
+                raise
+            # Not to be taken for the memory of the device: a smaller microbatch would not help.
+            fix = "run fewer ranks on a machine, or shard the model over more"
+            problem = f"no host memory for the copy of a checkpoint ({config.one_line(error)})"
+            raise UserError(f"{problem}: {fix}") from error
         if self.pinned:
             torch.cuda.synchronize()  # the copies were only enqueued
         return copy
@@ -417,8 +428,11 @@ def damage_named(path: Path):
     except (UserError, OSError):
         raise
     except (Exception, dcp.CheckpointException) as error:  # the latter: a BaseException
-        if processes.is_lost(error) or program.out_of_memory(error):
+        cause = cause_of(error)
+        if processes.is_lost(error):
             raise
+        if processes.is_lost(cause) or program.out_of_memory(cause):
+            raise cause from error
         fix = "if it is damaged, move it away to use the one before"
         raise UserError(f"cannot read {path} ({reason_of(error)}): {fix}") from error
 

@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the imports that take seconds
     stopping.begin(sys.argv[1:])
 
 import gc
-import math
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -167,15 +166,12 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
 def cut(ids, labels, cfg) -> list[tuple]:
     """The microbatches [(ids, labels), ...] of a rank's rows (B, T): at most microbatch_size rows.
 
-    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
-    few as before: nine rows, eight at a time, are two times five. A row that is missing in the last
-    one counts for nothing, since its labels are IGNORE.
+    Compiled blocks need microbatches of one size. A row that is missing in the last one counts for
+    nothing, since its labels are IGNORE.
     """
-    size = cfg.microbatch_size
+    size = parallel.microbatch_rows(len(ids), cfg)
     if cfg.compile is True:
-        n_microbatches = math.ceil(len(ids) / size)
-        size = math.ceil(len(ids) / n_microbatches)
-        missing = n_microbatches * size - len(ids)
+        missing = -len(ids) % size
         ids = F.pad(ids, (0, 0, 0, missing))
         labels = F.pad(labels, (0, 0, 0, missing), value=IGNORE)
     return list(zip(ids.split(size), labels.split(size), strict=True))

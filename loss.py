@@ -173,6 +173,7 @@ def score_all(x, weight, labels, scale):
     device, to learn how many they are.
     """
     exact = at_least_fp32(x)
+    weight = weight.to(autocast_dtype(x))  # cast once, not for each chunk
     rows = chunk_rows(weight.shape[0])
     chunk_log_probs, chunk_greedy = [], []
     for x_chunk, labels_chunk in zip(x.split(rows), labels.split(rows), strict=True):

@@ -23,6 +23,7 @@ Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a
 
 import functools
 import gc
+import math
 from collections import defaultdict
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ import config
 import devices
 import optim
 import processes
+import program
 from config import MPTConfig, TrainConfig, UserError, require
 from model import MPT, init_weights
 
@@ -90,9 +92,12 @@ def compiler_fault(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     """Why a block of this model cannot be compiled on this rank, "" if it can."""
     fault = ""
     try:
-        compile_one_block(model_cfg, cfg, world, precision)
+        compile_blocks(model_cfg, replace(cfg, compile=True), world, precision)
     except Exception as error:
-        fault = config.one_line(getattr(error, "inner_exception", error)) or type(error).__name__
+        # Too little memory, and what only the user can mend, come again in the run, which says so.
+        if not (isinstance(error, UserError) or program.out_of_memory(error)):
+            cause = getattr(error, "inner_exception", error)
+            fault = config.one_line(cause) or type(error).__name__
     # The run begins with a fresh compiler: to this one, another number of rows would be a sign
     # that it changes all the time. And with free memory: lifecycle/microbatch.py may try what fits.
     torch.compiler.reset()
@@ -101,23 +106,39 @@ def compiler_fault(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     return fault
 
 
-def compile_one_block(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> None:
-    """Forward and backward through one compiled block of this model, on zeros.
+def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> None:
+    """Forward and backward through a compiled block of each kind of this model, on zeros.
 
     If the run compiles the same, for as many rows, it finds most of the work in PyTorch's cache.
+    The hooks that `fully_shard` puts around a block are not tried.
     """
-    rows_per_rank = cfg.global_batch_size // world.dp_size
-    n_rows = 2 if cfg.microbatch_size == "auto" else min(cfg.microbatch_size, rows_per_rank)
+    if cfg.microbatch_size == "auto":
+        cfg = replace(cfg, microbatch_size=2)
+    n_rows = microbatch_rows(cfg.global_batch_size // world.dp_size, cfg)
+    n_layers = min(2, cfg.recompute_every)  # the first is recomputed, the second is not
     with world.device:
-        model = MPT(replace(model_cfg, n_layers=1, vocab_size=1))
+        model = MPT(replace(model_cfg, n_layers=n_layers, vocab_size=1))
         ids = torch.zeros(n_rows, model_cfg.max_seq_len, dtype=torch.long)
     model.separator = 0
     if world.dp_size > 1:
         model.transformer.blocks.to(DTYPES[precision])  # as fully_shard gathers them
-    parallelize(model, None, replace(cfg, compile=True), precision)
+    parallelize(model, None, cfg, precision)
     with autocast(world.device, precision):
         loss = model(ids, labels=ids)
     loss.backward()
+    loss.item()  # waits for the device: a fault of a kernel shows only then
+
+
+def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
+    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
+
+    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
+    few as otherwise: nine rows, eight at a time, are two times five.
+    """
+    if cfg.compile is not True:
+        return cfg.microbatch_size
+    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
+    return math.ceil(n_rows / n_microbatches)
 
 
 def autocast(device: torch.device, precision: str) -> torch.autocast:

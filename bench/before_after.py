@@ -127,7 +127,7 @@ def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
 
     flags: settings of both processes, which choose the shape.
     """
-    settings = [*bench_train.SHAPE, "--precision=bf16", *flags]
+    settings = [*bench_train.SHAPE, "--precision=bf16", "--compile=False", *flags]
     names = ("nothing", undone)  # the step as it is, and without the part
     teams = []
     for name in names:

@@ -413,8 +413,8 @@ class Row:
     def is_like(self, line: dict) -> bool:
         """Whether a line of a CSV has this row's settings and a final status.
 
-        An error such as a missing package is not final. A setting `auto` is like any value that it
-        may stand for: which one is known only after the measurement.
+        An error such as a missing package is not final. The precision `auto` is like any, since it
+        is known only after the measurement; `compile=auto` is like what it means on most machines.
         """
         status = line["status"]
         if status not in ("ok", "out of memory") and not status.startswith("killed"):
@@ -425,7 +425,9 @@ class Row:
             is_same = line[key] == wanted or line[key].startswith(f"{wanted} (")
             if key == "others":  # in any order
                 is_same = set(line[key].split()) == set(wanted.split())
-            is_automatic = key in ("precision", "compile") and wanted == "auto"
+            is_automatic = key == "precision" and wanted == "auto"
+            if key == "compile" and wanted == "auto":
+                is_same = line[key] == str(torch.cuda.is_available())
             if not (is_same or is_automatic):
                 return False
         return True

@@ -140,7 +140,10 @@ UNKNOWN = (32, 32, 4, 1)
 # GPUs for which Triton has no matrix instructions, by the beginning of their name: its kernels
 # would multiply without them and spill kilobytes. NVIDIA before Ampere (V100 and T4 have tensor
 # cores, Triton does not use them), AMD before MI100 and before Radeon RX 7000.
-WITHOUT_MATRIX_INSTRUCTIONS = ("sm_5", "sm_6", "sm_7", "gfx900", "gfx906", "gfx10")
+WITHOUT_MATRIX_INSTRUCTIONS = (
+    *("sm_5", "sm_6", "sm_7"),
+    *("gfx8", "gfx900", "gfx902", "gfx906", "gfx909", "gfx90c", "gfx10"),
+)
 
 
 def architecture(device: torch.device) -> str:

@@ -167,7 +167,8 @@ def start_reading(*figures: torch.Tensor):
 def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     """FLOP/s of all devices together; None if that of one is unknown. A collective."""
     peak = devices.peak_flops(cfg.peak_tflops, world.device, parallel.DTYPES[precision])
-    peak = processes.all_sum(torch.tensor(peak or math.nan, device=world.device)).item()
+    # On the CPU, so over gloo: no watchdog runs yet that would notice a hanging NCCL.
+    peak = processes.all_sum(torch.tensor(peak or math.nan)).item()
     return None if math.isnan(peak) else peak
 
 

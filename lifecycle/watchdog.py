@@ -8,8 +8,9 @@ training loop, and rank 0 serves a small key-value store (PyTorch's TCPStore) to
                                      reply, or that the others wait for, are named, and all ranks
                                      exit with 75: resume me
     a process or machine is gone     its thread no longer counts up in the store. After 30 seconds
-                                     rank 0 names it, and all exit with 75. NCCL itself would wait
-                                     for ever
+                                     rank 0 names it, or all others name rank 0, and all exit with
+                                     75. NCCL itself would wait for ever; with gloo a collective
+                                     fails at once
     one rank fails                   it publishes its exit status; the others exit with it instead
                                      of waiting for the failed rank in a collective
     out of memory                    all exit with 75, and the next start halves the microbatch
@@ -173,6 +174,7 @@ class Watchdog:
         self.closed = threading.Event()
         self.reports = False
         self.known_peer_status = None
+        self.hang_reported = False  # by any rank
         self.store, self.connected = open_store(world), True
         self.query_thread = futures.ThreadPoolExecutor(1)
         self.file_thread = futures.ThreadPoolExecutor(1)
@@ -189,6 +191,7 @@ class Watchdog:
         self.store.set(f"reply {rank}", "")
         if rank == 0:
             self.store.set("status", "")
+            self.store.set("hang", "")
 
     def __enter__(self):
         self.heartbeat()
@@ -207,11 +210,13 @@ class Watchdog:
             if self.leaving:  # only count up, until the others know with which status
                 continue
             if self.known_peer_status is not None:
-                time.sleep(REPLY_TIMEOUT)  # the main thread may notice by itself
+                # The main thread may notice by itself, and the failing rank wants to print why.
+                time.sleep(REPLY_TIMEOUT + 3)
                 end(self.known_peer_status)
             if gone := self.signs_of_life.gone(self.patience):
                 self.report_gone(gone)
-            if time.monotonic() - self.last_heartbeat > 60 * self.minutes:
+            is_overdue = time.monotonic() - self.last_heartbeat > 60 * self.minutes
+            if is_overdue or self.hang_reported:
                 self.report_hang()
         while not self.others_left():
             time.sleep(1)  # this thread keeps rank 0's server alive
@@ -241,8 +246,9 @@ class Watchdog:
         with contextlib.suppress(*STORE_LOST):
             self.query(lambda: self.store.add(f"count {self.world.global_rank}", 1))
             ranks = list(self.signs_of_life.counts)
-            status, *read = self.read("status", *(f"count {rank}" for rank in ranks))
+            status, hang, *read = self.read("status", "hang", *(f"count {rank}" for rank in ranks))
             counts = dict(zip(ranks, map(int, read), strict=True))
+            self.hang_reported = bool(hang)
             self.note_status(status)
         self.signs_of_life.look(counts, time.monotonic())
 
@@ -269,16 +275,21 @@ class Watchdog:
         with contextlib.suppress(*STORE_LOST):
             names = self.read(*(f"name {rank}" for rank in shown))
         more = f" and {len(ranks) - 8} more ranks" * (len(ranks) > 8)
-        self.print_problem(f"{missed}: {', '.join(names)}{more} died or stopped")
+        silent = ", ".join(names) + more
+        self.print_problem(f"{missed}: {silent} died, stopped, or cannot be reached")
         self.publish_exit_status(RESUME_ME)
         end(RESUME_ME)
 
     def report_hang(self) -> None:
-        """Name the ranks that the others wait for, and end this one."""
+        """Name the ranks that the others wait for, and end this one.
+
+        All ranks reply, also those whose own step is not overdue yet: they have seen "hang".
+        """
         self.reports = True
         reply = json.dumps([current_line(), collectives_started()])
         ranks = range(self.world.global_size)
         try:
+            self.query(lambda: self.store.set("hang", "reported"))
             self.query(lambda: self.store.set(f"reply {self.world.global_rank}", reply))
             time.sleep(REPLY_TIMEOUT)
             replies = self.read(*(f"reply {rank}" for rank in ranks))

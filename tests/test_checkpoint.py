@@ -450,6 +450,17 @@ def test_only_a_run_on_an_nvidia_gpu_stages_through_pinned_memory(monkeypatch):
     assert not checkpoint.Stager(cpu).pinned
 
 
+def test_too_little_host_memory_is_not_taken_for_too_little_of_the_device(monkeypatch):
+    stager = checkpoint.Stager(torch.device("cpu"))
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("CUDA error: out of memory")  # of cudaHostRegister
+
+    monkeypatch.setattr(stager.copier, "stage", refuse)
+    with pytest.raises(UserError, match="no host memory for the copy of a checkpoint"):
+        stager.stage({})
+
+
 def test_staging_copies_into_the_same_memory_again():
     stager = checkpoint.Stager(torch.device("cpu"))
     weight = torch.zeros(1000)
@@ -674,6 +685,8 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
     ],
 )
 def test_a_checkpoint_is_not_blamed_for_a_lack_of_memory_or_a_lost_rank(error):
-    with pytest.raises(type(error)) as raised, checkpoint.damage_named(Path("step-5")):
-        raise error
-    assert raised.value is error
+    in_a_wrapper = dcp.CheckpointException("read", {1: (error, None)})  # as DCP raises it
+    for found in (error, in_a_wrapper):
+        with pytest.raises(type(error)) as raised, checkpoint.damage_named(Path("step-5")):
+            raise found
+        assert raised.value is error

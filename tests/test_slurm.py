@@ -204,10 +204,13 @@ def test_only_a_run_that_asks_for_it_is_started_again(job, script, status):
     assert job.requeued() == (1 if status == 75 else 0)
 
 
-@BOTH
-@pytest.mark.parametrize("status, again", [(2, 0), (134, 1), (137, 1)])
+@pytest.mark.parametrize(
+    "script, status, again",
+    [(SRUN, 2, 0), (SRUN, 134, 1), (SRUN, 137, 1), (TORCHRUN, 1, 0), (TORCHRUN, 137, 1)],
+)
 def test_a_run_that_was_under_way_when_it_was_killed_is_started_again(job, script, status, again):
-    """134: SIGABRT, as of NCCL's watchdog. 137: SIGKILL. SECONDS: as if it began an hour ago."""
+    """134: SIGABRT, as of NCCL's watchdog; torchrun would say 1. 137: SIGKILL, of torchrun itself
+    or of a rank that srun started. SECONDS: as if it began an hour ago."""
     job.put("fsdp_train.py", FIRST_FAILS.format(status=status))
     job.put(".venv/bin/torchrun", f"#!/bin/sh\nexit {status}\n")
     job.submit(script, edit=lambda text: text.replace("status=0\n", "status=0\nSECONDS=3600\n"))

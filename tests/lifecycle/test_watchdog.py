@@ -74,7 +74,7 @@ def errors(folder) -> list[str]:
 def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     """Rank 1 hangs while it reads, as from a dead file server. All ranks end, in time."""
     reading = "time.sleep(10**6 * (step == 9 and rank == 1))"
-    job = started(2, *FOREVER, "--timeout_minutes=0.1", "--save_interval=3", reading=reading)
+    job = started(2, *FOREVER, "--timeout_minutes=0.3", "--save_interval=3", reading=reading)
     wait_for(
         lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 7
     )
@@ -83,7 +83,7 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     line, *more = errors(tmp_path)
     assert not more
     assert line.startswith(
-        f"error: no step for 0.1 minutes: rank 1 (process {job.processes[1].pid} on "
+        f"error: no step for 0.3 minutes: rank 1 (process {job.processes[1].pid} on "
     )
     assert " hangs at data.py, line " in line and line.endswith(
         f"/checkpoints/{checkpoint.latest(tmp_path / 'run').name}"
@@ -95,11 +95,23 @@ def test_a_rank_that_hangs_in_a_room_is_named_with_the_line(started, tmp_path):
     """The innermost line of ours counts, in whatever folder: not the loop that led there."""
     hangs = "(time.sleep(10**6) for _ in 'a')"
     stepping = f"(step, rank) == (3, 1) and tokenizer.train_bpe({hangs}, 300)"
-    job = started(2, *FOREVER, "--timeout_minutes=0.1", stepping=stepping)
+    job = started(2, *FOREVER, "--timeout_minutes=0.3", stepping=stepping)
     assert job.wait(200) and statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert f"rank 1 (process {job.processes[1].pid} on " in line
     assert " hangs at text/tokenizer.py, line " in line and ", in train_bpe" in line
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later(started, tmp_path):
+    """Rank 0 hangs where it writes the row of a step that took 9 s. For the others that step is
+    over: their own patience would last 9 s longer."""
+    stepping = """time.sleep(9 * (step == 4))
+    if (step, rank) == (4, 0): fsdp_train.runlog.RunLog.row = lambda *_: time.sleep(10**6)"""
+    job = started(2, *FOREVER, "--timeout_minutes=0.4", stepping=stepping)
+    assert job.wait(200) and statuses(job) == [RESUME_ME] * 2
+    (line,) = errors(tmp_path)
+    assert f"rank 0 (process {job.processes[0].pid} on " in line and "rank 1" not in line
 
 
 @pytest.mark.slow
@@ -229,24 +241,25 @@ def ended_by(job, victim, number, seconds) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim, words", [(1, "died or stopped"), (0, "does not reply")])
+@pytest.mark.parametrize("victim, words", [(1, "cannot be reached"), (0, "does not reply")])
 def test_a_rank_without_a_sign_of_life_ends_the_others(sleepers, tmp_path, victim, words):
-    job = sleepers(3, ", patience=5")
-    assert ended_by(job, victim, signal.SIGKILL, 60) == [RESUME_ME] * 2
-    named = f"error: no sign of life for 5 s: rank {victim} (process {job.processes[victim].pid} on"
+    job = sleepers(3, ", patience=10")
+    assert ended_by(job, victim, signal.SIGKILL, 90) == [RESUME_ME] * 2
+    pid = job.processes[victim].pid
+    named = f"error: no sign of life for 10 s: rank {victim} (process {pid} on"
     lines = errors(tmp_path)
     assert len(lines) == (1 if victim else 2)  # without rank 0 they cannot agree who says it
     complaints = (tmp_path / "log").read_text().count("TCPStore.cpp")
     assert complaints <= 2  # of the store, with a C++ traceback: once on each rank
     for line in lines:
         assert line.startswith(named)
-        assert line.endswith(f") {words}. The last good checkpoint is step-7")
+        assert line.endswith(f"{words}. The last good checkpoint is step-7")
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_held_up_for_25_s_is_not_given_up(sleepers, tmp_path):
     """Two are stopped, one of them with the server; the third keeps Python's lock from its threads.
-    Then one is killed in earnest, and 40 seconds later all have ended."""
+    Then one is killed in earnest, and all end: after 38 seconds, if nothing else is running."""
     keep_lock = "ctypes.PyDLL(None).sleep(20)"
     job = sleepers(3, body=f"rank == 2 and {keep_lock}; time.sleep(600)")
     job.send(signal.SIGSTOP, 1)
@@ -258,24 +271,25 @@ def test_a_rank_that_is_held_up_for_25_s_is_not_given_up(sleepers, tmp_path):
     job.send(signal.SIGCONT, 0)
     time.sleep(7)
     assert job.status() is None and not errors(tmp_path)
-    assert ended_by(job, 1, signal.SIGKILL, 40) == [RESUME_ME] * 2
+    assert ended_by(job, 1, signal.SIGKILL, 90) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert line.startswith("error: no sign of life for 30 s: rank 1 (process ")
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers, tmp_path):
-    """Rank 1 leaves at once, rank 0 after 7 s, rank 2 after 14 s: longer than a silence of 5 s."""
-    job = sleepers(3, ", patience=5", body="time.sleep([7, 0, 14][rank])")
-    assert job.wait(90) and statuses(job) == [0] * 3
-    assert (tmp_path / "log").read_text() == ""  # nor does the store complain
+    """Rank 1 leaves at once, rank 0 after 14 s, rank 2 after 28 s: a silence may last 12 s."""
+    job = sleepers(3, ", patience=12", body="time.sleep([14, 0, 28][rank])")
+    assert job.wait(120) and statuses(job) == [0] * 3
+    assert not errors(tmp_path)
+    assert "TCPStore.cpp" not in (tmp_path / "log").read_text()  # nor does the store complain
 
 
 @pytest.mark.slow
 def test_a_rank_that_has_published_its_status_is_not_taken_for_dead(sleepers, tmp_path):
-    """It ends with status 2, and so do the others, though it is silent for 5 s before."""
+    """It ends with status 2, and so do the others, though it is silent for some seconds before."""
     body = "if rank == 1: raise UserError('a mistake')\n        time.sleep(600)"
-    job = sleepers(3, ", patience=4", body=body)
+    job = sleepers(3, ", patience=12", body=body)
     assert job.wait(90) and statuses(job) == [2] * 3
     assert errors(tmp_path) == ["error on rank 1: a mistake"]
 
@@ -318,11 +332,11 @@ def test_a_rank_that_hangs_where_all_seem_to_wait_is_found_by_its_collectives(st
     hangs = "torch.ones(1, requires_grad=True).exp()"
     hook = "y.register_hook(lambda _: time.sleep(10**6))"
     stepping = f"y = {hangs}; (step, rank) == (3, 1) and ({hook}, y.sum().backward())"
-    job = started(3, *FOREVER, "--global_batch_size=6", "--timeout_minutes=0.1", stepping=stepping)
+    job = started(3, *FOREVER, "--global_batch_size=6", "--timeout_minutes=0.3", stepping=stepping)
     assert job.wait(200) and statuses(job) == [RESUME_ME] * 3
     (line,) = errors(tmp_path)
     named = f"rank 1 (process {job.processes[1].pid} on "
-    assert line.startswith(f"error: no step for 0.1 minutes: {named}")
+    assert line.startswith(f"error: no step for 0.3 minutes: {named}")
     assert ") has started 1 collective fewer than the others. " in line
     assert "hangs at" not in line
 
