@@ -153,10 +153,11 @@ def check_made_for(cfg: TrainConfig, summary: dict, folder: Path) -> None:
         "val_fraction": cfg.val_fraction,
     }
     for key, value in wanted.items():
+        made_with = config.one_line(summary[key])
         require(
             summary[key] == value,
-            f"{folder} was made with --{key}={summary[key]}, not {value}: "
-            f"set --{key}={summary[key]}, or another --data_dir",
+            f"{folder} was made with --{key}={made_with}, not {value}: "
+            f"set --{key}={made_with}, or another --data_dir",
         )
 
 

@@ -199,7 +199,8 @@ def member(folder: Path, name, source) -> Path:
     source: the file that names it, for the message. A name like "../x" would leave the folder.
     """
     is_name = isinstance(name, str) and name not in ("", ".", "..")
-    is_plain = is_name and not set(name) & {"/", "\\", "\0"}
+    is_plain = is_name and name.isprintable() and not set(name) & {"/", "\\"}
+    is_plain = is_plain and len(name.encode(errors="replace")) <= 255  # no file has a longer name
     expected = "expected the plain name of a file beside it"
     require(is_plain, f"{source} names the file {shown(name)}, {expected}")
     return Path(folder) / name

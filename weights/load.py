@@ -20,7 +20,7 @@ import torch
 
 import checkpoint
 from attention import function_of
-from config import MPTConfig, arguments, require, run
+from config import MPTConfig, UserError, arguments, require, run
 from lifecycle.resume import SAME_MODEL, norm_of
 from model import MPT, init_weights
 from processes import rank_zero_decides
@@ -121,7 +121,10 @@ def load_from_run(found: Path, step: int | None, device):
         )
     model = load_model(found, device)  # checks the checkpoint, so it comes first
     meta = checkpoint.read_meta(found)
-    tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
+    try:
+        tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
+    except UserError as error:
+        raise UserError(f"the tokenizer in {found}/meta.json: {error}") from error
     if untrained:
         init_weights(model, meta["seed"])
         return model, tokenizer, "before training"
