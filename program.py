@@ -193,7 +193,8 @@ def open_streams() -> list:
 def print_error(words, head: str = "error") -> None:
     """Print `head: words` on standard error. If that fails, the exit status has to be enough."""
     with contextlib.suppress(OSError):
-        print(f"{head}: {words}", file=sys.stderr, flush=True)
+        # The newline in the same write: other ranks may print to the same file at this moment.
+        print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------

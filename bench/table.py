@@ -81,13 +81,12 @@ def our_cells(name: str, row: dict[str, str], base: float) -> dict[str, str]:
 
 def names_of(rows: list[dict[str, str]]) -> list[str]:
     """A name for each row, made of the settings in which the rows differ."""
-    # The precision of a row that failed may be unknown (`auto`), so only those of the others count.
+    # What `auto` means may be unknown for a row that failed, so only the others' values count.
     measured = [row for row in rows if row["status"] == "ok"] or rows
     differ = []
     for key in NAMING:
-        values = {row[key].partition(" (")[0] for row in rows}
-        measured_values = {row[key] for row in measured}
-        if len(values) > 1 and (key != "precision" or len(measured_values) > 1):
+        known = measured if key in ("precision", "compile") else rows
+        if len({row[key].partition(" (")[0] for row in known}) > 1:
             differ.append(key)
 
     names = []
