@@ -37,7 +37,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -58,6 +65,7 @@ from storage.checkpoint_files import (
     reason_of,
     require_weights,
 )
+from tensor_parallel import WHOLE, Layout, layout_of
 
 # The optimizer's state as one flat dict of names and tensors: the same for every sharding.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -116,6 +124,7 @@ class Checkpointer:
         future = dcp.async_save(
             state,
             storage_writer=Writer(path),
+            planner=SavePlanner(layout_of(model)),
             process_group=self.group,
             async_stager=self.stager,
         )
@@ -255,6 +264,94 @@ class Writer(dcp.FileSystemWriter):
         for name in (".metadata", "meta.json"):
             checksums[name] = checksum(self.path / name)
         write_json(self.path / "checksums.json", checksums)
+
+
+class Pieces(torch.Tensor):
+    """What DCP must know of a tensor of which this rank has some pieces, each a block of the whole.
+
+    pieces: [(corner in the whole tensor, view of this rank's memory), ...]. DCP saves and fills the
+    views. It knows no other way to say that a rank has three spans of rows (of Wqkv).
+    """
+
+    @staticmethod
+    def __new__(cls, shape, dtype, pieces):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+
+    def __init__(self, shape, dtype, pieces):
+        self.pieces = pieces
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} on a tensor that lies in pieces")
+
+    def __repr__(self):
+        return f"Pieces({tuple(self.shape)}, {[corner for corner, _ in self.pieces]})"
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(torch.Size(corner), x.shape) for corner, x in self.pieces]
+
+    def __get_tensor_shard__(self, index):
+        return next(x for corner, x in self.pieces if tuple(index.offset) == corner)
+
+    def __create_write_items__(self, name, tensor):
+        items = []
+        for number, (chunk, (_, x)) in enumerate(
+            zip(self.__create_chunk_list__(), self.pieces, strict=True)
+        ):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(x), self.shape)
+            index = MetadataIndex(name, chunk.offsets, number)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
+
+
+def in_pieces(state: dict, layout: Layout) -> dict:
+    """The same flat state dict; tensors that tensor parallelism has cut become `Pieces`.
+
+    Keys: names of parameters, or as DCP flattens them: model.NAME, optim.state.NAME.exp_avg.
+    """
+    if layout.size == 1:
+        return state
+    found = {}
+    for key, value in state.items():
+        name = name_of_param(key)
+        if isinstance(value, torch.Tensor) and value.dim() and layout.spans(name):
+            shape = layout.whole_shape(name, value.shape)
+            value = Pieces(shape, value.dtype, layout.pieces(name, value))
+        found[key] = value
+    return found
+
+
+def name_of_param(key: str) -> str:
+    """optim.state.transformer.wte.weight.exp_avg -> transformer.wte.weight"""
+    if key.startswith("optim.state."):
+        return key.removeprefix("optim.state.").rpartition(".")[0]
+    return key.removeprefix("model.")
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's planner, to which tensors are shown in pieces."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.layout = layout
+
+    def set_up_planner(self, *args, **kwargs) -> None:
+        """Begin: DCP has flattened the state dict."""
+        super().set_up_planner(*args, **kwargs)
+        self.state_dict = in_pieces(self.state_dict, self.layout)
+
+
+class LoadPlanner(checkpoint_files.Planner):
+    """The same for loading."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.layout = layout
+
+    def set_up_planner(self, *args, **kwargs) -> None:
+        """Begin: DCP has flattened the state dict."""
+        super().set_up_planner(*args, **kwargs)
+        self.state_dict = in_pieces(self.state_dict, self.layout)
 
 
 def require_finite(name: str, weights: torch.Tensor) -> None:
@@ -402,12 +499,14 @@ def require_sound(path: Path) -> None:
     checkpoint_files.require_undamaged(path, verify(path))
 
 
-def fill(path: Path, state: dict, metadata: Metadata | None = None) -> None:
+def fill(
+    path: Path, state: dict, metadata: Metadata | None = None, layout: Layout = WHOLE
+) -> None:
     """Fill the tensors of a nested dict, sharded in any way or not, from a checkpoint.
 
     A collective, and the only way a checkpoint is loaded. metadata: from `read_metadata`, if it is
-    known already; reading it takes minutes for many weights. Raises UserError if the tensors are
-    missing or cannot be read.
+    known already; reading it takes minutes for many weights. layout: of a model that tensor
+    parallelism has cut. Raises UserError if the tensors are missing or cannot be read.
     """
     metadata = metadata or rank_zero_decides(lambda: read_metadata(path))
     with warnings.catch_warnings(), damage_named(path):
@@ -415,7 +514,7 @@ def fill(path: Path, state: dict, metadata: Metadata | None = None) -> None:
         dcp.load(
             state,
             storage_reader=checkpoint_files.Reader(path, metadata),
-            planner=checkpoint_files.Planner(),
+            planner=LoadPlanner(layout),
             no_dist=not dist.is_initialized(),
         )
 
@@ -450,8 +549,9 @@ def load(path: Path, model: MPT, optimizer) -> None:
     state = state_of(model, optimizer)  # also makes the state of an optimizer that has none yet
     require_same_optimizer(path, optimizer)
     metadata = rank_zero_decides(lambda: read_metadata(path))
-    require_weights(path, metadata, state["model"])
-    fill(path, state, metadata)
+    layout = layout_of(model)
+    require_weights(path, metadata, in_pieces(state["model"], layout))
+    fill(path, state, metadata, layout)
     with damage_named(path):
         set_state_dict(
             model,

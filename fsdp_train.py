@@ -36,6 +36,7 @@ import data
 import optim
 import parallel
 import processes
+import tensor_parallel
 from config import MPTConfig, TrainConfig, require
 from lifecycle import microbatch, reporter, resume, runlog
 from lifecycle.cadence import Cadence
@@ -50,7 +51,7 @@ def main(argv) -> None:
     # settings, processes
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
-    world = processes.start(cfg.device, collective_timeout(cfg))
+    world = processes.start(cfg.device, collective_timeout(cfg), cfg.tp)
     log = runlog.RunLog(cfg, world.global_rank)
     check_settings(model_cfg, cfg, world)
     lease = Lease(cfg.run_dir)
@@ -129,8 +130,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     and norm are sums over all ranks. So if they are not finite, all ranks leave weights and
     optimizer as they are.
     """
-    # Dropout: a resumed run with as many ranks and the same microbatch draws the same masks.
-    torch.manual_seed(hash((cfg.seed, step, world.dp_rank)) % 2**63)
+    parallel.seed_dropout(cfg, step, world)
     ids, labels = rows[:, :-1], rows[:, 1:]
     # Of the whole global batch, before the first backward divides by n_tokens.
     counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
@@ -153,7 +153,8 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     # update
     with record_function("optimizer"):
         loss = processes.dp_sum(loss_sum, world) / n_tokens
-        grad_norm = parallel.grad_norm(model.parameters())
+        tensor_parallel.sum_partial_gradients(model)
+        grad_norm = parallel.grad_norm(model)
         optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, cfg)
@@ -249,6 +250,7 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
         f"{world.dp_size} data-parallel ranks"
     )
     require(cfg.global_batch_size % world.dp_size == 0, problem)
+    tensor_parallel.check(model_cfg, cfg)
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 

@@ -96,8 +96,9 @@ class Attention(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
+        self.q_dim = cfg.d_model
         self.kv_dim = cfg.n_kv_heads * cfg.head_dim
-        self.Wqkv = nn.Linear(cfg.d_model, cfg.d_model + 2 * self.kv_dim, bias=not cfg.no_bias)
+        self.Wqkv = nn.Linear(cfg.d_model, self.q_dim + 2 * self.kv_dim, bias=not cfg.no_bias)
         self.out_proj = nn.Linear(cfg.d_model, cfg.d_model, bias=not cfg.no_bias)
         if cfg.qk_ln:
             self.q_ln = LayerNorm(cfg, cfg.d_model)
@@ -106,11 +107,11 @@ class Attention(nn.Module):
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). With a cache, x follows its tokens."""
         cfg = self.cfg
-        B, T, _ = x.shape
         qkv = self.Wqkv(x)  # (B, T, d_model + 2 * kv_dim)
+        B, T, _ = qkv.shape
         if cfg.clip_qkv:
             qkv = qkv.clamp(-cfg.clip_qkv, cfg.clip_qkv)
-        q, k, v = qkv.split([cfg.d_model, self.kv_dim, self.kv_dim], dim=-1)
+        q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=-1)
         if cfg.qk_ln:
             q = self.q_ln(q).to(v.dtype)
             k = self.k_ln(k).to(v.dtype)
@@ -137,7 +138,7 @@ class Attention(nn.Module):
             dropout_p=cfg.attn_pdrop if self.training else 0.0,
             sequence_ids=positions.sequence_ids,
         )
-        y = y.transpose(1, 2).reshape(B, T, cfg.d_model)  # heads side by side
+        y = y.transpose(1, 2).flatten(2)  # heads side by side
         return self.out_proj(y.to(qkv.dtype))
 
 
@@ -262,14 +263,30 @@ class MPT(nn.Module):
         if self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None:
             documents = document_ids(input_ids, self.separator)
         x = self.transformer(input_ids, cache, documents)  # (B, T, d_model)
-        weight = self.output_weight
-        scale = self.logit_scale
         if score:
-            return score_labels(x, weight, labels, scale)
+            return self.score(x, labels)
         if labels is not None:
-            return linear_cross_entropy(x, weight, labels, scale, z_loss)
-        logits = F.linear(x, weight)
-        return logits if scale is None else logits * scale
+            return self.loss(x, labels, z_loss)
+        return self.logits(x)
+
+    def score(self, x, labels):
+        """Log-probability of each label, and whether it is the most likely token, (B, T) each."""
+        return score_labels(x, self.output_weight, labels, self.logit_scale)
+
+    def loss(self, x, labels, z_loss):
+        """The sum of the cross-entropies of the labels (B, T), from hidden states (B, T, d_model)."""
+        return linear_cross_entropy(x, self.output_weight, labels, self.logit_scale, z_loss)
+
+    def logits(self, x):
+        """Hidden states (B, T, d_model) -> (B, T, V)."""
+        logits = F.linear(x, self.output_weight)
+        return logits if self.logit_scale is None else logits * self.logit_scale
+
+    def empty_cache(self, batch_size, max_tokens, dtype, pad=None):
+        """A `KVCache` with room for `max_tokens` positions of each row, on the model's device."""
+        n_kv_heads = self.transformer.blocks[0].attn.kv_dim // self.cfg.head_dim
+        device = self.output_weight.device
+        return KVCache.empty(self.cfg, batch_size, max_tokens, device, dtype, pad, n_kv_heads)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -299,9 +316,15 @@ class KVCache:
     pad: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None):
-        """An empty cache with room for `max_tokens` positions in each of `batch_size` rows."""
-        shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_tokens, cfg.head_dim)
+    def empty(
+        cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None, n_kv_heads=None
+    ):
+        """An empty cache with room for `max_tokens` positions in each of `batch_size` rows.
+
+        n_kv_heads: of this rank, if the heads are cut over ranks; None: cfg.n_kv_heads.
+        """
+        heads = n_kv_heads or cfg.n_kv_heads
+        shape = (cfg.n_layers, batch_size, heads, max_tokens, cfg.head_dim)
         k = torch.empty(shape, device=device, dtype=dtype)
         v = torch.empty(shape, device=device, dtype=dtype)
         return cls(k, v, pad=pad)
@@ -318,23 +341,19 @@ class KVCache:
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
 
-def copy_whole(param, full) -> None:
-    """Fill a parameter of an unsharded model."""
-    param.data.copy_(full)
-
-
-def init_weights(model: MPT, seed: int, assign=copy_whole) -> None:
+@torch.no_grad()
+def init_weights(model: MPT, seed: int) -> None:
     """MPT's initial weights: the same values on any device and for any number of global ranks.
 
         wte, wpe             N(0, 2 / d_model)          biases   0
         linear weights       N(0, 2 / fan_in)           norms    1
         out_proj, down_proj  the same, the standard deviation divided by sqrt(2 * n_layers)
 
-    Each tensor is drawn whole, on the CPU, from a generator seeded with (seed, parameter name).
-    `assign(param, full)` stores it; parallel.py passes one that keeps only this rank's shard.
+    Each tensor is drawn whole, on the CPU, from a generator seeded with (seed, parameter name). For
+    models that are cut over ranks, parallel.py does the same and keeps this rank's part.
     """
     for name, param in model.named_parameters():
-        assign(param, initial_weight(name, param.shape, model.cfg, seed))
+        param.copy_(initial_weight(name, param.shape, model.cfg, seed))
 
 
 def initial_weight(name, shape, cfg, seed):

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import config
@@ -39,8 +39,9 @@ import devices
 import optim
 import processes
 import program
+import tensor_parallel
 from config import MPTConfig, TrainConfig, UserError, require
-from model import MPT, init_weights
+from model import MPT, initial_weight
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The operations whose outputs selective activation checkpointing keeps: matmuls with weights, and
@@ -71,7 +72,8 @@ def choose_compile(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     A collective, called before anything large is in memory. UserError if cfg.compile is True, and
     compiling fails.
     """
-    if cfg.compile is False or (cfg.compile == "auto" and world.device.type != "cuda"):
+    suits = world.device.type == "cuda" and cfg.tp == 1
+    if cfg.compile is False or (cfg.compile == "auto" and not suits):
         return False
     fault = compiler_fault(model_cfg, cfg, world, precision)
     faults = [fault] * world.global_size
@@ -166,6 +168,7 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
     mesh = make_mesh(world, cfg)
     with torch.device("meta"):  # shapes without memory
         model = MPT(model_cfg)
+    tensor_parallel.split(model, world, cfg)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
     return model, optim.build_optimizer(model.parameters(), cfg)
@@ -174,32 +177,37 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
 
-    None for one process alone. UserError if cfg.shard_size does not divide the ranks.
+    With tensor parallelism, of those with this rank's tp_rank. None for one data-parallel rank
+    alone. UserError if cfg.shard_size does not divide them.
     """
     if world.dp_size == 1:
         return None
-    shard = cfg.shard_ranks(world.dp_size, world.local_size)
+    shard = cfg.shard_ranks(world.dp_size, max(1, world.local_size // world.tp_size))
     problem = f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks"
     require(world.dp_size % shard == 0, problem)
     shape = {"dp_shard": shard}
     if cfg.sharding_mode.over != "all":
         shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
     with processes.in_time("connect the mesh"):
-        return connect_mesh(world.device.type, tuple(shape.values()), tuple(shape))
+        return connect_mesh(world.device.type, (*shape.values(), world.tp_size), tuple(shape))
 
 
 def connect_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of all ranks. A collective.
+    """A mesh of all ranks, of which this rank gets the part with its tp_rank. A collective.
 
-    As init_device_mesh makes it, except for a dimension of size 1 (DDP's dp_shard): for that,
-    init_device_mesh creates n groups of one rank in turn, while all ranks wait. Here each rank
-    creates its own and does not wait.
+    shape: of the dimensions `names`, and last the tensor ranks. As init_device_mesh makes it,
+    except that dimensions of size 1 (DDP's dp_shard) get no group each: init_device_mesh creates n
+    groups of one rank in turn, while all ranks wait. Here each rank creates its own and does not
+    wait.
     """
-    if 1 not in shape:
-        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    used = {name: n for name, n in zip((*names, "tp"), shape, strict=True) if n > 1}
+    mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    if all(name in used for name in names):
+        return mesh[names]
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    groups = [alone if size == 1 else dist.group.WORLD for size in shape]
-    ranks = torch.arange(dist.get_world_size()).view(shape)
+    groups = [mesh.get_group(name) if name in used else alone for name in names]
+    tp = shape[-1]
+    ranks = torch.arange(dist.get_world_size()).view(shape)[..., dist.get_rank() % tp]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
@@ -268,17 +276,28 @@ def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
         fix = "lower d_model or n_layers, or take more ranks"
         raise UserError(f"{problem}: {fix} ({config.one_line(error)})") from error
     if seed is not None:
-        with torch.no_grad():
-            init_weights(model, seed, assign_full)
+        draw_weights(model, seed)
 
 
-def assign_full(param, full) -> None:
-    """Copy a whole tensor (on the CPU, the same on every rank) into a parameter, sharded or not."""
-    if isinstance(param, DTensor):
-        full = distribute_tensor(
-            full.to(param.device), param.device_mesh, param.placements, src_data_rank=None
-        )
-    param.copy_(full)
+@torch.no_grad()
+def draw_weights(model: MPT, seed: int) -> None:
+    """`model.init_weights` for a model that is cut over ranks: each keeps its part of a tensor."""
+    layout = tensor_parallel.layout_of(model)
+    for name, param in model.named_parameters():
+        whole = initial_weight(name, layout.whole_shape(name, param.shape), model.cfg, seed)
+        for corner, piece in layout.pieces(name, param):
+            place = [slice(begin, begin + n) for begin, n in zip(corner, piece.shape, strict=True)]
+            piece.copy_(whole[tuple(place)])
+
+
+def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
+    """A resumed run with as many ranks and the same microbatch draws the same masks.
+
+    The ranks of a team draw equal ones for what all of them have. With sequence parallelism each
+    has its own tokens.
+    """
+    own = world.tp_rank if cfg.sequence_parallel else 0
+    torch.manual_seed(hash((cfg.seed, step, world.dp_rank) + (own,) * (own > 0)) % 2**63)
 
 
 def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:
@@ -305,8 +324,25 @@ def free_gathered_weights(model: MPT) -> None:
             module.reshard()
 
 
-def grad_norm(params) -> torch.Tensor:
-    """The norm of all gradients of a model, sharded or not, over all ranks. An fp32 scalar.
+def grad_norm(model: MPT) -> torch.Tensor:
+    """The norm of all gradients of a model over all ranks, an fp32 scalar. A collective.
+
+    What tensor parallelism has cut is added up over the team; the rest is the same on all of it.
+    """
+    layout = tensor_parallel.layout_of(model)
+    cut, whole = [], []
+    for name, param in model.named_parameters():
+        (cut if layout.spans(name) else whole).append(param)
+    total = sum_of_squares(whole)
+    if cut:
+        squares = sum_of_squares(cut)
+        dist.all_reduce(squares, group=model.team.group)
+        total += squares
+    return total.sqrt()
+
+
+def sum_of_squares(params) -> torch.Tensor:
+    """Of all gradients, over all data-parallel ranks, sharded or not. An fp32 scalar.
 
     A collective. Each rank sums the squares of its shards; an all-reduce over each mesh dimension
     by which a gradient is sharded adds them up. So any mixture of plain tensors, meshes and
@@ -329,18 +365,19 @@ def grad_norm(params) -> torch.Tensor:
         for dim in sharded_dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    return total.sqrt()
+    return total
 
 
 def demonstrate(argv) -> None:
     """Print where each rank is in the mesh."""
     (cfg,) = config.load(argv, TrainConfig)
-    world = processes.start(cfg.device)
+    world = processes.start(cfg.device, tp=cfg.tp)
     mesh = make_mesh(world, cfg)
     require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
     coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     who = f"global rank {world.global_rank} of {world.global_size} on {world.device}"
-    print(f"{who}, {cfg.sharding}: {coordinates}", flush=True)
+    team = f", tensor rank {world.tp_rank}" * (world.tp_size > 1)
+    print(f"{who}, {cfg.sharding}: {coordinates}{team}", flush=True)
 
 
 if __name__ == "__main__":

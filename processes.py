@@ -29,11 +29,12 @@ import threading
 import time
 import traceback
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import config
 import devices
@@ -58,9 +59,9 @@ class World:
 
     global_rank of global_size    all processes of the run
     local_rank of local_size      those on this machine
-    dp_rank of dp_size            data-parallel: each reads rows of its own. With tensor or pipeline
-                                  parallelism (not here yet) several ranks will read the same rows:
-                                  they will have the same dp_rank.
+    dp_rank of dp_size            data-parallel: each reads rows of its own
+    tp_rank of tp_size            tensor-parallel: together they hold one copy of the model's
+                                  layers. They read the same rows, so they have the same dp_rank
     """
 
     global_rank: int
@@ -71,16 +72,20 @@ class World:
     dp_rank: int | None = None  # if not given: global_rank, and dp_size is global_size
     dp_size: int | None = None
     dp_group: dist.ProcessGroup | None = None  # the ranks that dp_sum adds up; None: all
+    tp_rank: int = 0
+    tp_size: int = 1
+    tp_group: dist.ProcessGroup | None = None  # None: this rank alone
 
     def __post_init__(self):
         if self.dp_size is None:
             self.dp_rank, self.dp_size = self.global_rank, self.global_size
 
 
-def start(device_type: str = "auto", timeout: timedelta | None = None) -> World:
+def start(device_type: str = "auto", timeout: timedelta | None = None, tp: int = 1) -> World:
     """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
 
     device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
+    tp: how many ranks share a copy of the model by tensor parallelism.
     timeout: of one collective, given by a program whose own watchdog acts earlier. Then that
     watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
@@ -99,7 +104,33 @@ def start(device_type: str = "auto", timeout: timedelta | None = None) -> World:
             require_own_gpus(identity(device))
     if device.type == "cpu":
         keep_freed_memory()
-    return World(rank, size, local_rank, local_size, device)
+    return in_teams(World(rank, size, local_rank, local_size, device), tp)
+
+
+def in_teams(world: World, tp: int) -> World:
+    """The same world, in which each `tp` neighbours are the tensor ranks of a team. A collective.
+
+    Neighbours, since they talk most and launchers number the ranks of a node in a row. UserError if
+    the ranks do not form whole teams.
+    """
+    if tp == 1:
+        return world
+    size = world.global_size
+    problem = f"{size} ranks do not form teams of tp {tp}"
+    require(size % tp == 0, f"{problem}: start a multiple of {tp}, or set --tp=1")
+    dp_group, tp_group = None, dist.group.WORLD
+    if size > tp:
+        mesh = init_device_mesh(world.device.type, (size // tp, tp), mesh_dim_names=("dp", "tp"))
+        dp_group, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
+    return replace(
+        world,
+        dp_rank=world.global_rank // tp,
+        dp_size=size // tp,
+        dp_group=dp_group,
+        tp_rank=world.global_rank % tp,
+        tp_size=tp,
+        tp_group=tp_group,
+    )
 
 
 def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -> torch.device:

@@ -109,7 +109,7 @@ class OurProgram:
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
         self.model_cfg = model_cfg
-        self.world = processes.start(cfg.device)
+        self.world = processes.start(cfg.device, tp=cfg.tp)
         device = self.world.device
 
         self.precision = parallel.choose_precision(cfg, device)

@@ -348,19 +348,6 @@ def test_initial_weights_stay_the_same_numbers_from_version_to_version():
     torch.testing.assert_close(found[0, :4], PINNED, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_on_the_meta_device_is_initialised_through_assign():
-    with torch.device("meta"):
-        model = MPT(SMALL)
-    assigned = {}
-    names = {id(p): name for name, p in model.named_parameters()}
-
-    def assign(param, full):
-        assigned[names[id(param)]] = full
-
-    init_weights(model, 0, assign)
-    assert all(torch.equal(p, assigned[name].double()) for name, p in weights().items())
-
-
 def test_initial_loss_is_a_little_over_log_v():
     """Initial logits are N(0, 2), so the loss is log V + 2 / 2."""
     cfg = replace(SMALL, d_model=128, n_heads=4, vocab_size=1000, max_seq_len=128)

@@ -13,7 +13,7 @@ from conftest import ROOT, rooms_on_path
 # Each may import those before it. Names with a slash are folders. Some are only planned, as web/.
 ORDER = """
     program config storage/ devices flops planning/ gpu_kernels/ attention loss model text/ data
-    optim processes parallel tensor_parallel pipeline lora checkpoint
+    optim processes tensor_parallel parallel pipeline lora checkpoint
     lifecycle/ weights/ evaluation/ serving/ web/
     fsdp_train generate plan serve bench/ lessons/
 """.split()

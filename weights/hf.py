@@ -27,6 +27,7 @@ from model import MPT
 from processes import rank_zero_decides
 from storage import files
 from storage.checkpoint_files import read_metadata, reason_of
+from tensor_parallel import layout_of
 from text import tokenizer as tokenizers
 from weights.hf_config import check_format, config_from, config_to, lost_in_transformers
 from weights.tensor_files import (
@@ -54,7 +55,10 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
     Raises UserError unless each one is there once, in its shape, and nothing else.
     """
     found = locate(path)
-    wanted = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    layout = layout_of(model)
+    wanted = {}
+    for name, param in model.named_parameters():
+        wanted[name] = tuple(layout.whole_shape(name, param.shape))
     missing = [name for name in wanted if name not in found]
     require(
         not missing, f"{path} lacks {len(missing)} tensors of this model, such as {missing[:1]}"
@@ -88,9 +92,10 @@ def load_into(model: MPT, path) -> None:
     """
     tensors = rank_zero_decides(lambda: find_tensors(Path(path), model))
     params = dict(model.named_parameters())
+    layout = layout_of(model)
     # In the order in which they are stored, so that files are read from front to back.
     for name in sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].offset)):
-        fill(params[name], tensors[name])
+        fill(layout.pieces(name, params[name].detach()), tensors[name])
 
 
 def settings_of(path) -> MPTConfig:

@@ -25,6 +25,7 @@ from lifecycle.resume import SAME_MODEL, norm_of
 from model import MPT, init_weights
 from processes import rank_zero_decides
 from storage.checkpoint_files import read_metadata, require_weights
+from tensor_parallel import layout_of
 from text import tokenizer as tokenizers
 from weights import hf
 
@@ -151,8 +152,9 @@ def init_from(model: MPT, path) -> None:
     checkpoint.require_sound(found)
     metadata = rank_zero_decides(lambda: read_metadata(found))
     state = model.state_dict()
-    require_weights(found, metadata, state)
-    checkpoint.fill(found, {"model": state}, metadata)
+    layout = layout_of(model)
+    require_weights(found, metadata, checkpoint.in_pieces(state, layout))
+    checkpoint.fill(found, {"model": state}, metadata, layout)
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:

@@ -28,10 +28,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config
-import parallel
 from config import UserError, require
 from storage import files
 
@@ -374,20 +372,14 @@ def same_values(a: Stored, b: Stored) -> bool:
 
 
 @torch.no_grad()
-def fill(param: torch.Tensor, stored: Stored) -> None:
-    """Read a stored tensor into a parameter of the same shape, converted to its dtype.
+def fill(pieces: list[tuple[tuple[int, ...], torch.Tensor]], stored: Stored) -> None:
+    """Read a stored tensor into the pieces of it that this rank has, converted to their dtype.
 
-    Of a sharded parameter, each rank reads only the rows of its own part.
+    pieces: [(corner in the whole tensor, where to put what begins there), ...], see
+    tensor_parallel.Layout. Each rank reads only its own rows.
     """
-    if not isinstance(param, DTensor):
-        read_block(param.detach(), stored, corner=(0,) * param.dim())
-    elif all(type(placement) in (Shard, Replicate) for placement in param.placements):
-        corner = param.__create_chunk_list__()[0].offsets
-        read_block(param.to_local(), stored, corner)
-    else:  # such as a strided shard: the part of a rank is not one block of the tensor
-        full = torch.empty(stored.shape, dtype=stored.dtype)
-        read_block(full, stored, corner=(0,) * full.dim())
-        parallel.assign_full(param, full)
+    for corner, block in pieces:
+        read_block(block, stored, corner)
 
 
 def read_block(block: torch.Tensor, stored: Stored, corner: tuple[int, ...]) -> None:

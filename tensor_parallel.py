@@ -1,0 +1,612 @@
+"""Tensor parallelism: the weights of each layer are cut, and the ranks of a team compute at once.
+
+A layer is two matmuls with something simple in between (attention's heads, or GELU). The first
+weight is cut by its output features, the second by its input features. Then each rank computes its
+share from one end to the other, and the shares are added up once:
+
+    column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), up_proj
+    row      [Y_1 Y_2] [U_1; U_2]  = Y_1 U_1 + Y_2 U_2         out_proj, down_proj
+
+               rank 1:  X W_1 -> heads or GELU -> Y_1 U_1 \\
+    x, copied                                              sum (all-reduce) -> x of the next layer
+               rank 2:  X W_2 -> heads or GELU -> Y_2 U_2 /
+
+In the backward pass the arrows turn: where x was copied, its gradients are added up, and where the
+shares were added up, the gradient is copied. So a layer needs four all-reduces: two forward and two
+backward, for attention and feed-forward each one. (PyTorch stores weights as (out, in): a column of
+W is a row of `weight`.)
+
+The embedding and the output layer are cut by vocabulary (`VocabularyLoss`). Norms and the biases of
+rows are whole on every rank, and get equal gradients there.
+
+With sequence parallelism, each rank has 1/n of the tokens between the layers, where norms, dropout
+and the residual sums are. In place of the copy all ranks gather the tokens (all-gather), in place
+of the sum each gets the sum for its own tokens (reduce-scatter). As much is sent, and activations
+between the layers take 1/n of the memory. Norms and biases of rows then see only some tokens, so
+their gradients are added up at the end (`sum_partial_gradients`). Evaluation goes without.
+
+Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial weights,
+checkpoints, gradient norm and foreign weights all follow it.
+
+Megatron-LM: arXiv 1909.08053 (tensor), 2205.05198 (sequence parallelism).
+
+Run `torchrun --nproc_per_node 2 tensor_parallel.py` to see two ranks compute what one does.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+import processes
+from config import MPTConfig, TrainConfig, arguments, require
+from loss import IGNORE, at_least_fp32, autocast_dtype, chunk_rows
+from model import MPT, Attention, LayerNorm, init_weights
+
+# --------------------------------------------------------------------------------------------------
+# Where a rank's part lies
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of each tensor of a model the tensor rank `rank` of `size` has."""
+
+    cfg: MPTConfig
+    rank: int = 0
+    size: int = 1
+
+    def spans(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
+        """(dim, [(begin, end), ...]): this rank's rows (dim 0) or columns (dim 1) of a whole tensor.
+
+        name: of a parameter, such as transformer.blocks.0.attn.Wqkv.weight, whose rows are those of
+        q, k and v: three spans. None: every rank has the whole tensor.
+        """
+        cfg = self.cfg
+        kv_dim = cfg.n_kv_heads * cfg.head_dim
+        *_, module, leaf = name.split(".")
+        rows = {
+            "wte": [cfg.vocab_size],
+            "lm_head": [cfg.vocab_size],
+            "Wqkv": [cfg.d_model, kv_dim, kv_dim],
+            "q_ln": [cfg.d_model],
+            "k_ln": [kv_dim],
+            "up_proj": [cfg.hidden_dim],
+        }
+        columns = {"out_proj": [cfg.d_model], "down_proj": [cfg.hidden_dim]}
+        if self.size == 1:
+            return None
+        if module in rows:
+            return 0, self.shares(rows[module])
+        if module in columns and leaf == "weight":
+            return 1, self.shares(columns[module])
+        return None
+
+    def shares(self, lengths: list[int]) -> list[tuple[int, int]]:
+        """This rank's share of each of several stretches that follow one another."""
+        spans, begin = [], 0
+        for length in lengths:
+            first = begin + length * self.rank // self.size
+            last = begin + length * (self.rank + 1) // self.size
+            spans.append((first, last))
+            begin += length
+        return spans
+
+    def whole_shape(self, name: str, shape) -> torch.Size:
+        """The shape of the whole tensor of which a part has this shape."""
+        shape = list(shape)
+        if found := self.spans(name):
+            dim, _ = found
+            shape[dim] = self.whole_length(name, dim)
+        return torch.Size(shape)
+
+    def whole_length(self, name: str, dim: int) -> int:
+        """The length of a whole tensor along the dimension that is cut."""
+        last_rank = Layout(self.cfg, self.size - 1, self.size)
+        _, spans = last_rank.spans(name)
+        return spans[-1][1]
+
+    def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole tensor."""
+        found = self.spans(name)
+        if not found:
+            return whole
+        dim, spans = found
+        return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in spans], dim)
+
+    def pieces(self, name: str, value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+        """[(corner in the whole tensor, view of this rank's memory), ...].
+
+        value: this rank's part, or the DTensor of which FSDP gives this rank some rows.
+        """
+        local, first_row = value, 0
+        if isinstance(value, DTensor):
+            local = value.to_local()
+            chunks = value.__create_chunk_list__()
+            first_row = chunks[0].offsets[0] if chunks else 0
+        found = self.spans(name)
+        if not found:
+            return [((first_row, *[0] * (local.dim() - 1)), local)] if local.numel() else []
+        dim, spans = found
+        if dim == 1:
+            return [((first_row, spans[0][0]), local)] if local.numel() else []
+
+        pieces, place = [], 0  # place: of the span in this tensor rank's part
+        for begin, end in spans:
+            first = max(place, first_row)
+            last = min(place + end - begin, first_row + len(local))
+            if first < last:
+                corner = (begin + first - place, *[0] * (local.dim() - 1))
+                pieces.append((corner, local[first - first_row : last - first_row]))
+            place += end - begin
+        return pieces
+
+
+WHOLE = Layout(MPTConfig())  # of any model that is not cut
+
+
+def layout_of(model: MPT) -> Layout:
+    """How a model is cut over the tensor ranks."""
+    return model.layout if isinstance(model, SplitMPT) else WHOLE
+
+
+# --------------------------------------------------------------------------------------------------
+# The sums between the ranks
+
+
+@dataclass(frozen=True)
+class Team:
+    """The tensor ranks that compute one model together, as one of them sees them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    sequence_parallel: bool = False
+
+
+def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
+    """The sum of x over the team. x itself stays as it is: a checkpoint may have kept it."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(x, operation, team.group)
+    return x
+
+
+def gather_tokens(x, team: Team):
+    """The tokens of all ranks, in order of ranks: (B, T / n, D) -> (B, T, D)."""
+    parts = x.new_empty(team.size * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(parts, x.contiguous(), team.group)
+    return torch.cat(parts.chunk(team.size), dim=1)
+
+
+def sum_and_scatter_tokens(x, team: Team):
+    """The sum over the team, of which each rank gets its own tokens: (B, T, D) -> (B, T / n, D)."""
+    parts = torch.cat(x.chunk(team.size, dim=1))  # (n * B, T / n, D)
+    out = x.new_empty(x.shape[0], x.shape[1] // team.size, *x.shape[2:])
+    dist.reduce_scatter_tensor(out, parts, group=team.group)
+    return out
+
+
+class Copy(torch.autograd.Function):
+    """Every rank continues with x. Backward: the gradients of all ranks are added up."""
+
+    @staticmethod
+    def forward(ctx, x, team):
+        ctx.team = team
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.team), None
+
+
+class Sum(torch.autograd.Function):
+    """Every rank continues with the sum. Backward: each has the gradient of the sum already."""
+
+    @staticmethod
+    def forward(ctx, x, team):
+        return all_reduce(x, team)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class GatherTokens(torch.autograd.Function):
+    """Sequence parallelism's `Copy`."""
+
+    @staticmethod
+    def forward(ctx, x, team):
+        ctx.team = team
+        return gather_tokens(x, team)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return sum_and_scatter_tokens(grad, ctx.team), None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """Sequence parallelism's `Sum`."""
+
+    @staticmethod
+    def forward(ctx, x, team):
+        ctx.team = team
+        return sum_and_scatter_tokens(x, team)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_tokens(grad, ctx.team), None
+
+
+class SumOfStatistics(torch.autograd.Function):
+    """Every rank uses the sum for its own features: backward, their gradients are added up, too."""
+
+    @staticmethod
+    def forward(ctx, x, team):
+        ctx.team = team
+        return all_reduce(x, team)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.team), None
+
+
+def splits_tokens(module) -> bool:
+    """Whether each rank has its own tokens between the layers: sequence parallelism, in training."""
+    return module.team.sequence_parallel and module.training
+
+
+def enter(x, module):
+    """From what lies between the layers to what a cut weight multiplies: all tokens."""
+    return (GatherTokens if splits_tokens(module) else Copy).apply(x, module.team)
+
+
+def leave(x, module):
+    """From the shares of a sum (B, T, D) to what lies between the layers."""
+    return (ScatterTokens if splits_tokens(module) else Sum).apply(x, module.team)
+
+
+# --------------------------------------------------------------------------------------------------
+# The cut layers. Each is its whole layer with another forward: see `split`.
+
+
+class ColumnLinear(nn.Linear):
+    """X W_i: the output features of this rank."""
+
+    def forward(self, x):
+        """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
+        return super().forward(enter(x, self))
+
+
+class RowLinear(nn.Linear):
+    """The sum of Y_i U_i, and the bias once."""
+
+    def forward(self, y):
+        """y (B, T, in / n) -> (B, T, out), or this rank's tokens of it."""
+        z = leave(F.linear(y, self.weight), self)
+        return z if self.bias is None else z + self.bias.to(z.dtype)
+
+
+class SplitAttention(Attention):
+    """Attention for this rank's heads."""
+
+    def forward(self, x, positions, cache=None, layer=0):
+        """As in model.py. ALiBi's slopes are those of this rank's heads."""
+        if positions.slopes is not None:
+            n_heads = self.q_dim // self.cfg.head_dim
+            first = self.team.rank * n_heads
+            positions = positions._replace(slopes=positions.slopes[first : first + n_heads])
+        if not (self.training and self.cfg.attn_pdrop):
+            return super().forward(x, positions, cache, layer)
+        # Other heads, other masks. All other dropout must be the same on the ranks, so the
+        # generator continues as if nothing had been drawn from it here, but one number.
+        seed = int(torch.randint(2**62, ())) + self.team.rank
+        devices = [x.device] if x.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed)
+            return super().forward(x, positions, cache, layer)
+
+
+class SplitNorm(LayerNorm):
+    """qk_ln: mean and variance over the features of all ranks."""
+
+    def forward(self, x):
+        """x (B, T, D / n) -> the same shape, in the dtype that LayerNorm would have."""
+        kind = x.device.type
+        dtype = x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = autocast_dtype(x) if self.low_precision else torch.float32
+        n_features = self.n_features
+        x = x.to(at_least_fp32(x))
+        x = x - SumOfStatistics.apply(x.sum(-1, keepdim=True), self.team) / n_features
+        squares = x.square().sum(-1, keepdim=True)
+        variance = SumOfStatistics.apply(squares, self.team) / n_features
+        y = x * (variance + self.eps).rsqrt() * self.weight
+        return (y if self.bias is None else y + self.bias).to(dtype)
+
+
+class SplitEmbedding(nn.Embedding):
+    """The rows of this rank's part of the vocabulary."""
+
+    def forward(self, ids):
+        """ids (B, T) -> (B, T, D), or this rank's tokens of it. Zeros for the ids of other ranks."""
+        ids = ids - self.first_row
+        is_mine = (ids >= 0) & (ids < len(self.weight))
+        rows = F.embedding(ids.where(is_mine, 0), self.weight)
+        return leave(rows * is_mine[..., None], self)
+
+
+class SplitPositions(nn.Embedding):
+    """Learned positions, whole on every rank; with sequence parallelism for its own tokens."""
+
+    def forward(self, positions):
+        """positions (1 or B, T) -> (1 or B, T or T / n, D)."""
+        if splits_tokens(self):
+            positions = positions.chunk(self.team.size, dim=1)[self.team.rank]
+        return super().forward(positions)
+
+
+class SplitMPT(MPT):
+    """A model whose output layer is cut by vocabulary. `layout`: see `Layout`."""
+
+    def loss(self, x, labels, z_loss):
+        """As in model.py."""
+        x = enter(x, self)
+        weight = self.output_weight
+        first = self.first_row
+        needs_grad = torch.is_grad_enabled()
+        return VocabularyLoss.apply(
+            x.flatten(0, -2),
+            weight,
+            labels.flatten() - first,
+            labels.flatten() != IGNORE,
+            1.0 if self.logit_scale is None else self.logit_scale,
+            z_loss,
+            self.team,
+            needs_grad,
+        )
+
+    @torch.no_grad()
+    def score(self, x, labels):
+        """As in model.py."""
+        log_probs, greedy = [], []
+        weight = self.output_weight.to(autocast_dtype(x))
+        rows = chunk_rows(len(weight))
+        flat_labels = labels.flatten()
+        for x_chunk, label in zip(
+            x.flatten(0, -2).split(rows), flat_labels.split(rows), strict=True
+        ):
+            logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
+            if self.logit_scale is not None:
+                logits = logits * self.logit_scale
+            log_z, own = global_statistics(logits, label - self.first_row, self.team)
+            log_probs.append((own - log_z)[:, 0])
+            greedy.append(self.most_likely(logits) == label)
+        log_probs = torch.cat(log_probs)
+        in_vocabulary = (flat_labels >= 0) & (flat_labels < self.cfg.vocab_size)
+        log_probs = log_probs.masked_fill(~in_vocabulary, torch.nan)
+        log_probs = log_probs.masked_fill(flat_labels == IGNORE, 0)
+        return log_probs.view(labels.shape), torch.cat(greedy).view(labels.shape)
+
+    def most_likely(self, logits):
+        """The id of the largest logit of each row over all ranks, (rows,); of equal ones the first.
+
+        logits: (rows, V / n), this rank's.
+        """
+        largest, index = logits.max(-1)
+        over_all = all_reduce(largest, self.team, dist.ReduceOp.MAX)
+        nowhere = torch.full_like(index, self.cfg.vocab_size)
+        candidate = torch.where(largest == over_all, index + self.first_row, nowhere)
+        return all_reduce(candidate, self.team, dist.ReduceOp.MIN)
+
+    def logits(self, x):
+        """As in model.py: all ranks have the logits of the whole vocabulary."""
+        own = super().logits(x)  # (B, T, V / n)
+        widest = -(-self.cfg.vocab_size // self.team.size)
+        padded = F.pad(own, (0, widest - own.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(self.team.size)]
+        dist.all_gather(parts, padded, self.team.group)
+        widths = []
+        for rank in range(self.team.size):
+            _, ((begin, end),) = Layout(self.cfg, rank, self.team.size).spans("wte.weight")
+            widths.append(end - begin)
+        return torch.cat([part[..., :n] for part, n in zip(parts, widths, strict=True)], dim=-1)
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss
+
+
+def global_statistics(logits, labels, team: Team):
+    """(log_z, logit of the label) over the whole vocabulary, (rows, 1) each.
+
+    logits: (rows, V / n), this rank's; labels: (rows,), counted from its first one. One all-reduce
+    finds the largest logit m, a second one sums exp(logit - m) and the label's logit, which only
+    one rank has: log_z = m + log(sum).
+    """
+    labels = labels[:, None]
+    is_mine = (labels >= 0) & (labels < logits.shape[1])
+    own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)) * is_mine
+    largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
+    exp_sum = (logits - largest).exp().sum(1, keepdim=True)
+    exp_sum, own = all_reduce(torch.cat([exp_sum, own], 1), team).split(1, dim=1)
+    return largest + exp_sum.log(), own
+
+
+class VocabularyLoss(torch.autograd.Function):
+    """loss.LinearCrossEntropy with the vocabulary cut over the team.
+
+    The gradient of x is this rank's share of it: `Copy` adds the shares up. That of the weight is
+    complete, since a row of it belongs to one rank.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, labels, counted, scale, z_loss, team, needs_grad):
+        """x (N, D), weight (V / n, D), labels (N,) from this rank's first id, counted (N,) bool."""
+        exact = at_least_fp32(x)
+        ctx.dtypes = x.dtype, weight.dtype
+        matmul_dtype = autocast_dtype(x)
+        x = x.to(matmul_dtype)
+        weight = weight.to(matmul_dtype)
+        grad_x = torch.empty_like(x) if needs_grad else None
+        grad_w = torch.zeros(weight.shape, dtype=exact, device=x.device) if needs_grad else None
+
+        rows = chunk_rows(len(weight))
+        loss = torch.zeros((), dtype=exact, device=x.device)
+        for begin in range(0, len(x), rows):
+            chunk = slice(begin, begin + rows)
+            chunk_loss, grad = loss_and_gradient(
+                x[chunk], weight, labels[chunk], counted[chunk], scale, z_loss, team
+            )
+            loss += chunk_loss
+            if needs_grad:
+                grad_x[chunk] = grad @ weight
+                grad_w += grad.T @ x[chunk]
+        ctx.scale = scale
+        ctx.save_for_backward(grad_x, grad_w)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_loss):
+        grads = []
+        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
+            grads.append((grad.to(grad_loss.dtype) * (grad_loss * ctx.scale)).to(dtype))
+        return *grads, None, None, None, None, None, None
+
+
+def loss_and_gradient(x, weight, labels, counted, scale, z_loss, team: Team):
+    """The loss of one chunk, a scalar, and the gradient of this rank's logits, (rows, V / n).
+
+    The gradient is that of loss.py: (1 + 2 z log_z) softmax - onehot, without the factor `scale`.
+    """
+    logits = (x @ weight.T).to(at_least_fp32(x)) * scale
+    log_z, own = global_statistics(logits, labels, team)
+    counted = counted[:, None]
+    loss = ((log_z - own + z_loss * log_z.square()) * counted).sum()
+
+    grad = (logits - log_z).exp_().mul_(1 + 2 * z_loss * log_z)
+    is_mine = (labels >= 0) & (labels < len(weight))
+    minus_one = -is_mine[:, None].to(grad.dtype)
+    grad.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one)
+    return loss, grad.mul_(counted).to(x.dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Putting it on a model
+
+CUT = {
+    "Wqkv": ColumnLinear,
+    "up_proj": ColumnLinear,
+    "out_proj": RowLinear,
+    "down_proj": RowLinear,
+    "q_ln": SplitNorm,
+    "k_ln": SplitNorm,
+    "attn": SplitAttention,
+    "wte": SplitEmbedding,
+    "wpe": SplitPositions,
+    "": SplitMPT,
+}
+
+
+def split(model: MPT, world: processes.World, cfg: TrainConfig) -> None:
+    """Cut a model on the meta device, unless cfg.tp is 1.
+
+    Each layer keeps its name and this rank's part of its weights, and gets the forward of its cut
+    kind.
+    """
+    if cfg.tp == 1:
+        return
+    team = Team(world.tp_group, world.tp_rank, world.tp_size, cfg.sequence_parallel)
+    cut(model, team)
+
+
+def cut(model: MPT, team: Team) -> None:
+    """The same for a model anywhere, and a team."""
+    layout = Layout(model.cfg, team.rank, team.size)
+    for name, module in model.named_modules():
+        for leaf, param in list(module.named_parameters(recurse=False)):
+            part = layout.take(f"{name}.{leaf}", param.detach())
+            setattr(module, leaf, nn.Parameter(part))
+        kind = name.rpartition(".")[2]
+        if kind in CUT:
+            module.__class__ = CUT[kind]
+            module.team = team
+        if kind in ("q_ln", "k_ln"):
+            module.n_features = layout.whole_length(f"{name}.weight", 0)
+        if kind == "attn":
+            module.q_dim //= team.size
+            module.kv_dim //= team.size
+    _, ((first_row, _),) = layout.spans("wte.weight")
+    model.first_row = model.transformer.wte.first_row = first_row
+    model.layout = layout
+
+
+def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
+    """UserError if a model cannot be cut for cfg.tp tensor ranks."""
+    tp = cfg.tp
+    if tp == 1:
+        require(not cfg.sequence_parallel, "sequence_parallel needs tensor ranks: set --tp=2")
+        return
+    for name in ("n_heads", "n_kv_heads"):
+        heads = getattr(model_cfg, name)
+        good = [n for n in range(1, heads + 1) if heads % n == 0 == model_cfg.n_heads % n]
+        fits = f"tp can be {', '.join(map(str, good))}"
+        require(heads % tp == 0, f"tp {tp} does not divide {name} {heads}: {fits}")
+    require(cfg.compile is not True, "tp does not work with compiled blocks: set --compile=False")
+    T = model_cfg.max_seq_len
+    problem = f"sequence_parallel: tp {tp} does not divide max_seq_len {T}"
+    require(not cfg.sequence_parallel or T % tp == 0, problem)
+
+
+def sum_partial_gradients(model: MPT) -> None:
+    """With sequence parallelism, add up what each rank got for its own tokens: the gradients of
+    norms, of the biases of rows and of learned positions. A collective, one all-reduce."""
+    if not (isinstance(model, SplitMPT) and model.team.sequence_parallel):
+        return
+    grads = []
+    for name, param in model.named_parameters():
+        if model.layout.spans(name) is None and param.grad is not None:
+            grad = param.grad
+            grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    if not grads:
+        return
+    together = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(together, group=model.team.group)
+    for grad, part in zip(grads, together.split([g.numel() for g in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
+
+
+def demonstrate(argv) -> None:
+    """Print the loss and a gradient of a small model, cut over the ranks, beside the whole one's."""
+    arguments(argv)
+    world = processes.start("cpu")
+    cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=250, max_seq_len=32, alibi=True)
+    check(cfg, TrainConfig(tp=world.global_size))
+    ids = torch.randint(250, (2, 33), generator=torch.Generator().manual_seed(0))
+    whole = MPT(cfg).double()
+    init_weights(whole, seed=0)
+    part = MPT(cfg).double()
+    team = Team(dist.group.WORLD, world.global_rank, world.global_size)
+    cut(part, team)
+    with torch.no_grad():
+        for name, param in part.named_parameters():
+            param.copy_(part.layout.take(name, whole.get_parameter(name)))
+    losses = []
+    for model in (whole, part):
+        loss = model(ids[:, :-1], labels=ids[:, 1:])
+        loss.backward()
+        losses.append(loss.item())
+    name = "transformer.blocks.0.attn.Wqkv.weight"
+    expected = part.layout.take(name, whole.get_parameter(name).grad)
+    error = (part.get_parameter(name).grad - expected).abs().max()
+    print(
+        f"rank {world.global_rank}: loss {losses[1]:.12f}, of the whole model {losses[0]:.12f}; "
+        f"gradient of {tuple(expected.shape)} rows of Wqkv: largest difference {error:.0e}",
+        flush=True,
+    )
+    assert error < 1e-9
+
+
+if __name__ == "__main__":
+    processes.run(demonstrate)
