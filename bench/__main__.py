@@ -22,6 +22,7 @@ from config import require
 NAMES = """
     train team table scaling compare machine attention
     before_after trajectories flops memory operations fake_runs fake_gpu planner
+    chips compiled inner_loop
     generate evaluation load facts first_night night_report
 """.split()
 # These are started and ended by processes.run, all others by config.run.
