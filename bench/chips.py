@@ -19,7 +19,7 @@ processor (WGP) of a Radeon. Each has four SIMDs, which share the warps of a blo
     blocks by shared memory    = unit's shared memory / (shared memory of a block + reserved)
     blocks by threads          = SIMD's warps / warps of a block on a SIMD
     blocks by tensor memory    = unit's columns / columns of a block
-    occupancy                  = fewest blocks x warps of a block on a SIMD / SIMD's warps
+    occupancy                  = fewest blocks x warps of a block / (4 x SIMD's warps)
 
 each rounded down; what a block takes is rounded up to the steps in which it is given out. With one
 block on a unit, nothing runs while its warps wait for each other.
@@ -27,13 +27,15 @@ block on a unit, nothing runs while its warps wait for each other.
 Read next: bench/compiled.py, which compiles, and bench/inner_loop.py, which counts instructions.
 """
 
-import concurrent.futures
 import datetime
+import itertools
 import json
 import math
 import multiprocessing
 import platform
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,9 +106,8 @@ class Occupancy:
 
 
 def warps_by_registers(limits: Limits, registers: int) -> int:
-    """The warps that a SIMD can hold, at so many registers a thread."""
-    taken = round_up(max(registers, 1), limits.register_step)
-    return min(limits.registers // taken, limits.warps)
+    """The warps that a SIMD has registers for, at so many a thread."""
+    return limits.registers // round_up(max(registers, 1), limits.register_step)
 
 
 def occupancy(limits: Limits, facts: Facts) -> Occupancy:
@@ -125,7 +126,7 @@ def occupancy(limits: Limits, facts: Facts) -> Occupancy:
         room["shared memory"] = 0
     blocks = min(room.values())
     scarce = [name for name, fit in room.items() if fit == blocks]
-    return Occupancy(blocks, ", ".join(scarce), blocks * warps / limits.warps)
+    return Occupancy(blocks, ", ".join(scarce), blocks * facts.warps / (SIMDS * limits.warps))
 
 
 def round_up(n: int, step: int) -> int:
@@ -134,6 +135,9 @@ def round_up(n: int, step: int) -> int:
 
 
 # --- Attention's kernels
+
+# Matmuls that a pass needs for each block of scores: see gpu_kernels/flash_attention.py.
+MATMULS = {"forward": 2, "dq": 3, "dkdv": 4}
 
 
 def attention_binary(
@@ -162,24 +166,30 @@ def attention_binary(
     return binaries[name]
 
 
-def kernel_row(arch: str, head_dim: int, pass_name: str) -> dict:
-    """A row of the table. None for what the compiler does not give, or if it fails."""
+def empty_row(arch: str, head_dim: int, pass_name: str, error: str) -> dict:
+    """A row without figures."""
     launch = launch_table.row_for(arch, head_dim, pass_name, torch.bfloat16)
     row = {"chip": arch, "head_dim": head_dim, "pass": pass_name}
-    row |= {"launch": launch_table.options(launch), "error": None}
+    row |= {"launch": launch_table.options(launch), "error": error[:200]}
+    return row | dict.fromkeys(FIGURES)
+
+
+def kernel_row(arch: str, head_dim: int, pass_name: str) -> dict:
+    """A row of the table. None for what the compiler does not give."""
     try:
         binary = attention_binary(arch, head_dim, pass_name)
     except Exception as error:  # compilers report what they cannot do with many types
-        return row | dict.fromkeys(FIGURES) | {"error": f"{type(error).__name__}: {error}"[:200]}
+        return empty_row(arch, head_dim, pass_name, f"{type(error).__name__}: {error}")
 
     facts = compiled.facts(binary)
-    held = occupancy(LIMITS[arch], facts) if facts.registers is not None else None
+    held = occupancy(LIMITS[arch], facts) if facts.taken is not None else None
     text = compiled.assembly(binary)
     loop = inner_loop.find(text) if text else None
+    row = empty_row(arch, head_dim, pass_name, error="")
     figures = [facts.registers, facts.taken, facts.spilled, facts.shared, facts.tensor_memory]
     figures += [held.blocks, held.limited_by, held.share] if held else [None] * 3
     figures += [loop.instructions, loop.matrix, loop.share] if loop else [None] * 3
-    figures += [loop.flops_per_instruction if loop else None]
+    figures += [loop.flops_per_instruction, work(row, loop)] if loop else [None] * 2
     return row | dict(zip(FIGURES, figures, strict=True))
 
 
@@ -187,21 +197,48 @@ def kernel_row(arch: str, head_dim: int, pass_name: str) -> dict:
 FIGURES = """
     registers registers_taken spilled_bytes shared_bytes tensor_memory_columns
     blocks limited_by occupancy
-    loop_instructions loop_matrix matrix_share flops_per_instruction
+    loop_instructions loop_matrix matrix_share flops_per_instruction work
 """.split()
+
+
+def work(row: dict, loop: inner_loop.Loop) -> float | None:
+    """FLOPs that the matrix units do in one turn of the loop, over those that the pass needs.
+
+    1 if each warp has its own part of every product. More if a block of scores has fewer tiles, of
+    the size of a matrix instruction, than there are warps: then several compute the same tile. Also
+    more for heads that are padded.
+    """
+    launch = row["launch"]
+    scores = launch["BLOCK_M"] * launch["BLOCK_N"]
+    needed = MATMULS[row["pass"]] * 2 * scores * row["head_dim"]
+    return None if loop.flops is None else loop.flops * launch["num_warps"] / needed
 
 
 def rows_of_chip(arch: str, head_dims: tuple[int, ...]) -> list[dict]:
     """The rows of one chip."""
-    passes = flash_attention.KERNELS
-    return [kernel_row(arch, dim, pass_name) for dim in head_dims for pass_name in passes]
+    return [kernel_row(arch, *shape) for shape in itertools.product(head_dims, MATMULS)]
 
 
 def all_rows(archs: list[str], head_dims: tuple[int, ...]) -> list[dict]:
-    """The rows of several chips, compiled by as many processes as there are cores."""
+    """The rows of several chips, compiled by as many processes as there are cores.
+
+    A compiler that does not know a chip may abort its process, and the others with it. Then each
+    chip gets processes of its own, and the rows of that chip stay empty.
+    """
+    try:
+        return in_processes(archs, head_dims)
+    except BrokenProcessPool:
+        if len(archs) > 1:
+            return [row for arch in archs for row in all_rows([arch], head_dims)]
+        error = "the compiler aborted: does this version of Triton know the chip?"
+        shapes = itertools.product(head_dims, MATMULS)
+        return [empty_row(archs[0], *shape, error) for shape in shapes]
+
+
+def in_processes(archs: list[str], head_dims: tuple[int, ...]) -> list[dict]:
+    """The rows; BrokenProcessPool if a process died."""
     spawn = multiprocessing.get_context("spawn")
-    workers = min(cpus(), len(archs))
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+    with ProcessPoolExecutor(min(cpus(), len(archs)), mp_context=spawn) as pool:
         of_chips = pool.map(rows_of_chip, archs, [head_dims] * len(archs))
         return [row for rows in of_chips for row in rows]
 
@@ -227,6 +264,9 @@ head. The figures change with the version of triton.
   of one chip compare by it.
 - **FLOPs**: what the matrix units do for each instruction of the loop, for one warp. On sm_100 and
   sm_103 one thread starts the matrix instructions, and their text does not have the size: n/a.
+- **work**: the FLOPs that all warps do in that turn, over those that the pass needs: 2 matmuls of a
+  block of scores in the forward, 3 for dq, 4 for dkdv. Above 1 there are more warps than tiles of
+  scores, and several compute the same tile.
 
 {kernels}
 
@@ -255,7 +295,7 @@ def or_na(value, form: str = "") -> str:
 def kernel_table(rows: list[dict]) -> str:
     """The rows of the kernels."""
     head = "chip, heads of, pass, blocks of scores, warps, registers, spilled, shared, blocks"
-    head += ", limited by, occupancy, loop, matrix, FLOPs"
+    head += ", limited by, occupancy, loop, matrix, FLOPs, work"
     lines = []
     for row in rows:
         launch = row["launch"]
@@ -265,7 +305,7 @@ def kernel_table(rows: list[dict]) -> str:
         line += ["n/a" if row["shared_bytes"] is None else f"{row['shared_bytes'] / KB:.4g}"]
         line += [or_na(row["blocks"]), or_na(row["limited_by"]), or_na(row["occupancy"], ".1%")]
         line += [or_na(row["loop_instructions"]), or_na(row["matrix_share"], ".1%")]
-        line += [or_na(row["flops_per_instruction"], ",.0f")]
+        line += [or_na(row["flops_per_instruction"], ",.0f"), or_na(row["work"], ".3g")]
         lines.append(line)
     return table(head.split(", "), lines)
 
@@ -325,7 +365,7 @@ def main(argv: list[str]) -> None:
     (args,) = config.load(argv, ChipArgs)
     archs = [name for name in args.chips.split(",") if name] or list(LIMITS)
     head_dims = (args.head_dim,) if args.head_dim else (64, 128)
-    n_kernels = len(archs) * len(head_dims) * len(flash_attention.KERNELS)
+    n_kernels = len(archs) * len(head_dims) * len(MATMULS)
     print(f"compiling {n_kernels} kernels, a few seconds each", file=sys.stderr)
 
     rows = all_rows(archs, head_dims)

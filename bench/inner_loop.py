@@ -98,6 +98,8 @@ def control_flow(text: str) -> tuple[list[list[str]], list[set[int]]]:
     A branch to a label that is not in the text, such as another function's, leads nowhere.
     """
     instructions, labels = read(text)
+    if not instructions:
+        return [], []
     targets = {}  # index of a branch: index of the instruction that it jumps to
     for at, line in enumerate(instructions):
         found = BRANCH.match(line)
