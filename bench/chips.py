@@ -253,8 +253,8 @@ run**: no GPU took part, and nothing here is a speed.
 The rows of `gpu_kernels/launch_table.py`, bf16, causal, with ALiBi, one key head for each query
 head. The figures change with the version of triton.
 
-- **registers** that a thread uses. `214 (257)`: the compiler for AMD makes it take 257, so that no
-  more wavefronts than `waves_per_eu` fit on a SIMD
+- **registers** that a thread uses. `214 (257)`: because of `waves_per_eu`, AMD's compiler lets it
+  take 257, so that fewer wavefronts fit on a SIMD
 - **spilled** bytes of a thread, **shared** memory of a block in KB
 - **blocks** of threads that a unit (an SM, a CU, or a WGP of two CUs) can hold at once, what
   **limits** that, and the **occupancy**: the warps of these blocks, of those that it has room for
@@ -262,8 +262,10 @@ head. The figures change with the version of triton.
   such loops the one with the largest share: the one without a mask)
 - **matrix**: matrix instructions among them. Their size differs from chip to chip, so only kernels
   of one chip compare by it.
-- **FLOPs**: what the matrix units do for each instruction of the loop, for one warp. On sm_100 and
-  sm_103 one thread starts the matrix instructions, and their text does not have the size: n/a.
+- **FLOPs**: what the matrix units do for each instruction of the loop, for one warp. A SIMD of an
+  H100 starts one instruction a cycle, in which its matrix unit can do 1,024 (A100: 512). Where a
+  kernel has fewer, starting instructions takes longer than multiplying. On sm_100 and sm_103 one
+  thread starts the matrix instructions, and their text does not have the size: n/a.
 - **work**: the FLOPs that all warps do in that turn, over those that the pass needs: 2 matmuls of a
   block of scores in the forward, 3 for dq, 4 for dkdv. Above 1 there are more warps than tiles of
   scores, and several compute the same tile.

@@ -111,7 +111,7 @@ class Facts:
     """What a binary says of itself. None: no tool for it is installed."""
 
     registers: int | None  # that a thread uses
-    taken: int | None  # registers that it takes: on AMD more, if waves_per_eu keeps others out
+    taken: int | None  # registers that it takes: more on AMD, where waves_per_eu keeps others out
     spilled: int | None  # bytes of a thread that registers have no room for
     shared: int  # bytes of a block
     tensor_memory: int  # columns of it that a block takes (only sm_100 and sm_103 have it)

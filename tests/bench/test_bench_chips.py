@@ -86,6 +86,15 @@ def test_the_loop_with_the_largest_share_is_counted_with_its_waits():
     assert loop.flops_per_instruction == 2 * (2 * 16 * 8 * 16) / 8
 
 
+def test_matrix_instructions_of_the_outer_loop_do_not_count():
+    line = "/*0030*/                   HMMA.16816.F32.BF16 R8, R4, R6, R8 ;\n"
+    assert inner_loop.find(SASS.replace(".L_x_1:\n", line * 9 + ".L_x_1:\n")).share == 0.25
+
+
+def test_a_kernel_may_begin_with_its_loop():
+    assert inner_loop.find(SASS[SASS.index(".L_x_4:") :]).instructions == 9
+
+
 def test_a_loop_of_amds():
     loop = inner_loop.find(AMDGCN)
     assert (loop.instructions, loop.matrix, loop.flops) == (4, 1, 2 * 32 * 32 * 8)
@@ -135,8 +144,9 @@ def block(warps, registers, shared=0, tensor_memory=0):
         ("gfx90a", block(8, 50), 4, "registers, threads", 1),
         # By hand: 512 / 200 = 2 warps a SIMD; 228 KB / (128 + 1) KB = 1.
         ("sm_90", block(8, 198, 128 * 1024), 1, "registers, shared memory", 8 / 64),
-        # 48 KB and 1 KB reserved: 100 / 49 = 2; 512 / 88 = 5 warps a SIMD.
-        ("sm_86", block(4, 84, 48 * 1024), 2, "shared memory", 8 / 48),
+        # 40.5 KB and 1 KB reserved: 164 / 41.5 = 3; 512 / 88 = 5 warps a SIMD.
+        ("sm_80", block(4, 84, 81 * 512), 3, "shared memory", 12 / 64),
+        ("sm_86", block(4, 24, 0), 12, "threads", 1),
         ("sm_100", block(8, 74, 56 * 1024, tensor_memory=256), 2, "tensor memory", 16 / 64),
         # 1536 / 216 = 7 warps a SIMD, 2 of each block.
         ("gfx1100", block(8, 200, 16 * 1024), 3, "registers", 24 / 64),
