@@ -148,7 +148,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
                 # fully_shard divides gradients by the number of data-parallel ranks. n_tokens
                 # counts the tokens of all ranks already, so dp_size cancels that division.
                 (microbatch_loss * world.dp_size / n_tokens).backward()
-            loss_sum += microbatch_loss.detach()
+            loss_sum += microbatch_loss.detach_()  # in place, which frees the graph
 
     # update
     with record_function("optimizer"):
