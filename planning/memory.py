@@ -242,15 +242,15 @@ class StepMemory:
 
     def count_gradients(self, cfg: TrainConfig, rows: int) -> None:
         """Set the bytes of gradients that wait: from earlier microbatches, and of the loss's W."""
-        accumulates = rows > cfg.microbatch_size
+        self.accumulates = rows > cfg.microbatch_size  # over several microbatches
         held_whole = self.ranks > 1 and cfg.sharding_mode.reduces_late
         bytes_each = 4 if held_whole else 4 / self.shard_ranks
-        self.waiting_bytes = bytes_each if accumulates else 0  # per parameter
+        self.waiting_bytes = bytes_each if self.accumulates else 0  # per parameter
 
         # The gradient of W has W's dtype. It waits for the tied embedding's gradient, or to be
         # reduced over the ranks. On one rank without tying it is added to .grad directly.
         self.head_grad_width = self.width if self.ranks > 1 else 4
-        added_directly = accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
+        added_directly = self.accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
         waits = self.is_last and not added_directly
         self.head_grad_bytes = self.head_grad_width * self.n_embedding if waits else 0
 
@@ -279,13 +279,15 @@ class StepMemory:
 
         blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
         gathered at this moment, if it frees blocks after use; else it has gathered them all.
-        On one rank: autocast's bf16 copies, which the graph keeps for blocks not recomputed.
+        On one rank: bf16 copies for blocks that are not recomputed. Autocast makes them, and the
+        graph keeps them, or parallel.weights_cast_once keeps them for all microbatches of a step.
         """
         if self.ranks > 1:
             n_gathered = min(gathered, blocks_waiting) if self.frees_weights else blocks_waiting
             return self.width * (self.n_outside + self.n_block * n_gathered)
         if self.width == 2:
-            return 2 * self.n_block * self.recomputed[:blocks_waiting].count(False)
+            with_copies = self.recomputed if self.accumulates else self.recomputed[:blocks_waiting]
+            return 2 * self.n_block * with_copies.count(False)
         return 0
 
     def loss_forward(self) -> dict[str, int]:

@@ -233,6 +233,20 @@ MUTANTS = [
         "each rank clips by the norm of its own shard",
     ),
     Mutant(
+        "parallel.py",
+        "    copy.grad = None",
+        "",
+        "test_parallel.py::test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch",
+        "gradients of a weight's bf16 copy are added again in each later microbatch",
+    ),
+    Mutant(
+        "parallel.py",
+        'precision == "bf16" and n_microbatches > 1',
+        "n_microbatches > 1",
+        "test_parallel.py::test_one_process_casts_weights_once_a_step",
+        "a run in fp32 multiplies by weights in bf16",
+    ),
+    Mutant(
         "optim.py",
         ".clamp(max=1.0)",
         "",

@@ -359,6 +359,24 @@ def test_one_rank_allocates_what_is_estimated(checkpointing):
     agree(MID, run(microbatches=2, **checkpointing))
 
 
+@pytest.mark.parametrize("microbatches", [2, 3])
+def test_bf16_copies_for_a_whole_step_are_in_the_estimate(microbatches):
+    """They are alive until the last block's backward, and gone at the update; within 2 %."""
+    m = dataclasses.replace(MID, d_model=512, max_seq_len=64, vocab_size=512)
+    cfg = run(batch=1, microbatches=microbatches)
+    estimated = memory.bytes_by_moment(m, cfg)
+    counted = memory_measured.count(m, cfg)
+    linears = m.n_layers * 12 * m.d_model**2
+    for ours, theirs in (("embedding backward",) * 2, ("block 2 backward", "block backward")):
+        copies = estimated[ours]["copies of the weights"]
+        assert copies == pytest.approx(2 * linears, rel=0.01)
+        assert copies == pytest.approx(counted[theirs]["copies of the weights"], rel=0.02)
+    for ours, theirs in (("loss forward",) * 2, ("block 2 backward", "block backward")):
+        expected = sum(counted[theirs].values())
+        assert sum(estimated[ours].values()) == pytest.approx(expected, rel=0.02), ours
+    assert counted["update"].get("copies of the weights", 0) == 0
+
+
 MODES = [("FULL_SHARD", "full"), ("HYBRID_SHARD", "none"), ("DDP", "selective")]
 MODES += [("ZERO1", "none"), ("SHARD_GRAD_OP", "selective")]
 
