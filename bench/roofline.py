@@ -246,7 +246,12 @@ def report(m: MPTConfig, cfg: TrainConfig, prices: Prices, costs: list, times: i
     return {
         "device": asdict(prices.plan.fleet.device),
         "measured": prices.night,
-        "rates": step_prices.lines(prices),
+        "rates": {
+            "matmul": prices.matmul,  # FLOP/s
+            "attention": prices.attention,
+            "memory": prices.bandwidth,  # bytes/s
+            "launch": step_prices.LAUNCH,  # seconds
+        },
         "tokens": tokens,
         "microbatches": prices.plan.microbatches,
         "model_flops": flops.train_flops_per_token(m) * tokens,
@@ -282,20 +287,21 @@ def table(figures: dict) -> list[str]:
     return lines + [f"{name:<24}{a:>12}{b:>20}" for name, (a, b) in rows.items()]
 
 
-def text(figures: dict, top: int) -> str:
+def text(figures: dict, prices: Prices, top: int) -> str:
     """The report for a person to read."""
-    device = figures["device"]["name"]
-    tokens, n = figures["tokens"], figures["microbatches"]
-    size = f"{tokens:,.0f} tokens a step, microbatches: {n:,}"
-    lines = [f"a rank's step on {device}, {size}; {MEANING}", ""]
-    lines += [*table(figures), ""]
-    flops_lines = {f"MFU counts {flops.CONVENTION}": figures["model_flops"]}
-    flops_lines["matmuls and attention"] = sum(figures["counted_flops"].values())
-    lines += [f"{1e-12 * n:>12,.1f} TFLOP a step: {name}" for name, n in flops_lines.items()]
+    tokens = f"{figures['tokens']:,.0f} tokens in {figures['microbatches']:,} microbatches"
+    device = prices.plan.fleet.device.name
+    lines = [f"one step of one {device}, {tokens}; {MEANING}", "", *table(figures), ""]
+
+    work = sum(figures["counted_flops"].values()) / 1e12
+    model_work = figures["model_flops"] / 1e12
+    lines.append(f"{work:,.1f} TFLOP of matmuls and attention; without the masked scores")
+    lines.append(f"{model_work:,.1f} TFLOP for the MFU, by {flops.CONVENTION}")
     traffic = figures["eager"]["traffic"]
     if traffic:
-        lines.append(f"{1e3 * traffic:>12,.1f} ms of collectives, most of them beside the kernels")
-    lines += ["", *figures["rates"], ""]
+        lines.append(f"{1e3 * traffic:,.1f} ms of collectives, most of it beside the kernels")
+
+    lines += ["", *step_prices.lines(prices), ""]
     lines += planner_lines(figures["planner"], figures["operations"])
     if top:
         lines += ["", "the most expensive operations, eager"]
@@ -310,7 +316,7 @@ def main(argv: list[str]) -> None:
     fake_gpu.compiler()  # or a clear line, before the wait
     print("PyTorch runs on tensors without data; this takes a minute", file=sys.stderr)
     figures = report(m, cfg, prices, *counted(m, cfg, device.ranks))
-    print(json.dumps(figures, indent=1) if args.json else text(figures, args.top))
+    print(json.dumps(figures, indent=1) if args.json else text(figures, prices, args.top))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ class DeviceArgs:
     node_size: int = 8  # torch devices of a node
     network: float = 100.0  # GB/s of a node, each way
     night: str = ""  # folder of `bench first_night`: take what was measured there
-    attention_share: float = 0  # of the peak, that attention reaches (0: as above)
+    attention_share: float = 0  # of the peak, for attention (0: planning's, or the night's)
 
     def check(self) -> None:
         """UserError if a setting is out of range."""
