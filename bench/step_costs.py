@@ -18,12 +18,14 @@ How fusion is estimated. The run compiles each block on its own, so only a block
 merged, and those of a forward not with those of a backward. Pointwise operations, reductions, casts
 and concatenations can be merged. Matmuls, attention, collectives and all other operators are
 borders. Two operations become one kernel if one reads what the other writes, and as many borders
-lie before both: so no border ever waits between two parts of a kernel. The kernel reads each tensor
-from outside once, and writes only what is read outside of it, or by nobody. A tensor that only its
-own operations read costs nothing. Loss, embeddings, gradient sums and optimizer stay eager.
+lie before both: so no border ever waits between two parts of a kernel. Only a bias gradient is not
+merged with what makes its input. The kernel reads each tensor from outside once, and writes only
+what is read outside of it, or by nobody. A tensor that only its own operations read costs nothing.
+Loss, embeddings, sums of gradients and the optimizer stay eager.
 
-This is a lower bound of what Inductor makes: it may split a sum over rows from one over columns. It
-may also compute something again in the backward, which this estimate stores.
+Inductor makes its schedule without a GPU, too, and a test compares both. For a block of MPT it
+moves as many bytes in the forward, and 5 % more in the backward, where it also splits the sums of
+LayerNorm's gradients from the rest (torch 2.13). With RoPE and `qk_ln` it moves 12 % more.
 
 `python -m bench step_costs` prints both for a step of a small model on this CPU.
 """
@@ -76,6 +78,9 @@ MERGED = {
     "aten::native_dropout",
     "aten::native_dropout_backward",
 }
+# They can be merged with what follows, but not with what makes their input: a bias gradient sums
+# over rows, which one kernel after the other has written.
+READS_ROWS = "aten::sum"
 ACCUMULATES = "torch::autograd::AccumulateGrad"  # the sum of gradients, outside of compiled code
 
 
@@ -325,8 +330,10 @@ def groups_of(costs: list[Cost]) -> list[list[int]]:
         for use in cost.writes:
             last_writer[use.storage] = number
 
+        if not cost.can_merge or cost.operation.name == READS_ROWS:
+            continue
         for source in sources:
-            if cost.can_merge and costs[source].can_merge and level_after[source] == level:
+            if costs[source].can_merge and level_after[source] == level:
                 merge(group_of, source, number)
     return list({id(group): sorted(group) for group in group_of.values()}.values())
 

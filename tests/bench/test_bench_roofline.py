@@ -4,10 +4,12 @@ Costs are counted on real operations, of this CPU or of the meta device. Merging
 checked by hand on small logs. The slow tests run the step on a GPU that is not there.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -132,7 +134,7 @@ def step_on_this_cpu(m: MPTConfig, cfg: TrainConfig) -> list[Cost]:
     return log.costs
 
 
-SMALL = MPTConfig(d_model=64, n_heads=4, n_layers=3, vocab_size=512, max_seq_len=32)
+SMALL = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=512, max_seq_len=32)
 
 
 def test_a_real_step_has_the_flops_of_the_formulas_and_every_block_its_operations():
@@ -145,7 +147,7 @@ def test_a_real_step_has_the_flops_of_the_formulas_and_every_block_its_operation
     for cost in costs:
         if cost.block and cost.operation.name in ("aten::addmm", "aten::mm"):
             linears[cost.block] = linears.get(cost.block, 0) + 1
-    calls = range(1, 2 * 3 + 1)
+    calls = range(1, 2 * 2 + 1)
     expected = {(call, "forward"): 4 for call in calls} | {(call, "backward"): 8 for call in calls}
     assert linears == expected
     outside = [cost for cost in costs if cost.block is None and cost.operation.name == "aten::gelu"]
@@ -229,6 +231,12 @@ def test_unconnected_operations_are_not_merged():
 def test_branches_that_meet_become_one_kernel():
     costs = [made("left", "x", "a"), made("right", "x", "b"), made("add", "ab", "c")]
     assert merged(costs) == [("left+right+add", 200)]
+
+
+def test_a_bias_gradient_reads_what_was_written():
+    costs = [made("gelu_backward", "xy", "a"), made("sum", "a", "b"), made("cast", "b", "c")]
+    costs.append(made("mm", "a", "d", merges=False))
+    assert merged(costs) == [("gelu_backward", 300), ("sum+cast", 200), ("mm", 200)]
 
 
 def test_views_of_one_tensor_are_read_apart():
@@ -465,7 +473,7 @@ import json, sys
 from bench import fake_gpu
 fake_gpu.pretend()
 import test_bench_roofline as test
-print(json.dumps(test.counted_cases()))
+print(json.dumps([test.counted_cases(), test.schedules()]))
 """
 CASES = {
     "none": (1, {}, {"alibi": True, "attn_impl": "triton"}),
@@ -476,20 +484,23 @@ CASES = {
 
 
 def counted_cases() -> dict:
-    """{case: FLOPs of five microbatches, counted and by formula; bytes; kernels; of 3 repeated}."""
+    """{case: {"formula": its FLOPs, "eager, all": [FLOPs, bytes, kernels], ...}}.
+
+    all: of four microbatches; repeated: of three, of which the second stands for two.
+    """
     from bench import fake_runs
 
     found = {}
     for case, (ranks, settings, model) in CASES.items():
         m = replace(SMALL, **model)
-        cfg = TrainConfig(global_batch_size=10 * ranks, microbatch_size=2, **settings)
+        cfg = TrainConfig(global_batch_size=8 * ranks, microbatch_size=2, **settings)
         log = fake_runs.train_step(fake_runs.Setting(m, cfg, ranks), CostLog)
         short, times = roofline.shortened(cfg, ranks)
         short_log = fake_runs.train_step(fake_runs.Setting(m, short, ranks), CostLog)
         setup = matmuls.TrainingSetup(
             "flash", activation_checkpointing=cfg.activation_checkpointing
         )
-        formula = matmuls.total(matmuls.flops_by_pass(m, setup)) * 10 * m.max_seq_len
+        formula = matmuls.total(matmuls.flops_by_pass(m, setup)) * 8 * m.max_seq_len
         kinds = {"eager": eager, "fused": fused}
         found[case] = {"formula": formula}
         for name, kind in kinds.items():
@@ -502,19 +513,88 @@ def counted_cases() -> dict:
     return found
 
 
-@pytest.mark.slow
-def test_a_step_on_a_gpu_that_is_not_there(compiler):
+def schedules() -> dict | None:
+    """{pass: bytes of a block, by our estimate and by Inductor's schedule}; None: another torch.
+
+    Inductor needs a GPU only to compile the kernels that it has planned.
+    """
+    if not torch.__version__.startswith("2.13"):
+        return None  # this is all private there
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._guards import detect_fake_mode
+    from torch._inductor import decomposition
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    from bench import fake_runs
+
+    needed = {"warp_size": 32, "max_threads_per_multi_processor": 2048}
+    for name, value in needed.items():
+        setattr(fake_gpu.Properties, name, value)
+    bytes_of = {}
+
+    def planner(name):
+        def plan(graph, inputs):
+            lowering = GraphLowering(graph, example_inputs=inputs, is_backward=name == "backward")
+            nodes = [n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder"]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(V.set_fake_mode(detect_fake_mode(nodes)))
+                stack.enter_context(V.set_graph_handler(lowering))
+                stack.enter_context(V.set_debug_handler(mock.MagicMock()))
+                lowering.run(*inputs)
+                lowering.init_wrapper_code()
+                lowering._update_scheduler()
+                bytes_of[f"Inductor, {name}"] = lowering.count_bytes()[0]
+            return graph.forward
+
+        return plan
+
+    backend = aot_autograd(
+        fw_compiler=planner("forward"),
+        bw_compiler=planner("backward"),
+        decompositions=decomposition.select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    m = replace(SMALL, d_model=1024, max_seq_len=1024)
+    cfg = TrainConfig(global_batch_size=8, microbatch_size=8)
+    log = fake_runs.train_step(fake_runs.Setting(m, cfg), CostLog)
+    for name in ("forward", "backward"):
+        kernels = [k for k in fused(log.costs) if k.costs[0].block == (2, name)]
+        bytes_of[f"ours, {name}"] = sum(kernel.bytes for kernel in kernels)
+    fake_runs.train_step(fake_runs.Setting(m, cfg, 1, backend))
+    return bytes_of
+
+
+@pytest.fixture(scope="module")
+def counted(compiler) -> tuple[dict, dict]:
+    """`counted_cases()` and `schedules()`, from a process of their own."""
     environment = rooms_on_path()
     environment["PYTHONPATH"] += f":{ROOT}/tests:{ROOT}/tests/bench"
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for case, found in json.loads(done.stdout).items():
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_the_compiler_plans_the_bytes_that_are_estimated(counted):
+    _, planned = counted
+    if planned is None:
+        pytest.skip("torch 2.13 makes this schedule without a GPU")
+    assert planned["ours, forward"] == pytest.approx(planned["Inductor, forward"], rel=0.01)
+    assert planned["ours, backward"] == pytest.approx(planned["Inductor, backward"], rel=0.07)
+
+
+@pytest.mark.slow
+def test_a_step_on_a_gpu_that_is_not_there(counted):
+    cases, _ = counted
+    for case, found in cases.items():
         assert found["eager, all"][0] == found["fused, all"][0] == found["formula"], case
         # The hash of all rows is the only operation on more or fewer of them.
         assert found["eager, repeated"] == pytest.approx(found["eager, all"], rel=1e-3), case
         assert found["fused, repeated"] == pytest.approx(found["fused, all"], rel=1e-3), case
-        assert found["fused, all"][1] < 0.97 * found["eager, all"][1], case
+        assert found["fused, all"][1] < found["eager, all"][1], case
         assert found["fused, all"][2] < 0.9 * found["eager, all"][2], case
 
 
@@ -552,7 +632,9 @@ def test_mpt1b_on_an_h100_by_hand(compiler, python):
     assert eager_parts["GELU"] == pytest.approx(gelu, rel=1e-3)
     norms = (2 + 3) * residual * (2 * layers + 1) / 3350e9
     assert eager_parts["LayerNorm"] == pytest.approx(norms, rel=0.01)
-    for part in ("LayerNorm", "GELU", "bias gradients"):
+    for part in ("GELU", "bias gradients"):  # alone between matmuls
+        assert fused_parts[part] == pytest.approx(eager_parts[part], rel=0.01)
+    for part in ("LayerNorm", "other"):  # merged with the residual stream's sums
         assert 0.5 * eager_parts[part] < fused_parts[part] < 0.9 * eager_parts[part]
 
 
