@@ -56,6 +56,7 @@ PLANNED = {
     "attention backward": "attention",
     "optimizer": "optimizer",
     "collectives": "exposed traffic",
+    "waiting for the host": "waiting for the host",  # planning has none
 }
 MOST_RUN = 3  # microbatches: the first, the last, and one that stands for all between
 MEANING = "counted and priced, not measured: nothing here ran on a GPU"
@@ -177,7 +178,7 @@ def most_expensive(kernels: list, prices: Prices) -> list[dict]:
 
 def beside_the_planner(eager: dict, prices: Prices) -> dict:
     """planning/step_time.py's parts and ours, seconds: {"planned": ..., "counted": ...}."""
-    planned = prices.plan.parts()
+    planned = {"waiting for the host": 0.0, **prices.plan.parts()}
     counted = dict.fromkeys(planned, 0.0)
     for part, seconds in eager["parts"].items():
         counted[PLANNED.get(part, "memory-bound")] += seconds
@@ -289,14 +290,14 @@ def table(figures: dict) -> list[str]:
 
 def text(figures: dict, prices: Prices, top: int) -> str:
     """The report for a person to read."""
-    tokens = f"{figures['tokens']:,.0f} tokens in {figures['microbatches']:,} microbatches"
+    tokens = f"{figures['tokens']:,.0f} tokens, microbatches: {figures['microbatches']:,}"
     device = prices.plan.fleet.device.name
     lines = [f"one step of one {device}, {tokens}; {MEANING}", "", *table(figures), ""]
 
     work = sum(figures["counted_flops"].values()) / 1e12
     model_work = figures["model_flops"] / 1e12
-    lines.append(f"{work:,.1f} TFLOP of matmuls and attention; without the masked scores")
-    lines.append(f"{model_work:,.1f} TFLOP for the MFU, by {flops.CONVENTION}")
+    lines.append(f"{work:,.4g} TFLOP of matmuls and attention, without the masked scores")
+    lines.append(f"{model_work:,.4g} TFLOP for the MFU, by {flops.CONVENTION}")
     traffic = figures["eager"]["traffic"]
     if traffic:
         lines.append(f"{1e3 * traffic:,.1f} ms of collectives, most of it beside the kernels")

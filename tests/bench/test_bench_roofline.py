@@ -387,8 +387,8 @@ def cell(length: int, tflops: float, **more) -> dict:
 @pytest.fixture
 def night(tmp_path):
     """A folder as `bench first_night` leaves it, as far as it is read here."""
-    cells = [cell(1024, 100.0), cell(4096, 400.0), cell(64, 900.0, missing="out of memory")]
-    cells.append(cell(32, 800.0, head_dim=128))
+    cells = [cell(1024, 100.0), cell(4096, 400.0), cell(2048, 900.0, missing="out of memory")]
+    cells.append(cell(2048, 800.0, head_dim=128))
     (tmp_path / "facts.json").write_text(json.dumps({"gpus": [GPU]}))
     (tmp_path / "machine.json").write_text(json.dumps(MACHINE))
     (tmp_path / "attention_h100.json").write_text(json.dumps({"cells": cells}))
@@ -645,7 +645,7 @@ def test_the_program_prints_a_table(compiler, python):
     done = python(*flags, "--device=h100", "--top=3", program="bench roofline")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "nothing here ran on a GPU" in lines[0] and "4 microbatches" in lines[0]
+    assert "nothing here ran on a GPU" in lines[0] and "microbatches: 4" in lines[0]
     names = {line[:24].strip() for line in lines}
     assert {"forward", "collectives", "waiting for the host", "step, ms", "MFU"} <= names
     assert "planning/step_time.py" in done.stdout
