@@ -239,8 +239,8 @@ class BlockwiseAttention(torch.autograd.Function):
                 dprobs, probs, -1, probs.dtype, grad_input=dprobs
             )
             dk[:, :n_seen].baddbmm_(dscores.mT, q[:, queries])
-            block_dq = torch.bmm(dscores, k[:, :n_seen]).view(B, H, -1, D)
-            torch.mul(block_dq, ctx.scale, out=dq[:, :, queries])
+            block_dq = torch.bmm(dscores, k[:, :n_seen]).mul_(ctx.scale)
+            dq[:, :, queries] = block_dq.view(B, H, -1, D)
         dk = dk.view(B, H, -1, D)
         dv = dv.view(B, H, -1, D)
         return dq, dk, dv, None, None, None
