@@ -148,8 +148,8 @@ MUTANTS = [
     ),
     Mutant(
         "loss.py",
-        "grad.mul_(1 + 2 * z_loss * log_z)",
-        "grad.mul_(1 + z_loss * log_z)",
+        "probs.mul_(1 + 2 * z_loss * log_z)",
+        "probs.mul_(1 + z_loss * log_z)",
         "test_loss.py",
         "the gradient of the z-loss is half of what it should be",
     ),
