@@ -236,13 +236,13 @@ class BlockwiseAttention(torch.autograd.Function):
         dv = torch.zeros_like(v)
         for (queries, n_seen), probs in zip(ctx.blocks, kept, strict=True):
             g = grad_out[:, queries]  # (B * H, rows, D)
-            dv[:, :n_seen].baddbmm_(probs.mT, g)
+            dv[:, :n_seen] += torch.bmm(probs.mT, g)
             dprobs = torch.bmm(g, v[:, :n_seen].mT)
             # PyTorch's own kernel for the backward of softmax, here in place
             dscores = torch._softmax_backward_data(
                 dprobs, probs, -1, probs.dtype, grad_input=dprobs
             )
-            dk[:, :n_seen].baddbmm_(dscores.mT, q[:, queries])
+            dk[:, :n_seen] += torch.bmm(dscores.mT, q[:, queries])
             block_dq = torch.bmm(dscores, k[:, :n_seen]).mul_(ctx.scale)
             dq[:, :, queries] = block_dq.view(B, H, -1, D)
         dk = dk.view(B, H, -1, D)

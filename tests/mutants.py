@@ -78,8 +78,8 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "dk[:, :n_seen].baddbmm_(dscores.mT",
-        "dk[:, :n_seen].baddbmm_(probs.mT",
+        "dk[:, :n_seen] += torch.bmm(dscores.mT",
+        "dk[:, :n_seen] += torch.bmm(probs.mT",
         "test_attention.py",
         "the gradient of the keys lacks the backward of softmax",
     ),
