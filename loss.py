@@ -130,18 +130,18 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     logits = x @ weight.T  # (rows, V)
     if scale != 1:
         logits = logits.to(exact) * scale
-    log_probs = F.log_softmax(logits, dim=-1, dtype=exact)  # (rows, V)
-    log_prob = log_probs.gather(1, labels)  # (rows, 1)
-    log_z = logits.gather(1, labels).to(exact) - log_prob  # since log_prob = logit - log_z
+    probs = F.softmax(logits, dim=-1, dtype=exact)  # (rows, V)
+    # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
+    log_z = logits.amax(-1, keepdim=True).to(exact) - probs.amax(-1, keepdim=True).log()
+    log_prob = logits.gather(1, labels).to(exact) - log_z  # (rows, 1)
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
     if grad_x is None and grad_w is None:
         return loss
 
-    grad = log_probs.exp_()  # softmax, in the same memory
     if z_loss:
-        grad.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
+        probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
     minus_one = -torch.ones_like(log_z)
-    grad = grad.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
+    grad = probs.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
     if grad_x is not None:
         grad_x.copy_((grad @ weight).mul_(counted))
     if grad_w is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+import attention
 import config
 import loss
 import model
@@ -43,6 +44,8 @@ FLAGS = {
 }
 # What `Variant` undoes.
 PATCHES = [
+    "the blocks' own backward: autograd's instead",
+    "one exponential a logit in the loss: two instead",
     "chunked loss: all logits at once instead",
     "pieces of the loss's weight gradient: one piece instead",
     "fused AdamW: PyTorch's loop over the parameters instead",
@@ -76,6 +79,10 @@ class Variant(bench_train.OurProgram):
         kind = undone.partition(":")[0]
         if kind == "chunked loss":
             replace(model, "linear_cross_entropy", obvious_loss)
+        elif kind.startswith("the blocks"):
+            attention.IMPLEMENTATIONS["blocks"] = blocks_by_autograd
+        elif kind.startswith("one exponential"):
+            replace(torch.nn.functional, "softmax", softmax_of_log_softmax)
         elif kind.startswith("pieces"):
             replace(loss, "COLUMNS", 10**9)
         elif kind == "fused AdamW":
@@ -102,6 +109,26 @@ def replace(module, name: str, value) -> None:
 def obvious_loss(x, weight, labels, scale, z_loss):
     """The loss with all logits in memory together: what the chunked loss replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
+
+
+def blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+    """The same blocks with autograd's gradients: what the blocks' own backward replaces.
+
+    Autograd makes a whole gradient of k and v for each block, then adds them up.
+    """
+    outputs = []
+    for queries, n_seen in attention.query_blocks(q.shape[2], k.shape[2], q.dtype):
+        seen = k[:, :, :n_seen], v[:, :, :n_seen]
+        out = attention.reference_attention(
+            q[:, :, queries], *seen, slopes, causal, scale, dropout_p
+        )
+        outputs.append(out)
+    return torch.cat(outputs, dim=2)
+
+
+def softmax_of_log_softmax(logits, dim, dtype):
+    """Softmax with a second exponential, as a loss takes it that begins with log_softmax."""
+    return torch.log_softmax(logits, dim, dtype=dtype).exp_()
 
 
 def looping_adamw(params, cfg):

@@ -64,10 +64,24 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "seen = past + end",
-        "seen = end",
+        "n_keys - n_queries + end",
+        "end",
         "test_attention.py",
         "a block of queries on a cache does not see the newest keys",
+    ),
+    Mutant(
+        "attention.py",
+        "bias = bias[..., -rows:, -n_seen:]",
+        "bias = bias[..., :rows, -n_seen:]",
+        "test_attention.py",
+        "the last block of queries, a short one, has the bias of a long block's first queries",
+    ),
+    Mutant(
+        "attention.py",
+        "dk[:, :n_seen] += torch.bmm(dscores.mT",
+        "dk[:, :n_seen] += torch.bmm(probs.mT",
+        "test_attention.py",
+        "the gradient of the keys lacks the backward of softmax",
     ),
     Mutant(
         "attention.py",
@@ -134,8 +148,8 @@ MUTANTS = [
     ),
     Mutant(
         "loss.py",
-        "grad.mul_(1 + 2 * z_loss * log_z)",
-        "grad.mul_(1 + z_loss * log_z)",
+        "probs.mul_(1 + 2 * z_loss * log_z)",
+        "probs.mul_(1 + z_loss * log_z)",
         "test_loss.py",
         "the gradient of the z-loss is half of what it should be",
     ),

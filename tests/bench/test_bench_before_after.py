@@ -2,6 +2,9 @@
 
 from unittest import mock
 
+import torch.nn.functional as F
+
+import attention
 import parallel
 from bench import before_after
 from bench import train as bench_train
@@ -22,6 +25,8 @@ def calls_of(world, undone, replacement):
         # Variant replaces these; afterwards they are put back.
         mock.patch.object(parallel, "autocast", parallel.autocast),
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
+        mock.patch.dict(attention.IMPLEMENTATIONS),
+        mock.patch.object(F, "softmax", F.softmax),
     ):
         before_after.Variant(undone, *cfgs).turn(1)
         return called.call_count
@@ -33,3 +38,11 @@ def test_another_autocast_is_the_one_that_the_step_uses(ranks):
 
 def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):
     assert ranks(1)(calls_of, "one rank is not sharded", "mesh_of_one") == [1]
+
+
+def test_autograds_blocks_are_those_that_the_step_uses(ranks):
+    assert ranks(1)(calls_of, "the blocks' own backward", "blocks_by_autograd") == [1]
+
+
+def test_the_second_exponential_is_taken_once_a_chunk_of_the_loss(ranks):
+    assert ranks(1)(calls_of, "one exponential a logit", "softmax_of_log_softmax") == [1]
