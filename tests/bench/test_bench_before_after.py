@@ -22,6 +22,7 @@ def calls_of(world, undone, replacement):
         # Variant replaces these; afterwards they are put back.
         mock.patch.object(parallel, "autocast", parallel.autocast),
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
+        mock.patch.object(parallel, "weights_cast_once", parallel.weights_cast_once),
     ):
         before_after.Variant(undone, *cfgs).turn(1)
         return called.call_count
@@ -33,3 +34,8 @@ def test_another_autocast_is_the_one_that_the_step_uses(ranks):
 
 def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):
     assert ranks(1)(calls_of, "one rank is not sharded", "mesh_of_one") == [1]
+
+
+def test_another_cast_of_the_weights_is_the_one_that_the_step_uses(ranks):
+    assert ranks(1)(calls_of, "weights cast once a step", "cast_in_each_microbatch") == [1]
+    assert set(before_after.BOTH) <= set(before_after.PATCHES)
