@@ -8,6 +8,7 @@ and they take turns, as in `bench train`. There are two shapes: 6 layers of widt
 vocabulary of 256, and 6 layers of width 768 with a vocabulary of 50,368.
 """
 
+import contextlib
 import statistics
 import sys
 import time
@@ -42,6 +43,8 @@ FLAGS = {
     "activation checkpointing: full instead of none": ["--activation_checkpointing=full"],
     "no compilation: blocks compiled instead": ["--compile"],
 }
+# Flags of both processes, beside those of the shape.
+BOTH = {"weights cast once a step: in each microbatch of two instead": ["--microbatch_size=2"]}
 # What `Variant` undoes.
 PATCHES = [
     "the blocks' own backward: autograd's instead",
@@ -52,6 +55,7 @@ PATCHES = [
     "malloc keeps freed memory: glibc's defaults instead",
     "one rank is not sharded: fully_shard instead",
     "autocast without a cache: with it instead",
+    "weights cast once a step: in each microbatch of two instead",
     "bf16: fp32 instead",
     "one microbatch: two of half the size instead",
 ]
@@ -93,6 +97,8 @@ class Variant(bench_train.OurProgram):
             replace(parallel, "make_mesh", mesh_of_one)
         elif kind.startswith("autocast"):
             replace(parallel, "autocast", autocast_with_cache)
+        elif kind.startswith("weights cast"):
+            replace(parallel, "weights_cast_once", cast_in_each_microbatch)
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":
@@ -149,12 +155,18 @@ def autocast_with_cache(device, precision):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
+def cast_in_each_microbatch(model, precision, n_microbatches):
+    """A context that leaves the casts to autocast, which makes them in each microbatch."""
+    return contextlib.nullcontext()
+
+
 def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
     """A line of the table: the ratio of the speeds, and both peaks of memory.
 
     flags: settings of both processes, which choose the shape.
     """
     settings = [*bench_train.SHAPE, "--precision=bf16", "--compile=False", *flags]
+    settings += BOTH.get(undone, [])
     names = ("nothing", undone)  # the step as it is, and without the part
     teams = []
     for name in names:

@@ -107,7 +107,7 @@ estimate has two buffers. MPT-1B's rows with one microbatch that differ do so fo
   the gradients exist.
 - A block keeps 32 bytes per token and d_model, 22 with selective checkpointing, 2 with full.
 - On one rank the graph keeps bf16 copies of the weights of every block that is not recomputed: 2
-  bytes a parameter.
+  bytes a parameter. With several microbatches they are made once, and stay until the last one.
 - ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates. Unlike DDP it
   shards the fp32 weights and Adam's moments, 12 bytes a parameter.
 """

@@ -27,6 +27,7 @@ def calls_of(world, undone, replacement):
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
         mock.patch.dict(attention.IMPLEMENTATIONS),
         mock.patch.object(F, "softmax", F.softmax),
+        mock.patch.object(parallel, "weights_cast_once", parallel.weights_cast_once),
     ):
         before_after.Variant(undone, *cfgs).turn(1)
         return called.call_count
@@ -46,3 +47,8 @@ def test_autograds_blocks_are_those_that_the_step_uses(ranks):
 
 def test_the_second_exponential_is_taken_once_a_chunk_of_the_loss(ranks):
     assert ranks(1)(calls_of, "one exponential a logit", "softmax_of_log_softmax") == [1]
+
+
+def test_another_cast_of_the_weights_is_the_one_that_the_step_uses(ranks):
+    assert ranks(1)(calls_of, "weights cast once a step", "cast_in_each_microbatch") == [1]
+    assert set(before_after.BOTH) <= set(before_after.PATCHES)

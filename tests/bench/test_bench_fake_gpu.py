@@ -48,6 +48,16 @@ VARIANTS = [
     for model in ("grouped heads", "dropout", "untied")
 ]
 
+WEIGHTS = [(192, 64), (256, 64), (64, 256)]  # of a block: Wqkv, up_proj, down_proj
+# How often a step casts each weight in 1, 2 or 4 microbatches. FSDP casts before it gathers.
+ACCUMULATED = {
+    "one rank, none, eager": 1,
+    "one rank, none, compiled": 1,
+    "ZERO1, none, eager": 0,
+    "DDP, full, compiled": 0,
+}
+MICROBATCHED = [f"train step, {case}, ALiBi, {n}" for case in ACCUMULATED for n in (1, 2, 4)]
+
 # Collectives of one step: how often each unit's weights are gathered, its gradients reduced over
 # the ranks of a shard, and over their copies. As in the table of parallel.py.
 PER_STEP = {
@@ -63,14 +73,14 @@ PER_STEP = {
 # --- In a process of its own
 
 
-def setting(mode: str, how: str, execution: str, model: str = "ALiBi"):
+def setting(mode: str, how: str, execution: str, model: str = "ALiBi", microbatches=MICROBATCHES):
     """A small model on one rank, or on one of 8."""
     from bench.fake_runs import Setting
 
     shape = {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "vocab_size": 512}
     ranks = 1 if mode == "one rank" else 8
     cfg = TrainConfig(
-        global_batch_size=ranks * MICROBATCHES * 2,
+        global_batch_size=ranks * int(microbatches) * 2,
         microbatch_size=2,
         sharding="DDP" if mode == "one rank" else mode,
         shard_size=4,
@@ -103,6 +113,7 @@ def found(plant: str, case: str) -> dict:
         "optimizer": dtypes(op for op in log.operations if op.part == "optimizer"),
         "adam": dtypes(op for op in log.operations if op.name == "aten::_fused_adamw_"),
         "loss": dtypes(op for op in log.operations if op.name == "aten::_log_softmax"),
+        "weight casts": sum(is_cast_of_a_weight(op) for op in log.operations),
         "attention": log.counts()["mpt::flash_attention"],
         "operations": len(log.operations),
         "per microbatch": in_parts / MICROBATCHES,
@@ -110,6 +121,11 @@ def found(plant: str, case: str) -> dict:
         "graphs": counters["stats"]["unique_graphs"],
         "graph breaks": list(counters["graph_break"]),
     }
+
+
+def is_cast_of_a_weight(op) -> bool:
+    """Whether it casts the weight of Wqkv, up_proj or down_proj: no other tensor has its shape."""
+    return str(op.cast) == "(torch.float32, torch.bfloat16)" and op.inputs[-1].shape in WEIGHTS
 
 
 def dtypes(operations) -> list[str]:
@@ -193,6 +209,12 @@ def plant_another_operation():
     return mock.patch.object(F, "gelu", lambda x: real(x) * 1.5)
 
 
+def plant_casts_in_each_microbatch():
+    import parallel
+
+    return mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext())
+
+
 def plant_early_reduction():
     import parallel
 
@@ -255,6 +277,9 @@ def check_step(case: str, log: dict) -> None:
     assert not log["to the device"]
     check_dtypes(log)
     assert log["collectives"] == collectives_of(mode)
+    if how == "none":  # blocks that are recomputed cast again, to save memory
+        once = 3 * LAYERS if mode == "one rank" else 0  # FSDP casts before it gathers
+        assert log["weight casts"] == once
     again = 2 if how == "full" else 1  # selective keeps the outputs of attention
     assert log["attention"] == again * MICROBATCHES * LAYERS
     if execution == "compiled":
@@ -304,6 +329,7 @@ FAULTS = {
     "loss_in_bf16": ("one rank, none", "'bfloat16'"),
     "weights_in_bf16": ("one rank, none", "'bfloat16'"),
     "another_operation": ("one rank, none", "<= 180"),
+    "casts_in_each_microbatch": ("one rank, none", "assert 12 == 6"),
     "early_reduction": ("ZERO1, none", "'reduce-scatter float32': 6"),
 }
 PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.items()}
@@ -312,7 +338,7 @@ PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.it
 @pytest.fixture(scope="module")
 def logs(run) -> dict:
     """All other cases, in one process."""
-    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS]
+    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS + MICROBATCHED]
     return run(*sound, *PLANTED.items())
 
 
@@ -328,6 +354,15 @@ def test_a_planted_fault_is_found(logs, fault):
     case = PLANTED[fault]
     with pytest.raises(AssertionError, match=FAULTS[fault][1]):
         check_step(case, logs[fault, case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ACCUMULATED)
+def test_weights_are_cast_once_however_many_microbatches_there_are(logs, case):
+    found = [logs["nothing", f"train step, {case}, ALiBi, {n}"] for n in (1, 2, 4)]
+    assert [log["weight casts"] for log in found] == [ACCUMULATED[case] * LAYERS * 3] * 3
+    if "compiled" in case:
+        assert [log["graphs"] for log in found] == [1, 1, 1]
 
 
 # --- The other runs

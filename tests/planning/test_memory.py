@@ -434,7 +434,8 @@ def test_the_allocator_gives_what_is_estimated(tokens, moment):
 
 
 def test_the_program_prints_the_moments(capsys):
-    memory.main([str(CONFIGS / "mpt1b.py"), "--activation_checkpointing=full", "--ranks=8"])
+    ways = ["--activation_checkpointing=full", "--sharding=FULL_SHARD"]
+    memory.main([str(CONFIGS / "mpt1b.py"), *ways, "--ranks=8"])
     text = capsys.readouterr().out
     assert "1,315,950,592 parameters, bf16, 8 ranks of FULL_SHARD" in text
     (weights,) = [line for line in text.splitlines() if "weights, fp32" in line]
@@ -444,7 +445,7 @@ def test_the_program_prints_the_moments(capsys):
 def test_the_program_shows_a_device_and_a_layout(capsys):
     memory.main([str(CONFIGS / "mpt7b.py"), "--ranks=64", "--tp=4", "--pp=4", "--device=mi250"])
     text = capsys.readouterr().out
-    assert "64 ranks of FULL_SHARD: tp 4 x pp 4 x dp 4, stage 0 of 0 to 3" in text
+    assert "64 ranks of ZERO1: tp 4 x pp 4 x dp 4, stage 0 of 0 to 3" in text
     m, cfg = config.load([str(CONFIGS / "mpt7b.py")], MPTConfig, TrainConfig)
     taken = peak(m, cfg, 64, "bf16", 4, 4) / 2**30
     assert f"that is {taken / 64:.0%} of MI250 GCD's 64 GiB" in text
