@@ -676,15 +676,13 @@ def check_dtypes_and_devices(q, k, v) -> None:
 
 
 def check_views(qkv, q, k, v) -> None:
-    """UserError unless q, k and v lie in memory where `heads_of` finds them in qkv.
+    """UserError unless q, k and v have the strides of `heads_of(qkv)`.
 
-    Otherwise it would silently compute from qkv as it was before q or k was changed.
+    A q or k that was computed from them, as by RoPE, does not; it would silently be ignored.
     """
-    views = heads_of(qkv, q.shape[1], k.shape[1])
-    for x, view in zip((q, k, v), views, strict=True):
-        same_shape = x.shape == view.shape and x.stride() == view.stride()
-        if not same_shape or x.storage_offset() != view.storage_offset():
-            raise UserError("q, k and v are not side by side in qkv: leave qkv out")
+    for x, view in zip((q, k, v), heads_of(qkv, q.shape[1], k.shape[1]), strict=True):
+        if x.shape != view.shape or x.stride() != view.stride():
+            raise UserError("q, k and v are not views of qkv: call attention without qkv")
 
 
 def check_slopes(slopes, n_heads: int, device) -> None:
