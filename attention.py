@@ -26,6 +26,12 @@ slope * j / scale (`with_alibi_columns`).
                 (it has no backward on a CPU)
     triton      gpu_kernels/flash_attention.py, on GPUs   a vector per block of keys, in the kernel
 
+On NVIDIA's Hopper and Blackwell data center GPUs, PyTorch lets cuDNN do what needs no mask, with
+head dims that are multiples of 8, if its cuDNN is 9.15.1 or newer (the wheels of PyTorch 2.11 and
+later for CUDA 13). Older ones are wrong for some lengths, so nothing here asks for them. The
+backward of cuDNN and of flash attention sums in no fixed order, so two runs with `sdpa` differ in
+their last bits there; `triton` has one order.
+
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function, such as a sliding window, is part of the model: it belongs
 in VARIANTS, at the end of this file.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+import attention
 import config
 import loss
 import model
@@ -51,6 +52,7 @@ PATCHES = [
     "autocast without a cache: with it instead",
     "bf16: fp32 instead",
     "one microbatch: two of half the size instead",
+    "one gradient for Wqkv (GPUs, ALiBi): three that autograd joins instead",
 ]
 
 
@@ -86,6 +88,8 @@ class Variant(bench_train.OurProgram):
             replace(parallel, "make_mesh", mesh_of_one)
         elif kind.startswith("autocast"):
             replace(parallel, "autocast", autocast_with_cache)
+        elif kind.startswith("one gradient"):
+            replace(model, "attention", attention_of_three)
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":
@@ -102,6 +106,11 @@ def replace(module, name: str, value) -> None:
 def obvious_loss(x, weight, labels, scale, z_loss):
     """The loss with all logits in memory together: what the chunked loss replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
+
+
+def attention_of_three(q, k, v, qkv=None, **settings):
+    """Attention that is not told of the tensor behind q, k and v: each has its own gradient."""
+    return attention.attention(q, k, v, **settings)
 
 
 def looping_adamw(params, cfg):

@@ -87,7 +87,7 @@ MUTANTS = [
         "gpu_kernels/flash_attention.py",
         "mask_until = tl.max(first) - past",
         "mask_until = tl.min(first) - past",
-        "gpu_kernels/test_flash_attention.py::test_blocks_without_a_mask_give_the_same_bits_as_with_one",
+        "gpu_kernels/test_flash_attention.py::test_masks_on_the_diagonal_alone_give_the_same_bits",
         "in the backward, blocks on the diagonal have no causal mask",
     ),
     Mutant(
@@ -102,8 +102,8 @@ MUTANTS = [
         "model.py",
         "not (cfg.qk_ln or positions.angles or cache is not None)",
         "cache is None",
-        "gpu_kernels/test_flash_attention.py::test_queries_that_were_changed_have_a_gradient_of_their_own",
-        "RoPE's queries are ignored by the kernels that take the projection whole",
+        "gpu_kernels/test_flash_attention.py::test_changed_queries_have_a_gradient_of_their_own",
+        "with RoPE, attention is given the projection, of which q and k are no longer views",
     ),
     Mutant(
         "model.py",

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import model
 import parallel
 from bench import before_after
 from bench import train as bench_train
@@ -22,6 +23,7 @@ def calls_of(world, undone, replacement):
         # Variant replaces these; afterwards they are put back.
         mock.patch.object(parallel, "autocast", parallel.autocast),
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
+        mock.patch.object(model, "attention", model.attention),
     ):
         before_after.Variant(undone, *cfgs).turn(1)
         return called.call_count
@@ -29,6 +31,10 @@ def calls_of(world, undone, replacement):
 
 def test_another_autocast_is_the_one_that_the_step_uses(ranks):
     assert ranks(1)(calls_of, "autocast without a cache", "autocast_with_cache") == [1]
+
+
+def test_attention_without_the_projection_is_the_one_that_the_model_calls(ranks):
+    assert ranks(1)(calls_of, "one gradient for Wqkv (GPUs, ALiBi)", "attention_of_three") == [1]
 
 
 def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):

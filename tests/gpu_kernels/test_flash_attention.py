@@ -270,7 +270,7 @@ def masked_and_not(world):
     return equal
 
 
-def test_blocks_without_a_mask_give_the_same_bits_as_with_one(interpreted):
+def test_masks_on_the_diagonal_alone_give_the_same_bits(interpreted):
     assert interpreted(masked_and_not)[0] == [True] * 8
 
 
@@ -520,7 +520,7 @@ def changed_after_the_projection(world, settings):
 
 
 @pytest.mark.parametrize("settings", [{"qk_ln": True}, {"rope": True, "alibi": False}], ids=str)
-def test_queries_that_were_changed_have_a_gradient_of_their_own(settings, interpreted):
+def test_changed_queries_have_a_gradient_of_their_own(settings, interpreted):
     assert interpreted(changed_after_the_projection, settings)[0] == 0
 
 
