@@ -241,6 +241,10 @@ def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constex
 #
 # Index names: `query` counts queries from 0, `i` is a query's position in the sequence of keys
 # (queries are its last positions), `j` is a key's position. Suffix `_block`: rows (`load_rows`).
+#
+# A mask costs time only in the blocks that need one. The first two kernels have a loop without it;
+# `dkdv_kernel` has a branch, because a second loop would cost registers that its two accumulators
+# need. Where the branch spills registers, too (heads of two widths, small blocks), it masks all.
 
 
 @triton.jit
@@ -357,8 +361,7 @@ def dkdv_kernel(
     """dk and dv of BLOCK_N keys, over all query heads that share them.
 
     Grid: (blocks of keys, key heads, batch). Scores are transposed, (BLOCK_N, BLOCK_M), so that P^T
-    and dS^T are ready to multiply do and q. The mask stands behind a branch, because a second loop
-    without the mask would cost registers that the two accumulators need.
+    and dS^T are ready to multiply do and q.
     """
     start = tl.program_id(0) * BLOCK_N  # the first keys have the most queries, so they start first
     kh, b = tl.program_id(1), tl.program_id(2)
@@ -371,10 +374,8 @@ def dkdv_kernel(
         first += past
     begin = tl.maximum(tl.min(first) - past, 0) // BLOCK_M * BLOCK_M
     end = tl.minimum(tl.max(last) - past, n_queries)
-    # With documents every block has a mask. So it has where a branch around the mask would spill
-    # more registers than the mask costs: heads of two widths, and small blocks.
     MASK_ALL: tl.constexpr = bounds is not None or (CAUSAL and (HIGH > 0 or BLOCK_N < 64))
-    mask_until = tl.max(first) - past  # from this query on, every query sees every key of the block
+    mask_until = tl.max(first) - past  # from here on, queries see every key of the block
 
     k_block = load_rows(k, k_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
     v_block = load_rows(v, v_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
