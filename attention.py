@@ -27,6 +27,12 @@ slope * j / scale (`with_alibi_columns`).
                 (it has no backward on a CPU)
     triton      gpu_kernels/flash_attention.py, on GPUs   a vector per block of keys, in the kernel
 
+On NVIDIA's Hopper and Blackwell data center GPUs, PyTorch lets cuDNN do what needs no mask, with
+head dims that are multiples of 8, if its cuDNN is 9.15.1 or newer (the wheels of PyTorch 2.11 and
+later for CUDA 13). Older ones are wrong for some lengths, so nothing here asks for them. The
+backward of cuDNN and of flash attention sums in no fixed order, so two runs with `sdpa` differ in
+their last bits there; `triton` has one order.
+
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function, such as a sliding window, is part of the model: it belongs
 in VARIANTS, at the end of this file.
@@ -92,14 +98,17 @@ def attention(
     softmax_scale=None,
     dropout_p=0.0,
     sequence_ids=None,
+    qkv=None,
 ):
     """softmax(q k^T * softmax_scale + bias) v, (B, H, Tq, D).
 
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
     Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None for no ALiBi.
     softmax_scale: None means 1 / sqrt(D). sequence_ids: (B, Tk) integers, or None: documents lie
-    one after another, each with its own id, and do not see each other. UserError for an unknown
-    `impl`, or one that cannot do what the arguments ask for.
+    one after another, each with its own id, and do not see each other. qkv: the fused projection's
+    output, (B, T, (H + 2 Hkv) * D), if q, k, v are views of it: `triton` then makes its gradient in
+    one piece, where autograd would join dq, dk and dv in a copy. UserError for an unknown `impl`,
+    or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     has_alibi = alibi_slopes is not None
@@ -111,7 +120,9 @@ def attention(
     if q.shape[2] == 1 and causal and precise and dropout_p == 0 and may_take_short_path:
         return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
 
-    if k.shape[1] != q.shape[1] and impl != "triton":
+    if impl == "triton":
+        return triton_attention(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids, qkv)
+    if k.shape[1] != q.shape[1]:
         groups = q.shape[1] // k.shape[1]  # query heads per key head
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
@@ -386,7 +397,7 @@ def document_block_mask(sequence_ids, causal):
     return create_block_mask(visible, B, None, T, T, device=sequence_ids.device)
 
 
-def triton_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+def triton_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None, qkv=None):
     """This project's kernels, imported here because PyTorch for CPUs comes without triton."""
     require(
         dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl"
@@ -399,7 +410,14 @@ def triton_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=Non
     from gpu_kernels.flash_attention import flash_attention
 
     return flash_attention(
-        q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale, sequence_ids=sequence_ids
+        q,
+        k,
+        v,
+        alibi_slopes=slopes,
+        causal=causal,
+        softmax_scale=scale,
+        sequence_ids=sequence_ids,
+        qkv=qkv,
     )
 
 

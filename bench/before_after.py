@@ -58,6 +58,7 @@ PATCHES = [
     "weights cast once a step: in each microbatch of two instead",
     "bf16: fp32 instead",
     "one microbatch: two of half the size instead",
+    "one gradient for Wqkv (GPUs, ALiBi): three that autograd joins instead",
 ]
 
 
@@ -99,6 +100,8 @@ class Variant(bench_train.OurProgram):
             replace(parallel, "autocast", autocast_with_cache)
         elif kind.startswith("weights cast"):
             replace(parallel, "weights_cast_once", cast_in_each_microbatch)
+        elif kind.startswith("one gradient"):
+            replace(model, "attention", attention_of_three)
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":
@@ -135,6 +138,11 @@ def blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=N
 def softmax_of_log_softmax(logits, dim, dtype):
     """Softmax with a second exponential, as a loss takes it that begins with log_softmax."""
     return torch.log_softmax(logits, dim, dtype=dtype).exp_()
+
+
+def attention_of_three(q, k, v, qkv=None, **settings):
+    """Attention that is not told of the tensor behind q, k and v: each has its own gradient."""
+    return attention.attention(q, k, v, **settings)
 
 
 def looping_adamw(params, cfg):

@@ -123,13 +123,17 @@ def fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
     """F.scaled_dot_product_attention, with the kernel that PyTorch mostly chooses on a GPU.
 
     It asks the GPU before it chooses, and without one it takes the obvious version. A mask, or
-    fp32, needs the memory-efficient kernel; all else takes flash attention.
+    fp32, needs the memory-efficient kernel; of the rest, an H100 does dropout with flash attention
+    and all else with cuDNN.
     """
-    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     needs_backward = torch.is_grad_enabled()
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        if dropout_p > 0:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, None, needs_backward, dropout_p, is_causal, scale=scale)[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, needs_backward, dropout_p, is_causal, scale=scale)[0]
 
 

@@ -92,10 +92,32 @@ MUTANTS = [
     ),
     Mutant(
         "gpu_kernels/flash_attention.py",
-        "i[None, :] >= first[:, None]",
-        "i[None, :] > first[:, None]",
+        "s = tl.where(i[None, :] >= first[:, None]",
+        "s = tl.where(i[None, :] > first[:, None]",
         "gpu_kernels/test_flash_attention.py::test_output_and_gradients_equal_the_formula_in_fp64",
         "the gradient of a key and its value lacks the query at its own place",
+    ),
+    Mutant(
+        "gpu_kernels/flash_attention.py",
+        "mask_until = tl.max(first) - past",
+        "mask_until = tl.min(first) - past",
+        "gpu_kernels/test_flash_attention.py::test_masks_on_the_diagonal_alone_give_the_same_bits",
+        "in the backward, blocks on the diagonal have no causal mask",
+    ),
+    Mutant(
+        "gpu_kernels/flash_attention.py",
+        'tensors | {"dk": dk, "dv": dv}',
+        'tensors | {"dk": dv, "dv": dk}',
+        "gpu_kernels/test_flash_attention.py::test_a_model_trains_the_same_with_one_gradient "
+        "gpu_kernels/test_flash_attention.py::test_in_a_model_it_gives_the_gradients_of_sdpa",
+        "the gradient of v is written where that of k belongs",
+    ),
+    Mutant(
+        "model.py",
+        "not (cfg.qk_ln or positions.angles or cache is not None)",
+        "cache is None",
+        "gpu_kernels/test_flash_attention.py::test_changed_queries_have_a_gradient_of_their_own",
+        "with RoPE, attention is given the projection, of which q and k are no longer views",
     ),
     Mutant(
         "model.py",

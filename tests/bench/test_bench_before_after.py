@@ -5,6 +5,7 @@ from unittest import mock
 import torch.nn.functional as F
 
 import attention
+import model
 import parallel
 from bench import before_after
 from bench import train as bench_train
@@ -28,6 +29,7 @@ def calls_of(world, undone, replacement):
         mock.patch.dict(attention.IMPLEMENTATIONS),
         mock.patch.object(F, "softmax", F.softmax),
         mock.patch.object(parallel, "weights_cast_once", parallel.weights_cast_once),
+        mock.patch.object(model, "attention", model.attention),
     ):
         before_after.Variant(undone, *cfgs).turn(1)
         return called.call_count
@@ -35,6 +37,10 @@ def calls_of(world, undone, replacement):
 
 def test_another_autocast_is_the_one_that_the_step_uses(ranks):
     assert ranks(1)(calls_of, "autocast without a cache", "autocast_with_cache") == [1]
+
+
+def test_attention_without_the_projection_is_the_one_that_the_model_calls(ranks):
+    assert ranks(1)(calls_of, "one gradient for Wqkv (GPUs, ALiBi)", "attention_of_three") == [1]
 
 
 def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):

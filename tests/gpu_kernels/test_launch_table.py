@@ -37,9 +37,9 @@ SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_86", 128, "dq"): 8,  # heads of 96
     ("sm_86", 128, "dkdv"): 104,  # sm_120 with heads of 96; sm_86: at most 32
-    ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
+    ("sm_90", 128, "dkdv"): 136,  # grouped heads; else 8
     ("sm_100", 64, "dq"): 32,  # sm_103 with documents; sm_100 16, also if not causal
-    ("sm_100", 128, "dkdv"): 512,  # 496 with grouped heads, else 0
+    ("sm_100", 128, "dkdv"): 360,  # grouped heads on sm_103; 336 to 352 on sm_100, else 0
     ("gfx908", 128, "forward"): 8,  # heads of 96 without ALiBi
     ("gfx1100", 128, "forward"): 296,  # documents of one token; 16 with heads of 96, else 0
     ("gfx1100", 128, "dq"): 156,  # heads of 96; 12 with heads of 80, else 0
