@@ -5,7 +5,7 @@ from unittest import mock
 import parallel
 from bench import before_after
 from bench import train as bench_train
-from config import MPTConfig, TrainConfig, load
+from config import MPTConfig, TrainConfig, UserError, load
 
 SMALL = """
     --d_model=16 --n_heads=2 --n_layers=1 --vocab_size=64 --max_seq_len=16
@@ -33,3 +33,17 @@ def test_another_autocast_is_the_one_that_the_step_uses(ranks):
 
 def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):
     assert ranks(1)(calls_of, "one rank is not sharded", "mesh_of_one") == [1]
+
+
+def undo_the_loss_kernel(world):
+    """The error of the row that undoes it, where there is no GPU."""
+    cfgs = load([*bench_train.SHAPE, *SMALL], MPTConfig, TrainConfig)
+    with mock.patch("torch.cuda.is_available", lambda: False):
+        try:
+            before_after.Variant("loss kernel: PyTorch's operators instead", *cfgs)
+        except UserError as error:
+            return str(error)
+
+
+def test_without_a_gpu_there_is_no_loss_kernel_to_undo(ranks):
+    assert ranks(1)(undo_the_loss_kernel) == ["it runs on GPUs only, and there is none here"]
