@@ -38,9 +38,6 @@ KERNEL_ROWS = 4096  # at least, with the kernel: products of fewer rows leave pa
 COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
 ROWS = 512  # tokens per chunk in scoring on a CPU: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
-# Whether PyTorch adds a product of 16-bit matrices to an fp32 one, with and without data (2.11 and
-# 2.12 do, but not on tensors without data; 2.10 and older may not).
-ADDS_IN_FP32 = torch.__version__ >= (2, 13)
 
 
 def autocast_dtype(x):
@@ -199,22 +196,8 @@ def kernel_chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     if grad_x is not None:
         torch.mm(grad, weight, out=grad_x)
     if grad_w is not None:
-        add_product(grad_w, grad.T, x)
+        kernels.add_product_(grad_w, grad.T, x)
     return losses.sum()
-
-
-def add_product(total, a, b):
-    """total += a b, in one matmul. total: (M, N) fp32; a: (M, K), b: (K, N), of one dtype.
-
-    Sums are fp32. Before PyTorch 2.13 a product of 16-bit matrices is rounded to 16 bits before it
-    is added, and takes 2 M N bytes.
-    """
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif ADDS_IN_FP32:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
 
 
 @torch.no_grad()

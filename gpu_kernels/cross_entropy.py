@@ -33,6 +33,7 @@ import sys
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 import config
 from config import require
@@ -51,6 +52,8 @@ IGNORE = tl.constexpr(-100)  # a label that does not count, as in loss.py
 # were there fewer columns than threads, threads would hold copies of each other's.
 BLOCK = 4096
 NUM_WARPS = 8
+# Whether PyTorch's addmm adds a product of 16-bit matrices to an fp32 one: 2.11 does, 2.9 refuses.
+ADDS_IN_FP32 = torch.__version__ >= (2, 11)
 # With TRITON_INTERPRET=1 kernels run in NumPy, on the CPU.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -148,7 +151,7 @@ def empty_results(logits):
     return losses, torch.empty_like(losses)
 
 
-# --- the operators: one node each for torch.compile, and for tensors without data
+# --- the operators of the kernel: one node each for torch.compile, and for tensors without data
 
 
 @torch.library.custom_op("mpt::cross_entropy", mutates_args=())
@@ -181,6 +184,38 @@ def cross_entropy_shapes(logits, labels, scale, z_loss):
 def cross_entropy_gradient_shapes(logits, labels, scale, z_loss):
     """The same for `cross_entropy_gradient_`."""
     return empty_results(logits)
+
+
+# --- the gradient of the output layer's weight, by PyTorch's matmul
+#
+# An operator too: PyTorch cannot run addmm with another output dtype on tensors without data before
+# 2.13, and FlopCounterMode cannot count it.
+
+
+@torch.library.custom_op("mpt::add_product_", mutates_args=("total",))
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, in one matmul. total: (M, N) fp32; a: (M, K), b: (K, N), of one dtype.
+
+    Sums are fp32, and nothing is allocated. Before PyTorch 2.11 a product of 16-bit matrices is
+    rounded to 16 bits before it is added, and takes 2 M N bytes.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif ADDS_IN_FP32:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
+@add_product_.register_fake
+def add_product_shapes(total, a, b):
+    """It returns nothing."""
+
+
+@register_flop_formula(torch.ops.mpt.add_product_)
+def add_product_flops(total_shape, a_shape, b_shape, *args, **kwargs) -> int:
+    """One matmul."""
+    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
 
 
 # --- the obvious version, and measurements

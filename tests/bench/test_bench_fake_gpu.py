@@ -136,7 +136,9 @@ def has_fp32_logits(op) -> bool:
 def is_slice_of_weight(op) -> bool:
     """Whether it is a matmul for the gradient of the output layer's weight, or of a slice of it."""
     slices = ((VOCAB, WIDTH), (4096, WIDTH))
-    return op.name in ("aten::mm", "aten::addmm") and op.outputs[0].shape in slices
+    if op.name == "mpt::add_product_":
+        return op.inputs[0].shape in slices and str(op.inputs[0].dtype) == "torch.float32"
+    return op.name == "aten::mm" and op.outputs[0].shape in slices
 
 
 def dtypes(operations) -> list[str]:

@@ -152,7 +152,7 @@ def on_a_pretended_gpu(world, dtype, scale, z_loss):
     x, weight = (t.to(getattr(torch, dtype)) for t in (x, weight))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss_file, "takes_kernel", lambda device, dtype: True)
-        patch.setattr(loss_file, "ADDS_IN_FP32", False)
+        patch.setattr(kernels, "ADDS_IN_FP32", False)
         patch.setattr(loss_file, "CHUNK_BYTES", 4 * 211 * 20)
         patch.setattr(loss_file, "KERNEL_ROWS", 8)
         found = value_and_gradients(x, weight, labels, scale, z_loss)
@@ -172,11 +172,28 @@ def test_the_loss_of_a_gpu_is_that_of_a_cpu(interpreted, dtype, limit, scale, z_
     assert dtypes == [torch.float32, *[getattr(torch, dtype)] * 2]
 
 
+def counted_flops(world):
+    """What FlopCounterMode counts in the loss and its gradients, 53 x 16 x 211."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, weight = torch.randn(53, 16), torch.randn(211, 16)
+    with pytest.MonkeyPatch.context() as patch, FlopCounterMode(display=False) as counter:
+        patch.setattr(loss_file, "takes_kernel", lambda device, dtype: True)
+        value_and_gradients(x, weight, torch.arange(53), None, 0.0)
+    return counter.get_total_flops()
+
+
+def test_flop_counter_mode_counts_its_three_matmuls(interpreted):
+    assert interpreted(counted_flops)[0] == 3 * 2 * 53 * 16 * 211
+
+
 def checked_by_pytorch(world):
     """torch.library.opcheck of both operators: schema, what they write to, shapes of the fakes."""
     logits, labels = torch.randn(3, 10), torch.tensor([1, IGNORE, 9])
     for operator in (kernels.cross_entropy, kernels.cross_entropy_gradient_):
         torch.library.opcheck(operator, (logits.clone(), labels, 0.5, 0.1))
+    matrices = torch.randn(4, 5), torch.randn(4, 3), torch.randn(3, 5)
+    torch.library.opcheck(kernels.add_product_, matrices)
     return True
 
 
