@@ -51,6 +51,7 @@ PATCHES = [
     "one exponential a logit in the loss: two instead",
     "chunked loss: all logits at once instead",
     "pieces of the loss's weight gradient: one piece instead",
+    "loss kernel: PyTorch's operators instead",
     "fused AdamW: PyTorch's loop over the parameters instead",
     "malloc keeps freed memory: glibc's defaults instead",
     "one rank is not sharded: fully_shard instead",
@@ -90,6 +91,9 @@ class Variant(bench_train.OurProgram):
             replace(torch.nn.functional, "softmax", softmax_of_log_softmax)
         elif kind.startswith("pieces"):
             replace(loss, "COLUMNS", 10**9)
+        elif kind == "loss kernel":
+            require(torch.cuda.is_available(), "it runs on GPUs only, and there is none here")
+            replace(loss, "takes_kernel", lambda device, dtype: False)
         elif kind == "fused AdamW":
             replace(optim, "build_optimizer", looping_adamw)
         elif kind.startswith("malloc"):

@@ -172,7 +172,8 @@ def has_matrix_instructions(arch: str) -> bool:
     if not arch.startswith(WITHOUT_MATRIX_INSTRUCTIONS):
         return True
     print(
-        f"Triton has no matrix instructions for this GPU ({arch}), so attention uses sdpa",
+        f"Triton has no matrix instructions for this GPU ({arch}), so attention uses sdpa "
+        "and the loss PyTorch's operators",
         file=sys.stderr,
     )
     return False

@@ -182,6 +182,27 @@ MUTANTS = [
         "test_loss.py",
         "labels that do not count have a gradient",
     ),
+    Mutant(
+        "loss.py",
+        "rows = max(rows, KERNEL_ROWS)\n            loss_of = kernel_chunk_loss",
+        "rows = max(rows, KERNEL_ROWS)",
+        "bench/test_bench_fake_gpu.py::test_a_sharded_step_stays_on_the_gpu_and_never_waits",
+        "the loss kernel never runs: the logits are copied to fp32",
+    ),
+    Mutant(
+        "gpu_kernels/cross_entropy.py",
+        "(1 + 2 * z_loss * log_z) / total",
+        "(1 + z_loss * log_z) / total",
+        "gpu_kernels/test_cross_entropy.py",
+        "in the loss kernel the gradient of the z-loss is half of what it should be",
+    ),
+    Mutant(
+        "gpu_kernels/cross_entropy.py",
+        "l = l * tl.exp(m - m_new) + tl.exp(s - m_new)",
+        "l = l + tl.exp(s - m_new)",
+        "gpu_kernels/test_cross_entropy.py",
+        "the loss kernel does not move its sums to a new maximum",
+    ),
     # --- data
     Mutant(
         "data.py",

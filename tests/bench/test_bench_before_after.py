@@ -9,7 +9,7 @@ import model
 import parallel
 from bench import before_after
 from bench import train as bench_train
-from config import MPTConfig, TrainConfig, load
+from config import MPTConfig, TrainConfig, UserError, load
 
 SMALL = """
     --d_model=16 --n_heads=2 --n_layers=1 --vocab_size=64 --max_seq_len=16
@@ -58,3 +58,17 @@ def test_the_second_exponential_is_taken_once_a_chunk_of_the_loss(ranks):
 def test_another_cast_of_the_weights_is_the_one_that_the_step_uses(ranks):
     assert ranks(1)(calls_of, "weights cast once a step", "cast_in_each_microbatch") == [1]
     assert set(before_after.BOTH) <= set(before_after.PATCHES)
+
+
+def undo_the_loss_kernel(world):
+    """The error of the row that undoes it, where there is no GPU."""
+    cfgs = load([*bench_train.SHAPE, *SMALL], MPTConfig, TrainConfig)
+    with mock.patch("torch.cuda.is_available", lambda: False):
+        try:
+            before_after.Variant("loss kernel: PyTorch's operators instead", *cfgs)
+        except UserError as error:
+            return str(error)
+
+
+def test_without_a_gpu_there_is_no_loss_kernel_to_undo(ranks):
+    assert ranks(1)(undo_the_loss_kernel) == ["it runs on GPUs only, and there is none here"]

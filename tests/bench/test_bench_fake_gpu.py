@@ -19,6 +19,9 @@ from bench import fake_gpu
 from config import MPTConfig, TrainConfig, UserError
 
 LAYERS, MICROBATCHES = 2, 2
+WIDTH = 64
+VOCAB = 3 * 4096  # three slices of the weight's gradient in PyTorch's loss
+LOSSES = ("aten::_log_softmax", "mpt::cross_entropy", "mpt::cross_entropy_gradient_")
 UNITS = LAYERS + 1  # what FSDP gathers at once: each block, and the rest
 MODES = ("one rank", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP")
 CHECKPOINTING = ("none", "selective", "full")
@@ -77,7 +80,7 @@ def setting(mode: str, how: str, execution: str, model: str = "ALiBi", microbatc
     """A small model on one rank, or on one of 8."""
     from bench.fake_runs import Setting
 
-    shape = {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "vocab_size": 512}
+    shape = {"d_model": WIDTH, "n_heads": 4, "n_layers": LAYERS, "vocab_size": VOCAB}
     ranks = 1 if mode == "one rank" else 8
     cfg = TrainConfig(
         global_batch_size=ranks * int(microbatches) * 2,
@@ -112,8 +115,10 @@ def found(plant: str, case: str) -> dict:
         "collectives": collectives,
         "optimizer": dtypes(op for op in log.operations if op.part == "optimizer"),
         "adam": dtypes(op for op in log.operations if op.name == "aten::_fused_adamw_"),
-        "loss": dtypes(op for op in log.operations if op.name == "aten::_log_softmax"),
+        "loss": loss_dtypes(log),
         "weight casts": sum(is_cast_of_a_weight(op) for op in log.operations),
+        "logits in fp32": [str(op) for op in log.operations if has_fp32_logits(op)],
+        "output layer's gradients": [str(op) for op in log.operations if is_slice_of_weight(op)],
         "attention": log.counts()["mpt::flash_attention"],
         "joined": [
             str(op) for op in log.operations if (op.name, op.part) == ("aten::cat", "backward")
@@ -129,6 +134,30 @@ def found(plant: str, case: str) -> dict:
 def is_cast_of_a_weight(op) -> bool:
     """Whether it casts the weight of Wqkv, up_proj or down_proj: no other tensor has its shape."""
     return str(op.cast) == "(torch.float32, torch.bfloat16)" and op.inputs[-1].shape in WEIGHTS
+
+
+def loss_dtypes(log) -> list[str]:
+    """The dtypes of the tokens' losses (or log-probabilities), and of sums of them."""
+    found = set()
+    for op in log.operations:
+        sums = [x for x in op.outputs if x.shape == ()] if op.where.startswith("loss.py") else []
+        losses = op.outputs if op.name in LOSSES else []
+        found |= {str(x.dtype).removeprefix("torch.") for x in [*sums, *losses]}
+    return sorted(found)
+
+
+def has_fp32_logits(op) -> bool:
+    """Whether one of the operation's tensors is fp32 and as wide as the vocabulary."""
+    specs = op.inputs + op.outputs
+    return any(x.shape[1:] == (VOCAB,) and str(x.dtype) == "torch.float32" for x in specs)
+
+
+def is_slice_of_weight(op) -> bool:
+    """Whether it is a matmul for the gradient of the output layer's weight, or of a slice of it."""
+    slices = ((VOCAB, WIDTH), (4096, WIDTH))
+    if op.name == "mpt::add_product_":
+        return op.inputs[0].shape in slices and str(op.inputs[0].dtype) == "torch.float32"
+    return op.name == "aten::mm" and op.outputs[0].shape in slices
 
 
 def dtypes(operations) -> list[str]:
@@ -195,6 +224,12 @@ def plant_loss_in_bf16():
     import loss
 
     return mock.patch.object(loss, "at_least_fp32", lambda x: torch.bfloat16)
+
+
+def plant_pytorchs_loss():
+    import loss
+
+    return mock.patch.object(loss, "takes_kernel", lambda device, dtype: False)
 
 
 def plant_weights_in_bf16():
@@ -275,9 +310,9 @@ def run(library):
 
 # Kernels of one microbatch of two layers, forward and backward, as on torch 2.13.
 MOST = {
-    "one rank": {"none": 176, "selective": 208, "full": 216},
-    "DDP": {"none": 169, "selective": 177, "full": 185},
-    "another": {"none": 150, "selective": 158, "full": 166},
+    "one rank": {"none": 155, "selective": 187, "full": 195},
+    "DDP": {"none": 148, "selective": 156, "full": 164},
+    "another": {"none": 129, "selective": 137, "full": 145},
 }
 
 
@@ -293,6 +328,8 @@ def check_step(case: str, log: dict) -> None:
     if how == "none":  # blocks that are recomputed cast again, to save memory
         once = 3 * LAYERS if mode == "one rank" else 0  # FSDP casts before it gathers
         assert log["weight casts"] == once
+    assert not log["logits in fp32"]
+    assert len(log["output layer's gradients"]) == MICROBATCHES  # one chunk each, in one piece
     again = 2 if how == "full" else 1  # selective keeps the outputs of attention
     assert log["attention"] == again * MICROBATCHES * LAYERS
     if execution == "compiled":
@@ -312,7 +349,7 @@ def check_places(log: dict) -> None:
 def check_dtypes(log: dict) -> None:
     assert log["adam"] == ["float32"]  # weights, gradients, moments
     assert "bfloat16" not in log["optimizer"]  # the loss, the norm, the clipping
-    assert log["loss"] == ["float32"]  # log-probabilities
+    assert log["loss"] == ["float32"]
     reduced = [name for name in log["collectives"] if not name.startswith("all-gather")]
     assert not [name for name in reduced if "bfloat16" in name]
 
@@ -340,8 +377,9 @@ FAULTS = {
     "copy_to_the_cpu": ("one rank, none", "assert not.*_to_copy"),
     "reduction_in_bf16": ("FULL_SHARD, none", "assert not.*reduce-scatter bfloat16"),
     "loss_in_bf16": ("one rank, none", "'bfloat16'"),
+    "pytorchs_loss": ("one rank, none", "assert not.*_log_softmax"),
     "weights_in_bf16": ("one rank, none", "'bfloat16'"),
-    "another_operation": ("one rank, none", "<= 176"),
+    "another_operation": ("one rank, none", "<= 155"),
     "casts_in_each_microbatch": ("one rank, none", "assert 12 == 6"),
     "three_gradients": ("FULL_SHARD, none", "assert not.*aten::cat.*SplitWithSizesBackward0"),
     "early_reduction": ("ZERO1, none", "'reduce-scatter float32': 6"),
@@ -394,6 +432,7 @@ def test_evaluation_waits_once_at_its_end(logs, mode):
     assert len(log["read-backs"]) == 2  # loss and tokens, which are returned
     assert all("_local_scalar_dense" in op for op in log["read-backs"])
     assert log["loss"] == ["float32"]
+    assert not log["logits in fp32"]
 
 
 @pytest.mark.slow
