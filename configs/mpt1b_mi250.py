@@ -2,7 +2,7 @@
 # Tokens: 512 sequences x 2048 = 1,048,576 per step; x 24,800 steps = 26.0B, 19.8 per parameter.
 # Batch: 512 = 8 devices x microbatch 8 x 8 accumulation steps.
 # Memory, computed, not measured on AMD hardware: 12 / 8 + 4 bytes per parameter = 7.2 GB,
-#   activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 37.0 GB
+#   activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 36.9 GB
 #   (python -m planning.memory configs/mpt1b_mi250.py --ranks=8).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_mi250.py
 d_model = 2048
