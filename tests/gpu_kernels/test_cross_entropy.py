@@ -236,38 +236,42 @@ def test_the_label_that_does_not_count_is_the_losss():
 
 def compiled_for(world, archs):
     """{(chip, dtype, writes the gradient): facts of the binary} of this process's chips."""
-    from test_launch_table import Chip, facts
+    from bench import compiled
 
     found = {}
     for arch in archs[world.global_rank :: world.global_size]:
-        triton.runtime.driver.set_active(Chip(arch))
         for dtype in (torch.bfloat16, torch.float32):
+            logits = torch.empty(8, 50368, dtype=dtype)
+            labels, results = torch.zeros(8, dtype=torch.long), torch.empty(8)
+            arguments = logits, labels, results, results, logits.stride(0), 50368, 1.0, 0.0
             for writes in (True, False):
-                logits = torch.empty(8, 50368, dtype=dtype)
-                labels, results = torch.zeros(8, dtype=torch.long), torch.empty(8)
-                binary = kernels.cross_entropy_kernel.run(
-                    *(logits, labels, results, results, logits.stride(0), 50368, 1.0, 0.0),
-                    WRITE_GRADIENT=writes, BLOCK=kernels.BLOCK, num_warps=kernels.NUM_WARPS,
-                    grid=(8,), warmup=True,
-                )  # fmt: skip
-                found[arch, str(dtype), writes] = facts(binary, arch)
+                with compiled.for_chip(arch) as binaries:
+                    kernels.cross_entropy_kernel[(8,)](
+                        *arguments,
+                        WRITE_GRADIENT=writes,
+                        BLOCK=kernels.BLOCK,
+                        num_warps=kernels.NUM_WARPS,
+                    )
+                (binary,) = binaries.values()
+                found[arch, str(dtype), writes] = compiled.facts(binary)
     return found
 
 
 @pytest.mark.slow
 def test_it_spills_nothing_on_any_chip_and_each_thread_has_columns_of_its_own():
-    from test_launch_table import SHARED, warp_size
+    from bench.chips import LIMITS
+    from bench.compiled import warp_size
 
     pool = Ranks(2)
-    first, second = pool(compiled_for, list(SHARED))
+    first, second = pool(compiled_for, list(LIMITS))
     pool.stop()
     found = first | second
-    assert len(found) == 4 * len(SHARED)
+    assert len(found) == 4 * len(LIMITS)
     for (arch, *_), fact in found.items():
-        assert fact["binary"] and fact["warp"] == warp_size(arch)
-        assert fact["spilled"] == 0
-        assert fact["shared"] <= SHARED[arch]
-        assert 8 * kernels.NUM_WARPS * fact["warp"] <= kernels.BLOCK
+        assert fact.binary and fact.warp == warp_size(arch)
+        assert fact.spilled == 0
+        assert fact.shared <= LIMITS[arch].shared_block
+        assert 8 * kernels.NUM_WARPS * fact.warp <= kernels.BLOCK
 
 
 # --- on a GPU
