@@ -16,8 +16,9 @@ slope * j / scale (`with_alibi_columns`).
 
     attn_impl   what runs                                 how it does ALiBi
     reference   two matmuls and a softmax, any device     the bias is added to the T x T scores
-    blocks      the same for 256 queries at a time, each  the same
-                block with the keys that it can see
+    blocks      the same for 64 or 128 queries at a time  the same
+                with the keys that they see, and a
+                backward that adds to dk and dv in place
     sdpa        F.scaled_dot_product_attention            extra columns and no mask, so that flash
                                                           and cuDNN kernels can be used. Cases that
                                                           need a mask run the memory-efficient or
@@ -26,15 +27,22 @@ slope * j / scale (`with_alibi_columns`).
                 (it has no backward on a CPU)
     triton      gpu_kernels/flash_attention.py, on GPUs   a vector per block of keys, in the kernel
 
+On NVIDIA's Hopper and Blackwell data center GPUs, PyTorch lets cuDNN do what needs no mask, with
+head dims that are multiples of 8, if its cuDNN is 9.15.1 or newer (the wheels of PyTorch 2.11 and
+later for CUDA 13). Older ones are wrong for some lengths, so nothing here asks for them. The
+backward of cuDNN and of flash attention sums in no fixed order, so two runs with `sdpa` differ in
+their last bits there; `triton` has one order.
+
 All of these compute the same function, so a model trained with one can continue with another. An
 attention that computes another function, such as a sliding window, is part of the model: it belongs
 in VARIANTS, at the end of this file.
 
 `choose` resolves `auto`. A GPU takes `triton` for ALiBi in 16 bits, which needs no mask and no
 extra columns there, and `sdpa` otherwise; so do GPUs for which Triton has no matrix instructions
-(NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000). A CPU takes `blocks`, because the flash
-kernel of PyTorch has a slow backward there: forward and backward of 8 x 6 heads x 512 tokens in
-bf16 take 41 ms with `blocks`, 46 with `reference`, 93 with `sdpa` (2 cores with AVX512-BF16).
+(NVIDIA before Ampere, AMD before MI100 and Radeon RX 7000). A CPU takes `blocks`: forward and
+backward of 8 x 6 heads x 512 tokens take 1.3 times as long with `reference` in bf16 and 1.4 times
+in fp32, with `sdpa` 2.8 and 1.6 times (one core of an AMD EPYC with AVX512-BF16). ALiBi costs
+`blocks` 2 to 3 % there, `sdpa` 13 to 15 %.
 Decoding one token on a cache has its own path, `one_query_attention`.
 
 With `sequence_ids`, a row holds several documents that do not see each other.
@@ -59,7 +67,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None  # PyTorch for CUDA 
 C_COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 PYTHON_HEADER = os.path.join(sysconfig.get_path("include"), "Python.h")
 CAN_BUILD = bool(C_COMPILER) and os.path.exists(PYTHON_HEADER)
-BLOCK = 256  # queries: the fastest of 64, 128 and 256 for 512 to 2,048 tokens on the CPU above
+# Queries of a block; in 16 bits twice as many. Small blocks skip more of the future, large ones
+# multiply faster. These are within 3 % of the best on the CPU above for 256 to 2,048 tokens.
+BLOCK = 64
 
 
 def alibi_slopes(n_heads, bias_max=8.0, device=None):
@@ -88,14 +98,17 @@ def attention(
     softmax_scale=None,
     dropout_p=0.0,
     sequence_ids=None,
+    qkv=None,
 ):
     """softmax(q k^T * softmax_scale + bias) v, (B, H, Tq, D).
 
     q: (B, H, Tq, D); k, v: (B, Hkv, Tk, D), H a multiple of Hkv. The queries are the last Tq of the
     Tk positions, as in decoding on a cache. alibi_slopes: (H,) fp32, or None for no ALiBi.
     softmax_scale: None means 1 / sqrt(D). sequence_ids: (B, Tk) integers, or None: documents lie
-    one after another, each with its own id, and do not see each other. UserError for an unknown
-    `impl`, or one that cannot do what the arguments ask for.
+    one after another, each with its own id, and do not see each other. qkv: the fused projection's
+    output, (B, T, (H + 2 Hkv) * D), if q, k, v are views of it: `triton` then makes its gradient in
+    one piece, where autograd would join dq, dk and dv in a copy. UserError for an unknown `impl`,
+    or one that cannot do what the arguments ask for.
     """
     scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
     has_alibi = alibi_slopes is not None
@@ -107,7 +120,9 @@ def attention(
     if q.shape[2] == 1 and causal and precise and dropout_p == 0 and may_take_short_path:
         return one_query_attention(q, k, v, alibi_slopes, scale, sequence_ids)
 
-    if k.shape[1] != q.shape[1] and impl != "triton":
+    if impl == "triton":
+        return triton_attention(q, k, v, alibi_slopes, causal, scale, dropout_p, sequence_ids, qkv)
+    if k.shape[1] != q.shape[1]:
         groups = q.shape[1] // k.shape[1]  # query heads per key head
         k = k.repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
@@ -171,23 +186,100 @@ def reference_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=
 
 def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
     """The formula for one block of queries at a time, without the keys that are in its future."""
-    n_queries = q.shape[2]
-    if not causal or n_queries <= BLOCK:
+    if not causal or dropout_p > 0:
         return reference_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids)
-    past = k.shape[2] - n_queries  # keys before the first query
-    outputs = []
-    for begin in range(0, n_queries, BLOCK):
-        end = min(begin + BLOCK, n_queries)
-        n_seen = past + end  # keys that the block's last query sees
-        block_q = q[:, :, begin:end]
-        seen_k = k[:, :, :n_seen]
-        seen_v = v[:, :, :n_seen]
-        seen_ids = None if sequence_ids is None else sequence_ids[:, :n_seen]
-        out = reference_attention(
-            block_q, seen_k, seen_v, slopes, causal, scale, dropout_p, seen_ids
-        )
-        outputs.append(out)
-    return torch.cat(outputs, dim=2)
+    return BlockwiseAttention.apply(q, k, v, slopes, scale, sequence_ids)
+
+
+def query_blocks(n_queries, n_keys, dtype):
+    """(slice of the queries, number of keys that its last query sees) of each block."""
+    rows = BLOCK if dtype.itemsize > 2 else 2 * BLOCK
+    for begin in range(0, n_queries, rows):
+        end = min(begin + rows, n_queries)
+        yield slice(begin, end), n_keys - n_queries + end
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """The autograd node of `blockwise_attention`, with g for the gradient of the output:
+
+        dv = probs^T g                  d probs  = g v^T
+        dq = d scores k * scale         d scores = probs * (d probs - rowsum(probs * d probs))
+        dk = d scores^T q * scale
+
+    Autograd would do the same by blocks, but it would make a whole dk and dv of each block, mostly
+    zeros, to add them up. Here each block adds to the part that it sees.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, slopes, scale, sequence_ids):
+        """q (B, H, Tq, D), k and v (B, H, Tk, D) -> (B, H, Tq, D), laid out as (B, Tq, H, D)."""
+        B, H, n_queries, D = q.shape
+        n_keys = k.shape[2]
+        out = q.new_empty(B, n_queries, H, D).transpose(1, 2)
+        q = torch.mul(q, scale, out=q.new_empty(q.shape)).flatten(0, 1)  # (B * H, Tq, D)
+        k = k.reshape(-1, n_keys, D)
+        v = v.reshape(-1, n_keys, D)
+
+        blocks = list(query_blocks(n_queries, n_keys, q.dtype))
+        bias = last_bias(blocks[0][0].stop, n_keys, slopes, q)
+        kept = []
+        for queries, n_seen in blocks:
+            scores = torch.bmm(q[:, queries], k[:, :n_seen].mT)  # (B * H, rows, n_seen)
+            add_bias(scores.view(B, H, -1, n_seen), bias, sequence_ids)
+            probs = torch.softmax(scores, dim=-1, out=scores)
+            out[:, :, queries] = torch.bmm(probs, v[:, :n_seen]).view(B, H, -1, D)
+            if any(ctx.needs_input_grad):
+                kept.append(probs)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.blocks = blocks
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_out):
+        """grad_out (B, H, Tq, D) -> dq, dk, dv, as q, k and v."""
+        q, k, v, *kept = ctx.saved_tensors  # q is scaled already
+        B, H, n_queries, D = grad_out.shape
+        grad_out = grad_out.reshape(q.shape)
+        dq = q.new_empty(B, n_queries, H, D).transpose(1, 2)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
+        for (queries, n_seen), probs in zip(ctx.blocks, kept, strict=True):
+            g = grad_out[:, queries]  # (B * H, rows, D)
+            dv[:, :n_seen] += torch.bmm(probs.mT, g)
+            dprobs = torch.bmm(g, v[:, :n_seen].mT)
+            # PyTorch's own kernel for the backward of softmax, here in place
+            dscores = torch._softmax_backward_data(
+                dprobs, probs, -1, probs.dtype, grad_input=dprobs
+            )
+            dk[:, :n_seen] += torch.bmm(dscores.mT, q[:, queries])
+            block_dq = torch.bmm(dscores, k[:, :n_seen]).mul_(ctx.scale)
+            dq[:, :, queries] = block_dq.view(B, H, -1, D)
+        dk = dk.view(B, H, -1, D)
+        dv = dv.view(B, H, -1, D)
+        return dq, dk, dv, None, None, None
+
+
+def last_bias(n_queries, n_keys, slopes, q):
+    """The bias of the last block of queries in q's dtype; without ALiBi, only for its own keys.
+
+    A bias depends on the distance i - j alone. So an earlier block's is a part of it: its last
+    rows and columns.
+    """
+    n_keys = n_queries if slopes is None else n_keys
+    return attention_bias(n_queries, n_keys, slopes, True, q.device).to(q.dtype)
+
+
+def add_bias(scores, bias, sequence_ids):
+    """Add the bias to the scores (B, H, rows, n_seen) of a block, in place."""
+    rows, n_seen = scores.shape[2:]
+    bias = bias[..., -rows:, -n_seen:]
+    scores[..., -bias.shape[-1] :] += bias
+    if sequence_ids is not None:
+        key_ids = sequence_ids[:, None, None, :n_seen]
+        query_ids = key_ids[..., -rows:].mT
+        scores.masked_fill_(query_ids != key_ids, -math.inf)
 
 
 def one_query_attention(q, k, v, slopes, scale, sequence_ids):
@@ -305,7 +397,7 @@ def document_block_mask(sequence_ids, causal):
     return create_block_mask(visible, B, None, T, T, device=sequence_ids.device)
 
 
-def triton_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+def triton_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None, qkv=None):
     """This project's kernels, imported here because PyTorch for CPUs comes without triton."""
     require(
         dropout_p == 0, "attn_impl=triton has no dropout: set attn_pdrop=0 or another attn_impl"
@@ -318,7 +410,14 @@ def triton_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=Non
     from gpu_kernels.flash_attention import flash_attention
 
     return flash_attention(
-        q, k, v, alibi_slopes=slopes, causal=causal, softmax_scale=scale, sequence_ids=sequence_ids
+        q,
+        k,
+        v,
+        alibi_slopes=slopes,
+        causal=causal,
+        softmax_scale=scale,
+        sequence_ids=sequence_ids,
+        qkv=qkv,
     )
 
 

@@ -125,10 +125,9 @@ def main(argv) -> None:
 def train_step(model, optimizer, rows, step, cfg, world, precision):
     """One update from this rank's rows (B, T + 1). Returns loss, gradient norm, hash of the ids.
 
-    All three are tensors on the device, and the norm is that before clipping. The host does not
-    wait for them here, so that a GPU always has work in its queue: Reporter reads them later. Loss
-    and norm are sums over all ranks. So if they are not finite, all ranks leave weights and
-    optimizer as they are.
+    All three are tensors on the device, the norm before clipping. The host does not wait for them
+    here, so that a GPU always has work in its queue: Reporter reads them later. Loss and norm are
+    sums over all ranks. So if they are not finite, all ranks leave weights and optimizer unchanged.
     """
     parallel.seed_dropout(cfg, step, world)
     ids, labels = rows[:, :-1], rows[:, 1:]
@@ -139,16 +138,17 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     # forward, backward: .grad adds up over the microbatches
     loss_sum = torch.zeros((), device=rows.device)
     microbatches = cut(ids, labels, cfg)
-    for number, (ids, labels) in enumerate(microbatches, 1):
-        parallel.before_microbatch(model, cfg, last=number == len(microbatches))
-        with record_function("forward"), parallel.autocast(rows.device, precision):
-            # The sum over the tokens of the microbatch.
-            microbatch_loss = model(ids, labels=labels, z_loss=cfg.z_loss)
-        with record_function("backward"):
-            # fully_shard divides gradients by the number of data-parallel ranks. n_tokens counts
-            # the tokens of all ranks already, so dp_size cancels that division.
-            (microbatch_loss * world.dp_size / n_tokens).backward()
-        loss_sum += microbatch_loss.detach()
+    with parallel.weights_cast_once(model, precision, len(microbatches)):
+        for number, (ids, labels) in enumerate(microbatches, 1):
+            parallel.before_microbatch(model, cfg, last=number == len(microbatches))
+            with record_function("forward"), parallel.autocast(rows.device, precision):
+                # The sum over the tokens of the microbatch.
+                microbatch_loss = model(ids, labels=labels, z_loss=cfg.z_loss)
+            with record_function("backward"):
+                # fully_shard divides gradients by the number of data-parallel ranks. n_tokens
+                # counts the tokens of all ranks already, so dp_size cancels that division.
+                (microbatch_loss * world.dp_size / n_tokens).backward()
+            loss_sum += microbatch_loss.detach_()  # in place, which frees the graph
 
     # update
     with record_function("optimizer"):

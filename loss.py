@@ -9,9 +9,16 @@ They need not be kept, because their gradient is known as soon as they are:
 
     d loss / d logits = (1 + 2 * z_loss * log_z) * softmax(logits) - onehot(label)
 
-So each chunk goes forward and backward in one turn (`chunk_loss`), then its logits are freed. Only
-the gradients of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the
-incoming gradient. They are exact, and no matmul is done twice.
+So each chunk goes forward and backward in one turn, then its logits are freed. Only the gradients
+of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the incoming gradient.
+They are exact, and no matmul is done twice.
+
+    chunk_loss          any device: the formulas above in PyTorch; 10 bytes a logit in bf16
+    kernel_chunk_loss   GPUs with Triton: a kernel turns the logits into their gradient, 2 bytes a
+                        logit, so chunks can be larger (gpu_kernels/cross_entropy.py)
+
+The second has not run on a GPU yet: it was checked in Triton's interpreter and on tensors without
+data.
 
 The z-loss keeps log_z near 0, where bf16 logits are precise (PaLM, arXiv 2204.02311, section 5).
 
@@ -23,9 +30,11 @@ import math
 import torch
 import torch.nn.functional as F
 
+import attention
 from program import arguments, run
 
 CHUNK_BYTES = 256 * 2**20  # of a chunk's fp32 logits: 1,280 rows at V = 50368
+KERNEL_ROWS = 4096  # at least, with the kernel: products of fewer rows leave parts of a GPU idle
 COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
 ROWS = 512  # tokens per chunk in scoring on a CPU: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
@@ -86,11 +95,15 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_w = torch.zeros(weight.shape, dtype=exact, device=weight.device)
 
         rows = chunk_rows(weight.shape[0])
+        loss_of = chunk_loss
+        if takes_kernel(x.device, matmul_dtype):
+            rows = max(rows, KERNEL_ROWS)
+            loss_of = kernel_chunk_loss
         loss = torch.zeros((), dtype=exact, device=x.device)
         for begin in range(0, x.shape[0], rows):
             chunk = slice(begin, begin + rows)
             chunk_grad_x = None if grad_x is None else grad_x[chunk]
-            loss += chunk_loss(x[chunk], weight, labels[chunk], scale, z_loss, chunk_grad_x, grad_w)
+            loss += loss_of(x[chunk], weight, labels[chunk], scale, z_loss, chunk_grad_x, grad_w)
         ctx.scale = scale
         ctx.save_for_backward(grad_x, None if grad_w is None else grad_w.to(weight_dtype))
         return loss
@@ -106,6 +119,19 @@ class LinearCrossEntropy(torch.autograd.Function):
         if grad_w is not None:
             grad_w = (grad_w.to(factor.dtype) * factor).to(grad_w.dtype)
         return grad_x, grad_w, None, None, None, None
+
+
+def takes_kernel(device, dtype) -> bool:
+    """Whether the loss of logits with this dtype runs in gpu_kernels/cross_entropy.py.
+
+    It needs a GPU, Triton, the C compiler that Triton calls, and at most 32 bits.
+    """
+    can_run_triton = device.type == "cuda" and attention.HAS_TRITON and attention.CAN_BUILD
+    if not can_run_triton or dtype == torch.float64:
+        return False
+    from gpu_kernels import launch_table  # only GPUs need it
+
+    return launch_table.suits(device)
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -130,18 +156,18 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     logits = x @ weight.T  # (rows, V)
     if scale != 1:
         logits = logits.to(exact) * scale
-    log_probs = F.log_softmax(logits, dim=-1, dtype=exact)  # (rows, V)
-    log_prob = log_probs.gather(1, labels)  # (rows, 1)
-    log_z = logits.gather(1, labels).to(exact) - log_prob  # since log_prob = logit - log_z
+    probs = F.softmax(logits, dim=-1, dtype=exact)  # (rows, V)
+    # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
+    log_z = logits.amax(-1, keepdim=True).to(exact) - probs.amax(-1, keepdim=True).log()
+    log_prob = logits.gather(1, labels).to(exact) - log_z  # (rows, 1)
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
     if grad_x is None and grad_w is None:
         return loss
 
-    grad = log_probs.exp_()  # softmax, in the same memory
     if z_loss:
-        grad.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
+        probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
     minus_one = -torch.ones_like(log_z)
-    grad = grad.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
+    grad = probs.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
     if grad_x is not None:
         grad_x.copy_((grad @ weight).mul_(counted))
     if grad_w is not None:
@@ -150,6 +176,28 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
             block = slice(begin, begin + COLUMNS)
             grad_w[block] += grad[:, block].T @ counted_x
     return loss
+
+
+def kernel_chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
+    """`chunk_loss` for GPUs. Arguments as there; the loss of a label beyond the vocabulary is NaN.
+
+    Beside the logits, in the dtype of x, nothing is as wide as the vocabulary. The kernel sets the
+    gradient of rows that do not count to 0.
+    """
+    from gpu_kernels import cross_entropy as kernels  # only GPUs need it
+
+    logits = x @ weight.T  # (rows, V)
+    if grad_x is None and grad_w is None:
+        losses, _ = kernels.cross_entropy(logits, labels, scale, z_loss)
+        return losses.sum()
+
+    losses, _ = kernels.cross_entropy_gradient_(logits, labels, scale, z_loss)
+    grad = logits  # the kernel has written the gradient over them
+    if grad_x is not None:
+        torch.mm(grad, weight, out=grad_x)
+    if grad_w is not None:
+        kernels.add_product_(grad_w, grad.T, x)
+    return losses.sum()
 
 
 @torch.no_grad()

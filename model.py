@@ -128,6 +128,7 @@ class Attention(nn.Module):
         #     q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
         #     bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
         # attention.py has this in plain PyTorch, and kernels that never store q k^T.
+        still_fused = not (cfg.qk_ln or positions.angles or cache is not None)
         y = attention(
             q,
             k,
@@ -137,6 +138,7 @@ class Attention(nn.Module):
             softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
             dropout_p=cfg.attn_pdrop if self.training else 0.0,
             sequence_ids=positions.sequence_ids,
+            qkv=qkv if still_fused else None,  # q, k, v are views of it: one gradient for all three
         )
         y = y.transpose(1, 2).flatten(2)  # heads side by side
         return self.out_proj(y.to(qkv.dtype))

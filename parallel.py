@@ -21,10 +21,12 @@ under autocast.
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh.
 """
 
+import contextlib
 import functools
 import gc
 import math
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -116,7 +118,8 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     """
     if cfg.microbatch_size == "auto":
         cfg = replace(cfg, microbatch_size=2)
-    n_rows = microbatch_rows(cfg.global_batch_size // world.dp_size, cfg)
+    rows_of_rank = cfg.global_batch_size // world.dp_size
+    n_rows = microbatch_rows(rows_of_rank, cfg)
     n_layers = min(2, cfg.recompute_every)  # the first is recomputed, the second is not
     with world.device:
         model = MPT(replace(model_cfg, n_layers=n_layers, vocab_size=1))
@@ -125,9 +128,10 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     if world.dp_size > 1:
         model.transformer.blocks.to(DTYPES[precision])  # as fully_shard gathers them
     parallelize(model, None, cfg, precision)
-    with autocast(world.device, precision):
-        loss = model(ids, labels=ids)
-    loss.backward()
+    with weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
+        with autocast(world.device, precision):
+            loss = model(ids, labels=ids)
+        loss.backward()
     loss.item()  # waits for the device: a fault of a kernel shows only then
 
 
@@ -298,6 +302,54 @@ def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
     """
     own = world.tp_rank if cfg.sequence_parallel else 0
     torch.manual_seed(hash((cfg.seed, step, world.dp_rank) + (own,) * (own > 0)) % 2**63)
+
+
+@contextlib.contextmanager
+def weights_cast_once(model: MPT, precision: str, n_microbatches: int) -> Iterator[None]:
+    """A context for all microbatches of a step, in which linear layers have bf16 weights.
+
+    One process alone, in bf16: autocast would cast every weight again in each microbatch, and each
+    gradient back. Here a bf16 copy stands in the weight's place, and its gradients are added to the
+    weight's own, in fp32: the same roundings, 14 bytes of traffic less for each weight and further
+    microbatch. (`fully_shard` does so with the weights that it gathers.)
+
+    Left as they are: a single microbatch, which casts nothing twice; the weights of blocks that are
+    recomputed, whose copies the graph does not keep anyway, so that the peak of memory stays as it
+    is; norms, which choose their own dtype; and W, whose gradient loss.py sums in fp32.
+    """
+    weights = []
+    if precision == "bf16" and n_microbatches > 1 and not isinstance(model, FSDPModule):
+        weights = linear_weights(model)
+    for linear, name, weight in weights:
+        copy = torch.nn.Parameter(weight.detach().to(torch.bfloat16), weight.requires_grad)
+        if weight.requires_grad:
+            copy.register_post_accumulate_grad_hook(functools.partial(hand_over_gradient, weight))
+        setattr(linear, name, copy)
+    try:
+        yield
+    finally:
+        for linear, name, weight in weights:
+            setattr(linear, name, weight)
+
+
+def linear_weights(model: MPT) -> list[tuple]:
+    """(layer, name, weight or bias) of the linear layers in blocks that are not recomputed."""
+    found = []
+    for block in model.transformer.blocks:
+        layers = [] if block.recompute else block.modules()
+        for layer in layers:
+            if isinstance(layer, torch.nn.Linear):
+                found += [(layer, *named) for named in layer.named_parameters()]
+    return found
+
+
+def hand_over_gradient(weight, copy) -> None:
+    """Add the gradient of a weight's bf16 copy to the weight's own, which is fp32."""
+    if weight.grad is None:
+        weight.grad = copy.grad.to(weight.dtype)
+    else:
+        weight.grad += copy.grad
+    copy.grad = None
 
 
 def before_microbatch(model: MPT, cfg: TrainConfig, last: bool) -> None:

@@ -21,7 +21,8 @@ from config import require
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
 NAMES = """
     train team table scaling compare machine attention
-    before_after trajectories flops memory operations fake_runs fake_gpu planner
+    before_after beside trajectories flops memory operations fake_runs fake_gpu
+    step_costs step_prices roofline chips compiled inner_loop planner
     generate evaluation load facts first_night night_report
 """.split()
 # These are started and ended by processes.run, all others by config.run.

@@ -8,6 +8,7 @@ and they take turns, as in `bench train`. There are two shapes: 6 layers of widt
 vocabulary of 256, and 6 layers of width 768 with a vocabulary of 50,368.
 """
 
+import contextlib
 import statistics
 import sys
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+import attention
 import config
 import loss
 import model
@@ -41,16 +43,23 @@ FLAGS = {
     "activation checkpointing: full instead of none": ["--activation_checkpointing=full"],
     "no compilation: blocks compiled instead": ["--compile"],
 }
+# Flags of both processes, beside those of the shape.
+BOTH = {"weights cast once a step: in each microbatch of two instead": ["--microbatch_size=2"]}
 # What `Variant` undoes.
 PATCHES = [
+    "the blocks' own backward: autograd's instead",
+    "one exponential a logit in the loss: two instead",
     "chunked loss: all logits at once instead",
     "pieces of the loss's weight gradient: one piece instead",
+    "loss kernel: PyTorch's operators instead",
     "fused AdamW: PyTorch's loop over the parameters instead",
     "malloc keeps freed memory: glibc's defaults instead",
     "one rank is not sharded: fully_shard instead",
     "autocast without a cache: with it instead",
+    "weights cast once a step: in each microbatch of two instead",
     "bf16: fp32 instead",
     "one microbatch: two of half the size instead",
+    "one gradient for Wqkv (GPUs, ALiBi): three that autograd joins instead",
 ]
 
 
@@ -76,8 +85,15 @@ class Variant(bench_train.OurProgram):
         kind = undone.partition(":")[0]
         if kind == "chunked loss":
             replace(model, "linear_cross_entropy", obvious_loss)
+        elif kind.startswith("the blocks"):
+            attention.IMPLEMENTATIONS["blocks"] = blocks_by_autograd
+        elif kind.startswith("one exponential"):
+            replace(torch.nn.functional, "softmax", softmax_of_log_softmax)
         elif kind.startswith("pieces"):
             replace(loss, "COLUMNS", 10**9)
+        elif kind == "loss kernel":
+            require(torch.cuda.is_available(), "it runs on GPUs only, and there is none here")
+            replace(loss, "takes_kernel", lambda device, dtype: False)
         elif kind == "fused AdamW":
             replace(optim, "build_optimizer", looping_adamw)
         elif kind.startswith("malloc"):
@@ -86,6 +102,10 @@ class Variant(bench_train.OurProgram):
             replace(parallel, "make_mesh", mesh_of_one)
         elif kind.startswith("autocast"):
             replace(parallel, "autocast", autocast_with_cache)
+        elif kind.startswith("weights cast"):
+            replace(parallel, "weights_cast_once", cast_in_each_microbatch)
+        elif kind.startswith("one gradient"):
+            replace(model, "attention", attention_of_three)
         elif kind == "one microbatch":
             cfg.microbatch_size = cfg.global_batch_size // 2
         elif kind == "bf16":
@@ -102,6 +122,31 @@ def replace(module, name: str, value) -> None:
 def obvious_loss(x, weight, labels, scale, z_loss):
     """The loss with all logits in memory together: what the chunked loss replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
+
+
+def blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+    """The same blocks with autograd's gradients: what the blocks' own backward replaces.
+
+    Autograd makes a whole gradient of k and v for each block, then adds them up.
+    """
+    outputs = []
+    for queries, n_seen in attention.query_blocks(q.shape[2], k.shape[2], q.dtype):
+        seen = k[:, :, :n_seen], v[:, :, :n_seen]
+        out = attention.reference_attention(
+            q[:, :, queries], *seen, slopes, causal, scale, dropout_p
+        )
+        outputs.append(out)
+    return torch.cat(outputs, dim=2)
+
+
+def softmax_of_log_softmax(logits, dim, dtype):
+    """Softmax with a second exponential, as a loss takes it that begins with log_softmax."""
+    return torch.log_softmax(logits, dim, dtype=dtype).exp_()
+
+
+def attention_of_three(q, k, v, qkv=None, **settings):
+    """Attention that is not told of the tensor behind q, k and v: each has its own gradient."""
+    return attention.attention(q, k, v, **settings)
 
 
 def looping_adamw(params, cfg):
@@ -122,12 +167,18 @@ def autocast_with_cache(device, precision):
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
+def cast_in_each_microbatch(model, precision, n_microbatches):
+    """A context that leaves the casts to autocast, which makes them in each microbatch."""
+    return contextlib.nullcontext()
+
+
 def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
     """A line of the table: the ratio of the speeds, and both peaks of memory.
 
     flags: settings of both processes, which choose the shape.
     """
     settings = [*bench_train.SHAPE, "--precision=bf16", "--compile=False", *flags]
+    settings += BOTH.get(undone, [])
     names = ("nothing", undone)  # the step as it is, and without the part
     teams = []
     for name in names:

@@ -123,27 +123,31 @@ def fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
     """F.scaled_dot_product_attention, with the kernel that PyTorch mostly chooses on a GPU.
 
     It asks the GPU before it chooses, and without one it takes the obvious version. A mask, or
-    fp32, needs the memory-efficient kernel; all else takes flash attention.
+    fp32, needs the memory-efficient kernel; of the rest, an H100 does dropout with flash attention
+    and all else with cuDNN.
     """
-    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention
-        return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
-    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     needs_backward = torch.is_grad_enabled()
+    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+        if dropout_p > 0:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(q, k, v, dropout_p, is_causal, scale=scale)[0]
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, None, needs_backward, dropout_p, is_causal, scale=scale)[0]
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
     return efficient(q, k, v, attn_mask, needs_backward, dropout_p, is_causal, scale=scale)[0]
 
 
 # --- The runs
 
 
-def train_step(setting: Setting) -> OperationLog:
+def train_step(setting: Setting, kind: type[OperationLog] = OperationLog) -> OperationLog:
     """The second step: in the first one, the optimizer and FSDP allocate what they keep."""
     cfg = replace(setting.cfg, compile=bool(setting.backend))
     with pretended(setting):
         model, optimizer = setting.build()
         rows = setting.rows()
         for step in range(2):
-            with OperationLog() as log:
+            with kind() as log:
                 fsdp_train.train_step(model, optimizer, rows, step, cfg, setting.world, PRECISION)
     return log
 
@@ -251,11 +255,17 @@ def run_all(model_cfg: MPTConfig, cfg: TrainConfig, ranks: int) -> dict[str, Ope
     UserError for settings that no run could have.
     """
     setting = Setting(model_cfg, cfg, ranks, "aot_eager" if cfg.compile is True else "")
-    fsdp_train.check_settings(model_cfg, cfg, setting.world)
-    no_memory = "a GPU that is not there has no memory to try it in: set --microbatch_size=8"
-    require(cfg.microbatch_size != "auto", f"microbatch_size=auto: {no_memory}")
+    check(setting)
     require(model_cfg.max_seq_len >= 16, f"max_seq_len {model_cfg.max_seq_len} is below 16")
     return {name: run(setting) for name, run in RUNS.items()}
+
+
+def check(setting: Setting) -> None:
+    """UserError for settings that no training step could have."""
+    cfg = setting.cfg
+    fsdp_train.check_settings(setting.model_cfg, cfg, setting.world)
+    no_memory = "a GPU that is not there has no memory to try it in: set --microbatch_size=8"
+    require(cfg.microbatch_size != "auto", f"microbatch_size=auto: {no_memory}")
 
 
 # --- Tables

@@ -1,8 +1,8 @@
 # MPT-1B (1.32B parameters) on 4 x MI250: 8 devices of 64 GB.
 # Tokens: 512 sequences x 2048 = 1,048,576 per step; x 24,800 steps = 26.0B, 19.8 per parameter.
 # Batch: 512 = 8 devices x microbatch 8 x 8 accumulation steps.
-# Memory, computed, not measured on AMD hardware: 16 bytes per parameter / 8 = 2.6 GB,
-#   activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 30.0 GB
+# Memory, computed, not measured on AMD hardware: 12 / 8 + 4 bytes per parameter = 7.2 GB,
+#   activations 32 bytes x 16384 tokens x 2048 x 24 = 25.8 GB, at the peak 36.9 GB
 #   (python -m planning.memory configs/mpt1b_mi250.py --ranks=8).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt1b_mi250.py
 d_model = 2048
@@ -20,6 +20,6 @@ lr = 2e-4
 warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
-activation_checkpointing = "none"
+sharding = "ZERO1"  # faster than FULL_SHARD by plan.py, and fits
 save_interval = 500
 run_dir = "runs/mpt1b_mi250"

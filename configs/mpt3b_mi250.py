@@ -1,8 +1,8 @@
 # MPT-3B (2.65B parameters) on 4 x MI250: 8 devices of 64 GB, no recomputation.
 # Tokens: 512 sequences x 2048 = 1,048,576 per step; x 51,500 steps = 54.0B, 20.4 per parameter.
 # Batch: 512 = 8 devices x microbatch 4 x 16 accumulation steps.
-# Memory, computed, not measured on AMD hardware: 16 bytes per parameter / 8 = 5.3 GB,
-#   activations 32 bytes x 8192 tokens x 2560 x 32 = 21.5 GB, at the peak 28.6 GB
+# Memory, computed, not measured on AMD hardware: 12 / 8 + 4 bytes per parameter = 14.6 GB,
+#   activations 32 bytes x 8192 tokens x 2560 x 32 = 21.5 GB, at the peak 42.8 GB
 #   (python -m planning.memory configs/mpt3b_mi250.py --ranks=8).
 # Launch: torchrun --nproc_per_node 8 fsdp_train.py configs/mpt3b_mi250.py
 d_model = 2560
@@ -20,6 +20,6 @@ lr = 1.6e-4
 warmup_steps = 100
 alpha_f = 0.1
 decoupled_weight_decay = 0.0
-activation_checkpointing = "none"
+sharding = "ZERO1"  # faster than FULL_SHARD by plan.py, and fits
 save_interval = 100
 run_dir = "runs/mpt3b_mi250"

@@ -40,9 +40,9 @@ program's block: that keeps the numbers small, where fp32 is precise. Slopes are
 causality the bias is -slope * |i - j|, computed for each element.
 
 A query sees one interval of keys, first <= j < last: causality limits its end, a packed document
-both ends, the length of the sequence all of it. Blocks outside of it are skipped. In the forward
-and for dq, blocks that all rows of a program see need no mask (with documents, every block has
-one).
+both ends, the length of the sequence all of it. Blocks outside of it are skipped. Blocks that lie
+inside of it for all rows of a program need no mask, so causality costs one only on the diagonal
+(with documents, every block has a mask).
 
 Powers of two: the GPU has an instruction for 2^x, not for e^x. So scale and slopes are multiplied
 by log2(e), exp becomes exp2, and lse is a logarithm to base 2.
@@ -241,6 +241,10 @@ def visible_keys(bounds, b, i, n_keys, CAUSAL: tl.constexpr, BLOCK_N: tl.constex
 #
 # Index names: `query` counts queries from 0, `i` is a query's position in the sequence of keys
 # (queries are its last positions), `j` is a key's position. Suffix `_block`: rows (`load_rows`).
+#
+# A mask costs time only in the blocks that need one. The first two kernels have a loop without it;
+# `dkdv_kernel` has a branch, because a second loop would cost registers that its two accumulators
+# need. Where the branch spills registers, too (heads of two widths, small blocks), it masks all.
 
 
 @triton.jit
@@ -357,8 +361,7 @@ def dkdv_kernel(
     """dk and dv of BLOCK_N keys, over all query heads that share them.
 
     Grid: (blocks of keys, key heads, batch). Scores are transposed, (BLOCK_N, BLOCK_M), so that P^T
-    and dS^T are ready to multiply do and q. Every block is masked: a second loop without the mask
-    would cost registers that the two accumulators need.
+    and dS^T are ready to multiply do and q.
     """
     start = tl.program_id(0) * BLOCK_N  # the first keys have the most queries, so they start first
     kh, b = tl.program_id(1), tl.program_id(2)
@@ -371,6 +374,8 @@ def dkdv_kernel(
         first += past
     begin = tl.maximum(tl.min(first) - past, 0) // BLOCK_M * BLOCK_M
     end = tl.minimum(tl.max(last) - past, n_queries)
+    MASK_ALL: tl.constexpr = bounds is not None or (CAUSAL and (HIGH > 0 or BLOCK_N < 64))
+    mask_until = tl.max(first) - past  # from here on, queries see every key of the block
 
     k_block = load_rows(k, k_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
     v_block = load_rows(v, v_strides, b, kh, start, n_keys, BLOCK_N, D, LOW, HIGH)
@@ -387,12 +392,15 @@ def dkdv_kernel(
             s = rows_dot_rows(k_block, q_block) * scale
             if slopes is not None:
                 s += alibi(i[None, :], j[:, None], start, slope, CAUSAL)
-            if CAUSAL or bounds is not None:
+            if MASK_ALL:
                 s = tl.where(i[None, :] >= first[:, None], s, -float("inf"))
             if bounds is not None:
                 s = tl.where(i[None, :] < last[:, None], s, -float("inf"))
             row_lse = tl.load(lse + head_row + query, mask=query < n_queries, other=float("inf"))
             p = tl.exp2(s - (row_lse + row_bias(i, start, slope, CAUSAL))[None, :])
+            if CAUSAL and not MASK_ALL:  # noqa: SIM102 (known at compile time; the next is not)
+                if at < mask_until:  # the diagonal crosses this block of scores
+                    p = tl.where(i[None, :] >= first[:, None], p, 0.0)
             do_block = load_rows(do, do_strides, b, h, at, n_queries, BLOCK_M, D, LOW, HIGH)
             row_delta = tl.load(delta + head_row + query, mask=query < n_queries, other=0.0)
             dp = rows_dot_rows(v_block, do_block)
@@ -477,20 +485,47 @@ def forward_operator(
     return out, lse
 
 
+def heads_of(qkv, n_heads: int, n_kv_heads: int):
+    """The views q (B, H, T, D), k and v (B, Hkv, T, D) of qkv, (B, T, (H + 2 Hkv) * D).
+
+    That is the output of the model's fused projection, Wqkv.
+    """
+    heads = qkv.unflatten(-1, (n_heads + 2 * n_kv_heads, -1)).transpose(1, 2)
+    return heads.split([n_heads, n_kv_heads, n_kv_heads], dim=1)
+
+
+def room_for_gradients(q, k):
+    """An uninitialized (B, T, (H + 2 Hkv) * D); T is the larger of Tq and Tk."""
+    B, H, n_queries, D = q.shape
+    Hkv, n_keys = k.shape[1:3]
+    return q.new_empty(B, max(n_queries, n_keys), (H + 2 * Hkv) * D)
+
+
+def gradients_in(dqkv, q, k):
+    """The views dq, dk, dv of dqkv, shaped like q, k and k."""
+    dq, dk, dv = heads_of(dqkv, q.shape[1], k.shape[1])
+    return dq[:, :, : q.shape[2]], dk[:, :, : k.shape[2]], dv[:, :, : k.shape[2]]
+
+
 @torch.library.custom_op("mpt::flash_attention_backward", mutates_args=())
 def backward_operator(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, slopes: Tensor | None,
     bounds: Tensor | None, causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq, dk, dv), shaped like q, k, v. `dq_kernel` computes delta, which `dkdv_kernel` reads."""
-    dq, dk, dv = like_rows(q), like_rows(k), like_rows(v)
+) -> Tensor:  # fmt: skip
+    """dq, dk and dv side by side in one tensor, (B, T, (H + 2 Hkv) * D): `gradients_in` splits it.
+
+    So it is the gradient of the fused projection's output. If Tq and Tk differ, rows beyond the
+    shorter one's last are not set. `dq_kernel` computes delta, which `dkdv_kernel` reads.
+    """
+    dqkv = room_for_gradients(q, k)
+    dq, dk, dv = gradients_in(dqkv, q, k)
     delta = torch.empty_like(lse)
     do = do if do.stride(-1) == 1 else do.contiguous()
     tensors = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta}
     tensors |= {"slopes": slopes, "bounds": bounds}
     launch("dq", tensors | {"out": out, "dq": dq}, causal, scale)
     launch("dkdv", tensors | {"dk": dk, "dv": dv}, causal, scale)
-    return dq, dk, dv
+    return dqkv
 
 
 @forward_operator.register_fake
@@ -502,7 +537,7 @@ def forward_shapes(q, k, v, slopes, bounds, causal, scale):
 @backward_operator.register_fake
 def backward_shapes(do, q, k, v, out, lse, slopes, bounds, causal, scale):
     """The same for `backward_operator`."""
-    return like_rows(q), like_rows(k), like_rows(v)
+    return room_for_gradients(q, k)
 
 
 def keep_for_backward(ctx, inputs, output):
@@ -515,8 +550,34 @@ def keep_for_backward(ctx, inputs, output):
 def gradients(ctx, do, _):
     """The gradients of `forward_operator`'s inputs: dq, dk, dv, and none for the other four."""
     q, k, v, slopes, bounds, out, lse = ctx.saved_tensors
-    dq, dk, dv = backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale)
-    return dq, dk, dv, None, None, None, None
+    dqkv = backward_operator(do, q, k, v, out, lse, slopes, bounds, ctx.causal, ctx.scale)
+    return *gradients_in(dqkv, q, k), None, None, None, None
+
+
+class FromProjection(torch.autograd.Function):
+    """Attention as a function of qkv (B, T, (H + 2 Hkv) * D), the fused projection's output.
+
+    It runs the same operators. But with q, k and v as the inputs, autograd would copy dq, dk and dv
+    into one tensor, the gradient of qkv. Here `backward_operator` has made that tensor already.
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, n_heads, n_kv_heads, slopes, bounds, causal, scale):
+        """out, (B, H, T, D)."""
+        q, k, v = heads_of(qkv, n_heads, n_kv_heads)
+        out, lse = forward_operator(q, k, v, slopes, bounds, causal, scale)
+        ctx.save_for_backward(qkv, slopes, bounds, out, lse)
+        ctx.heads = n_heads, n_kv_heads
+        ctx.settings = causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, do):
+        """dqkv, and no gradient for the other inputs."""
+        qkv, slopes, bounds, out, lse = ctx.saved_tensors
+        q, k, v = heads_of(qkv, *ctx.heads)
+        dqkv = backward_operator(do, q, k, v, out, lse, slopes, bounds, *ctx.settings)
+        return dqkv, None, None, None, None, None, None
 
 
 @register_flop_formula(torch.ops.mpt.flash_attention)
@@ -536,7 +597,7 @@ def backward_flops(do_shape, q_shape, k_shape, *args, **kwargs) -> int:
 
 
 def flash_attention(
-    q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None
+    q, k, v, *, alibi_slopes=None, causal=True, softmax_scale=None, sequence_ids=None, qkv=None
 ):
     """softmax(q k^T * softmax_scale + bias) v without a T x T tensor: (B, H, Tq, D).
 
@@ -544,16 +605,24 @@ def flash_attention(
     fp16 or fp32 (under autocast: its dtype). The queries are the last Tq of the Tk positions.
     alibi_slopes: (H,) fp32, without gradient. softmax_scale: None means 1 / sqrt(D). sequence_ids:
     (B, Tk) integers. A document is a run of equal ids, and documents do not see each other. A query
-    that sees no key gives zeros. Differentiable once. Raises config.UserError, a ValueError.
+    that sees no key gives zeros. qkv: (B, T, (H + 2 Hkv) * D), if q, k and v are views of it, side
+    by side: its gradient is then made in one piece. Differentiable once. Raises config.UserError, a
+    ValueError.
     """
     kind = q.device.type
     if torch.is_autocast_enabled(kind):
         q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
     check(q, k, v, alibi_slopes, sequence_ids)
+    if qkv is not None and qkv.dtype == q.dtype:
+        check_views(qkv, q, k, v)
+    else:
+        qkv = None  # q, k and v have been cast
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     bounds = None if sequence_ids is None else document_bounds(sequence_ids)
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale
+    if qkv is not None:
+        return FromProjection.apply(qkv, q.shape[1], k.shape[1], slopes, bounds, causal, scale)
     out, _ = forward_operator(q, k, v, slopes, bounds, causal, scale)
     return out
 
@@ -605,6 +674,16 @@ def check_dtypes_and_devices(q, k, v) -> None:
     if not q.device == k.device == v.device:
         devices = f"{q.device}, {k.device}, {v.device}"
         raise UserError(f"q, k, v are on {devices}: move them to one device")
+
+
+def check_views(qkv, q, k, v) -> None:
+    """UserError unless q, k and v have the strides of `heads_of(qkv)`.
+
+    A q or k that was computed from them, as by RoPE, does not; it would silently be ignored.
+    """
+    for x, view in zip((q, k, v), heads_of(qkv, q.shape[1], k.shape[1]), strict=True):
+        if x.shape != view.shape or x.stride() != view.stride():
+            raise UserError("q, k and v are not views of qkv: call attention without qkv")
 
 
 def check_slopes(slopes, n_heads: int, device) -> None:
@@ -746,7 +825,8 @@ def tune(device, head_dims: tuple[int, ...] = (64, 128), T: int = 4096, H: int =
         out, lse = forward_operator(q, k, v, slopes, None, True, scale)
         tensors = {"q": q, "k": k, "v": v, "slopes": slopes, "bounds": None}
         tensors |= {"out": out, "lse": lse, "do": do, "delta": torch.empty_like(lse)}
-        tensors |= {"dq": like_rows(q), "dk": like_rows(k), "dv": like_rows(v)}
+        dq, dk, dv = gradients_in(room_for_gradients(q, k), q, k)
+        tensors |= {"dq": dq, "dk": dk, "dv": dv}
         rows = {}
         for pass_name, kernel in KERNELS.items():
             pointers = {name: x for name, x in tensors.items() if name in kernel.arg_names}

@@ -10,9 +10,10 @@
 A step passes through moments (points in time, not Adam's moments): the forward of the loss, its
 backward, each block's backward, the update. Each has its own sum of parts; the largest sum is the
 peak. The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no
-dropout. Fragmentation of the allocator, the driver and network buffers come on top. Tensor and
-pipeline parallelism are estimated too (see `StepMemory`), but the trainer does not have them yet,
-so those estimates are unmeasured.
+dropout, and the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or
+mps. Fragmentation of the allocator, the driver and network buffers come on top. Tensor and pipeline
+parallelism are estimated too (see `StepMemory`), but the trainer does not have them yet, so those
+estimates are unmeasured.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
@@ -28,6 +29,7 @@ import flops
 from config import Checkpointing, MPTConfig, TrainConfig, require
 
 CHUNK_BYTES = 256 * 2**20  # of fp32 logits, as in loss.py
+KERNEL_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
 # The share of a device's memory that tensors may fill. The rest is for the driver and kernels
 # (about 1 GB), the buffers of NCCL or RCCL, and fragmentation. By this estimate all microbatches
 # of LLM Foundry's 142 published runs on 8 GPUs fit: the fullest takes 0.87.
@@ -187,6 +189,7 @@ class StepMemory:
         self.ranks = ranks
         self.tp = tp
         self.width = width(precision)
+        self.has_loss_kernel = cfg.device not in ("cpu", "mps")
         self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
         self.is_first = stage == 0
         self.is_last = stage == pp - 1
@@ -242,15 +245,15 @@ class StepMemory:
 
     def count_gradients(self, cfg: TrainConfig, rows: int) -> None:
         """Set the bytes of gradients that wait: from earlier microbatches, and of the loss's W."""
-        accumulates = rows > cfg.microbatch_size
+        self.accumulates = rows > cfg.microbatch_size  # over several microbatches
         held_whole = self.ranks > 1 and cfg.sharding_mode.reduces_late
         bytes_each = 4 if held_whole else 4 / self.shard_ranks
-        self.waiting_bytes = bytes_each if accumulates else 0  # per parameter
+        self.waiting_bytes = bytes_each if self.accumulates else 0  # per parameter
 
         # The gradient of W has W's dtype. It waits for the tied embedding's gradient, or to be
         # reduced over the ranks. On one rank without tying it is added to .grad directly.
         self.head_grad_width = self.width if self.ranks > 1 else 4
-        added_directly = accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
+        added_directly = self.accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
         waits = self.is_last and not added_directly
         self.head_grad_bytes = self.head_grad_width * self.n_embedding if waits else 0
 
@@ -279,24 +282,21 @@ class StepMemory:
 
         blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
         gathered at this moment, if it frees blocks after use; else it has gathered them all.
-        On one rank: autocast's bf16 copies, which the graph keeps for blocks not recomputed.
+        On one rank: bf16 copies for blocks that are not recomputed. Autocast makes them, and the
+        graph keeps them, or parallel.weights_cast_once keeps them for all microbatches of a step.
         """
         if self.ranks > 1:
             n_gathered = min(gathered, blocks_waiting) if self.frees_weights else blocks_waiting
             return self.width * (self.n_outside + self.n_block * n_gathered)
         if self.width == 2:
-            return 2 * self.n_block * self.recomputed[:blocks_waiting].count(False)
+            with_copies = self.recomputed if self.accumulates else self.recomputed[:blocks_waiting]
+            return 2 * self.n_block * with_copies.count(False)
         return 0
 
     def loss_forward(self) -> dict[str, int]:
         """Bytes by part while one chunk of logits after another is computed."""
         in_bf16 = self.width == 2
-        rows = max(1, CHUNK_BYTES // (4 * self.m.vocab_size))
-        rows -= rows % 128 if rows > 128 else 0  # as in loss.py
-        # bf16: logits 2, their fp32 copy 4, log-probabilities 4.
-        # fp32: logits 4, log-probabilities 4.
-        bytes_per_logit = 10 if in_bf16 else 8
-        chunk = bytes_per_logit * self.m.vocab_size // self.tp * min(rows, self.tokens)
+        chunk = self.bytes_per_logit() * self.m.vocab_size // self.tp * self.chunk_rows()
 
         copies = self.copies(self.n_layers)
         if self.shard_ranks > 1:  # the buffer of the last gather is kept until the next one
@@ -308,6 +308,22 @@ class StepMemory:
         # As large as the embedding: the gradient of W in fp32.
         loss = 3 * self.residual_bytes + 4 * self.n_embedding + chunk
         return self.parts_at(self.n_layers, 0, copies, loss)
+
+    def chunk_rows(self) -> int:
+        """Tokens in a chunk of the loss, as in loss.py."""
+        rows = max(1, CHUNK_BYTES // (4 * self.m.vocab_size))
+        rows -= rows % 128 if rows > 128 else 0
+        if self.has_loss_kernel:
+            rows = max(rows, KERNEL_ROWS)
+        return min(rows, self.tokens)
+
+    def bytes_per_logit(self) -> int:
+        """Of a chunk of the loss, where it takes the most."""
+        if self.has_loss_kernel:
+            return self.width  # the logits, which become their gradient
+        # bf16: logits 2, their fp32 copy 4, log-probabilities 4.
+        # fp32: logits 4, log-probabilities 4.
+        return 10 if self.width == 2 else 8
 
     def loss_backward(self) -> dict[str, int]:
         """Bytes by part while the gradient of W is multiplied by the incoming gradient.

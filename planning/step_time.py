@@ -156,28 +156,35 @@ class StepTime:
     def matmuls(self) -> float:
         """Linear layers and logits: three forwards each, and what is recomputed."""
         m = self.m
-        device = self.fleet.device
         parts = flops.params_by_part(m)
         linears = sum(parts[name] for name in ("Wqkv", "out_proj", "up_proj", "down_proj"))
         blocks = linears / self.fleet.pp
         weights = (3 + self.matmuls_again) * blocks + 3 * m.vocab_size * m.d_model
         work = 2 * self.tokens * weights / self.fleet.tp
 
-        area = self.tokens * m.d_model / self.fleet.tp
+        return work / self.matmul_rate() * self.c.pace
+
+    def matmul_rate(self) -> float:
+        """The FLOP/s that matmuls reach on one device."""
+        device = self.fleet.device
         reachable = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)
-        return work / reachable * (area + self.c.tile) / area * self.c.pace
+        area = self.tokens * self.m.d_model / self.fleet.tp
+        return reachable * area / (area + self.c.tile)
 
     def attention(self) -> float:
         """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
         m = self.m
-        generation = self.fleet.device.arch.split(".")[0]  # of CUDA's compute capability
-        known = {"8": self.c.attention_a100, "9": self.c.attention_h100}
-        share = known.get(generation, self.c.attention)
-
         forwards = 3.5 + self.matmuls_again
         forward = 2 * m.max_seq_len * m.d_model
         work = forward * forwards * self.layers * self.tokens / self.fleet.tp
-        return work / (self.fleet.device.bf16_tflops * 1e12 * share) * self.c.pace
+        return work / self.attention_rate() * self.c.pace
+
+    def attention_rate(self) -> float:
+        """The FLOP/s that attention kernels reach on one device."""
+        device = self.fleet.device
+        generation = device.arch.split(".")[0]  # of CUDA's compute capability
+        known = {"8": self.c.attention_a100, "9": self.c.attention_h100}
+        return device.bf16_tflops * 1e12 * known.get(generation, self.c.attention)
 
     def memory(self) -> float:
         """Everything that reads and writes more than it computes.

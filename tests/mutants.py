@@ -64,10 +64,24 @@ MUTANTS = [
     ),
     Mutant(
         "attention.py",
-        "seen = past + end",
-        "seen = end",
+        "n_keys - n_queries + end",
+        "end",
         "test_attention.py",
         "a block of queries on a cache does not see the newest keys",
+    ),
+    Mutant(
+        "attention.py",
+        "bias = bias[..., -rows:, -n_seen:]",
+        "bias = bias[..., :rows, -n_seen:]",
+        "test_attention.py",
+        "the last block of queries, a short one, has the bias of a long block's first queries",
+    ),
+    Mutant(
+        "attention.py",
+        "dk[:, :n_seen] += torch.bmm(dscores.mT",
+        "dk[:, :n_seen] += torch.bmm(probs.mT",
+        "test_attention.py",
+        "the gradient of the keys lacks the backward of softmax",
     ),
     Mutant(
         "attention.py",
@@ -78,10 +92,32 @@ MUTANTS = [
     ),
     Mutant(
         "gpu_kernels/flash_attention.py",
-        "i[None, :] >= first[:, None]",
-        "i[None, :] > first[:, None]",
+        "s = tl.where(i[None, :] >= first[:, None]",
+        "s = tl.where(i[None, :] > first[:, None]",
         "gpu_kernels/test_flash_attention.py::test_output_and_gradients_equal_the_formula_in_fp64",
         "the gradient of a key and its value lacks the query at its own place",
+    ),
+    Mutant(
+        "gpu_kernels/flash_attention.py",
+        "mask_until = tl.max(first) - past",
+        "mask_until = tl.min(first) - past",
+        "gpu_kernels/test_flash_attention.py::test_masks_on_the_diagonal_alone_give_the_same_bits",
+        "in the backward, blocks on the diagonal have no causal mask",
+    ),
+    Mutant(
+        "gpu_kernels/flash_attention.py",
+        'tensors | {"dk": dk, "dv": dv}',
+        'tensors | {"dk": dv, "dv": dk}',
+        "gpu_kernels/test_flash_attention.py::test_a_model_trains_the_same_with_one_gradient "
+        "gpu_kernels/test_flash_attention.py::test_in_a_model_it_gives_the_gradients_of_sdpa",
+        "the gradient of v is written where that of k belongs",
+    ),
+    Mutant(
+        "model.py",
+        "not (cfg.qk_ln or positions.angles or cache is not None)",
+        "cache is None",
+        "gpu_kernels/test_flash_attention.py::test_changed_queries_have_a_gradient_of_their_own",
+        "with RoPE, attention is given the projection, of which q and k are no longer views",
     ),
     Mutant(
         "model.py",
@@ -134,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "loss.py",
-        "grad.mul_(1 + 2 * z_loss * log_z)",
-        "grad.mul_(1 + z_loss * log_z)",
+        "probs.mul_(1 + 2 * z_loss * log_z)",
+        "probs.mul_(1 + z_loss * log_z)",
         "test_loss.py",
         "the gradient of the z-loss is half of what it should be",
     ),
@@ -145,6 +181,27 @@ MUTANTS = [
         "(grad @ weight)",
         "test_loss.py",
         "labels that do not count have a gradient",
+    ),
+    Mutant(
+        "loss.py",
+        "rows = max(rows, KERNEL_ROWS)\n            loss_of = kernel_chunk_loss",
+        "rows = max(rows, KERNEL_ROWS)",
+        "bench/test_bench_fake_gpu.py::test_a_sharded_step_stays_on_the_gpu_and_never_waits",
+        "the loss kernel never runs: the logits are copied to fp32",
+    ),
+    Mutant(
+        "gpu_kernels/cross_entropy.py",
+        "(1 + 2 * z_loss * log_z) / total",
+        "(1 + z_loss * log_z) / total",
+        "gpu_kernels/test_cross_entropy.py",
+        "in the loss kernel the gradient of the z-loss is half of what it should be",
+    ),
+    Mutant(
+        "gpu_kernels/cross_entropy.py",
+        "l = l * tl.exp(m - m_new) + tl.exp(s - m_new)",
+        "l = l + tl.exp(s - m_new)",
+        "gpu_kernels/test_cross_entropy.py",
+        "the loss kernel does not move its sums to a new maximum",
     ),
     # --- data
     Mutant(
@@ -231,6 +288,20 @@ MUTANTS = [
         "pass",
         "test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one",
         "each rank clips by the norm of its own shard",
+    ),
+    Mutant(
+        "parallel.py",
+        "    copy.grad = None",
+        "",
+        "test_parallel.py::test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch",
+        "gradients of a weight's bf16 copy are added again in each later microbatch",
+    ),
+    Mutant(
+        "parallel.py",
+        'precision == "bf16" and n_microbatches > 1',
+        "n_microbatches > 1",
+        "test_parallel.py::test_one_process_casts_weights_once_a_step",
+        "a run in fp32 multiplies by weights in bf16",
     ),
     Mutant(
         "optim.py",

@@ -342,6 +342,66 @@ def test_documents_do_not_see_each_other(impl, alibi, lengths):
     assert relative_error(found[1:], whole_row) < 1e-5
 
 
+# --- blocks
+
+
+def saved_and_gradients(impl, dtype):
+    """(bytes that the forward saves, [output, dq, dk, dv]) of 200 tokens with ALiBi."""
+    inputs = [x.to(dtype) for x in qkv((4, 4), (200, 200))]
+    slopes = alibi_slopes(4)
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = output_and_gradients(
+            lambda q, k, v: attention(q, k, v, impl=impl, alibi_slopes=slopes), inputs
+        )
+    return sum(storages.values()), found
+
+
+def test_blocks_save_the_scores_of_visible_keys_and_not_the_others():
+    saved, found = saved_and_gradients("blocks", torch.float32)
+    all_saved, exact = saved_and_gradients("reference", torch.float32)
+    assert saved < 0.65 * all_saved
+    for a, b in zip(found, exact, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_equal_bit_by_bit_when_run_again(dtype):
+    _, first = saved_and_gradients("blocks", dtype)
+    _, second = saved_and_gradients("blocks", dtype)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocks"])
+def test_documents_have_the_gradients_of_each_on_its_own(impl):
+    q, k, v = qkv((4, 4), (65, 65))
+    slopes = alibi_slopes(4)
+    ids = (torch.arange(65) >= 30).int()[None]
+    together = output_and_gradients(
+        lambda q, k, v: attention(
+            q, k, v, impl=impl, alibi_slopes=slopes, sequence_ids=ids, softmax_scale=0.3
+        ),
+        (q, k, v),
+    )
+    alone = output_and_gradients(
+        lambda q, k, v: torch.cat(
+            [
+                by_hand(q[:, :, part], k[:, :, part], v[:, :, part], slopes, scale=0.3)
+                for part in (slice(0, 30), slice(30, 65))
+            ],
+            dim=2,
+        ),
+        (q, k, v),
+    )
+    for a, b in zip(together, alone, strict=True):
+        assert relative_error(a, b) < 1e-6
+
+
 # --- the choice
 
 

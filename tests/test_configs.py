@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import memory
+from planning import memory, search, step_time
 
 FOLDER = Path(__file__).parent.parent / "configs"
 FILES = sorted(FOLDER.glob("mpt*.py"))
@@ -114,11 +115,12 @@ def test_the_gigabytes_in_an_mi250_comment_are_those_of_memory_py(name):
     model, train = config.load([str(path)], MPTConfig, TrainConfig)
     comment = comment_of(path)
     pattern = (
-        r"parameter / 8 = ([\d.]+) GB,\n"
+        r"(12 / 8 \+ 4 bytes per parameter|16 bytes per parameter / 8) = ([\d.]+) GB,\n"
         r"#   activations (\d+) bytes x (\d+) tokens x (\d+) x (\d+) = ([\d.]+) GB, "
         r"at the peak ([\d.]+) GB"
     )
-    state, *factors, activations, peak = re.search(pattern, comment).groups()
+    per_parameter, state, *factors, activations, peak = re.search(pattern, comment).groups()
+    assert per_parameter.startswith("12") == (train.sharding == "ZERO1")  # whole gradients
     factors = [int(factor) for factor in factors]
     assert factors[1:] == [train.microbatch_size * 2048, model.d_model, model.n_layers]
 
@@ -150,6 +152,27 @@ def test_every_recipe_fits_the_devices_of_its_comment(recipe):
     device = devices.by_name("mi250" if "mi250" in path.stem else "a100")
     peak = memory.bytes_by_part(model, train, ranks)["peak"]
     assert peak < memory.ROOM * device.memory_gb * 2**30
+
+
+@pytest.mark.parametrize("device", ["a100", "h100", "mi250"])
+def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe, device):
+    """By the planner, with the recipe's microbatch; MI250 has recipes of its own."""
+    path, model, train = recipe
+    if (device == "mi250") != ("mi250" in path.stem):
+        pytest.skip("the recipe is for another device")
+    ranks = int(re.search(r"^# Batch: \d+ = (\d+) devices", path.read_text(), re.M)[1])
+    fleet = step_time.Fleet(devices.by_name(device), ranks)
+    plans = {
+        mode: search.evaluate(
+            model, replace(train, sharding=mode), fleet, step_time.Constants(), step_time.OURS
+        )
+        for mode in ("FULL_SHARD", "ZERO1")
+    }
+    assert plans["ZERO1"].tokens_per_second >= plans["FULL_SHARD"].tokens_per_second
+    assert train.sharding == ("ZERO1" if plans["ZERO1"].fits else "FULL_SHARD")
+    share = re.search(r"(\d+) % of", path.read_text())
+    if share and device != "h100":
+        assert int(share[1]) == round(100 * plans["ZERO1"].share_of_memory)
 
 
 def test_the_finetuning_of_the_released_7b():

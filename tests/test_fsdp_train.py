@@ -105,7 +105,7 @@ def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
     curve, val = rows_by_step(folder / "run")
     assert list(curve) == [1, 2, 3, 4, 5, 6] and list(val) == [0, 6]
     assert val[0] == pytest.approx(math.log(260), abs=1.5) and val[6] < val[0]
-    assert f"MPT of {N_PARAMS:,} parameters" in out and "4 x cpu, FULL_SHARD" in out
+    assert f"MPT of {N_PARAMS:,} parameters" in out and "4 x cpu, ZERO1" in out
     assert "batch 8 sequences x 32 = 4 data-parallel ranks x 2 in 2 microbatches" in out
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-6"]
     assert (

@@ -1,5 +1,6 @@
 """parallel.py and train_step on real gloo ranks: however a batch is cut, training is the same."""
 
+import contextlib
 import math
 import os
 import socket
@@ -27,6 +28,7 @@ import fsdp_train
 import optim
 import parallel
 import processes
+from bench.operations import OperationLog
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import reporter
 from loss import IGNORE
@@ -45,6 +47,7 @@ RUN = TrainConfig(
     lr=2e-3,
     decoupled_weight_decay=1e-4,
 )
+ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 MODES = get_args(get_type_hints(TrainConfig)["sharding"])
 EVERYWHERE = [(size, mode) for size in (1, 2, 4) for mode in MODES]
 
@@ -195,6 +198,58 @@ def test_gradients_are_reduced_in_fp32(ranks, size, mode, microbatch):
         assert beyond_bf16 > 0.3
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, wanted[name], rtol=1e-6, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("how", ["none", slowly("selective"), slowly("full")])
+@pytest.mark.parametrize(
+    "options",
+    [{}, slowly({"no_bias": True, "tie_word_embeddings": False, "norm_type": "layernorm"})],
+)
+def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, options):
+    """Bit by bit: four microbatches, the last one smaller, and a second step from new weights."""
+    model_cfg = replace(MODEL, alibi=True, **options)
+    cfg = replace(RUN, microbatch_size=3, activation_checkpointing=how, recompute_every=2)
+    cfg = replace(cfg, global_batch_size=11)
+    once = train(ALONE, cfg, model_cfg, "bf16", ignore=True, steps=2)
+    with mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext()):
+        each_time = train(ALONE, cfg, model_cfg, "bf16", ignore=True, steps=2)
+    assert once[0] == each_time[0]
+    assert equal(once[1], each_time[1])
+
+
+def casts_of_weights(cfg, precision="bf16") -> int:
+    """How often a training step casts the weight of a linear layer to bf16."""
+    model, optimizer = build(ALONE, cfg, precision=precision)
+    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
+    shapes = {tuple(layer.weight.shape) for layer in linears}
+    with OperationLog() as log:
+        fsdp_train.train_step(model, optimizer, global_rows(0), 0, cfg, ALONE, precision)
+    casts = [op for op in log.operations if op.cast == (torch.float32, torch.bfloat16)]
+    return sum(op.inputs[-1].shape in shapes for op in casts)
+
+
+def test_one_process_casts_weights_once_a_step():
+    """Except those of blocks that are recomputed: twice in each microbatch, to save memory."""
+    matrices = 4 * MODEL.n_layers
+    for microbatch_size in (12, 6, 3):
+        cfg = replace(RUN, microbatch_size=microbatch_size)
+        assert casts_of_weights(cfg) == matrices
+        assert casts_of_weights(cfg, "fp32") == 0
+    recomputed = replace(RUN, microbatch_size=6, activation_checkpointing="full")
+    assert casts_of_weights(recomputed) == 2 * 2 * matrices
+    assert casts_of_weights(replace(recomputed, recompute_every=2)) == (4 + 1) * matrices / 2
+
+
+def test_a_step_that_fails_leaves_the_weights_in_their_places():
+    model, _ = build(ALONE, RUN, precision="bf16")
+    before = list(model.named_parameters())
+    with pytest.raises(MemoryError), parallel.weights_cast_once(model, "bf16", 2):
+        weight = model.transformer.blocks[0].attn.Wqkv.weight
+        assert weight.dtype == torch.bfloat16 and weight.is_leaf
+        raise MemoryError
+    after = list(model.named_parameters())
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(a is b for (_, a), (_, b) in zip(after, before, strict=True))
 
 
 def train_unsharded(world):

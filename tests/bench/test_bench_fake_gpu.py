@@ -19,6 +19,9 @@ from bench import fake_gpu
 from config import MPTConfig, TrainConfig, UserError
 
 LAYERS, MICROBATCHES = 2, 2
+WIDTH = 64
+VOCAB = 3 * 4096  # three slices of the weight's gradient in PyTorch's loss
+LOSSES = ("aten::_log_softmax", "mpt::cross_entropy", "mpt::cross_entropy_gradient_")
 UNITS = LAYERS + 1  # what FSDP gathers at once: each block, and the rest
 MODES = ("one rank", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "ZERO1", "DDP")
 CHECKPOINTING = ("none", "selective", "full")
@@ -48,6 +51,16 @@ VARIANTS = [
     for model in ("grouped heads", "dropout", "untied")
 ]
 
+WEIGHTS = [(192, 64), (256, 64), (64, 256)]  # of a block: Wqkv, up_proj, down_proj
+# How often a step casts each weight in 1, 2 or 4 microbatches. FSDP casts before it gathers.
+ACCUMULATED = {
+    "one rank, none, eager": 1,
+    "one rank, none, compiled": 1,
+    "ZERO1, none, eager": 0,
+    "DDP, full, compiled": 0,
+}
+MICROBATCHED = [f"train step, {case}, ALiBi, {n}" for case in ACCUMULATED for n in (1, 2, 4)]
+
 # Collectives of one step: how often each unit's weights are gathered, its gradients reduced over
 # the ranks of a shard, and over their copies. As in the table of parallel.py.
 PER_STEP = {
@@ -63,14 +76,14 @@ PER_STEP = {
 # --- In a process of its own
 
 
-def setting(mode: str, how: str, execution: str, model: str = "ALiBi"):
+def setting(mode: str, how: str, execution: str, model: str = "ALiBi", microbatches=MICROBATCHES):
     """A small model on one rank, or on one of 8."""
     from bench.fake_runs import Setting
 
-    shape = {"d_model": 64, "n_heads": 4, "n_layers": LAYERS, "vocab_size": 512}
+    shape = {"d_model": WIDTH, "n_heads": 4, "n_layers": LAYERS, "vocab_size": VOCAB}
     ranks = 1 if mode == "one rank" else 8
     cfg = TrainConfig(
-        global_batch_size=ranks * MICROBATCHES * 2,
+        global_batch_size=ranks * int(microbatches) * 2,
         microbatch_size=2,
         sharding="DDP" if mode == "one rank" else mode,
         shard_size=4,
@@ -102,14 +115,49 @@ def found(plant: str, case: str) -> dict:
         "collectives": collectives,
         "optimizer": dtypes(op for op in log.operations if op.part == "optimizer"),
         "adam": dtypes(op for op in log.operations if op.name == "aten::_fused_adamw_"),
-        "loss": dtypes(op for op in log.operations if op.name == "aten::_log_softmax"),
+        "loss": loss_dtypes(log),
+        "weight casts": sum(is_cast_of_a_weight(op) for op in log.operations),
+        "logits in fp32": [str(op) for op in log.operations if has_fp32_logits(op)],
+        "output layer's gradients": [str(op) for op in log.operations if is_slice_of_weight(op)],
         "attention": log.counts()["mpt::flash_attention"],
+        "joined": [
+            str(op) for op in log.operations if (op.name, op.part) == ("aten::cat", "backward")
+        ],
         "operations": len(log.operations),
         "per microbatch": in_parts / MICROBATCHES,
         "cut short": log.cut_short,
         "graphs": counters["stats"]["unique_graphs"],
         "graph breaks": list(counters["graph_break"]),
     }
+
+
+def is_cast_of_a_weight(op) -> bool:
+    """Whether it casts the weight of Wqkv, up_proj or down_proj: no other tensor has its shape."""
+    return str(op.cast) == "(torch.float32, torch.bfloat16)" and op.inputs[-1].shape in WEIGHTS
+
+
+def loss_dtypes(log) -> list[str]:
+    """The dtypes of the tokens' losses (or log-probabilities), and of sums of them."""
+    found = set()
+    for op in log.operations:
+        sums = [x for x in op.outputs if x.shape == ()] if op.where.startswith("loss.py") else []
+        losses = op.outputs if op.name in LOSSES else []
+        found |= {str(x.dtype).removeprefix("torch.") for x in [*sums, *losses]}
+    return sorted(found)
+
+
+def has_fp32_logits(op) -> bool:
+    """Whether one of the operation's tensors is fp32 and as wide as the vocabulary."""
+    specs = op.inputs + op.outputs
+    return any(x.shape[1:] == (VOCAB,) and str(x.dtype) == "torch.float32" for x in specs)
+
+
+def is_slice_of_weight(op) -> bool:
+    """Whether it is a matmul for the gradient of the output layer's weight, or of a slice of it."""
+    slices = ((VOCAB, WIDTH), (4096, WIDTH))
+    if op.name == "mpt::add_product_":
+        return op.inputs[0].shape in slices and str(op.inputs[0].dtype) == "torch.float32"
+    return op.name == "aten::mm" and op.outputs[0].shape in slices
 
 
 def dtypes(operations) -> list[str]:
@@ -178,6 +226,12 @@ def plant_loss_in_bf16():
     return mock.patch.object(loss, "at_least_fp32", lambda x: torch.bfloat16)
 
 
+def plant_pytorchs_loss():
+    import loss
+
+    return mock.patch.object(loss, "takes_kernel", lambda device, dtype: False)
+
+
 def plant_weights_in_bf16():
     """So that gradients and moments are, too."""
     import parallel
@@ -191,6 +245,21 @@ def plant_another_operation():
 
     real = F.gelu
     return mock.patch.object(F, "gelu", lambda x: real(x) * 1.5)
+
+
+def plant_casts_in_each_microbatch():
+    import parallel
+
+    return mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext())
+
+
+def plant_three_gradients():
+    import model
+
+    real = model.attention
+    return mock.patch.object(
+        model, "attention", lambda *qkv, **kw: real(*qkv, **kw | {"qkv": None})
+    )
 
 
 def plant_early_reduction():
@@ -241,9 +310,9 @@ def run(library):
 
 # Kernels of one microbatch of two layers, forward and backward, as on torch 2.13.
 MOST = {
-    "one rank": {"none": 180, "selective": 212, "full": 220},
-    "DDP": {"none": 173, "selective": 181, "full": 189},
-    "another": {"none": 154, "selective": 162, "full": 170},
+    "one rank": {"none": 131, "selective": 187, "full": 195},
+    "DDP": {"none": 148, "selective": 156, "full": 164},
+    "another": {"none": 129, "selective": 137, "full": 145},
 }
 
 
@@ -254,7 +323,13 @@ def check_step(case: str, log: dict) -> None:
     assert not log["to the host"]
     assert not log["to the device"]
     check_dtypes(log)
+    assert not log["joined"]  # attention makes dq, dk and dv in one tensor
     assert log["collectives"] == collectives_of(mode)
+    if how == "none":  # blocks that are recomputed cast again, to save memory
+        once = 3 * LAYERS if mode == "one rank" else 0  # FSDP casts before it gathers
+        assert log["weight casts"] == once
+    assert not log["logits in fp32"]
+    assert len(log["output layer's gradients"]) == MICROBATCHES  # one chunk each, in one piece
     again = 2 if how == "full" else 1  # selective keeps the outputs of attention
     assert log["attention"] == again * MICROBATCHES * LAYERS
     if execution == "compiled":
@@ -274,7 +349,7 @@ def check_places(log: dict) -> None:
 def check_dtypes(log: dict) -> None:
     assert log["adam"] == ["float32"]  # weights, gradients, moments
     assert "bfloat16" not in log["optimizer"]  # the loss, the norm, the clipping
-    assert log["loss"] == ["float32"]  # log-probabilities
+    assert log["loss"] == ["float32"]
     reduced = [name for name in log["collectives"] if not name.startswith("all-gather")]
     assert not [name for name in reduced if "bfloat16" in name]
 
@@ -302,8 +377,11 @@ FAULTS = {
     "copy_to_the_cpu": ("one rank, none", "assert not.*_to_copy"),
     "reduction_in_bf16": ("FULL_SHARD, none", "assert not.*reduce-scatter bfloat16"),
     "loss_in_bf16": ("one rank, none", "'bfloat16'"),
+    "pytorchs_loss": ("one rank, none", "assert not.*_softmax"),
     "weights_in_bf16": ("one rank, none", "'bfloat16'"),
-    "another_operation": ("one rank, none", "<= 180"),
+    "another_operation": ("one rank, none", "<= 131"),
+    "casts_in_each_microbatch": ("one rank, none", "assert 12 == 6"),
+    "three_gradients": ("FULL_SHARD, none", "assert not.*aten::cat.*SplitWithSizesBackward0"),
     "early_reduction": ("ZERO1, none", "'reduce-scatter float32': 6"),
 }
 PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.items()}
@@ -312,7 +390,7 @@ PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.it
 @pytest.fixture(scope="module")
 def logs(run) -> dict:
     """All other cases, in one process."""
-    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS]
+    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS + MICROBATCHED]
     return run(*sound, *PLANTED.items())
 
 
@@ -330,6 +408,15 @@ def test_a_planted_fault_is_found(logs, fault):
         check_step(case, logs[fault, case])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ACCUMULATED)
+def test_weights_are_cast_once_however_many_microbatches_there_are(logs, case):
+    found = [logs["nothing", f"train step, {case}, ALiBi, {n}"] for n in (1, 2, 4)]
+    assert [log["weight casts"] for log in found] == [ACCUMULATED[case] * LAYERS * 3] * 3
+    if "compiled" in case:
+        assert [log["graphs"] for log in found] == [1, 1, 1]
+
+
 # --- The other runs
 
 
@@ -345,6 +432,7 @@ def test_evaluation_waits_once_at_its_end(logs, mode):
     assert len(log["read-backs"]) == 2  # loss and tokens, which are returned
     assert all("_local_scalar_dense" in op for op in log["read-backs"])
     assert log["loss"] == ["float32"]
+    assert not log["logits in fp32"]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="the kernels need triton: see requirements-
 
 import parallel  # noqa: E402
 from attention import alibi_slopes, attention  # noqa: E402
+from bench.operations import OperationLog  # noqa: E402
 from config import MPTConfig, TrainConfig, UserError  # noqa: E402
 from gpu_kernels import flash_attention as kernels  # noqa: E402
 from gpu_kernels import launch_table  # noqa: E402
@@ -113,7 +114,7 @@ def tensors_of(case, device="cpu"):
         ids = torch.randint(0, 4, (B, n_keys), generator=generator).sort(1).values.to(device)
         ids[:, : n_keys // 8] = 9  # ids need not be sorted: a document begins where the id changes
     do = torch.randn(q.shape, generator=generator).to(device, q.dtype)
-    return q, k, v, slopes, ids, do
+    return [q, k, v, slopes, ids, do]
 
 
 def run(case, tensors):
@@ -190,6 +191,14 @@ QUICK = [*FLAGS, dict(lengths=(1, 65)), dict(lengths=(65, 127)), dict(lengths=(6
 QUICK += [dict(D=80, heads=(1, 1)), dict(heads=(6, 3), D=16), dict(scale=0.5)]
 QUICK += [dict(lengths=(127, 127), documents=True, causal=True), dict(layout="cache", batch=2)]
 QUICK += [dict(lengths=(127, 200), row=ROWS[0], causal=False)]
+# Masks only on the diagonal: blocks of at least 64 keys.
+ON_THE_DIAGONAL = [
+    dict(lengths=(130, 130), row=(32, 64, 4, 1), heads=(2, 1)),
+    dict(lengths=(70, 141), row=(32, 64, 4, 1), heads=(1, 1), alibi=False),
+    dict(lengths=(201, 130), row=(32, 128, 4, 1)),
+]
+QUICK += ON_THE_DIAGONAL[:1]
+CASES += ON_THE_DIAGONAL
 
 
 def name(case):
@@ -240,6 +249,29 @@ def equal_runs(world):
         if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
             return False
     return True
+
+
+def masked_and_not(world):
+    """Whether [out, dq, dk, dv] are equal with the masks left out below the diagonal, and with all.
+
+    A row that is one document has a mask on every block, and computes the same.
+    """
+    equal = []
+    for case in ON_THE_DIAGONAL[:2]:
+        case = DEFAULT | case
+        tensors = tensors_of(case)
+        n_keys = case["lengths"][1]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(launch_table, "row_for", lambda *_, row=case["row"]: row)
+            ours = run(case, tensors)
+            tensors[4] = torch.zeros(1, n_keys, dtype=torch.long)
+            masked = run(case, tensors)
+        equal += [torch.equal(a, b) for a, b in zip(ours, masked, strict=True)]
+    return equal
+
+
+def test_masks_on_the_diagonal_alone_give_the_same_bits(interpreted):
+    assert interpreted(masked_and_not)[0] == [True] * 8
 
 
 @pytest.mark.slow
@@ -352,7 +384,7 @@ SMALL = dict(d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=48, a
 
 def model_with(impl, **settings):
     """A small model with this attention."""
-    model = MPT(MPTConfig(**SMALL, attn_impl=impl, **settings))
+    model = MPT(MPTConfig(**SMALL | settings, attn_impl=impl))
     init_weights(model, seed=0)
     return model
 
@@ -407,6 +439,89 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, interpreted):
     largest = max(b.abs().max() for b in sdpa[1:])
     for a, b in zip(ours[1:], sdpa[1:], strict=True):
         assert (a - b).abs().max() <= 1e-5 * largest
+
+
+def one_gradient(world, heads, documents):
+    """Whether the gradient of a fused projection's output is equal, made in one piece and joined.
+
+    Also the operations of autograd's backward when it is made in one piece.
+    """
+    H, Hkv = heads
+    D = 16
+    slopes = alibi_slopes(H)
+    ids = torch.arange(40)[None].expand(2, -1) // 15 if documents else None
+    wide = torch.randn(2, 40, (H + 2 * Hkv) * D, generator=torch.Generator().manual_seed(0))
+    do = torch.randn(2, H, 40, D, generator=torch.Generator().manual_seed(1))
+    gradients, outputs = [], []
+    for fused in (False, True):
+        qkv = wide.clone().requires_grad_()
+        q, k, v = (
+            x.view(2, 40, -1, D).transpose(1, 2)
+            for x in qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
+        )
+        extra = {"qkv": qkv} if fused else {}
+        out = attention(q, k, v, impl="triton", alibi_slopes=slopes, sequence_ids=ids, **extra)
+        with OperationLog() as log:
+            gradients += torch.autograd.grad(out, qkv, do)
+        outputs.append(out.detach())
+    return torch.equal(*outputs) and torch.equal(*gradients), list(log.counts())
+
+
+@pytest.mark.parametrize("heads, documents", [((2, 2), False), ((6, 2), True), ((1, 1), False)])
+def test_the_projections_gradient_comes_in_one_piece_with_the_same_bits(
+    heads, documents, interpreted
+):
+    equal, operations = interpreted(one_gradient, heads, documents)[0]
+    assert equal
+    assert "aten::cat" not in operations and "aten::copy_" not in operations
+    assert "mpt::flash_attention_backward" in operations
+
+
+def model_gradients(world):
+    """Whether a model's loss and gradients are equal with `qkv` and without it, and the calls."""
+    ids = torch.randint(0, 64, (2, 41), generator=torch.Generator().manual_seed(0))
+    whole = kernels.FromProjection.apply
+    calls = []
+
+    def recording(*args):
+        calls.append(args[0].shape)
+        return whole(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.FromProjection, "apply", recording)
+        with_qkv = loss_and_gradients(model_with("triton", clip_qkv=0.5, kv_n_heads=1), ids)
+        patch.setattr(kernels, "check_views", lambda *_: None)
+        patch.setattr(kernels, "FromProjection", Joined)
+        without = loss_and_gradients(model_with("triton", clip_qkv=0.5, kv_n_heads=1), ids)
+    return all(map(torch.equal, with_qkv, without)), calls
+
+
+class Joined:
+    """In place of kernels.FromProjection: q, k and v are inputs, so autograd joins gradients."""
+
+    @staticmethod
+    def apply(qkv, n_heads, n_kv_heads, *rest):
+        return kernels.forward_operator(*kernels.heads_of(qkv, n_heads, n_kv_heads), *rest)[0]
+
+
+def test_a_model_trains_the_same_with_one_gradient(interpreted):
+    equal, calls = interpreted(model_gradients)[0]
+    assert equal
+    assert calls == [(2, 40, 32 + 2 * 16)] * 2  # both layers
+
+
+def changed_after_the_projection(world, settings):
+    """How often a model whose q and k are not the projection's takes its gradient in one piece."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.FromProjection, "apply", lambda *args: calls.append(args))
+        in_a_model(world, "triton", settings)
+    return len(calls)
+
+
+@pytest.mark.parametrize("settings", [{"qk_ln": True}, {"rope": True, "alibi": False}], ids=str)
+def test_changed_queries_have_a_gradient_of_their_own(settings, interpreted):
+    assert interpreted(changed_after_the_projection, settings)[0] == 0
 
 
 def counted_flops(world):
@@ -596,6 +711,7 @@ def refusals(world):
         "no gradient": dict(alibi_slopes=torch.ones(4, requires_grad=True)),
         "sequence_ids must be integers (2, 8)": dict(sequence_ids=ids[:, :7]),
         "not (2, 8) torch.float32": dict(sequence_ids=ids.float()),
+        "not views of qkv": dict(qkv=torch.randn(2, 8, 3 * 4 * 16)),
         "no more queries than keys": dict(k=short, v=short, sequence_ids=ids[:, :6]),
     }
     messages = {}
@@ -612,7 +728,7 @@ def refusals(world):
 
 def test_bad_input_is_a_value_error_that_says_what_to_do(interpreted):
     messages = interpreted(refusals)[0]
-    assert len(messages) == 11
+    assert len(messages) == 12
     for part, message in messages.items():
         assert part in message
         assert "\n" not in message

@@ -1,20 +1,17 @@
 """launch_table.py: every row, compiled for its chip with the kernels it belongs to. No GPU needed.
 
-In processes of their own, a stand-in for Triton's driver names the chip, and the operators of
-flash_attention.py run on CPU tensors up to the launch. Triton then specialises and compiles the
-kernel for its arguments as on that chip, and does not start it. The binary says how much shared
-memory it takes, how many registers spilled to memory, and whether it uses matrix instructions.
+In processes of their own, the operators of flash_attention.py run on CPU tensors up to the launch,
+which compiles the kernel as on that chip and does not start it (bench/compiled.py). The binary says
+how much shared memory it takes, how many registers spilled to memory, and whether it uses matrix
+instructions.
 
 The numbers shift with the compiler: limits are exact for the triton of constraints.txt, and loose
 for other versions.
 """
 
+import dataclasses
 import functools
 import itertools
-import os
-import re
-import subprocess
-import tempfile
 
 import pytest
 import torch
@@ -22,31 +19,16 @@ from conftest import ROOT, Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
+from bench import compiled  # noqa: E402
+from bench.chips import LIMITS, attention_binary  # noqa: E402
+from bench.compiled import warp_size  # noqa: E402
 from config import UserError  # noqa: E402
-from gpu_kernels import flash_attention, launch_table  # noqa: E402
+from gpu_kernels import launch_table  # noqa: E402
 from gpu_kernels.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
 
 # Shared memory that a block may take, bytes.
-SHARED = {
-    "sm_80": 166_912,
-    "sm_86": 101_376,
-    "sm_89": 101_376,
-    "sm_90": 232_448,
-    "sm_100": 232_448,
-    "sm_103": 232_448,
-    "sm_120": 101_376,
-    "sm_121": 101_376,
-    "gfx908": 65_536,
-    "gfx90a": 65_536,
-    "gfx942": 65_536,
-    "gfx950": 163_840,
-    "gfx1100": 65_536,
-    "gfx1101": 65_536,
-    "gfx1102": 65_536,
-    "gfx1200": 65_536,
-    "gfx1201": 65_536,
-}
-TENSOR_MEMORY = 512  # columns of it that a block of an sm_100 may take
+SHARED = {arch: limits.shared_block for arch, limits in LIMITS.items()}
+TENSOR_MEMORY = LIMITS["sm_100"].tensor_memory  # columns of it that a block may take
 PASSES = ("forward", "dq", "dkdv")
 
 # Bytes that a thread may spill, where it is not 0. Smaller blocks would spill nothing, but would
@@ -55,8 +37,10 @@ SPILLS = {
     ("sm_80", 128, "dkdv"): 32,  # heads of 80; 16 with heads of 96, 0 with 128
     ("sm_86", 128, "dq"): 8,  # heads of 96
     ("sm_86", 128, "dkdv"): 104,  # sm_120 with heads of 96; sm_86: at most 32
-    ("sm_90", 128, "dkdv"): 96,  # grouped heads; 8 without ALiBi, 0 with it
-    ("sm_100", 128, "dkdv"): 512,  # 496 with grouped heads, else 0
+    ("sm_90", 128, "dkdv"): 136,  # grouped heads; else 8
+    ("sm_100", 64, "dq"): 32,  # sm_103 with documents; sm_100 16, also if not causal
+    ("sm_100", 128, "dkdv"): 360,  # grouped heads on sm_103; 336 to 352 on sm_100, else 0
+    ("gfx908", 128, "forward"): 8,  # heads of 96 without ALiBi
     ("gfx1100", 128, "forward"): 296,  # documents of one token; 16 with heads of 96, else 0
     ("gfx1100", 128, "dq"): 156,  # heads of 96; 12 with heads of 80, else 0
     ("gfx1100", 128, "dkdv"): 112,  # 68 to 112; 0 with heads of 80 and 96
@@ -68,122 +52,9 @@ SLACK = 0 if PINNED else 384  # bytes more, for other versions of the compiler
 # --- compiling
 
 
-def warp_size(arch):
-    """Threads that run together: 64 on AMD Instinct, 32 on Radeon and NVIDIA."""
-    is_instinct = arch.startswith("gfx9")
-    return 64 if is_instinct else 32
-
-
-class Chip:
-    """A driver for Triton that claims to run on a given GPU."""
-
-    def __init__(self, arch):
-        self.arch = arch
-
-    def get_current_target(self):
-        """The chip to compile for."""
-        from triton.backends.compiler import GPUTarget
-
-        if self.arch.startswith("gfx"):
-            return GPUTarget("hip", self.arch, warp_size(self.arch))
-        return GPUTarget("cuda", int(self.arch.removeprefix("sm_")), 32)
-
-    def get_current_device(self):
-        """The key under which Triton caches what it compiled."""
-        return self.arch
-
-    def get_current_stream(self, device):
-        """Triton asks for a stream even if it launches nothing."""
-        return 0
-
-
-class StandIn:
-    """Takes a kernel's place: a launch compiles it, if it is wanted, and does not run it."""
-
-    def __init__(self, kernel, wanted):
-        self.kernel = kernel
-        self.wanted = wanted
-        self.binary = None
-
-    def __getitem__(self, grid):
-        return functools.partial(self.compile, grid)
-
-    def compile(self, grid, **arguments):
-        """What `kernel[grid](...)` calls."""
-        if self.wanted:
-            self.binary = self.kernel.run(grid=grid, warmup=True, **arguments)
-
-
-def binary_of(
-    arch,
-    D,
-    pass_name,
-    alibi=True,
-    causal=True,
-    documents=False,
-    group=1,
-    dtype="bfloat16",
-    lengths=(256, 256),
-):
-    """The binary of one pass over 4 heads on `arch`, as it would be launched there."""
-    triton.runtime.driver.set_active(Chip(arch))
-    q, k = (torch.empty(1, T, 4, D, dtype=getattr(torch, dtype)).transpose(1, 2) for T in lengths)
-    k = k[:, ::group]
-    slopes = torch.ones(4) if alibi else None
-    bounds = torch.zeros(1, 2, lengths[1], dtype=torch.int32) if documents else None
-    stand_ins = {
-        name: StandIn(kernel, wanted=name == pass_name)
-        for name, kernel in flash_attention.KERNELS.items()
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flash_attention, "architecture", lambda device: arch)
-        patch.setattr(flash_attention, "KERNELS", stand_ins)
-        out, lse = flash_attention.forward_operator(q, k, k, slopes, bounds, causal, 0.125)
-        flash_attention.backward_operator(out, q, k, k, out, lse, slopes, bounds, causal, 0.125)
-    return stand_ins[pass_name].binary
-
-
-def facts(binary, arch):
+def facts(binary):
     """What the test checks: shared memory (bytes), warp size, spilled bytes, instructions."""
-    common = {
-        "shared": binary.metadata.shared,
-        "tensor_memory": getattr(binary.metadata, "tmem_size", None) or 0,
-        "warp": binary.metadata.target.warp_size,
-    }
-    specific = amd_facts(binary) if arch.startswith("gfx") else nvidia_facts(binary, arch)
-    return common | specific
-
-
-def amd_facts(binary):
-    """The facts that are in AMD's assembly."""
-    text = binary.asm["amdgcn"]
-    scratch_bytes = re.search(r"\.private_segment_fixed_size:\s+(\d+)", text)[1]
-    spilled_registers = re.search(r"\.vgpr_spill_count:\s+(\d+)", text)[1]
-    return {
-        "spilled": max(int(scratch_bytes), 4 * int(spilled_registers)),  # or to other registers
-        "matrix": len(re.findall(r"\bv_(mfma|wmma)_", text)),  # Instinct, Radeon
-        "wide_loads": len(re.findall(r"\b(global|buffer)_load_(dwordx4|b128)", text)),
-        "binary": binary.asm["hsaco"][:4] == b"\x7fELF",
-    }
-
-
-def nvidia_facts(binary, arch):
-    """The facts that are in PTX, and what cuobjdump reads from the binary."""
-    ptx, cubin = binary.asm["ptx"], binary.asm["cubin"]
-    dump = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [dump, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    matrix = {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "sm_103": r"tcgen05\.mma"}
-    wide_load = r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10"
-    return {
-        "spilled": sum(int(n) for n in re.findall(r"(?:STACK|LOCAL):(\d+)", usage)),
-        "matrix": len(re.findall(matrix.get(arch, r"mma\.sync"), ptx)),
-        "wide_loads": len(re.findall(wide_load, ptx)),
-        "binary": cubin[:4] == b"\x7fELF",
-    }
+    return dataclasses.asdict(compiled.facts(binary))
 
 
 def share(world, cases):
@@ -191,7 +62,7 @@ def share(world, cases):
     results = []
     for arch, D, pass_name, settings in cases[world.global_rank :: world.global_size]:
         try:
-            results.append(facts(binary_of(arch, D, pass_name, **settings), arch))
+            results.append(facts(attention_binary(arch, D, pass_name, **settings)))
         except Exception as error:
             results.append(repr(error)[:500])
     return results
@@ -307,7 +178,7 @@ def facts_with_row(world, row, cases):
     """The facts of (architecture, head dim, pass) with `row` in place of the table's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch_table, "row_for", lambda *_: row)
-        return [facts(binary_of(arch, D, pass_name), arch) for arch, D, pass_name in cases]
+        return [facts(attention_binary(*case)) for case in cases]
 
 
 def test_a_row_that_is_too_large_is_seen(compilers):
