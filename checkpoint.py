@@ -499,9 +499,7 @@ def require_sound(path: Path) -> None:
     checkpoint_files.require_undamaged(path, verify(path))
 
 
-def fill(
-    path: Path, state: dict, metadata: Metadata | None = None, layout: Layout = WHOLE
-) -> None:
+def fill(path: Path, state: dict, metadata: Metadata | None = None, layout: Layout = WHOLE) -> None:
     """Fill the tensors of a nested dict, sharded in any way or not, from a checkpoint.
 
     A collective, and the only way a checkpoint is loaded. metadata: from `read_metadata`, if it is

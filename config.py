@@ -55,7 +55,7 @@ RANGES = {
     name: (low, high)
     for low, high, names in [
         (1, 2**20, "d_model"),
-        (1, 2**16, "n_heads kv_n_heads"),
+        (1, 2**16, "n_heads kv_n_heads tp"),
         (1, 10**4, "n_layers recompute_every"),
         (1, 2**24, "max_seq_len vocab_size"),
         (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is near the smallest fp32 number

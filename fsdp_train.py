@@ -245,11 +245,11 @@ def collective_timeout(cfg: TrainConfig) -> timedelta:
 
 def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     """UserError if ranks cannot share the batch evenly, or --init_from is another model's."""
-    problem = (
-        f"global_batch_size {cfg.global_batch_size} is not a multiple of the "
-        f"{world.dp_size} data-parallel ranks"
-    )
-    require(cfg.global_batch_size % world.dp_size == 0, problem)
+    batch, dp = cfg.global_batch_size, world.dp_size
+    nearest = [n for n in (batch - batch % dp, batch - batch % dp + dp) if n > 0]
+    fix = f"set --global_batch_size={' or '.join(map(str, nearest))}"
+    problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
+    require(batch % dp == 0, f"{problem}: {fix}")
     tensor_parallel.check(model_cfg, cfg)
     if cfg.init_from:
         from weights import load  # here, since most runs do without

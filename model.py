@@ -276,7 +276,7 @@ class MPT(nn.Module):
         return score_labels(x, self.output_weight, labels, self.logit_scale)
 
     def loss(self, x, labels, z_loss):
-        """The sum of the cross-entropies of the labels (B, T), from hidden states (B, T, d_model)."""
+        """The sum of the cross-entropies of labels (B, T), from hidden states (B, T, d_model)."""
         return linear_cross_entropy(x, self.output_weight, labels, self.logit_scale, z_loss)
 
     def logits(self, x):

@@ -59,7 +59,7 @@ class Layout:
     size: int = 1
 
     def spans(self, name: str) -> tuple[int, list[tuple[int, int]]] | None:
-        """(dim, [(begin, end), ...]): this rank's rows (dim 0) or columns (dim 1) of a whole tensor.
+        """(dim, [(begin, end), ...]): this rank's rows (dim 0) or columns (dim 1) of the whole.
 
         name: of a parameter, such as transformer.blocks.0.attn.Wqkv.weight, whose rows are those of
         q, k and v: three spans. None: every rank has the whole tensor.
@@ -253,7 +253,7 @@ class SumOfStatistics(torch.autograd.Function):
 
 
 def splits_tokens(module) -> bool:
-    """Whether each rank has its own tokens between the layers: sequence parallelism, in training."""
+    """Whether each rank has its own tokens between the layers, as sequence parallelism trains."""
     return module.team.sequence_parallel and module.training
 
 
@@ -330,7 +330,7 @@ class SplitEmbedding(nn.Embedding):
     """The rows of this rank's part of the vocabulary."""
 
     def forward(self, ids):
-        """ids (B, T) -> (B, T, D), or this rank's tokens of it. Zeros for the ids of other ranks."""
+        """ids (B, T) -> (B, T, D), or this rank's tokens of it. Other ranks' ids give zeros."""
         ids = ids - self.first_row
         is_mine = (ids >= 0) & (ids < len(self.weight))
         rows = F.embedding(ids.where(is_mine, 0), self.weight)
@@ -578,7 +578,7 @@ def sum_partial_gradients(model: MPT) -> None:
 
 
 def demonstrate(argv) -> None:
-    """Print the loss and a gradient of a small model, cut over the ranks, beside the whole one's."""
+    """Print loss and a gradient of a small model that is cut over the ranks, and of a whole one."""
     arguments(argv)
     world = processes.start("cpu")
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=250, max_seq_len=32, alibi=True)

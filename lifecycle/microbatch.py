@@ -102,6 +102,8 @@ def halve(
 def circumstances_of(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> dict:
     """Everything besides the microbatch that the memory of a step depends on."""
     names = "global_batch_size sharding shard_size activation_checkpointing recompute_every compile"
+    if cfg.tp > 1:
+        names += " tp sequence_parallel"
     return {
         "ranks": world.global_size,
         "ranks_of_a_node": world.local_size,

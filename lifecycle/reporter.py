@@ -195,16 +195,33 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention{', compiled blocks' * cfg.compile}",
-        f"{device}, {cfg.sharding}, {precision} ({reason}), {speed}",
+        f"{device}, {describe_mesh(cfg)}, {precision} ({reason}), {speed}",
         f"{dataset.folder}: {dataset.train.tokens:,} training tokens",
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches",
         f"{cfg.run_dir}: {describe_start(cfg, start)}",
         checkpoint.space(cfg.run_dir, n_params, cfg.keep_last),
         *parameter_warning(model_cfg),
+        *team_warning(cfg, world),
         next_line,
     ]
     return "\n".join(lines)
+
+
+def describe_mesh(cfg: TrainConfig) -> str:
+    """How the ranks divide the work: FULL_SHARD, tp 2 + sequence parallel"""
+    if cfg.tp == 1:
+        return cfg.sharding
+    return f"{cfg.sharding}, tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"
+
+
+def team_warning(cfg: TrainConfig, world) -> list[str]:
+    """A line if a team of tensor ranks does not fit a node."""
+    if cfg.tp <= world.local_size:
+        return []
+    why = "each layer waits four times for the network between them"
+    fix = f"--tp={world.local_size} stays within a node"
+    return [f"WARNING: tp {cfg.tp} needs several nodes of {world.local_size} ranks: {why}; {fix}"]
 
 
 def describe_start(cfg: TrainConfig, start) -> str:

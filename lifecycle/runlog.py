@@ -172,6 +172,7 @@ def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | No
         "ranks": world.global_size,
         "device": devices.describe(world.device),
         "precision": precision,
+        "tp": cfg.tp,
         "microbatch_size": cfg.microbatch_size,
         "skip_steps": cfg.skip_steps,
         "resumed": checkpoint and str(checkpoint),

@@ -36,6 +36,7 @@ import torch.distributed as dist
 import config
 import processes
 import program
+import tensor_parallel
 from config import UserError
 from program import RESUME_ME, out_of_memory, whoami
 
@@ -79,15 +80,21 @@ class StragglerTimer:
     """How long this rank spends outside collectives, step by step: the slowest is the straggler.
 
     It times the wait for the batch, and the final norm, logits and loss of the forward passes. In
-    all other parts of a step ranks wait for one another, so all seem equally slow.
+    all other parts of a step ranks wait for one another, so all seem equally slow. With tensor
+    parallelism they wait in the loss as well; so there it times the attention of each layer.
     """
 
     def __init__(self, model, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.reading_seconds = 0.0
         self.marks = []  # begin, end, begin, end, ... of this step's timed forward passes
-        model.transformer.norm_f.register_forward_pre_hook(self.mark)
-        model.register_forward_hook(self.mark, prepend=True)
+        if tensor_parallel.layout_of(model).size == 1:
+            model.transformer.norm_f.register_forward_pre_hook(self.mark)
+            model.register_forward_hook(self.mark, prepend=True)
+            return
+        for block in model.transformer.blocks:
+            block.attn.Wqkv.register_forward_hook(self.mark)
+            block.attn.out_proj.register_forward_pre_hook(self.mark)
 
     def mark(self, module, *_) -> None:
         """A hook that records the time; on a GPU as an event, since the host runs ahead of it."""

@@ -1,0 +1,408 @@
+"""tensor_parallel.py on real gloo ranks: however the layers are cut, training is the same."""
+
+import functools
+import itertools
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import checkpoint
+import fsdp_train
+import parallel
+import processes
+import tensor_parallel
+from config import MPTConfig, TrainConfig, UserError
+from loss import IGNORE
+from model import MPT, initial_weight
+from tensor_parallel import Layout
+
+# 99 ids and a hidden width of 4 x 32 + 2 do not divide by 2 and 4 alike; five blocks.
+MODEL = MPTConfig(
+    d_model=32, n_heads=4, n_layers=3, vocab_size=99, max_seq_len=16, alibi=True, kv_n_heads=4
+)
+RUN = TrainConfig(
+    global_batch_size=8,
+    microbatch_size=2,
+    max_steps=20,
+    warmup_steps=2,
+    lr=2e-3,
+    decoupled_weight_decay=1e-4,
+    sharding="ZERO1",
+)
+STEPS = 10
+
+
+@functools.cache
+def team_of(tp):
+    """In a rank's process: its world with teams of tp. Each mesh makes groups: keep them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return processes.in_teams(processes.World(rank, size, rank, size, torch.device("cpu")), tp)
+
+
+def rows_of_step(step, cfg, model_cfg):
+    """The whole batch, (B, T + 1); some labels do not count, more in some rows than in others."""
+    generator = torch.Generator().manual_seed(step)
+    shape = cfg.global_batch_size, model_cfg.max_seq_len + 1
+    rows = torch.randint(0, model_cfg.vocab_size, shape, generator=generator)
+    rows[: cfg.global_batch_size // 3, -3:] = IGNORE
+    return rows
+
+
+def take_steps(model, optimizer, steps, world, cfg, model_cfg, precision="fp32"):
+    """[(loss, gradient norm), ...]"""
+    curve = []
+    for step in steps:
+        rows = rows_of_step(step, cfg, model_cfg).chunk(world.dp_size)[world.dp_rank]
+        loss, norm, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def curve_of(job, precision="fp32", steps=STEPS):
+    """The curve of (model settings, settings) on the ranks of this process's group."""
+    model_cfg, cfg = job
+    world = team_of(cfg.tp)
+    model, optimizer = parallel.build(model_cfg, cfg, world, precision, cfg.seed)
+    if precision == "fp64":
+        model.double()
+    return take_steps(model, optimizer, range(steps), world, cfg, model_cfg, precision)
+
+
+def curves(_, jobs, precision="fp32"):
+    return [curve_of(job, precision) for job in jobs]
+
+
+def alone(jobs):
+    """The same settings for one process."""
+    return [(model_cfg, replace(cfg, tp=1, sequence_parallel=False)) for model_cfg, cfg in jobs]
+
+
+def largest_differences(found, wanted):
+    """(of the losses, of the gradient norms relative to them), over the steps."""
+    pairs = list(zip(found, wanted, strict=True))
+    losses = max(abs(ours[0] - theirs[0]) for ours, theirs in pairs)
+    norms = max(abs(ours[1] / theirs[1] - 1) for ours, theirs in pairs)
+    return losses, norms
+
+
+def check(ranks, size, jobs, precision="fp32", of_loss=5e-6, of_norm=1e-5):
+    """Each job on `size` ranks has the curve of one process."""
+    of_ranks = ranks(size)(curves, jobs, precision)
+    (wanted,) = ranks(1)(curves, alone(jobs), precision)
+    for number, job in enumerate(jobs):
+        for of_rank in of_ranks:
+            losses, norms = largest_differences(of_rank[number], wanted[number])
+            assert losses < of_loss and norms < of_norm, (job, losses, norms)
+
+
+# --- The same curve as one process
+
+
+@pytest.mark.parametrize("size, tp", [(2, 2), (4, 2), (4, 4)])
+def test_tensor_ranks_train_as_one_process(ranks, size, tp):
+    check(ranks, size, [(MODEL, replace(RUN, tp=tp))])
+
+
+OPTIONS = {
+    "sharding": ["FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP", "HYBRID_SHARD"],
+    "sequence_parallel": [False, True],
+    "positions": [{"alibi": True}, {"alibi": False, "rope": True}, {"alibi": False}],
+    "kv_n_heads": [4, 2],
+    "tie_word_embeddings": [True, False],
+    "no_bias": [True, False],
+    "qk_ln": [False, True],
+    "activation_checkpointing": ["none", "selective", "full"],
+    "z_loss": [0.0, 1e-3],
+    "logit_scale": [None, 0.5],
+    "attn_impl": ["reference", "blocks", "sdpa"],
+    "tp": [2, 4],
+}
+
+
+def covering_set():
+    """Settings in which every two values of two options occur together, chosen greedily."""
+    names = list(OPTIONS)
+    missing = set()
+    for a, b in itertools.combinations(range(len(names)), 2):
+        sizes = len(OPTIONS[names[a]]), len(OPTIONS[names[b]])
+        missing |= {((a, i), (b, j)) for i in range(sizes[0]) for j in range(sizes[1])}
+    cases = []
+    while missing:
+        (first, second), chosen = min(missing), {}
+        chosen[first[0]], chosen[second[0]] = first[1], second[1]
+        for number in range(len(names)):
+            if number not in chosen:
+                values = range(len(OPTIONS[names[number]]))
+                chosen[number] = max(
+                    values, key=lambda v: newly_covered(number, v, chosen, missing)
+                )
+        missing -= set(itertools.combinations(sorted(chosen.items()), 2))
+        cases.append({names[n]: OPTIONS[names[n]][value] for n, value in chosen.items()})
+    return cases
+
+
+def newly_covered(number, value, chosen, missing):
+    """How many missing pairs this value makes with those that are chosen."""
+    pairs = [tuple(sorted([(number, value), other])) for other in chosen.items()]
+    return sum(pair in missing for pair in pairs)
+
+
+def settings(case):
+    """(model settings, settings) of a case of the covering set."""
+    case = dict(case)
+    model_cfg = replace(MODEL, **case.pop("positions"))
+    of_run = {name: case.pop(name) for name in list(case) if hasattr(RUN, name)}
+    return replace(model_cfg, **case), replace(RUN, shard_size=1, **of_run)
+
+
+def test_the_covering_set_covers_every_pair():
+    cases = covering_set()
+    for a, b in itertools.combinations(OPTIONS, 2):
+        for x, y in itertools.product(OPTIONS[a], OPTIONS[b]):
+            if (a, b) == ("kv_n_heads", "tp") or (b, a) == ("kv_n_heads", "tp"):
+                continue
+            assert any(case[a] == x and case[b] == y for case in cases), (a, x, b, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_every_two_options_together_train_as_one_process(ranks, part):
+    jobs = [settings(case) for case in covering_set()[part::4]]
+    # two heads of keys cannot be cut in four
+    jobs = [(m, replace(cfg, tp=min(cfg.tp, m.n_kv_heads))) for m, cfg in jobs]
+    check(ranks, 4, jobs)
+
+
+@pytest.mark.slow
+def test_in_bf16_the_curve_is_that_of_bf16(ranks):
+    jobs = [(MODEL, replace(RUN, tp=2, sequence_parallel=sp)) for sp in (False, True)]
+    check(ranks, 2, jobs, "bf16", of_loss=2e-3, of_norm=2e-2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"alibi": False, "rope": True, "qk_ln": True},
+        {"no_bias": False, "tie_word_embeddings": False, "alibi": False},
+        {"kv_n_heads": 2, "logit_scale": 0.5},
+        {"attn_impl": "reference", "clip_qkv": 0.5},
+    ],
+)
+def test_in_float64_nothing_but_the_order_of_sums_differs(ranks, changes):
+    jobs = [
+        (replace(MODEL, **changes), replace(RUN, tp=2, sequence_parallel=sp, z_loss=1e-3))
+        for sp in (False, True)
+    ]
+    check(ranks, 2, jobs, "fp64", of_loss=1e-9, of_norm=1e-9)
+
+
+# --- Parts of a whole
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_parts_of_all_ranks_are_the_whole(tp):
+    with torch.device("meta"):
+        shapes = {
+            name: p.shape for name, p in MPT(replace(MODEL, no_bias=False)).named_parameters()
+        }
+    for name, shape in shapes.items():
+        whole = torch.arange(shape.numel()).view(shape)
+        seen = torch.zeros(shape, dtype=torch.long)
+        for rank in range(tp):
+            layout = Layout(MODEL, rank, tp)
+            part = layout.take(name, whole)
+            assert layout.whole_shape(name, part.shape) == shape
+            for corner, piece in layout.pieces(name, part.clone()):
+                place = [slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True)]
+                assert torch.equal(whole[tuple(place)], piece)
+                seen[tuple(place)] += 1
+        is_whole = Layout(MODEL, 0, tp).spans(name) is None
+        assert (seen == (tp if is_whole else 1)).all(), name
+
+
+def initial_weights_fit(_, cfg):
+    """Whether each piece of a sharded part is that of the whole initial weight, bit by bit."""
+    world = team_of(cfg.tp)
+    model, _ = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
+    layout = model.layout
+    for name, param in model.named_parameters():
+        whole = initial_weight(name, layout.whole_shape(name, param.shape), MODEL, cfg.seed)
+        for corner, piece in layout.pieces(name, param.detach()):
+            place = [slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True)]
+            if not torch.equal(whole[tuple(place)], piece):
+                return name
+    return ""
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "DDP"])
+def test_initial_weights_are_those_of_one_process(ranks, sharding):
+    assert ranks(4)(initial_weights_fit, replace(RUN, tp=2, sharding=sharding)) == [""] * 4
+
+
+# --- What goes over the wire
+
+
+def all_reduces_of_a_microbatch(_, cfg):
+    """How many all-reduces of the team one forward and backward takes."""
+    world = team_of(cfg.tp)
+    model, _ = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
+    rows = rows_of_step(0, cfg, MODEL)[:2]
+    calls = []
+    real = dist.all_reduce
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", counted):
+        model(rows[:, :-1], labels=rows[:, 1:]).backward()
+    return len(calls)
+
+
+def test_a_layer_takes_four_all_reduces(ranks):
+    """Besides: the embedding, the loss's input, and two for each of its chunks, here one."""
+    wanted = 4 * MODEL.n_layers + 1 + 1 + 2
+    assert ranks(2)(all_reduces_of_a_microbatch, replace(RUN, tp=2)) == [wanted] * 2
+
+
+# --- Dropout
+
+
+def masks(_, cfg, model_cfg):
+    """(the weights that all ranks have, after three steps with dropout; this rank's losses)"""
+    world = team_of(cfg.tp)
+    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
+    curve = take_steps(model, optimizer, range(3), world, cfg, model_cfg)
+    whole = {
+        name: p.detach().clone()
+        for name, p in model.named_parameters()
+        if not model.layout.spans(name)
+    }
+    return whole, curve
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_with_dropout_the_whole_tensors_stay_equal_on_all_tensor_ranks(ranks, sequence_parallel):
+    model_cfg = replace(MODEL, resid_pdrop=0.2, emb_pdrop=0.1, attn_pdrop=0.2, no_bias=False)
+    cfg = replace(RUN, tp=2, sequence_parallel=sequence_parallel)
+    (first, first_curve), (second, second_curve) = ranks(2)(masks, cfg, model_cfg)
+    assert first_curve == second_curve
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# --- Evaluation and scoring
+
+
+def evaluated(_, cfg, model_cfg):
+    """(logits, loss, log-probabilities, greedy) of a model in evaluation."""
+    world = team_of(cfg.tp)
+    model, _ = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
+    model.eval()
+    rows = rows_of_step(0, cfg, model_cfg)[:3, :14]
+    with torch.no_grad():
+        ids, labels = rows[:, :-1].clamp(min=0), rows[:, 1:]
+        logits = model(ids)
+        return logits, model(ids, labels=labels), *model(ids, labels=labels, score=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_logits_and_scores_are_those_of_one_process(ranks, size):
+    ((logits, loss, log_probs, greedy),) = ranks(1)(evaluated, RUN, MODEL)
+    cfg = replace(RUN, tp=size, sequence_parallel=True)  # 13 tokens do not divide
+    for found in ranks(size)(evaluated, cfg, MODEL):
+        torch.testing.assert_close(found[0], logits, atol=1e-5, rtol=0)
+        assert found[1].item() == pytest.approx(loss.item(), abs=1e-4)
+        torch.testing.assert_close(found[2], log_probs, atol=1e-5, rtol=0)
+        assert torch.equal(found[3], greedy)
+
+
+# --- Checkpoints
+
+
+def save(_, cfg, folder):
+    """Three steps, then a checkpoint."""
+    world = team_of(cfg.tp)
+    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
+    take_steps(model, optimizer, range(3), world, cfg, MODEL)
+    saver = checkpoint.Checkpointer(folder, world.device, keep_last=1)
+    saver.save(3, model, optimizer, {})
+    saver.finish()
+
+
+def load_and_continue(_, cfg, path):
+    """(names of tensors that differ from the whole ones of the checkpoint, the next losses)"""
+    world = team_of(cfg.tp)
+    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", seed=None)
+    checkpoint.load(path, model, optimizer)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in MPT(MODEL).named_parameters()}
+    layout = tensor_parallel.layout_of(model)
+    state = checkpoint.state_of(model, optimizer)
+    wrong = []
+    for part, tensors in state.items():
+        for key, value in tensors.items():
+            name = checkpoint.name_of_param(f"{part}.{key}")
+            if name not in shapes or not value.dim():
+                continue
+            whole = {part: {key: torch.zeros(shapes[name])}}
+            checkpoint.fill(path, whole)
+            for corner, piece in layout.pieces(name, value.detach()):
+                place = [slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True)]
+                if not torch.equal(whole[part][key][tuple(place)], piece):
+                    wrong.append(key)
+    return wrong, take_steps(model, optimizer, range(3, 5), world, cfg, MODEL)
+
+
+LAYOUTS = {
+    "1": (1, {}),
+    "dp2": (2, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp4": (4, {"tp": 4}),
+    "tp2 x dp2": (4, {"tp": 2, "sharding": "FULL_SHARD"}),
+    "tp2 + sequence": (2, {"tp": 2, "sequence_parallel": True}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", LAYOUTS)
+def test_a_checkpoint_loads_in_any_layout(ranks, tmp_path, saved):
+    size, changes = LAYOUTS[saved]
+    ranks(size)(save, replace(RUN, **changes), str(tmp_path))
+    path = tmp_path / "checkpoints/step-3"
+    ((wrong, wanted),) = ranks(1)(load_and_continue, RUN, path)
+    assert not wrong
+    names = list(LAYOUTS)
+    for step in (1, 2, 3):
+        size, changes = LAYOUTS[names[(names.index(saved) + step) % len(names)]]
+        for wrong, curve in ranks(size)(load_and_continue, replace(RUN, **changes), path):
+            assert not wrong
+            losses, norms = largest_differences(curve, wanted)
+            assert losses < 5e-6 and norms < 1e-5
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize(
+    "changes, model_changes, words",
+    [
+        ({"tp": 3}, {}, "tp 3 does not divide n_heads 4: tp can be 1, 2, 4"),
+        ({"tp": 4}, {"kv_n_heads": 2}, "tp 4 does not divide n_kv_heads 2: tp can be 1, 2"),
+        ({"tp": 2, "compile": True}, {}, "set --compile=False"),
+        ({"sequence_parallel": True}, {}, "set --tp=2"),
+        ({"tp": 2, "sequence_parallel": True}, {"max_seq_len": 15}, "max_seq_len 15"),
+    ],
+)
+def test_what_cannot_be_cut_is_a_user_error(changes, model_changes, words):
+    with pytest.raises(UserError, match=words):
+        tensor_parallel.check(replace(MODEL, **model_changes), replace(RUN, **changes))
+
+
+def test_ranks_that_form_no_teams_are_a_user_error():
+    world = processes.World(0, 3, 0, 3, torch.device("cpu"))
+    with pytest.raises(UserError, match="3 ranks do not form teams of tp 2"):
+        processes.in_teams(world, 2)
