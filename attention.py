@@ -185,10 +185,37 @@ def reference_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=
 
 
 def blockwise_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
-    """The formula for one block of queries at a time, without the keys that are in its future."""
-    if not causal or dropout_p > 0:
+    """The formula for one block of queries at a time, without the keys that are in its future.
+
+    Differentiable once, unless there is dropout.
+    """
+    if not causal or q.numel() == 0:
         return reference_attention(q, k, v, slopes, causal, scale, dropout_p, sequence_ids)
-    return BlockwiseAttention.apply(q, k, v, slopes, scale, sequence_ids)
+    if dropout_p > 0 or (slopes is not None and slopes.requires_grad):
+        return blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids)
+    kind = q.device.type
+    if torch.is_autocast_enabled(kind):
+        q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
+    with torch.autocast(kind, enabled=False):  # forward and backward in one dtype
+        needs_grad = torch.is_grad_enabled()
+        return BlockwiseAttention.apply(q, k, v, slopes, scale, sequence_ids, needs_grad)
+
+
+def blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
+    """The same blocks with autograd's gradients, which takes dropout as well.
+
+    Autograd makes a whole gradient of k and v for each block, then adds them up.
+    """
+    outputs = []
+    for queries, n_seen in query_blocks(q.shape[2], k.shape[2], q.dtype):
+        seen_ids = None if sequence_ids is None else sequence_ids[:, :n_seen]
+        seen_k = k[:, :, :n_seen]
+        seen_v = v[:, :, :n_seen]
+        block_q = q[:, :, queries]
+        outputs.append(
+            reference_attention(block_q, seen_k, seen_v, slopes, causal, scale, dropout_p, seen_ids)
+        )
+    return torch.cat(outputs, dim=2)
 
 
 def query_blocks(n_queries, n_keys, dtype):
@@ -211,8 +238,11 @@ class BlockwiseAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, slopes, scale, sequence_ids):
-        """q (B, H, Tq, D), k and v (B, H, Tk, D) -> (B, H, Tq, D), laid out as (B, Tq, H, D)."""
+    def forward(ctx, q, k, v, slopes, scale, sequence_ids, needs_grad):
+        """q (B, H, Tq, D), k and v (B, H, Tk, D) -> (B, H, Tq, D), laid out as (B, Tq, H, D).
+
+        needs_grad: whether autograd is on for the caller. In here it is always off.
+        """
         B, H, n_queries, D = q.shape
         n_keys = k.shape[2]
         out = q.new_empty(B, n_queries, H, D).transpose(1, 2)
@@ -228,7 +258,7 @@ class BlockwiseAttention(torch.autograd.Function):
             add_bias(scores.view(B, H, -1, n_seen), bias, sequence_ids)
             probs = torch.softmax(scores, dim=-1, out=scores)
             out[:, :, queries] = torch.bmm(probs, v[:, :n_seen]).view(B, H, -1, D)
-            if any(ctx.needs_input_grad):
+            if needs_grad:
                 kept.append(probs)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.blocks = blocks
@@ -258,7 +288,7 @@ class BlockwiseAttention(torch.autograd.Function):
             dq[:, :, queries] = block_dq.view(B, H, -1, D)
         dk = dk.view(B, H, -1, D)
         dv = dv.view(B, H, -1, D)
-        return dq, dk, dv, None, None, None
+        return dq, dk, dv, None, None, None, None
 
 
 def last_bias(n_queries, n_keys, slopes, q):

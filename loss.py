@@ -54,7 +54,8 @@ def at_least_fp32(x):
 def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0):
     """The sum of the token cross-entropies; the caller divides by the number of counted tokens.
 
-    x: (..., D); weight: (V, D); labels: (...) int64, where IGNORE does not count. Returns an fp32
+    x: (..., D); weight: (V, D); labels: (...) int64, each below V or IGNORE, which does not count.
+    (Others are an IndexError on a CPU; on a GPU the loss is NaN.) Returns an fp32
     scalar (fp64 for fp64 inputs). Under autocast, matmuls run in its dtype. Differentiable once.
     """
     scale = 1.0 if logit_scale is None else logit_scale
@@ -124,7 +125,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 def takes_kernel(device, dtype) -> bool:
     """Whether the loss of logits with this dtype runs in gpu_kernels/cross_entropy.py.
 
-    It needs a GPU, Triton, the C compiler that Triton calls, and at most 32 bits.
+    It needs a GPU, Triton, the C compiler that Triton calls, and at most 32 bits. GPUs for which
+    Triton has no matrix instructions take PyTorch's operators here as they do for attention.
     """
     can_run_triton = device.type == "cuda" and attention.HAS_TRITON and attention.CAN_BUILD
     if not can_run_triton or dtype == torch.float64:
@@ -158,8 +160,11 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
         logits = logits.to(exact) * scale
     probs = F.softmax(logits, dim=-1, dtype=exact)  # (rows, V)
     # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
-    log_z = logits.amax(-1, keepdim=True).to(exact) - probs.amax(-1, keepdim=True).log()
-    log_prob = logits.gather(1, labels).to(exact) - log_z  # (rows, 1)
+    largest = logits.amax(-1, keepdim=True).to(exact)
+    log_largest = probs.amax(-1, keepdim=True).log()
+    log_z = largest - log_largest
+    # Not logit - log_z, which rounds as large logits do.
+    log_prob = (logits.gather(1, labels).to(exact) - largest) + log_largest  # (rows, 1)
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
     if grad_x is None and grad_w is None:
         return loss
@@ -181,7 +186,7 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
 def kernel_chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     """`chunk_loss` for GPUs. Arguments as there; the loss of a label beyond the vocabulary is NaN.
 
-    Beside the logits, in the dtype of x, nothing is as wide as the vocabulary. The kernel sets the
+    The only tensor of shape (rows, V) is the logits, in the dtype of x. The kernel sets the
     gradient of rows that do not count to 0.
     """
     from gpu_kernels import cross_entropy as kernels  # only GPUs need it

@@ -130,9 +130,9 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     parallelize(model, None, cfg, precision)
     with weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
         with autocast(world.device, precision):
-            loss = model(ids, labels=ids)
-        loss.backward()
-    loss.item()  # waits for the device: a fault of a kernel shows only then
+            total = model(ids).sum()  # of the logits: the loss is not compiled
+        total.backward()
+    total.item()  # waits for the device: a fault of a kernel shows only then
 
 
 def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
@@ -320,12 +320,13 @@ def weights_cast_once(model: MPT, precision: str, n_microbatches: int) -> Iterat
     weights = []
     if precision == "bf16" and n_microbatches > 1 and not isinstance(model, FSDPModule):
         weights = linear_weights(model)
-    for linear, name, weight in weights:
-        copy = torch.nn.Parameter(weight.detach().to(torch.bfloat16), weight.requires_grad)
-        if weight.requires_grad:
-            copy.register_post_accumulate_grad_hook(functools.partial(hand_over_gradient, weight))
-        setattr(linear, name, copy)
     try:
+        for linear, name, weight in weights:
+            copy = torch.nn.Parameter(weight.detach().to(torch.bfloat16), weight.requires_grad)
+            if weight.requires_grad:
+                hand_over = functools.partial(hand_over_gradient, weight)
+                copy.register_post_accumulate_grad_hook(hand_over)
+            setattr(linear, name, copy)
         yield
     finally:
         for linear, name, weight in weights:

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import attention
 import config
 import fsdp_train
 import loss
@@ -293,6 +294,9 @@ def two_steps(
 def loss_of(device: str):
     """A context in which fake tensors, which are on the CPU, take the loss of this device."""
     takes_kernel = device not in ("cpu", "mps")
+    if takes_kernel:
+        hint = "pip install 'triton>=3.4', or set --device=cpu"
+        config.require(attention.HAS_TRITON, f"the loss of a GPU needs triton: {hint}")
     return mock.patch.object(loss, "takes_kernel", lambda *_: takes_kernel)
 
 

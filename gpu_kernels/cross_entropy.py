@@ -52,6 +52,7 @@ IGNORE = tl.constexpr(-100)  # a label that does not count, as in loss.py
 # were there fewer columns than threads, threads would hold copies of each other's.
 BLOCK = 4096
 NUM_WARPS = 8
+ROWS = 4096  # of a product that is rounded before it is added, made at a time
 # Whether PyTorch's addmm adds a product of 16-bit matrices to an fp32 one: 2.11 does, 2.9 refuses.
 ADDS_IN_FP32 = torch.__version__ >= (2, 11)
 # With TRITON_INTERPRET=1 kernels run in NumPy, on the CPU.
@@ -197,14 +198,16 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a b, in one matmul. total: (M, N) fp32; a: (M, K), b: (K, N), of one dtype.
 
     Sums are fp32, and nothing is allocated. Before PyTorch 2.11 a product of 16-bit matrices is
-    rounded to 16 bits before it is added, and takes 2 M N bytes.
+    rounded to 16 bits before it is added, and made for ROWS rows at a time.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif ADDS_IN_FP32:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total += a @ b
+        for begin in range(0, len(total), ROWS):
+            rows = slice(begin, begin + ROWS)
+            total[rows] += a[rows] @ b
 
 
 @add_product_.register_fake

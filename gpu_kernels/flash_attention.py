@@ -682,7 +682,11 @@ def check_views(qkv, q, k, v) -> None:
     A q or k that was computed from them, as by RoPE, does not; it would silently be ignored.
     """
     for x, view in zip((q, k, v), heads_of(qkv, q.shape[1], k.shape[1]), strict=True):
-        if x.shape != view.shape or x.stride() != view.stride():
+        # A dimension of one entry, such as a single token, may have any stride.
+        strides = [
+            (a, b) for n, a, b in zip(x.shape, x.stride(), view.stride(), strict=True) if n > 1
+        ]
+        if x.shape != view.shape or any(a != b for a, b in strides):
             raise UserError("q, k and v are not views of qkv: call attention without qkv")
 
 

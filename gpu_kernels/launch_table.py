@@ -10,8 +10,8 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
     num_stages         blocks in flight between memory and the matrix units; each takes shared
                        memory
     waves_per_eu       wavefronts per SIMD unit that the compiler makes room for: more of them
-                       means fewer registers for each. The compiler may also let no more run at
-                       once, though registers are left: `python -m bench chips` shows it
+                       means fewer registers for each. The compiler may cap occupancy below
+                       what the registers allow: `python -m bench chips` shows it
 
 A kernel that runs out of registers spills them to memory in its inner loop, which is slow. The rows
 below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py allows: the test

@@ -377,6 +377,53 @@ def test_blocks_are_equal_bit_by_bit_when_run_again(dtype):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_blocks_are_differentiated_in_autocasts_dtype():
+    """fp32 inputs under autocast: their gradients are fp32, computed from bf16."""
+    inputs = [x.float().requires_grad_() for x in qkv(lengths=(65, 65))]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*inputs, impl="blocks")
+    assert out.dtype == torch.bfloat16
+    out.float().square().sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    attention(*exact, impl="reference").square().sum().backward()
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert ours.grad.dtype == torch.float32
+        assert relative_error(ours.grad, theirs.grad) < 0.05
+
+
+def test_blocks_keep_no_scores_where_no_gradient_is_wanted(monkeypatch):
+    saved = []
+    real = torch.autograd.function.FunctionCtx.save_for_backward
+
+    def record(ctx, *tensors):
+        saved.append(len(tensors))
+        return real(ctx, *tensors)
+
+    monkeypatch.setattr(torch.autograd.function.FunctionCtx, "save_for_backward", record)
+    inputs = [x.requires_grad_() for x in qkv(lengths=(65, 65))]
+    with torch.no_grad():
+        attention(*inputs, impl="blocks")
+    attention(*inputs, impl="blocks")
+    assert saved == [3, 3 + 3]  # q, k, v; and the scores of three blocks
+
+
+def test_slopes_that_are_trained_get_a_gradient_from_blocks():
+    found = []
+    for impl in ("blocks", "reference"):
+        slopes = alibi_slopes(4).double().requires_grad_()
+        attention(*qkv(lengths=(65, 65)), impl=impl, alibi_slopes=slopes).square().sum().backward()
+        found.append(slopes.grad)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("batch, lengths", [(0, (65, 65)), (1, (0, 65))])
+def test_blocks_of_nothing_are_empty(batch, lengths):
+    inputs = [x.requires_grad_() for x in qkv(batch=batch, lengths=lengths)]
+    out = attention(*inputs, impl="blocks")
+    assert out.shape == inputs[0].shape
+    out.sum().backward()
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocks"])
 def test_documents_have_the_gradients_of_each_on_its_own(impl):
     q, k, v = qkv((4, 4), (65, 65))
@@ -497,6 +544,27 @@ def test_dropout_zeroes_probabilities_and_keeps_their_mean(impl):
     v = torch.ones(64, 2, 33, 16)
     out = attention(q, k, v, impl=impl, causal=False, dropout_p=0.25)
     assert out.std() > 0.05 and out.mean().item() == pytest.approx(1, abs=0.01)
+
+
+def test_causal_dropout_in_blocks_has_the_right_mean_and_visible_scores_alone():
+    """Each row of probabilities still sums to 1 on average, and no block holds T x T scores."""
+    torch.manual_seed(0)
+    q = k = torch.zeros(256, 2, 60, 16)
+    v = torch.ones(256, 2, 60, 16)
+    out = attention(q, k, v, impl="blocks", dropout_p=0.25)
+    assert out.std() > 0.05 and out.mean().item() == pytest.approx(1, abs=0.01)
+    widths = []
+
+    class Widths(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if function == torch.ops.aten._softmax.default:
+                widths.append(tuple(result.shape[-2:]))
+            return result
+
+    with Widths():
+        attention(q, k, v, impl="blocks", dropout_p=0.25)
+    assert widths == [(24, 24), (24, 48), (12, 60)]
 
 
 def test_flex_refuses_dropout():

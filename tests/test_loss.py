@@ -52,6 +52,14 @@ def assert_close(found, exact, limit):
         assert (a - b).abs().max() <= limit * b.abs().max(), part
 
 
+def test_a_confident_loss_of_large_logits_keeps_its_digits():
+    """Logits of 300 in fp32 have steps of 3e-5; the loss of the label 300.5 is 0.27."""
+    weight = torch.tensor([[300.5], [299.3], [-300.0], [100.0]])
+    x, labels = torch.ones(3, 1), torch.tensor([0, 1, IGNORE])
+    exact = by_hand(x.double(), weight.double(), labels)
+    assert linear_cross_entropy(x, weight, labels).item() == pytest.approx(exact.item(), rel=3e-7)
+
+
 @pytest.mark.parametrize("dtype, limit", [(torch.double, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("scale", [None, 0.25])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])

@@ -252,6 +252,23 @@ def test_a_step_that_fails_leaves_the_weights_in_their_places():
     assert all(a is b for (_, a), (_, b) in zip(after, before, strict=True))
 
 
+def test_no_memory_for_the_copies_leaves_the_weights_in_their_places():
+    model, _ = build(ALONE, RUN, precision="bf16")
+    before = list(model.parameters())
+    attempts = []
+
+    def second_fails(data, requires_grad=True, real=torch.nn.Parameter):
+        attempts.append(data)
+        if len(attempts) == 2:
+            raise MemoryError
+        return real(data, requires_grad)
+
+    failing = mock.patch.object(torch.nn, "Parameter", second_fails)
+    with failing, pytest.raises(MemoryError), parallel.weights_cast_once(model, "bf16", 2):
+        pass
+    assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+
+
 def train_unsharded(world):
     """fsdp_train's step on a model that parallel.py never saw."""
     model, optimizer = build_plain(RUN)

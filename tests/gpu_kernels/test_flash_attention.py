@@ -441,7 +441,7 @@ def test_in_a_model_it_gives_the_gradients_of_sdpa(settings, interpreted):
         assert (a - b).abs().max() <= 1e-5 * largest
 
 
-def one_gradient(world, heads, documents):
+def one_gradient(world, heads, documents, T):
     """Whether the gradient of a fused projection's output is equal, made in one piece and joined.
 
     Also the operations of autograd's backward when it is made in one piece.
@@ -449,29 +449,32 @@ def one_gradient(world, heads, documents):
     H, Hkv = heads
     D = 16
     slopes = alibi_slopes(H)
-    ids = torch.arange(40)[None].expand(2, -1) // 15 if documents else None
-    wide = torch.randn(2, 40, (H + 2 * Hkv) * D, generator=torch.Generator().manual_seed(0))
-    do = torch.randn(2, H, 40, D, generator=torch.Generator().manual_seed(1))
+    ids = torch.arange(T)[None].expand(2, -1) // 15 if documents else None
+    wide = torch.randn(2, T, (H + 2 * Hkv) * D, generator=torch.Generator().manual_seed(0))
+    do = torch.randn(2, H, T, D, generator=torch.Generator().manual_seed(1))
     gradients, outputs = [], []
     for fused in (False, True):
         qkv = wide.clone().requires_grad_()
         q, k, v = (
-            x.view(2, 40, -1, D).transpose(1, 2)
+            x.view(2, T, -1, D).transpose(1, 2)
             for x in qkv.split([H * D, Hkv * D, Hkv * D], dim=-1)
         )
         extra = {"qkv": qkv} if fused else {}
-        out = attention(q, k, v, impl="triton", alibi_slopes=slopes, sequence_ids=ids, **extra)
+        out = kernels.flash_attention(q, k, v, alibi_slopes=slopes, sequence_ids=ids, **extra)
         with OperationLog() as log:
             gradients += torch.autograd.grad(out, qkv, do)
         outputs.append(out.detach())
     return torch.equal(*outputs) and torch.equal(*gradients), list(log.counts())
 
 
-@pytest.mark.parametrize("heads, documents", [((2, 2), False), ((6, 2), True), ((1, 1), False)])
+@pytest.mark.parametrize(
+    "heads, documents, T",
+    [((2, 2), False, 40), ((6, 2), True, 40), ((1, 1), False, 40), ((6, 2), False, 1)],
+)
 def test_the_projections_gradient_comes_in_one_piece_with_the_same_bits(
-    heads, documents, interpreted
+    heads, documents, T, interpreted
 ):
-    equal, operations = interpreted(one_gradient, heads, documents)[0]
+    equal, operations = interpreted(one_gradient, heads, documents, T)[0]
     assert equal
     assert "aten::cat" not in operations and "aten::copy_" not in operations
     assert "mpt::flash_attention_backward" in operations
