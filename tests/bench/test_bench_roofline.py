@@ -21,7 +21,7 @@ import flops
 import fsdp_train
 import optim
 import processes
-from bench import fake_gpu, roofline, step_prices
+from bench import fake_gpu, roofline, step_costs, step_prices
 from bench.operations import Operation, Spec
 from bench.step_costs import Cost, CostLog, Kernel, Use, eager, fused
 from bench.step_prices import DeviceArgs
@@ -53,6 +53,23 @@ def test_flops_of_matmuls_by_hand():
     assert cost_of(lambda: torch.addmm(bias, a, b)).flops == 2 * 3 * 5 * 7
     assert cost_of(lambda: torch.bmm(a.expand(4, 3, 5), b.expand(4, 5, 7))).flops == 4 * 210
     assert cost_of(lambda: torch.mm(a, b, out=into)).bytes == 4 * (15 + 35 + 21)
+
+    pytest.importorskip("triton")
+    from gpu_kernels import cross_entropy
+
+    of_weight = cost_of(lambda: cross_entropy.add_product_(into, a, b))
+    assert of_weight.flops == 2 * 3 * 5 * 7
+    assert of_weight.bytes == 4 * (21 + 15 + 35 + 21)
+
+
+def test_an_operator_of_ours_with_flops_must_be_in_a_table(monkeypatch):
+    pytest.importorskip("triton")
+    from gpu_kernels import cross_entropy
+
+    monkeypatch.setattr(step_costs, "MATMULS", {"aten::mm"})
+    total = torch.ones(3, 7)
+    with pytest.raises(UserError, match="mpt::add_product_ has FLOPs: add it to MATMULS"):
+        costs_of(lambda: cross_entropy.add_product_(total, torch.ones(3, 5), torch.ones(5, 7)))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -319,6 +336,7 @@ PARTS = {
     ("aten::addmm", "forward", "model.py:110", 1): "block matmuls",
     ("aten::mm", "backward", "AddmmBackward0", 1): "block matmuls",
     ("aten::mm", "forward", "loss.py:130", 1): "loss matmuls",
+    ("mpt::add_product_", "forward", "loss.py:180", 1): "loss matmuls",
     ("aten::exp_", "forward", "loss.py:140", 0): "loss, the rest",
     ("mpt::cross_entropy", "forward", "gpu_kernels/cross_entropy.py:9", 0): "loss, the rest",
     ("mpt::flash_attention", "forward", "gpu_kernels/flash_attention.py:9", 1): "attention forward",
