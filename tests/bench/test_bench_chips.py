@@ -253,12 +253,10 @@ def test_bad_settings_are_one_clear_line():
         compiled.main(["sm_90,h100"])
 
 
-def test_an_interpreted_kernel_is_one_clear_line_and_no_page(python, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    page = tmp_path / "page.md"
-    done = python("--chips=sm_90", f"--out={page}", program="bench chips")
-    assert done.returncode == 2 and "start again without TRITON_INTERPRET=1" in done.stderr
-    assert len(done.stderr.splitlines()) == 2 and not page.exists()  # what it does, and the error
+def test_interpreted_kernels_are_one_clear_line_and_no_row(monkeypatch):
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    with pytest.raises(UserError, match="start again without TRITON_INTERPRET=1"):
+        chips.rows_of_chip("sm_90", (64,))
 
 
 def test_without_a_good_row_there_is_no_page(tmp_path, monkeypatch):
