@@ -254,7 +254,7 @@ def test_bad_settings_are_one_clear_line():
 
 
 def test_interpreted_kernels_are_one_clear_line_and_no_row(monkeypatch):
-    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(UserError, match="start again without TRITON_INTERPRET=1"):
         chips.rows_of_chip("sm_90", (64,))
 
