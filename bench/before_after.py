@@ -23,6 +23,7 @@ import model
 import optim
 import parallel
 import processes
+from attention import blocks_by_autograd
 from bench import train as bench_train
 from bench.team import Team, TeamError
 from config import MPTConfig, TrainConfig, require
@@ -71,21 +72,6 @@ def replace(module, name: str, value) -> None:
 def obvious_loss(x, weight, labels, scale, z_loss):
     """The loss with all logits in memory together: what the chunked loss replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
-
-
-def blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
-    """The same blocks with autograd's gradients: what the blocks' own backward replaces.
-
-    Autograd makes a whole gradient of k and v for each block, then adds them up.
-    """
-    outputs = []
-    for queries, n_seen in attention.query_blocks(q.shape[2], k.shape[2], q.dtype):
-        seen = k[:, :, :n_seen], v[:, :, :n_seen]
-        out = attention.reference_attention(
-            q[:, :, queries], *seen, slopes, causal, scale, dropout_p
-        )
-        outputs.append(out)
-    return torch.cat(outputs, dim=2)
 
 
 def softmax_of_log_softmax(logits, dim, dtype):
