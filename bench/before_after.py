@@ -23,6 +23,7 @@ import model
 import optim
 import parallel
 import processes
+from attention import blocks_by_autograd
 from bench import train as bench_train
 from bench.team import Team, TeamError
 from config import MPTConfig, TrainConfig, require
@@ -44,23 +45,7 @@ FLAGS = {
     "no compilation: blocks compiled instead": ["--compile"],
 }
 # Flags of both processes, beside those of the shape.
-BOTH = {"weights cast once a step: in each microbatch of two instead": ["--microbatch_size=2"]}
-# What `Variant` undoes.
-PATCHES = [
-    "the blocks' own backward: autograd's instead",
-    "one exponential a logit in the loss: two instead",
-    "chunked loss: all logits at once instead",
-    "pieces of the loss's weight gradient: one piece instead",
-    "loss kernel: PyTorch's operators instead",
-    "fused AdamW: PyTorch's loop over the parameters instead",
-    "malloc keeps freed memory: glibc's defaults instead",
-    "one rank is not sharded: fully_shard instead",
-    "autocast without a cache: with it instead",
-    "weights cast once a step: in each microbatch of two instead",
-    "bf16: fp32 instead",
-    "one microbatch: two of half the size instead",
-    "one gradient for Wqkv (GPUs, ALiBi): three that autograd joins instead",
-]
+BOTH = {"weights cast once a step: in each microbatch (of two) instead": ["--microbatch_size=2"]}
 
 
 @dataclass
@@ -74,43 +59,8 @@ class BeforeAfterArgs:
     def check(self) -> None:
         """UserError if a setting is out of range, or no row has the word."""
         require(self.rounds > 0 and self.steps > 0, "rounds and steps must be at least 1")
-        exists = any(self.only in undone for undone in [*FLAGS, *PATCHES])
+        exists = any(self.only in undone for undone in [*FLAGS, *UNDO])
         require(exists, f"--only={self.only}: no row has that in its name")
-
-
-class Variant(bench_train.OurProgram):
-    """Our training step with one thing undone."""
-
-    def __init__(self, undone: str, model_cfg, cfg):
-        kind = undone.partition(":")[0]
-        if kind == "chunked loss":
-            replace(model, "linear_cross_entropy", obvious_loss)
-        elif kind.startswith("the blocks"):
-            attention.IMPLEMENTATIONS["blocks"] = blocks_by_autograd
-        elif kind.startswith("one exponential"):
-            replace(torch.nn.functional, "softmax", softmax_of_log_softmax)
-        elif kind.startswith("pieces"):
-            replace(loss, "COLUMNS", 10**9)
-        elif kind == "loss kernel":
-            require(torch.cuda.is_available(), "it runs on GPUs only, and there is none here")
-            replace(loss, "takes_kernel", lambda device, dtype: False)
-        elif kind == "fused AdamW":
-            replace(optim, "build_optimizer", looping_adamw)
-        elif kind.startswith("malloc"):
-            replace(processes, "keep_freed_memory", lambda: None)
-        elif kind.startswith("one rank"):
-            replace(parallel, "make_mesh", mesh_of_one)
-        elif kind.startswith("autocast"):
-            replace(parallel, "autocast", autocast_with_cache)
-        elif kind.startswith("weights cast"):
-            replace(parallel, "weights_cast_once", cast_in_each_microbatch)
-        elif kind.startswith("one gradient"):
-            replace(model, "attention", attention_of_three)
-        elif kind == "one microbatch":
-            cfg.microbatch_size = cfg.global_batch_size // 2
-        elif kind == "bf16":
-            cfg.precision = "fp32"
-        super().__init__(model_cfg, cfg)
 
 
 def replace(module, name: str, value) -> None:
@@ -122,21 +72,6 @@ def replace(module, name: str, value) -> None:
 def obvious_loss(x, weight, labels, scale, z_loss):
     """The loss with all logits in memory together: what the chunked loss replaces."""
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
-
-
-def blocks_by_autograd(q, k, v, slopes, causal, scale, dropout_p, sequence_ids=None):
-    """The same blocks with autograd's gradients: what the blocks' own backward replaces.
-
-    Autograd makes a whole gradient of k and v for each block, then adds them up.
-    """
-    outputs = []
-    for queries, n_seen in attention.query_blocks(q.shape[2], k.shape[2], q.dtype):
-        seen = k[:, :, :n_seen], v[:, :, :n_seen]
-        out = attention.reference_attention(
-            q[:, :, queries], *seen, slopes, causal, scale, dropout_p
-        )
-        outputs.append(out)
-    return torch.cat(outputs, dim=2)
 
 
 def softmax_of_log_softmax(logits, dim, dtype):
@@ -172,6 +107,81 @@ def cast_in_each_microbatch(model, precision, n_microbatches):
     return contextlib.nullcontext()
 
 
+# --- The rows of the table
+
+
+def require_gpu() -> None:
+    """UserError without a GPU: on a CPU the step does not have what the row undoes."""
+    require(torch.cuda.is_available(), "it runs on GPUs only, and there is none here")
+
+
+def undo_loss_kernel(cfg) -> None:
+    """The loss by PyTorch's operators, as on a CPU."""
+    require_gpu()
+    replace(loss, "takes_kernel", lambda device, dtype: False)
+
+
+def undo_one_gradient(cfg) -> None:
+    """Attention that makes three gradients."""
+    require_gpu()
+    replace(model, "attention", attention_of_three)
+
+
+def halve_microbatches(cfg) -> None:
+    """Two microbatches, where there was one."""
+    cfg.microbatch_size = cfg.global_batch_size // 2
+
+
+def compute_in_fp32(cfg) -> None:
+    """fp32 instead of bf16."""
+    cfg.precision = "fp32"
+
+
+# What is undone, and what runs instead -> the function that does that; cfg: the TrainConfig.
+UNDO = {
+    "the blocks' own backward: autograd's instead": (
+        lambda cfg: attention.IMPLEMENTATIONS.update(blocks=blocks_by_autograd)
+    ),
+    "one exponential a logit in the loss: two instead": (
+        lambda cfg: replace(torch.nn.functional, "softmax", softmax_of_log_softmax)
+    ),
+    "chunked loss: all logits at once instead": (
+        lambda cfg: replace(model, "linear_cross_entropy", obvious_loss)
+    ),
+    "pieces of the loss's weight gradient: one piece instead": (
+        lambda cfg: replace(loss, "COLUMNS", 10**9)
+    ),
+    "loss kernel: PyTorch's operators instead": undo_loss_kernel,
+    "fused AdamW: PyTorch's loop over the parameters instead": (
+        lambda cfg: replace(optim, "build_optimizer", looping_adamw)
+    ),
+    "malloc keeps freed memory: glibc's defaults instead": (
+        lambda cfg: replace(processes, "keep_freed_memory", lambda: None)
+    ),
+    "one rank is not sharded: fully_shard instead": (
+        lambda cfg: replace(parallel, "make_mesh", mesh_of_one)
+    ),
+    "autocast without a cache: with it instead": (
+        lambda cfg: replace(parallel, "autocast", autocast_with_cache)
+    ),
+    "weights cast once a step: in each microbatch (of two) instead": (
+        lambda cfg: replace(parallel, "weights_cast_once", cast_in_each_microbatch)
+    ),
+    "bf16: fp32 instead": compute_in_fp32,
+    "one microbatch: two of half the size instead": halve_microbatches,
+    "one gradient for Wqkv (GPUs, ALiBi): three that autograd joins instead": undo_one_gradient,
+}
+
+
+class Variant(bench_train.OurProgram):
+    """Our training step with one thing undone: a row of FLAGS or UNDO. KeyError for others."""
+
+    def __init__(self, undone: str, model_cfg, cfg):
+        if undone not in FLAGS:
+            UNDO[undone](cfg)
+        super().__init__(model_cfg, cfg)
+
+
 def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
     """A line of the table: the ratio of the speeds, and both peaks of memory.
 
@@ -202,7 +212,7 @@ def measure(undone: str, flags: list[str], rounds: int, steps: int) -> str:
 def main(argv) -> None:
     """Time each variant in turns with the step as it is, and print a table of ratios."""
     (args,) = config.load(argv, BeforeAfterArgs)
-    rows = [undone for undone in [*FLAGS, *PATCHES] if args.only in undone]
+    rows = [undone for undone in [*FLAGS, *UNDO] if args.only in undone]
     for shape, flags in SHAPES.items():
         print(f"\n| {shape} | as it is / undone, tokens/s | peak GB |\n|---|---|---|", flush=True)
         for undone in rows:

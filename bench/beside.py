@@ -138,10 +138,9 @@ def table(rates: dict[str, list[float]], peaks: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
-def main(argv) -> None:
-    """Let the programs take turns, and print their speeds and ratios."""
-    *_, args = config.load([*bench_train.SHAPE, *argv], MPTConfig, TrainConfig, BesideArgs)
-    teams, rates = {}, {}
+def start_all(argv, args: BesideArgs) -> tuple[dict[str, Team], int]:
+    """({program: its process}, tokens of a turn). UserError if no program could be started."""
+    teams = {}
     for name, (_, flags) in PROGRAMS.items():
         settings = [*bench_train.SHAPE, "--compile=False", "--peak_tflops=1", *argv, *flags]
         model_cfg, cfg, _ = config.load(settings, MPTConfig, TrainConfig, BesideArgs)
@@ -150,16 +149,37 @@ def main(argv) -> None:
         threads = args.threads or torch.get_num_threads()
         try:
             teams[name] = Team(start, (name, args.same_malloc, model_cfg, cfg), 1, threads)
-            rates[name] = []
         except TeamError as error:
             print(f"{name}: n/a, {error}", file=sys.stderr)
     require(teams, "none of the programs could be started")
+    return teams, tokens
 
+
+def take_turns(teams: dict[str, Team], args: BesideArgs, tokens: int) -> dict[str, list[float]]:
+    """{program: tokens/s of its turns}. A program that fails is dropped, from `teams`, too.
+
+    UserError if all of them failed.
+    """
+    rates = {name: [] for name in teams}
     for turn in range(args.rounds + 1):
-        for name, team in teams.items():
-            (seconds,) = team.call("turn", args.steps)
+        for name, team in list(teams.items()):
+            try:
+                (seconds,) = team.call("turn", args.steps)
+            except TeamError as error:  # most need their peak memory in the first turn
+                print(f"{name}: n/a, {error}", file=sys.stderr)
+                del teams[name], rates[name]
+                continue
             if turn > 0:  # the first turn warms up
                 rates[name].append(tokens / seconds)
+    require(teams, "none of the programs could do a step")
+    return rates
+
+
+def main(argv) -> None:
+    """Let the programs take turns, and print their speeds and ratios."""
+    *_, args = config.load([*bench_train.SHAPE, *argv], MPTConfig, TrainConfig, BesideArgs)
+    teams, tokens = start_all(argv, args)
+    rates = take_turns(teams, args, tokens)
     answers = {name: team.call("describe")[0] for name, team in teams.items()}
     for team in teams.values():
         team.stop()

@@ -9,15 +9,14 @@ Each row of gpu_kernels/launch_table.py is compiled for its chip without that ch
 launches it: bf16, causal, with ALiBi. Nothing runs, so the table says what limits a kernel, not how
 fast it is.
 
-Occupancy is how many of the warps that a unit has room for can be there at once. A unit is what
+Occupancy: the warps resident on a unit, as a share of the warps it has room for. A unit is what
 runs a block of threads: an SM of NVIDIA's, a compute unit (CU) of an AMD Instinct, a workgroup
-processor (WGP) of a Radeon. Each has four SIMDs, which share the warps of a block evenly. So
+processor (WGP) of a Radeon. Each has four SIMDs, and a warp stays on one of them. So
 
-    warps of a block on a SIMD = ceil(warps of a block / 4)
-    blocks by registers        = floor(SIMD's registers / registers that a thread takes)
-                                 / warps of a block on a SIMD
+    warps by registers         = 4 x floor(SIMD's registers / registers that a thread takes)
+    blocks by registers        = warps by registers / warps of a block
     blocks by shared memory    = unit's shared memory / (shared memory of a block + reserved)
-    blocks by threads          = SIMD's warps / warps of a block on a SIMD
+    blocks by threads          = 4 x SIMD's warps / warps of a block
     blocks by tensor memory    = unit's columns / columns of a block
     occupancy                  = fewest blocks x warps of a block / (4 x SIMD's warps)
 
@@ -30,7 +29,6 @@ Read next: bench/compiled.py, which compiles, and bench/inner_loop.py, which cou
 import datetime
 import itertools
 import json
-import math
 import multiprocessing
 import platform
 import sys
@@ -42,10 +40,11 @@ from pathlib import Path
 import torch
 
 import config
+import devices
 from bench import compiled, inner_loop
 from bench.compiled import Facts
 from bench.facts import cpus, triton_version
-from config import require
+from config import UserError, require
 from gpu_kernels import flash_attention, launch_table
 
 # --- What a chip has room for
@@ -94,6 +93,18 @@ LIMITS = {
 }
 # fmt: on
 SIMDS = 4  # of a unit, on all of them
+# FLOPs that an SM can do in a cycle, bf16 with fp32 sums: NVIDIA's whitepapers of A100 and H100.
+# Products with sm_86, sm_89 or sm_120 differ. devices.py has the figures of AMD's compute units.
+PER_CLOCK = {"sm_80": 2048, "sm_90": 4096}
+
+
+def flops_per_cycle(arch: str) -> int | None:
+    """What the matrix unit of a SIMD can do in a cycle, bf16 with fp32 sums. None: unknown."""
+    of_unit = PER_CLOCK.get(arch)
+    if arch.startswith("gfx"):
+        of_cu, _ = devices.PER_CLOCK.get(arch) or devices.PER_CLOCK[arch[:6]]
+        of_unit = 2 * of_cu if LIMITS[arch].unit == "WGP" else of_cu
+    return of_unit and of_unit // SIMDS
 
 
 @dataclass
@@ -112,12 +123,12 @@ def warps_by_registers(limits: Limits, registers: int) -> int:
 
 def occupancy(limits: Limits, facts: Facts) -> Occupancy:
     """By the formula above. 0 blocks if one does not fit."""
-    warps = math.ceil(facts.warps / SIMDS)
+    by_registers = SIMDS * warps_by_registers(limits, facts.taken)
     shared = round_up(facts.shared + limits.reserved, limits.shared_step)
     room = {
-        "registers": warps_by_registers(limits, facts.taken) // warps,
+        "registers": by_registers // facts.warps,
         "shared memory": limits.shared // shared if shared else limits.blocks,
-        "threads": limits.warps // warps,
+        "threads": SIMDS * limits.warps // facts.warps,
         "blocks": limits.blocks,
     }
     if facts.tensor_memory:
@@ -136,7 +147,7 @@ def round_up(n: int, step: int) -> int:
 
 # --- Attention's kernels
 
-# Matmuls that a pass needs for each block of scores: see gpu_kernels/flash_attention.py.
+# Matmuls that a pass needs for each tile of scores: see gpu_kernels/flash_attention.py.
 MATMULS = {"forward": 2, "dq": 3, "dkdv": 4}
 
 
@@ -175,9 +186,14 @@ def empty_row(arch: str, head_dim: int, pass_name: str, error: str) -> dict:
 
 
 def kernel_row(arch: str, head_dim: int, pass_name: str) -> dict:
-    """A row of the table. None for what the compiler does not give."""
+    """A row of the table. None for what the compiler does not give.
+
+    UserError for what no chip could compile.
+    """
     try:
         binary = attention_binary(arch, head_dim, pass_name)
+    except UserError:
+        raise
     except Exception as error:  # compilers report what they cannot do with many types
         return empty_row(arch, head_dim, pass_name, f"{type(error).__name__}: {error}")
 
@@ -204,9 +220,9 @@ FIGURES = """
 def work(row: dict, loop: inner_loop.Loop) -> float | None:
     """FLOPs that the matrix units do in one turn of the loop, over those that the pass needs.
 
-    1 if each warp has its own part of every product. More if a block of scores has fewer tiles, of
-    the size of a matrix instruction, than there are warps: then several compute the same tile. Also
-    more for heads that are padded.
+    1 if each warp has its own part of every product. More if a tile of scores has fewer pieces, of
+    the size of a matrix instruction, than there are warps: then several compute the same piece.
+    Also more for heads that are padded.
     """
     launch = row["launch"]
     scores = launch["BLOCK_M"] * launch["BLOCK_N"]
@@ -256,19 +272,24 @@ head. The figures change with the version of triton.
 - **registers** that a thread uses. `214 (257)`: because of `waves_per_eu`, AMD's compiler lets it
   take 257, so that fewer wavefronts fit on a SIMD
 - **spilled** bytes of a thread, **shared** memory of a block in KB
-- **blocks** of threads that a unit (an SM, a CU, or a WGP of two CUs) can hold at once, what
-  **limits** that, and the **occupancy**: the warps of these blocks, of those that it has room for
-- **loop**: instructions in one turn of the innermost loop that has matrix instructions (of several
-  such loops the one with the largest share: the one without a mask)
+- **tile**: queries x keys of one turn of the loop
+- **resident blocks** of threads that a unit (an SM, a CU, or a WGP of two CUs) can hold at once,
+  what **limits** that, and the **occupancy**: the warps of these blocks, as a share of those that
+  the unit has room for
+- **loop**: instructions of the innermost loop that has matrix instructions (of several such loops
+  the one with the largest share: the one without a mask). All of them count, those too that most
+  turns skip: dkdv's mask is behind a branch.
 - **matrix**: matrix instructions among them. Their size differs from chip to chip, so only kernels
   of one chip compare by it.
-- **FLOPs**: what the matrix units do for each instruction of the loop, for one warp. A SIMD of an
-  H100 starts one instruction a cycle, in which its matrix unit can do 1,024 (A100: 512). Where a
-  kernel has fewer, starting instructions takes longer than multiplying. On sm_100 and sm_103 one
-  thread starts the matrix instructions, and their text does not have the size: n/a.
+- **FLOPs an instruction**: what the matrix units do for each instruction of the loop, for one warp.
+  A SIMD of NVIDIA's or of a Radeon starts one instruction a cycle, a SIMD of an Instinct one vector
+  instruction every 4 cycles. The last table has the FLOPs of its matrix unit in a cycle. Where a
+  kernel has fewer FLOPs an instruction than that (Instinct: than 4 times that), starting
+  instructions takes longer than multiplying. On sm_100 and sm_103 one thread starts the matrix
+  instructions, and their text does not have the size: n/a.
 - **work**: the FLOPs that all warps do in that turn, over those that the pass needs: 2 matmuls of a
-  block of scores in the forward, 3 for dq, 4 for dkdv. Above 1 there are more warps than tiles of
-  scores, and several compute the same tile.
+  tile of scores in the forward, 3 for dq, 4 for dkdv. Above 1 a tile has fewer pieces of the size
+  of a matrix instruction than there are warps, and several warps compute the same piece.
 
 {kernels}
 
@@ -277,9 +298,11 @@ head. The figures change with the version of triton.
 {limits}
 
 A unit has four SIMDs. Registers are those of a SIMD for each thread of a warp, and the steps in
-which a thread gets them. From NVIDIA's CUDA C++ Programming Guide (technical specifications per
-compute capability), the GPU specifications in AMD's ROCm documentation, and LLVM's
-`AMDGPUBaseInfo.cpp`. `bench/chips.py` has the formula of the occupancy.
+which a thread gets them. FLOPs a cycle are those of a SIMD's matrix unit, bf16 with fp32 sums; n/a
+where products with that chip differ, or where we know no figure. From NVIDIA's CUDA C++ Programming
+Guide (technical specifications per compute capability) and its whitepapers of A100 and H100, the
+GPU specifications in AMD's ROCm documentation, and LLVM's `AMDGPUBaseInfo.cpp`. `bench/chips.py`
+has the formula of the occupancy.
 """
 
 
@@ -296,8 +319,8 @@ def or_na(value, form: str = "") -> str:
 
 def kernel_table(rows: list[dict]) -> str:
     """The rows of the kernels."""
-    head = "chip, heads of, pass, blocks of scores, warps, registers, spilled, shared, blocks"
-    head += ", limited by, occupancy, loop, matrix, FLOPs, work"
+    head = "chip, heads of, pass, tile, warps, registers, spilled, shared, resident blocks"
+    head += ", limited by, occupancy, loop, matrix, FLOPs an instruction, work"
     lines = []
     for row in rows:
         launch = row["launch"]
@@ -320,12 +343,14 @@ def registers_text(row: dict) -> str:
 
 def limits_table(archs: list[str]) -> str:
     """The limits of the chips."""
-    head = "chip, unit, warps of a SIMD, registers, steps, shared, of a block, blocks"
+    head = "chip, unit, warps of a SIMD, registers, steps, shared, of a block, resident blocks"
+    head += ", FLOPs a cycle"
     lines = []
     for arch in archs:
         limits = LIMITS[arch]
         line = [arch, limits.unit, limits.warps, limits.registers, limits.register_step]
         line += [f"{limits.shared // KB} KB", f"{limits.shared_block // KB} KB", limits.blocks]
+        line += [or_na(flops_per_cycle(arch), ",")]
         lines.append(line)
     return table(head.split(", "), lines)
 
@@ -374,6 +399,8 @@ def main(argv: list[str]) -> None:
     for row in rows:
         if row["error"]:
             print(f"{row['chip']}, {row['pass']}: {row['error']}", file=sys.stderr)
+    some = any(not row["error"] for row in rows)
+    require(some, "Triton could compile none of these kernels, see above: there is nothing to show")
     print(json.dumps(rows, indent=1) if args.json else page(rows))
     if args.out:
         Path(args.out).write_text(page(rows))

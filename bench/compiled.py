@@ -42,7 +42,7 @@ except ImportError as missing:
         "on a Linux CPU: pip install 'triton>=3.4'"
     ) from missing
 
-from gpu_kernels import flash_attention
+from gpu_kernels import flash_attention, launch_table
 
 # --- Compiling
 
@@ -196,8 +196,12 @@ def output_of_tool(name: str, flag: str, cubin: bytes) -> str | None:
 def main(argv: list[str]) -> None:
     """Compile attention's forward over heads of 64 for some chips, and print the facts."""
     words = config.arguments(argv, "[CHIPS]") or ["gfx90a,sm_90"]
+    archs = words[0].split(",")
+    known = [*dict.fromkeys(arch for arch, _ in launch_table.LAUNCH), *launch_table.SAME_ROWS]
+    for arch in archs:
+        require(arch in known, f"no chip {config.shown(arch)}: choose from {', '.join(known)}")
     q = torch.empty(1, 256, 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    for arch in words[0].split(","):
+    for arch in archs:
         with for_chip(arch, flash_attention) as binaries:
             flash_attention.forward_operator(q, q, q, None, None, True, 0.125)
         for name, binary in binaries.items():

@@ -120,7 +120,7 @@ def really(function: Callable) -> Callable:
 
 
 def fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-    """F.scaled_dot_product_attention, with the kernel that PyTorch mostly chooses on a GPU.
+    """F.scaled_dot_product_attention, with the kernel that PyTorch chooses on an H100.
 
     It asks the GPU before it chooses, and without one it takes the obvious version. A mask, or
     fp32, needs the memory-efficient kernel; of the rest, an H100 does dropout with flash attention

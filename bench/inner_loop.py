@@ -13,9 +13,10 @@ One instruction multiplies matrices of very different sizes: 16x8x16 by a warp o
 by four warps on an H100, 32x32x8 on an MI250. So chips are compared by the FLOPs that the matrix
 units do for each instruction of the loop, matrix or not. On sm_100 the size is not in the text.
 
-The text is cut into basic blocks, which end at branches. Blocks that reach each other form a loop.
-Without its entry it falls apart into the loops inside. Instructions are counted as they stand in
-the text, with waits and hints to the scheduler, and whether or not their predicate holds.
+The text is cut into basic blocks, which end at branches. Blocks that can reach each other form a
+loop. Without its entry block, the loops nested in it remain. Instructions are counted as they stand
+in the text: with waits and hints to the scheduler, whether or not their predicate holds, and also
+behind a branch that most turns skip, such as the one around the mask of attention's dkdv.
 """
 
 import re
@@ -161,7 +162,7 @@ def reached(block: int, edges: list[set], inside: set) -> set:
 def main(argv: list[str]) -> None:
     """Print the figures of a file's inner loop."""
     (path,) = config.arguments(argv, "FILE")
-    loop = find(Path(path).read_text())
+    loop = find(Path(path).read_text(errors="replace"))
     require(loop, f"no loop of {path} has matrix instructions: is it `nvdisasm -c` or AMD's text?")
     print(f"{loop.instructions} instructions, {loop.matrix} of them matrix ({loop.share:.1%})")
     if loop.flops:

@@ -302,9 +302,11 @@ def table(log: OperationLog, most: int = 12) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> None:
-    """Print the operations of a second training step of a small model, on this CPU."""
-    config.arguments(argv)
+def small_step(kind: type[OperationLog]) -> OperationLog:
+    """A log of this kind, of a small model's second training step on this CPU.
+
+    Two layers, two microbatches, bf16.
+    """
     world = processes.World(0, 1, 0, 1, torch.device("cpu"))
     model_cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=512, max_seq_len=64)
     cfg = TrainConfig(global_batch_size=4, microbatch_size=2)
@@ -312,8 +314,15 @@ def main(argv: list[str]) -> None:
     optimizer = optim.build_optimizer(model.parameters(), cfg)
     rows = torch.randint(model_cfg.vocab_size, (4, model_cfg.max_seq_len + 1))
     for step in range(2):
-        with OperationLog() as log:
+        with kind() as log:
             fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "bf16")
+    return log
+
+
+def main(argv: list[str]) -> None:
+    """Print the operations of a second training step of a small model, on this CPU."""
+    config.arguments(argv)
+    log = small_step(OperationLog)
     print("two layers, two microbatches, bf16")
     print(table(log))
 

@@ -21,7 +21,7 @@ import devices
 import flops
 from config import MPTConfig, TrainConfig
 from planning import memory, picture, step_time
-from planning.step_time import Constants, Fleet, StepTime, Trainer
+from planning.step_time import Constants, Fleet, StepTime
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "bench/results/mpt_single_node_throughput.csv"
@@ -78,7 +78,7 @@ def read() -> list[dict]:
         n_gpus = int(row["n_gpus"])
         fleet = Fleet(devices.by_name(KINDS[row["gpu"]]), n_gpus, int(row["gpus_per_node"]))
         pure_bf16 = row["precision"] == "bf16"  # the residual stream is bf16 too
-        trainer = Trainer(reduce_bytes=2, residual_bytes=2 if pure_bf16 else 4)
+        trainer = replace(step_time.FOUNDRY, residual_bytes=2 if pure_bf16 else 4)
         row["run"] = m, cfg, fleet, trainer
         row["measured"] = n_gpus * float(row["tokens_s_gpu"])
     return rows

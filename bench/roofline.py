@@ -5,15 +5,16 @@
 
 The real training step runs on tensors without data (bench/fake_gpu.py). Each of its operations is
 counted (bench/step_costs.py: FLOPs, bytes, kernels) and priced (bench/step_prices.py: how fast the
-device is). Two columns:
+device is). The operations are those of an H100 in bf16; --device sets only the rates. Two columns:
 
     eager    each operation is a kernel of its own
-    fused    the pointwise operations and reductions of a block are merged as its compiler might,
-             between matmuls and attention; bench/step_costs.py says how. Loss and optimizer: eager
+    fused    inside a block, pointwise operations and reductions between two matmuls share a kernel,
+             as a compiler might do; bench/step_costs.py says how. Loss and optimizer: eager
 
-So the figures are counted, not measured, and they are optimistic: every kernel reaches the rates of
-a good one. What they are good for is the difference that a change makes, and where time is left.
-A step of more than three microbatches counts the second one for all between first and last.
+The figures are counted, not measured. Matmuls and memory are priced at what good kernels reach,
+attention at what the kernels of 2023 reached (18 % of an H100's peak; --attention_share=0.5 for
+newer ones). A matmul's own shape does not change its rate. Use them to compare two versions of the
+step. A step of more than three microbatches counts the second one for all between first and last.
 
 Then come the most expensive operations, and planning/step_time.py beside the eager step. If that
 differs by more than 15 %, the parts that differ most are named.
@@ -60,6 +61,12 @@ PLANNED = {
 }
 MOST_RUN = 3  # microbatches: the first, the last, and one that stands for all between
 MEANING = "counted and priced, not measured: nothing here ran on a GPU"
+HEADINGS = {"passes": "by pass, without collectives and waiting", "parts": "by part"}
+EAGER_AND_FUSED = (
+    "eager: one kernel for each operation. fused: an estimate of torch.compile inside each block; "
+    "loss and optimizer stay eager."
+)
+WAITING = f"waiting: if the host launches a kernel every {step_prices.LAUNCH * 1e6:g} us, a guess."
 AGREES = 0.15  # planning and roofline, as a share of planning's step
 
 
@@ -246,7 +253,7 @@ def report(m: MPTConfig, cfg: TrainConfig, prices: Prices, costs: list, times: i
     tokens = cfg.global_batch_size * m.max_seq_len / prices.plan.fleet.devices  # of a rank
     return {
         "device": asdict(prices.plan.fleet.device),
-        "measured": prices.night,
+        "sources": prices.sources,  # of the rates
         "rates": {
             "matmul": prices.matmul,  # FLOP/s
             "attention": prices.attention,
@@ -268,7 +275,8 @@ def table(figures: dict) -> list[str]:
     """Lines: both columns by pass and by part, then what follows from them."""
     eager, fused = figures["eager"], figures["fused"]
     lines = [f"{'milliseconds of a step':<24}{'eager':>12}{'share':>8}{'fused':>12}{'share':>8}"]
-    for kind in ("passes", "parts"):
+    for kind, heading in HEADINGS.items():
+        lines.append(heading)
         for name in eager[kind]:
             if not eager[kind][name] + fused[kind][name]:
                 continue
@@ -280,27 +288,31 @@ def table(figures: dict) -> list[str]:
         lines.append("")
     rows = {
         "step, ms": [f"{1e3 * of['seconds']:,.1f}" for of in (eager, fused)],
-        "tokens/s": [f"{of['tokens_per_second']:,.0f}" for of in (eager, fused)],
+        "tokens/s, all ranks": [f"{of['tokens_per_second']:,.0f}" for of in (eager, fused)],
         "MFU": [f"{of['mfu']:.1%}" for of in (eager, fused)],
-        "kernels": [f"{of['kernels']:,}" for of in (eager, fused)],
-        "GB read and written": [f"{of['bytes'] / 1e9:,.1f}" for of in (eager, fused)],
+        "kernels of a rank": [f"{of['kernels']:,}" for of in (eager, fused)],
+        "GB of a rank": [f"{of['bytes'] / 1e9:,.1f}" for of in (eager, fused)],
     }
-    return lines + [f"{name:<24}{a:>12}{b:>20}" for name, (a, b) in rows.items()]
+    lines += [f"{name:<24}{a:>12}{b:>20}" for name, (a, b) in rows.items()]
+    return [*lines, "", EAGER_AND_FUSED, WAITING]
 
 
 def text(figures: dict, prices: Prices, top: int) -> str:
     """The report for a person to read."""
-    tokens = f"{figures['tokens']:,.0f} tokens, microbatches: {figures['microbatches']:,}"
-    device = prices.plan.fleet.device.name
-    lines = [f"one step of one {device}, {tokens}; {MEANING}", "", *table(figures), ""]
+    tokens = f"{figures['tokens']:,.0f} tokens of each rank"
+    fleet = prices.plan.fleet
+    step = f"one step on {fleet.devices} x {fleet.device.name}, {tokens}"
+    lines = [f"{step}, microbatches: {figures['microbatches']:,}; {MEANING}", ""]
+    lines += [*table(figures), ""]
 
     work = sum(figures["counted_flops"].values()) / 1e12
     model_work = figures["model_flops"] / 1e12
-    lines.append(f"{work:,.4g} TFLOP of matmuls and attention, without the masked scores")
-    lines.append(f"{model_work:,.4g} TFLOP for the MFU, by {flops.CONVENTION}")
+    lines.append(f"{work:,.4g} TFLOP of a rank's matmuls and attention, without masked scores")
+    lines.append(f"{model_work:,.4g} TFLOP of a rank for the MFU, by {flops.CONVENTION}")
     traffic = figures["eager"]["traffic"]
     if traffic:
-        lines.append(f"{1e3 * traffic:,.1f} ms of collectives, most of it beside the kernels")
+        hidden = "the row 'collectives' is what the kernels do not hide"
+        lines.append(f"{1e3 * traffic:,.1f} ms of collectives; {hidden}")
 
     lines += ["", *step_prices.lines(prices), ""]
     lines += planner_lines(figures["planner"], figures["operations"])
@@ -313,6 +325,7 @@ def text(figures: dict, prices: Prices, top: int) -> str:
 def main(argv: list[str]) -> None:
     """Print the roofline of a step for the config files and flags in argv."""
     m, cfg, args, device = config.load(argv, MPTConfig, TrainConfig, RooflineArgs, DeviceArgs)
+    require(cfg.precision != "fp32", "the operations are those of bf16: remove --precision=fp32")
     prices = step_prices.prices(m, cfg, device)
     fake_gpu.compiler()  # or a clear line, before the wait
     print("PyTorch runs on tensors without data; this takes a minute", file=sys.stderr)

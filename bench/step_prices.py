@@ -12,8 +12,9 @@ Where the rates are from:
     bandwidth    devices.py: the datasheet's. Real kernels stay some percent below it
     launch       LAUNCH below, a guess
 
-`--night=FOLDER` replaces the first three by what `bench first_night` measured: machine.json, and
-attention_*.json for the kernel that runs, at the nearest length.
+`--night=FOLDER` takes what `bench first_night` measured: matmuls and bandwidth of machine.json, and
+attention_*.json for the kernel that runs, at the nearest length. If that has no such kernel or
+head, attention keeps planning's rate. Each rate is printed with its source.
 
 The host puts kernels into a queue, one every LAUNCH seconds, and the device takes them from there.
 If the queue is empty, the device waits. The wait is counted in a second step, since the first one
@@ -23,7 +24,7 @@ begins with an empty queue.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import config
@@ -34,12 +35,14 @@ from planning.step_time import Fleet, StepTime
 from storage import files
 
 LAUNCH = 5e-6  # seconds in which the host launches a kernel: a guess for PyTorch without a graph
-# {operation: what bench/attention.py calls the kernel}; its backward has the same.
+# {operation: what bench/attention.py calls the kernel, and which one to take if that was not
+# measured}; its backward has the same.
+FLASH = "SDPA flash, no bias"
 CONTESTANTS = {
-    "mpt::flash_attention": "ours, ALiBi",
-    "aten::_scaled_dot_product_flash_attention": "SDPA flash, no bias",
-    "aten::_scaled_dot_product_cudnn_attention": "SDPA cuDNN, no bias",
-    "aten::_scaled_dot_product_efficient_attention": "SDPA memory-efficient, no bias",
+    "mpt::flash_attention": ["ours, ALiBi"],
+    "aten::_scaled_dot_product_flash_attention": [FLASH],
+    "aten::_scaled_dot_product_cudnn_attention": ["SDPA cuDNN, no bias", FLASH],
+    "aten::_scaled_dot_product_efficient_attention": ["SDPA memory-efficient, no bias"],
 }
 
 
@@ -68,8 +71,8 @@ class Prices:
     plan: StepTime  # planning's step for these settings, which knows rates and traffic
     attention: float  # FLOP/s, if `measured` has no better figure
     # {(contestant, backward?): FLOP/s}
-    measured: dict[tuple[str, bool], float] = field(default_factory=dict)
-    night: str = ""  # the folder of what was measured
+    measured: dict[tuple[str, bool], float]
+    sources: dict[str, str]  # of matmuls, attention, measured attention, memory: where it is from
 
     @property
     def matmul(self) -> float:
@@ -85,8 +88,11 @@ class Prices:
         """FLOP/s of an operation that has any."""
         if "attention" not in name:
             return self.matmul
-        contestant = CONTESTANTS.get(name.removesuffix("_backward"))
-        return self.measured.get((contestant, name.endswith("_backward")), self.attention)
+        for contestant in CONTESTANTS.get(name.removesuffix("_backward"), []):
+            kernel = contestant, name.endswith("_backward")
+            if kernel in self.measured:
+                return self.measured[kernel]
+        return self.attention
 
     def seconds(self, kernel) -> float:
         """Of a kernel (bench/step_costs.py), or of a collective by itself."""
@@ -114,20 +120,26 @@ class Prices:
 def prices(m: MPTConfig, cfg: TrainConfig, args: DeviceArgs) -> Prices:
     """For these settings on that device.
 
-    UserError for an unknown device, a folder that is no night's or another device's, or settings
-    that the ranks cannot share.
+    UserError for an unknown device, a folder that is no night's or another device's or lacks
+    machine.json, or settings that the ranks cannot share.
     """
     device = night_device(args) if args.night else devices.by_name(args.device)
     fleet = Fleet(device, args.ranks, args.node_size, args.network)
     c = step_time.Constants()
-    machine = Path(args.night, "machine.json")
-    if args.night and machine.exists():
-        fleet, c = calibrate.from_file(str(machine), fleet, step_time.OURS)
+    if args.night:
+        fleet, c = calibrate.from_file(f"{args.night}/machine.json", fleet, step_time.OURS)
     plan = StepTime(m, cfg, fleet, c)
+
+    from_table = "devices.py" if device.reachable else "a guess of planning/step_time.py"
+    sources = {"matmuls": from_table, "memory": "devices.py", "attention": "planning/step_time.py"}
+    if args.night:
+        here = f"measured in {args.night}"
+        sources |= {"matmuls": here, "memory": here, "measured attention": here}
     if args.attention_share:
-        return Prices(plan, args.attention_share * device.bf16_tflops * 1e12, {}, args.night)
+        sources["attention"] = "--attention_share"
+        return Prices(plan, args.attention_share * device.bf16_tflops * 1e12, {}, sources)
     measured = measured_attention(args.night, m) if args.night else {}
-    return Prices(plan, plan.attention_rate(), measured, args.night)
+    return Prices(plan, plan.attention_rate(), measured, sources)
 
 
 def night_device(args: DeviceArgs) -> devices.Device:
@@ -136,9 +148,10 @@ def night_device(args: DeviceArgs) -> devices.Device:
     require(path.is_file(), f"no facts.json in {args.night}: is it a folder of bench first_night?")
     facts = files.read_json(path, fields={"gpus": list})
     require(facts["gpus"], f"{args.night} was a night without a GPU: there are no rates in it")
-    name = facts["gpus"][0].get("known_as")
-    row = next((row for row in devices.TABLE if row.name == name), None)
-    reported = facts["gpus"][0].get("name")
+    gpu = facts["gpus"][0]
+    require(isinstance(gpu, dict), f"{path} is not of bench facts: its gpus have no names")
+    row = next((row for row in devices.TABLE if row.name == gpu.get("known_as")), None)
+    reported = gpu.get("name")
     require(row, f"{args.night} is of {reported!r}, which devices.py does not know: add a row")
     same = args.device in devices.THIS_MACHINE or devices.by_name(args.device) == row
     require(same, f"{args.night} is of {row.name}: leave out --device={args.device}")
@@ -201,20 +214,24 @@ def waiting(seconds: list[float], launch: float = LAUNCH) -> float:
 
 
 def lines(prices: Prices) -> list[str]:
-    """The rates, for a person to read."""
-    plan = prices.plan
-    device = plan.fleet.device
+    """The rates and their sources, for a person to read."""
+    device = prices.plan.fleet.device
     peak = device.bf16_tflops * 1e12
-    source = f"measured in {prices.night}" if prices.night else "by datasheet and planning/"
-    text = [f"rates of {device.name}, {source}; peak {device.bf16_tflops:g} TFLOP/s"]
-    text.append(f"  matmuls    {prices.matmul / 1e12:8.1f} TFLOP/s {prices.matmul / peak:7.1%}")
-    rates = {"attention": prices.attention}
-    for (contestant, backward), rate in prices.measured.items():
-        rates[f"{contestant}, {'backward' if backward else 'forward'}"] = rate
-    for name, rate in rates.items():
-        text.append(f"  {name:<10} {rate / 1e12:8.1f} TFLOP/s {rate / peak:7.1%}")
-    text.append(f"  memory     {prices.bandwidth / 1e9:8,.0f} GB/s")
-    text.append(f"  launch     {LAUNCH * 1e6:8g} us a kernel, a guess")
+    rows = [("matmuls", prices.matmul, prices.sources["matmuls"])]
+    if prices.measured:
+        for (contestant, backward), rate in prices.measured.items():
+            name = f"{contestant}, {'backward' if backward else 'forward'}"
+            rows.append((name, rate, prices.sources["measured attention"]))
+        rows.append(("attention, other kernels", prices.attention, prices.sources["attention"]))
+    else:
+        rows.append(("attention", prices.attention, prices.sources["attention"]))
+
+    text = [f"rates of {device.name}, peak {device.bf16_tflops:g} TFLOP/s"]
+    for name, rate, source in rows:
+        text.append(f"  {name:<40}{rate / 1e12:>8.1f} TFLOP/s {rate / peak:>7.1%}  {source}")
+    bandwidth = f"{prices.bandwidth / 1e9:>8,.0f} GB/s"
+    text.append(f"  {'memory':<40}{bandwidth:<24}  {prices.sources['memory']}")
+    text.append(f"  {'launch':<40}{LAUNCH * 1e6:>8g} {'us a kernel':<15}  a guess")
     return text
 
 

@@ -54,7 +54,6 @@ class Constants:
     attention: float = 0.25  # the same on other devices: a guess between those two
     reachable: float = 0.7  # share of the peak that large matmuls reach, if devices.py has none
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
-    vocab_bytes: float = 24  # traffic per token and vocabulary entry: bf16 and fp32, both passes
     copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients
     update_bytes: float = 30  # per parameter of an update: Adam reads 4 fp32 numbers, writes 3
     pace: float = 1.0  # measured / predicted seconds of compute, set by `--calibrate`
@@ -66,10 +65,14 @@ class Trainer:
 
     reduce_bytes: int = 4  # of a gradient on the network
     residual_bytes: int = 2  # of a number in the residual stream
+    # Memory traffic of the loss for each logit, beside the matmuls. gpu_kernels/cross_entropy.py
+    # reads a bf16 logit twice and writes its gradient over it.
+    logit_bytes: int = 6
 
 
 OURS = Trainer()
-FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4)  # LLM Foundry: amp_bf16, FSDP's PURE
+# LLM Foundry: amp_bf16, FSDP's PURE; logits in bf16 and fp32, in both passes.
+FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4, logit_bytes=24)
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,7 @@ class StepTime:
         residual = KEPT[self.trainer.residual_bytes]
         traffic = c.block_bytes * shape * residual / KEPT[4] * (1 + self.norms_again / 3)
         blocks = self.layers * m.d_model * traffic * (1 / 3 + 2 / 3 / tp)
-        logits = m.vocab_size * c.vocab_bytes / tp
+        logits = m.vocab_size * self.trainer.logit_bytes / tp
 
         gathers = not self.mode.reduces_late and self.shard_ranks > 1
         copies = c.copy_bytes * self.n_params * (1 if gathers else 1 / 3)  # else gradients only

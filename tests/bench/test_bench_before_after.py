@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch.nn.functional as F
 
 import attention
@@ -23,6 +24,7 @@ def calls_of(world, undone, replacement):
     real = getattr(before_after, replacement)
     with (
         mock.patch.object(before_after, replacement, side_effect=real) as called,
+        mock.patch.object(before_after, "require_gpu"),  # what replaces it runs anywhere
         # Variant replaces these; afterwards they are put back.
         mock.patch.object(parallel, "autocast", parallel.autocast),
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
@@ -31,8 +33,14 @@ def calls_of(world, undone, replacement):
         mock.patch.object(parallel, "weights_cast_once", parallel.weights_cast_once),
         mock.patch.object(model, "attention", model.attention),
     ):
-        before_after.Variant(undone, *cfgs).turn(1)
+        before_after.Variant(row(undone), *cfgs).turn(1)
         return called.call_count
+
+
+def row(beginning):
+    """The row whose name begins so."""
+    (found,) = [undone for undone in before_after.UNDO if undone.startswith(beginning)]
+    return found
 
 
 def test_another_autocast_is_the_one_that_the_step_uses(ranks):
@@ -57,18 +65,25 @@ def test_the_second_exponential_is_taken_once_a_chunk_of_the_loss(ranks):
 
 def test_another_cast_of_the_weights_is_the_one_that_the_step_uses(ranks):
     assert ranks(1)(calls_of, "weights cast once a step", "cast_in_each_microbatch") == [1]
-    assert set(before_after.BOTH) <= set(before_after.PATCHES)
+    assert set(before_after.BOTH) <= set(before_after.UNDO)
 
 
-def undo_the_loss_kernel(world):
-    """The error of the row that undoes it, where there is no GPU."""
+def test_a_row_that_does_not_exist_is_an_error():
+    cfgs = load([*bench_train.SHAPE, *SMALL], MPTConfig, TrainConfig)
+    with pytest.raises(KeyError, match="chunked los"):
+        before_after.Variant("chunked los", *cfgs)
+
+
+def undo(world, beginning):
+    """The error of the row that begins so, where there is no GPU."""
     cfgs = load([*bench_train.SHAPE, *SMALL], MPTConfig, TrainConfig)
     with mock.patch("torch.cuda.is_available", lambda: False):
         try:
-            before_after.Variant("loss kernel: PyTorch's operators instead", *cfgs)
+            before_after.Variant(row(beginning), *cfgs)
         except UserError as error:
             return str(error)
 
 
-def test_without_a_gpu_there_is_no_loss_kernel_to_undo(ranks):
-    assert ranks(1)(undo_the_loss_kernel) == ["it runs on GPUs only, and there is none here"]
+@pytest.mark.parametrize("beginning", ["loss kernel", "one gradient for Wqkv"])
+def test_what_only_gpus_have_is_not_undone_without_one(ranks, beginning):
+    assert ranks(1)(undo, beginning) == ["it runs on GPUs only, and there is none here"]

@@ -1,9 +1,13 @@
 """bench/beside.py: its plain GPT-2 is one, and the ratios are those of the speeds."""
 
+import os
+import signal
+
 import pytest
 import torch
 
 from bench import beside
+from bench.team import Team
 from config import MPTConfig, UserError
 
 TINY = """
@@ -30,6 +34,28 @@ def test_the_plain_model_has_gpt2s_weights_and_learns():
         optimizer.zero_grad()
     assert losses[0] == pytest.approx(4.16, abs=0.3)  # ln 64
     assert losses[-1] < 1
+
+
+class Runner:
+    """A program that takes a turn, or runs out of memory in it."""
+
+    def __init__(self, takes_memory: bool):
+        self.takes_memory = takes_memory
+
+    def turn(self, steps: int) -> float:
+        """Its seconds; or a kernel that is short of memory ends the process."""
+        if self.takes_memory:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.5
+
+
+def test_a_program_that_is_killed_in_its_first_turn_is_dropped(capsys):
+    args = beside.BesideArgs(rounds=2, steps=1)
+    teams = {name: Team(Runner, (name == "large",), 1, 1) for name in ("large", "small")}
+    rates = beside.take_turns(teams, args, tokens=10)
+    assert rates == {"small": [20, 20]} and list(teams) == ["small"]
+    assert capsys.readouterr().err == "large: n/a, killed (out of memory?)\n"
+    teams["small"].stop()
 
 
 def test_the_table_has_the_ratios_of_medians():

@@ -147,10 +147,40 @@ def block(warps, registers, shared=0, tensor_memory=0):
         # 40.5 KB and 1 KB reserved: 164 / 41.5 = 3; 512 / 88 = 5 warps a SIMD.
         ("sm_80", block(4, 84, 81 * 512), 3, "shared memory", 12 / 64),
         ("sm_86", block(4, 24, 0), 12, "threads", 1),
+        # 512 / 168 = 3 warps a SIMD.
+        ("sm_89", block(8, 168, 48 * 1024), 1, "registers", 8 / 48),
+        # Blocks of fewer warps than SIMDs: 12 and 4 warps a SIMD, on four of them.
+        ("sm_90", block(1, 40), 32, "blocks", 32 / 64),
+        ("sm_90", block(2, 128), 8, "registers", 16 / 64),
+        # 3 warps a SIMD; 228 / (64 + 1) = 3; 512 / 128 = 4.
+        (
+            "sm_103",
+            block(4, 168, 64 * 1024, tensor_memory=128),
+            3,
+            "registers, shared memory",
+            12 / 64,
+        ),
+        # 512 / 256 = 2 warps a SIMD; 100 / (98 + 1) = 1.
+        ("sm_120", block(8, 255, 98 * 1024), 1, "registers, shared memory", 8 / 48),
+        # 100 / (30 + 1) = 3.
+        ("sm_121", block(4, 64, 30 * 1024), 3, "shared memory", 12 / 48),
+        # 256 / 84 = 3 warps a SIMD; 64 / 16 = 4.
+        ("gfx908", block(4, 84, 16 * 1024), 3, "registers", 12 / 40),
+        ("gfx942", block(4, 128, 32 * 1024), 2, "shared memory", 8 / 32),
+        # 48 KB are 39 steps of 1,280 bytes; 160 KB / 39 steps = 3. 512 / 128 = 4.
+        ("gfx950", block(4, 128, 48 * 1024), 3, "shared memory", 12 / 32),
         ("sm_100", block(8, 74, 56 * 1024, tensor_memory=256), 2, "tensor memory", 16 / 64),
         # 1536 / 216 = 7 warps a SIMD, 2 of each block.
         ("gfx1100", block(8, 200, 16 * 1024), 3, "registers", 24 / 64),
         ("gfx1100", block(4, 24), 16, "threads", 1),
+        # 1536 / 264 = 5 warps a SIMD, 20 on four of them.
+        ("gfx1101", block(8, 250, 8 * 1024), 2, "registers", 16 / 64),
+        # 1024 / 176 = 5.
+        ("gfx1102", block(4, 170, 16 * 1024), 5, "registers", 20 / 64),
+        # 128 / 24 = 5.
+        ("gfx1200", block(4, 96, 24 * 1024), 5, "shared memory", 20 / 64),
+        # 1536 / 192 = 8, 32 on four SIMDs.
+        ("gfx1201", block(16, 192), 2, "registers", 32 / 64),
         # More than one block may take, though the WGP has it.
         ("gfx1100", block(4, 24, 65 * 1024), 0, "shared memory", 0),
     ],
@@ -158,6 +188,18 @@ def block(warps, registers, shared=0, tensor_memory=0):
 def test_occupancy(arch, facts, blocks, limited_by, share):
     found = occupancy(LIMITS[arch], facts)
     assert (found.blocks, found.limited_by, found.share) == (blocks, limited_by, share)
+
+
+def test_flops_a_cycle():
+    """Peak of a product / units / clock / SIMDs; a Radeon's unit has two of the rows' units."""
+    a100, h100 = 312e12 / 108 / 1.41e9 / 4, 989.4e12 / 132 / 1.83e9 / 4
+    assert chips.flops_per_cycle("sm_80") == pytest.approx(a100, rel=0.005)
+    assert chips.flops_per_cycle("sm_90") == pytest.approx(h100, rel=0.005)
+    mi250, radeon = 181.05e12 / 104 / 1.7e9 / 4, 122.9e12 / 48 / 2.5e9 / 4
+    assert chips.flops_per_cycle("gfx90a") == pytest.approx(mi250, rel=0.005)
+    assert chips.flops_per_cycle("gfx1100") == pytest.approx(radeon, rel=0.005)
+    assert chips.flops_per_cycle("sm_89") is None
+    assert "n/a" in chips.limits_table(["sm_89"]) and "1,024 |" in chips.limits_table(["sm_90"])
 
 
 # --- Compiling
@@ -207,6 +249,29 @@ def test_bad_settings_are_one_clear_line():
         chips.main(["--chips=sm_90,sm_91"])
     with pytest.raises(UserError, match="head_dim is 256, expected 1 to 128"):
         chips.main(["--head_dim=256"])
+    with pytest.raises(UserError, match="no chip 'h100': choose from sm_80, .*gfx908"):
+        compiled.main(["sm_90,h100"])
+
+
+def test_interpreted_kernels_are_one_clear_line_and_no_row(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(UserError, match="start again without TRITON_INTERPRET=1"):
+        chips.rows_of_chip("sm_90", (64,))
+
+
+def test_without_a_good_row_there_is_no_page(tmp_path, monkeypatch):
+    bad = [chips.empty_row("sm_90", 64, "dq", "too old")]
+    monkeypatch.setattr(chips, "all_rows", lambda archs, head_dims: bad)
+    with pytest.raises(UserError, match="could compile none of these kernels"):
+        chips.main(["--chips=sm_90", f"--out={tmp_path / 'page.md'}"])
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_a_binary_file_has_no_loop(tmp_path):
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(b"\x7fELF\xff\xfe\x80")
+    with pytest.raises(UserError, match="no loop of .*kernel.cubin has matrix instructions"):
+        inner_loop.main([str(path)])
 
 
 # --- Every chip

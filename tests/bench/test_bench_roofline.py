@@ -21,7 +21,7 @@ import flops
 import fsdp_train
 import optim
 import processes
-from bench import fake_gpu, roofline, step_prices
+from bench import fake_gpu, roofline, step_costs, step_prices
 from bench.operations import Operation, Spec
 from bench.step_costs import Cost, CostLog, Kernel, Use, eager, fused
 from bench.step_prices import DeviceArgs
@@ -53,6 +53,23 @@ def test_flops_of_matmuls_by_hand():
     assert cost_of(lambda: torch.addmm(bias, a, b)).flops == 2 * 3 * 5 * 7
     assert cost_of(lambda: torch.bmm(a.expand(4, 3, 5), b.expand(4, 5, 7))).flops == 4 * 210
     assert cost_of(lambda: torch.mm(a, b, out=into)).bytes == 4 * (15 + 35 + 21)
+
+    pytest.importorskip("triton")
+    from gpu_kernels import cross_entropy
+
+    of_weight = cost_of(lambda: cross_entropy.add_product_(into, a, b))
+    assert of_weight.flops == 2 * 3 * 5 * 7
+    assert of_weight.bytes == 4 * (21 + 15 + 35 + 21)
+
+
+def test_an_operator_of_ours_with_flops_must_be_in_a_table(monkeypatch):
+    pytest.importorskip("triton")
+    from gpu_kernels import cross_entropy
+
+    monkeypatch.setattr(step_costs, "MATMULS", {"aten::mm"})
+    total = torch.ones(3, 7)
+    with pytest.raises(UserError, match="mpt::add_product_ has FLOPs: add it to MATMULS"):
+        costs_of(lambda: cross_entropy.add_product_(total, torch.ones(3, 5), torch.ones(5, 7)))
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -319,6 +336,7 @@ PARTS = {
     ("aten::addmm", "forward", "model.py:110", 1): "block matmuls",
     ("aten::mm", "backward", "AddmmBackward0", 1): "block matmuls",
     ("aten::mm", "forward", "loss.py:130", 1): "loss matmuls",
+    ("mpt::add_product_", "forward", "loss.py:180", 1): "loss matmuls",
     ("aten::exp_", "forward", "loss.py:140", 0): "loss, the rest",
     ("mpt::cross_entropy", "forward", "gpu_kernels/cross_entropy.py:9", 0): "loss, the rest",
     ("mpt::flash_attention", "forward", "gpu_kernels/flash_attention.py:9", 1): "attention forward",
@@ -405,12 +423,40 @@ def test_what_a_night_measured_replaces_the_datasheet(night):
     assert prices.flops_rate("mpt::flash_attention_backward") == 50e12
     not_measured = "aten::_scaled_dot_product_flash_attention"
     assert prices.flops_rate(not_measured) == prices_of(m).attention
-    text = "\n".join(step_prices.lines(prices))
-    assert str(night) in text and "ours, ALiBi, backward" in text
+    sources = sources_of(prices)
+    here = f"measured in {night}"
+    assert sources["matmuls"] == sources["memory"] == sources["ours, ALiBi, backward"] == here
+    assert sources["attention, other kernels"] == "planning/step_time.py"
 
-    (night / "machine.json").unlink()
+
+def sources_of(prices: step_prices.Prices) -> dict[str, str]:
+    """{rate: its source}, as printed."""
+    lines = step_prices.lines(prices)[1:]
+    return {line[2:42].strip(): line.rpartition("  ")[2] for line in lines}
+
+
+def test_what_was_not_measured_is_not_called_measured(night):
     (night / "attention_h100.json").unlink()
-    assert prices_of(m, night=str(night)).bandwidth == 3350e9
+    sources = sources_of(prices_of(night=str(night)))
+    assert sources["attention"] == "planning/step_time.py"
+    assert sources["memory"] == f"measured in {night}"
+    sources = sources_of(prices_of(night=str(night), attention_share=0.5))
+    assert sources["attention"] == "--attention_share"
+    sources = sources_of(prices_of())
+    assert (sources["matmuls"], sources["memory"]) == ("devices.py", "devices.py")
+    assert sources_of(prices_of(device="b200"))["matmuls"] == "a guess of planning/step_time.py"
+
+
+def test_without_a_figure_for_cudnn_it_takes_that_of_flash_attention(night):
+    cells = [cell(1024, 300.0, contestant="SDPA flash, no bias")]
+    (night / "attention_h100.json").write_text(json.dumps({"cells": cells}))
+    cudnn = "aten::_scaled_dot_product_cudnn_attention"
+    assert prices_of(night=str(night)).flops_rate(cudnn) == 300e12
+    cells.append(cell(1024, 500.0, contestant="SDPA cuDNN, no bias"))
+    (night / "attention_h100.json").write_text(json.dumps({"cells": cells}))
+    prices = prices_of(night=str(night))
+    assert prices.flops_rate(cudnn) == 500e12
+    assert prices.flops_rate(f"{cudnn}_backward") == 250e12
 
 
 def test_a_night_that_does_not_fit_is_one_clear_line(night, tmp_path):
@@ -421,8 +467,12 @@ def test_a_night_that_does_not_fit_is_one_clear_line(night, tmp_path):
     refused("is of H100 SXM: leave out --device=mi250", device="mi250")
     (night / "attention_h100.json").write_text('{"cells": [{}]}')
     refused("attention_h100.json is not of bench attention", device="auto")
+    (night / "machine.json").unlink()
+    refused("no file '.*machine.json' to calibrate with", device="auto")
     (night / "facts.json").write_text(json.dumps({"gpus": [GPU | {"known_as": None}]}))
     refused("which devices.py does not know", device="auto")
+    (night / "facts.json").write_text('{"gpus": [1]}')
+    refused("facts.json is not of bench facts: its gpus have no names", device="auto")
     (night / "facts.json").write_text('{"gpus": []}')
     refused("a night without a GPU", device="auto")
     (night / "facts.json").unlink()
@@ -441,6 +491,7 @@ def test_a_night_that_does_not_fit_is_one_clear_line(night, tmp_path):
         (["--device=h100", "--microbatch_size=auto"], "microbatch_size=auto"),
         (["--device=h100", "--ranks=3", "--global_batch_size=8"], "8 is not a multiple of the 3"),
         (["--device=v100"], "no bf16 peak known"),
+        (["--device=h100", "--precision=fp32"], "are those of bf16: remove --precision=fp32"),
     ],
 )
 def test_bad_input_is_one_clear_line(argv, message):
@@ -645,9 +696,14 @@ def test_the_program_prints_a_table(compiler, python):
     done = python(*flags, "--device=h100", "--top=3", program="bench roofline")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert "nothing here ran on a GPU" in lines[0] and "microbatches: 4" in lines[0]
+    first = "one step on 2 x H100 SXM, 256 tokens of each rank, microbatches: 4"
+    assert lines[0].startswith(first) and "nothing here ran on a GPU" in lines[0]
     names = {line[:24].strip() for line in lines}
     assert {"forward", "collectives", "waiting for the host", "step, ms", "MFU"} <= names
+    assert {"tokens/s, all ranks", "kernels of a rank", "GB of a rank"} <= names
+    assert {"by pass, without collectives and waiting", "by part"} <= set(lines)
+    assert "launches a kernel every 5 us, a guess" in done.stdout
+    assert "the row 'collectives' is what the kernels do not hide" in done.stdout
     assert "planning/step_time.py" in done.stdout
     top = lines[lines.index("the most expensive operations, eager") + 1 :]
     assert len(top) == 3 and all(" ms " in line for line in top)

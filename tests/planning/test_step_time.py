@@ -32,8 +32,13 @@ def test_compute_of_one_device_by_hand():
     assert step.matmuls() == pytest.approx(6 * tokens * (BLOCKS + 4096 * 1024) / (0.87 * peak))
     attention = 7 * tokens * 8 * 512 * 1024
     assert step.attention() == pytest.approx(attention / (EASY.attention_a100 * peak))
-    traffic = tokens * (8 * 1024 * EASY.block_bytes * 32.2 / 42.25 + 4096 * 24)
+    # The loss kernel reads each bf16 logit twice and writes it once.
+    traffic = tokens * (8 * 1024 * EASY.block_bytes * 32.2 / 42.25 + 4096 * 3 * 2)
     assert step.memory() == pytest.approx(traffic / bandwidth)
+    foundry = StepTime(M, run(), Fleet(A100), EASY, step_time.FOUNDRY)
+    assert foundry.memory() == pytest.approx(
+        tokens * (8 * 1024 * EASY.block_bytes + 4096 * 24) / bandwidth
+    )
 
     parts = step.parts()
     n_params = BLOCKS + 8 * 13 * 1024 + 2 * 1024 + (4096 + 512) * 1024
