@@ -379,7 +379,7 @@ class SplitMPT(MPT):
         ):
             logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
             if self.logit_scale is not None:
-                logits = logits * self.logit_scale
+                logits.mul_(self.logit_scale)
             log_z, own = global_statistics(logits, label - self.first_row, self.team)
             log_probs.append((own - log_z)[:, 0])
             greedy.append(self.most_likely(logits) == label)
@@ -429,7 +429,7 @@ def global_statistics(logits, labels, team: Team):
     is_mine = (labels >= 0) & (labels < logits.shape[1])
     own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)) * is_mine
     largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
-    exp_sum = (logits - largest).exp().sum(1, keepdim=True)
+    exp_sum = (logits - largest).exp_().sum(1, keepdim=True)
     exp_sum, own = all_reduce(torch.cat([exp_sum, own], 1), team).split(1, dim=1)
     return largest + exp_sum.log(), own
 
@@ -480,7 +480,9 @@ def loss_and_gradient(x, weight, labels, counted, scale, z_loss, team: Team):
 
     The gradient is that of loss.py: (1 + 2 z log_z) softmax - onehot, without the factor `scale`.
     """
-    logits = (x @ weight.T).to(at_least_fp32(x)) * scale
+    logits = (x @ weight.T).to(at_least_fp32(x))
+    if scale != 1:
+        logits.mul_(scale)
     log_z, own = global_statistics(logits, labels, team)
     counted = counted[:, None]
     loss = ((log_z - own + z_loss * log_z.square()) * counted).sum()

@@ -47,7 +47,7 @@ def rows_of_step(step, cfg, model_cfg):
     generator = torch.Generator().manual_seed(step)
     shape = cfg.global_batch_size, model_cfg.max_seq_len + 1
     rows = torch.randint(0, model_cfg.vocab_size, shape, generator=generator)
-    rows[: cfg.global_batch_size // 3, -3:] = IGNORE
+    rows[: cfg.global_batch_size // 3, -1] = IGNORE  # of a label: it is no input
     return rows
 
 
@@ -302,9 +302,9 @@ def evaluated(_, cfg, model_cfg):
     world = team_of(cfg.tp)
     model, _ = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     model.eval()
-    rows = rows_of_step(0, cfg, model_cfg)[:3, :14]
+    rows = rows_of_step(0, cfg, model_cfg)[:3, :14]  # without its last column
     with torch.no_grad():
-        ids, labels = rows[:, :-1].clamp(min=0), rows[:, 1:]
+        ids, labels = rows[:, :-1], rows[:, 1:]
         logits = model(ids)
         return logits, model(ids, labels=labels), *model(ids, labels=labels, score=True)
 
