@@ -246,7 +246,7 @@ class BlockwiseAttention(torch.autograd.Function):
         B, H, n_queries, D = q.shape
         n_keys = k.shape[2]
         out = q.new_empty(B, n_queries, H, D).transpose(1, 2)
-        q = torch.mul(q, scale, out=q.new_empty(q.shape)).flatten(0, 1)  # (B * H, Tq, D)
+        q = q.reshape(-1, n_queries, D) * scale  # (B * H, Tq, D)
         k = k.reshape(-1, n_keys, D)
         v = v.reshape(-1, n_keys, D)
 

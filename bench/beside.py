@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.profiler import record_function
 
 import config
-import parallel
 import processes
 from bench import train as bench_train
 from bench.team import Team, TeamError
@@ -87,24 +85,17 @@ class PlainGPT2(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Plain(bench_train.OurProgram):
-    """A plain training script on the whole batch, with PyTorch's AdamW."""
+class Plain(bench_train.ScriptProgram):
+    """The training step of a script around `PlainGPT2`."""
 
     def build(self) -> None:
         """Make the model and the optimizer."""
         self.model = PlainGPT2(self.model_cfg).to(self.world.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.cfg.lr)
 
-    def step(self, number, rows):
-        """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
-        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
-            loss = self.model(rows[:, :-1], rows[:, 1:])
-        with record_function("backward"):
-            loss.backward()
-        with record_function("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss.detach()
+    def loss(self, rows):
+        """The mean cross-entropy of rows (B, T + 1)."""
+        return self.model(rows[:, :-1], rows[:, 1:])
 
 
 # Name -> program, and its settings beside those of the command line.

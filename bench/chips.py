@@ -23,7 +23,7 @@ processor (WGP) of a Radeon. Each has four SIMDs, and a warp stays on one of the
 each rounded down; what a block takes is rounded up to the steps in which it is given out. With one
 block on a unit, nothing runs while its warps wait for each other.
 
-Read next: bench/compiled.py, which compiles, and bench/inner_loop.py, which counts instructions.
+bench/compiled.py compiles the kernels, bench/inner_loop.py counts their instructions.
 """
 
 import datetime

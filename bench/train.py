@@ -193,11 +193,26 @@ class OurProgram:
         }
 
 
-class TransformersProgram(OurProgram):
-    """transformers' MptForCausalLM with PyTorch's AdamW, on the whole batch without microbatches.
+class ScriptProgram(OurProgram):
+    """The step of a short script: PyTorch's AdamW, on the whole batch without microbatches.
 
-    That model always has ALiBi and no biases.
+    What extends it makes self.model and self.optimizer in `build`, and computes the `loss`.
     """
+
+    def step(self, number, rows):
+        """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
+        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
+            loss = self.loss(rows)
+        with record_function("backward"):
+            loss.backward()
+        with record_function("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss.detach()
+
+
+class TransformersProgram(ScriptProgram):
+    """transformers' MptForCausalLM, which always has ALiBi and no biases."""
 
     def build(self) -> None:
         """Make the model and the optimizer."""
@@ -214,17 +229,10 @@ class TransformersProgram(OurProgram):
         """The attention implementation, which is transformers' own."""
         return f"{self.model_cfg.attn_impl} (its own)"
 
-    def step(self, number, rows):
-        """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
+    def loss(self, rows):
+        """The mean cross-entropy of rows (B, T + 1)."""
         ids = rows[:, :-1]
-        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
-            loss = self.model(ids, labels=ids).loss  # transformers shifts the labels itself
-        with record_function("backward"):
-            loss.backward()
-        with record_function("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss.detach()
+        return self.model(ids, labels=ids).loss  # transformers shifts the labels itself
 
 
 # --- Where the time goes

@@ -43,28 +43,23 @@ def row(beginning):
     return found
 
 
-def test_another_autocast_is_the_one_that_the_step_uses(ranks):
-    assert ranks(1)(calls_of, "autocast without a cache", "autocast_with_cache") == [1]
+@pytest.mark.parametrize(
+    "undone, replacement",
+    [
+        ("autocast without a cache", "autocast_with_cache"),
+        ("one gradient for Wqkv (GPUs, ALiBi)", "attention_of_three"),
+        ("one rank is not sharded", "mesh_of_one"),
+        ("the blocks' own backward", "blocks_by_autograd"),
+        ("one exponential a logit", "softmax_of_log_softmax"),
+        ("weights cast once a step", "cast_in_each_microbatch"),
+    ],
+)
+def test_a_step_takes_what_replaces_the_undone_part(ranks, undone, replacement):
+    """Once: one layer, one chunk of the loss."""
+    assert ranks(1)(calls_of, undone, replacement) == [1]
 
 
-def test_attention_without_the_projection_is_the_one_that_the_model_calls(ranks):
-    assert ranks(1)(calls_of, "one gradient for Wqkv (GPUs, ALiBi)", "attention_of_three") == [1]
-
-
-def test_another_mesh_is_the_one_that_the_model_is_sharded_over(ranks):
-    assert ranks(1)(calls_of, "one rank is not sharded", "mesh_of_one") == [1]
-
-
-def test_autograds_blocks_are_those_that_the_step_uses(ranks):
-    assert ranks(1)(calls_of, "the blocks' own backward", "blocks_by_autograd") == [1]
-
-
-def test_the_second_exponential_is_taken_once_a_chunk_of_the_loss(ranks):
-    assert ranks(1)(calls_of, "one exponential a logit", "softmax_of_log_softmax") == [1]
-
-
-def test_another_cast_of_the_weights_is_the_one_that_the_step_uses(ranks):
-    assert ranks(1)(calls_of, "weights cast once a step", "cast_in_each_microbatch") == [1]
+def test_flags_for_both_processes_belong_to_rows():
     assert set(before_after.BOTH) <= set(before_after.UNDO)
 
 

@@ -49,6 +49,7 @@ class Runner:
         return 0.5
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_in_its_first_turn_is_dropped(capsys):
     args = beside.BesideArgs(rounds=2, steps=1)
     teams = {name: Team(Runner, (name == "large",), 1, 1) for name in ("large", "small")}
