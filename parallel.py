@@ -380,45 +380,31 @@ def free_gathered_weights(model: MPT) -> None:
 def grad_norm(model: MPT) -> torch.Tensor:
     """The norm of all gradients of a model over all ranks, an fp32 scalar. A collective.
 
-    What tensor parallelism has cut is added up over the team; the rest is the same on all of it.
+    Each rank sums the squares of its shards; an all-reduce over each mesh dimension by which a
+    gradient is sharded adds them up, and one more those of the tensor ranks. So any mixture of
+    plain tensors, meshes and placements works.
     """
     layout = tensor_parallel.layout_of(model)
-    cut, whole = [], []
-    for name, param in model.named_parameters():
-        (cut if layout.spans(name) else whole).append(param)
-    total = sum_of_squares(whole)
-    if cut:
-        squares = sum_of_squares(cut)
-        dist.all_reduce(squares, group=model.team.group)
-        total += squares
-    return total.sqrt()
-
-
-def sum_of_squares(params) -> torch.Tensor:
-    """Of all gradients, over all data-parallel ranks, sharded or not. An fp32 scalar.
-
-    A collective. Each rank sums the squares of its shards; an all-reduce over each mesh dimension
-    by which a gradient is sharded adds them up. So any mixture of plain tensors, meshes and
-    placements works.
-    """
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
-    for p in params:
+    for name, p in model.named_parameters():
+        if p.grad is None:
+            continue
+        mesh, sharded_dims = None, ()
         if isinstance(p.grad, DTensor):
-            # Asked this way since a weight that tensor parallelism and FSDP both cut has a
-            # placement (_StridedShard) that is no instance of `Shard` in torch 2.13.
+            mesh = p.grad.device_mesh
             placements = enumerate(p.grad.placements)
             sharded_dims = tuple(dim for dim, kind in placements if not kind.is_replicate())
-            groups[p.grad.device_mesh, sharded_dims].append(p.grad.to_local())
-        elif p.grad is not None:
-            groups[None, ()].append(p.grad)
-    any_grad = next(iter(groups.values()))[0]
-    total = torch.zeros((), device=any_grad.device)
+        groups[mesh, sharded_dims] += layout.counted(name, p.grad)
+    total = torch.zeros((), device=next(model.parameters()).device)
     for (mesh, sharded_dims), grads in groups.items():
-        squares = torch.stack(torch._foreach_norm(grads)).float().square().sum()
+        norms = torch._foreach_norm(grads) or [torch.zeros_like(total)]
+        squares = torch.stack(norms).float().square().sum()
         for dim in sharded_dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         total += squares
-    return total
+    if layout.size > 1:
+        dist.all_reduce(total, group=model.team.group)
+    return total.sqrt()
 
 
 def demonstrate(argv) -> None:

@@ -64,35 +64,50 @@ class Layout:
         name: of a parameter, such as transformer.blocks.0.attn.Wqkv.weight, whose rows are those of
         q, k and v: three spans. None: every rank has the whole tensor.
         """
-        cfg = self.cfg
-        kv_dim = cfg.n_kv_heads * cfg.head_dim
-        *_, module, leaf = name.split(".")
-        rows = {
-            "wte": [cfg.vocab_size],
-            "lm_head": [cfg.vocab_size],
-            "Wqkv": [cfg.d_model, kv_dim, kv_dim],
-            "q_ln": [cfg.d_model],
-            "k_ln": [kv_dim],
-            "up_proj": [cfg.hidden_dim],
-        }
-        columns = {"out_proj": [cfg.d_model], "down_proj": [cfg.hidden_dim]}
         if self.size == 1:
             return None
+        cfg, n = self.cfg, self.size
+        kv_dim = cfg.n_kv_heads * cfg.head_dim
+        n_kv = 1 if self.shares_kv else n
+        rows = {  # (length, number of parts) of stretches that follow one another
+            "wte": [(cfg.vocab_size, n)],
+            "lm_head": [(cfg.vocab_size, n)],
+            "Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)],
+            "q_ln": [(cfg.d_model, n)],
+            "k_ln": [(kv_dim, n_kv)],
+            "up_proj": [(cfg.hidden_dim, n)],
+        }
+        columns = {"out_proj": [(cfg.d_model, n)], "down_proj": [(cfg.hidden_dim, n)]}
+        *_, module, leaf = name.split(".")
         if module in rows:
-            return 0, self.shares(rows[module])
+            return 0, self.parts_of(rows[module])
         if module in columns and leaf == "weight":
-            return 1, self.shares(columns[module])
+            return 1, self.parts_of(columns[module])
         return None
 
-    def shares(self, lengths: list[int]) -> list[tuple[int, int]]:
-        """This rank's share of each of several stretches that follow one another."""
-        spans, begin = [], 0
-        for length in lengths:
-            first = begin + length * self.rank // self.size
-            last = begin + length * (self.rank + 1) // self.size
-            spans.append((first, last))
-            begin += length
+    def parts_of(self, stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """This rank's part of each stretch. All ranks have a stretch that has one part."""
+        spans, start = [], 0
+        for length, n_parts in stretches:
+            part = self.rank if n_parts > 1 else 0
+            begin = start + length * part // n_parts
+            end = start + length * (part + 1) // n_parts
+            spans.append((begin, end))
+            start += length
         return spans
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether all ranks have the same keys and values: of a single head (MQA)."""
+        return self.cfg.n_kv_heads == 1
+
+    def is_shared(self, name: str, corner: tuple[int, ...]) -> bool:
+        """Whether all ranks have the piece that begins there, with equal values."""
+        if self.spans(name) is None:
+            return True
+        module = name.split(".")[-2]
+        of_kv = module == "k_ln" or (module == "Wqkv" and corner[0] >= self.cfg.d_model)
+        return self.shares_kv and of_kv
 
     def whole_shape(self, name: str, shape) -> torch.Size:
         """The shape of the whole tensor of which a part has this shape."""
@@ -142,6 +157,13 @@ class Layout:
                 pieces.append((corner, local[first - first_row : last - first_row]))
             place += end - begin
         return pieces
+
+    def counted(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
+        """Views of this rank's part, so that the whole tensor comes once over all tensor ranks."""
+        if self.rank > 0 and (self.shares_kv or self.spans(name) is None):
+            pieces = self.pieces(name, value)
+            return [view for corner, view in pieces if not self.is_shared(name, corner)]
+        return [value.to_local() if isinstance(value, DTensor) else value]
 
 
 WHOLE = Layout(MPTConfig())  # of any model that is not cut
@@ -531,14 +553,15 @@ def cut(model: MPT, team: Team) -> None:
             part = layout.take(f"{name}.{leaf}", param.detach())
             setattr(module, leaf, nn.Parameter(part))
         kind = name.rpartition(".")[2]
-        if kind in CUT:
-            module.__class__ = CUT[kind]
-            module.team = team
+        if kind not in CUT or (kind == "k_ln" and layout.shares_kv):
+            continue
+        module.__class__ = CUT[kind]
+        module.team = team
         if kind in ("q_ln", "k_ln"):
             module.n_features = layout.whole_length(f"{name}.weight", 0)
         if kind == "attn":
             module.q_dim //= team.size
-            module.kv_dim //= team.size
+            module.kv_dim //= 1 if layout.shares_kv else team.size
     _, ((first_row, _),) = layout.spans("wte.weight")
     model.first_row = model.transformer.wte.first_row = first_row
     model.layout = layout
@@ -550,27 +573,38 @@ def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
     if tp == 1:
         require(not cfg.sequence_parallel, "sequence_parallel needs tensor ranks: set --tp=2")
         return
+    good = [n for n in range(1, model_cfg.n_heads + 1) if cuts_heads(model_cfg, n)]
     for name in ("n_heads", "n_kv_heads"):
         heads = getattr(model_cfg, name)
-        good = [n for n in range(1, heads + 1) if heads % n == 0 == model_cfg.n_heads % n]
-        fits = f"tp can be {', '.join(map(str, good))}"
-        require(heads % tp == 0, f"tp {tp} does not divide {name} {heads}: {fits}")
+        problem = f"tp {tp} does not divide {name} {heads}"
+        fits = heads % tp == 0 or tp in good
+        require(fits, f"{problem}: tp can be {', '.join(map(str, good))}")
     require(cfg.compile is not True, "tp does not work with compiled blocks: set --compile=False")
     T = model_cfg.max_seq_len
     problem = f"sequence_parallel: tp {tp} does not divide max_seq_len {T}"
     require(not cfg.sequence_parallel or T % tp == 0, problem)
 
 
+def cuts_heads(cfg: MPTConfig, tp: int) -> bool:
+    """Whether each of tp ranks gets whole heads. A single head of keys and values stays whole."""
+    return cfg.n_heads % tp == 0 and (cfg.n_kv_heads == 1 or cfg.n_kv_heads % tp == 0)
+
+
 def sum_partial_gradients(model: MPT) -> None:
-    """With sequence parallelism, add up what each rank got for its own tokens: the gradients of
-    norms, of the biases of rows and of learned positions. A collective, one all-reduce."""
-    if not (isinstance(model, SplitMPT) and model.team.sequence_parallel):
+    """Add up what the ranks have equal weights, but different gradients for. A collective.
+
+    With sequence parallelism norms, biases of rows and learned positions have seen only a rank's
+    own tokens. A single head of keys and values has seen only its own queries.
+    """
+    if not isinstance(model, SplitMPT):
         return
-    grads = []
+    layout, grads = model.layout, []
     for name, param in model.named_parameters():
-        if model.layout.spans(name) is None and param.grad is not None:
-            grad = param.grad
-            grads.append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        is_partial = model.team.sequence_parallel or layout.spans(name)
+        if param.grad is None or not is_partial:
+            continue
+        pieces = layout.pieces(name, param.grad)
+        grads += [view for corner, view in pieces if layout.is_shared(name, corner)]
     if not grads:
         return
     together = torch.cat([grad.flatten() for grad in grads])

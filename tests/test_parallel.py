@@ -96,7 +96,7 @@ def train(world, cfg, model_cfg=MODEL, precision="fp32", ignore=False, steps=10)
 def clip(params, max_norm):
     """Clip as train_step does, and return the norm before that."""
     params = list(params)
-    norm = parallel.sum_of_squares(params).sqrt()
+    norm = parallel.grad_norm(torch.nn.ParameterList(params))
     optim.clip_gradients(params, norm, max_norm)
     return norm
 
