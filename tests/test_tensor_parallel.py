@@ -221,8 +221,9 @@ def test_in_float64_nothing_but_the_order_of_sums_differs(ranks, changes, sequen
         assert loss == pytest.approx(wanted, rel=1e-12)
         for name, corner, piece in pieces:
             place = tuple(slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True))
-            error = (piece - whole[name][place]).norm() / whole[name].norm()
-            assert error < 1e-9, (name, corner)
+            error = (piece - whole[name][place]).norm()
+            # Softmax takes no notice of what all keys have, so k_ln's bias has a gradient of 0.
+            assert error < 1e-9 * whole[name].norm().clamp(min=1e-3), (name, corner)
 
 
 # --- Parts of a whole
@@ -379,7 +380,8 @@ def save(_, cfg, folder):
     model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
     take_steps(model, optimizer, range(3), world, cfg, MODEL)
     saver = checkpoint.Checkpointer(folder, world.device, keep_last=1)
-    saver.save(3, model, optimizer, asdict(MODEL) | asdict(cfg))
+    settings = asdict(MODEL) | asdict(cfg) | {"data_fingerprint": ""}
+    saver.save(3, model, optimizer, settings)
     saver.finish()
 
 
@@ -415,6 +417,16 @@ LAYOUTS = {
     "tp2 x dp2": (4, {"tp": 2, "sharding": "FULL_SHARD"}),
     "tp2 + sequence": (2, {"tp": 2, "sequence_parallel": True}),
 }
+
+
+def test_one_process_loads_what_two_tensor_ranks_saved(ranks, tmp_path):
+    """Every weight and moment: its next losses are those of a run that never stopped."""
+    ranks(2)(save, replace(RUN, tp=2), str(tmp_path))
+    ((wrong, curve),) = ranks(1)(load_and_continue, RUN, tmp_path / "checkpoints/step-3")
+    ((wanted,),) = ranks(1)(curves, [(MODEL, RUN)])
+    assert not wrong
+    losses, norms = largest_differences(curve, wanted[3:5])
+    assert losses < 5e-6 and norms < 1e-5
 
 
 @pytest.mark.slow
