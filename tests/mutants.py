@@ -381,16 +381,14 @@ MUTANTS = [
         "tensor_parallel.py",
         "is_partial = model.team.sequence_parallel or",
         "is_partial =",
-        "test_tensor_parallel.py::"
-        "test_in_float64_nothing_but_the_order_of_sums_differs",
+        "test_tensor_parallel.py::test_in_float64_nothing_but_the_order_of_sums_differs",
         "with sequence parallelism norms have the gradient of a rank's own tokens",
     ),
     Mutant(
         "tensor_parallel.py",
         "sequence_parallel or layout.spans(name)",
         "sequence_parallel",
-        "test_tensor_parallel.py::"
-        "test_in_float64_nothing_but_the_order_of_sums_differs",
+        "test_tensor_parallel.py::test_in_float64_nothing_but_the_order_of_sums_differs",
         "the single head of keys and values (MQA) has the gradient of a rank's own queries",
     ),
     Mutant(

@@ -145,6 +145,15 @@ def test_a_row_is_done_if_its_settings_are_in_the_csv_with_a_final_status():
         assert not other.is_like(line), flag
 
 
+def test_the_tensor_ranks_of_a_row_read_the_same_batch():
+    flags = ["--sweep=tp=1,2", "--grad_accum=2", "--microbatch_size=3", "--device=cpu"]
+    (alone,), (cut,) = bench_train.groups(flags)
+    assert (alone.ranks, cut.ranks) == (1, 2)
+    assert alone.cfg.global_batch_size == cut.cfg.global_batch_size == 6
+    assert alone.columns["grad_accum"] == cut.columns["grad_accum"] == 2
+    assert "tp=2" in cut.columns["others"].split()
+
+
 def test_alternating_rows_are_one_group():
     sweep = "--sweep=microbatch_size=1,2 compile=false,true"
     assert [len(group) for group in bench_train.groups([sweep])] == [1] * 4
