@@ -372,6 +372,8 @@ def test_logits_and_scores_are_those_of_one_process(ranks, size):
 
 # --- Checkpoints
 
+META = asdict(MODEL) | asdict(RUN) | {"data_fingerprint": "of no data"}
+
 
 def save(_, cfg, folder):
     """Three steps, then a checkpoint."""
@@ -379,8 +381,7 @@ def save(_, cfg, folder):
     model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
     take_steps(model, optimizer, range(3), world, cfg, MODEL)
     saver = checkpoint.Checkpointer(folder, world.device, keep_last=1)
-    settings = asdict(MODEL) | asdict(cfg) | {"data_fingerprint": ""}
-    saver.save(3, model, optimizer, settings)
+    saver.save(3, model, optimizer, META)
     saver.finish()
 
 
