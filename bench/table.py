@@ -23,6 +23,7 @@ NAMING = """
     model ranks threads precision sharding activation_checkpointing recompute_every compile
     attn_impl microbatch_size global_batch_size max_seq_len
 """.split()
+LAYOUT = ("tp=", "sequence_parallel=")  # these have no column, but stand among `others`
 # What LLM Foundry calls our values.
 FOUNDRY_PRECISION = {"bf16": "amp_bf16"}
 FOUNDRY_CHECKPOINTING = {"none": "False", "full": "True"}
@@ -92,6 +93,7 @@ def names_of(rows: list[dict[str, str]]) -> list[str]:
     names = []
     for row in rows:
         parts = [row[k] if k in ("model", "sharding") else f"{k} {row[k]}" for k in differ]
+        parts += [word for word in row["others"].split() if word.startswith(LAYOUT)]
         names.append(", ".join(parts) or row["model"])
     return names
 

@@ -3,6 +3,7 @@
     python -m bench train --transformers           a small model, beside Hugging Face's
     python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=bench/results/mine.csv
     python -m bench train configs/mpt1b.py --sweep="microbatch_size=4,8 compile=false,true"
+    python -m bench train --alternate --sweep=tp=1,2    one process, two tensor ranks: in turns
     torchrun --nnodes 2 --nproc_per_node 8 ... -m bench train configs/mpt7b.py --out=mine.csv
 
     MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)    flops.py; HFU counts recomputation too
@@ -52,6 +53,7 @@ import flops
 import fsdp_train
 import parallel
 import processes
+import tensor_parallel
 from bench.table import PARTS, draw, read, tables
 from bench.team import Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
@@ -83,7 +85,7 @@ class BenchArgs:
     sizes: str = ""  # recipes, each a row: 125m,1b are configs/mpt125m.py and configs/mpt1b.py
     sweep: str = ""  # settings to combine, each a row: "microbatch_size=4,8 compile=false,true"
     grad_accum: int = 0  # microbatches per step and rank; sets global_batch_size (0: as configured)
-    ranks: int = 0  # processes on this machine (0: one for each GPU, else one)
+    ranks: int = 0  # processes on this machine (0: one for each GPU, else tp)
     threads: int = 0  # threads per process on a CPU (0: share the cores)
     transformers: bool = False  # measure Hugging Face's model beside each row
     alternate: bool = False  # all rows take turns; their processes need memory at the same time
@@ -335,7 +337,7 @@ class Row:
     """One program at one setting: a row of the results.
 
     number: position among the rows that were asked for, from 1.
-    ranks: data-parallel ranks, one process each.
+    ranks: one process each; dp_ranks: the data-parallel ones, which share the batch.
     rates: tokens/s of each turn; the first turn warms up.
     columns: the row's line of the CSV, {column: value}.
     """
@@ -351,9 +353,13 @@ class Row:
         self.columns = self.settings(argv, model)
 
     def choose_processes(self) -> None:
-        """Set ranks, and threads of a process."""
+        """Set ranks, and threads of a process. UserError if the model cannot be cut for them."""
         gpus = 0 if self.cfg.device == "cpu" else torch.cuda.device_count()
-        self.ranks = launched() or self.args.ranks or gpus or 1
+        self.ranks = launched() or self.args.ranks or gpus or self.cfg.tp
+        tensor_parallel.check(self.model_cfg, self.cfg)
+        problem = f"{self.ranks} ranks do not form teams of tp {self.cfg.tp}"
+        require(self.ranks % self.cfg.tp == 0, problem)
+        self.dp_ranks = self.ranks // self.cfg.tp
         sharing = 1 if launched() else self.ranks  # torchrun has divided the cores already
         self.threads = self.args.threads or max(1, torch.get_num_threads() // sharing)
 
@@ -364,10 +370,10 @@ class Row:
         fix = "set --microbatch_size=NUMBER, or sweep several"
         require(one_size, f"a row has one microbatch: {fix}")
         if self.args.grad_accum:
-            cfg.global_batch_size = self.args.grad_accum * cfg.microbatch_size * self.ranks
+            cfg.global_batch_size = self.args.grad_accum * cfg.microbatch_size * self.dp_ranks
         batch = cfg.global_batch_size
-        divides = batch % self.ranks == 0
-        require(divides, f"global_batch_size {batch} is not a multiple of the {self.ranks} ranks")
+        problem = f"global_batch_size {batch} is not a multiple of the {self.dp_ranks} "
+        require(batch % self.dp_ranks == 0, f"{problem}data-parallel ranks")
 
         if self.program is TransformersProgram:
             fix = "set --ranks=1"
@@ -381,7 +387,7 @@ class Row:
         name = model or f"{m.n_layers}x{m.d_model}"
         if self.program is TransformersProgram:
             name = f"transformers {name}"
-        rows_per_rank = cfg.global_batch_size // self.ranks
+        rows_per_rank = cfg.global_batch_size // self.dp_ranks
 
         columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),

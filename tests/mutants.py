@@ -269,9 +269,9 @@ MUTANTS = [
         "the gradient is divided by the number of ranks once too often",
     ),
     Mutant(
-        "fsdp_train.py",
-        "cfg.seed, step, world.dp_rank",
-        "cfg.seed, world.dp_rank",
+        "parallel.py",
+        "hash((cfg.seed, step, world.dp_rank)",
+        "hash((cfg.seed, world.dp_rank)",
         "test_parallel.py::test_dropout_depends_on_seed_step_and_rank_alone",
         "every step has the same dropout masks",
     ),
@@ -309,6 +309,102 @@ MUTANTS = [
         "",
         "test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one",
         "small gradients are scaled up to the clipping norm",
+    ),
+    # --- tensor parallelism
+    Mutant(
+        "tensor_parallel.py",
+        '"Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)]',
+        '"Wqkv": [(cfg.d_model + 2 * kv_dim, n)]',
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "Wqkv is cut as if its rows were of one kind: a rank gets keys where its queries belong",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "if self.rank > 0 and (self.shares_kv",
+        "if self.rank < 0 and (self.shares_kv",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "the norm counts tensors that are whole on each tensor rank once for each",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "first = self.team.rank * n_heads",
+        "first = 0",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "every tensor rank has the ALiBi slopes of the first heads",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        """        z = leave(F.linear(y, self.weight), self)
+        return z if self.bias is None else z + self.bias.to(z.dtype)
+""",
+        """        return leave(F.linear(y, self.weight, self.bias), self)
+""",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "each tensor rank adds a row's bias before the sum, so it counts n times",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)",
+        "largest = logits.amax(1, keepdim=True)",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "the loss adds sums of exponentials that are relative to each tensor rank's own maximum",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "exp_sum, own = all_reduce(torch.cat([exp_sum, own], 1), team).split(1, dim=1)",
+        "own = all_reduce(own, team)",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "the softmax of the loss is over a tensor rank's own part of the vocabulary",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)) * is_mine",
+        "own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1))",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "the logit of another tensor rank's label is one of ours",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "minus_one = -is_mine[:, None].to(grad.dtype)",
+        "minus_one = -torch.ones_like(grad[:, :1])",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "the label's -1 in the gradient of the logits is there once for each tensor rank",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "rows * is_mine[..., None]",
+        "rows",
+        "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
+        "the embedding adds a row of ours to that of another tensor rank's id",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "is_partial = model.team.sequence_parallel or",
+        "is_partial =",
+        "test_tensor_parallel.py::test_in_float64_nothing_but_the_order_of_sums_differs",
+        "with sequence parallelism norms have the gradient of a rank's own tokens",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "sequence_parallel or layout.spans(name)",
+        "sequence_parallel",
+        "test_tensor_parallel.py::test_in_float64_nothing_but_the_order_of_sums_differs",
+        "the single head of keys and values (MQA) has the gradient of a rank's own queries",
+    ),
+    Mutant(
+        "parallel.py",
+        "own = world.tp_rank if cfg.sequence_parallel else 0",
+        "own = world.tp_rank",
+        "test_tensor_parallel.py::"
+        "test_with_dropout_the_whole_tensors_stay_equal_on_all_tensor_ranks",
+        "tensor ranks drop other numbers of the residual stream that all of them have",
+    ),
+    Mutant(
+        "checkpoint.py",
+        "if layout.size == 1:",
+        "if layout.size >= 1:",
+        "test_tensor_parallel.py::test_one_process_loads_what_two_tensor_ranks_saved",
+        "a checkpoint has one tensor rank's parts as if they were whole tensors",
     ),
     # --- checkpoints and files
     Mutant(

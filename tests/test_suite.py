@@ -68,6 +68,11 @@ def test_each_planted_bug_finds_its_place():
     assert not mutants.lost_snippets()
 
 
+def test_the_makefile_says_how_many_bugs_are_planted():
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"# make mutants    {len(mutants.MUTANTS)} planted bugs:" in makefile
+
+
 def test_each_planted_bug_changes_something_and_has_tests():
     assert len(mutants.MUTANTS) >= 40
     assert len({(mutant.file, mutant.old) for mutant in mutants.MUTANTS}) == len(mutants.MUTANTS)

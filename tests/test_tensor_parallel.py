@@ -425,6 +425,16 @@ LAYOUTS = {
 }
 
 
+def test_one_process_loads_what_two_tensor_ranks_saved(ranks, tmp_path):
+    """Every weight and moment: its next losses are those of a run that never stopped."""
+    ranks(2)(save, replace(RUN, tp=2), str(tmp_path))
+    ((wrong, curve),) = ranks(1)(load_and_continue, RUN, tmp_path / "checkpoints/step-3")
+    ((wanted,),) = ranks(1)(curves, [(MODEL, RUN)])
+    assert not wrong
+    losses, norms = largest_differences(curve, wanted[3:5])
+    assert losses < 5e-6 and norms < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_a_checkpoint_loads_in_any_layout(ranks, tmp_path, saved):

@@ -37,6 +37,7 @@ H100 = {
     "optimizer": "0.05",
     "communication": "0.2",
     "idle": "0.05",
+    "others": "",
 }
 PUBLISHED = (
     "| 1b | 2048 | 8 | h100_80gb | 41.82 | 41.82 | 413.8 | 14 | 1 | 112 | 177.6 | 363640 | 45455 "
@@ -63,6 +64,8 @@ def test_rows_are_named_by_what_differs_and_compared_with_the_first():
     assert "/ 363,000 | 0.50 |" in text
     assert "- not measured: microbatch_size 99: out of memory" in text
     assert bench_table.names_of([H100, H100]) == ["1b", "1b"]
+    cut = H100 | {"others": "alibi=True tp=2"}
+    assert bench_table.names_of([H100, cut]) == ["1b", "tp=2"]
 
 
 def test_a_missing_file_is_one_line():

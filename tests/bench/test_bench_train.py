@@ -145,6 +145,15 @@ def test_a_row_is_done_if_its_settings_are_in_the_csv_with_a_final_status():
         assert not other.is_like(line), flag
 
 
+def test_the_tensor_ranks_of_a_row_read_the_same_batch():
+    flags = ["--sweep=tp=1,2", "--grad_accum=2", "--microbatch_size=3", "--device=cpu"]
+    (alone,), (cut,) = bench_train.groups(flags)
+    assert (alone.ranks, cut.ranks) == (1, 2)
+    assert alone.cfg.global_batch_size == cut.cfg.global_batch_size == 6
+    assert alone.columns["grad_accum"] == cut.columns["grad_accum"] == 2
+    assert "tp=2" in cut.columns["others"].split()
+
+
 def test_alternating_rows_are_one_group():
     sweep = "--sweep=microbatch_size=1,2 compile=false,true"
     assert [len(group) for group in bench_train.groups([sweep])] == [1] * 4
@@ -159,7 +168,9 @@ def test_alternating_rows_are_one_group():
         (["--sweep=microbatch_size"], "--sweep wants settings with values"),
         (["--sweep=microbatchsize=1"], "did you mean 'microbatch_size'"),
         (["configs/mpt1b.py", "--sizes=125m"], "a config file or --sizes"),
-        (["--ranks=3"], "global_batch_size 8 is not a multiple of the 3 ranks"),
+        (["--ranks=3"], "global_batch_size 8 is not a multiple of the 3 data-parallel ranks"),
+        (["--ranks=3", "--tp=2"], "3 ranks do not form teams of tp 2"),
+        (["--tp=4"], "tp 4 does not divide n_heads 6: tp can be 1, 2, 3, 6"),
         (["--out=results"], "the name of a .csv file"),
         (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
         (["--rounds=0"], "rounds and steps must be at least 1"),
