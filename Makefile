@@ -1,7 +1,7 @@
 # make train      watch a small MPT learn to write: two minutes on two CPU cores
 #                 (ARGS="--lr=1e-3" to change a setting)
-# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with a kill -9:
-#                 five minutes, one picture
+# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with tensor parallelism
+#                 and a kill -9: five minutes, one picture
 # make test       the quick tests: six minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: 40 minutes
 # make soak       the long tests, without the others: about an hour

@@ -335,9 +335,9 @@ class SavePlanner(DefaultSavePlanner):
         super().__init__()
         self.layout = layout
 
-    def set_up_planner(self, *args, **kwargs) -> None:
-        """Begin: DCP has flattened the state dict."""
-        super().set_up_planner(*args, **kwargs)
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
+        """Begin: DCP flattens the state dict."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self.state_dict = in_pieces(self.state_dict, self.layout)
 
 
@@ -348,9 +348,9 @@ class LoadPlanner(checkpoint_files.Planner):
         super().__init__()
         self.layout = layout
 
-    def set_up_planner(self, *args, **kwargs) -> None:
-        """Begin: DCP has flattened the state dict."""
-        super().set_up_planner(*args, **kwargs)
+    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
+        """Begin: DCP flattens the state dict."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = in_pieces(self.state_dict, self.layout)
 
 

@@ -392,6 +392,9 @@ def unknown_key(key: str, value, source: str, names, lr: float) -> str:
     message = f"unknown key {key!r} in {source}"
     if key == "weight_decay":
         return f"{message}: {weight_decay_hint(value, lr)}"
+    if key == "tp":
+        whole = "this program has the whole model on one device"
+        return f"{message}: {whole}; fsdp_train.py and evaluation can cut it over ranks"
     closest = difflib.get_close_matches(key, names, n=1)
     if key in FOREIGN_NAMES:
         closest = [FOREIGN_NAMES[key]]

@@ -116,7 +116,8 @@ def in_teams(world: World, tp: int) -> World:
     if tp == 1:
         return world
     size = world.global_size
-    problem = f"{size} ranks do not form teams of tp {tp}"
+    ranks = "one rank does" if size == 1 else f"{size} ranks do"
+    problem = f"{ranks} not form teams of tp {tp}"
     require(size % tp == 0, f"{problem}: start a multiple of {tp}, or set --tp=1")
     dp_group, tp_group = None, dist.group.WORLD
     if size > tp:

@@ -175,7 +175,7 @@ def layout_of(model: MPT) -> Layout:
 
 
 # --------------------------------------------------------------------------------------------------
-# The sums between the ranks
+# The sums between the ranks. torch 2.13 has new names for two collectives, and warns of the old.
 
 
 @dataclass(frozen=True)
@@ -197,16 +197,18 @@ def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
 
 def gather_tokens(x, team: Team):
     """The tokens of all ranks, in order of ranks: (B, T / n, D) -> (B, T, D)."""
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     parts = x.new_empty(team.size * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(parts, x.contiguous(), team.group)
+    all_gather(parts, x.contiguous(), team.group)
     return torch.cat(parts.chunk(team.size), dim=1)
 
 
 def sum_and_scatter_tokens(x, team: Team):
     """The sum over the team, of which each rank gets its own tokens: (B, T, D) -> (B, T / n, D)."""
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     parts = torch.cat(x.chunk(team.size, dim=1))  # (n * B, T / n, D)
     out = x.new_empty(x.shape[0], x.shape[1] // team.size, *x.shape[2:])
-    dist.reduce_scatter_tensor(out, parts, group=team.group)
+    reduce_scatter(out, parts, group=team.group)
     return out
 
 

@@ -8,6 +8,7 @@ evaluation/score.py.
 
     python -m evaluation runs/demo --tasks=guess.jsonl,notes.txt --out=results.json
     torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --data=icl --shots=5
+    torchrun --nproc_per_node 8 -m evaluation runs/my70b --tp=8    too large for one device
 
 With --out, an interrupted evaluation resumes where it was: evaluation/results.py.
 """
@@ -24,11 +25,13 @@ import config
 import devices
 import parallel
 import processes
+import tensor_parallel
 from config import MPTConfig, TrainConfig, require
 from evaluation import tasks as icl_tasks
 from evaluation.figures import summarize, table
 from evaluation.results import Part, fingerprint, finished, save
 from evaluation.score import Request, score
+from tensor_parallel import Team
 from text import tokenizer as tokenizers
 from weights import load
 
@@ -44,6 +47,7 @@ class EvalConfig:
     seed: int = 0  # of the choice of examples
     limit: int = 0  # use at most this many items of each task (0 = all)
     batch_tokens: int = 8192  # of a batch on one rank, with padding (one question may exceed it)
+    tp: int = 1  # ranks that cut the model among them: see tensor_parallel.py
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)
@@ -54,7 +58,9 @@ class EvalConfig:
         for name in ("shots", "limit"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must be 0 or more, not {value}")
-        require(self.batch_tokens > 0, f"batch_tokens must be at least 1, not {self.batch_tokens}")
+        for name in ("batch_tokens", "tp"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be at least 1, not {value}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,19 +212,23 @@ def main(argv) -> None:
     (run,), cfg = config.load(argv, EvalConfig, takes="RUN")
     out_folder = Path(cfg.out).absolute().parent
     require(not cfg.out or out_folder.is_dir(), f"no folder for --out={cfg.out}: make it first")
-    load.find(run)  # before the tasks, which may come from the Hub, slowly
-    world = processes.start()
+    found = load.find(run)  # before the tasks, which may come from the Hub, slowly
+    tensor_parallel.check(load.settings_of(found), TrainConfig(tp=cfg.tp))
+    world = processes.start(tp=cfg.tp)
+    team = Team(world.tp_group, world.tp_rank, world.tp_size) if cfg.tp > 1 else None
     delimiter = cfg.delimiter.replace("\\n", "\n")
     tasks = processes.rank_zero_decides(
         lambda: icl_tasks.load(cfg.tasks, cfg.data, cfg.shots, cfg.seed, cfg.limit, delimiter)
     )
 
-    model, tokenizer, name = load.load_for_sampling(run, cfg.step, world.device, cfg.tokenizer)
+    model, tokenizer, name = load.load_for_sampling(
+        run, cfg.step, world.device, cfg.tokenizer, team
+    )
     precision = pick_precision(cfg.precision, world.device)
     settings = {
         **asdict(cfg),
         "model": name,
-        "weights": fingerprint(model),
+        "weights": processes.rank_zero_decides(lambda: fingerprint(model)),
         "precision": precision,
         "tokenizer": tokenizer.name,
         "ids": tokenizer.fingerprint,

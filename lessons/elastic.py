@@ -1,4 +1,4 @@
-"""One run on changing numbers of ranks, with a crash: the same curve, kept going by a supervisor.
+"""One run in changing layouts of ranks, with a crash: the same curve, kept going by a supervisor.
 
     python -m lessons.elastic                  or `make elastic`: five minutes on two CPU cores
     python -m lessons.elastic --max_steps=120  with another setting of fsdp_train.py
@@ -8,7 +8,8 @@ The run of configs/demo.py, shorter and in fp32, trains three times:
     runs/elastic/one      on 1 rank
     runs/elastic/two      on 2 ranks
     runs/elastic/moved    on 1 -> 2 -> 4 -> 1 ranks: SIGTERM ends the run on 1 rank and on 2, then
-                          kill -9 ends one of the four ranks
+                          kill -9 ends one of the four ranks. With 2 and 4 ranks, each two cut the
+                          layers between them (--tp=2)
 
 A supervisor is a loop. It starts the ranks. When one of them fails, it ends the others, which wait
 for it, and starts the same command again, unless the exit status says user error (2) or three
@@ -16,15 +17,16 @@ launches in a row saved no checkpoint.
 
 Everything else is in the run folder. The newest complete checkpoint says where to resume, and step
 s takes sequences s * global_batch ... (s + 1) * global_batch - 1 of a fixed order, on any number of
-ranks. So batch_hash, of the tokens that a step saw, must be the same in all three runs. On
-another number of ranks the losses of a step are summed in another order, so they differ by rounding
-errors, which training amplifies like any other noise. The final validation losses must agree within
-0.03.
+ranks. A checkpoint holds whole tensors, from which each rank takes its part, however the ranks
+share the work. So batch_hash, of the tokens that a step saw, must be the same in all three runs. In
+another layout the numbers of a step are summed in another order, so they differ by rounding errors,
+which training amplifies like any other noise. The final validation losses must agree within 0.03.
 
 After an interruption, the same command continues. If all runs are finished already, it puts their
 folder aside and starts afresh, as `make train` does.
 """
 
+import itertools
 import os
 import random
 import signal
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import checkpoint
 import config
@@ -44,18 +47,32 @@ SETTINGS = """
     --run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
     --save_interval=20 --resume=auto --peak_tflops=auto --expect=
 """.split()
-# The stages of each run: ranks, the share of the steps after which it ends, the signal for that.
+CLOSE = 0.03  # nats a token, between final validation losses
+
+
+class Stage(NamedTuple):
+    """A part of a run."""
+
+    ranks: int
+    share: float = 1  # of the steps of the run, after which the stage ends
+    ending: signal.Signals | None = None  # the signal that ends it
+    tp: int = 1  # ranks that cut each layer between them
+
+    def __str__(self):
+        """2 ranks, tp 2"""
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + f", tp {self.tp}" * (self.tp > 1)
+
+
 RUNS = {
-    "one": [(1, 1, None)],
-    "two": [(2, 1, None)],
+    "one": [Stage(1)],
+    "two": [Stage(2)],
     "moved": [
-        (1, 0.25, signal.SIGTERM),
-        (2, 0.5, signal.SIGTERM),
-        (4, 0.75, signal.SIGKILL),
-        (1, 1, None),
+        Stage(1, 0.25, signal.SIGTERM),
+        Stage(2, 0.5, signal.SIGTERM, tp=2),
+        Stage(4, 0.75, signal.SIGKILL, tp=2),
+        Stage(1),
     ],
 }
-CLOSE = 0.03  # nats a token, between final validation losses
 
 
 class Launch:
@@ -120,16 +137,16 @@ def steps_done(run_dir: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def stage_now(run_dir: Path, stages: list, max_steps: int) -> int:
+def stage_now(run_dir: Path, stages: list[Stage], max_steps: int) -> int:
     """The index of the stage to run next.
 
-    The run folder records each launch. Every change of the number of ranks began a new stage. If
-    the newest stage has done its steps, the next one is due.
+    The run folder records each launch. Every change of the layout began a new stage. If the newest
+    stage has done its steps, the next one is due.
     """
-    ranks = [launch["ranks"] for launch in runlog.read_launches(run_dir) if "ranks" in launch]
-    stage = sum(before != after for before, after in zip(ranks, ranks[1:], strict=False))
-    _, share, _ = stages[stage]
-    if steps_done(run_dir) >= share * max_steps:
+    launches = [launch for launch in runlog.read_launches(run_dir) if "ranks" in launch]
+    layouts = [(launch["ranks"], launch.get("tp", 1)) for launch in launches]
+    stage = sum(before != after for before, after in itertools.pairwise(layouts))
+    if steps_done(run_dir) >= stages[stage].share * max_steps:
         stage += 1
     return min(stage, len(stages) - 1)
 
@@ -140,7 +157,7 @@ def finished(run_dir: Path, max_steps: int) -> bool:
     return newest is not None and newest.name == f"step-{max_steps}"
 
 
-def supervise(run_dir: Path, flags: list[str], stages: list, max_steps: int) -> None:
+def supervise(run_dir: Path, flags: list[str], stages: list[Stage], max_steps: int) -> None:
     """Launch the run again and again until it is finished.
 
     UserError if a rank reports a user error, or three launches in a row save no checkpoint.
@@ -149,11 +166,11 @@ def supervise(run_dir: Path, flags: list[str], stages: list, max_steps: int) -> 
     launches_in_vain = 0
     while not finished(run_dir, max_steps):
         checkpoint_before = checkpoint.latest(run_dir)
-        ranks, share, ending = stages[stage_now(run_dir, stages, max_steps)]
-        title = f"{run_dir.name:<6} {ranks} rank{' ' if ranks == 1 else 's'} "
-        launch = Launch([*flags, f"--run_dir={run_dir}"], ranks, log)
+        stage = stages[stage_now(run_dir, stages, max_steps)]
+        title = f"{run_dir.name:<6} {stage!s:<14}"
+        launch = Launch([*flags, f"--run_dir={run_dir}", f"--tp={stage.tp}"], stage.ranks, log)
         try:
-            watch(launch, run_dir, max_steps, title, share * max_steps, ending)
+            watch(launch, run_dir, max_steps, title, stage)
         finally:
             launch.end()
 
@@ -168,14 +185,13 @@ def supervise(run_dir: Path, flags: list[str], stages: list, max_steps: int) -> 
         require(goes_on, f"{run_dir} makes no progress, see {log}: {last_line}")
 
 
-def watch(
-    launch: Launch, run_dir: Path, max_steps: int, title: str, last_step: float, ending
-) -> None:
+def watch(launch: Launch, run_dir: Path, max_steps: int, title: str, stage: Stage) -> None:
     """Report progress until a rank fails or all are done.
 
-    ending: from step `last_step` on, this signal is sent once: SIGTERM to all ranks, SIGKILL to a
-    random one; None: no signal.
+    The signal that ends the stage is sent once, when its share of the steps is done: SIGTERM to all
+    ranks, SIGKILL to a random one.
     """
+    ending = stage.ending
     shown = steps_done(run_dir)
     while launch.status() is None:
         time.sleep(0.1)
@@ -184,7 +200,7 @@ def watch(
             print(f"{title} step {step}/{max_steps}", flush=True)
         shown = step
 
-        if ending and step >= last_step:
+        if ending and step >= stage.share * max_steps:
             victim = random.randrange(len(launch.processes)) if ending == signal.SIGKILL else None
             target = "all" if victim is None else f"rank {victim}"
             print(f"{title} step {step}/{max_steps}: {ending.name} to {target}", flush=True)

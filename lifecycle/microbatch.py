@@ -277,6 +277,8 @@ def main(argv) -> None:
     for record in records:
         circumstances = collections.defaultdict(lambda: "?", record["circumstances"])
         where = "{ranks} x {device}, {precision}, {sharding}".format_map(circumstances)
+        if "tp" in circumstances:
+            where += f", tp {circumstances['tp']}"
         print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")
     if not records:
         print(f"no microbatch is recorded in {argv[0]}")

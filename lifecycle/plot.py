@@ -12,8 +12,9 @@ the run (the learning rate is not averaged). In the terminal, dots are training 
 are validation losses.
 
 A restart is where a launch resumed from a checkpoint: a dotted line in the picture, a ^ below the
-curve in the terminal, with the number of ranks from there on. Equal curves stay visible: the
-picture draws earlier runs wider, the terminal alternates their marks.
+curve in the terminal, with the layout from there on: ranks, and tp if there is tensor parallelism.
+Equal curves stay visible: the picture draws earlier runs wider, the terminal alternates their
+marks.
 
 --diff compares each run b with the first run a, over the steps where both losses are finite. It
 takes the raw losses, not running means: largest = max |b - a|, mean = sum |b - a| / steps.
@@ -93,29 +94,29 @@ def read(folder: str) -> Run:
 
 
 def restart_labels(folder: str) -> dict[int, str]:
-    """{first step: "1 -> 2 ranks"} of the launches whose steps are in the metrics.
+    """{first step: "1 -> 2 ranks, tp 2"} of the launches whose steps are in the metrics.
 
     A launch from step n drops the rows after n, and with them the restarts there.
     """
-    ranks_from = {}  # first step: number of ranks
+    launch_from = {}  # first step: launch
     for launch in runlog.read_launches(folder):
         first = launch.get("first_step", 0)
-        ranks_from = {step: ranks for step, ranks in ranks_from.items() if step < first}
-        ranks_from[first] = launch.get("ranks")
+        launch_from = {step: earlier for step, earlier in launch_from.items() if step < first}
+        launch_from[first] = launch
 
     labels = {}
     before = None
-    for first, ranks in ranks_from.items():
-        labels[first] = restart_label(before, ranks)
-        before = ranks
+    for first, launch in launch_from.items():
+        labels[first] = restart_label(before, launch.get("ranks"), launch.get("tp", 1))
+        before = launch.get("ranks")
     return labels
 
 
-def restart_label(before: int | None, ranks: int | None) -> str:
+def restart_label(before: int | None, ranks: int | None, tp: int) -> str:
     """A restart in words. None: the number of ranks is not on record."""
     if not ranks:
         return "restart"
-    label = f"{ranks} rank{'s' if ranks != 1 else ''}"
+    label = f"{ranks} rank{'s' if ranks != 1 else ''}" + f", tp {tp}" * (tp > 1)
     return label if before in (None, ranks) else f"{before} -> {label}"
 
 

@@ -216,12 +216,13 @@ def describe_mesh(cfg: TrainConfig) -> str:
 
 
 def team_warning(cfg: TrainConfig, world) -> list[str]:
-    """A line if a team of tensor ranks does not fit a node."""
-    if cfg.tp <= world.local_size:
+    """A line if some tensor ranks of a team are on another node than the others."""
+    if world.local_size % cfg.tp == 0:
         return []
-    why = "each layer waits four times for the network between them"
-    fix = f"--tp={world.local_size} stays within a node"
-    return [f"WARNING: tp {cfg.tp} needs several nodes of {world.local_size} ranks: {why}; {fix}"]
+    problem = f"tp {cfg.tp} on nodes of {world.local_size} ranks puts a team on several nodes"
+    why = "each layer waits four times in each microbatch for the network between them"
+    fix = f"--tp={math.gcd(cfg.tp, world.local_size)} stays within a node"
+    return [f"WARNING: {problem}, where {why}; {fix}"]
 
 
 def describe_start(cfg: TrainConfig, start) -> str:

@@ -303,7 +303,7 @@ def read_launches(run_dir) -> list[dict]:
 
 def fault_of_launch(row: dict) -> str:
     """What is wrong with a row of launches.jsonl, "" if nothing."""
-    return files.wrong_type(row, {"first_step": int, "ranks": (int, type(None))})
+    return files.wrong_type(row, {"first_step": int, "ranks": (int, type(None)), "tp": int})
 
 
 def read_settings(run_dir) -> dict:

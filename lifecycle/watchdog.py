@@ -81,7 +81,8 @@ class StragglerTimer:
 
     It times the wait for the batch, and the final norm, logits and loss of the forward passes. In
     all other parts of a step ranks wait for one another, so all seem equally slow. With tensor
-    parallelism they wait in the loss as well; so there it times the attention of each layer.
+    parallelism they wait in the loss, too. There it times attention in each layer, from q, k and v
+    to out_proj.
     """
 
     def __init__(self, model, device: torch.device):
@@ -93,7 +94,9 @@ class StragglerTimer:
             model.register_forward_hook(self.mark, prepend=True)
             return
         for block in model.transformer.blocks:
-            block.attn.Wqkv.register_forward_hook(self.mark)
+            # qk_ln waits for the sums of all tensor ranks.
+            ready = block.attn.k_ln if model.cfg.qk_ln else block.attn.Wqkv
+            ready.register_forward_hook(self.mark)
             block.attn.out_proj.register_forward_pre_hook(self.mark)
 
     def mark(self, module, *_) -> None:

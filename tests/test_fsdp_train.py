@@ -421,7 +421,8 @@ def test_mistakes_of_many_ranks_are_one_line(torchrun, tiny_data):
     done = torchrun(3, *flags(tiny_data))
     assert done.returncode != 0
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
-    assert lines == ["error: global_batch_size 8 is not a multiple of the 3 data-parallel ranks"]
+    problem = "global_batch_size 8 is not a multiple of the 3 data-parallel ranks"
+    assert lines == [f"error: {problem}: set --global_batch_size=6 or 9"]
     assert (
         'fsdp_train.py", line' not in done.stderr
     )  # torchrun shows a traceback of its own, not of ours

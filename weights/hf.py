@@ -27,7 +27,7 @@ from model import MPT
 from processes import rank_zero_decides
 from storage import files
 from storage.checkpoint_files import read_metadata, reason_of
-from tensor_parallel import layout_of
+from tensor_parallel import Team, cut, layout_of
 from text import tokenizer as tokenizers
 from weights.hf_config import check_format, config_from, config_to, lost_in_transformers
 from weights.tensor_files import (
@@ -109,14 +109,17 @@ def settings_of(path) -> MPTConfig:
     return config_from(settings, str(source))
 
 
-def load_model(path, device) -> MPT:
+def load_model(path, device, team: Team | None = None) -> MPT:
     """The model of a Hugging Face folder or Composer checkpoint on one device.
 
-    Its parameters have the dtype of the stored tensors, or fp32 if these have several.
+    Its parameters have the dtype of the stored tensors, or fp32 if these have several. team: tensor
+    ranks, of which this one gets its part of the model; None: the whole.
     """
     path = Path(path)
     with torch.device("meta"):
         model = MPT(settings_of(path))
+    if team:
+        cut(model, team)
     dtypes = {stored.dtype for stored in find_tensors(path, model).values()}
     model.to(dtypes.pop() if len(dtypes) == 1 else torch.float32)
     model.to_empty(device=device)

@@ -5,8 +5,9 @@
     runs/demo/checkpoints/step-200          this checkpoint
     path/to/mpt-7b                          a Hugging Face folder (weights/hf.py)
 
-`load_for_sampling` gives generate.py and evaluation a model with its tokenizer. `init_from` fills a
-model that is about to train, sharded or not (--init_from). Before that, `check_same_model` compares
+`load_for_sampling` gives generate.py and evaluation a model with its tokenizer; evaluation may want
+it cut over tensor ranks. `init_from` fills a model that is about to train, sharded or not
+(--init_from). Before that, `check_same_model` compares
 the settings that decide what the two models compute, and `check_same_tokenizer` their ids. For a
 run that resumes, lifecycle/resume.py has a stricter check.
 
@@ -19,13 +20,15 @@ from pathlib import Path
 import torch
 
 import checkpoint
+import parallel
+import tensor_parallel
 from attention import function_of
 from config import MPTConfig, UserError, arguments, require, run
 from lifecycle.resume import SAME_MODEL, norm_of
-from model import MPT, init_weights
+from model import MPT
 from processes import rank_zero_decides
 from storage.checkpoint_files import read_metadata, require_weights
-from tensor_parallel import layout_of
+from tensor_parallel import Team, layout_of
 from text import tokenizer as tokenizers
 from weights import hf
 
@@ -57,11 +60,12 @@ def settings_of(path) -> MPTConfig:
     return hf.settings_of(path)
 
 
-def load_model(path: Path, device: torch.device) -> MPT:
-    """The whole model of a checkpoint on one device, for sampling and evaluation.
+def load_model(path: Path, device: torch.device, team: Team | None = None) -> MPT:
+    """The model of a checkpoint on one device, for sampling and evaluation.
 
-    It needs no process group; where there is one, every rank calls it. Raises UserError if the
-    checkpoint is damaged.
+    It needs no process group; where there is one, every rank calls it. team: tensor ranks, of which
+    this one gets its part of the model; None: the whole. Raises UserError if the checkpoint is
+    damaged.
     """
     checkpoint.require_sound(path)
     cfg = checkpoint.settings(path)
@@ -76,17 +80,24 @@ def load_model(path: Path, device: torch.device) -> MPT:
     cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
     with torch.device("meta"):
         model = MPT(cfg)
-    require_weights(path, metadata, model.state_dict())  # before memory is allocated
+    if team:
+        tensor_parallel.cut(model, team)
+    layout = layout_of(model)
+    wanted = checkpoint.in_pieces(model.state_dict(), layout)
+    require_weights(path, metadata, wanted)  # before memory is allocated
     model.to_empty(device=device)
-    checkpoint.fill(path, {"model": model.state_dict()}, metadata)
+    checkpoint.fill(path, {"model": model.state_dict()}, metadata, layout)
     return model.eval()
 
 
-def load_for_sampling(path: str, step: int | None, device, tokenizer: str = ""):
+def load_for_sampling(
+    path: str, step: int | None, device, tokenizer: str = "", team: Team | None = None
+):
     """The model at a path, its tokenizer, and a name for it.
 
     step: of a run (None: the newest, 0: the untrained model).
     tokenizer: of a Hugging Face folder (empty: see `hf.name_of_tokenizer`).
+    team: as for `load_model`.
     Raises UserError if there is no such model, or a flag does not apply to it.
     """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
@@ -96,16 +107,16 @@ def load_for_sampling(path: str, step: int | None, device, tokenizer: str = ""):
             not tokenizer,
             f"{path} is a run of this project, which has its tokenizer: remove --tokenizer",
         )
-        return load_from_run(found, step, device)
+        return load_from_run(found, step, device, team)
 
     require(step is None, f"{path} is a Hugging Face folder, which has no steps: remove --step")
-    model = hf.load_model(found, device)
+    model = hf.load_model(found, device, team)
     tokenizer_name = tokenizer or hf.name_of_tokenizer(found)
     file = hf.tokenizer_file(found, tokenizer_name)
     return model, tokenizers.load(tokenizer_name, file), path
 
 
-def load_from_run(found: Path, step: int | None, device):
+def load_from_run(found: Path, step: int | None, device, team: Team | None):
     """The model, tokenizer and name that `load_for_sampling` returns for a run.
 
     found: a checkpoint of the run, loaded unless `step` asks for another one.
@@ -120,14 +131,14 @@ def load_from_run(found: Path, step: int | None, device):
             f"no checkpoint of step {step} in {found.parent}: "
             f"there are {existing}, and 0 is untrained",
         )
-    model = load_model(found, device)  # checks the checkpoint, so it comes first
+    model = load_model(found, device, team)  # checks the checkpoint, so it comes first
     meta = checkpoint.read_meta(found)
     try:
         tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
     except UserError as error:
         raise UserError(f"the tokenizer in {found}/meta.json: {error}") from error
     if untrained:
-        init_weights(model, meta["seed"])
+        parallel.draw_weights(model, meta["seed"])
         return model, tokenizer, "before training"
     return model, tokenizer, str(found)
 

@@ -1,6 +1,6 @@
 """lessons/elastic.py: the same curve on 1 rank, on 2, and on 1 -> 2 -> 4 -> 1 with a kill -9.
 
-The lesson is interrupted too.
+With 2 and 4 ranks two cut the layers between them. The lesson is interrupted too.
 """
 
 import json
@@ -59,16 +59,17 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path
     done = launch([], tmp_path, flags, program="lessons/elastic.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(steps(folder / name) == [*range(1, 61)] for name in elastic.RUNS)
-    assert ranks(folder / "one") == [1]
-    assert ranks(folder / "two") == [2, 2]
-    assert ranks(folder / "moved") == [1, 2, 4, 1]
+    assert layouts(folder / "one") == [(1, 1)]
+    assert layouts(folder / "two") == [(2, 1), (2, 1)]
+    assert layouts(folder / "moved") == [(1, 1), (2, 2), (4, 2), (1, 1)]
 
     # Ranks that are asked to move save first.
     assert "exit [75]," in done.stdout
     assert "exit [75, 75]," in done.stdout
-    kill = re.search(r"moved  4 ranks  step (\d+)/60: SIGKILL to rank (\d)", done.stdout)
+    title = "moved  4 ranks, tp 2 "
+    kill = re.search(rf"{title} step (\d+)/60: SIGKILL to rank (\d)", done.stdout)
     killed_at, victim = int(kill[1]), int(kill[2])
-    end = re.search(r"moved  4 ranks  exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout)
+    end = re.search(rf"{title} exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout)
     statuses, newest = end[1].split(", "), int(end[2])
     assert statuses[victim] == "-9"
     assert 45 - 10 <= newest <= killed_at
@@ -84,9 +85,9 @@ def steps(run) -> list[int]:
     return [row["step"] for row in runlog.read(run) if "loss" in row]
 
 
-def ranks(run) -> list[int]:
-    """The number of ranks of each launch of a run."""
-    return [json.loads(line)["ranks"] for line in (run / "launches.jsonl").read_text().splitlines()]
+def layouts(run) -> list[tuple]:
+    """(ranks, tp) of each launch of a run."""
+    return [(launch["ranks"], launch["tp"]) for launch in runlog.read_launches(run)]
 
 
 @pytest.mark.slow
@@ -134,23 +135,25 @@ def test_what_it_checks(tmp_path, capsys):
         elastic.check([a, longer], 4)
 
 
-# Ranks of each launch so far, the last step, the index of the stage to run next
+# (ranks, tp) of each launch so far, the last step, the index of the stage to run next
+A, B, C = (1, 1), (2, 2), (4, 2)
 STAGES = [
     ([], 0, 0),
-    ([1], 10, 0),
-    ([1, 1], 20, 0),
-    ([1], 25, 1),
-    ([1, 2, 2], 30, 1),
-    ([1, 2], 51, 2),
-    ([1, 2, 4], 76, 3),
-    ([1, 2, 4, 1], 70, 3),
-    ([1, 2, 4, 1, 1], 100, 3),
+    ([A], 10, 0),
+    ([A, A], 20, 0),
+    ([A], 25, 1),
+    ([A, B, B], 30, 1),
+    ([A, B], 51, 2),
+    ([A, (4, 4), C], 60, 2),  # another tp is another stage
+    ([A, B, C], 76, 3),
+    ([A, B, C, A], 70, 3),
+    ([A, B, C, A, A], 100, 3),
 ]
 
 
 @pytest.mark.parametrize("launched, step, stage", STAGES)
 def test_which_stage_is_next(tmp_path, launched, step, stage):
-    launches = "".join(json.dumps({"ranks": n}) + "\n" for n in launched)
+    launches = "".join(json.dumps({"ranks": n, "tp": tp}) + "\n" for n, tp in launched)
     (tmp_path / "launches.jsonl").write_text(launches)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
     assert elastic.stage_now(tmp_path, elastic.RUNS["moved"], 100) == stage

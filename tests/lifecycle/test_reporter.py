@@ -61,6 +61,20 @@ def test_a_run_warns_of_weights_that_planning_does_not_know(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    "tp, local_size, fix",
+    [(1, 8, None), (2, 8, None), (8, 8, None), (16, 8, 8), (4, 6, 2), (3, 4, 1), (2, 1, 1)],
+)
+def test_a_team_on_several_nodes_is_warned_of(tp, local_size, fix):
+    """Teams are neighbours: of six ranks a node, 4 to 7 are one team, and 6 is on the next node."""
+    world = World(0, 48, 0, local_size, torch.device("cpu"))
+    lines = reporter.team_warning(TrainConfig(tp=tp), world)
+    assert len(lines) == (fix is not None)
+    for line in lines:
+        assert f"tp {tp} on nodes of {local_size} ranks" in line
+        assert line.endswith(f"; --tp={fix} stays within a node")
+
+
 class Lagging:
     """A Reporter as on a GPU, one step behind, with the figures and the wishes of one rank."""
 
