@@ -96,7 +96,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: MPTConfig):
         super().__init__()
         self.cfg = cfg
-        self.q_dim = cfg.d_model
+        self.q_dim = cfg.d_model  # tensor_parallel.py makes it and kv_dim smaller
         self.kv_dim = cfg.n_kv_heads * cfg.head_dim
         self.Wqkv = nn.Linear(cfg.d_model, self.q_dim + 2 * self.kv_dim, bias=not cfg.no_bias)
         self.out_proj = nn.Linear(cfg.d_model, cfg.d_model, bias=not cfg.no_bias)

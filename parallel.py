@@ -18,6 +18,10 @@ Weights, gradients and Adam's state are fp32. In bf16 the weights are gathered a
 gradients are reduced as fp32. One process alone has nothing to shard: it trains the plain model,
 under autocast.
 
+With tensor parallelism (tensor_parallel.py) a team of tp neighbouring ranks stands in the place of
+one rank above: the tensor ranks are the last dimension of the mesh, and those with equal tp_rank
+shard what they have in common.
+
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh.
 """
 
@@ -181,7 +185,7 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
 
-    With tensor parallelism, of those with this rank's tp_rank. None for one data-parallel rank
+    With tensor parallelism each tp_rank has such a grid of its own. None for one data-parallel rank
     alone. UserError if cfg.shard_size does not divide them.
     """
     if world.dp_size == 1:
@@ -295,13 +299,15 @@ def draw_weights(model: MPT, seed: int) -> None:
 
 
 def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
-    """A resumed run with as many ranks and the same microbatch draws the same masks.
+    """Seed the generator from (seed, step, rank), so that a resumed run draws the same masks.
 
-    The ranks of a team draw equal ones for what all of them have. With sequence parallelism each
-    has its own tokens.
+    The data-parallel rank counts: the ranks of a team need equal masks for what all of them have.
+    With sequence parallelism each has tokens of its own, and the tensor rank counts as well.
     """
-    own = world.tp_rank if cfg.sequence_parallel else 0
-    torch.manual_seed(hash((cfg.seed, step, world.dp_rank) + (own,) * (own > 0)) % 2**63)
+    key = (cfg.seed, step, world.dp_rank)
+    if cfg.sequence_parallel and world.tp_rank:
+        key += (world.tp_rank,)
+    torch.manual_seed(hash(key) % 2**63)
 
 
 @contextlib.contextmanager
@@ -397,7 +403,7 @@ def grad_norm(model: MPT) -> torch.Tensor:
         groups[mesh, sharded_dims] += layout.counted(name, p.grad)
     total = torch.zeros((), device=next(model.parameters()).device)
     for (mesh, sharded_dims), grads in groups.items():
-        norms = torch._foreach_norm(grads) or [torch.zeros_like(total)]
+        norms = torch._foreach_norm(grads) if grads else [torch.zeros_like(total)]
         squares = torch.stack(norms).float().square().sum()
         for dim in sharded_dims:
             dist.all_reduce(squares, group=mesh.get_group(dim))

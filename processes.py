@@ -121,7 +121,10 @@ def in_teams(world: World, tp: int) -> World:
     require(size % tp == 0, f"{problem}: start a multiple of {tp}, or set --tp=1")
     dp_group, tp_group = None, dist.group.WORLD
     if size > tp:
-        mesh = init_device_mesh(world.device.type, (size // tp, tp), mesh_dim_names=("dp", "tp"))
+        with in_time("connect the tensor ranks"):
+            mesh = init_device_mesh(
+                world.device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")
+            )
         dp_group, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
     return replace(
         world,

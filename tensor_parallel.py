@@ -1,32 +1,37 @@
-"""Tensor parallelism: the weights of each layer are cut, and the ranks of a team compute at once.
+"""Tensor parallelism: a team of ranks cuts each layer's weights, and computes the layer together.
 
-A layer is two matmuls with something simple in between (attention's heads, or GELU). The first
-weight is cut by its output features, the second by its input features. Then each rank computes its
-share from one end to the other, and the shares are added up once:
+Attention and feed-forward are each two matmuls, with something in between that treats heads or
+features separately. The first weight W is cut by its output features, the second one, U, by its
+input features. So each of n ranks computes its share from one end to the other, and the shares are
+added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
 
     column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), up_proj
     row      [Y_1 Y_2] [U_1; U_2]  = Y_1 U_1 + Y_2 U_2         out_proj, down_proj
 
-               rank 1:  X W_1 -> heads or GELU -> Y_1 U_1 \\
-    x, copied                                              sum (all-reduce) -> x of the next layer
-               rank 2:  X W_2 -> heads or GELU -> Y_2 U_2 /
+               rank 0:  X W_1 -> heads or GELU -> Y_1 U_1 \\
+    X, copied                                              sum (all-reduce) -> residual stream
+               rank 1:  X W_2 -> heads or GELU -> Y_2 U_2 /
 
-In the backward pass the arrows turn: where x was copied, its gradients are added up, and where the
-shares were added up, the gradient is copied. So a layer needs four all-reduces: two forward and two
-backward, for attention and feed-forward each one. (PyTorch stores weights as (out, in): a column of
-W is a row of `weight`.)
+In the backward pass the arrows turn: where X was copied, its gradients are added up, and where the
+shares were added up, the gradient is copied. So a block needs four all-reduces: one forward and one
+backward, for attention and for feed-forward. (PyTorch stores weights as (out, in): a column of W is
+a row of `weight`.)
 
-The embedding and the output layer are cut by vocabulary (`VocabularyLoss`). Norms and the biases of
-rows are whole on every rank, and get equal gradients there.
+The embedding and the output layer are cut by vocabulary (`VocabularyLoss`). Norms and
+the biases of out_proj and down_proj are whole on every rank, and get equal gradients there.
 
-With sequence parallelism, each rank has 1/n of the tokens between the layers, where norms, dropout
-and the residual sums are. In place of the copy all ranks gather the tokens (all-gather), in place
-of the sum each gets the sum for its own tokens (reduce-scatter). As much is sent, and activations
-between the layers take 1/n of the memory. Norms and biases of rows then see only some tokens, so
-their gradients are added up at the end (`sum_partial_gradients`). Evaluation goes without.
+With sequence parallelism, each rank has 1/n of the tokens between these pairs of matmuls, where
+norms, dropout and the residual sums are. In place of the copy all ranks gather the tokens
+(all-gather), in place of the sum each gets the sum for its own tokens (reduce-scatter). The same
+number of bytes is sent, and what lies between takes 1/n of the memory. Whole weights then see only
+some of the tokens, so their gradients are added up at the end (`sum_partial_gradients`). Evaluation
+does not use it: the number of its tokens need not divide.
 
 Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial weights,
-checkpoints, gradient norm and foreign weights all follow it.
+checkpoints, the gradient norm and the weights of other projects all follow it.
+
+Not here: the loss kernel of gpu_kernels/, since the ranks must agree on a row's sum between reading
+its logits and writing their gradient. Not run on a GPU.
 
 Megatron-LM: arXiv 1909.08053 (tensor), 2205.05198 (sequence parallelism).
 
@@ -69,7 +74,7 @@ class Layout:
         cfg, n = self.cfg, self.size
         kv_dim = cfg.n_kv_heads * cfg.head_dim
         n_kv = 1 if self.shares_kv else n
-        rows = {  # (length, number of parts) of stretches that follow one another
+        rows = {  # sections of the rows, in order: (length, parts it is cut into)
             "wte": [(cfg.vocab_size, n)],
             "lm_head": [(cfg.vocab_size, n)],
             "Wqkv": [(cfg.d_model, n), (kv_dim, n_kv), (kv_dim, n_kv)],
@@ -85,10 +90,10 @@ class Layout:
             return 1, self.parts_of(columns[module])
         return None
 
-    def parts_of(self, stretches: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """This rank's part of each stretch. All ranks have a stretch that has one part."""
+    def parts_of(self, sections: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """This rank's part of each section. A section of one part is whole on every rank."""
         spans, start = [], 0
-        for length, n_parts in stretches:
+        for length, n_parts in sections:
             part = self.rank if n_parts > 1 else 0
             begin = start + length * part // n_parts
             end = start + length * (part + 1) // n_parts
@@ -102,7 +107,7 @@ class Layout:
         return self.cfg.n_kv_heads == 1
 
     def is_shared(self, name: str, corner: tuple[int, ...]) -> bool:
-        """Whether all ranks have the piece that begins there, with equal values."""
+        """Whether every rank has the piece that begins at `corner`."""
         if self.spans(name) is None:
             return True
         module = name.split(".")[-2]
@@ -159,7 +164,7 @@ class Layout:
         return pieces
 
     def counted(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """Views of this rank's part, so that the whole tensor comes once over all tensor ranks."""
+        """Views of this rank's part. Together, the tensor ranks' views have each value once."""
         if self.rank > 0 and (self.shares_kv or self.spans(name) is None):
             pieces = self.pieces(name, value)
             return [view for corner, view in pieces if not self.is_shared(name, corner)]
@@ -217,11 +222,13 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, team):
+        """x, as it is."""
         ctx.team = team
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
+        """The sum of the gradients."""
         return all_reduce(grad, ctx.team), None
 
 
@@ -230,10 +237,12 @@ class Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, team):
+        """The sum of x."""
         return all_reduce(x, team)
 
     @staticmethod
     def backward(ctx, grad):
+        """The gradient, as it is."""
         return grad, None
 
 
@@ -242,11 +251,13 @@ class GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, team):
+        """(B, T / n, D) -> (B, T, D)."""
         ctx.team = team
         return gather_tokens(x, team)
 
     @staticmethod
     def backward(ctx, grad):
+        """(B, T, D) -> (B, T / n, D)."""
         return sum_and_scatter_tokens(grad, ctx.team), None
 
 
@@ -255,24 +266,28 @@ class ScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, team):
+        """(B, T, D) -> (B, T / n, D)."""
         ctx.team = team
         return sum_and_scatter_tokens(x, team)
 
     @staticmethod
     def backward(ctx, grad):
+        """(B, T / n, D) -> (B, T, D)."""
         return gather_tokens(grad, ctx.team), None
 
 
 class SumOfStatistics(torch.autograd.Function):
-    """Every rank uses the sum for its own features: backward, their gradients are added up, too."""
+    """The sum over the ranks. Each uses it for its own features, so backward is a sum, too."""
 
     @staticmethod
     def forward(ctx, x, team):
+        """The sum of x."""
         ctx.team = team
         return all_reduce(x, team)
 
     @staticmethod
     def backward(ctx, grad):
+        """The sum of the gradients."""
         return all_reduce(grad, ctx.team), None
 
 
@@ -282,17 +297,21 @@ def splits_tokens(module) -> bool:
 
 
 def enter(x, module):
-    """From what lies between the layers to what a cut weight multiplies: all tokens."""
+    """The input of a column-parallel layer: all tokens on every rank, (B, T, D)."""
     return (GatherTokens if splits_tokens(module) else Copy).apply(x, module.team)
 
 
 def leave(x, module):
-    """From the shares of a sum (B, T, D) to what lies between the layers."""
+    """The output of a row-parallel layer: the shares (B, T, D), summed.
+
+    With sequence parallelism only this rank's tokens of the sum, (B, T / n, D).
+    """
     return (ScatterTokens if splits_tokens(module) else Sum).apply(x, module.team)
 
 
 # --------------------------------------------------------------------------------------------------
-# The cut layers. Each is its whole layer with another forward: see `split`.
+# The cut layers. `cut` changes a layer's class: it keeps its name and its part of the weights, and
+# gets this forward.
 
 
 class ColumnLinear(nn.Linear):
@@ -323,8 +342,8 @@ class SplitAttention(Attention):
             positions = positions._replace(slopes=positions.slopes[first : first + n_heads])
         if not (self.training and self.cfg.attn_pdrop):
             return super().forward(x, positions, cache, layer)
-        # Other heads, other masks. All other dropout must be the same on the ranks, so the
-        # generator continues as if nothing had been drawn from it here, but one number.
+        # Each rank has other heads, which need other masks. All other dropout needs equal ones. So
+        # this draws one number from the generator, and the masks from a fork of it.
         seed = int(torch.randint(2**62, ())) + self.team.rank
         devices = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -404,8 +423,8 @@ class SplitMPT(MPT):
             logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
             if self.logit_scale is not None:
                 logits.mul_(self.logit_scale)
-            log_z, own = global_statistics(logits, label - self.first_row, self.team)
-            log_probs.append((own - log_z)[:, 0])
+            _, log_prob = over_vocabulary(logits, label - self.first_row, self.team)
+            log_probs.append(log_prob[:, 0])
             greedy.append(self.most_likely(logits) == label)
         log_probs = torch.cat(log_probs)
         in_vocabulary = (flat_labels >= 0) & (flat_labels < self.cfg.vocab_size)
@@ -426,7 +445,7 @@ class SplitMPT(MPT):
 
     def logits(self, x):
         """As in model.py: all ranks have the logits of the whole vocabulary."""
-        own = super().logits(x)  # (B, T, V / n)
+        own = super().logits(enter(x, self))  # (B, T, V / n)
         widest = -(-self.cfg.vocab_size // self.team.size)
         padded = F.pad(own, (0, widest - own.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.team.size)]
@@ -442,11 +461,11 @@ class SplitMPT(MPT):
 # The loss
 
 
-def global_statistics(logits, labels, team: Team):
-    """(log_z, logit of the label) over the whole vocabulary, (rows, 1) each.
+def over_vocabulary(logits, labels, team: Team):
+    """(log_z, log-probability of the label) over the whole vocabulary, (rows, 1) each.
 
-    logits: (rows, V / n), this rank's; labels: (rows,), counted from its first one. One all-reduce
-    finds the largest logit m, a second one sums exp(logit - m) and the label's logit, which only
+    logits: (rows, V / n), this rank's; labels: (rows,), relative to its first id. One all-reduce
+    finds the largest logit m, a second one sums exp(logit - m), and the label's logit, which only
     one rank has: log_z = m + log(sum).
     """
     labels = labels[:, None]
@@ -455,7 +474,8 @@ def global_statistics(logits, labels, team: Team):
     largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
     exp_sum = (logits - largest).exp_().sum(1, keepdim=True)
     exp_sum, own = all_reduce(torch.cat([exp_sum, own], 1), team).split(1, dim=1)
-    return largest + exp_sum.log(), own
+    log_sum = exp_sum.log()
+    return largest + log_sum, (own - largest) - log_sum  # not own - log_z: large logits round
 
 
 class VocabularyLoss(torch.autograd.Function):
@@ -493,6 +513,7 @@ class VocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_loss):
+        """The kept gradients, times the incoming gradient (1 / tokens) and the logit scale."""
         grads = []
         for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
             grads.append((grad.to(grad_loss.dtype) * (grad_loss * ctx.scale)).to(dtype))
@@ -507,9 +528,9 @@ def loss_and_gradient(x, weight, labels, counted, scale, z_loss, team: Team):
     logits = (x @ weight.T).to(at_least_fp32(x))
     if scale != 1:
         logits.mul_(scale)
-    log_z, own = global_statistics(logits, labels, team)
+    log_z, log_prob = over_vocabulary(logits, labels, team)
     counted = counted[:, None]
-    loss = ((log_z - own + z_loss * log_z.square()) * counted).sum()
+    loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
 
     grad = (logits - log_z).exp_().mul_(1 + 2 * z_loss * log_z)
     is_mine = (labels >= 0) & (labels < len(weight))
@@ -536,11 +557,7 @@ CUT = {
 
 
 def split(model: MPT, world: processes.World, cfg: TrainConfig) -> None:
-    """Cut a model on the meta device, unless cfg.tp is 1.
-
-    Each layer keeps its name and this rank's part of its weights, and gets the forward of its cut
-    kind.
-    """
+    """Cut a model on the meta device over the tensor ranks; with cfg.tp 1 leave it as it is."""
     if cfg.tp == 1:
         return
     team = Team(world.tp_group, world.tp_rank, world.tp_size, cfg.sequence_parallel)
@@ -548,7 +565,7 @@ def split(model: MPT, world: processes.World, cfg: TrainConfig) -> None:
 
 
 def cut(model: MPT, team: Team) -> None:
-    """The same for a model anywhere, and a team."""
+    """The same for a model on any device. UserError if a layer is of a kind unknown here."""
     layout = Layout(model.cfg, team.rank, team.size)
     for name, module in model.named_modules():
         for leaf, param in list(module.named_parameters(recurse=False)):
@@ -557,6 +574,8 @@ def cut(model: MPT, team: Team) -> None:
         kind = name.rpartition(".")[2]
         if kind not in CUT or (kind == "k_ln" and layout.shares_kv):
             continue
+        known = issubclass(CUT[kind], type(module))
+        require(known, f"tp cannot cut {name}, a {type(module).__name__}: set --tp=1")
         module.__class__ = CUT[kind]
         module.team = team
         if kind in ("q_ln", "k_ln"):
@@ -584,7 +603,8 @@ def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
     require(cfg.compile is not True, "tp does not work with compiled blocks: set --compile=False")
     T = model_cfg.max_seq_len
     problem = f"sequence_parallel: tp {tp} does not divide max_seq_len {T}"
-    require(not cfg.sequence_parallel or T % tp == 0, problem)
+    fix = "change one of them, or set --sequence_parallel=False"
+    require(not cfg.sequence_parallel or T % tp == 0, f"{problem}: {fix}")
 
 
 def cuts_heads(cfg: MPTConfig, tp: int) -> bool:
@@ -593,10 +613,10 @@ def cuts_heads(cfg: MPTConfig, tp: int) -> bool:
 
 
 def sum_partial_gradients(model: MPT) -> None:
-    """Add up what the ranks have equal weights, but different gradients for. A collective.
+    """Sum over the team the gradients of whole weights of which each rank has a part. A collective.
 
-    With sequence parallelism norms, biases of rows and learned positions have seen only a rank's
-    own tokens. A single head of keys and values has seen only its own queries.
+    With sequence parallelism norms, biases of row-parallel layers and learned positions have seen
+    only a rank's own tokens. A single head of keys and values has seen only its own queries.
     """
     if not isinstance(model, SplitMPT):
         return
@@ -619,6 +639,8 @@ def demonstrate(argv) -> None:
     """Print loss and a gradient of a small model that is cut over the ranks, and of a whole one."""
     arguments(argv)
     world = processes.start("cpu")
+    alone = "one process has no team: torchrun --nproc_per_node 2 tensor_parallel.py"
+    require(world.global_size > 1, alone)
     cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=250, max_seq_len=32, alibi=True)
     check(cfg, TrainConfig(tp=world.global_size))
     ids = torch.randint(250, (2, 33), generator=torch.Generator().manual_seed(0))

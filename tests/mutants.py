@@ -270,8 +270,8 @@ MUTANTS = [
     ),
     Mutant(
         "parallel.py",
-        "hash((cfg.seed, step, world.dp_rank)",
-        "hash((cfg.seed, world.dp_rank)",
+        "key = (cfg.seed, step, world.dp_rank)",
+        "key = (cfg.seed, world.dp_rank)",
         "test_parallel.py::test_dropout_depends_on_seed_step_and_rank_alone",
         "every step has the same dropout masks",
     ),
@@ -393,8 +393,8 @@ MUTANTS = [
     ),
     Mutant(
         "parallel.py",
-        "own = world.tp_rank if cfg.sequence_parallel else 0",
-        "own = world.tp_rank",
+        "if cfg.sequence_parallel and world.tp_rank:",
+        "if world.tp_rank:",
         "test_tensor_parallel.py::"
         "test_with_dropout_the_whole_tensors_stay_equal_on_all_tensor_ranks",
         "tensor ranks drop other numbers of the residual stream that all of them have",
