@@ -13,13 +13,13 @@ import torch
 from conftest import TORCHRUN, launch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import checkpoint
 import parallel
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
 from storage import checkpoint_files, files
+from tensor_parallel import WHOLE
 from text import tokenizer as tokenizers
 from weights import hf, hf_config, load, tensor_files
 
@@ -307,33 +307,29 @@ def test_straight_onto_ranks(ranks, size, mode, tmp_path):
 
 
 def fill_placed(world, folder, cfg):
-    """Fill tensors in many placements on two mesh dimensions. Returns those that came out wrong."""
+    """Fill tensors whose rows are cut over two mesh dimensions, or over one of them. Returns those
+    that came out wrong."""
     mesh = init_device_mesh("cpu", (2, 2))
     weights = build(cfg).state_dict()
     layout = hf.find_tensors(Path(folder), MPT(cfg))
     wrong = []
-    matrix_pairs = [(Shard(0), Shard(1)), (Shard(1), Replicate())]
-    vector_pairs = [
-        (Shard(0), Shard(0)),
-        (_StridedShard(0, split_factor=2), Shard(0)),
-    ]
+    pairs = [(Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate())]
     names = [
         "transformer.wte.weight",
         "transformer.blocks.0.attn.out_proj.weight",
         "transformer.norm_f.bias",
     ]
     for name in names:
-        is_matrix = weights[name].dim() == 2
-        for pair in matrix_pairs * is_matrix + vector_pairs:
+        for pair in pairs:
             wanted = distribute_tensor(weights[name], mesh, pair, src_data_rank=None)
             found = torch.full_like(wanted, torch.nan)
-            tensor_files.fill(found, layout[name])
+            tensor_files.fill(WHOLE.pieces(name, found), layout[name])
             if found.placements != pair or not torch.equal(found.to_local(), wanted.to_local()):
                 wrong.append((name, pair))
     return wrong
 
 
-def test_any_placement(ranks, tmp_path):
+def test_rows_over_two_mesh_dimensions(ranks, tmp_path):
     cfg = replace(SMALL, vocab_size=101)
     hf.export(build(cfg), tmp_path / "out")
     assert ranks(4)(fill_placed, str(tmp_path / "out"), cfg) == [[]] * 4
@@ -584,7 +580,8 @@ def test_a_file_that_shrinks_while_it_is_read(theirs):
     layout = hf.find_tensors(theirs, model)
     shorten(layout["transformer.wte.weight"].file, by=10_000)
     with pytest.raises(UserError, match="is truncated: it ends within a tensor"):
-        tensor_files.fill(model.transformer.wte.weight, layout["transformer.wte.weight"])
+        name = "transformer.wte.weight"
+        tensor_files.fill(WHOLE.pieces(name, model.get_parameter(name)), layout[name])
 
 
 def test_a_tied_head_that_is_there_is_equal(theirs, monkeypatch):
