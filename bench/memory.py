@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -35,6 +35,7 @@ import loss
 import optim
 import parallel
 import processes
+import tensor_parallel
 from config import SHARDING_MODES, MPTConfig, TrainConfig
 from model import MPT
 from planning import memory
@@ -177,7 +178,7 @@ class LiveBytes(TorchDispatchMode):
         is_cast = operation is torch.ops.aten._to_copy.default
         if is_cast and self.part_of(args[0]) == WEIGHTS:
             part = COPIES
-        if "allgather" in str(operation):
+        if "allgather" in str(operation) and args[0].dim() == 1:  # else of tokens
             self.assign(tensors_in(args), COPIES)
 
         for tensor in tensors_in(result):
@@ -219,7 +220,7 @@ class LiveBytes(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return self.phase, BLOCKS if self.phase == "forward" else LOSS
-        if "LinearCrossEntropy" in node.name():
+        if any(name in node.name() for name in ("LinearCrossEntropy", "VocabularyLoss")):
             return "loss backward", LOSS
         if "Embedding" in node.name():
             self.phase = "embedding backward"  # also for what FSDP does after the backward
@@ -269,20 +270,25 @@ def two_steps(
     prepare: Callable = lambda model, optimizer: None,
     after_step: Callable = lambda optimizer: None,
 ) -> None:
-    """Two training steps on fake tensors, as rank 0 of `ranks` data-parallel ranks.
+    """Two training steps on fake tensors, as the last tensor rank of the first team.
 
-    observer: a context in which the steps run. prepare(model, optimizer) is called before them,
+    ranks: data-parallel ranks x cfg.tp. The last tensor rank has the largest parts. observer: a context in which the steps run. prepare(model, optimizer) is called before them,
     after_step(optimizer) after each.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    rank = cfg.tp - 1
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        world = processes.World(0, ranks, 0, ranks, torch.device("cpu"))
+        world = processes.World(rank, ranks, rank, ranks, torch.device("cpu"))
+        world = processes.in_teams(world, cfg.tp)
         mesh = parallel.make_mesh(world, cfg)
-        with FakeTensorMode(), loss_of(cfg.device):
-            model = parallel.parallelize(MPT(m), mesh, cfg, precision)
+        with FakeTensorMode(), loss_of(cfg.device), real_offsets():
+            model = MPT(m)
+            tensor_parallel.split(model, world, cfg)
+            model = parallel.parallelize(model, mesh, cfg, precision)
             optimizer = optim.build_optimizer(model.parameters(), cfg)
             prepare(model, optimizer)
-            rows = torch.zeros(cfg.global_batch_size // ranks, m.max_seq_len + 1, dtype=torch.int64)
+            n_rows = cfg.global_batch_size // world.dp_size
+            rows = torch.zeros(n_rows, m.max_seq_len + 1, dtype=torch.int64)
             with observer:
                 for step in range(2):
                     fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
@@ -298,6 +304,17 @@ def loss_of(device: str):
         hint = "pip install 'triton>=3.4', or set --device=cpu"
         config.require(attention.HAS_TRITON, f"the loss of a GPU needs triton: {hint}")
     return mock.patch.object(loss, "takes_kernel", lambda *_: takes_kernel)
+
+
+def real_offsets():
+    """A context in which DTensors compute where their shards begin in tensors that have data."""
+    chunk_list = DTensor.__create_chunk_list__
+
+    def on_real_tensors(tensor):
+        with unset_fake_temporarily():
+            return chunk_list(tensor)
+
+    return mock.patch.object(DTensor, "__create_chunk_list__", on_real_tensors)
 
 
 def count(
