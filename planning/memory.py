@@ -115,10 +115,10 @@ def saved_by_block(
 ) -> dict[str, int]:
     """{tensor: bytes per token} that a block keeps for its backward if nothing is recomputed.
 
-    For one of `tp` tensor ranks. Section 4.2 of Korthikanti et al. (2205.05198) without dropout and
-    scores: 8 d_model bytes on every rank, 24 d_model over tp (equation 2). With sequence
-    parallelism, 4 d_model on every rank: a linear layer keeps the tokens that it has gathered.
-    (Theirs keeps 1/tp of them and gathers again in the backward.)
+    For one of `tp` tensor ranks. In 16 bits, 8 d_model on every rank and 24 d_model over tp, as
+    equation 2 in section 4.2.1 of Korthikanti et al. (2205.05198) without dropout and scores. With
+    sequence parallelism, 4 d_model on every rank: a linear layer keeps the tokens that it has
+    gathered. (Theirs keeps 1/tp of them, and gathers again in the backward.)
     """
     w = width(precision)
     d = m.d_model
@@ -248,8 +248,9 @@ class StepMemory:
         not sent back; the first stage keeps pp microbatches in all. The first stage has the
         embeddings; the last has the final norm, the loss and its own copy of a tied embedding.
 
-    With several data-parallel ranks the model is under fully_shard. In a full pipeline, gradients that wait for the last microbatch (ZERO1, DDP) are counted beside
-    all microbatches in flight, which is slightly too much.
+    With several data-parallel ranks the model is under fully_shard. In a full pipeline, gradients
+    that wait for the last microbatch (ZERO1, DDP) are counted beside all microbatches in flight,
+    which is slightly too much.
     """
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1, stage=0):
@@ -360,8 +361,9 @@ class StepMemory:
 
         blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
         gathered at this moment, if it frees blocks after use; else it has gathered them all.
-        On one data-parallel rank: bf16 copies for blocks that are not recomputed. Autocast makes them, and the
-        graph keeps them, or parallel.weights_cast_once keeps them for all microbatches of a step.
+        On one data-parallel rank: bf16 copies for blocks that are not recomputed. Autocast makes
+        them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
+        microbatches of a step.
         """
         if self.dp > 1:
             n_gathered = min(gathered, blocks_waiting) if self.frees_weights else blocks_waiting
@@ -440,8 +442,8 @@ class StepMemory:
         The workspace peaks either at the block's first matmuls, those of down_proj, while its input
         is still alive, or when the block's gradients are reduced.
         """
-        # down_proj's backward: the gradients of x, of GELU's output and of the weight. With sequence
-        # parallelism first of all tokens' x, which is gathered twice: in parts, and in order.
+        # down_proj's backward: the gradients of x, of GELU's output and of the weight. Sequence
+        # parallelism first gathers that of x for all tokens: in parts, which then are joined.
         hidden_and_weight = self.width * (self.tokens + self.m.d_model) * self.part.hidden
         gradient = self.residual_bytes // self.parts_of_tokens
         matmuls = gradient + hidden_and_weight
@@ -542,8 +544,8 @@ def bytes_by_moment(
 ) -> dict[str, dict[str, int]]:
     """{moment: {part: bytes}} of one rank, in the order of the step.
 
-    ranks: global ranks = data-parallel ranks x cfg.tp x pp. With a pipeline, the stage with the highest
-    peak is shown. Raises UserError as `StepMemory` does.
+    ranks: global ranks = data-parallel ranks x cfg.tp x pp. With a pipeline, the stage with the
+    highest peak is shown. Raises UserError as `StepMemory` does.
     """
     return worst_stage(m, cfg, ranks, precision, pp)[1]
 

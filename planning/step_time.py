@@ -68,9 +68,9 @@ class Trainer:
     # Memory traffic of the loss for each logit, beside the matmuls. gpu_kernels/cross_entropy.py
     # reads a bf16 logit twice and writes its gradient over it.
     logit_bytes: int = 6
-    # The same where tensor ranks share the vocabulary: tensor_parallel.py has no kernel. It reads
-    # or writes a bf16 logit or gradient 6 times and an fp32 one 15 times.
-    cut_logit_bytes: int = 72
+    # The same where tensor ranks share the vocabulary. tensor_parallel.py has no kernel: it reads a
+    # bf16 logit and writes its gradient, and reads or writes fp32 ones 16 times in between.
+    cut_logit_bytes: int = 68
 
 
 OURS = Trainer()
@@ -197,8 +197,8 @@ class StepTime:
         """Everything that reads and writes more than it computes.
 
         A third of a block's traffic is norms and residuals, which tensor parallelism divides only
-        if it is sequence parallel. The constants were fitted to MPT's usual shape; for other shapes, traffic grows with
-        the activations that a block keeps.
+        if it is sequence parallel. The constants were fitted to MPT's usual shape; for other
+        shapes, traffic grows with the activations that a block keeps.
         """
         m, c, tp = self.m, self.c, self.fleet.tp
         usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)

@@ -149,8 +149,8 @@ class Counter(TorchDispatchMode):
 SPLITS = [  # tp, data-parallel ranks, checkpointing, sequence parallelism, changes to the model
     (2, 1, "selective", True, {"kv_n_heads": 1, "qk_ln": True}),
     (4, 2, "selective", False, {"kv_n_heads": 4, "vocab_size": 1027}),
-    (4, 1, "none", False, {"qk_ln": True}),
-    (2, 2, "none", True, {"kv_n_heads": 1}),
+    pytest.param(4, 1, "none", False, {"qk_ln": True}, marks=pytest.mark.slow),
+    pytest.param(2, 2, "none", True, {"kv_n_heads": 1}, marks=pytest.mark.slow),
 ]
 
 
