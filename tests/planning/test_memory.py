@@ -482,7 +482,7 @@ MORE_CUT = [
     (4, "full", True, {"kv_n_heads": 1}),
     (2, "none", True, {"norm_type": "layernorm"}),
     (4, "selective", False, {"alibi": True}),
-    (2, "full", True, {"tie_word_embeddings": False, "vocab_size": 20001}),
+    (2, "full", True, {"vocab_size": 200_001}),
     (4, "none", False, {"kv_n_heads": 4, "expansion_ratio": 2}),
 ]
 MORE_CUT = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CUT]
