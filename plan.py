@@ -7,7 +7,8 @@
 
 What a config file or a flag sets is kept. What is `auto` or not set (tp, pp, sharding, microbatch,
 activation checkpointing) is chosen: the least tensor and pipeline parallelism with which the model
-fits, and then whatever is fastest. fsdp_train.py itself has no tensor or pipeline parallelism yet.
+fits, and then whatever is fastest. fsdp_train.py itself has no pipeline parallelism yet: `--pp=1`
+finds a layout that it can run.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
 planning/step_time.py, whose constants were fitted to LLM Foundry's published MPT runs on A100 and
@@ -35,6 +36,8 @@ FITTED_TO = ("A100 SXM", "H100 SXM")  # the devices whose runs the constants wer
 NETWORK = 100.0  # GB/s of a node if the user does not say: 800 Gb/s
 # The settings that fsdp_train.py needs for a layout.
 LAYOUT = (
+    "tp",
+    "sequence_parallel",
     "sharding",
     "shard_size",
     "activation_checkpointing",
@@ -99,7 +102,7 @@ def figures(plan: Plan, args: PlanArgs) -> dict:
     device_watts = watts(fleet.device, args)
 
     layout = {name: getattr(cfg, name) for name in LAYOUT}
-    layout |= {"tp": fleet.tp, "pp": fleet.pp, "dp": fleet.dp, "interleave": fleet.interleave}
+    layout |= {"pp": fleet.pp, "dp": fleet.dp, "interleave": fleet.interleave}
     return {
         "n_params": n_params,
         "device": fleet.device.name,
@@ -132,7 +135,7 @@ def watts(device: Device, args: PlanArgs) -> float | None:
 
 def flags(plan: Plan) -> str:
     """The flags with which fsdp_train.py runs this layout; empty if it cannot."""
-    if plan.fleet.tp * plan.fleet.pp > 1:
+    if plan.fleet.pp > 1:
         return ""
     values = {name: getattr(plan.cfg, name) for name in LAYOUT}
     return " ".join(f"--{name}={value}" for name, value in values.items() if value)
@@ -181,7 +184,7 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
 
 
 def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
-    """Tokens, batch, attention, memory of interleaving, power, and what the trainer lacks."""
+    """Tokens, batch, attention, memory of interleaving, power, what was not measured or lacks."""
     device, fleet = plan.fleet.device, plan.fleet
     lines = []
     if not args.tokens:
@@ -200,8 +203,11 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
         published = device.name.startswith(tuple(NODE_WATTS))
         source = "of published nodes" if published else f"{NODE_OVER_BOARD} times the board's"
         lines.append(f"{device_watts:.0f} W a device with its share of the node, {source}")
-    if fleet.tp * fleet.pp > 1:
-        lines.append("fsdp_train.py has no tensor and pipeline parallelism yet")
+    if fleet.tp > 1:
+        lines.append("tensor parallelism: bytes and collectives as counted, seconds not measured")
+    if fleet.pp > 1:
+        fix = "--pp=1 finds a layout that it can run"
+        lines.append(f"fsdp_train.py has no pipeline parallelism yet: {fix}")
     return lines
 
 
@@ -304,8 +310,8 @@ def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
         return []
     changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
     settings = [f"{name}={getattr(own.cfg, name)}" for name in changed]
-    if own.fleet != plan.fleet:
-        settings += ["tp=1", "pp=1"]
+    if own.fleet.pp != plan.fleet.pp:
+        settings.append("pp=1")
     if not settings:
         return []
     result = "DOES NOT FIT"
@@ -384,11 +390,12 @@ def plan_of_settings(
     m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants
 ) -> Plan | None:
     """What fsdp_train.py would run with these settings; None if some are auto or it cannot."""
-    if "auto" in (cfg.sharding, cfg.activation_checkpointing):
+    if "auto" in (cfg.sharding, cfg.activation_checkpointing, cfg.tp):
         return None
     in_groups = cfg.sharding_mode.over == "group"
     shard_size = cfg.shard_size or (args.node_size if in_groups else 0)
     try:
+        fleet = replace(fleet, tp=cfg.tp)
         return search.evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
     except UserError:  # microbatch_size=auto, or a batch that cannot be split over these devices
         return None

@@ -11,6 +11,7 @@ counted on a laptop, without a GPU.
 import collections
 import contextlib
 import dataclasses
+import itertools
 import platform
 import time
 import weakref
@@ -20,7 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -35,6 +36,7 @@ import loss
 import optim
 import parallel
 import processes
+import tensor_parallel
 from config import SHARDING_MODES, MPTConfig, TrainConfig
 from model import MPT
 from planning import memory
@@ -87,6 +89,13 @@ HYBRID_SHARD: two copies of the model, each sharded over 4 ranks.
 
 {sharded}
 
+## MPT-1B over tensor ranks, microbatch 4, two microbatches a step
+
+`tensor_parallel.py` cuts every layer over the tensor ranks; with several data-parallel ranks,
+FULL_SHARD shards each part over those. Counted on the last tensor rank.
+
+{cut}
+
 ## Is the count right?
 
 `torch.distributed._tools.mem_tracker.MemTracker` is torch's own count of a step on fake tensors. It
@@ -113,6 +122,12 @@ estimate has two buffers. MPT-1B's rows with one microbatch that differ do so fo
 - A block keeps 32 bytes per token and d_model, 22 with selective checkpointing, 2 with full.
 - On one rank the graph keeps bf16 copies of the weights of every block that is not recomputed: 2
   bytes a parameter. With several microbatches they are made once, and stay until the last one.
+- Tensor parallelism divides the weights and half of what a block keeps, but not the residual stream
+  and the inputs of linear layers. Sequence parallelism divides the residual stream, too. Its linear
+  layers keep the tokens that they have gathered, so without activation checkpointing it saves less
+  than it could.
+- The loss over tensor ranks has no kernel: 10 bytes a logit in bf16, and 2 more for the gradient of
+  the chunk before.
 - ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates. Unlike DDP it
   shards the fp32 weights and Adam's moments, 12 bytes a parameter.
 """
@@ -177,7 +192,7 @@ class LiveBytes(TorchDispatchMode):
         is_cast = operation is torch.ops.aten._to_copy.default
         if is_cast and self.part_of(args[0]) == WEIGHTS:
             part = COPIES
-        if "allgather" in str(operation):
+        if "allgather" in str(operation) and args[0].dim() == 1:  # else of tokens
             self.assign(tensors_in(args), COPIES)
 
         for tensor in tensors_in(result):
@@ -219,7 +234,7 @@ class LiveBytes(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return self.phase, BLOCKS if self.phase == "forward" else LOSS
-        if "LinearCrossEntropy" in node.name():
+        if any(name in node.name() for name in ("LinearCrossEntropy", "VocabularyLoss")):
             return "loss backward", LOSS
         if "Embedding" in node.name():
             self.phase = "embedding backward"  # also for what FSDP does after the backward
@@ -269,20 +284,26 @@ def two_steps(
     prepare: Callable = lambda model, optimizer: None,
     after_step: Callable = lambda optimizer: None,
 ) -> None:
-    """Two training steps on fake tensors, as rank 0 of `ranks` data-parallel ranks.
+    """Two training steps on fake tensors, as the last tensor rank of the first team.
 
+    ranks: data-parallel ranks x cfg.tp. The last tensor rank has the largest parts.
     observer: a context in which the steps run. prepare(model, optimizer) is called before them,
     after_step(optimizer) after each.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    rank = cfg.tp - 1
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        world = processes.World(0, ranks, 0, ranks, torch.device("cpu"))
+        world = processes.World(rank, ranks, rank, ranks, torch.device("cpu"))
+        world = processes.in_teams(world, cfg.tp)
         mesh = parallel.make_mesh(world, cfg)
-        with FakeTensorMode(), loss_of(cfg.device):
-            model = parallel.parallelize(MPT(m), mesh, cfg, precision)
+        with FakeTensorMode(), loss_of(cfg.device), real_offsets():
+            model = MPT(m)
+            tensor_parallel.split(model, world, cfg)
+            model = parallel.parallelize(model, mesh, cfg, precision)
             optimizer = optim.build_optimizer(model.parameters(), cfg)
             prepare(model, optimizer)
-            rows = torch.zeros(cfg.global_batch_size // ranks, m.max_seq_len + 1, dtype=torch.int64)
+            n_rows = cfg.global_batch_size // world.dp_size
+            rows = torch.zeros(n_rows, m.max_seq_len + 1, dtype=torch.int64)
             with observer:
                 for step in range(2):
                     fsdp_train.train_step(model, optimizer, rows, step, cfg, world, precision)
@@ -300,10 +321,21 @@ def loss_of(device: str):
     return mock.patch.object(loss, "takes_kernel", lambda *_: takes_kernel)
 
 
+def real_offsets():
+    """A context in which DTensors compute where their shards begin in tensors that have data."""
+    chunk_list = DTensor.__create_chunk_list__
+
+    def on_real_tensors(tensor):
+        with unset_fake_temporarily():
+            return chunk_list(tensor)
+
+    return mock.patch.object(DTensor, "__create_chunk_list__", on_real_tensors)
+
+
 def count(
     m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16"
 ) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of rank 0, at the peak of each moment.
+    """{moment: {part: bytes}} of one rank, at the peak of each moment.
 
     Of the last microbatch of the second step: by then Adam's moments exist.
     """
@@ -380,7 +412,10 @@ def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
 def settings(
     batch: int, microbatches: int, checkpointing: str, ranks: int = 1, sharding: str = "FULL_SHARD"
 ) -> TrainConfig:
-    """The training settings of a row. batch: sequences of a microbatch of one rank."""
+    """The training settings of a row. batch: sequences of a microbatch of one rank.
+
+    ranks: data-parallel ranks.
+    """
     return TrainConfig(
         microbatch_size=batch,
         global_batch_size=batch * microbatches * ranks,
@@ -480,6 +515,20 @@ def sharded_table(m: MPTConfig) -> str:
     return table(f"mode, {PEAK}", rows)
 
 
+def cut_table(m: MPTConfig) -> str:
+    """Peaks on one of several tensor ranks."""
+    rows = []
+    for tp, dp in ((2, 1), (4, 1), (4, 2)):
+        for checkpointing, sequence_parallel in itertools.product(CHECKPOINTING, (False, True)):
+            cfg = dataclasses.replace(
+                settings(4, 2, checkpointing, dp), tp=tp, sequence_parallel=sequence_parallel
+            )
+            first_cells = [tp, dp, "yes" if sequence_parallel else "no"]
+            rows.append(peak_row(first_cells, m, cfg, tp * dp, parts=VARYING))
+    head = f"tensor ranks, data-parallel ranks, sequence parallel, {PEAK}, {', '.join(VARYING)}"
+    return table(head, rows)
+
+
 def tracker_table(m: MPTConfig) -> str:
     """Peaks on 1 rank and on 8, beside torch's MemTracker."""
     cases = [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
@@ -517,6 +566,7 @@ def main(argv: list[str]) -> None:
 
     tables = one_rank_tables(models)
     tables["sharded"] = sharded_table(models["mpt1b"])
+    tables["cut"] = cut_table(models["mpt1b"])
     tables["tracker"] = tracker_table(models["mpt1b"])
     tables["real"] = real_table()
     text = DOCUMENT.format(

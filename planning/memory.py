@@ -11,15 +11,16 @@ A step passes through moments (points in time, not Adam's moments): the forward 
 backward, each block's backward, the update. Each has its own sum of parts; the largest sum is the
 peak. The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no
 dropout, and the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or
-mps. Fragmentation of the allocator, the driver and network buffers come on top. Tensor and pipeline
-parallelism are estimated too (see `StepMemory`), but the trainer does not have them yet, so those
-estimates are unmeasured.
+mps, or tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and
+network buffers come on top. Pipeline parallelism is estimated too (see `StepMemory`), but the
+trainer does not have it yet, so that estimate is not compared with anything.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
 """
 
 import bisect
+import math
 import typing
 from dataclasses import dataclass, replace
 
@@ -41,7 +42,6 @@ class MemoryArgs:
     """Which devices, and how they divide the model."""
 
     ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
-    tp: int = 1  # ranks that share every layer (tensor parallelism)
     pp: int = 1  # pipeline stages: groups of layers, one after another
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
 
@@ -51,60 +51,145 @@ def width(precision: str) -> int:
     return 2 if precision == "bf16" else 4
 
 
+def norm_width(m: MPTConfig, precision: str) -> int:
+    """Bytes of a number in a norm's input and output: `layernorm` computes in fp32."""
+    return 4 if m.norm_type == "layernorm" else width(precision)
+
+
+# --------------------------------------------------------------------------------------------------
+# What tensor parallelism divides
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The widths of one tensor rank: its part of what tensor_parallel.py cuts.
+
+    Where a width does not divide, those of the last rank, which has the largest part.
+    """
+
+    heads: int  # of queries
+    q: int  # of all queries, and the input of out_proj
+    kv: int  # of all keys, and of all values: a single head is whole on every rank
+    hidden: int  # of the feed-forward network
+    vocab: int
+
+
+def widths(m: MPTConfig, tp: int = 1) -> Widths:
+    """The widths of one of `tp` tensor ranks."""
+    heads = m.n_heads // tp
+    kv_heads = 1 if m.n_kv_heads == 1 else m.n_kv_heads // tp
+    return Widths(
+        heads,
+        heads * m.head_dim,
+        kv_heads * m.head_dim,
+        math.ceil(m.hidden_dim / tp),
+        math.ceil(m.vocab_size / tp),
+    )
+
+
+def tensor_ranks(m: MPTConfig) -> list[int]:
+    """The tp that give each rank whole heads. A single head of keys and values stays whole."""
+    divided = m.n_heads if m.n_kv_heads == 1 else m.n_kv_heads
+    return [n for n in range(1, divided + 1) if divided % n == 0]
+
+
+def require_tensor_ranks(m: MPTConfig, tp: int, sequence_parallel: bool = False) -> None:
+    """UserError if a model cannot be cut for tp tensor ranks, as tensor_parallel.py says."""
+    possible = tensor_ranks(m)
+    name = "n_heads" if m.n_heads % tp else "kv_n_heads"
+    heads = m.n_heads if m.n_heads % tp else m.n_kv_heads
+    fix = f"tp can be {', '.join(map(str, possible))}"
+    require(tp in possible, f"tp {tp} does not divide {name} {heads}: {fix}")
+    if sequence_parallel:
+        require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
+        problem = f"tp {tp} does not divide max_seq_len {m.max_seq_len}"
+        require(m.max_seq_len % tp == 0, f"sequence_parallel: {problem}")
+
+
 # --------------------------------------------------------------------------------------------------
 # Activations of a block
 
 
-def saved_by_block(m: MPTConfig, precision: str = "bf16", tp: int = 1) -> dict[str, int]:
+def saved_by_block(
+    m: MPTConfig, precision: str = "bf16", tp: int = 1, sequence_parallel: bool = False
+) -> dict[str, int]:
     """{tensor: bytes per token} that a block keeps for its backward if nothing is recomputed.
 
-    For one of `tp` tensor-parallel ranks. This is equation 2 in section 4.2.1 of Korthikanti et al.
-    (2205.05198) without dropout and scores: 8 d_model bytes on every rank, 24 d_model over tp.
+    For one of `tp` tensor ranks. In 16 bits, 8 d_model on every rank and 24 d_model over tp, as
+    equation 2 in section 4.2.1 of Korthikanti et al. (2205.05198) without dropout and scores. With
+    sequence parallelism, 4 d_model on every rank: a linear layer keeps the tokens that it has
+    gathered. (Theirs keeps 1/tp of them, and gathers again in the backward.)
     """
     w = width(precision)
     d = m.d_model
-    kv = m.n_kv_heads * m.head_dim  # width of all keys, and of all values
+    part = widths(m, tp)
+    parts_of_tokens = tp if sequence_parallel else 1  # between the layers
 
-    norm_in_fp32 = w == 2 and m.norm_type == "layernorm"  # then it keeps its input in fp32
-    norm_input = (4 if norm_in_fp32 else w) * d
-    normed_qk = (w + (4 if norm_in_fp32 else 0)) * (d + kv) // tp
+    norm_input = norm_width(m, precision) * d // parts_of_tokens
     qkv_copies = 2 if m.clip_qkv else 1  # q, k, v are views of Wqkv's output; clamp makes a copy
-    repeats_kv = kv < d and m.attn_impl != "triton" and not m.alibi
+    repeats_kv = part.kv < part.q and m.attn_impl != "triton" and not m.alibi
+    if repeats_kv and m.qk_ln and norms_copy_qk(m, precision, tp):
+        qkv_copies -= 1  # attention has copies of v, too: nothing needs the views
     return {
         "norm_1's input": norm_input,
         "Wqkv's input": w * d,  # a linear layer keeps its input for the gradient of its weight
-        "Wqkv's output": w * (d + 2 * kv) // tp * qkv_copies,
-        "normed q and k": normed_qk if m.qk_ln else 0,
-        "repeated k and v": 2 * w * d // tp if repeats_kv else 0,
-        "attention's output": w * d // tp,  # also out_proj's input
-        "logsumexp": 4 * m.n_heads // tp,
+        "Wqkv's output": w * (part.q + 2 * part.kv) * qkv_copies,
+        "normed q and k": normed_qk(m, precision, tp, repeats_kv) if m.qk_ln else 0,
+        "repeated k and v": 2 * w * part.q if repeats_kv else 0,
+        "attention's output": w * part.q,  # also out_proj's input
+        "logsumexp": 4 * part.heads,
         "norm_2's input": norm_input,
         "up_proj's input": w * d,
-        "GELU's input": w * m.hidden_dim // tp,
-        "down_proj's input": w * m.hidden_dim // tp,
-        "norms' mean, 1/std": 16,
+        "GELU's input": w * part.hidden,
+        "down_proj's input": w * part.hidden,
+        "norms' mean, 1/std": 16 // parts_of_tokens,
     }
 
 
+def normed_qk(m: MPTConfig, precision: str, tp: int, repeats_kv: bool) -> int:
+    """Bytes per token of what qk_ln's norms keep, and of what attention keeps of their outputs.
+
+    A norm over several tensor ranks keeps its input less the mean, and that times 1/std, in fp32.
+    """
+    w = width(precision)
+    part = widths(m, tp)
+    whole = 4 if norm_width(m, precision) > w else 0  # else its input, which is Wqkv's output
+    of_q = 8 if tp > 1 else whole
+    of_k = whole if m.n_kv_heads == 1 else of_q
+    return part.q * (of_q + w) + part.kv * (of_k + (0 if repeats_kv else w))
+
+
+def norms_copy_qk(m: MPTConfig, precision: str, tp: int) -> bool:
+    """Whether neither of qk_ln's norms keeps its input as it is."""
+    both_are_cut = tp > 1 and m.n_kv_heads > 1
+    return both_are_cut or norm_width(m, precision) > width(precision)
+
+
 def kept_by_block(
-    m: MPTConfig, activation_checkpointing: str, precision: str = "bf16", tp: int = 1
+    m: MPTConfig,
+    activation_checkpointing: str,
+    precision: str = "bf16",
+    tp: int = 1,
+    sequence_parallel: bool = False,
 ) -> int:
     """Bytes per token that a block keeps from its forward to its backward, on one of `tp` ranks.
 
     With "full" only the block's input; with "selective" also the outputs of its linear layers and
-    of attention.
+    of attention. Those of out_proj and down_proj are this rank's share of a sum for all tokens.
     """
-    saved = saved_by_block(m, precision, tp)
+    saved = saved_by_block(m, precision, tp, sequence_parallel)
     if activation_checkpointing == "none":
         return sum(saved.values())
 
-    block_input = width(precision) * m.d_model
+    w = width(precision)
+    block_input = w * m.d_model // (tp if sequence_parallel else 1)
     if activation_checkpointing == "full":
         return block_input
 
-    wqkv_output = width(precision) * (m.n_heads + 2 * m.n_kv_heads) * m.head_dim // tp
+    part = widths(m, tp)
+    wqkv_output = w * (part.q + 2 * part.kv)
     up_proj_output = saved["GELU's input"]
-    out_proj_output = down_proj_output = block_input  # as wide as the residual stream
+    out_proj_output = down_proj_output = w * m.d_model  # as wide as the residual stream
     linears = wqkv_output + out_proj_output + up_proj_output + down_proj_output
     return block_input + linears + saved["attention's output"] + saved["logsumexp"]
 
@@ -113,15 +198,17 @@ def kept_by_block(
 # How ranks divide model and batch
 
 
-def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tuple[int, int]:
+def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, pp: int) -> tuple[int, int]:
     """(data-parallel ranks that share one copy of the state, rows of the batch on each rank).
 
-    ranks: global ranks = data-parallel ranks x tp x pp. Raises UserError if these do not divide
+    ranks: global ranks = data-parallel ranks x cfg.tp x pp. Raises UserError if these do not divide
     the model or the batch.
     """
+    tp = cfg.tp
     for name, n in {"ranks": ranks, "tp": tp, "pp": pp}.items():
         require(n > 0, f"{name} must be at least 1, not {n}")
-    require_divisible(m, tp, pp)
+    require_tensor_ranks(m, tp, cfg.sequence_parallel)
+    require(m.n_layers % pp == 0, f"n_layers {m.n_layers} is not a multiple of pp {pp}")
 
     dp, rest = divmod(ranks, tp * pp)
     require(rest == 0, f"{ranks} global ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
@@ -141,19 +228,6 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, tp: int, pp: int) -> tupl
     return shard_ranks, rows
 
 
-def require_divisible(m: MPTConfig, tp: int, pp: int) -> None:
-    """UserError if tp does not divide the widths of the model, or pp its layers."""
-    divided_by_tp = {
-        "n_heads": m.n_heads,
-        "kv_n_heads": m.n_kv_heads,
-        "hidden width": m.hidden_dim,
-        "vocab_size": m.vocab_size,
-    }
-    for name, n in divided_by_tp.items():
-        require(n % tp == 0, f"{name} {n} is not a multiple of tp {tp}")
-    require(m.n_layers % pp == 0, f"n_layers {m.n_layers} is not a multiple of pp {pp}")
-
-
 # --------------------------------------------------------------------------------------------------
 # One step on one rank
 
@@ -162,40 +236,43 @@ class StepMemory:
     """Bytes of a training step on one rank of pipeline stage `stage`, for one of its microbatches.
 
     That is the last microbatch of the step; with a pipeline, one from the middle.
-    ranks: global ranks = data-parallel ranks x tp x pp. Raises UserError if they do not divide the
-    model or the batch, and for settings that have no formula here.
+    ranks: global ranks = data-parallel ranks x cfg.tp x pp. Raises UserError if they do not divide
+    the model or the batch, and for settings that have no formula here.
 
-    tp  As in Megatron (1909.08053, section 3): heads, hidden width and vocabulary are divided by
-        tp. Norms, positions, the biases of out_proj and down_proj and the inputs of norms and
-        linear layers are whole on every rank: no sequence parallelism. The chunks of the loss have
-        as many rows as without tp.
+    tp  As tensor_parallel.py does it: heads, hidden width and vocabulary are divided by cfg.tp.
+        Norms, positions, the biases of out_proj and down_proj and the inputs of norms and linear
+        layers are whole on every rank. With cfg.sequence_parallel the inputs of norms and the
+        residual stream are divided, too. The chunks of the loss have about tp times as many rows.
     pp  1F1B (PipeDream-flush, 2006.09503; 2104.04473, section 2.2). A stage has n_layers / pp
         blocks. Beside its own microbatch it keeps the activations of those that later stages have
         not sent back; the first stage keeps pp microbatches in all. The first stage has the
         embeddings; the last has the final norm, the loss and its own copy of a tied embedding.
 
-    With more than one rank the model is under fully_shard, even if there is one data-parallel rank.
-    In a full pipeline, gradients that wait for the last microbatch (ZERO1, DDP) are counted beside
-    all microbatches in flight, which is slightly too much.
+    With several data-parallel ranks the model is under fully_shard. In a full pipeline, gradients
+    that wait for the last microbatch (ZERO1, DDP) are counted beside all microbatches in flight,
+    which is slightly too much.
     """
 
-    def __init__(
-        self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1, stage=0
-    ):
-        self.shard_ranks, rows = layout(m, cfg, ranks, tp, pp)
+    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1, stage=0):
+        self.shard_ranks, rows = layout(m, cfg, ranks, pp)
         require_countable(m, cfg)
 
         self.m = m
-        self.ranks = ranks
-        self.tp = tp
+        self.dp = ranks // (cfg.tp * pp)  # data-parallel ranks
+        self.tp = cfg.tp
+        self.is_sequence_parallel = cfg.sequence_parallel
+        self.part = widths(m, cfg.tp)
         self.width = width(precision)
-        self.has_loss_kernel = cfg.device not in ("cpu", "mps")
+        self.has_loss_kernel = cfg.device not in ("cpu", "mps") and cfg.tp == 1
         self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
         self.is_first = stage == 0
         self.is_last = stage == pp - 1
         self.n_layers = m.n_layers // pp
         self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
         self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
+        self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
+        # The share of the tokens that a rank has between the layers is 1 / this.
+        self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1
 
         self.count_parameters(pp)
         self.count_activations(cfg, precision, rows, pp, stage)
@@ -206,25 +283,22 @@ class StepMemory:
 
         The embedding has the size of the weight that the loss multiplies with (W in loss.py).
         """
-        m = self.m
-        parts = flops.params_by_part(m)
-        per_norm = 1 if m.no_bias else 2  # tensors: weight and bias
+        m, part = self.m, self.part
+        d = m.d_model
+        has_bias = 0 if m.no_bias else 1
 
-        self.n_embedding = parts["wte"] // self.tp
+        self.n_embedding = part.vocab * d
         has_own_head = pp > 1 or not m.tie_word_embeddings
         self.n_outside = 0
         if self.is_first:
-            self.n_outside += self.n_embedding + parts["wpe"]
+            self.n_outside += self.n_embedding + flops.params_by_part(m)["wpe"]
         if self.is_last:
-            self.n_outside += (self.n_embedding if has_own_head else 0) + m.d_model * per_norm
+            self.n_outside += (self.n_embedding if has_own_head else 0) + d * (1 + has_bias)
 
-        qk_norms = (m.n_heads + m.n_kv_heads) * m.head_dim if m.qk_ln else 0
-        undivided = (2 * m.d_model + qk_norms) * per_norm
-        if not m.no_bias:
-            undivided += 2 * m.d_model  # biases of out_proj and down_proj
-        all_outside = parts["wte"] + parts["wpe"] + parts["lm_head"] + m.d_model * per_norm
-        whole_block = (flops.n_params(m) - all_outside) // m.n_layers
-        self.n_block = undivided + (whole_block - undivided) // self.tp
+        columns = (part.q + 2 * part.kv + part.hidden) * (d + has_bias)  # Wqkv, up_proj
+        rows = (part.q + part.hidden) * d + 2 * d * has_bias  # out_proj, down_proj
+        norms = (2 * d + (part.q + part.kv if m.qk_ln else 0)) * (1 + has_bias)
+        self.n_block = columns + rows + norms
 
         self.n_params = self.n_outside + self.n_layers * self.n_block
 
@@ -234,9 +308,14 @@ class StepMemory:
         blocks = range(stage * self.n_layers, (stage + 1) * self.n_layers)
         self.recomputed = [mode != "none" and i % cfg.recompute_every == 0 for i in blocks]
 
-        self.saved_bytes = self.tokens * kept_by_block(self.m, "none", precision, self.tp)
-        small = self.tokens * kept_by_block(self.m, mode, precision, self.tp)
+        split = (precision, cfg.tp, cfg.sequence_parallel)
+        self.saved_bytes = self.tokens * kept_by_block(self.m, "none", *split)
+        small = self.tokens * kept_by_block(self.m, mode, *split)
         self.kept_bytes = [small if again else self.saved_bytes for again in self.recomputed]
+        # What a block has computed again, just before its backward. With "selective", the output of
+        # down_proj is kept, but nothing needs it.
+        self.again_bytes = self.saved_bytes - small
+        self.again_bytes += self.residual_bytes if mode == "selective" else 0
 
         # Other microbatches in the pipeline, no more than the batch has.
         rows_in_flight = min((pp - stage) * cfg.microbatch_size, rows)
@@ -246,14 +325,14 @@ class StepMemory:
     def count_gradients(self, cfg: TrainConfig, rows: int) -> None:
         """Set the bytes of gradients that wait: from earlier microbatches, and of the loss's W."""
         self.accumulates = rows > cfg.microbatch_size  # over several microbatches
-        held_whole = self.ranks > 1 and cfg.sharding_mode.reduces_late
+        held_whole = self.dp > 1 and cfg.sharding_mode.reduces_late
         bytes_each = 4 if held_whole else 4 / self.shard_ranks
         self.waiting_bytes = bytes_each if self.accumulates else 0  # per parameter
 
         # The gradient of W has W's dtype. It waits for the tied embedding's gradient, or to be
         # reduced over the ranks. On one rank without tying it is added to .grad directly.
-        self.head_grad_width = self.width if self.ranks > 1 else 4
-        added_directly = self.accumulates and self.ranks == 1 and not self.m.tie_word_embeddings
+        self.head_grad_width = self.width if self.dp > 1 else 4
+        added_directly = self.accumulates and self.dp == 1 and not self.m.tie_word_embeddings
         waits = self.is_last and not added_directly
         self.head_grad_bytes = self.head_grad_width * self.n_embedding if waits else 0
 
@@ -282,10 +361,11 @@ class StepMemory:
 
         blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
         gathered at this moment, if it frees blocks after use; else it has gathered them all.
-        On one rank: bf16 copies for blocks that are not recomputed. Autocast makes them, and the
-        graph keeps them, or parallel.weights_cast_once keeps them for all microbatches of a step.
+        On one data-parallel rank: bf16 copies for blocks that are not recomputed. Autocast makes
+        them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
+        microbatches of a step.
         """
-        if self.ranks > 1:
+        if self.dp > 1:
             n_gathered = min(gathered, blocks_waiting) if self.frees_weights else blocks_waiting
             return self.width * (self.n_outside + self.n_block * n_gathered)
         if self.width == 2:
@@ -296,42 +376,64 @@ class StepMemory:
     def loss_forward(self) -> dict[str, int]:
         """Bytes by part while one chunk of logits after another is computed."""
         in_bf16 = self.width == 2
-        chunk = self.bytes_per_logit() * self.m.vocab_size // self.tp * self.chunk_rows()
-
         copies = self.copies(self.n_layers)
         if self.shard_ranks > 1:  # the buffer of the last gather is kept until the next one
             copies += self.width * self.n_block
-        elif self.ranks == 1 and in_bf16:  # the loss makes its own copy of W
+        elif self.dp == 1 and in_bf16:  # the loss makes its own copy of W
             copies += 2 * self.n_embedding
 
-        # As large as the residual stream: norm_f's input, its output and the output's gradient.
+        # norm_f's input and output, what is gathered of that, and the gradient for it. The loss
+        # makes a bf16 copy of an fp32 output.
+        inputs = 2 * self.norm_bytes // self.parts_of_tokens + self.residual_bytes
+        if self.is_sequence_parallel:
+            inputs += self.norm_bytes
+        if self.norm_bytes > self.residual_bytes:
+            inputs += self.residual_bytes
         # As large as the embedding: the gradient of W in fp32.
-        loss = 3 * self.residual_bytes + 4 * self.n_embedding + chunk
+        loss = inputs + 4 * self.n_embedding + self.chunk_bytes()
         return self.parts_at(self.n_layers, 0, copies, loss)
 
     def chunk_rows(self) -> int:
         """Tokens in a chunk of the loss, as in loss.py."""
-        rows = max(1, CHUNK_BYTES // (4 * self.m.vocab_size))
+        rows = max(1, CHUNK_BYTES // (4 * self.part.vocab))
         rows -= rows % 128 if rows > 128 else 0
         if self.has_loss_kernel:
             rows = max(rows, KERNEL_ROWS)
         return min(rows, self.tokens)
 
-    def bytes_per_logit(self) -> int:
-        """Of a chunk of the loss, where it takes the most."""
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk of the loss, where it takes the most."""
+        rows = self.chunk_rows()
+        logits = rows * self.part.vocab
         if self.has_loss_kernel:
-            return self.width  # the logits, which become their gradient
-        # bf16: logits 2, their fp32 copy 4, log-probabilities 4.
-        # fp32: logits 4, log-probabilities 4.
-        return 10 if self.width == 2 else 8
+            return self.width * logits  # the logits, which become their gradient
+
+        # bf16: logits 2, their fp32 copy 4, log-probabilities 4. With tensor parallelism: logits in
+        # fp32 4, their gradient 4, and in bf16 2.
+        # fp32: logits 4, log-probabilities or gradient 4.
+        bytes_each = 10 if self.width == 2 else 8
+        if self.tp == 1:
+            return bytes_each * logits
+        # The gradient of a chunk's logits lives on while the next chunk is computed. Its products
+        # with x and with W are made in one piece each.
+        rows_of_next = min(rows, self.tokens - rows)
+        later = bytes_each * rows_of_next * self.part.vocab + self.width * logits
+        products = self.width * self.m.d_model * max(rows, self.part.vocab)
+        return max(bytes_each * logits, later, self.width * logits + products)
 
     def loss_backward(self) -> dict[str, int]:
-        """Bytes by part while the gradient of W is multiplied by the incoming gradient.
+        """Bytes by part while the gradients of x and of W are multiplied by the incoming gradient.
 
-        Alive are W's gradient (with an fp32 copy if it is bf16), the product, and x's gradient.
+        First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then
+        W's: with the product, and a bf16 copy of one of them if it is bf16.
         """
+        kept_width = 4 if self.tp > 1 else self.head_grad_width
+        copies_of_x = 5 if self.width == 2 else 2
+        during_x = copies_of_x * self.residual_bytes + kept_width * self.n_embedding
         bytes_each = 10 if self.head_grad_width == 2 else 8
-        loss = 3 * self.residual_bytes + bytes_each * self.n_embedding
+        both_of_x = self.residual_bytes + self.norm_bytes
+        during_w = both_of_x + bytes_each * self.n_embedding
+        loss = self.norm_bytes // self.parts_of_tokens + max(during_x, during_w)
         return self.parts_at(self.n_layers, 0, self.copies(self.n_layers, 1), loss)
 
     def block_backward(self, i: int) -> dict[str, int]:
@@ -340,33 +442,51 @@ class StepMemory:
         The workspace peaks either at the block's first matmuls, those of down_proj, while its input
         is still alive, or when the block's gradients are reduced.
         """
-        # down_proj's backward: the gradients of x, of GELU's output and of the weight.
-        hidden_and_weight = (self.tokens + self.m.d_model) * self.m.hidden_dim
-        matmuls = self.residual_bytes + self.width * hidden_and_weight // self.tp
+        # down_proj's backward: the gradients of x, of GELU's output and of the weight. Sequence
+        # parallelism first gathers that of x for all tokens: in parts, which then are joined.
+        hidden_and_weight = self.width * (self.tokens + self.m.d_model) * self.part.hidden
+        gradient = self.residual_bytes // self.parts_of_tokens
+        matmuls = gradient + hidden_and_weight
+        if self.is_sequence_parallel:
+            matmuls = gradient + self.residual_bytes + max(hidden_and_weight, self.residual_bytes)
         copies = self.copies(i + 1, 2)  # the next block is gathered meanwhile
         if self.recomputed[i]:
-            matmuls += self.saved_bytes - self.kept_bytes[i]
-            copies += 2 * self.n_block if self.ranks == 1 and self.width == 2 else 0
+            matmuls += self.again_bytes
+            copies += 2 * self.n_block if self.dp == 1 and self.width == 2 else 0
 
         reduction = 0
-        if self.ranks > 1:  # gradients are copied into one fp32 buffer, kept until the next block's
+        if self.dp > 1:  # gradients are copied into one fp32 buffer, kept until the next block's
             matmuls += 4 * self.n_block if i + 1 < self.n_layers else 0
             reduction = (self.width + 4) * self.n_block - self.kept_bytes[i]
 
         params_done = self.n_block * (self.n_layers - 1 - i)
-        workspace = max(matmuls, reduction)
+        final_norm = 0
+        if self.is_last and i + 1 == self.n_layers:
+            # norm_f's backward comes before: its input, and the gradients of its output and input.
+            # With tensor parallelism all ranks sum the second, which takes a copy.
+            final_norm = 2 * self.norm_bytes // self.parts_of_tokens
+            final_norm += self.norm_bytes * (2 if self.is_sequence_parallel else 1)
+        workspace = max(matmuls, reduction, final_norm)
         return self.parts_at(i + 1, params_done, copies, self.head_grad_bytes, workspace)
 
     def embedding_backward(self) -> dict[str, int]:
         """Bytes by part while the two gradients of a tied embedding are added.
 
-        With several ranks the gradients of all weights outside blocks are then reduced.
+        Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes
+        a copy. With several data-parallel ranks the gradients of all weights outside blocks are
+        then reduced.
         """
         copies = self.copies(0)
         workspace = 0
         if self.is_first:
-            workspace = self.head_grad_width * self.n_embedding + self.residual_bytes
-        if self.ranks > 1:  # gradients, the fp32 buffer that is reduced, and its result
+            gradient = self.head_grad_width * self.tokens * self.m.d_model
+            workspace = self.head_grad_width * self.n_embedding + gradient
+            if self.tp > 1:
+                of_own_tokens = gradient // self.tp if self.is_sequence_parallel else 0
+                workspace = max(workspace, 2 * gradient + of_own_tokens)
+        if self.dp > 1:
+            workspace += 4 * self.n_block  # the buffer of the first block's gradients
+            # Gradients, the fp32 buffer that is reduced, and its result.
             bytes_each = self.width + 4 + 4 / self.shard_ranks
             reduction = bytes_each * self.n_outside - self.head_grad_bytes - copies
             workspace = max(workspace, reduction)
@@ -410,38 +530,38 @@ def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
 
 
 def worst_stage(
-    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, tp: int, pp: int
+    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, pp: int
 ) -> tuple[int, dict[str, dict[str, int]]]:
     """The pipeline stage with the highest peak, and its `StepMemory.moments`."""
-    stages = [StepMemory(m, cfg, ranks, precision, tp, pp, stage).moments() for stage in range(pp)]
+    stages = [StepMemory(m, cfg, ranks, precision, pp, stage).moments() for stage in range(pp)]
     peaks = [max(sum(parts.values()) for parts in moments.values()) for moments in stages]
     stage = peaks.index(max(peaks))
     return stage, stages[stage]
 
 
 def bytes_by_moment(
-    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1
+    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1
 ) -> dict[str, dict[str, int]]:
     """{moment: {part: bytes}} of one rank, in the order of the step.
 
-    ranks: global ranks = data-parallel ranks x tp x pp. With a pipeline, the stage with the highest
-    peak is shown. Raises UserError as `StepMemory` does.
+    ranks: global ranks = data-parallel ranks x cfg.tp x pp. With a pipeline, the stage with the
+    highest peak is shown. Raises UserError as `StepMemory` does.
     """
-    return worst_stage(m, cfg, ranks, precision, tp, pp)[1]
+    return worst_stage(m, cfg, ranks, precision, pp)[1]
 
 
-def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", tp=1, pp=1) -> dict:
+def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1) -> dict:
     """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its name, "moment".
 
     Arguments and errors as in `bytes_by_moment`.
     """
-    moments = bytes_by_moment(m, cfg, ranks, precision, tp, pp)
+    moments = bytes_by_moment(m, cfg, ranks, precision, pp)
     name = max(moments, key=lambda name: sum(moments[name].values()))
     return {**moments[name], "peak": sum(moments[name].values()), "moment": name}
 
 
 def largest_microbatch(
-    m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16", tp=1, pp=1
+    m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16", pp=1
 ) -> int:
     """The largest microbatch, in sequences, whose peak fits into `ROOM` of the device's memory.
 
@@ -450,12 +570,12 @@ def largest_microbatch(
     """
     memory = device.memory_gb * 2**30 if isinstance(device, devices.Device) else device
     require(memory > 0, "the memory of this device is not known: give its bytes")
-    _, rows = layout(m, cfg, ranks, tp, pp)
+    _, rows = layout(m, cfg, ranks, pp)
 
     def too_large(size: int) -> bool:
         """Does the peak of this microbatch exceed the room?"""
         trial = replace(cfg, microbatch_size=size)
-        return bytes_by_part(m, trial, ranks, precision, tp, pp)["peak"] > ROOM * memory
+        return bytes_by_part(m, trial, ranks, precision, pp)["peak"] > ROOM * memory
 
     # All rows at once may take less than rows - 1: no gradients wait for another microbatch.
     if not too_large(rows):
@@ -470,14 +590,14 @@ def largest_microbatch(
 
 def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
     """The table of the moments side by side, in GB (10^9 bytes), as text."""
-    setup = (m, cfg, args.ranks, precision, args.tp, args.pp)
+    setup = (m, cfg, args.ranks, precision, args.pp)
     stage, moments = worst_stage(*setup)
     peak = bytes_by_part(*setup)
 
-    dp = args.ranks // (args.tp * args.pp)
+    dp = args.ranks // (cfg.tp * args.pp)
     split = f"{args.ranks} ranks of {cfg.sharding}" if args.ranks > 1 else "1 rank, nothing sharded"
     if dp < args.ranks:
-        split += f": tp {args.tp} x pp {args.pp} x dp {dp}"
+        split += f": tp {cfg.tp} x pp {args.pp} x dp {dp}"
     if args.pp > 1:
         split += f", stage {stage} of 0 to {args.pp - 1}"
     batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
@@ -506,9 +626,9 @@ def device_lines(args: MemoryArgs, m: MPTConfig, cfg: TrainConfig, precision: st
     if args.device in devices.THIS_MACHINE:
         return []
     device = devices.by_name(args.device)
-    split = (args.ranks, precision, args.tp, args.pp)
+    split = (args.ranks, precision, args.pp)
     peak = bytes_by_part(m, cfg, *split)["peak"] / 2**30
-    _, rows = layout(m, cfg, args.ranks, args.tp, args.pp)
+    _, rows = layout(m, cfg, args.ranks, args.pp)
     lines = [
         f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB",
         "",

@@ -1,6 +1,6 @@
 """The search for a layout: all ways to put a model on a fleet, and the fastest that fits.
 
-    for tp x pp, the smallest product first        tp divides heads, vocabulary, width; pp layers
+    for tp x pp, the smallest product first        tp divides heads, pp layers
         for every sharding mode and every activation checkpointing mode
             for microbatches of all sequences that fit, a half, a quarter, and one
                 bytes of a rank (memory.py), seconds of a step (step_time.py)
@@ -15,7 +15,6 @@ to see all layouts side by side.
 """
 
 import itertools
-import math
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -126,13 +125,21 @@ class Plan:
 def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
     """The plan of this layout. Raises UserError if it is impossible."""
     seconds = StepTime(m, cfg, fleet, c, trainer).parts()
-    n_bytes = memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.tp, fleet.pp)
+    n_bytes = memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.pp)
     return Plan(m, cfg, fleet, seconds, n_bytes)
 
 
 def divisors(n: int, at_most: int) -> list[int]:
     """The divisors of n up to `at_most`."""
     return [i for i in range(1, min(n, at_most) + 1) if n % i == 0]
+
+
+def tensor_ranks(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> list[int]:
+    """The tp to try: teams within a node."""
+    possible = [tp for tp in memory.tensor_ranks(m) if tp <= fleet.node_size]
+    if cfg.sequence_parallel:
+        possible = [tp for tp in possible if m.max_seq_len % tp == 0]
+    return possible
 
 
 def model_splits(
@@ -146,8 +153,7 @@ def model_splits(
     divides = m.n_layers % interleave == 0
     require(divides, f"n_layers {m.n_layers} is not a multiple of interleave {interleave}")
 
-    divided_by_tp = math.gcd(m.n_kv_heads, m.vocab_size, m.hidden_dim)
-    tps = [asked.tp] if asked.tp != "auto" else divisors(divided_by_tp, fleet.node_size)
+    tps = [asked.tp] if asked.tp != "auto" else tensor_ranks(m, cfg, fleet)
     pps = [asked.pp] if asked.pp != "auto" else divisors(m.n_layers // interleave, n)
     splits = [(tp, pp) for tp, pp in itertools.product(tps, pps) if n % (tp * pp) == 0]
     require(splits, f"{n} devices are not a multiple of tp {asked.tp} x pp {asked.pp}")
@@ -205,9 +211,7 @@ def microbatch_sizes(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: F
     """The microbatches to try: what fits, a half and a quarter of it, and one sequence."""
     if asked.microbatch_size != "auto":
         return [asked.microbatch_size]
-    most = memory.largest_microbatch(
-        m, cfg, fleet.device, fleet.devices, "bf16", fleet.tp, fleet.pp
-    )
+    most = memory.largest_microbatch(m, cfg, fleet.device, fleet.devices, "bf16", fleet.pp)
     return [size for size in {most, most // 2, most // 4, 1} if size > 0]
 
 
@@ -220,7 +224,8 @@ def plans(
         found = []
         for tp, pp in same_product:
             split_fleet = replace(fleet, tp=tp, pp=pp)
-            for layout in layouts(m, cfg, asked, split_fleet):
+            split_cfg = replace(cfg, tp=tp, sequence_parallel=cfg.sequence_parallel and tp > 1)
+            for layout in layouts(m, split_cfg, asked, split_fleet):
                 found.append(evaluate(m, layout, split_fleet, c, trainer))
         yield found
 

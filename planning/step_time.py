@@ -10,7 +10,7 @@ One microbatch on one stage takes
                           area = tokens x width on this device
               attention   FLOPs of a causal flash kernel / (the kernels' share of the peak x peak)
               memory      bytes of norms, GELU, residuals, logits and FSDP's copies / bandwidth
-              tensor      all-reduces of tensor parallelism, which no computation hides
+              tensor      what tensor ranks send each other, which no computation hides
     traffic   FSDP's gathers and reductions, each: bytes x (n - 1) / n / bandwidth + hop x (n - 1)
     together  (compute^q + traffic^q)^(1/q): q = 1 overlaps nothing, a large q everything
 
@@ -68,11 +68,14 @@ class Trainer:
     # Memory traffic of the loss for each logit, beside the matmuls. gpu_kernels/cross_entropy.py
     # reads a bf16 logit twice and writes its gradient over it.
     logit_bytes: int = 6
+    # The same where tensor ranks share the vocabulary. tensor_parallel.py has no kernel: it reads a
+    # bf16 logit and writes its gradient, and reads or writes fp32 ones 16 times in between.
+    cut_logit_bytes: int = 68
 
 
 OURS = Trainer()
 # LLM Foundry: amp_bf16, FSDP's PURE; logits in bf16 and fp32, in both passes.
-FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4, logit_bytes=24)
+FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4, logit_bytes=24, cut_logit_bytes=24)
 
 
 @dataclass(frozen=True)
@@ -158,14 +161,15 @@ class StepTime:
 
     def matmuls(self) -> float:
         """Linear layers and logits: three forwards each, and what is recomputed."""
-        m = self.m
-        parts = flops.params_by_part(m)
-        linears = sum(parts[name] for name in ("Wqkv", "out_proj", "up_proj", "down_proj"))
-        blocks = linears / self.fleet.pp
-        weights = (3 + self.matmuls_again) * blocks + 3 * m.vocab_size * m.d_model
-        work = 2 * self.tokens * weights / self.fleet.tp
+        return self.matmul_flops() / self.matmul_rate() * self.c.pace
 
-        return work / self.matmul_rate() * self.c.pace
+    def matmul_flops(self) -> float:
+        """The FLOPs of one rank's matmuls with weights."""
+        d = self.m.d_model
+        part = memory.widths(self.m, self.fleet.tp)
+        block = d * (2 * part.q + 2 * part.kv + 2 * part.hidden)
+        weights = (3 + self.matmuls_again) * self.layers * block + 3 * part.vocab * d
+        return 2 * self.tokens * weights
 
     def matmul_rate(self) -> float:
         """The FLOP/s that matmuls reach on one device."""
@@ -192,17 +196,19 @@ class StepTime:
     def memory(self) -> float:
         """Everything that reads and writes more than it computes.
 
-        A third of a block's traffic is norms and residuals, which tensor parallelism does not
-        divide. The constants were fitted to MPT's usual shape; for other shapes, traffic grows with
-        the activations that a block keeps.
+        A third of a block's traffic is norms and residuals, which tensor parallelism divides only
+        if it is sequence parallel. The constants were fitted to MPT's usual shape; for other
+        shapes, traffic grows with the activations that a block keeps.
         """
         m, c, tp = self.m, self.c, self.fleet.tp
         usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
         shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
         residual = KEPT[self.trainer.residual_bytes]
         traffic = c.block_bytes * shape * residual / KEPT[4] * (1 + self.norms_again / 3)
-        blocks = self.layers * m.d_model * traffic * (1 / 3 + 2 / 3 / tp)
-        logits = m.vocab_size * self.trainer.logit_bytes / tp
+        share = 1 / tp if self.cfg.sequence_parallel else 1 / 3 + 2 / 3 / tp
+        blocks = self.layers * m.d_model * traffic * share
+        logit_bytes = self.trainer.cut_logit_bytes if tp > 1 else self.trainer.logit_bytes
+        logits = memory.widths(m, tp).vocab * logit_bytes
 
         gathers = not self.mode.reduces_late and self.shard_ranks > 1
         copies = c.copy_bytes * self.n_params * (1 if gathers else 1 / 3)  # else gradients only
@@ -210,9 +216,34 @@ class StepTime:
         return (self.tokens * (blocks + logits) + copies) / bandwidth * c.pace
 
     def tensor(self) -> float:
-        """Two all-reduces a layer, forward and backward each, of the residual stream in bf16."""
-        calls = 2 * (2 + self.matmuls_again) * self.layers
-        return calls * 2 * self.ring(2 * self.tokens * self.m.d_model, self.fleet.tp, 1, 1)
+        """What the tensor ranks that share a layer send each other."""
+        seconds = 0.0
+        for size, calls in self.tensor_traffic().items():
+            seconds += calls * self.ring(size, self.fleet.tp, 1, 1)
+        return seconds
+
+    def tensor_traffic(self) -> dict[float, float]:
+        """{bytes: how many all-gathers and reduce-scatters of this size in all}.
+
+        An all-reduce counts as two of them. The residual stream goes around in bf16: in each layer
+        two all-reduces forward and two backward, and one each for the embedding and the loss. With
+        sequence parallelism, gathers and scatters of the same size take their place. A recomputed
+        block repeats its forward up to down_proj's input. qk_ln sums the mean and the variance.
+        Left out, since they are small: the statistics of the loss, the gradients of norms. With
+        norm_type=layernorm what enters linear layers is sent in fp32, twice the bytes here.
+        """
+        stream = 2 * self.tokens * self.m.d_model
+        again = 3 if self.cfg.sequence_parallel else 2
+        calls = (8 + again * self.norms_again) * self.layers
+        calls += 2  # the loss
+        if self.fleet.pp == 1:
+            # The embedding; one data-parallel rank alone has its rows in fp32.
+            calls += 2 if self.fleet.dp > 1 else 4
+        traffic = {stream: calls}
+        if self.m.qk_ln:
+            norms = 1 if self.m.n_kv_heads == 1 else 2  # a single head of keys is not cut
+            traffic[4 * self.tokens] = 4 * norms * (2 + self.norms_again) * self.layers
+        return traffic
 
     # Traffic
 
@@ -303,8 +334,7 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
     pieces = fleet.pp * fleet.interleave
     divides = m.n_layers % pieces == 0
     require(divides, f"n_layers {m.n_layers} is not a multiple of pp x interleave = {pieces}")
-    divides = m.n_heads % fleet.tp == 0
-    require(divides, f"n_heads {m.n_heads} is not a multiple of tp {fleet.tp}")
+    memory.require_tensor_ranks(m, fleet.tp, cfg.sequence_parallel)
     return rows
 
 
@@ -332,9 +362,8 @@ class FleetArgs:
 
 @dataclass
 class SplitArgs:
-    """How the model is split over devices."""
+    """How the model is split over devices, beside tp."""
 
-    tp: int = 1  # tensor-parallel ranks
     pp: int = 1  # pipeline stages
     interleave: int = 1  # pieces of the model on each stage
 
@@ -344,7 +373,7 @@ def main(argv: list[str]) -> None:
     m, cfg, args, split = config.load(argv, MPTConfig, TrainConfig, FleetArgs, SplitArgs)
     device = devices.by_name(args.device)
     fleet = Fleet(
-        device, args.devices, args.node_size, args.network, split.tp, split.pp, split.interleave
+        device, args.devices, args.node_size, args.network, cfg.tp, split.pp, split.interleave
     )
     parts = StepTime(m, cfg, fleet).parts()
     print(f"{flops.n_params(m):,} parameters, {args.devices} x {device.name}, {cfg.sharding}")

@@ -159,13 +159,15 @@ def test_the_least_model_parallelism_that_fits(capsys):
     assert product > 1
     assert found["fits"]
     assert layout["dp"] * product == 1024
-    assert any("no tensor and pipeline parallelism yet" in line for line in found["assumed"])
+    lacks = any("no pipeline parallelism yet: --pp=1" in line for line in found["assumed"])
+    assert lacks == (layout["pp"] > 1)
 
     m, cfg, _ = config.load([*flags, "--attn_impl=sdpa"], MPTConfig, TrainConfig, PlanArgs)
     cfg = replace(cfg, sharding="ZERO1", activation_checkpointing="full", microbatch_size=1)
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)):
         if tp * pp < product:
-            peak = memory.bytes_by_part(m, cfg, 1024, "bf16", tp, pp)["peak"]
+            cut = replace(cfg, tp=tp)
+            peak = memory.bytes_by_part(m, cut, 1024, "bf16", pp)["peak"]
             assert peak > memory.ROOM * 64 * 2**30, (tp, pp)
 
 
@@ -266,6 +268,24 @@ def test_the_flags_of_a_plan_launch_it(capsys):
     assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
 
 
+def test_the_flags_of_a_plan_with_tensor_ranks_launch_it(capsys, tmp_path):
+    """What a config file sets is kept: tp, and sequence parallelism where there is a team."""
+    path = tmp_path / "cut.py"
+    path.write_text(Path(MPT7B).read_text() + "tp = 4\nsequence_parallel = True\n")
+    found = planned(capsys, str(path), "--device=mi250", "--devices=16")
+    assert found["layout"]["tp"] == 4 and found["layout"]["dp"] == 4
+    assert "--tp=4 --sequence_parallel=True" in found["flags"]
+    _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
+    assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
+    assert any("tensor parallelism: bytes" in line for line in found["assumed"])
+    assert "your layout" not in printed(capsys, str(path), "--device=mi250", "--devices=16")
+
+    alone = planned(capsys, str(path), "--device=mi250", "--devices=16", "--tp=1")
+    assert alone["layout"]["sequence_parallel"] is False
+    assert "--tp=1" in alone["flags"] and "sequence_parallel" not in alone["flags"]
+    assert "--tp" not in planned(capsys, str(path), "--device=mi250", "--tp=2", "--pp=2")["flags"]
+
+
 def test_what_is_not_known_is_not_made_up(capsys):
     found = planned(capsys, MPT7B, "--device=tpu-v5p", "--devices=64")
     assert found["mwh"] is None
@@ -283,7 +303,7 @@ MISTAKES = [
     ("MPT7B --device=mi250 --devices=8 --tp=3", "8 devices are not a multiple of tp 3"),
     (
         "MPT7B --device=mi250 --devices=24 --tp=3 --pp=1",
-        "n_heads 32 is not a multiple of tp 3",
+        "tp 3 does not divide n_heads 32: tp can be 1, 2, 4, 8, 16, 32",
     ),
     (
         "MPT7B --device=mi250 --devices=40 --pp=5 --tp=1",

@@ -1,19 +1,23 @@
 """planning/memory.py against arithmetic by hand, what real steps allocate, and the allocator."""
 
 import dataclasses
+import itertools
 import random
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT
 
 import config
 import devices
 import flops
 import loss
+import tensor_parallel
 from bench import memory as memory_measured
 from config import MPTConfig, TrainConfig, UserError
+from model import MPT
 from planning import memory
 
 CONFIGS = ROOT / "configs"
@@ -35,9 +39,9 @@ def run(batch=4, microbatches=1, ranks=1, **more) -> TrainConfig:
     return TrainConfig(microbatch_size=batch, global_batch_size=global_batch_size, **more)
 
 
-def peak(m, cfg, ranks=1, precision="bf16", tp=1, pp=1) -> int:
+def peak(m, cfg, ranks=1, precision="bf16", pp=1) -> int:
     """Bytes of one rank at the peak of the step."""
-    return memory.bytes_by_part(m, cfg, ranks, precision, tp, pp)["peak"]
+    return memory.bytes_by_part(m, cfg, ranks, precision, pp)["peak"]
 
 
 def state(cfg, ranks) -> int:
@@ -121,7 +125,11 @@ def test_more_of_this_means_more_of_that():
 
 
 def test_a_block_over_tensor_parallel_ranks_keeps_what_korthikanti_says():
-    """2205.05198, equation 2: s b h (10 + 24 / t) without scores; the 10 have 2 for dropout."""
+    """2205.05198, equation 2: s b h (10 + 24 / t) without scores; the 10 have 2 for dropout.
+
+    With sequence parallelism equation 4, s b h 34 / t, but that each rank keeps the tokens that it
+    has gathered for two linear layers.
+    """
     d, heads = 2048, 16
     for tp in (1, 2, 4, 16):
         kept = memory.kept_by_block(mpt1b(), "none", tp=tp)
@@ -130,13 +138,30 @@ def test_a_block_over_tensor_parallel_ranks_keeps_what_korthikanti_says():
     # Input, out_proj and down_proj 2 each; over tp: Wqkv 6, attention 2, up_proj 8, logsumexp.
     assert memory.kept_by_block(mpt1b(), "selective", tp=4) == 6 * d + (16 * d + 4 * heads) // 4
 
+    kept = memory.kept_by_block(mpt1b(), "none", tp=4, sequence_parallel=True)
+    assert kept == 4 * d + (28 * d + 4 * heads + 16) // 4
+    assert memory.kept_by_block(mpt1b(), "full", tp=4, sequence_parallel=True) == 2 * d // 4
+
 
 def test_the_backward_of_a_block_over_two_tensor_parallel_ranks():
     """Gradients of x, GELU's output and down_proj's weight; none to reduce in the last block."""
-    step = memory.StepMemory(MID, run(), 2, tp=2)
+    step = memory.StepMemory(MID, run(tp=2), 2)
     tokens, d, hidden = 4 * 512, 256, 1024 // 2
     numbers = tokens * d + tokens * hidden + d * hidden
     assert step.block_backward(2)["backward's workspace"] == 2 * numbers
+
+
+def test_tensor_ranks_have_the_parameters_that_the_trainer_cuts():
+    """Of the last rank, whose parts are the largest where a width does not divide."""
+    small = {"d_model": 64, "n_heads": 8, "n_layers": 2, "vocab_size": 99, "max_seq_len": 16}
+    for more in ({"kv_n_heads": 1, "qk_ln": True}, {"kv_n_heads": 4, "no_bias": True}):
+        m = MPTConfig(**small, **more, attn_impl="sdpa", expansion_ratio=130 / 64)
+        for tp in (1, 2, 4):
+            cut = tensor_parallel.Layout(m, tp - 1, tp)
+            with torch.device("meta"):
+                model = MPT(m)
+            ours = sum(cut.take(name, p).numel() for name, p in model.named_parameters())
+            assert memory.StepMemory(m, run(tp=tp), tp).n_params == ours
 
 
 def test_175b_on_64_devices_by_hand():
@@ -153,7 +178,11 @@ def test_175b_on_64_devices_by_hand():
         attn_impl="triton",
     )
     cfg = TrainConfig(
-        microbatch_size=1, global_batch_size=64, sharding="ZERO1", activation_checkpointing="full"
+        microbatch_size=1,
+        global_batch_size=64,
+        sharding="ZERO1",
+        activation_checkpointing="full",
+        tp=4,
     )
     d, tokens, layers = 12288, 2048, 96 // 16
     matrices = 12 * d * d + 3 * d + 4 * d  # with the biases of Wqkv and up_proj
@@ -163,27 +192,31 @@ def test_175b_on_64_devices_by_hand():
     embedding = 51200 * d // 4
     positions = tokens * d
     first = layers * block + embedding + positions  # parameters of the first stage
-    moments = memory.bytes_by_moment(m, cfg, 64, tp=4, pp=16)
+    moments = memory.bytes_by_moment(m, cfg, 64, pp=16)
     assert sum(moments["update"].values()) == 16 * first
     parts = moments["block 5 backward"]
     block_input = 2 * d * tokens
     in_flight = 16  # microbatches
     assert parts["blocks' activations"] == in_flight * layers * block_input
-    assert parts["copies of the weights"] == 2 * first
-    gradients = 6 * block  # in bf16 and in fp32; the block's input is freed
-    assert parts["backward's workspace"] == gradients - block_input
+    assert parts["copies of the weights"] == 2 * block  # of the block that is computed again
+    hidden = 4 * d // 4
+    gradients = block_input + 2 * (tokens + d) * hidden  # of x, of GELU's output, of down_proj
+    again = tokens * memory.kept_by_block(m, "none", tp=4) - block_input
+    assert parts["backward's workspace"] == gradients + again
     assert parts["final norm and loss"] == 0
-    peak_bytes = 18 * first + gradients + (in_flight * layers - 1) * block_input
-    assert peak(m, cfg, 64, tp=4, pp=16) == pytest.approx(peak_bytes)
+    peak_bytes = 16 * first + 2 * block + gradients + again + in_flight * layers * block_input
+    assert peak(m, cfg, 64, pp=16) == pytest.approx(peak_bytes)
     assert peak_bytes < 64 * 2**30  # of a GCD of MI250X
 
-    last = memory.StepMemory(m, cfg, 64, tp=4, pp=16, stage=15)
+    last = memory.StepMemory(m, cfg, 64, pp=16, stage=15)
     final_norm = 2 * d
     assert last.n_params == layers * block + embedding + final_norm  # a copy of the tied embedding
     parts = last.loss_forward()
     assert parts["blocks' activations"] == layers * block_input
-    chunk = tokens * 51200 // 4
-    assert parts["final norm and loss"] == 3 * block_input + 4 * embedding + 2 * chunk
+    chunk = tokens * 51200 // 4  # logits: all of this microbatch
+    gradients = 2 * chunk + 2 * embedding  # of the logits, and of W, in bf16
+    assert gradients > 10 * chunk
+    assert parts["final norm and loss"] == 3 * block_input + 4 * embedding + gradients
 
 
 def test_a_pipeline_holds_no_more_microbatches_than_there_are():
@@ -227,7 +260,8 @@ def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
     cfg = TrainConfig(**settings)
     precision = rng.choice(["bf16", "fp32"])
     dp, tp, pp = rng.choice([2, 4]), rng.choice([1, 2]), rng.choice([1, 2])
-    layout = {"ranks": dp * tp * pp, "precision": precision, "tp": tp, "pp": pp}
+    layout = {"ranks": dp * tp * pp, "precision": precision, "pp": pp}
+    cfg = dataclasses.replace(cfg, tp=tp)
     base = peak(m, cfg, **layout)
 
     for name in ("n_layers", "d_model", "max_seq_len", "vocab_size"):
@@ -237,8 +271,13 @@ def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
     assert peak(m, more, **layout) > base
 
     double = {**layout, "ranks": 2 * layout["ranks"]}
-    for wider in (double, {**double, "tp": 2 * tp}, {**double, "pp": 2 * pp}):
-        assert peak(m, cfg, **wider) <= base, wider
+    assert peak(m, cfg, **double) <= base
+    assert peak(m, cfg, **{**double, "pp": 2 * pp}) <= base
+    cut = dataclasses.replace(cfg, tp=2 * tp)
+    whole_loss = dataclasses.replace(cfg, device="cpu")  # no kernel: as tensor ranks compute it
+    assert peak(m, cut, **double) <= peak(m, whole_loss, **layout)
+    less = dataclasses.replace(cut, sequence_parallel=True)
+    assert peak(m, less, **double) <= 1.1 * peak(m, cut, **double)  # it gathers in buffers
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -254,8 +293,9 @@ def test_all_devices_together_hold_12_bytes_a_parameter(seed):
     for tp, pp in [(1, 1), (1, 4), (2, 1), (4, 2), (4, 4)]:
         dp = 16 // (tp * pp)
         total = 0
+        cut = dataclasses.replace(cfg, tp=tp)
         for stage in range(pp):
-            update = memory.StepMemory(m, cfg, 16, "bf16", tp, pp, stage).moments()["update"]
+            update = memory.StepMemory(m, cut, 16, "bf16", pp, stage).moments()["update"]
             total += tp * dp * (update["weights, fp32"] + update["Adam's moments, fp32"])
         second_embedding = m.vocab_size * m.d_model if pp > 1 and m.tie_word_embeddings else 0
         expected = 12 * (n + (tp - 1) * repeated + second_embedding)
@@ -266,10 +306,9 @@ def repeated_by_tp(m: MPTConfig) -> int:
     """Parameters that are whole on every tensor-parallel rank: norms, some biases, positions."""
     per_norm = 1 if m.no_bias else 2  # weight and bias
     norm = m.d_model * per_norm
-    qk_norms = (m.d_model + m.n_kv_heads * m.head_dim) * per_norm if m.qk_ln else 0
     biases = 0 if m.no_bias else 2 * m.d_model  # of out_proj and down_proj
     positions = 0 if m.alibi else m.max_seq_len * m.d_model
-    return m.n_layers * (2 * norm + qk_norms + biases) + norm + positions
+    return m.n_layers * (2 * norm + biases) + norm + positions
 
 
 MI250 = devices.by_name("mi250")
@@ -281,8 +320,9 @@ def test_the_largest_microbatch_fits_and_one_more_does_not(seed):
     m, settings = random_case(rng)
     cfg = TrainConfig(**settings)
     tp, pp = rng.choice([1, 2]), rng.choice([1, 4])
+    cfg = dataclasses.replace(cfg, tp=tp)
     dp = 4
-    layout = (dp * tp * pp, "bf16", tp, pp)
+    layout = (dp * tp * pp, "bf16", pp)
     device_bytes = peak(m, cfg, *layout) * rng.uniform(0.5, 4)
 
     most = 0
@@ -431,6 +471,77 @@ def test_with_few_tokens_gradients_on_their_way_to_other_ranks_are_the_most():
         assert sum(estimated[ours].values()) == pytest.approx(expected, rel=0.05)
 
 
+# Tensor ranks, activation checkpointing, sequence parallelism, changes to the model.
+CUT = [
+    (2, "none", False, {"kv_n_heads": 1, "qk_ln": True}),
+    (4, "selective", True, {"vocab_size": 4099, "tie_word_embeddings": False}),
+]
+MORE_CUT = [
+    (2, "selective", True, {"kv_n_heads": 2, "qk_ln": True}),
+    (4, "full", False, {"no_bias": True, "clip_qkv": 6.0}),
+    (4, "full", True, {"kv_n_heads": 1}),
+    (2, "none", True, {"norm_type": "layernorm"}),
+    (4, "selective", False, {"alibi": True}),
+    (2, "full", True, {"vocab_size": 200_001}),
+    (4, "none", False, {"kv_n_heads": 4, "expansion_ratio": 2}),
+]
+MORE_CUT = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CUT]
+
+
+@pytest.mark.parametrize("tp, checkpointing, sequence_parallel, change", CUT + MORE_CUT)
+def test_tensor_ranks_allocate_what_is_estimated(tp, checkpointing, sequence_parallel, change):
+    m = dataclasses.replace(MID, **change)
+    cfg = run(
+        microbatches=2,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=checkpointing,
+    )
+    agree(m, cfg, tp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sharding, checkpointing", MODES)
+def test_tensor_ranks_that_are_sharded_allocate_what_is_estimated(
+    sharding, checkpointing, sequence_parallel
+):
+    cfg = run(
+        microbatches=2,
+        ranks=4,
+        shard_size=2,
+        tp=2,
+        sharding=sharding,
+        activation_checkpointing=checkpointing,
+        sequence_parallel=sequence_parallel,
+    )
+    agree(MID, cfg, 8)
+    agree(MID, cfg, 8, precision="fp32")
+
+
+def refuses(check, *settings) -> bool:
+    """Whether `check` raises a UserError for these settings."""
+    try:
+        check(*settings)
+    except UserError:
+        return True
+    return False
+
+
+def test_planning_refuses_the_tp_that_the_trainer_refuses():
+    models = [{"n_heads": 8, "kv_n_heads": kv} for kv in (None, 1, 2, 4)]
+    models += [{"n_heads": 12, "vocab_size": 99}, {"n_heads": 6, "expansion_ratio": 2.01}]
+    n_refused = 0
+    for model, tp, shorter in itertools.product(models, (1, 2, 3, 4, 5, 6, 8, 12), (False, True)):
+        m = MPTConfig(d_model=192, n_layers=2, max_seq_len=20, **model)
+        cfg = run(tp=tp, sequence_parallel=shorter)
+        of_trainer = refuses(tensor_parallel.check, m, cfg)
+        of_planning = refuses(memory.require_tensor_ranks, m, tp, shorter)
+        assert of_trainer == of_planning, (model, tp, shorter)
+        n_refused += of_trainer
+    assert n_refused > 20
+
+
 VARIANTS = [
     {"clip_qkv": 6.0, "no_bias": True},
     {"qk_ln": True, "tie_word_embeddings": False},
@@ -471,12 +582,12 @@ def test_the_program_shows_a_device_and_a_layout(capsys):
     memory.main([str(CONFIGS / "mpt7b.py"), "--ranks=64", "--tp=4", "--pp=4", "--device=mi250"])
     text = capsys.readouterr().out
     assert "64 ranks of ZERO1: tp 4 x pp 4 x dp 4, stage 0 of 0 to 3" in text
-    m, cfg = config.load([str(CONFIGS / "mpt7b.py")], MPTConfig, TrainConfig)
-    taken = peak(m, cfg, 64, "bf16", 4, 4) / 2**30
+    m, cfg = config.load([str(CONFIGS / "mpt7b.py"), "--tp=4"], MPTConfig, TrainConfig)
+    taken = peak(m, cfg, 64, "bf16", 4) / 2**30
     assert f"that is {taken / 64:.0%} of MI250 GCD's 64 GiB" in text
     for mode in ("none", "selective", "full"):
         trial = dataclasses.replace(cfg, activation_checkpointing=mode)
-        size = memory.largest_microbatch(m, trial, MI250, 64, "bf16", 4, 4)
+        size = memory.largest_microbatch(m, trial, MI250, 64, "bf16", 4)
         assert f"checkpointing {mode} {size}" in " ".join(text.split())
 
 
@@ -491,10 +602,8 @@ def test_a_question_is_answered_without_torch():
 
 
 LAYOUTS = [  # global ranks, tp, pp, changes to the model, the message
-    (8, 8, 1, {}, "n_heads 4 is not a multiple of tp 8"),
-    (4, 4, 1, {"kv_n_heads": 2}, "kv_n_heads 2 is not a multiple of tp 4"),
-    (4, 4, 1, {"vocab_size": 4098}, "vocab_size 4098 is not a multiple of tp 4"),
-    (4, 4, 1, {"expansion_ratio": 2.008}, "hidden width 514 is not a multiple of tp 4"),
+    (8, 8, 1, {}, "tp 8 does not divide n_heads 4: tp can be 1, 2, 4"),
+    (4, 4, 1, {"kv_n_heads": 2}, "tp 4 does not divide kv_n_heads 2: tp can be 1, 2"),
     (2, 1, 2, {}, "n_layers 3 is not a multiple of pp 2"),
     (8, 1, 3, {}, "8 global ranks are not a multiple of tp 1 x pp 3 = 3"),
     (24, 4, 2, {"n_layers": 4}, "not a multiple of the 3 data-parallel ranks: 24 / (tp 4 x pp 2)"),
@@ -507,7 +616,7 @@ LAYOUTS = [  # global ranks, tp, pp, changes to the model, the message
 def test_a_layout_that_does_not_multiply_out_is_refused(ranks, tp, pp, change, message):
     m = dataclasses.replace(MID, **change)
     with pytest.raises(UserError) as error:
-        peak(m, run(), ranks, "bf16", tp, pp)
+        peak(m, run(tp=tp), ranks, "bf16", pp)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 

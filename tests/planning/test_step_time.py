@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import devices
+from bench import memory as memory_measured
 from bench import planner
 from config import MPTConfig, TrainConfig, UserError
 from planning import step_time
@@ -115,8 +117,75 @@ def test_the_bubble():
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
+    """And one each for the embedding, in fp32 as long as nothing is sharded, and for the loss."""
+    stream = 2 * 4 * 512 * 1024
     step = StepTime(M, run(), Fleet(A100, 4, tp=4), EASY)
-    assert step.tensor() == pytest.approx(8 * 4 * 2 * (2 * 4 * 512 * 1024) * 3 / 4 / (300e9 * 0.7))
+    all_reduces = 8 * 4 + 2 + 1
+    assert step.tensor() == pytest.approx(all_reduces * 2 * stream * 3 / 4 / (300e9 * 0.7))
+    sharded = StepTime(M, run(), Fleet(A100, 8, tp=4), EASY)
+    assert sharded.tensor_traffic() == {stream: 2 * (8 * 4 + 2)}
+
+
+class Counter(TorchDispatchMode):
+    """Counts the FLOPs of matmuls, and the bytes that tensor ranks send each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.flops = 0
+        self.sent = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = str(operation)
+        if name.startswith(("aten.mm", "aten.addmm")):
+            a, b = args[-2:]
+            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+        if name.startswith("c10d."):
+            largest = max(memory_measured.tensors_in(args), key=lambda tensor: tensor.nbytes)
+            is_of_tokens = largest.dim() == 3  # fully_shard's and sums of gradients have one
+            self.sent += is_of_tokens * largest.nbytes * (2 if "allreduce" in name else 1)
+        return operation(*args, **(kwargs or {}))
+
+
+SPLITS = [  # tp, data-parallel ranks, checkpointing, sequence parallelism, changes to the model
+    (2, 1, "selective", True, {"kv_n_heads": 1, "qk_ln": True}),
+    (4, 2, "selective", False, {"kv_n_heads": 4, "vocab_size": 1027}),
+    pytest.param(4, 1, "none", False, {"qk_ln": True}, marks=pytest.mark.slow),
+    pytest.param(2, 2, "none", True, {"kv_n_heads": 1}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("tp, dp, checkpointing, sequence_parallel, change", SPLITS)
+def test_a_tensor_rank_computes_and_sends_what_is_predicted(
+    tp, dp, checkpointing, sequence_parallel, change
+):
+    """A real step on fake tensors."""
+    m = MPTConfig(
+        d_model=128, n_heads=8, n_layers=3, vocab_size=1024, max_seq_len=64, attn_impl="sdpa"
+    )
+    m = replace(m, **change)
+    cfg = run(
+        batch=4 * dp,
+        device="cpu",
+        tp=tp,
+        activation_checkpointing=checkpointing,
+        sequence_parallel=sequence_parallel,
+    )
+    counter = Counter()
+    memory_measured.two_steps(m, cfg, tp * dp, "bf16", counter)
+    step = StepTime(m, cfg, Fleet(A100, tp * dp, tp=tp))
+    assert step.microbatches == 1
+    assert 2 * step.matmul_flops() == pytest.approx(counter.flops, rel=0.03)
+    sent = sum(size * calls for size, calls in step.tensor_traffic().items())
+    assert 2 * sent == pytest.approx(counter.sent, rel=0.03)
+
+
+def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
+    fleet = Fleet(A100, 4, tp=4)
+    whole = StepTime(M, run(), fleet, EASY)
+    divided = StepTime(M, run(sequence_parallel=True), fleet, EASY)
+    norms = 4 * 512 * 8 * 1024 * EASY.block_bytes * 32.2 / 42.25 / 3
+    assert whole.memory() - divided.memory() == pytest.approx(norms * 3 / 4 / 2039e9)
+    assert whole.tensor() == divided.tensor()
 
 
 def test_more_of_this_is_never_slower():
@@ -139,6 +208,8 @@ def test_more_of_this_is_never_slower():
             {},
             "tp 16 is more than the 8 devices of a node",
         ),
+        ({"devices": 3, "tp": 3}, {}, "tp 3 does not divide n_heads 16: tp can be 1, 2, 4, 8, 16"),
+        ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
         ({"devices": 3}, {}, "global_batch_size 16 is not a multiple of the 3 data-parallel ranks"),
         ({"devices": 3, "pp": 3}, {}, "n_layers 8 is not a multiple of pp x interleave = 3"),
         (
