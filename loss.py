@@ -13,9 +13,9 @@ So each chunk goes forward and backward in one turn, then its logits are freed. 
 of x (N, D) and W (V, D) are kept, and the backward pass multiplies them by the incoming gradient.
 They are exact, and no matmul is done twice.
 
-    chunk_loss          any device: the formulas above in PyTorch; 10 bytes a logit in bf16
+    chunk_loss          any device: the formulas above in PyTorch; 6 bytes a logit in bf16
     kernel_chunk_loss   GPUs with Triton: a kernel turns the logits into their gradient, 2 bytes a
-                        logit, so chunks can be larger (gpu_kernels/cross_entropy.py)
+                        logit (gpu_kernels/cross_entropy.py)
 
 The second has not run on a GPU yet: it was checked in Triton's interpreter and on tensors without
 data.
@@ -33,8 +33,8 @@ import torch.nn.functional as F
 import attention
 from program import arguments, run
 
-CHUNK_BYTES = 256 * 2**20  # of a chunk's fp32 logits: 1,280 rows at V = 50368
-KERNEL_ROWS = 4096  # at least, with the kernel: products of fewer rows leave parts of a GPU idle
+CHUNK_BYTES = 64 * 2**20  # of a chunk's fp32 logits: 256 rows at V = 50368
+GPU_ROWS = 4096  # of a chunk, at least: products of fewer rows leave parts of a GPU idle
 COLUMNS = 4096  # vocabulary entries per block: a block stays in a CPU's cache
 ROWS = 512  # tokens per chunk in scoring on a CPU: a block of their logits is 8 MiB in fp32
 IGNORE = -100  # a label that does not count
@@ -95,11 +95,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         if needs_grad and ctx.needs_input_grad[1]:
             grad_w = torch.zeros(weight.shape, dtype=exact, device=weight.device)
 
-        rows = chunk_rows(weight.shape[0])
-        loss_of = chunk_loss
-        if takes_kernel(x.device, matmul_dtype):
-            rows = max(rows, KERNEL_ROWS)
-            loss_of = kernel_chunk_loss
+        rows = chunk_rows(weight.shape[0], x.device)
+        loss_of = kernel_chunk_loss if takes_kernel(x.device, matmul_dtype) else chunk_loss
         loss = torch.zeros((), dtype=exact, device=x.device)
         for begin in range(0, x.shape[0], rows):
             chunk = slice(begin, begin + rows)
@@ -136,12 +133,12 @@ def takes_kernel(device, dtype) -> bool:
     return launch_table.suits(device)
 
 
-def chunk_rows(vocab_size: int) -> int:
-    """Tokens per chunk, so that a chunk's fp32 logits take at most CHUNK_BYTES."""
+def chunk_rows(vocab_size: int, device) -> int:
+    """Tokens per chunk: its fp32 logits take at most CHUNK_BYTES, unless a GPU wants more rows."""
     rows = max(1, CHUNK_BYTES // (4 * vocab_size))
     if rows > 128:
         rows -= rows % 128  # whole tiles for a matmul
-    return rows
+    return max(rows, GPU_ROWS) if device.type == "cuda" else rows
 
 
 def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
@@ -155,16 +152,18 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     counted = (labels != IGNORE)[:, None]  # (rows, 1)
     labels = labels.clamp(min=0)[:, None]  # (rows, 1); an ignored label must still be an index
 
-    logits = x @ weight.T  # (rows, V)
+    logits = (x @ weight.T).to(exact)  # (rows, V)
     if scale != 1:
-        logits = logits.to(exact) * scale
-    probs = F.softmax(logits, dim=-1, dtype=exact)  # (rows, V)
+        logits.mul_(scale)
+    largest = logits.amax(-1, keepdim=True)  # (rows, 1)
+    of_label = logits.gather(1, labels)
+    probs = torch.softmax(logits, dim=-1, out=logits)  # in place
+    del logits
     # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
-    largest = logits.amax(-1, keepdim=True).to(exact)
     log_largest = probs.amax(-1, keepdim=True).log()
     log_z = largest - log_largest
     # Not logit - log_z, which rounds as large logits do.
-    log_prob = (logits.gather(1, labels).to(exact) - largest) + log_largest  # (rows, 1)
+    log_prob = (of_label - largest) + log_largest
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
     if grad_x is None and grad_w is None:
         return loss
@@ -173,6 +172,7 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
         probs.mul_(1 + 2 * z_loss * log_z)  # in fp32: bf16 rounds 1.002 to 1
     minus_one = -torch.ones_like(log_z)
     grad = probs.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
+    del probs  # in bf16 that is twice the memory of the gradient
     if grad_x is not None:
         grad_x.copy_((grad @ weight).mul_(counted))
     if grad_w is not None:
@@ -227,7 +227,7 @@ def score_all(x, weight, labels, scale):
     """
     exact = at_least_fp32(x)
     weight = weight.to(autocast_dtype(x))  # cast once, not for each chunk
-    rows = chunk_rows(weight.shape[0])
+    rows = chunk_rows(weight.shape[0], x.device)
     chunk_log_probs, chunk_greedy = [], []
     for x_chunk, labels_chunk in zip(x.split(rows), labels.split(rows), strict=True):
         logits = F.linear(x_chunk, weight)  # (rows, V)

@@ -319,7 +319,7 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x):
         """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
-        return super().forward(enter(x, self))
+        return super().forward(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
 
 
 class RowLinear(nn.Linear):
@@ -395,7 +395,7 @@ class SplitMPT(MPT):
 
     def loss(self, x, labels, z_loss):
         """As in model.py."""
-        x = enter(x, self)
+        x = enter(x.to(autocast_dtype(x)), self)
         weight = self.output_weight
         first = self.first_row
         needs_grad = torch.is_grad_enabled()
@@ -415,7 +415,7 @@ class SplitMPT(MPT):
         """As in model.py."""
         log_probs, greedy = [], []
         weight = self.output_weight.to(autocast_dtype(x))
-        rows = chunk_rows(len(weight))
+        rows = chunk_rows(len(weight), x.device)
         flat_labels = labels.flatten()
         for x_chunk, label in zip(
             x.flatten(0, -2).split(rows), flat_labels.split(rows), strict=True
@@ -496,7 +496,7 @@ class VocabularyLoss(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs_grad else None
         grad_w = torch.zeros(weight.shape, dtype=exact, device=x.device) if needs_grad else None
 
-        rows = chunk_rows(len(weight))
+        rows = chunk_rows(len(weight), x.device)
         loss = torch.zeros((), dtype=exact, device=x.device)
         for begin in range(0, len(x), rows):
             chunk = slice(begin, begin + rows)
@@ -507,6 +507,7 @@ class VocabularyLoss(torch.autograd.Function):
             if needs_grad:
                 grad_x[chunk] = grad @ weight
                 grad_w += grad.T @ x[chunk]
+            del grad  # before the next chunk takes memory
         ctx.scale = scale
         ctx.save_for_backward(grad_x, grad_w)
         return loss
@@ -532,7 +533,7 @@ def loss_and_gradient(x, weight, labels, counted, scale, z_loss, team: Team):
     counted = counted[:, None]
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
 
-    grad = (logits - log_z).exp_().mul_(1 + 2 * z_loss * log_z)
+    grad = logits.sub_(log_z).exp_().mul_(1 + 2 * z_loss * log_z)  # in place
     is_mine = (labels >= 0) & (labels < len(weight))
     minus_one = -is_mine[:, None].to(grad.dtype)
     grad.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one)
@@ -595,8 +596,7 @@ def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
         require(not cfg.sequence_parallel, "sequence_parallel needs tensor ranks: set --tp=2")
         return
     good = [n for n in range(1, model_cfg.n_heads + 1) if cuts_heads(model_cfg, n)]
-    for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(model_cfg, name)
+    for name, heads in {"n_heads": model_cfg.n_heads, "kv_n_heads": model_cfg.n_kv_heads}.items():
         problem = f"tp {tp} does not divide {name} {heads}"
         fits = heads % tp == 0 or tp in good
         require(fits, f"{problem}: tp can be {', '.join(map(str, good))}")

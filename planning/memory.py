@@ -29,8 +29,9 @@ import devices
 import flops
 from config import Checkpointing, MPTConfig, TrainConfig, require
 
-CHUNK_BYTES = 256 * 2**20  # of fp32 logits, as in loss.py
-KERNEL_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
+CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
+GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
+COLUMNS = 4096  # of the output weight's gradient, computed at once, as in loss.py
 # The share of a device's memory that tensors may fill. The rest is for the driver and kernels
 # (about 1 GB), the buffers of NCCL or RCCL, and fragmentation. By this estimate all microbatches
 # of LLM Foundry's 142 published runs on 8 GPUs fit: the fullest takes 0.87.
@@ -263,7 +264,8 @@ class StepMemory:
         self.is_sequence_parallel = cfg.sequence_parallel
         self.part = widths(m, cfg.tp)
         self.width = width(precision)
-        self.has_loss_kernel = cfg.device not in ("cpu", "mps") and cfg.tp == 1
+        self.on_gpu = cfg.device not in ("cpu", "mps")
+        self.has_loss_kernel = self.on_gpu and cfg.tp == 1
         self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
         self.is_first = stage == 0
         self.is_last = stage == pp - 1
@@ -397,8 +399,8 @@ class StepMemory:
         """Tokens in a chunk of the loss, as in loss.py."""
         rows = max(1, CHUNK_BYTES // (4 * self.part.vocab))
         rows -= rows % 128 if rows > 128 else 0
-        if self.has_loss_kernel:
-            rows = max(rows, KERNEL_ROWS)
+        if self.on_gpu:
+            rows = max(rows, GPU_ROWS)
         return min(rows, self.tokens)
 
     def chunk_bytes(self) -> int:
@@ -408,18 +410,16 @@ class StepMemory:
         if self.has_loss_kernel:
             return self.width * logits  # the logits, which become their gradient
 
-        # bf16: logits 2, their fp32 copy 4, log-probabilities 4. With tensor parallelism: logits in
-        # fp32 4, their gradient 4, and in bf16 2.
-        # fp32: logits 4, log-probabilities or gradient 4.
-        bytes_each = 10 if self.width == 2 else 8
-        if self.tp == 1:
-            return bytes_each * logits
-        # The gradient of a chunk's logits lives on while the next chunk is computed. Its products
-        # with x and with W are made in one piece each.
-        rows_of_next = min(rows, self.tokens - rows)
-        later = bytes_each * rows_of_next * self.part.vocab + self.width * logits
-        products = self.width * self.m.d_model * max(rows, self.part.vocab)
-        return max(bytes_each * logits, later, self.width * logits + products)
+        # tp 1: logits in fp32, which become probabilities; in bf16 also as the matmul returns them.
+        # tensor parallelism: logits in fp32, and the exponentials that the ranks add up.
+        if self.tp > 1:
+            first = 8 * logits
+            products = max(rows, self.part.vocab)
+        else:
+            first = (6 if self.width == 2 else 4) * logits
+            products = rows + min(self.part.vocab, COLUMNS)
+        # Then the logits' gradient, and its products with W and x.
+        return max(first, self.width * (logits + self.m.d_model * products))
 
     def loss_backward(self) -> dict[str, int]:
         """Bytes by part while the gradients of x and of W are multiplied by the incoming gradient.

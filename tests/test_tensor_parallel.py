@@ -459,7 +459,7 @@ def test_a_checkpoint_loads_in_any_layout(ranks, tmp_path, saved):
     "changes, model_changes, words",
     [
         ({"tp": 3}, {}, "tp 3 does not divide n_heads 4: tp can be 1, 2, 4"),
-        ({"tp": 4}, {"kv_n_heads": 2}, "tp 4 does not divide n_kv_heads 2: tp can be 1, 2"),
+        ({"tp": 4}, {"kv_n_heads": 2}, "tp 4 does not divide kv_n_heads 2: tp can be 1, 2"),
         ({"tp": 2, "compile": True}, {}, "set --compile=False"),
         ({"sequence_parallel": True}, {}, "set --tp=2"),
         ({"tp": 2, "sequence_parallel": True}, {"max_seq_len": 15}, "max_seq_len 15"),

@@ -84,8 +84,8 @@ def test_a_step_of_mpt_1b_by_hand():
     chunk = 4096 * 50368  # logits
     assert parts["final norm and loss"] == 3 * 2 * tokens * d + 4 * wte + 2 * chunk
     on_a_cpu = memory.bytes_by_moment(mpt1b(), run(device="cpu"))["loss forward"]
-    chunk = 1280 * 50368
-    assert on_a_cpu["final norm and loss"] == 3 * 2 * tokens * d + 4 * wte + 10 * chunk
+    chunk = 256 * 50368
+    assert on_a_cpu["final norm and loss"] == 3 * 2 * tokens * d + 4 * wte + 6 * chunk
 
     sharded = memory.bytes_by_moment(mpt1b(), run(ranks=8), 8)["loss forward"]
     outside_blocks = wte + 2048 * d + 2 * d  # embeddings and final norm
@@ -368,7 +368,8 @@ def test_the_largest_microbatch_of_a_device():
 
 def test_the_chunks_are_those_of_the_loss():
     assert memory.CHUNK_BYTES == loss.CHUNK_BYTES
-    assert memory.KERNEL_ROWS == loss.KERNEL_ROWS
+    assert memory.GPU_ROWS == loss.GPU_ROWS
+    assert memory.COLUMNS == loss.COLUMNS
 
 
 def agree(m, cfg, ranks=1, precision="bf16", device="cpu"):
@@ -436,8 +437,8 @@ def test_a_gpus_loss_allocates_what_is_estimated(ranks, precision):
         memory.bytes_by_moment(m, settings, ranks, precision)["loss forward"]["final norm and loss"]
         for settings in (cfg, on_a_cpu)
     ]
-    # bf16: 2 bytes a logit of 4,096 rows, and 10 of 2,048. fp32: 4, and 8.
-    in_bf16, in_fp32 = 2 * 4096 - 10 * 2048, 4 * 4096 - 8 * 2048
+    # bf16: 2 bytes a logit of 4,096 rows, and 6 of 512. fp32: 4 and 4.
+    in_bf16, in_fp32 = 2 * 4096 - 6 * 512, 4 * 4096 - 4 * 512
     assert chunks[0] - chunks[1] == 32768 * (in_bf16 if precision == "bf16" else in_fp32)
 
 
