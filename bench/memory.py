@@ -248,7 +248,7 @@ def follow_step(live: LiveBytes, model: MPT, optimizer) -> None:
         live.phase = "forward"
         live.peaks.clear()  # so that only the last microbatch is left
         for buffer in live.buffers.values():
-            if buffer.part == WORKSPACE:  # it has outlived a backward
+            if buffer.part in (WORKSPACE, LOSS):  # it has outlived a backward
                 buffer.part = GRADIENTS
 
     def find_gathered_weights(block, inputs):

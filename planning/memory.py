@@ -387,9 +387,7 @@ class StepMemory:
         # norm_f's input and output, what is gathered of that, and the gradient for it. The loss
         # makes a bf16 copy of an fp32 output.
         inputs = 2 * self.norm_bytes // self.parts_of_tokens + self.residual_bytes
-        if self.is_sequence_parallel:
-            inputs += self.norm_bytes
-        if self.norm_bytes > self.residual_bytes:
+        if self.is_sequence_parallel or self.norm_bytes > self.residual_bytes:
             inputs += self.residual_bytes
         # As large as the embedding: the gradient of W in fp32.
         loss = inputs + 4 * self.n_embedding + self.chunk_bytes()
@@ -431,7 +429,7 @@ class StepMemory:
         copies_of_x = 5 if self.width == 2 else 2
         during_x = copies_of_x * self.residual_bytes + kept_width * self.n_embedding
         bytes_each = 10 if self.head_grad_width == 2 else 8
-        both_of_x = self.residual_bytes + self.norm_bytes
+        both_of_x = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
         during_w = both_of_x + bytes_each * self.n_embedding
         loss = self.norm_bytes // self.parts_of_tokens + max(during_x, during_w)
         return self.parts_at(self.n_layers, 0, self.copies(self.n_layers, 1), loss)
@@ -465,7 +463,7 @@ class StepMemory:
             # norm_f's backward comes before: its input, and the gradients of its output and input.
             # With tensor parallelism all ranks sum the second, which takes a copy.
             final_norm = 2 * self.norm_bytes // self.parts_of_tokens
-            final_norm += self.norm_bytes * (2 if self.is_sequence_parallel else 1)
+            final_norm += 2 * self.residual_bytes if self.is_sequence_parallel else self.norm_bytes
         workspace = max(matmuls, reduction, final_norm)
         return self.parts_at(i + 1, params_done, copies, self.head_grad_bytes, workspace)
 

@@ -229,8 +229,7 @@ class StepTime:
         two all-reduces forward and two backward, and one each for the embedding and the loss. With
         sequence parallelism, gathers and scatters of the same size take their place. A recomputed
         block repeats its forward up to down_proj's input. qk_ln sums the mean and the variance.
-        Left out, since they are small: the statistics of the loss, the gradients of norms. With
-        norm_type=layernorm what enters linear layers is sent in fp32, twice the bytes here.
+        Left out, since they are small: the statistics of the loss, the gradients of norms.
         """
         stream = 2 * self.tokens * self.m.d_model
         again = 3 if self.cfg.sequence_parallel else 2
