@@ -226,25 +226,36 @@ def test_in_float64_nothing_but_the_order_of_sums_differs(ranks, changes, sequen
 # --- Parts of a whole
 
 
+VARIANTS = [
+    {},
+    {"kv_n_heads": 1, "qk_ln": True},
+    {"tie_word_embeddings": False, "alibi": False, "no_bias": False, "expansion_ratio": 3},
+]
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_the_parts_of_all_ranks_are_the_whole(tp):
+@pytest.mark.parametrize("changes", VARIANTS)
+def test_the_parts_of_all_ranks_are_the_whole(changes, tp):
+    model_cfg = replace(MODEL, **changes)
     with torch.device("meta"):
-        shapes = {
-            name: p.shape for name, p in MPT(replace(MODEL, no_bias=False)).named_parameters()
-        }
+        shapes = {name: p.shape for name, p in MPT(model_cfg).named_parameters()}
     for name, shape in shapes.items():
         whole = torch.arange(shape.numel()).view(shape)
-        seen = torch.zeros(shape, dtype=torch.long)
+        n_ranks = torch.zeros(shape, dtype=torch.long)  # that have an element
+        is_shared = torch.zeros(shape, dtype=torch.bool)
+        counted = 0
         for rank in range(tp):
-            layout = Layout(MODEL, rank, tp)
+            layout = Layout(model_cfg, rank, tp)
             part = layout.take(name, whole)
             assert layout.whole_shape(name, part.shape) == shape
-            for corner, piece in layout.pieces(name, part.clone()):
-                place = [slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True)]
-                assert torch.equal(whole[tuple(place)], piece)
-                seen[tuple(place)] += 1
-        is_whole = Layout(MODEL, 0, tp).spans(name) is None
-        assert (seen == (tp if is_whole else 1)).all(), name
+            counted += sum(view.sum() for view in layout.counted(name, part))
+            for corner, piece in layout.pieces(name, part):
+                place = tuple(slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True))
+                assert torch.equal(whole[place], piece)
+                n_ranks[place] += 1
+                is_shared[place] = layout.is_shared(name, corner)
+        assert torch.equal(n_ranks, torch.where(is_shared, tp, 1)), name
+        assert counted == whole.sum(), name  # each element once
 
 
 def initial_weights_fit(_, cfg):
