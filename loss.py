@@ -157,7 +157,7 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
         logits.mul_(scale)
     largest = logits.amax(-1, keepdim=True)  # (rows, 1)
     of_label = logits.gather(1, labels)
-    probs = torch.softmax(logits, dim=-1, out=logits)  # in place
+    probs = softmax_(logits)
     del logits
     # probs = exp(logit - log_z); the largest is at least 1 / V, so its logarithm is precise
     log_largest = probs.amax(-1, keepdim=True).log()
@@ -181,6 +181,11 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
             block = slice(begin, begin + COLUMNS)
             grad_w[block] += grad[:, block].T @ counted_x
     return loss
+
+
+def softmax_(logits):
+    """Softmax over the last dimension, in place."""
+    return torch.softmax(logits, dim=-1, out=logits)
 
 
 def kernel_chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):

@@ -74,9 +74,9 @@ def obvious_loss(x, weight, labels, scale, z_loss):
     return loss.reference_linear_cross_entropy(x, weight, labels, scale or 1.0, z_loss)
 
 
-def softmax_of_log_softmax(logits, dim, dtype):
-    """Softmax with a second exponential, as a loss takes it that begins with log_softmax."""
-    return torch.log_softmax(logits, dim, dtype=dtype).exp_()
+def softmax_of_log_softmax(logits):
+    """Softmax with a second exponential and a second tensor, as a loss with log_softmax has it."""
+    return torch.log_softmax(logits, dim=-1).exp_()
 
 
 def attention_of_three(q, k, v, qkv=None, **settings):
@@ -142,8 +142,11 @@ UNDO = {
     "the blocks' own backward: autograd's instead": (
         lambda cfg: attention.IMPLEMENTATIONS.update(blocks=blocks_by_autograd)
     ),
-    "one exponential a logit in the loss: two instead": (
-        lambda cfg: replace(torch.nn.functional, "softmax", softmax_of_log_softmax)
+    "one exponential a logit in the loss, in place: two, not in place instead": (
+        lambda cfg: replace(loss, "softmax_", softmax_of_log_softmax)
+    ),
+    "chunks of the loss of 64 MiB: of 256 instead": (
+        lambda cfg: replace(loss, "CHUNK_BYTES", 256 * 2**20)
     ),
     "chunked loss: all logits at once instead": (
         lambda cfg: replace(model, "linear_cross_entropy", obvious_loss)

@@ -3,9 +3,9 @@
 from unittest import mock
 
 import pytest
-import torch.nn.functional as F
 
 import attention
+import loss
 import model
 import parallel
 from bench import before_after
@@ -29,7 +29,7 @@ def calls_of(world, undone, replacement):
         mock.patch.object(parallel, "autocast", parallel.autocast),
         mock.patch.object(parallel, "make_mesh", parallel.make_mesh),
         mock.patch.dict(attention.IMPLEMENTATIONS),
-        mock.patch.object(F, "softmax", F.softmax),
+        mock.patch.object(loss, "softmax_", loss.softmax_),
         mock.patch.object(parallel, "weights_cast_once", parallel.weights_cast_once),
         mock.patch.object(model, "attention", model.attention),
     ):
