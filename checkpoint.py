@@ -267,7 +267,7 @@ class Writer(dcp.FileSystemWriter):
 
 
 class Pieces(torch.Tensor):
-    """What DCP must know of a tensor of which this rank has some pieces, each a block of the whole.
+    """A tensor of which this rank has some blocks, in the form that DCP asks for.
 
     pieces: [(corner in the whole tensor, view of this rank's memory), ...]. DCP saves and fills the
     views. It knows no other way to say that a rank has three spans of rows (of Wqkv).
@@ -315,6 +315,8 @@ def in_pieces(state: dict, layout: Layout) -> dict:
     for key, value in state.items():
         name = name_of_param(key)
         if isinstance(value, torch.Tensor) and value.dim() and layout.spans(name):
+            problem = f"the optimizer's {key} has not the shape of its weight"
+            require(layout.fits(name, value), f"{problem}: tensor parallelism cannot cut it")
             shape = layout.whole_shape(name, value.shape)
             value = Pieces(shape, value.dtype, layout.pieces(name, value))
         found[key] = value
@@ -328,30 +330,29 @@ def name_of_param(key: str) -> str:
     return key.removeprefix("model.")
 
 
-class SavePlanner(DefaultSavePlanner):
-    """DCP's planner, to which tensors are shown in pieces."""
+class InPieces:
+    """What a planner of DCP does otherwise: it is shown tensors in pieces."""
 
     def __init__(self, layout: Layout):
         super().__init__()
         self.layout = layout
+
+    def set_up_planner(self, state_dict, *args, **kwargs) -> None:
+        """Begin: DCP flattens the state dict."""
+        super().set_up_planner(state_dict, *args, **kwargs)
+        self.state_dict = in_pieces(self.state_dict, self.layout)
+
+
+class SavePlanner(InPieces, DefaultSavePlanner):
+    """DCP's planner for saving. Of tensors that all ranks have, one rank writes its copy."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
-        """Begin: DCP flattens the state dict."""
+        """As above: DCP looks for these names."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.state_dict = in_pieces(self.state_dict, self.layout)
 
 
-class LoadPlanner(checkpoint_files.Planner):
-    """The same for loading."""
-
-    def __init__(self, layout: Layout):
-        super().__init__()
-        self.layout = layout
-
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False) -> None:
-        """Begin: DCP flattens the state dict."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        self.state_dict = in_pieces(self.state_dict, self.layout)
+class LoadPlanner(InPieces, checkpoint_files.Planner):
+    """Ours for loading."""
 
 
 def require_finite(name: str, weights: torch.Tensor) -> None:

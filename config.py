@@ -393,8 +393,7 @@ def unknown_key(key: str, value, source: str, names, lr: float) -> str:
     if key == "weight_decay":
         return f"{message}: {weight_decay_hint(value, lr)}"
     if key == "tp":
-        whole = "this program has the whole model on one device"
-        return f"{message}: {whole}; fsdp_train.py and evaluation can cut it over ranks"
+        return f"{message}: only fsdp_train.py and evaluation cut a model over ranks"
     closest = difflib.get_close_matches(key, names, n=1)
     if key in FOREIGN_NAMES:
         closest = [FOREIGN_NAMES[key]]

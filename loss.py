@@ -51,17 +51,20 @@ def at_least_fp32(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0):
+def linear_cross_entropy(x, weight, labels, logit_scale=None, z_loss=0.0, loss_of=None, rows=None):
     """The sum of the token cross-entropies; the caller divides by the number of counted tokens.
 
     x: (..., D); weight: (V, D); labels: (...) int64, each below V or IGNORE, which does not count.
     (Others are an IndexError on a CPU; on a GPU the loss is NaN.) Returns an fp32
     scalar (fp64 for fp64 inputs). Under autocast, matmuls run in its dtype. Differentiable once.
+    loss_of: computes a chunk of `rows` tokens as `chunk_loss` does; None: what suits the device.
     """
     scale = 1.0 if logit_scale is None else logit_scale
     flat_x = x.flatten(0, -2)  # (N, D)
     needs_grad = torch.is_grad_enabled()
-    return LinearCrossEntropy.apply(flat_x, weight, labels.flatten(), scale, z_loss, needs_grad)
+    return LinearCrossEntropy.apply(
+        flat_x, weight, labels.flatten(), scale, z_loss, needs_grad, loss_of, rows
+    )
 
 
 def reference_linear_cross_entropy(x, weight, labels, logit_scale=1.0, z_loss=0.0):
@@ -78,7 +81,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The autograd node: the forward computes the gradients, the backward only scales them."""
 
     @staticmethod
-    def forward(ctx, x, weight, labels, scale, z_loss, needs_grad):
+    def forward(ctx, x, weight, labels, scale, z_loss, needs_grad, loss_of, rows):
         """x (N, D), weight (V, D), labels (N,) -> the loss, a scalar.
 
         needs_grad: whether autograd is on for the caller. In here it is always off.
@@ -95,8 +98,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         if needs_grad and ctx.needs_input_grad[1]:
             grad_w = torch.zeros(weight.shape, dtype=exact, device=weight.device)
 
-        rows = chunk_rows(weight.shape[0], x.device)
-        loss_of = kernel_chunk_loss if takes_kernel(x.device, matmul_dtype) else chunk_loss
+        rows = rows or loss_rows(weight.shape[0], x.device)
+        if loss_of is None:
+            loss_of = kernel_chunk_loss if takes_kernel(x.device, matmul_dtype) else chunk_loss
         loss = torch.zeros((), dtype=exact, device=x.device)
         for begin in range(0, x.shape[0], rows):
             chunk = slice(begin, begin + rows)
@@ -116,7 +120,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             grad_x = (grad_x.to(factor.dtype) * factor).to(grad_x.dtype)
         if grad_w is not None:
             grad_w = (grad_w.to(factor.dtype) * factor).to(grad_w.dtype)
-        return grad_x, grad_w, None, None, None, None
+        return grad_x, grad_w, None, None, None, None, None, None
 
 
 def takes_kernel(device, dtype) -> bool:
@@ -133,12 +137,18 @@ def takes_kernel(device, dtype) -> bool:
     return launch_table.suits(device)
 
 
-def chunk_rows(vocab_size: int, device) -> int:
-    """Tokens per chunk: its fp32 logits take at most CHUNK_BYTES, unless a GPU wants more rows."""
+def loss_rows(vocab_size: int, device) -> int:
+    """Tokens per chunk of the loss."""
+    rows = chunk_rows(vocab_size)
+    return max(rows, GPU_ROWS) if device.type == "cuda" else rows
+
+
+def chunk_rows(vocab_size: int) -> int:
+    """Tokens per chunk, so that a chunk's fp32 logits take at most CHUNK_BYTES."""
     rows = max(1, CHUNK_BYTES // (4 * vocab_size))
     if rows > 128:
         rows -= rows % 128  # whole tiles for a matmul
-    return max(rows, GPU_ROWS) if device.type == "cuda" else rows
+    return rows
 
 
 def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
@@ -173,6 +183,15 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
     minus_one = -torch.ones_like(log_z)
     grad = probs.scatter_add_(1, labels, minus_one).to(x.dtype)  # (rows, V)
     del probs  # in bf16 that is twice the memory of the gradient
+    add_products(grad, x, weight, counted, grad_x, grad_w)
+    return loss
+
+
+def add_products(grad, x, weight, counted, grad_x, grad_w) -> None:
+    """Write grad_x (rows, D), and add to grad_w (V, D), from the gradient of the logits (rows, V).
+
+    counted: (rows, 1), whether the row's label counts. A gradient that is None is not computed.
+    """
     if grad_x is not None:
         grad_x.copy_((grad @ weight).mul_(counted))
     if grad_w is not None:
@@ -180,12 +199,12 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
         for begin in range(0, grad.shape[1], COLUMNS):
             block = slice(begin, begin + COLUMNS)
             grad_w[block] += grad[:, block].T @ counted_x
-    return loss
 
 
 def softmax_(logits):
-    """Softmax over the last dimension, in place."""
-    return torch.softmax(logits, dim=-1, out=logits)
+    """Softmax over the last dimension, in place, but on MPS, where that was not tried."""
+    out = None if logits.device.type == "mps" else logits
+    return torch.softmax(logits, dim=-1, out=out)
 
 
 def kernel_chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w):
@@ -232,7 +251,7 @@ def score_all(x, weight, labels, scale):
     """
     exact = at_least_fp32(x)
     weight = weight.to(autocast_dtype(x))  # cast once, not for each chunk
-    rows = chunk_rows(weight.shape[0], x.device)
+    rows = chunk_rows(weight.shape[0])
     chunk_log_probs, chunk_greedy = [], []
     for x_chunk, labels_chunk in zip(x.split(rows), labels.split(rows), strict=True):
         logits = F.linear(x_chunk, weight)  # (rows, V)

@@ -286,9 +286,8 @@ class MPT(nn.Module):
 
     def empty_cache(self, batch_size, max_tokens, dtype, pad=None):
         """A `KVCache` with room for `max_tokens` positions of each row, on the model's device."""
-        n_kv_heads = self.transformer.blocks[0].attn.kv_dim // self.cfg.head_dim
         device = self.output_weight.device
-        return KVCache.empty(self.cfg, batch_size, max_tokens, device, dtype, pad, n_kv_heads)
+        return KVCache.empty(self.cfg, batch_size, max_tokens, device, dtype, pad)
 
     @property
     def output_weight(self) -> torch.Tensor:
@@ -318,15 +317,9 @@ class KVCache:
     pad: torch.Tensor | None = None
 
     @classmethod
-    def empty(
-        cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None, n_kv_heads=None
-    ):
-        """An empty cache with room for `max_tokens` positions in each of `batch_size` rows.
-
-        n_kv_heads: of this rank, if the heads are cut over ranks; None: cfg.n_kv_heads.
-        """
-        heads = n_kv_heads or cfg.n_kv_heads
-        shape = (cfg.n_layers, batch_size, heads, max_tokens, cfg.head_dim)
+    def empty(cls, cfg: MPTConfig, batch_size, max_tokens, device, dtype, pad=None):
+        """An empty cache with room for `max_tokens` positions in each of `batch_size` rows."""
+        shape = (cfg.n_layers, batch_size, cfg.n_kv_heads, max_tokens, cfg.head_dim)
         k = torch.empty(shape, device=device, dtype=dtype)
         v = torch.empty(shape, device=device, dtype=dtype)
         return cls(k, v, pad=pad)

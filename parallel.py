@@ -18,9 +18,8 @@ Weights, gradients and Adam's state are fp32. In bf16 the weights are gathered a
 gradients are reduced as fp32. One process alone has nothing to shard: it trains the plain model,
 under autocast.
 
-With tensor parallelism (tensor_parallel.py) a team of tp neighbouring ranks stands in the place of
-one rank above: the tensor ranks are the last dimension of the mesh, and those with equal tp_rank
-shard what they have in common.
+With tensor parallelism (tensor_parallel.py) "rank" above means a team of tp neighbouring ranks.
+Those with the same tp_rank have a mesh of their own, and shard their part of each weight over it.
 
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh.
 """
@@ -35,7 +34,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -78,8 +77,11 @@ def choose_compile(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     A collective, called before anything large is in memory. UserError if cfg.compile is True, and
     compiling fails.
     """
-    suits = world.device.type == "cuda" and cfg.tp == 1
-    if cfg.compile is False or (cfg.compile == "auto" and not suits):
+    if cfg.compile is False or (cfg.compile == "auto" and world.device.type != "cuda"):
+        return False
+    if cfg.tp > 1:  # tensor_parallel.check refuses True
+        if world.global_rank == 0:
+            print("nothing is compiled: that does not work with tp", flush=True)
         return False
     fault = compiler_fault(model_cfg, cfg, world, precision)
     faults = [fault] * world.global_size
@@ -176,7 +178,8 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
     mesh = make_mesh(world, cfg)
     with torch.device("meta"):  # shapes without memory
         model = MPT(model_cfg)
-    tensor_parallel.split(model, world, cfg)
+    if team := tensor_parallel.team_of(world, cfg.sequence_parallel):
+        tensor_parallel.cut(model, team)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
     return model, optim.build_optimizer(model.parameters(), cfg)
@@ -197,25 +200,25 @@ def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     if cfg.sharding_mode.over != "all":
         shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
     with processes.in_time("connect the mesh"):
-        return connect_mesh(world.device.type, (*shape.values(), world.tp_size), tuple(shape))
+        return connect_mesh(world.device.type, tuple(shape.items()), world.dp_group, world.timeout)
 
 
-def connect_mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A mesh of all ranks, of which this rank gets the part with its tp_rank. A collective.
+def connect_mesh(device_type: str, shape, dp_group, timeout) -> DeviceMesh:
+    """A mesh of the ranks of dp_group (None: all), of which this is one. A collective of them.
 
-    shape: of the dimensions `names`, and last the tensor ranks. As init_device_mesh makes it,
-    except that dimensions of size 1 (DDP's dp_shard) get no group each: init_device_mesh creates n
-    groups of one rank in turn, while all ranks wait. Here each rank creates its own and does not
-    wait.
+    shape: (name, size) of each dimension. As init_device_mesh makes it, but only this rank's own
+    groups, and with the timeout of the run.
     """
-    used = {name: n for name, n in zip((*names, "tp"), shape, strict=True) if n > 1}
-    mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-    if all(name in used for name in names):
-        return mesh[names]
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    groups = [mesh.get_group(name) if name in used else alone for name in names]
-    tp = shape[-1]
-    ranks = torch.arange(dist.get_world_size()).view(shape)[..., dist.get_rank() % tp]
+    dp_group = dp_group or dist.group.WORLD
+    names, sizes = zip(*shape, strict=True)
+    ranks = torch.tensor(dist.get_process_group_ranks(dp_group)).view(sizes)
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups = []
+    for dim, size in enumerate(sizes):
+        index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
+        is_all = size == ranks.numel()
+        groups.append(dp_group if is_all else processes.group_of(ranks[index].tolist(), timeout))
+    groups = groups if len(groups) > 1 else groups[0]
     return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 

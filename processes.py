@@ -34,7 +34,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import config
 import devices
@@ -71,10 +70,11 @@ class World:
     device: torch.device
     dp_rank: int | None = None  # if not given: global_rank, and dp_size is global_size
     dp_size: int | None = None
-    dp_group: dist.ProcessGroup | None = None  # the ranks that dp_sum adds up; None: all
+    dp_group: dist.ProcessGroup | None = None  # what dp_sum adds up; None: all, or this one alone
     tp_rank: int = 0
     tp_size: int = 1
     tp_group: dist.ProcessGroup | None = None  # None: this rank alone
+    timeout: timedelta = TIMEOUT  # of a collective
 
     def __post_init__(self):
         if self.dp_size is None:
@@ -104,7 +104,8 @@ def start(device_type: str = "auto", timeout: timedelta | None = None, tp: int =
             require_own_gpus(identity(device))
     if device.type == "cpu":
         keep_freed_memory()
-    return in_teams(World(rank, size, local_rank, local_size, device), tp)
+    world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
+    return in_teams(world, tp)
 
 
 def in_teams(world: World, tp: int) -> World:
@@ -119,22 +120,29 @@ def in_teams(world: World, tp: int) -> World:
     ranks = "one rank does" if size == 1 else f"{size} ranks do"
     problem = f"{ranks} not form teams of tp {tp}"
     require(size % tp == 0, f"{problem}: start a multiple of {tp}, or set --tp=1")
+    dp_rank, tp_rank = divmod(world.global_rank, tp)
     dp_group, tp_group = None, dist.group.WORLD
     if size > tp:
         with in_time("connect the tensor ranks"):
-            mesh = init_device_mesh(
-                world.device.type, (size // tp, tp), mesh_dim_names=("dp", "tp")
-            )
-        dp_group, tp_group = mesh.get_group("dp"), mesh.get_group("tp")
+            dp_group = group_of(range(tp_rank, size, tp), world.timeout)
+            tp_group = group_of(range(dp_rank * tp, (dp_rank + 1) * tp), world.timeout)
     return replace(
         world,
-        dp_rank=world.global_rank // tp,
+        dp_rank=dp_rank,
         dp_size=size // tp,
         dp_group=dp_group,
-        tp_rank=world.global_rank % tp,
+        tp_rank=tp_rank,
         tp_size=tp,
         tp_group=tp_group,
     )
+
+
+def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
+    """A group of some ranks, of which this is one. Only they call it, and wait for one another.
+
+    torch's init_device_mesh makes all groups in turn, while every rank waits for each.
+    """
+    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -> torch.device:

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a team of ranks cuts each layer's weights, and computes the layer together.
+"""Tensor parallelism: the weights of each layer are cut over a team of ranks, which compute it.
 
 Attention and feed-forward are each two matmuls, with something in between that treats heads or
 features separately. The first weight W is cut by its output features, the second one, U, by its
@@ -12,33 +12,34 @@ added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
     X, copied                                              sum (all-reduce) -> residual stream
                rank 1:  X W_2 -> heads or GELU -> Y_2 U_2 /
 
-In the backward pass the arrows turn: where X was copied, its gradients are added up, and where the
-shares were added up, the gradient is copied. So a block needs four all-reduces: one forward and one
-backward, for attention and for feed-forward. (PyTorch stores weights as (out, in): a column of W is
-a row of `weight`.)
+In the backward pass the arrows are reversed: where X was copied, its gradients are added up, and
+where the shares were added up, the gradient is copied. So without activation checkpointing a block
+needs four all-reduces: one forward and one backward for attention, and the same for feed-forward.
+(PyTorch stores weights as (out, in): a column of W is a row of `weight`.)
 
-The embedding and the output layer are cut by vocabulary (`VocabularyLoss`). Norms and
+The embedding and the output layer are cut by vocabulary (`chunk_loss`). Norms and
 the biases of out_proj and down_proj are whole on every rank, and get equal gradients there.
 
-With sequence parallelism, each rank has 1/n of the tokens between these pairs of matmuls, where
-norms, dropout and the residual sums are. In place of the copy all ranks gather the tokens
-(all-gather), in place of the sum each gets the sum for its own tokens (reduce-scatter). The same
-number of bytes is sent, and what lies between takes 1/n of the memory. Whole weights then see only
-some of the tokens, so their gradients are added up at the end (`sum_partial_gradients`). Evaluation
-does not use it: the number of its tokens need not divide.
+With sequence parallelism, norms, dropout and residual sums work on 1/n of the tokens on each rank.
+An all-gather of the tokens replaces the copy, and a reduce-scatter the all-reduce: the same number
+of bytes, and 1/n of the memory between these pairs of matmuls. Whole weights then see only some of
+the tokens, so their gradients are added up at the end (`sum_partial_gradients`). Evaluation does
+not use it: the number of its tokens need not be a multiple of n.
 
 Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial weights,
 checkpoints, the gradient norm and the weights of other projects all follow it.
 
 Not here: the loss kernel of gpu_kernels/, since the ranks must agree on a row's sum between reading
-its logits and writing their gradient. Not run on a GPU.
+its logits and writing their gradient; compiled blocks, which the collectives would break apart;
+communication that overlaps with computation. Not run on a GPU.
 
 Megatron-LM: arXiv 1909.08053 (tensor), 2205.05198 (sequence parallelism).
 
 Run `torchrun --nproc_per_node 2 tensor_parallel.py` to see two ranks compute what one does.
 """
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -48,8 +49,16 @@ from torch.distributed.tensor import DTensor
 
 import processes
 from config import MPTConfig, TrainConfig, arguments, require
-from loss import IGNORE, at_least_fp32, autocast_dtype, chunk_rows
-from model import MPT, Attention, LayerNorm, init_weights
+from loss import (
+    IGNORE,
+    add_products,
+    at_least_fp32,
+    autocast_dtype,
+    chunk_rows,
+    linear_cross_entropy,
+    loss_rows,
+)
+from model import MPT, Attention, KVCache, LayerNorm, init_weights
 
 # --------------------------------------------------------------------------------------------------
 # Where a rank's part lies
@@ -119,14 +128,19 @@ class Layout:
         shape = list(shape)
         if found := self.spans(name):
             dim, _ = found
-            shape[dim] = self.whole_length(name, dim)
+            shape[dim] = self.whole_length(name)
         return torch.Size(shape)
 
-    def whole_length(self, name: str, dim: int) -> int:
+    def whole_length(self, name: str) -> int:
         """The length of a whole tensor along the dimension that is cut."""
         last_rank = Layout(self.cfg, self.size - 1, self.size)
         _, spans = last_rank.spans(name)
         return spans[-1][1]
+
+    def fits(self, name: str, part) -> bool:
+        """Whether a tensor has the length that this rank's part of the whole has."""
+        dim, spans = self.spans(name)
+        return part.dim() > dim and part.shape[dim] == sum(end - begin for begin, end in spans)
 
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole tensor."""
@@ -139,7 +153,7 @@ class Layout:
     def pieces(self, name: str, value: torch.Tensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """[(corner in the whole tensor, view of this rank's memory), ...].
 
-        value: this rank's part, or the DTensor of which FSDP gives this rank some rows.
+        value: this rank's part, a plain tensor or a DTensor whose rows FSDP has sharded.
         """
         local, first_row = value, 0
         if isinstance(value, DTensor):
@@ -180,7 +194,7 @@ def layout_of(model: MPT) -> Layout:
 
 
 # --------------------------------------------------------------------------------------------------
-# The sums between the ranks. torch 2.13 has new names for two collectives, and warns of the old.
+# Collectives. torch 2.13 has new names for two collectives, and warns of the old.
 
 
 @dataclass(frozen=True)
@@ -194,10 +208,18 @@ class Team:
 
 
 def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
-    """The sum of x over the team. x itself stays as it is: a checkpoint may have kept it."""
+    """The sum of x over the team, or its largest or least value, as a new tensor.
+
+    x stays as it is: selective activation checkpointing may have kept it.
+    """
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, operation, team.group)
     return x
+
+
+def unchanged(x, team: Team):
+    """x itself: the other ranks have the same."""
+    return x.view_as(x)
 
 
 def gather_tokens(x, team: Team):
@@ -217,78 +239,19 @@ def sum_and_scatter_tokens(x, team: Team):
     return out
 
 
-class Copy(torch.autograd.Function):
-    """Every rank continues with x. Backward: the gradients of all ranks are added up."""
+class Exchange(torch.autograd.Function):
+    """Forward: there(x, team). Backward: back(gradient, team)."""
 
     @staticmethod
-    def forward(ctx, x, team):
-        """x, as it is."""
-        ctx.team = team
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """The sum of the gradients."""
-        return all_reduce(grad, ctx.team), None
-
-
-class Sum(torch.autograd.Function):
-    """Every rank continues with the sum. Backward: each has the gradient of the sum already."""
-
-    @staticmethod
-    def forward(ctx, x, team):
-        """The sum of x."""
-        return all_reduce(x, team)
+    def forward(ctx, x, team, there, back):
+        """x: any tensor of this rank; there, back: two of the functions above."""
+        ctx.team, ctx.back = team, back
+        return there(x, team)
 
     @staticmethod
     def backward(ctx, grad):
-        """The gradient, as it is."""
-        return grad, None
-
-
-class GatherTokens(torch.autograd.Function):
-    """Sequence parallelism's `Copy`."""
-
-    @staticmethod
-    def forward(ctx, x, team):
-        """(B, T / n, D) -> (B, T, D)."""
-        ctx.team = team
-        return gather_tokens(x, team)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """(B, T, D) -> (B, T / n, D)."""
-        return sum_and_scatter_tokens(grad, ctx.team), None
-
-
-class ScatterTokens(torch.autograd.Function):
-    """Sequence parallelism's `Sum`."""
-
-    @staticmethod
-    def forward(ctx, x, team):
-        """(B, T, D) -> (B, T / n, D)."""
-        ctx.team = team
-        return sum_and_scatter_tokens(x, team)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """(B, T / n, D) -> (B, T, D)."""
-        return gather_tokens(grad, ctx.team), None
-
-
-class SumOfStatistics(torch.autograd.Function):
-    """The sum over the ranks. Each uses it for its own features, so backward is a sum, too."""
-
-    @staticmethod
-    def forward(ctx, x, team):
-        """The sum of x."""
-        ctx.team = team
-        return all_reduce(x, team)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """The sum of the gradients."""
-        return all_reduce(grad, ctx.team), None
+        """The gradient of x."""
+        return ctx.back(grad, ctx.team), None, None, None
 
 
 def splits_tokens(module) -> bool:
@@ -298,7 +261,10 @@ def splits_tokens(module) -> bool:
 
 def enter(x, module):
     """The input of a column-parallel layer: all tokens on every rank, (B, T, D)."""
-    return (GatherTokens if splits_tokens(module) else Copy).apply(x, module.team)
+    there, back = unchanged, all_reduce
+    if splits_tokens(module):
+        there, back = gather_tokens, sum_and_scatter_tokens
+    return Exchange.apply(x, module.team, there, back)
 
 
 def leave(x, module):
@@ -306,7 +272,15 @@ def leave(x, module):
 
     With sequence parallelism only this rank's tokens of the sum, (B, T / n, D).
     """
-    return (ScatterTokens if splits_tokens(module) else Sum).apply(x, module.team)
+    there, back = all_reduce, unchanged
+    if splits_tokens(module):
+        there, back = sum_and_scatter_tokens, gather_tokens
+    return Exchange.apply(x, module.team, there, back)
+
+
+def sum_both_ways(x, team: Team):
+    """The sum over the ranks. Each uses it for its own features, so backward is a sum, too."""
+    return Exchange.apply(x, team, all_reduce, all_reduce)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,8 +316,8 @@ class SplitAttention(Attention):
             positions = positions._replace(slopes=positions.slopes[first : first + n_heads])
         if not (self.training and self.cfg.attn_pdrop):
             return super().forward(x, positions, cache, layer)
-        # Each rank has other heads, which need other masks. All other dropout needs equal ones. So
-        # this draws one number from the generator, and the masks from a fork of it.
+        # Each rank has its own heads, so its own masks. Without sequence parallelism all other
+        # dropout needs equal ones. So this draws one number, and the masks from a fork.
         seed = int(torch.randint(2**62, ())) + self.team.rank
         devices = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -362,9 +336,9 @@ class SplitNorm(LayerNorm):
             dtype = autocast_dtype(x) if self.low_precision else torch.float32
         n_features = self.n_features
         x = x.to(at_least_fp32(x))
-        x = x - SumOfStatistics.apply(x.sum(-1, keepdim=True), self.team) / n_features
+        x = x - sum_both_ways(x.sum(-1, keepdim=True), self.team) / n_features
         squares = x.square().sum(-1, keepdim=True)
-        variance = SumOfStatistics.apply(squares, self.team) / n_features
+        variance = sum_both_ways(squares, self.team) / n_features
         y = x * (variance + self.eps).rsqrt() * self.weight
         return (y if self.bias is None else y + self.bias).to(dtype)
 
@@ -374,7 +348,7 @@ class SplitEmbedding(nn.Embedding):
 
     def forward(self, ids):
         """ids (B, T) -> (B, T, D), or this rank's tokens of it. Other ranks' ids give zeros."""
-        ids = ids - self.first_row
+        ids = ids - self.first_id
         is_mine = (ids >= 0) & (ids < len(self.weight))
         rows = F.embedding(ids.where(is_mine, 0), self.weight)
         return leave(rows * is_mine[..., None], self)
@@ -394,28 +368,26 @@ class SplitMPT(MPT):
     """A model whose output layer is cut by vocabulary. `layout`: see `Layout`."""
 
     def loss(self, x, labels, z_loss):
-        """As in model.py."""
+        """As in model.py, but the loss of a label beyond the vocabulary is NaN."""
         x = enter(x.to(autocast_dtype(x)), self)
-        weight = self.output_weight
-        first = self.first_row
-        needs_grad = torch.is_grad_enabled()
-        return VocabularyLoss.apply(
-            x.flatten(0, -2),
-            weight,
-            labels.flatten() - first,
-            labels.flatten() != IGNORE,
-            1.0 if self.logit_scale is None else self.logit_scale,
-            z_loss,
-            self.team,
-            needs_grad,
-        )
+        weight, scale = self.output_weight, self.logit_scale
+        loss_of = functools.partial(chunk_loss, team=self.team, first_id=self.first_id)
+        rows = loss_rows(self.widest_part, x.device)
+        loss = linear_cross_entropy(x, weight, labels, scale, z_loss, loss_of, rows)
+        is_beyond = (labels >= self.cfg.vocab_size) | ((labels < 0) & (labels != IGNORE))
+        return loss * torch.where(is_beyond.any(), torch.nan, 1.0)
+
+    @property
+    def widest_part(self) -> int:
+        """Of the vocabulary, on any rank. All ranks need equal chunks, to add up their sums."""
+        return -(-self.cfg.vocab_size // self.team.size)
 
     @torch.no_grad()
     def score(self, x, labels):
         """As in model.py."""
         log_probs, greedy = [], []
         weight = self.output_weight.to(autocast_dtype(x))
-        rows = chunk_rows(len(weight), x.device)
+        rows = chunk_rows(self.widest_part)
         flat_labels = labels.flatten()
         for x_chunk, label in zip(
             x.flatten(0, -2).split(rows), flat_labels.split(rows), strict=True
@@ -423,14 +395,20 @@ class SplitMPT(MPT):
             logits = F.linear(x_chunk, weight).to(at_least_fp32(x))
             if self.logit_scale is not None:
                 logits.mul_(self.logit_scale)
-            _, log_prob = over_vocabulary(logits, label - self.first_row, self.team)
-            log_probs.append(log_prob[:, 0])
             greedy.append(self.most_likely(logits) == label)
+            _, _, log_prob = softmax_(logits, label - self.first_id, self.team)
+            log_probs.append(log_prob[:, 0])
         log_probs = torch.cat(log_probs)
         in_vocabulary = (flat_labels >= 0) & (flat_labels < self.cfg.vocab_size)
         log_probs = log_probs.masked_fill(~in_vocabulary, torch.nan)
         log_probs = log_probs.masked_fill(flat_labels == IGNORE, 0)
         return log_probs.view(labels.shape), torch.cat(greedy).view(labels.shape)
+
+    def empty_cache(self, batch_size, max_tokens, dtype, pad=None):
+        """As in model.py, for this rank's heads."""
+        n_kv_heads = self.transformer.blocks[0].attn.kv_dim // self.cfg.head_dim
+        cfg = replace(self.cfg, kv_n_heads=n_kv_heads)
+        return KVCache.empty(cfg, batch_size, max_tokens, self.output_weight.device, dtype, pad)
 
     def most_likely(self, logits):
         """The id of the largest logit of each row over all ranks, (rows,); of equal ones the first.
@@ -440,14 +418,13 @@ class SplitMPT(MPT):
         largest, index = logits.max(-1)
         over_all = all_reduce(largest, self.team, dist.ReduceOp.MAX)
         nowhere = torch.full_like(index, self.cfg.vocab_size)
-        candidate = torch.where(largest == over_all, index + self.first_row, nowhere)
+        candidate = torch.where(largest == over_all, index + self.first_id, nowhere)
         return all_reduce(candidate, self.team, dist.ReduceOp.MIN)
 
     def logits(self, x):
         """As in model.py: all ranks have the logits of the whole vocabulary."""
         own = super().logits(enter(x, self))  # (B, T, V / n)
-        widest = -(-self.cfg.vocab_size // self.team.size)
-        padded = F.pad(own, (0, widest - own.shape[-1])).contiguous()
+        padded = F.pad(own, (0, self.widest_part - own.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.team.size)]
         dist.all_gather(parts, padded, self.team.group)
         widths = []
@@ -461,83 +438,54 @@ class SplitMPT(MPT):
 # The loss
 
 
-def over_vocabulary(logits, labels, team: Team):
-    """(log_z, log-probability of the label) over the whole vocabulary, (rows, 1) each.
+def softmax_(logits, labels, team: Team):
+    """Softmax over the vocabulary of all ranks, in place. Returns three tensors:
+
+        (rows, V / n)   this rank's probabilities
+        (rows, 1)       log_z, the logarithm of the sum of all exp(logit)
+        (rows, 1)       the log-probability of the label
 
     logits: (rows, V / n), this rank's; labels: (rows,), relative to its first id. One all-reduce
-    finds the largest logit m, a second one sums exp(logit - m), and the label's logit, which only
-    one rank has: log_z = m + log(sum).
+    finds the largest logit m; a second one sums exp(logit - m), and the label's logit, which only
+    one rank has.
     """
     labels = labels[:, None]
     is_mine = (labels >= 0) & (labels < logits.shape[1])
     own = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)) * is_mine
     largest = all_reduce(logits.amax(1, keepdim=True), team, dist.ReduceOp.MAX)
-    exp_sum = (logits - largest).exp_().sum(1, keepdim=True)
-    exp_sum, own = all_reduce(torch.cat([exp_sum, own], 1), team).split(1, dim=1)
+    exp = logits.sub_(largest).exp_()
+    exp_sum, own = all_reduce(torch.cat([exp.sum(1, keepdim=True), own], 1), team).split(1, dim=1)
     log_sum = exp_sum.log()
-    return largest + log_sum, (own - largest) - log_sum  # not own - log_z: large logits round
+    # Not own - log_z, which rounds as large logits do.
+    return exp.div_(exp_sum), largest + log_sum, (own - largest) - log_sum
 
 
-class VocabularyLoss(torch.autograd.Function):
-    """loss.LinearCrossEntropy with the vocabulary cut over the team.
+def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, first_id: int):
+    """loss.chunk_loss with the vocabulary cut over the team. Arguments as there, and:
 
-    The gradient of x is this rank's share of it: `Copy` adds the shares up. That of the weight is
-    complete, since a row of it belongs to one rank.
+    weight: (V / n, D), from the id first_id on. x is the same on all ranks; grad_x is this rank's
+    part of a sum, grad_w is complete, since each row of the weight belongs to one rank.
     """
-
-    @staticmethod
-    def forward(ctx, x, weight, labels, counted, scale, z_loss, team, needs_grad):
-        """x (N, D), weight (V / n, D), labels (N,) from this rank's first id, counted (N,) bool."""
-        exact = at_least_fp32(x)
-        ctx.dtypes = x.dtype, weight.dtype
-        matmul_dtype = autocast_dtype(x)
-        x = x.to(matmul_dtype)
-        weight = weight.to(matmul_dtype)
-        grad_x = torch.empty_like(x) if needs_grad else None
-        grad_w = torch.zeros(weight.shape, dtype=exact, device=x.device) if needs_grad else None
-
-        rows = chunk_rows(len(weight), x.device)
-        loss = torch.zeros((), dtype=exact, device=x.device)
-        for begin in range(0, len(x), rows):
-            chunk = slice(begin, begin + rows)
-            chunk_loss, grad = loss_and_gradient(
-                x[chunk], weight, labels[chunk], counted[chunk], scale, z_loss, team
-            )
-            loss += chunk_loss
-            if needs_grad:
-                grad_x[chunk] = grad @ weight
-                grad_w += grad.T @ x[chunk]
-            del grad  # before the next chunk takes memory
-        ctx.scale = scale
-        ctx.save_for_backward(grad_x, grad_w)
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad_loss):
-        """The kept gradients, times the incoming gradient (1 / tokens) and the logit scale."""
-        grads = []
-        for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True):
-            grads.append((grad.to(grad_loss.dtype) * (grad_loss * ctx.scale)).to(dtype))
-        return *grads, None, None, None, None, None, None
-
-
-def loss_and_gradient(x, weight, labels, counted, scale, z_loss, team: Team):
-    """The loss of one chunk, a scalar, and the gradient of this rank's logits, (rows, V / n).
-
-    The gradient is that of loss.py: (1 + 2 z log_z) softmax - onehot, without the factor `scale`.
-    """
-    logits = (x @ weight.T).to(at_least_fp32(x))
+    exact = at_least_fp32(x)
+    counted = (labels != IGNORE)[:, None]
+    labels = labels - first_id
+    logits = (x @ weight.T).to(exact)
     if scale != 1:
         logits.mul_(scale)
-    log_z, log_prob = over_vocabulary(logits, labels, team)
-    counted = counted[:, None]
+    probs, log_z, log_prob = softmax_(logits, labels, team)
+    del logits
     loss = ((z_loss * log_z.square() - log_prob) * counted).sum()
+    if grad_x is None and grad_w is None:
+        return loss
 
-    grad = logits.sub_(log_z).exp_().mul_(1 + 2 * z_loss * log_z)  # in place
+    if z_loss:
+        probs.mul_(1 + 2 * z_loss * log_z)
     is_mine = (labels >= 0) & (labels < len(weight))
-    minus_one = -is_mine[:, None].to(grad.dtype)
-    grad.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one)
-    return loss, grad.mul_(counted).to(x.dtype)
+    minus_one = -is_mine[:, None].to(exact)
+    grad = probs.scatter_add_(1, labels.clamp(0, len(weight) - 1)[:, None], minus_one).to(x.dtype)
+    del probs
+    add_products(grad, x, weight, counted, grad_x, grad_w)
+    return loss
 
 
 # --------------------------------------------------------------------------------------------------
@@ -557,16 +505,18 @@ CUT = {
 }
 
 
-def split(model: MPT, world: processes.World, cfg: TrainConfig) -> None:
-    """Cut a model on the meta device over the tensor ranks; with cfg.tp 1 leave it as it is."""
-    if cfg.tp == 1:
-        return
-    team = Team(world.tp_group, world.tp_rank, world.tp_size, cfg.sequence_parallel)
-    cut(model, team)
+def team_of(world: processes.World, sequence_parallel: bool = False) -> Team | None:
+    """The tensor ranks that this rank belongs to; None without tensor parallelism."""
+    if world.tp_size == 1:
+        return None
+    return Team(world.tp_group, world.tp_rank, world.tp_size, sequence_parallel)
 
 
 def cut(model: MPT, team: Team) -> None:
-    """The same for a model on any device. UserError if a layer is of a kind unknown here."""
+    """Keep this rank's part of a model, on the meta device or any other.
+
+    UserError if a layer is of a kind that is not known here.
+    """
     layout = Layout(model.cfg, team.rank, team.size)
     for name, module in model.named_modules():
         for leaf, param in list(module.named_parameters(recurse=False)):
@@ -580,12 +530,12 @@ def cut(model: MPT, team: Team) -> None:
         module.__class__ = CUT[kind]
         module.team = team
         if kind in ("q_ln", "k_ln"):
-            module.n_features = layout.whole_length(f"{name}.weight", 0)
+            module.n_features = layout.whole_length(f"{name}.weight")
         if kind == "attn":
             module.q_dim //= team.size
             module.kv_dim //= 1 if layout.shares_kv else team.size
-    _, ((first_row, _),) = layout.spans("wte.weight")
-    model.first_row = model.transformer.wte.first_row = first_row
+    _, ((first_id, _),) = layout.spans("wte.weight")
+    model.first_id = model.transformer.wte.first_id = first_id
     model.layout = layout
 
 
@@ -613,7 +563,7 @@ def cuts_heads(cfg: MPTConfig, tp: int) -> bool:
 
 
 def sum_partial_gradients(model: MPT) -> None:
-    """Sum over the team the gradients of whole weights of which each rank has a part. A collective.
+    """Sum over the team the gradients of which each rank has a part. A collective.
 
     With sequence parallelism norms, biases of row-parallel layers and learned positions have seen
     only a rank's own tokens. A single head of keys and values has seen only its own queries.

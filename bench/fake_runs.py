@@ -15,6 +15,7 @@ else, `bench.fake_gpu.pretend()` must have been called: `python -m bench fake_gp
 
 import collections
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -58,10 +59,10 @@ class Setting:
     ranks: int = 1
     backend: str = ""
 
-    @property
+    @functools.cached_property
     def world(self) -> processes.World:
         """Rank 0 of one node."""
-        return processes.World(0, self.ranks, 0, self.ranks, GPU)
+        return processes.in_teams(processes.World(0, self.ranks, 0, self.ranks, GPU), self.cfg.tp)
 
     def build(self):
         """(model, optimizer), as a run builds them."""
@@ -74,7 +75,7 @@ class Setting:
 
     def rows(self) -> torch.Tensor:
         """The rows of this rank for one step, (B, T + 1) int64 on the GPU."""
-        n_rows = self.cfg.global_batch_size // self.ranks
+        n_rows = self.cfg.global_batch_size // self.world.dp_size
         shape = n_rows, self.model_cfg.max_seq_len + 1
         return torch.zeros(shape, dtype=torch.long, device=GPU)
 

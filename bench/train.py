@@ -357,7 +357,7 @@ class Row:
         gpus = 0 if self.cfg.device == "cpu" else torch.cuda.device_count()
         self.ranks = launched() or self.args.ranks or gpus or self.cfg.tp
         tensor_parallel.check(self.model_cfg, self.cfg)
-        problem = f"{self.ranks} ranks do not form teams of tp {self.cfg.tp}"
+        problem = f"--ranks={self.ranks} is not a multiple of tp {self.cfg.tp}"
         require(self.ranks % self.cfg.tp == 0, problem)
         self.dp_ranks = self.ranks // self.cfg.tp
         sharing = 1 if launched() else self.ranks  # torchrun has divided the cores already

@@ -31,7 +31,6 @@ from evaluation import tasks as icl_tasks
 from evaluation.figures import summarize, table
 from evaluation.results import Part, fingerprint, finished, save
 from evaluation.score import Request, score
-from tensor_parallel import Team
 from text import tokenizer as tokenizers
 from weights import load
 
@@ -215,7 +214,7 @@ def main(argv) -> None:
     found = load.find(run)  # before the tasks, which may come from the Hub, slowly
     tensor_parallel.check(load.settings_of(found), TrainConfig(tp=cfg.tp))
     world = processes.start(tp=cfg.tp)
-    team = Team(world.tp_group, world.tp_rank, world.tp_size) if cfg.tp > 1 else None
+    team = tensor_parallel.team_of(world)
     delimiter = cfg.delimiter.replace("\\n", "\n")
     tasks = processes.rank_zero_decides(
         lambda: icl_tasks.load(cfg.tasks, cfg.data, cfg.shots, cfg.seed, cfg.limit, delimiter)

@@ -220,7 +220,7 @@ def team_warning(cfg: TrainConfig, world) -> list[str]:
     if world.local_size % cfg.tp == 0:
         return []
     problem = f"tp {cfg.tp} on nodes of {world.local_size} ranks puts a team on several nodes"
-    why = "each layer waits four times in each microbatch for the network between them"
+    why = "each layer waits at least four times in each microbatch for the network between them"
     fix = f"--tp={math.gcd(cfg.tp, world.local_size)} stays within a node"
     return [f"WARNING: {problem}, where {why}; {fix}"]
 

@@ -408,15 +408,10 @@ class StepMemory:
         if self.has_loss_kernel:
             return self.width * logits  # the logits, which become their gradient
 
-        # tp 1: logits in fp32, which become probabilities; in bf16 also as the matmul returns them.
-        # tensor parallelism: logits in fp32, and the exponentials that the ranks add up.
-        if self.tp > 1:
-            first = 8 * logits
-            products = max(rows, self.part.vocab)
-        else:
-            first = (6 if self.width == 2 else 4) * logits
-            products = rows + min(self.part.vocab, COLUMNS)
-        # Then the logits' gradient, and its products with W and x.
+        # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
+        # their gradient, and its products with W and x.
+        first = (6 if self.width == 2 else 4) * logits
+        products = rows + min(self.part.vocab, COLUMNS)
         return max(first, self.width * (logits + self.m.d_model * products))
 
     def loss_backward(self) -> dict[str, int]:
@@ -425,9 +420,8 @@ class StepMemory:
         First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then
         W's: with the product, and a bf16 copy of one of them if it is bf16.
         """
-        kept_width = 4 if self.tp > 1 else self.head_grad_width
         copies_of_x = 5 if self.width == 2 else 2
-        during_x = copies_of_x * self.residual_bytes + kept_width * self.n_embedding
+        during_x = copies_of_x * self.residual_bytes + self.head_grad_width * self.n_embedding
         bytes_each = 10 if self.head_grad_width == 2 else 8
         both_of_x = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
         during_w = both_of_x + bytes_each * self.n_embedding

@@ -334,6 +334,13 @@ MUTANTS = [
     ),
     Mutant(
         "tensor_parallel.py",
+        "seed = int(torch.randint(2**62, ())) + self.team.rank",
+        "seed = int(torch.randint(2**62, ()))",
+        "test_tensor_parallel.py::test_each_tensor_rank_drops_other_attention_weights",
+        "the heads of all tensor ranks have the same attention dropout",
+    ),
+    Mutant(
+        "tensor_parallel.py",
         """        z = leave(F.linear(y, self.weight), self)
         return z if self.bias is None else z + self.bias.to(z.dtype)
 """,
@@ -351,8 +358,9 @@ MUTANTS = [
     ),
     Mutant(
         "tensor_parallel.py",
-        "exp_sum, own = all_reduce(torch.cat([exp_sum, own], 1), team).split(1, dim=1)",
-        "own = all_reduce(own, team)",
+        "exp_sum, own = all_reduce(torch.cat([exp.sum(1, keepdim=True), own], 1), team)"
+        ".split(1, dim=1)",
+        "exp_sum, own = exp.sum(1, keepdim=True), all_reduce(own, team)",
         "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
         "the softmax of the loss is over a tensor rank's own part of the vocabulary",
     ),
@@ -365,8 +373,8 @@ MUTANTS = [
     ),
     Mutant(
         "tensor_parallel.py",
-        "minus_one = -is_mine[:, None].to(grad.dtype)",
-        "minus_one = -torch.ones_like(grad[:, :1])",
+        "minus_one = -is_mine[:, None].to(exact)",
+        "minus_one = -torch.ones_like(log_z)",
         "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
         "the label's -1 in the gradient of the logits is there once for each tensor rank",
     ),

@@ -873,7 +873,7 @@ def groups_of_a_mesh(world, cfg, local_size):
         ("SHARD_GRAD_OP", 0, 0, []),
         ("ZERO1", 0, 0, []),
         ("DDP", 0, 0, [1]),
-        ("HYBRID_SHARD", 0, 4, [2, 2]),  # two nodes of two ranks: two groups of each dimension
+        ("HYBRID_SHARD", 0, 0, [2, 2]),  # two nodes of two ranks
         ("HYBRID_SHARD", 4, 0, [1]),
         ("HYBRID_SHARD", 1, 0, [1]),
     ],

@@ -271,7 +271,7 @@ def test_evaluation_says_which_tp_there_can_be(moved, tasks, tmp_path):
 
 
 def test_generate_says_that_it_has_no_tp():
-    with pytest.raises(UserError, match="has the whole model on one device; fsdp_train.py and"):
+    with pytest.raises(UserError, match="only fsdp_train.py and evaluation cut a model"):
         generate.main(["runs/demo", "--tp=2"])
 
 

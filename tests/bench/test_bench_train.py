@@ -169,7 +169,7 @@ def test_alternating_rows_are_one_group():
         (["--sweep=microbatchsize=1"], "did you mean 'microbatch_size'"),
         (["configs/mpt1b.py", "--sizes=125m"], "a config file or --sizes"),
         (["--ranks=3"], "global_batch_size 8 is not a multiple of the 3 data-parallel ranks"),
-        (["--ranks=3", "--tp=2"], "3 ranks do not form teams of tp 2"),
+        (["--ranks=3", "--tp=2"], "--ranks=3 is not a multiple of tp 2"),
         (["--tp=4"], "tp 4 does not divide n_heads 6: tp can be 1, 2, 3, 6"),
         (["--out=results"], "the name of a .csv file"),
         (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
