@@ -238,7 +238,7 @@ class TrainConfig:
     device: Device = "auto"  # cuda also means ROCm
     precision: Precision = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
-    tp: int = 1  # tensor parallelism: ranks that cut each layer among them; see tensor_parallel.py
+    tp: int = 1  # tensor parallelism: ranks over which each layer is cut; see tensor_parallel.py
     sequence_parallel: bool = False  # with tp: cut the tokens between the layers, too; less memory
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
     activation_checkpointing: Checkpointing = "none"  # see parallel.py

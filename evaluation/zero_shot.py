@@ -46,7 +46,7 @@ class EvalConfig:
     seed: int = 0  # of the choice of examples
     limit: int = 0  # use at most this many items of each task (0 = all)
     batch_tokens: int = 8192  # of a batch on one rank, with padding (one question may exceed it)
-    tp: int = 1  # ranks that cut the model among them: see tensor_parallel.py
+    tp: int = 1  # ranks over which each layer is cut: see tensor_parallel.py
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto: bf16 on accelerators, fp32 on a CPU
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
     tokenizer: str = ""  # of a Hugging Face folder (empty = its own)

@@ -56,7 +56,7 @@ class Stage(NamedTuple):
     ranks: int
     share: float = 1  # of the steps of the run, after which the stage ends
     ending: signal.Signals | None = None  # the signal that ends it
-    tp: int = 1  # ranks that cut each layer between them
+    tp: int = 1  # ranks over which each layer is cut
 
     def __str__(self):
         """2 ranks, tp 2"""
