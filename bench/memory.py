@@ -325,7 +325,8 @@ def loss_of(device: str) -> Iterator[None]:
         return loss_rows(vocab_size, torch.device("cuda" if on_gpu else "cpu"))
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(loss, "loss_rows", rows_there))
+        for file in (loss, tensor_parallel):
+            patches.enter_context(mock.patch.object(file, "loss_rows", rows_there))
         patches.enter_context(mock.patch.object(loss, "takes_kernel", lambda *_: on_gpu))
         yield
 
