@@ -316,7 +316,7 @@ def in_pieces(state: dict, layout: Layout) -> dict:
         name = name_of_param(key)
         if isinstance(value, torch.Tensor) and value.dim() and layout.spans(name):
             problem = f"the optimizer's {key} has not the shape of its weight"
-            require(layout.fits(name, value), f"{problem}: tensor parallelism cannot cut it")
+            require(layout.fits(name, value), f"{problem}: set --tp=1")
             shape = layout.whole_shape(name, value.shape)
             value = Pieces(shape, value.dtype, layout.pieces(name, value))
         found[key] = value

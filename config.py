@@ -173,6 +173,26 @@ class MPTConfig:
         limit = f"attn_impl=triton has head dims up to 128, not {self.head_dim}"
         require(not too_wide, f"{limit}: use sdpa, or more heads")
 
+    @property
+    def tensor_ranks(self) -> list[int]:
+        """The tp that give each rank whole heads. A single head of keys and values stays whole."""
+        divided = self.n_heads if self.n_kv_heads == 1 else self.n_kv_heads
+        return [n for n in range(1, divided + 1) if divided % n == 0]
+
+    def check_tensor_ranks(self, tp: int, sequence_parallel: bool) -> None:
+        """Raise UserError if the model cannot be cut for `tp` tensor ranks."""
+        name, heads = "n_heads", self.n_heads
+        if heads % tp == 0:
+            name, heads = "kv_n_heads", self.n_kv_heads
+        fix = f"tp can be {', '.join(map(str, self.tensor_ranks))}"
+        require(tp in self.tensor_ranks, f"tp {tp} does not divide {name} {heads}: {fix}")
+        if not sequence_parallel:
+            return
+        require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
+        problem = f"sequence_parallel: tp {tp} does not divide max_seq_len {self.max_seq_len}"
+        fix = "change one of them, or set --sequence_parallel=False"
+        require(self.max_seq_len % tp == 0, f"{problem}: {fix}")
+
 
 # --------------------------------------------------------------------------------------------------
 # The run

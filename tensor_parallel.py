@@ -1,4 +1,4 @@
-"""Tensor parallelism: the weights of each layer are cut over a team of ranks, which compute it.
+r"""Tensor parallelism: the weights of each layer are cut over a team of ranks, which compute it.
 
 Attention and feed-forward are each two matmuls, with something in between that treats heads or
 features separately. The first weight W is cut by its output features, the second one, U, by its
@@ -8,7 +8,7 @@ added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
     column   X [W_1 W_2]           = [X W_1, X W_2]            Wqkv (whole heads), up_proj
     row      [Y_1 Y_2] [U_1; U_2]  = Y_1 U_1 + Y_2 U_2         out_proj, down_proj
 
-               rank 0:  X W_1 -> heads or GELU -> Y_1 U_1 \\
+               rank 0:  X W_1 -> heads or GELU -> Y_1 U_1 \
     X, copied                                              sum (all-reduce) -> residual stream
                rank 1:  X W_2 -> heads or GELU -> Y_2 U_2 /
 
@@ -17,8 +17,8 @@ where the shares were added up, the gradient is copied. So without activation ch
 needs four all-reduces: one forward and one backward for attention, and the same for feed-forward.
 (PyTorch stores weights as (out, in): a column of W is a row of `weight`.)
 
-The embedding and the output layer are cut by vocabulary (`chunk_loss`). Norms and
-the biases of out_proj and down_proj are whole on every rank, and get equal gradients there.
+The embedding and the output layer are cut by vocabulary (`chunk_loss`). Norms and the biases of
+out_proj and down_proj are whole on every rank, and get equal gradients there.
 
 With sequence parallelism, norms, dropout and residual sums work on 1/n of the tokens on each rank.
 An all-gather of the tokens replaces the copy, and a reduce-scatter the all-reduce: the same number
@@ -179,7 +179,9 @@ class Layout:
 
     def counted(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part. Together, the tensor ranks' views have each value once."""
-        if self.rank > 0 and (self.shares_kv or self.spans(name) is None):
+        if self.rank > 0 and self.spans(name) is None:
+            return []
+        if self.rank > 0 and self.shares_kv:
             pieces = self.pieces(name, value)
             return [view for corner, view in pieces if not self.is_shared(name, corner)]
         return [value.to_local() if isinstance(value, DTensor) else value]
@@ -541,25 +543,9 @@ def cut(model: MPT, team: Team) -> None:
 
 def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
     """UserError if a model cannot be cut for cfg.tp tensor ranks."""
-    tp = cfg.tp
-    if tp == 1:
-        require(not cfg.sequence_parallel, "sequence_parallel needs tensor ranks: set --tp=2")
-        return
-    good = [n for n in range(1, model_cfg.n_heads + 1) if cuts_heads(model_cfg, n)]
-    for name, heads in {"n_heads": model_cfg.n_heads, "kv_n_heads": model_cfg.n_kv_heads}.items():
-        problem = f"tp {tp} does not divide {name} {heads}"
-        fits = heads % tp == 0 or tp in good
-        require(fits, f"{problem}: tp can be {', '.join(map(str, good))}")
-    require(cfg.compile is not True, "tp does not work with compiled blocks: set --compile=False")
-    T = model_cfg.max_seq_len
-    problem = f"sequence_parallel: tp {tp} does not divide max_seq_len {T}"
-    fix = "change one of them, or set --sequence_parallel=False"
-    require(not cfg.sequence_parallel or T % tp == 0, f"{problem}: {fix}")
-
-
-def cuts_heads(cfg: MPTConfig, tp: int) -> bool:
-    """Whether each of tp ranks gets whole heads. A single head of keys and values stays whole."""
-    return cfg.n_heads % tp == 0 and (cfg.n_kv_heads == 1 or cfg.n_kv_heads % tp == 0)
+    model_cfg.check_tensor_ranks(cfg.tp, cfg.sequence_parallel)
+    is_possible = cfg.tp == 1 or cfg.compile is not True
+    require(is_possible, "tp does not work with compiled blocks: set --compile=False")
 
 
 def sum_partial_gradients(model: MPT) -> None:

@@ -88,25 +88,6 @@ def widths(m: MPTConfig, tp: int = 1) -> Widths:
     )
 
 
-def tensor_ranks(m: MPTConfig) -> list[int]:
-    """The tp that give each rank whole heads. A single head of keys and values stays whole."""
-    divided = m.n_heads if m.n_kv_heads == 1 else m.n_kv_heads
-    return [n for n in range(1, divided + 1) if divided % n == 0]
-
-
-def require_tensor_ranks(m: MPTConfig, tp: int, sequence_parallel: bool = False) -> None:
-    """UserError if a model cannot be cut for tp tensor ranks, as tensor_parallel.py says."""
-    possible = tensor_ranks(m)
-    name = "n_heads" if m.n_heads % tp else "kv_n_heads"
-    heads = m.n_heads if m.n_heads % tp else m.n_kv_heads
-    fix = f"tp can be {', '.join(map(str, possible))}"
-    require(tp in possible, f"tp {tp} does not divide {name} {heads}: {fix}")
-    if sequence_parallel:
-        require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
-        problem = f"tp {tp} does not divide max_seq_len {m.max_seq_len}"
-        require(m.max_seq_len % tp == 0, f"sequence_parallel: {problem}")
-
-
 # --------------------------------------------------------------------------------------------------
 # Activations of a block
 
@@ -208,7 +189,7 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, pp: int) -> tuple[int, in
     tp = cfg.tp
     for name, n in {"ranks": ranks, "tp": tp, "pp": pp}.items():
         require(n > 0, f"{name} must be at least 1, not {n}")
-    require_tensor_ranks(m, tp, cfg.sequence_parallel)
+    m.check_tensor_ranks(tp, cfg.sequence_parallel)
     require(m.n_layers % pp == 0, f"n_layers {m.n_layers} is not a multiple of pp {pp}")
 
     dp, rest = divmod(ranks, tp * pp)

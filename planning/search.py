@@ -136,7 +136,7 @@ def divisors(n: int, at_most: int) -> list[int]:
 
 def tensor_ranks(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> list[int]:
     """The tp to try: teams within a node."""
-    possible = [tp for tp in memory.tensor_ranks(m) if tp <= fleet.node_size]
+    possible = [tp for tp in m.tensor_ranks if tp <= fleet.node_size]
     if cfg.sequence_parallel:
         possible = [tp for tp in possible if m.max_seq_len % tp == 0]
     return possible

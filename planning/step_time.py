@@ -333,7 +333,7 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
     pieces = fleet.pp * fleet.interleave
     divides = m.n_layers % pieces == 0
     require(divides, f"n_layers {m.n_layers} is not a multiple of pp x interleave = {pieces}")
-    memory.require_tensor_ranks(m, fleet.tp, cfg.sequence_parallel)
+    m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
     return rows
 
 

@@ -320,8 +320,8 @@ MUTANTS = [
     ),
     Mutant(
         "tensor_parallel.py",
-        "if self.rank > 0 and (self.shares_kv",
-        "if self.rank < 0 and (self.shares_kv",
+        "if self.rank > 0 and self.spans(name) is None",
+        "if self.rank < 0 and self.spans(name) is None",
         "test_tensor_parallel.py::test_tensor_ranks_train_as_one_process",
         "the norm counts tensors that are whole on each tensor rank once for each",
     ),
