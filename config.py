@@ -55,7 +55,7 @@ RANGES = {
     name: (low, high)
     for low, high, names in [
         (1, 2**20, "d_model"),
-        (1, 2**16, "n_heads kv_n_heads tp"),
+        (1, 2**16, "n_heads kv_n_heads tp pp"),
         (1, 10**4, "n_layers recompute_every"),
         (1, 2**24, "max_seq_len vocab_size"),
         (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is near the smallest fp32 number
@@ -259,6 +259,7 @@ class TrainConfig:
     precision: Precision = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
     tp: int = 1  # tensor parallelism: ranks over which each layer is cut; see tensor_parallel.py
+    pp: int = 1  # pipeline parallelism: stages over which the layers are cut; see pipeline.py
     sequence_parallel: bool = False  # with tp: cut the tokens between the layers, too; less memory
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
     activation_checkpointing: Checkpointing = "none"  # see parallel.py

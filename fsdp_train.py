@@ -27,6 +27,7 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import record_function
 
@@ -35,6 +36,7 @@ import config
 import data
 import optim
 import parallel
+import pipeline
 import processes
 import tensor_parallel
 from config import MPTConfig, TrainConfig, require
@@ -51,7 +53,7 @@ def main(argv) -> None:
     # settings, processes
     model_cfg, cfg = config.load(argv, MPTConfig, TrainConfig)
     signals = stopping.Signals()
-    world = processes.start(cfg.device, collective_timeout(cfg), cfg.tp)
+    world = processes.start(cfg.device, collective_timeout(cfg), cfg.tp, cfg.pp)
     log = runlog.RunLog(cfg, world.global_rank)
     check_settings(model_cfg, cfg, world)
     lease = Lease(cfg.run_dir)
@@ -136,24 +138,16 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     n_tokens, batch_hash = processes.dp_sum(counts, world)
 
     # forward, backward: .grad adds up over the microbatches
-    loss_sum = torch.zeros((), device=rows.device)
     microbatches = cut(ids, labels, cfg)
+    run = forward_backward if cfg.pp == 1 else forward_backward_in_stages
     with parallel.weights_cast_once(model, precision, len(microbatches)):
-        for number, (ids, labels) in enumerate(microbatches, 1):
-            parallel.before_microbatch(model, cfg, last=number == len(microbatches))
-            with record_function("forward"), parallel.autocast(rows.device, precision):
-                # The sum over the tokens of the microbatch.
-                microbatch_loss = model(ids, labels=labels, z_loss=cfg.z_loss)
-            with record_function("backward"):
-                # fully_shard divides gradients by the number of data-parallel ranks. n_tokens
-                # counts the tokens of all ranks already, so dp_size cancels that division.
-                (microbatch_loss * world.dp_size / n_tokens).backward()
-            loss_sum += microbatch_loss.detach_()  # in place, which frees the graph
+        loss_sum = run(model, microbatches, n_tokens, cfg, world, precision)
 
     # update
     with record_function("optimizer"):
         loss = processes.dp_sum(loss_sum, world) / n_tokens
         tensor_parallel.sum_partial_gradients(model)
+        pipeline.sum_tied_gradients(model)
         grad_norm = parallel.grad_norm(model)
         optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
         for group in optimizer.param_groups:
@@ -162,6 +156,58 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
         # GradScaler does, and the fused AdamW kernel reads that on the device.
         optim.update(optimizer, good=loss.isfinite() & grad_norm.isfinite())
     return loss, grad_norm, batch_hash
+
+
+def forward_backward(model, microbatches, n_tokens, cfg, world, precision):
+    """Add the gradients of all microbatches to .grad. Returns the sum of the tokens' losses."""
+    device = world.device
+    loss_sum = torch.zeros((), device=device)
+    for number, (ids, labels) in enumerate(microbatches, 1):
+        parallel.before_microbatch(model, cfg, last=number == len(microbatches))
+        with record_function("forward"), parallel.autocast(device, precision):
+            # The sum over the tokens of the microbatch.
+            loss = model(ids, labels=labels, z_loss=cfg.z_loss)
+        with record_function("backward"):
+            # fully_shard divides gradients by the number of data-parallel ranks. n_tokens counts
+            # the tokens of all ranks already, so dp_size cancels that division.
+            (loss * world.dp_size / n_tokens).backward()
+        loss_sum += loss.detach_()  # in place, which frees the graph
+    return loss_sum
+
+
+def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precision):
+    """The same for one stage of a pipeline. A collective of its stages."""
+    device = world.device
+    loss_sum = torch.zeros((), device=device)
+    kept = {}  # microbatch -> (what came from the stage before, what this one made of it)
+
+    def empty(i):
+        with parallel.autocast(device, precision):
+            return model.room(microbatches[i][0])
+
+    def forward(i, x):
+        ids, labels = microbatches[i]
+        if x is not None:
+            x.requires_grad_()
+        with record_function("forward"), parallel.autocast(device, precision):
+            y = model(ids, labels=labels, z_loss=cfg.z_loss, x=x)
+        if not model.pipe.is_last:
+            kept[i] = x, y
+            return y.detach()
+        loss_sum.add_(y.detach())
+        kept[i] = x, y * world.dp_size / n_tokens
+        return None
+
+    def backward(i, dy):
+        parallel.before_microbatch(model, cfg, last=i == len(microbatches) - 1)
+        x, y = kept.pop(i)
+        with record_function("backward"):
+            y.backward(dy)
+        return None if x is None else x.grad
+
+    pipeline.one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)
+    dist.all_reduce(loss_sum, group=model.pipe.group)
+    return loss_sum
 
 
 def cut(ids, labels, cfg) -> list[tuple]:
@@ -251,6 +297,7 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     problem = f"global_batch_size {batch} is not a multiple of the {dp} data-parallel ranks"
     require(batch % dp == 0, f"{problem}: {fix}")
     tensor_parallel.check(model_cfg, cfg)
+    pipeline.check(model_cfg, cfg)
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 

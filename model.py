@@ -15,7 +15,7 @@ Run `python model.py` to build a small model and take one training step.
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -196,37 +196,36 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layers))
         self.norm_f = LayerNorm(cfg, cfg.d_model)
 
-    def forward(self, input_ids, cache=None, sequence_ids=None):
+    def forward(self, input_ids, cache=None, sequence_ids=None, x=None):
         """Token ids (B, T) -> hidden states (B, T, d_model).
 
         With a cache, the ids follow the cached tokens, and the cache grows by T. sequence_ids:
-        (B, T), the document of each token, or None if each row is one document. UserError for more
-        tokens than learned positions.
+        (B, T), the document of each token, or None if each row is one document. x: hidden states
+        of these ids that earlier layers have computed elsewhere; None: begin with the embeddings.
+        UserError for more tokens than learned positions.
         """
         cfg = self.cfg
         past = 0 if cache is None else cache.length
         end = past + input_ids.shape[1]
-        x = self.wte(input_ids)  # (B, T, d_model)
+        device = input_ids.device
 
-        token_positions = torch.arange(past, end, device=x.device)[None]  # (1 or B, T)
+        token_positions = torch.arange(past, end, device=device)[None]  # (1 or B, T)
         if cache is not None and cache.pad is not None:
             # Left padding: a row's positions start at its first real token. The padding is its own
             # document (id 1, the text has id 0), so real tokens never see it.
             token_positions = (token_positions - cache.pad[:, None]).clamp(min=0)
-            is_padding = torch.arange(end, device=x.device) < cache.pad[:, None]  # (B, end)
+            is_padding = torch.arange(end, device=device) < cache.pad[:, None]  # (B, end)
             sequence_ids = is_padding.int()
-
         if cfg.learned_positions:
             require(
                 end <= cfg.max_seq_len,
                 f"{end} tokens, but learned positions end at max_seq_len {cfg.max_seq_len} "
                 "(ALiBi has no such limit)",
             )
-            x = x + self.wpe(token_positions)
-        x = F.dropout(x, cfg.emb_pdrop, self.training)
-        x = x.to(autocast_dtype(x))  # the residual stream: bf16 under autocast
+        if x is None:
+            x = self.embed(input_ids, token_positions)
 
-        slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, x.device) if cfg.alibi else None
+        slopes = alibi_slopes(cfg.n_heads, cfg.alibi_bias_max, device) if cfg.alibi else None
         angles = rope_angles(cfg, token_positions) if cfg.rope else None
         positions = Positions(slopes, angles, sequence_ids)
         for layer, block in enumerate(self.blocks):
@@ -234,6 +233,15 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.length = end
         return self.norm_f(x)
+
+    def embed(self, input_ids, token_positions):
+        """The residual stream before the first block, (B, T, d_model), bf16 under autocast."""
+        cfg = self.cfg
+        x = self.wte(input_ids)  # (B, T, d_model)
+        if cfg.learned_positions:
+            x = x + self.wpe(token_positions)
+        x = F.dropout(x, cfg.emb_pdrop, self.training)
+        return x.to(autocast_dtype(x))
 
 
 class MPT(nn.Module):
@@ -249,7 +257,7 @@ class MPT(nn.Module):
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
 
-    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False):
+    def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False, x=None):
         """The logits, the loss, or the scores of labels. ids and labels: (B, T) int64.
 
             model(ids)                      logits (B, T, V)
@@ -258,13 +266,17 @@ class MPT(nn.Module):
                                             label, (B, T) each
 
         Label -100 does not count. Loss and scores never hold all logits; z_loss: see loss.py. With
-        a `KVCache`, the ids follow the cached tokens. All three share one `forward`, because
-        fully_shard gathers the weights only when forward is called.
+        a `KVCache`, the ids follow the cached tokens. x: see `Transformer`. All three share one
+        `forward`, because fully_shard gathers the weights only when forward is called.
         """
         documents = None
         if self.cfg.attn_uses_sequence_id and self.separator is not None and cache is None:
             documents = document_ids(input_ids, self.separator)
-        x = self.transformer(input_ids, cache, documents)  # (B, T, d_model)
+        x = self.transformer(input_ids, cache, documents, x)  # (B, T, d_model)
+        return self.output(x, labels, z_loss, score)
+
+    def output(self, x, labels, z_loss, score):
+        """What `forward` returns, from hidden states (B, T, d_model)."""
         if score:
             return self.score(x, labels)
         if labels is not None:
@@ -286,8 +298,11 @@ class MPT(nn.Module):
 
     def empty_cache(self, batch_size, max_tokens, dtype, pad=None):
         """A `KVCache` with room for `max_tokens` positions of each row, on the model's device."""
-        device = self.output_weight.device
-        return KVCache.empty(self.cfg, batch_size, max_tokens, device, dtype, pad)
+        attention = [block.attn for block in self.transformer.blocks]
+        n_kv_heads = attention[0].kv_dim // self.cfg.head_dim
+        cfg = replace(self.cfg, n_layers=len(attention), kv_n_heads=n_kv_heads)
+        device = attention[0].Wqkv.weight.device
+        return KVCache.empty(cfg, batch_size, max_tokens, device, dtype, pad)
 
     @property
     def output_weight(self) -> torch.Tensor:

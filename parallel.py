@@ -18,8 +18,9 @@ Weights, gradients and Adam's state are fp32. In bf16 the weights are gathered a
 gradients are reduced as fp32. One process alone has nothing to shard: it trains the plain model,
 under autocast.
 
-With tensor parallelism (tensor_parallel.py) "rank" above means a team of tp neighbouring ranks.
-Those with the same tp_rank have a mesh of their own, and shard their part of each weight over it.
+With tensor parallelism (tensor_parallel.py) and pipeline parallelism (pipeline.py) the global ranks
+form a grid of stages x data-parallel ranks x tensor ranks, and "rank" above means a data-parallel
+one. Those of the same stage and tp_rank have a mesh of their own, and shard what they have over it.
 
 Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh.
 """
@@ -42,6 +43,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import config
 import devices
 import optim
+import pipeline
 import processes
 import program
 import tensor_parallel
@@ -79,9 +81,9 @@ def choose_compile(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     """
     if cfg.compile is False or (cfg.compile == "auto" and world.device.type != "cuda"):
         return False
-    if cfg.tp > 1:  # tensor_parallel.check refuses True
+    if cfg.tp * cfg.pp > 1:  # their checks refuse True
         if world.global_rank == 0:
-            print("nothing is compiled: that does not work with tp", flush=True)
+            print("nothing is compiled: that does not work with tp or pp", flush=True)
         return False
     fault = compiler_fault(model_cfg, cfg, world, precision)
     faults = [fault] * world.global_size
@@ -180,6 +182,8 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
         model = MPT(model_cfg)
     if team := tensor_parallel.team_of(world, cfg.sequence_parallel):
         tensor_parallel.cut(model, team)
+    if pipe := pipeline.pipe_of(world):
+        pipeline.keep_stage(model, pipe)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
     return model, optim.build_optimizer(model.parameters(), cfg)
@@ -188,12 +192,13 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
     """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
 
-    With tensor parallelism each tp_rank has such a grid of its own. None for one data-parallel rank
-    alone. UserError if cfg.shard_size does not divide them.
+    Each stage has such a grid for each of its tensor ranks. None for one data-parallel rank alone.
+    UserError if cfg.shard_size does not divide them.
     """
     if world.dp_size == 1:
         return None
-    shard = cfg.shard_ranks(world.dp_size, max(1, world.local_size // world.tp_size))
+    of_node = min(world.dp_size, max(1, world.local_size // world.tp_size))
+    shard = cfg.shard_ranks(world.dp_size, of_node)
     problem = f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks"
     require(world.dp_size % shard == 0, problem)
     shape = {"dp_shard": shard}
@@ -310,6 +315,8 @@ def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
     key = (cfg.seed, step, world.dp_rank)
     if cfg.sequence_parallel and world.tp_rank:
         key += (world.tp_rank,)
+    if world.pp_rank:
+        key += (-1, world.pp_rank)
     torch.manual_seed(hash(key) % 2**63)
 
 
@@ -396,7 +403,7 @@ def grad_norm(model: MPT) -> torch.Tensor:
     layout = tensor_parallel.layout_of(model)
     groups = defaultdict(list)  # (mesh, dimensions over which it is sharded) -> local gradients
     for name, p in model.named_parameters():
-        if p.grad is None:
+        if p.grad is None or pipeline.is_second_copy(model, name):
             continue
         mesh, sharded_dims = None, ()
         if isinstance(p.grad, DTensor):
@@ -413,19 +420,22 @@ def grad_norm(model: MPT) -> torch.Tensor:
         total += squares
     if layout.size > 1:
         dist.all_reduce(total, group=model.team.group)
+    if isinstance(model, pipeline.Stage):
+        dist.all_reduce(total, group=model.pipe.group)
     return total.sqrt()
 
 
 def demonstrate(argv) -> None:
     """Print where each rank is in the mesh."""
     (cfg,) = config.load(argv, TrainConfig)
-    world = processes.start(cfg.device, tp=cfg.tp)
+    world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
     mesh = make_mesh(world, cfg)
     require(mesh, "one process has no mesh: torchrun --nproc_per_node 2 parallel.py")
     coordinates = dict(zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True))
     who = f"global rank {world.global_rank} of {world.global_size} on {world.device}"
+    stage = f", stage {world.pp_rank}" * (world.pp_size > 1)
     team = f", tensor rank {world.tp_rank}" * (world.tp_size > 1)
-    print(f"{who}, {cfg.sharding}: {coordinates}{team}", flush=True)
+    print(f"{who}, {cfg.sharding}: {coordinates}{stage}{team}", flush=True)
 
 
 if __name__ == "__main__":

@@ -59,8 +59,10 @@ class World:
     global_rank of global_size    all processes of the run
     local_rank of local_size      those on this machine
     dp_rank of dp_size            data-parallel: each reads rows of its own
-    tp_rank of tp_size            tensor-parallel: together they hold one copy of the model's
-                                  layers. They read the same rows, so they have the same dp_rank
+    tp_rank of tp_size            tensor-parallel: together they hold one copy of some layers
+    pp_rank of pp_size            pipeline-parallel: the stages, each with some of the layers.
+                                  Tensor ranks and stages read the same rows, so they have the same
+                                  dp_rank
     """
 
     global_rank: int
@@ -74,6 +76,9 @@ class World:
     tp_rank: int = 0
     tp_size: int = 1
     tp_group: dist.ProcessGroup | None = None  # None: this rank alone
+    pp_rank: int = 0
+    pp_size: int = 1
+    pp_group: dist.ProcessGroup | None = None  # None: this rank alone
     timeout: timedelta = TIMEOUT  # of a collective
 
     def __post_init__(self):
@@ -81,11 +86,13 @@ class World:
             self.dp_rank, self.dp_size = self.global_rank, self.global_size
 
 
-def start(device_type: str = "auto", timeout: timedelta | None = None, tp: int = 1) -> World:
+def start(
+    device_type: str = "auto", timeout: timedelta | None = None, tp: int = 1, pp: int = 1
+) -> World:
     """Join the other processes. Works under torchrun, under srun without torchrun, and alone.
 
     device_type: auto, cpu, cuda (ROCm too) or mps. Raises UserError if that device is not there.
-    tp: how many ranks share a copy of the model by tensor parallelism.
+    tp: how many ranks share a layer by tensor parallelism. pp: how many stages share the layers.
     timeout: of one collective, given by a program whose own watchdog acts earlier. Then that
     watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
@@ -105,42 +112,60 @@ def start(device_type: str = "auto", timeout: timedelta | None = None, tp: int =
     if device.type == "cpu":
         keep_freed_memory()
     world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
-    return in_teams(world, tp)
+    return in_grid(world, tp, pp)
 
 
-def in_teams(world: World, tp: int) -> World:
-    """The same world, in which each `tp` neighbours are the tensor ranks of a team. A collective.
+def in_grid(world: World, tp: int, pp: int = 1) -> World:
+    """The same world, whose ranks form a grid of pp stages x data-parallel ranks x tp tensor ranks.
 
-    Neighbours, since they talk most and launchers number the ranks of a node in a row. UserError if
-    the ranks do not form whole teams.
+    Launchers number the ranks of a node in a row. So tensor ranks, which talk most, are neighbours,
+    and stages, which talk least, are far apart. A collective. UserError if the ranks do not fill
+    the grid.
     """
-    if tp == 1:
+    if tp * pp == 1:
         return world
     size = world.global_size
     ranks = "one rank does" if size == 1 else f"{size} ranks do"
-    problem = f"{ranks} not form teams of tp {tp}"
-    require(size % tp == 0, f"{problem}: start a multiple of {tp}, or set --tp=1")
-    dp_rank, tp_rank = divmod(world.global_rank, tp)
-    dp_group, tp_group = None, dist.group.WORLD
-    if size > tp:
-        with in_time("connect the tensor ranks"):
-            dp_group = group_of(range(tp_rank, size, tp), world.timeout)
-            tp_group = group_of(range(dp_rank * tp, (dp_rank + 1) * tp), world.timeout)
+    grid = f"teams of tp {tp}" if pp == 1 else f"pipelines of tp {tp} x pp {pp} = {tp * pp}"
+    flags = " ".join(f"--{name}=1" for name, n in {"tp": tp, "pp": pp}.items() if n > 1)
+    problem = f"{ranks} not form {grid}"
+    require(size % (tp * pp) == 0, f"{problem}: start a multiple of {tp * pp}, or set {flags}")
+
+    grid = torch.arange(size).view(pp, -1, tp)
+    pp_rank, dp_rank, tp_rank = (grid == world.global_rank).nonzero()[0].tolist()
+    with in_time("connect the grid of ranks"):
+        pp_group = group_along(grid[:, dp_rank, tp_rank], world)
+        dp_group = group_along(grid[pp_rank, :, tp_rank], world)
+        tp_group = group_along(grid[pp_rank, dp_rank], world)
     return replace(
         world,
         dp_rank=dp_rank,
-        dp_size=size // tp,
+        dp_size=grid.shape[1],
         dp_group=dp_group,
         tp_rank=tp_rank,
         tp_size=tp,
         tp_group=tp_group,
+        pp_rank=pp_rank,
+        pp_size=pp,
+        pp_group=pp_group,
     )
+
+
+def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
+    """The group of the ranks on a line of the grid, of which this is one; None for it alone."""
+    if len(line) == 1:
+        return None
+    if len(line) == world.global_size:
+        return dist.group.WORLD
+    return group_of(line.tolist(), world.timeout)
 
 
 def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
     """A group of some ranks, of which this is one. Only they call it, and wait for one another.
 
-    torch's init_device_mesh makes all groups in turn, while every rank waits for each.
+    torch's init_device_mesh makes all groups in turn, while every rank waits for each. These groups
+    are named after their ranks and the number of groups that this rank is in: all ranks of a group
+    must have made equally many before.
     """
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 

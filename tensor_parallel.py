@@ -39,7 +39,7 @@ Run `torchrun --nproc_per_node 2 tensor_parallel.py` to see two ranks compute wh
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ from loss import (
     linear_cross_entropy,
     loss_rows,
 )
-from model import MPT, Attention, KVCache, LayerNorm, init_weights
+from model import MPT, Attention, LayerNorm, init_weights
 
 # --------------------------------------------------------------------------------------------------
 # Where a rank's part lies
@@ -405,12 +405,6 @@ class SplitMPT(MPT):
         log_probs = log_probs.masked_fill(~in_vocabulary, torch.nan)
         log_probs = log_probs.masked_fill(flat_labels == IGNORE, 0)
         return log_probs.view(labels.shape), torch.cat(greedy).view(labels.shape)
-
-    def empty_cache(self, batch_size, max_tokens, dtype, pad=None):
-        """As in model.py, for this rank's heads."""
-        n_kv_heads = self.transformer.blocks[0].attn.kv_dim // self.cfg.head_dim
-        cfg = replace(self.cfg, kv_n_heads=n_kv_heads)
-        return KVCache.empty(cfg, batch_size, max_tokens, self.output_weight.device, dtype, pad)
 
     def most_likely(self, logits):
         """The id of the largest logit of each row over all ranks, (rows,); of equal ones the first.

@@ -62,7 +62,8 @@ class Setting:
     @functools.cached_property
     def world(self) -> processes.World:
         """Rank 0 of one node."""
-        return processes.in_teams(processes.World(0, self.ranks, 0, self.ranks, GPU), self.cfg.tp)
+        world = processes.World(0, self.ranks, 0, self.ranks, GPU)
+        return processes.in_grid(world, self.cfg.tp, self.cfg.pp)
 
     def build(self):
         """(model, optimizer), as a run builds them."""

@@ -293,7 +293,7 @@ def two_steps(
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         world = processes.World(rank, ranks, rank, ranks, torch.device("cpu"))
-        world = processes.in_teams(world, cfg.tp)
+        world = processes.in_grid(world, cfg.tp, cfg.pp)
         mesh = parallel.make_mesh(world, cfg)
         with FakeTensorMode(), loss_of(cfg.device), real_offsets():
             model = MPT(m)

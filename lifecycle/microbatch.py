@@ -251,7 +251,7 @@ def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[
     In the second step Adam's state is in memory, and in its second microbatch the gradients of the
     first one, too. All weights are 0.01: they take as much memory as random ones, and less time.
     """
-    world = processes.start(cfg.device, tp=cfg.tp)
+    world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
     for param in model.parameters():
         torch.nn.init.constant_(param, 0.01)

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 import config
+import pipeline
 import processes
 import program
 import tensor_parallel
@@ -89,7 +90,7 @@ class StragglerTimer:
         self.on_gpu = device.type == "cuda"
         self.reading_seconds = 0.0
         self.marks = []  # begin, end, begin, end, ... of this step's timed forward passes
-        if tensor_parallel.layout_of(model).size == 1:
+        if tensor_parallel.layout_of(model).size == 1 and not isinstance(model, pipeline.Stage):
             model.transformer.norm_f.register_forward_pre_hook(self.mark)
             model.register_forward_hook(self.mark, prepend=True)
             return

@@ -41,7 +41,7 @@ STEPS = 10
 def team_of(tp):
     """In a rank's process: its world with teams of tp. Each mesh makes groups: keep them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    return processes.in_teams(processes.World(rank, size, rank, size, torch.device("cpu")), tp)
+    return processes.in_grid(processes.World(rank, size, rank, size, torch.device("cpu")), tp)
 
 
 def rows_of_step(step, cfg, model_cfg):
@@ -582,4 +582,4 @@ def test_what_cannot_be_cut_is_a_user_error(changes, model_changes, words):
 def test_ranks_that_form_no_teams_are_a_user_error():
     world = processes.World(0, 3, 0, 3, torch.device("cpu"))
     with pytest.raises(UserError, match="3 ranks do not form teams of tp 2"):
-        processes.in_teams(world, 2)
+        processes.in_grid(world, 2)
