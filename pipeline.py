@@ -151,9 +151,11 @@ def blocks_of(n_layers: int, stage: int, stages: int) -> range:
 
 
 def pipe_of(world: processes.World) -> Pipe | None:
-    """The stages that this rank passes microbatches on with; None without pipeline parallelism."""
+    """The stages of this rank's pipeline; None without pipeline parallelism. A collective of them."""
     if world.pp_size == 1:
         return None
+    # NCCL wants all ranks of a group in its first call, and an exchange is between two.
+    dist.all_reduce(torch.zeros(1, device=world.device), group=world.pp_group)
     return Pipe(world.pp_group, world.pp_rank, world.pp_size)
 
 

@@ -10,11 +10,13 @@ size compare with each other and with the speed of a link:
 
     bus bandwidth = bytes / seconds x (n - 1) / n      all-gather and reduce-scatter
                     bytes / seconds x 2 (n - 1) / n    all-reduce
+                    bytes / seconds                    send and receive, as stages of a pipeline do
 
 n: ranks of the group; bytes: of the whole message, which all-gather returns and reduce-scatter
-takes. There are three kinds of groups: `all` ranks, the ranks of a `node`, and the ranks of equal
-local rank `across` nodes. A kind is skipped if its groups would have one rank each. All groups of a
-kind run at the same time, so they share the links between nodes.
+takes. In the last one each rank sends a message to the next rank, and the last rank to the first.
+There are three kinds of groups: `all` ranks, the ranks of a `node`, and the ranks of equal local
+rank `across` nodes. A kind is skipped if its groups would have one rank each. All groups of a kind
+run at the same time, so they share the links between nodes.
 
 machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second):
     device, device_type, ranks, nodes, ranks_per_node (of the largest node), threads_per_rank,
@@ -24,8 +26,8 @@ machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second
     matmul_best_tflops  the same of the fastest turn of the fastest rank
     memory_gbs          GB/s of the median rank
     collectives_gbs     {"all": {"all_gather": {"1048576": bus GB/s of the slowest rank, ...},
-                        "reduce_scatter": ..., "all_reduce": ...}, "node": ..., "across": ...}, by
-                        bytes
+                        "reduce_scatter": ..., "all_reduce": ..., "send_recv": ...}, "node": ...,
+                        "across": ...}, by bytes
     latency_us          {"all": microseconds of a 4-byte all-reduce, of many calls in a row, slowest
                         rank, "node": ...}
     slowest             {"matmul" (bf16, largest): {"rank", "host", "below_median_percent"},
@@ -93,7 +95,7 @@ class MachineArgs:
     """What to measure, and how long."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # cuda is ROCm too
-    seconds: float = 1.0  # of one measurement; there are 7, and 10 more for each kind of group
+    seconds: float = 1.0  # of one measurement; there are 7, and 13 more for each kind of group
     out: str = "machine.json"  # file of the results
 
     def check(self) -> None:
@@ -166,8 +168,21 @@ def bus_gbs(name: str, size: int, seconds: float, n: int) -> float:
 
     The formulas are those of nccl-tests, doc/PERFORMANCE.md.
     """
+    if name == "send_recv":
+        return size / seconds / 1e9
     times_sent = 2 if name == "all_reduce" else 1
     return times_sent * (n - 1) / n * size / seconds / 1e9
+
+
+def pass_on(message, received, group) -> None:
+    """Send `message` to the next rank of the group, and receive from the one before."""
+    rank, n = group.rank(), group.size()
+    next_rank = dist.get_global_rank(group, (rank + 1) % n)
+    previous = dist.get_global_rank(group, (rank - 1) % n)
+    send = dist.P2POp(dist.isend, message, next_rank, group)
+    receive = dist.P2POp(dist.irecv, received, previous, group)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
 
 
 def measure_collectives(group, device, sizes, seconds: float) -> tuple[dict, float]:
@@ -181,10 +196,12 @@ def measure_collectives(group, device, sizes, seconds: float) -> tuple[dict, flo
     for size in sizes:
         shard = torch.zeros(size // 4 // n, device=device)  # fp32: 4 bytes each
         whole = torch.zeros(n * len(shard), device=device)
+        received = torch.empty_like(whole)
         calls = {
             "all_gather": functools.partial(all_gather, whole, shard, group=group),
             "reduce_scatter": functools.partial(reduce_scatter, shard, whole, group=group),
             "all_reduce": functools.partial(dist.all_reduce, whole, group=group),
+            "send_recv": functools.partial(pass_on, whole, received, group),
         }
         for name, call in calls.items():
             median = statistics.median(take_turns(call, seconds, gpu, group))
@@ -252,7 +269,7 @@ def measure(world, seconds: float) -> dict:
     row["memory_gbs"] = measure_memory(world.device, sizes.copied_bytes, seconds)
 
     for kind, group in make_groups(world).items():
-        show_progress(f"collectives, {kind}", 3 * len(sizes.message_bytes) + 1)
+        show_progress(f"collectives, {kind}", 4 * len(sizes.message_bytes) + 1)
         dist.barrier()  # now the previous kind has ended everywhere, and slows no group here
         if group is not None:
             gbs, latency = measure_collectives(group, world.device, sizes.message_bytes, seconds)

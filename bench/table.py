@@ -23,7 +23,7 @@ NAMING = """
     model ranks threads precision sharding activation_checkpointing recompute_every compile
     attn_impl microbatch_size global_batch_size max_seq_len
 """.split()
-LAYOUT = ("tp=", "sequence_parallel=")  # these have no column, but stand among `others`
+LAYOUT = ("tp=", "sequence_parallel=", "pp=")  # these have no column, but stand among `others`
 # What LLM Foundry calls our values.
 FOUNDRY_PRECISION = {"bf16": "amp_bf16"}
 FOUNDRY_CHECKPOINTING = {"none": "False", "full": "True"}

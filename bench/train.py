@@ -3,7 +3,7 @@
     python -m bench train --transformers           a small model, beside Hugging Face's
     python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=bench/results/mine.csv
     python -m bench train configs/mpt1b.py --sweep="microbatch_size=4,8 compile=false,true"
-    python -m bench train --alternate --sweep=tp=1,2    one process, two tensor ranks: in turns
+    python -m bench train --alternate --sweep="tp=1,2 pp=1,2"   two ways to use two or four ranks
     torchrun --nnodes 2 --nproc_per_node 8 ... -m bench train configs/mpt7b.py --out=mine.csv
 
     MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)    flops.py; HFU counts recomputation too
@@ -52,6 +52,7 @@ import devices
 import flops
 import fsdp_train
 import parallel
+import pipeline
 import processes
 import tensor_parallel
 from bench.table import PARTS, draw, read, tables
@@ -111,7 +112,7 @@ class OurProgram:
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
         self.model_cfg = model_cfg
-        self.world = processes.start(cfg.device, tp=cfg.tp)
+        self.world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
         device = self.world.device
 
         self.precision = parallel.choose_precision(cfg, device)
@@ -355,11 +356,13 @@ class Row:
     def choose_processes(self) -> None:
         """Set ranks, and threads of a process. UserError if the model cannot be cut for them."""
         gpus = 0 if self.cfg.device == "cpu" else torch.cuda.device_count()
-        self.ranks = launched() or self.args.ranks or gpus or self.cfg.tp
+        tp, pp = self.cfg.tp, self.cfg.pp
+        self.ranks = launched() or self.args.ranks or gpus or tp * pp
         tensor_parallel.check(self.model_cfg, self.cfg)
-        problem = f"--ranks={self.ranks} is not a multiple of tp {self.cfg.tp}"
-        require(self.ranks % self.cfg.tp == 0, problem)
-        self.dp_ranks = self.ranks // self.cfg.tp
+        pipeline.check(self.model_cfg, self.cfg)
+        problem = f"--ranks={self.ranks} is not a multiple of tp {tp} x pp {pp} = {tp * pp}"
+        require(self.ranks % (tp * pp) == 0, problem)
+        self.dp_ranks = self.ranks // (tp * pp)
         sharing = 1 if launched() else self.ranks  # torchrun has divided the cores already
         self.threads = self.args.threads or max(1, torch.get_num_threads() // sharing)
 

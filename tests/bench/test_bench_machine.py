@@ -12,7 +12,7 @@ from bench import machine as bench_machine
 from config import UserError
 
 TINY = ["--seconds=0.001", "--device=cpu", "--out=results/machine.json"]
-COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce"]
+COLLECTIVES = ["all_gather", "reduce_scatter", "all_reduce", "send_recv"]
 
 
 def run(launch, tmp_path, *args) -> tuple[dict, str]:
@@ -50,6 +50,18 @@ def test_bus_bandwidth_by_hand():
     assert bench_machine.bus_gbs("reduce_scatter", 800_000_000, 0.1, 4) == pytest.approx(6)
     assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 4) == pytest.approx(12)
     assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 2) == pytest.approx(8)
+    assert bench_machine.bus_gbs("send_recv", 800_000_000, 0.1, 4) == pytest.approx(8)
+
+
+def pass_one_round(world) -> list[float]:
+    message = torch.full((3,), float(world.global_rank))
+    received = torch.empty(3)
+    bench_machine.pass_on(message, received, dist.group.WORLD)
+    return received.tolist()
+
+
+def test_messages_go_to_the_next_rank(ranks):
+    assert ranks(2)(pass_one_round) == [[1.0] * 3, [0.0] * 3]
 
 
 def take_turns_of_a_sleep(world) -> tuple[list[float], int]:

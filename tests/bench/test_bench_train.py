@@ -145,13 +145,17 @@ def test_a_row_is_done_if_its_settings_are_in_the_csv_with_a_final_status():
         assert not other.is_like(line), flag
 
 
-def test_the_tensor_ranks_of_a_row_read_the_same_batch():
-    flags = ["--sweep=tp=1,2", "--grad_accum=2", "--microbatch_size=3", "--device=cpu"]
-    (alone,), (cut,) = bench_train.groups(flags)
-    assert (alone.ranks, cut.ranks) == (1, 2)
-    assert alone.cfg.global_batch_size == cut.cfg.global_batch_size == 6
-    assert alone.columns["grad_accum"] == cut.columns["grad_accum"] == 2
-    assert "tp=2" in cut.columns["others"].split()
+def test_tensor_ranks_and_stages_of_a_row_read_the_same_batch():
+    flags = ["--grad_accum=2", "--microbatch_size=3", "--device=cpu"]
+    groups = bench_train.groups(["--sweep=tp=1,2 pp=1,2", *flags])
+    rows = [row for (row,) in groups]
+    assert [row.ranks for row in rows] == [1, 2, 2, 4]
+    for row in rows:
+        assert row.cfg.global_batch_size == 6
+        assert row.columns["grad_accum"] == 2
+    others = [row.columns["others"].split() for row in rows]
+    assert ["tp=2" in names for names in others] == [False, False, True, True]
+    assert ["pp=2" in names for names in others] == [False, True, False, True]
 
 
 def test_alternating_rows_are_one_group():
@@ -169,7 +173,9 @@ def test_alternating_rows_are_one_group():
         (["--sweep=microbatchsize=1"], "did you mean 'microbatch_size'"),
         (["configs/mpt1b.py", "--sizes=125m"], "a config file or --sizes"),
         (["--ranks=3"], "global_batch_size 8 is not a multiple of the 3 data-parallel ranks"),
-        (["--ranks=3", "--tp=2"], "--ranks=3 is not a multiple of tp 2"),
+        (["--ranks=3", "--tp=2"], "--ranks=3 is not a multiple of tp 2 x pp 1 = 2"),
+        (["--ranks=3", "--pp=2"], "--ranks=3 is not a multiple of tp 1 x pp 2 = 2"),
+        (["--pp=99"], "pp 99 is more than n_layers"),
         (["--tp=4"], "tp 4 does not divide n_heads 6: tp can be 1, 2, 3, 6"),
         (["--out=results"], "the name of a .csv file"),
         (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
