@@ -140,7 +140,9 @@ def in_teams(world: World, tp: int) -> World:
 def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
     """A group of some ranks, of which this is one. Only they call it, and wait for one another.
 
-    torch's init_device_mesh makes all groups in turn, while every rank waits for each.
+    torch's init_device_mesh makes all groups in turn, while every rank waits for each. These groups
+    are named after their ranks and the number of groups that this rank is in: all ranks of a group
+    must have made equally many before.
     """
     return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
 
