@@ -275,6 +275,7 @@ def measure(world, seconds: float) -> dict:
             gbs, latency = measure_collectives(group, world.device, sizes.message_bytes, seconds)
             row["collectives_gbs"][kind] = gbs
             row["latency_us"][kind] = latency
+            dist.destroy_process_group(group)
     return row
 
 
