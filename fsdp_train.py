@@ -183,7 +183,7 @@ def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precis
 
     def empty(i):
         with parallel.autocast(device, precision):
-            return model.room(microbatches[i][0])
+            return model.empty_hidden_states(microbatches[i][0])
 
     def forward(i, x):
         ids, labels = microbatches[i]

@@ -1,27 +1,44 @@
-"""Pipeline parallelism: each rank has some consecutive layers, and microbatches pass through them.
+"""Pipeline parallelism: a rank has a stage of the model, and microbatches pass through the stages.
 
-Stage s of p ranks gets hidden states (B, T, d_model) from the stage before, computes its layers,
-and sends its own to the stage after. Gradients come back the same way. A stage waits until its
-first microbatch arrives and after its last one has left: the bubble. With n microbatches,
+A model that is cut into three stages is f_2(f_1(f_0(ids))). Each stage f_s is some consecutive
+blocks, with weights w, and does this with every microbatch:
 
-    bubble = (p - 1) / (n + p - 1)    of the time of a step
+    forward    y = f_s(x)               x: hidden states (B, T, d_model), from stage s - 1
+    backward   dx = dy (df_s / dx)      dy: the gradient of the loss for y, from stage s + 1
+               dw += dy (df_s / dw)     stays here
 
-One forward, one backward (1F1B, PipeDream-Flush, arXiv 2006.09503) starts each backward as soon as
-it can. So stage s keeps the activations of at most p - s microbatches, however many a step has.
-For p = 4, n = 8 (a forward is a digit, a backward, twice as long, two letters: a is microbatch 0):
+So only y and dx travel, between neighbours. While one microbatch is on one stage, others are on the
+others. But a stage has nothing to do before the first microbatch reaches it, and after the last one
+has left: the bubble. If each of p stages takes the time t for the forward and backward of a
+microbatch, a step of n microbatches takes (n + p - 1) t, and a stage computes for n t of it:
+
+    bubble = 1 - n / (n + p - 1) = (p - 1) / (n + p - 1)
+
+One forward, one backward (1F1B, or PipeDream-Flush, arXiv 2006.09503) is the order in which a stage
+computes. Warm-up: forwards, until the first gradient is back. Steady: a forward and a backward in
+turns. Drain: the backwards that are left. If all forwards came first (GPipe), the bubble would be
+the same, but a stage would keep the activations of n microbatches. Here stage s keeps those of
+p - s, however many a step has. For p = 4 and n = 8 (a forward is a digit; a backward takes twice as
+long and is two letters, a for microbatch 0; a dot is idle):
 
     stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
     stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh..
     stage 2  ..01..aa2bb3cc4dd5ee6ff7gg.hh....
     stage 3  ...0aa1bb2cc3dd4ee5ff6gg7hh......
 
-The first stage has the embeddings, the last one the final norm and the loss. Tied embeddings are on
-both, which add up their gradients (`sum_tied_gradients`). Parameters keep the names that they have
-in the whole model, so checkpoints do not depend on the stages.
+The first stage has the embeddings, the last one the final norm and the loss. A tied embedding is on
+both; its two gradients are added up (`sum_tied_gradients`). Parameters keep the names that they
+have in the whole model, so checkpoints do not depend on the stages.
+
+Not here: several stages on a rank (interleaved 1F1B), which make the bubble smaller and the
+messages more; compiled blocks; a transfer while the same stage computes. Not run on a GPU.
 
     python pipeline.py --stages=4 --microbatches=8    the picture; the bubble, computed and measured
 """
 
+import itertools
+import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +47,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+import config
 import processes
 from config import MPTConfig, TrainConfig, require
 from loss import at_least_fp32, autocast_dtype
@@ -40,7 +58,10 @@ from model import MPT
 
 
 def order(stage: int, stages: int, n: int) -> list[tuple[str, int]]:
-    """[("F" or "B", microbatch), ...]: what a stage computes, one after another."""
+    """[("F" or "B", microbatch), ...]: the forwards and backwards of a stage, one after another.
+
+    n: microbatches in a step.
+    """
     n_warmup = min(n, stages - 1 - stage)
     warmup = [("F", i) for i in range(n_warmup)]
     steady = []
@@ -50,13 +71,49 @@ def order(stage: int, stages: int, n: int) -> list[tuple[str, int]]:
     return warmup + steady + drain
 
 
-def one_f_one_b(pipe, n: int, empty: Callable, forward: Callable, backward: Callable) -> None:
-    """Compute n microbatches on this stage, in the order of `order`.
+def needs(stage: int, kind: str, i: int) -> tuple[int, str, int]:
+    """What must be done before: the same pass of microbatch i, on the stage that it comes from."""
+    return (stage - 1, kind, i) if kind == "F" else (stage + 1, kind, i)
 
-    empty(i): room for the hidden states of microbatch i, or for their gradient.
-    forward(i, x): this stage's hidden states, from those of the stage before (on the first: None).
-    backward(i, dy): the gradient for x, from that for this stage's (on the last: None).
-    A stage sends to a neighbour and receives from it in one call, so no two wait for one another.
+
+def picture(stages: int, n: int) -> list[str]:
+    """A line for each stage, as at the top of this file. After ten microbatches it begins again."""
+    lines = [""] * stages
+    end = {}  # (stage, F or B, microbatch) -> the column where it ends
+    for i in range(n):
+        end[-1, "F", i] = end[stages, "B", i] = 0  # the ends of the pipeline wait for nobody
+    left = [order(stage, stages, n) for stage in range(stages)]
+    while any(left):
+        for stage, passes in enumerate(left):
+            while passes and needs(stage, *passes[0]) in end:
+                kind, i = passes.pop(0)
+                begin = end[needs(stage, kind, i)]
+                columns = str(i % 10) if kind == "F" else "abcdefghij"[i % 10] * 2
+                lines[stage] = lines[stage].ljust(begin, ".") + columns
+                end[stage, kind, i] = len(lines[stage])
+    return [line.ljust(max(end.values()), ".") for line in lines]
+
+
+def bubble(stages: int, n: int) -> float:
+    """The share of a step in which a stage waits, if all take equally long for a microbatch."""
+    return (stages - 1) / (n + stages - 1)
+
+
+def most_kept(stage: int, stages: int, n: int) -> int:
+    """Of how many microbatches a stage keeps the activations at once, at most."""
+    changes = [1 if kind == "F" else -1 for kind, _ in order(stage, stages, n)]
+    return max(itertools.accumulate(changes))
+
+
+def one_f_one_b(pipe, n: int, empty: Callable, forward: Callable, backward: Callable) -> None:
+    """Compute n microbatches on this stage, in the order of `order`. A collective of the stages.
+
+    empty(i): a tensor to receive x or dy of microbatch i into.
+    forward(i, x): returns y; x is None on the first stage, y on the last.
+    backward(i, dy): returns dx; dy is None on the last stage, dx on the first.
+
+    When two neighbours have something for each other, such as y and the dy of an earlier
+    microbatch, each sends and receives in one call. In two calls both might wait to send.
     """
     n_warmup = min(n, pipe.size - 1 - pipe.rank)
 
@@ -82,7 +139,10 @@ def one_f_one_b(pipe, n: int, empty: Callable, forward: Callable, backward: Call
 
 @dataclass(frozen=True)
 class Pipe:
-    """The stages of one pipeline, as one of them sees them. What an end lacks is None."""
+    """The stages of one pipeline, as one of them sees them: rank of size.
+
+    The first has no previous one, the last no next: there nothing is sent, and None is received.
+    """
 
     group: dist.ProcessGroup
     rank: int
@@ -99,7 +159,10 @@ class Pipe:
         return self.rank == self.size - 1
 
     def transfer(self, neighbour: int, send=None, receive=None):
-        """Send a tensor to the stage `neighbour` and fill another one from it. Returns that one."""
+        """Send a tensor to another stage, and receive one from it into `receive`: both at once.
+
+        Either may be None. Returns `receive`.
+        """
         peer = dist.get_global_rank(self.group, neighbour)
         operations = []
         if send is not None:
@@ -111,7 +174,7 @@ class Pipe:
         return receive
 
     def receive_from_previous(self, x):
-        """Hidden states, written into x."""
+        """Hidden states, received into x."""
         return None if self.is_first else self.transfer(self.rank - 1, receive=x)
 
     def send_to_next(self, y) -> None:
@@ -120,7 +183,7 @@ class Pipe:
             self.transfer(self.rank + 1, send=y)
 
     def receive_from_next(self, dy):
-        """A gradient, written into dy."""
+        """A gradient, received into dy."""
         return None if self.is_last else self.transfer(self.rank + 1, receive=dy)
 
     def send_to_previous(self, dx) -> None:
@@ -129,11 +192,11 @@ class Pipe:
             self.transfer(self.rank - 1, send=dx)
 
     def exchange_with_next(self, y, dy):
-        """Send hidden states y; returns the gradient of earlier ones, written into dy."""
+        """Send hidden states y; returns the gradient for earlier ones, received into dy."""
         return None if self.is_last else self.transfer(self.rank + 1, send=y, receive=dy)
 
     def exchange_with_previous(self, dx, x):
-        """Send a gradient dx; returns the next hidden states, written into x."""
+        """Send a gradient dx; returns later hidden states, received into x."""
         return None if self.is_first else self.transfer(self.rank - 1, send=dx, receive=x)
 
 
@@ -142,16 +205,20 @@ class Pipe:
 
 
 def blocks_of(n_layers: int, stage: int, stages: int) -> range:
-    """The blocks of a stage. If they do not divide, stages in the middle get one more."""
+    """The blocks of a stage. If they do not divide, some stages have one more.
+
+    The middle ones come first: the ends have the embeddings and the loss to compute.
+    """
     base, extra = divmod(n_layers, stages)
-    ends_last = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s))
-    sizes = [base + (s in ends_last[:extra]) for s in range(stages)]
+    middle_first = [*range(1, stages - 1), 0, stages - 1]
+    larger = middle_first[:extra]
+    sizes = [base + (s in larger) for s in range(stages)]
     first = sum(sizes[:stage])
     return range(first, first + sizes[stage])
 
 
 def pipe_of(world: processes.World) -> Pipe | None:
-    """The stages of this rank's pipeline; None without pipeline parallelism. A collective of them."""
+    """The pipeline that this rank is a stage of; None without pipeline parallelism. A collective."""
     if world.pp_size == 1:
         return None
     # NCCL wants all ranks of a group in its first call, and an exchange is between two.
@@ -160,12 +227,12 @@ def pipe_of(world: processes.World) -> Pipe | None:
 
 
 def keep_stage(model: MPT, pipe: Pipe) -> None:
-    """Take from a model, on the meta device or any other, what other stages have."""
+    """Remove from a model, on the meta device or any other, what only other stages have."""
     transformer, tied = model.transformer, model.cfg.tie_word_embeddings
     mine = blocks_of(model.cfg.n_layers, pipe.rank, pipe.size)
     for number in range(model.cfg.n_layers):
         if number not in mine:
-            delattr(transformer.blocks, str(number))  # the others keep their numbers
+            delattr(transformer.blocks, str(number))  # the rest keep their numbers
     if not pipe.is_first:
         if model.cfg.learned_positions:
             del transformer.wpe
@@ -176,37 +243,40 @@ def keep_stage(model: MPT, pipe: Pipe) -> None:
         if not tied:
             del model.lm_head
     model.pipe = pipe
-    kind = type(model)
-    model.__class__ = type(f"StageOf{kind.__name__}", (Stage, kind), {})
+    whole = type(model)  # MPT, or SplitMPT of tensor_parallel.py
+    model.__class__ = type(f"StageOf{whole.__name__}", (Stage, whole), {})
 
 
 class Stage:
-    """What a model does otherwise if it is one stage of a pipeline: see `keep_stage`."""
+    """What a stage does differently from the whole model. `keep_stage` makes a model one."""
 
     def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False, x=None):
-        """In training the hidden states of this stage, from those of the one before, x: (B, T, D).
+        """In training y from x, hidden states (B, T, d_model); on the last stage the loss from x.
 
-        The last stage returns the loss. In evaluation the ranks pass the hidden states on in here,
-        and all return what the whole model would.
+        In evaluation a collective of the stages: each receives x and sends y in here, and returns
+        what the whole model would, which the last one broadcasts.
         """
         if self.training:
             return super().forward(input_ids, labels, cache, z_loss, score, x)
-        x = self.pipe.receive_from_previous(self.room(input_ids))
+        x = self.pipe.receive_from_previous(self.empty_hidden_states(input_ids))
         y = super().forward(input_ids, labels, cache, z_loss, score, x)
         if not self.pipe.is_last:
             self.pipe.send_to_next(y)
-            y = self.room_for_result(input_ids, labels, score)
+            y = self.empty_result(input_ids, labels, score)
         for tensor in y if score else [y]:
             last = dist.get_global_rank(self.pipe.group, self.pipe.size - 1)
             dist.broadcast(tensor, last, self.pipe.group)
         return y
 
     def output(self, x, labels, z_loss, score):
-        """As in model.py on the last stage, the hidden states on the others."""
+        """On the last stage as in model.py, on the others x itself."""
         return super().output(x, labels, z_loss, score) if self.pipe.is_last else x
 
-    def room(self, ids):
-        """An empty tensor for the hidden states of ids (B, T): of this rank's tokens of them."""
+    def empty_hidden_states(self, ids):
+        """A tensor to receive the hidden states of ids (B, T) into: (B, T, d_model).
+
+        With sequence parallelism those of this rank's tokens, (B, T / n, d_model).
+        """
         weight = next(self.parameters())
         team = getattr(self, "team", None)  # of tensor parallelism
         splits_tokens = team and team.sequence_parallel and self.training
@@ -214,8 +284,8 @@ class Stage:
         shape = (ids.shape[0], n_tokens, self.cfg.d_model)
         return torch.empty(shape, dtype=autocast_dtype(weight), device=ids.device)
 
-    def room_for_result(self, ids, labels, score):
-        """Empty tensors like those that `forward` returns on the last stage."""
+    def empty_result(self, ids, labels, score):
+        """What to receive the result of the last stage's `forward` into."""
         exact = at_least_fp32(next(self.parameters()))
         if score:
             log_probs = torch.empty(ids.shape, dtype=exact, device=ids.device)
@@ -228,7 +298,10 @@ class Stage:
 
 
 def sum_tied_gradients(model: MPT) -> None:
-    """Add up the two gradients of an embedding that is on the first and the last stage."""
+    """Add up the two gradients of a tied embedding, of the first stage and of the last.
+
+    Both get the sum, so both make the same update. A collective of the two.
+    """
     if not isinstance(model, Stage) or not model.cfg.tie_word_embeddings:
         return
     pipe = model.pipe
@@ -241,7 +314,7 @@ def sum_tied_gradients(model: MPT) -> None:
 
 
 def is_second_copy(model: MPT, name: str) -> bool:
-    """Whether another stage has this parameter, too, and counts it: the tied embedding's."""
+    """Whether the first stage has this parameter too, the tied embedding, and counts it."""
     is_stage = isinstance(model, Stage) and not model.pipe.is_first
     return is_stage and name == "transformer.wte.weight"
 
@@ -252,3 +325,93 @@ def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
     require(cfg.pp <= layers, f"pp {cfg.pp} is more than n_layers {layers}: set --pp={layers}")
     problem = "pp does not work with compiled blocks: set --compile=False"
     require(cfg.pp == 1 or cfg.compile is not True, problem)
+
+
+# --------------------------------------------------------------------------------------------------
+# The schedule, shown
+
+NAP = 0.02  # seconds of a forward in which a stage sleeps; a backward takes twice as long
+
+
+@dataclass
+class ScheduleArgs:
+    """The schedule to show."""
+
+    stages: int = 4  # ranks in a row, each a process that is started here
+    microbatches: int = 8  # in a step
+
+    def check(self) -> None:
+        """UserError if a number is out of range."""
+        for name, most in {"stages": 16, "microbatches": 64}.items():
+            number = getattr(self, name)
+            problem = f"{name} is {config.shown(number)}: set --{name} to 1 to {most}"
+            require(1 <= number <= most, problem)
+
+
+def sleep_through_a_step(pipe: Pipe, n: int, nap: float) -> float:
+    """The measured bubble of a step in which a forward sleeps `nap` seconds, a backward 2 naps.
+
+    A collective of the stages.
+    """
+    asleep = torch.zeros(1, dtype=torch.float64)
+
+    def sleep(seconds):
+        begin = time.perf_counter()
+        time.sleep(seconds)
+        asleep.add_(time.perf_counter() - begin)
+        return torch.empty(1)
+
+    dist.barrier(pipe.group)
+    begin = time.perf_counter()
+    one_f_one_b(
+        pipe,
+        n,
+        empty=lambda i: torch.empty(1),
+        forward=lambda i, x: sleep(nap),
+        backward=lambda i, dy: sleep(2 * nap),
+    )
+    total = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
+    dist.all_reduce(asleep, group=pipe.group)
+    dist.all_reduce(total, dist.ReduceOp.MAX, pipe.group)
+    return 1 - asleep.item() / (pipe.size * total.item())
+
+
+def sleeping_stage(parent, n: int) -> None:
+    """One process of `measured_bubble`."""
+    world = processes.start("cpu")
+    pipe = Pipe(dist.group.WORLD, world.global_rank, world.global_size)
+    # Other programs can only lengthen the bubble: the shortest of three counts.
+    parent.send(min(sleep_through_a_step(pipe, n, NAP) for _ in range(3)))
+    parent.poll(None)  # the others may still be in the last collective: wait for the end
+
+
+def measured_bubble(stages: int, n: int) -> float:
+    """The bubble of stages that sleep, each in a process of its own on this machine."""
+    port = processes.free_port()
+    started = []
+    for rank in range(stages):
+        variables = processes.torchrun_variables(rank, stages, port)
+        started.append(processes.spawn(sleeping_stage, n, environment=variables))
+    bubbles = [pipe.recv() for _, pipe in started]
+    for process, _ in started:
+        process.kill()
+    return bubbles[0]
+
+
+def demonstrate(argv) -> None:
+    """Print the picture, the bubble, and what a stage keeps."""
+    (args,) = config.load(argv, ScheduleArgs)
+    alone = "pipeline.py starts its ranks itself: run it without torchrun"
+    require("RANK" not in os.environ, alone)
+    stages, n = args.stages, args.microbatches
+    for stage, line in enumerate(picture(stages, n)):
+        print(f"stage {stage:<2} {line}")
+    kept = [most_kept(stage, stages, n) for stage in range(stages)]
+    print(f"kept, by stage: the activations of {', '.join(map(str, kept))} microbatches at most")
+    print(f"bubble, computed: ({stages} - 1) / ({n} + {stages} - 1) = {bubble(stages, n):.3f}")
+    print("bubble, measured:", end=" ", flush=True)
+    print(f"{measured_bubble(stages, n):.3f}, with stages that sleep instead of computing")
+
+
+if __name__ == "__main__":
+    config.run(demonstrate)

@@ -414,6 +414,42 @@ MUTANTS = [
         "test_tensor_parallel.py::test_one_process_loads_what_two_tensor_ranks_saved",
         "a checkpoint has one tensor rank's parts as if they were whole tensors",
     ),
+    # --- pipeline parallelism
+    Mutant(
+        "pipeline.py",
+        "n_warmup = min(n, pipe.size - 1 - pipe.rank)",
+        "n_warmup = min(n, pipe.size - pipe.rank)",
+        "test_pipeline_schedule.py::test_each_stage_computes_in_the_stated_order",
+        "each stage keeps the activations of one microbatch more than it needs",
+    ),
+    Mutant(
+        "pipeline.py",
+        "for i in range(n - n_warmup, n):\n        pipe",
+        "for i in reversed(range(n - n_warmup, n)):\n        pipe",
+        "test_pipeline.py",
+        "in the drain the gradient of one microbatch goes back through another",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "        ids, labels = microbatches[i]\n",
+        "        ids, labels = microbatches[0]\n",
+        "test_pipeline.py",
+        "the last stage compares every microbatch with the labels of the first",
+    ),
+    Mutant(
+        "pipeline.py",
+        "transformer.norm_f = nn.Identity()",
+        "pass",
+        "test_pipeline.py",
+        "each stage applies a final norm",
+    ),
+    Mutant(
+        "pipeline.py",
+        "return (stages - 1) / (n + stages - 1)",
+        "return (stages - 1) / n",
+        "test_pipeline_schedule.py::test_the_formula_is_what_the_picture_shows",
+        "the bubble is given as a share of the time without it",
+    ),
     # --- checkpoints and files
     Mutant(
         "checkpoint.py",

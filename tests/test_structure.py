@@ -331,10 +331,10 @@ def test_the_loop_is_a_recipe(function, limit):
 
 
 def test_every_number_of_ranks_says_which():
-    """Global, local, data-parallel, tensor: `world.rank` alone would be a riddle."""
+    """Global, local, data-parallel, tensor, pipeline: `world.rank` alone would be a riddle."""
     world = next(node for node in classes(ROOT / "processes.py") if node.name == "World")
     names = [node.target.id for node in world.body if isinstance(node, ast.AnnAssign)]
-    which = ("global_", "local_", "dp_", "tp_")
+    which = ("global_", "local_", "dp_", "tp_", "pp_")
     assert all(name.startswith(which) for name in names if name not in ("device", "timeout"))
     assert {"global_rank", "local_rank", "dp_rank", "dp_size"} <= set(names)
 
