@@ -414,6 +414,63 @@ MUTANTS = [
         "test_tensor_parallel.py::test_one_process_loads_what_two_tensor_ranks_saved",
         "a checkpoint has one tensor rank's parts as if they were whole tensors",
     ),
+    # --- pipeline parallelism
+    Mutant(
+        "pipeline.py",
+        "grad += pipe.transfer(",
+        "pipe.transfer(",
+        "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
+        "each end updates a tied embedding by its own gradient alone",
+    ),
+    Mutant(
+        "pipeline.py",
+        'return is_stage and name == "transformer.wte.weight"',
+        "return False",
+        "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
+        "the norm counts a tied embedding once for each end",
+    ),
+    Mutant(
+        "parallel.py",
+        "    if isinstance(model, pipeline.Stage):\n        dist.all_reduce(total,",
+        "    if False:\n        dist.all_reduce(total,",
+        "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
+        "each stage clips by the norm of its own gradients",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "    dist.all_reduce(loss_sum, group=model.pipe.group)\n",
+        "",
+        "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
+        "all stages but the last log a loss of 0, and do not see that it is NaN",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "kept[i] = x, y * world.dp_size / n_tokens",
+        "kept[i] = x, y / n_tokens",
+        "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
+        "with pipeline and data parallelism gradients are divided by the data-parallel ranks",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "last=i == len(microbatches) - 1",
+        "last=i == 0",
+        "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
+        "with ZERO1 the gradients of all microbatches but the first are never reduced",
+    ),
+    Mutant(
+        "fsdp_train.py",
+        "x, y = kept.pop(i)",
+        "x, y = kept[i]",
+        "test_pipeline.py::test_a_stage_keeps_only_the_microbatches_that_are_on_their_way",
+        "a stage keeps the hidden states of all microbatches until the end of the step",
+    ),
+    Mutant(
+        "parallel.py",
+        "key += (-1, world.pp_rank)",
+        "pass",
+        "test_pipeline.py::test_each_stage_microbatch_and_step_draws_other_masks",
+        "all stages draw the same dropout masks",
+    ),
     # --- checkpoints and files
     Mutant(
         "checkpoint.py",
