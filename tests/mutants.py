@@ -445,8 +445,8 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp_train.py",
-        "kept[i] = x, y * world.dp_size / n_tokens",
-        "kept[i] = x, y / n_tokens",
+        "kept[i] = x, get_gradient_edge(y * world.dp_size / n_tokens)",
+        "kept[i] = x, get_gradient_edge(y / n_tokens)",
         "test_pipeline.py::test_every_grid_of_ranks_trains_as_one_process",
         "with pipeline and data parallelism gradients are divided by the data-parallel ranks",
     ),
@@ -459,9 +459,9 @@ MUTANTS = [
     ),
     Mutant(
         "fsdp_train.py",
-        "x, y = kept.pop(i)",
-        "x, y = kept[i]",
-        "test_pipeline.py::test_a_stage_keeps_only_the_microbatches_that_are_on_their_way",
+        "x, edge = kept.pop(i)",
+        "x, edge = kept[i]",
+        "test_pipeline.py::test_hidden_states_stay_only_while_a_backward_needs_them",
         "a stage keeps the hidden states of all microbatches until the end of the step",
     ),
     Mutant(

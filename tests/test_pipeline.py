@@ -247,52 +247,36 @@ def test_a_nan_on_one_stage_makes_all_of_them_skip_the_step(ranks, bad_stage):
 # --- What a stage keeps
 
 
-def kept_in_a_step(_, cfg):
-    """What this stage keeps for the backward of a step with pipeline parallelism.
-
-    (the most bytes at a time, in those of a microbatch; the most received tensors; leftovers)
-    """
+def hidden_states_in_a_step(_, cfg):
+    """(most received tensors at a time, most outputs of this stage, what is left after the step)"""
     world = team_of(cfg.tp, cfg.pp)
     model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
-    bytes_now = [0]
-    rooms, most_rooms = [], 0
+    received, made, most = [], [], [0, 0]
 
-    class Saved:
-        """A tensor that autograd has saved; when the backward frees it, it counts no more."""
+    def alive(references):
+        return sum(reference() is not None for reference in references)
 
-        def __init__(self, tensor):
-            self.tensor = tensor
-            bytes_now.append(bytes_now[-1] + tensor.nbytes)
+    def transfer(pipe, neighbour, send=None, receive=None, real=pipeline.Pipe.transfer):
+        if receive is not None:
+            received.append(weakref.ref(receive))
+        most[:] = map(max, most, (alive(received), alive(made)))
+        return real(pipe, neighbour, send, receive)
 
-        def __del__(self):
-            bytes_now.append(bytes_now[-1] - self.tensor.nbytes)
-
-    make_room = model.room
-
-    def room(ids):
-        nonlocal most_rooms
-        made = make_room(ids)
-        rooms.append(weakref.ref(made))
-        most_rooms = max(most_rooms, sum(ref() is not None for ref in rooms))
-        return made
-
-    model.room = room
-    with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
+    model.register_forward_hook(lambda module, inputs, y: made.append(weakref.ref(y)))
+    with mock.patch.object(pipeline.Pipe, "transfer", transfer):
         take_steps(model, optimizer, [0], world, cfg, MODEL)
-    n_microbatches = cfg.global_batch_size // world.dp_size // cfg.microbatch_size
-    grown = sum(max(0, b - a) for a, b in itertools.pairwise(bytes_now))
-    left = [ref() for ref in rooms if ref() is not None]
-    left += [p.grad for p in model.parameters() if p.grad is not None]
-    return max(bytes_now) * n_microbatches / grown, most_rooms, bytes_now[-1] + len(left)
+    gradients = sum(p.grad is not None for p in model.parameters())
+    return *most, alive(received) + alive(made) + gradients
 
 
 @pytest.mark.parametrize("stages", [2, slowly(4)])
-def test_a_stage_keeps_only_the_microbatches_that_are_on_their_way(ranks, stages):
-    """Stage s of p keeps p - s of 8, and nothing after the step."""
+def test_hidden_states_stay_only_while_a_backward_needs_them(ranks, stages):
+    """Stage s of p keeps those of p - s microbatches, of 8. Nothing is left after the step."""
     cfg = replace(RUN, pp=stages, microbatch_size=1)
-    for stage, (most, most_rooms, left) in enumerate(ranks(stages)(kept_in_a_step, cfg)):
-        assert most == pytest.approx(stages - stage)
-        assert most_rooms <= stages - stage + 1  # and what is being received
+    for stage, found in enumerate(ranks(stages)(hidden_states_in_a_step, cfg)):
+        most_received, most_made, left = found
+        assert most_received <= stages - stage + 1  # one is on its way
+        assert most_made == 0  # what is sent is a copy of the reference
         assert left == 0
 
 
