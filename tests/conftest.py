@@ -162,7 +162,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(n)`: the pool of n ranks (1 to 4), started when first called."""
+    """`ranks(n)`: the pool of n ranks (1 to 4, or 8), started when first called."""
     pools = {}
     yield lambda size: pools.setdefault(size, Ranks(size))
     for pool in pools.values():

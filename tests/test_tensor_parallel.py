@@ -35,13 +35,14 @@ RUN = TrainConfig(
     sharding="ZERO1",
 )
 STEPS = 10
+SEPARATOR = 5  # the id that ends a document, with attn_uses_sequence_id
 
 
 @functools.cache
-def team_of(tp):
-    """In a rank's process: its world with teams of tp. Each mesh makes groups: keep them."""
+def team_of(tp, pp=1):
+    """In a rank's process: its world as a grid. Each grid makes groups: keep them."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    return processes.in_grid(processes.World(rank, size, rank, size, torch.device("cpu")), tp)
+    return processes.in_grid(processes.World(rank, size, rank, size, torch.device("cpu")), tp, pp)
 
 
 def rows_of_step(step, cfg, model_cfg):
@@ -66,10 +67,9 @@ def take_steps(model, optimizer, steps, world, cfg, model_cfg, precision="fp32")
 def curve_of(job, precision="fp32", steps=STEPS):
     """The curve of (model settings, settings) on the ranks of this process's group."""
     model_cfg, cfg = job
-    world = team_of(cfg.tp)
+    world = team_of(cfg.tp, cfg.pp)
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, cfg.seed)
-    if precision == "fp64":
-        model.double()
+    model.separator = SEPARATOR
     return take_steps(model, optimizer, range(steps), world, cfg, model_cfg, precision)
 
 
@@ -79,7 +79,8 @@ def curves(_, jobs, precision="fp32"):
 
 def alone(jobs):
     """The same settings for one process."""
-    return [(model_cfg, replace(cfg, tp=1, sequence_parallel=False)) for model_cfg, cfg in jobs]
+    one = {"tp": 1, "pp": 1, "sequence_parallel": False}
+    return [(model_cfg, replace(cfg, **one)) for model_cfg, cfg in jobs]
 
 
 def largest_differences(found, wanted):
@@ -124,37 +125,45 @@ OPTIONS = {
 }
 
 
-def covering_set():
+def covering_set(options, possible):
     """Settings in which every two values of two options occur together, chosen greedily.
 
-    Two heads of keys are not cut in four, and on four ranks only tp 2 leaves data-parallel ranks.
+    possible(case): whether the values {option: value} can be together. Other options may follow.
     """
-    names = list(OPTIONS)
+    names = list(options)
+
+    def fits(chosen):
+        return possible(case_of(chosen, options))
+
     missing = set()
     for a, b in itertools.combinations(range(len(names)), 2):
-        sizes = len(OPTIONS[names[a]]), len(OPTIONS[names[b]])
+        sizes = len(options[names[a]]), len(options[names[b]])
         pairs = {((a, i), (b, j)) for i in range(sizes[0]) for j in range(sizes[1])}
-        missing |= {pair for pair in pairs if possible(dict(pair))}
+        missing |= {pair for pair in pairs if fits(dict(pair))}
     cases = []
     while missing:
         (first, second), chosen = min(missing), {}
         chosen[first[0]], chosen[second[0]] = first[1], second[1]
         for number in range(len(names)):
             if number not in chosen:
-                values = range(len(OPTIONS[names[number]]))
-                values = [v for v in values if possible(chosen | {number: v})]
+                values = range(len(options[names[number]]))
+                values = [v for v in values if fits(chosen | {number: v})]
                 chosen[number] = max(
                     values, key=lambda v: newly_covered(number, v, chosen, missing)
                 )
         missing -= set(itertools.combinations(sorted(chosen.items()), 2))
-        cases.append({names[n]: OPTIONS[names[n]][value] for n, value in chosen.items()})
+        cases.append(case_of(chosen, options))
     return cases
 
 
-def possible(chosen):
-    """Whether these values {number of the option: number of the value} can be together."""
-    names = list(OPTIONS)
-    case = {names[number]: OPTIONS[names[number]][value] for number, value in chosen.items()}
+def case_of(chosen, options):
+    """{option: value} of {number of the option: number of its value}."""
+    names = list(options)
+    return {names[number]: options[names[number]][value] for number, value in chosen.items()}
+
+
+def possible(case):
+    """Two heads of keys are not cut in four. On four ranks only tp 2 leaves data-parallel ranks."""
     is_tp_4 = case.get("tp") == 4
     return not (is_tp_4 and (case.get("kv_n_heads") == 2 or case.get("sharding", "DDP") != "DDP"))
 
@@ -165,28 +174,30 @@ def newly_covered(number, value, chosen, missing):
     return sum(pair in missing for pair in pairs)
 
 
-def settings(case):
+def settings(case, model_cfg=MODEL):
     """(model settings, settings) of a case of the covering set."""
     case = dict(case)
-    model_cfg = replace(MODEL, **case.pop("positions"))
+    model_cfg = replace(model_cfg, **case.pop("positions"))
     of_run = {name: case.pop(name) for name in list(case) if hasattr(RUN, name)}
-    return replace(model_cfg, **case), replace(RUN, shard_size=2, **of_run)
+    return replace(model_cfg, **case), replace(RUN, **({"shard_size": 2} | of_run))
+
+
+def check_cover(cases, options, possible):
+    """Every possible pair of values is in a case, and no other."""
+    for a, b in itertools.combinations(options, 2):
+        for x, y in itertools.product(options[a], options[b]):
+            covered = any(case[a] == x and case[b] == y for case in cases)
+            assert covered == possible({a: x, b: y}), (a, x, b, y)
 
 
 def test_the_covering_set_covers_every_pair():
-    cases = covering_set()
-    for a, b in itertools.combinations(OPTIONS, 2):
-        for x, y in itertools.product(OPTIONS[a], OPTIONS[b]):
-            names = list(OPTIONS)
-            pair = {names.index(a): OPTIONS[a].index(x), names.index(b): OPTIONS[b].index(y)}
-            covered = any(case[a] == x and case[b] == y for case in cases)
-            assert covered == possible(pair), (a, x, b, y)
+    check_cover(covering_set(OPTIONS, possible), OPTIONS, possible)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_two_options_together_train_as_one_process(ranks, part):
-    jobs = [settings(case) for case in covering_set()[part::4]]
+    jobs = [settings(case) for case in covering_set(OPTIONS, possible)[part::4]]
     check(ranks, 4, jobs)
 
 
@@ -274,9 +285,9 @@ def test_the_parts_of_all_ranks_are_the_whole(changes, tp):
 
 def initial_weights_fit(_, cfg):
     """Whether each piece of a sharded part is that of the whole initial weight, bit by bit."""
-    world = team_of(cfg.tp)
+    world = team_of(cfg.tp, cfg.pp)
     model, _ = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
-    layout = model.layout
+    layout = tensor_parallel.layout_of(model)
     for name, param in model.named_parameters():
         whole = initial_weight(name, layout.whole_shape(name, param.shape), MODEL, cfg.seed)
         for corner, piece in layout.pieces(name, param.detach()):
