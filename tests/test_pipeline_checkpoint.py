@@ -241,15 +241,16 @@ def test_a_stage_refuses_a_checkpoint_that_lacks_what_another_stage_wants(ranks,
 
 
 @pytest.fixture(scope="module")
-def moved(tmp_path_factory, flags):  # noqa: F811
+def moved(ranks, tmp_path_factory, flags):  # noqa: F811
     """A run of two stages, one process, two tensor ranks, and both on four ranks: the folder."""
     folder = tmp_path_factory.mktemp("moved")
-    flags = [*flags, "--run_dir=run"]
+    flags = [*flags, f"--run_dir={folder}/run"]
     train(2, folder, *flags, "--max_steps=6", "--pp=2")
     out = train(1, folder, *flags, "--max_steps=9")
-    assert "run: resuming from run/checkpoints/step-6" in out
-    train(2, folder, *flags, "--max_steps=12", "--tp=2")
-    train(4, folder, *flags, "--max_steps=15", "--tp=2", "--pp=2")
+    assert f"resuming from {folder}/run/checkpoints/step-6" in out
+    for size, *more in [(2, "--max_steps=12", "--tp=2"), (4, "--max_steps=15", "--tp=2", "--pp=2")]:
+        statuses = ranks(size)(train_here, [*flags, *more])
+        assert [status for status, *_ in statuses] == [0] * size, statuses
     return folder / "run"
 
 
