@@ -1,6 +1,6 @@
 # make train      watch a small MPT learn to write: two minutes on two CPU cores
 #                 (ARGS="--lr=1e-3" to change a setting)
-# make elastic    the same run on 1 rank, on 2, and moved 1 -> 2 -> 4 -> 1 with tensor parallelism
+# make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
 #                 and a kill -9: five minutes, one picture
 # make test       the quick tests: six minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: 40 minutes

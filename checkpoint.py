@@ -9,8 +9,11 @@
         checksums.json                              bytes and crc32 of each of these files
 
 DCP stores each tensor in pieces with their offsets in the whole, so that ranks in any number and
-sharding mode can read what they need. No path is ever written twice: a checkpoint that is half old
-and half new would look complete. If saving fails on one rank, it fails on all, with one error.
+any layout can read what they need. The stages of a pipeline have different tensors, under the names
+of the whole model: together they write what one process would, and each reads its own.
+
+No path is ever written twice: a checkpoint that is half old and half new would look complete. If
+saving fails on one rank, it fails on all, with one error.
 
 What the files must hold, and how they are read without trusting them: storage/checkpoint_files.py.
 
@@ -344,7 +347,7 @@ class InPieces:
 
 
 class SavePlanner(InPieces, DefaultSavePlanner):
-    """DCP's planner for saving. Of tensors that all ranks have, one rank writes its copy."""
+    """DCP's planner for saving. Of a piece that several ranks have, one of them writes its copy."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False) -> None:
         """As above: DCP looks for these names."""
@@ -548,9 +551,8 @@ def load(path: Path, model: MPT, optimizer) -> None:
     state = state_of(model, optimizer)  # also makes the state of an optimizer that has none yet
     require_same_optimizer(path, optimizer)
     metadata = rank_zero_decides(lambda: read_metadata(path))
-    layout = layout_of(model)
-    require_weights(path, metadata, in_pieces(state["model"], layout))
-    fill(path, state, metadata, layout)
+    require_weights(path, metadata, whole_weights(model.cfg))
+    fill(path, state, metadata, layout_of(model))
     with damage_named(path):
         set_state_dict(
             model,
@@ -579,6 +581,12 @@ def require_same_optimizer(path: Path, optimizer) -> None:
 def settings(path: Path) -> MPTConfig:
     """The model settings of a checkpoint. Raises UserError if they are wrong."""
     return from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
+
+
+def whole_weights(cfg: MPTConfig) -> dict[str, torch.Tensor]:
+    """The weights of a model by name, whole, of all stages: on the meta device, without memory."""
+    with torch.device("meta"):
+        return MPT(cfg).state_dict()
 
 
 # --------------------------------------------------------------------------------------------------

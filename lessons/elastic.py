@@ -7,9 +7,15 @@ The run of configs/demo.py, shorter and in fp32, trains three times:
 
     runs/elastic/one      on 1 rank
     runs/elastic/two      on 2 ranks
-    runs/elastic/moved    on 1 -> 2 -> 4 -> 1 ranks: SIGTERM ends the run on 1 rank and on 2, then
-                          kill -9 ends one of the four ranks. With 2 and 4 ranks, each two cut the
-                          layers between them (--tp=2)
+    runs/elastic/moved    on 2 -> 4 -> 4 -> 1 ranks, which share the work in another way each time:
+
+                          2 ranks         each has all layers, and rows of its own
+                          4, tp 2, pp 2   two stages of two layers; in each, two ranks cut every
+                                          layer between them
+                          4, pp 4         four stages of one layer
+                          1 rank
+
+SIGTERM ends the first two parts of that run; they save first. kill -9 of one rank ends the third.
 
 A supervisor is a loop. It starts the ranks. When one of them fails, it ends the others, which wait
 for it, and starts the same command again, unless the exit status says user error (2) or three
@@ -50,27 +56,28 @@ SETTINGS = """
 CLOSE = 0.03  # nats a token, between final validation losses
 
 
-class Stage(NamedTuple):
+class Part(NamedTuple):
     """A part of a run."""
 
     ranks: int
-    share: float = 1  # of the steps of the run, after which the stage ends
+    share: float = 1  # of the steps of the run, after which the part ends
     ending: signal.Signals | None = None  # the signal that ends it
     tp: int = 1  # ranks over which each layer is cut
+    pp: int = 1  # pipeline stages over which the layers are cut
 
     def __str__(self):
-        """2 ranks, tp 2"""
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + f", tp {self.tp}" * (self.tp > 1)
+        """4 ranks, tp 2, pp 2"""
+        return plot.restart_label(None, self.ranks, self.tp, self.pp)
 
 
 RUNS = {
-    "one": [Stage(1)],
-    "two": [Stage(2)],
+    "one": [Part(1)],
+    "two": [Part(2)],
     "moved": [
-        Stage(1, 0.25, signal.SIGTERM),
-        Stage(2, 0.5, signal.SIGTERM, tp=2),
-        Stage(4, 0.75, signal.SIGKILL, tp=2),
-        Stage(1),
+        Part(2, 0.25, signal.SIGTERM),
+        Part(4, 0.5, signal.SIGTERM, tp=2, pp=2),
+        Part(4, 0.75, signal.SIGKILL, pp=4),
+        Part(1),
     ],
 }
 
@@ -137,18 +144,18 @@ def steps_done(run_dir: Path) -> int:
     return rows[-1]["step"] if rows else 0
 
 
-def stage_now(run_dir: Path, stages: list[Stage], max_steps: int) -> int:
-    """The index of the stage to run next.
+def part_now(run_dir: Path, parts: list[Part], max_steps: int) -> int:
+    """The index of the part to run next.
 
-    The run folder records each launch. Every change of the layout began a new stage. If the newest
-    stage has done its steps, the next one is due.
+    The run folder records each launch. Every change of the layout began a new part. If the newest
+    part has done its steps, the next one is due.
     """
     launches = [launch for launch in runlog.read_launches(run_dir) if "ranks" in launch]
-    layouts = [(launch["ranks"], launch.get("tp", 1)) for launch in launches]
-    stage = sum(before != after for before, after in itertools.pairwise(layouts))
-    if steps_done(run_dir) >= stages[stage].share * max_steps:
-        stage += 1
-    return min(stage, len(stages) - 1)
+    layouts = [(launch["ranks"], launch.get("tp", 1), launch.get("pp", 1)) for launch in launches]
+    part = sum(before != after for before, after in itertools.pairwise(layouts))
+    if steps_done(run_dir) >= parts[part].share * max_steps:
+        part += 1
+    return min(part, len(parts) - 1)
 
 
 def finished(run_dir: Path, max_steps: int) -> bool:
@@ -157,7 +164,7 @@ def finished(run_dir: Path, max_steps: int) -> bool:
     return newest is not None and newest.name == f"step-{max_steps}"
 
 
-def supervise(run_dir: Path, flags: list[str], stages: list[Stage], max_steps: int) -> None:
+def supervise(run_dir: Path, flags: list[str], parts: list[Part], max_steps: int) -> None:
     """Launch the run again and again until it is finished.
 
     UserError if a rank reports a user error, or three launches in a row save no checkpoint.
@@ -166,11 +173,12 @@ def supervise(run_dir: Path, flags: list[str], stages: list[Stage], max_steps: i
     launches_in_vain = 0
     while not finished(run_dir, max_steps):
         checkpoint_before = checkpoint.latest(run_dir)
-        stage = stages[stage_now(run_dir, stages, max_steps)]
-        title = f"{run_dir.name:<6} {stage!s:<14}"
-        launch = Launch([*flags, f"--run_dir={run_dir}", f"--tp={stage.tp}"], stage.ranks, log)
+        part = parts[part_now(run_dir, parts, max_steps)]
+        title = f"{run_dir.name:<6} {part!s:<20}"
+        layout = [f"--tp={part.tp}", f"--pp={part.pp}"]
+        launch = Launch([*flags, f"--run_dir={run_dir}", *layout], part.ranks, log)
         try:
-            watch(launch, run_dir, max_steps, title, stage)
+            watch(launch, run_dir, max_steps, title, part)
         finally:
             launch.end()
 
@@ -185,13 +193,13 @@ def supervise(run_dir: Path, flags: list[str], stages: list[Stage], max_steps: i
         require(goes_on, f"{run_dir} makes no progress, see {log}: {last_line}")
 
 
-def watch(launch: Launch, run_dir: Path, max_steps: int, title: str, stage: Stage) -> None:
+def watch(launch: Launch, run_dir: Path, max_steps: int, title: str, part: Part) -> None:
     """Report progress until a rank fails or all are done.
 
-    The signal that ends the stage is sent once, when its share of the steps is done: SIGTERM to all
+    The signal that ends the part is sent once, when its share of the steps is done: SIGTERM to all
     ranks, SIGKILL to a random one.
     """
-    ending = stage.ending
+    ending = part.ending
     shown = steps_done(run_dir)
     while launch.status() is None:
         time.sleep(0.1)
@@ -200,7 +208,7 @@ def watch(launch: Launch, run_dir: Path, max_steps: int, title: str, stage: Stag
             print(f"{title} step {step}/{max_steps}", flush=True)
         shown = step
 
-        if ending and step >= stage.share * max_steps:
+        if ending and step >= part.share * max_steps:
             victim = random.randrange(len(launch.processes)) if ending == signal.SIGKILL else None
             target = "all" if victim is None else f"rank {victim}"
             print(f"{title} step {step}/{max_steps}: {ending.name} to {target}", flush=True)
@@ -247,8 +255,8 @@ def main(argv) -> None:
     require(flags_before == flags, f"{folder} was started with other flags: {fix}")
     flags_file.write_text("\n".join(flags))
 
-    for run, stages in zip(runs, RUNS.values(), strict=True):
-        supervise(run, flags, stages, cfg.max_steps)
+    for run, parts in zip(runs, RUNS.values(), strict=True):
+        supervise(run, flags, parts, cfg.max_steps)
     plot.main([*map(str, runs), f"--out={folder}/elastic.png", "--diff"])
     check(runs, cfg.max_steps)
 

@@ -12,7 +12,7 @@ the run (the learning rate is not averaged). In the terminal, dots are training 
 are validation losses.
 
 A restart is where a launch resumed from a checkpoint: a dotted line in the picture, a ^ below the
-curve in the terminal, with the layout from there on: ranks, and tp if there is tensor parallelism.
+curve in the terminal, with the layout from there on: ranks, and tp and pp if layers are cut.
 Equal curves stay visible: the picture draws earlier runs wider, the terminal alternates their
 marks.
 
@@ -94,7 +94,7 @@ def read(folder: str) -> Run:
 
 
 def restart_labels(folder: str) -> dict[int, str]:
-    """{first step: "1 -> 2 ranks, tp 2"} of the launches whose steps are in the metrics.
+    """{first step: "2 -> 4 ranks, tp 2, pp 2"} of the launches whose steps are in the metrics.
 
     A launch from step n drops the rows after n, and with them the restarts there.
     """
@@ -107,16 +107,18 @@ def restart_labels(folder: str) -> dict[int, str]:
     labels = {}
     before = None
     for first, launch in launch_from.items():
-        labels[first] = restart_label(before, launch.get("ranks"), launch.get("tp", 1))
-        before = launch.get("ranks")
+        ranks = launch.get("ranks")
+        labels[first] = restart_label(before, ranks, launch.get("tp", 1), launch.get("pp", 1))
+        before = ranks
     return labels
 
 
-def restart_label(before: int | None, ranks: int | None, tp: int) -> str:
+def restart_label(before: int | None, ranks: int | None, tp: int = 1, pp: int = 1) -> str:
     """A restart in words. None: the number of ranks is not on record."""
     if not ranks:
         return "restart"
-    label = f"{ranks} rank{'s' if ranks != 1 else ''}" + f", tp {tp}" * (tp > 1)
+    label = f"{ranks} rank{'s' if ranks != 1 else ''}"
+    label += f", tp {tp}" * (tp > 1) + f", pp {pp}" * (pp > 1)
     return label if before in (None, ranks) else f"{before} -> {label}"
 
 

@@ -173,6 +173,7 @@ def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | No
         "device": devices.describe(world.device),
         "precision": precision,
         "tp": cfg.tp,
+        "pp": cfg.pp,
         "microbatch_size": cfg.microbatch_size,
         "skip_steps": cfg.skip_steps,
         "resumed": checkpoint and str(checkpoint),
@@ -303,7 +304,8 @@ def read_launches(run_dir) -> list[dict]:
 
 def fault_of_launch(row: dict) -> str:
     """What is wrong with a row of launches.jsonl, "" if nothing."""
-    return files.wrong_type(row, {"first_step": int, "ranks": (int, type(None)), "tp": int})
+    types = {"first_step": int, "ranks": (int, type(None)), "tp": int, "pp": int}
+    return files.wrong_type(row, types)
 
 
 def read_settings(run_dir) -> dict:

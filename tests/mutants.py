@@ -506,6 +506,22 @@ MUTANTS = [
         "test_pipeline.py::test_each_stage_microbatch_and_step_draws_other_masks",
         "all stages draw the same dropout masks",
     ),
+    Mutant(
+        "checkpoint.py",
+        "require_weights(path, metadata, whole_weights(model.cfg))",
+        'require_weights(path, metadata, in_pieces(state["model"], layout_of(model)))',
+        "test_pipeline_checkpoint.py::test_two_stages_and_one_process_load_what_the_other_saved",
+        "a stage refuses every checkpoint, since it has the weights of other stages, too",
+    ),
+    Mutant(
+        "checkpoint.py",
+        "class SavePlanner(InPieces, DefaultSavePlanner):",
+        "class SavePlanner(InPieces, DefaultSavePlanner):\n"
+        "    def _dedup_save_plans(self, plans):\n"
+        "        return plans\n",
+        "test_pipeline_checkpoint.py::test_every_grid_reads_all_of_what_every_other_wrote",
+        "the first and the last stage both write the tied embedding",
+    ),
     # --- checkpoints and files
     Mutant(
         "checkpoint.py",

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_parallel import Count
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import checkpoint
 import fsdp_train
@@ -19,6 +20,7 @@ import tensor_parallel
 from config import MPTConfig, TrainConfig, UserError
 from loss import IGNORE
 from model import MPT, Positions, initial_weight
+from storage.checkpoint_files import read_metadata
 from tensor_parallel import Layout
 
 # A vocabulary of 99 cannot be cut into equal parts.
@@ -498,41 +500,49 @@ def test_logits_and_scores_are_those_of_one_process(ranks, size):
 
 # --- Checkpoints
 
-META = asdict(MODEL) | asdict(RUN) | {"data_fingerprint": "of no data"}
 
-
-def save(_, cfg, folder):
-    """Three steps, then a checkpoint."""
-    world = team_of(cfg.tp)
-    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
-    take_steps(model, optimizer, range(3), world, cfg, MODEL)
+def save(_, cfg, folder, model_cfg=MODEL):
+    """Three steps, then a checkpoint. Returns the names of tensors that differ from it."""
+    world = team_of(cfg.tp, cfg.pp)
+    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
+    take_steps(model, optimizer, range(3), world, cfg, model_cfg)
     saver = checkpoint.Checkpointer(folder, world.device, keep_last=1)
-    saver.save(3, model, optimizer, META)
+    meta = asdict(model_cfg) | asdict(cfg) | {"data_fingerprint": "of no data"}
+    saver.save(3, model, optimizer, meta)
     saver.finish()
+    return unlike(checkpoint.latest(folder), model, optimizer)
 
 
-def load_and_continue(_, cfg, path):
+def load_and_continue(_, cfg, path, model_cfg=MODEL):
     """(names of tensors that differ from the whole ones of the checkpoint, the next losses)"""
-    world = team_of(cfg.tp)
-    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", seed=None)
+    world = team_of(cfg.tp, cfg.pp)
+    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", seed=None)
     checkpoint.load(path, model, optimizer)
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in MPT(MODEL).named_parameters()}
+    wrong = unlike(path, model, optimizer)
+    return wrong, take_steps(model, optimizer, range(3, 5), world, cfg, model_cfg)
+
+
+def unlike(path, model, optimizer):
+    """The names of a rank's tensors that are not bit-equal to their places in a checkpoint."""
+    whole = {}
+    for key, entry in read_metadata(path).state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            whole[key] = torch.full(entry.size, torch.nan)
+    checkpoint.fill(path, whole)
     layout = tensor_parallel.layout_of(model)
-    state = checkpoint.state_of(model, optimizer)
     wrong = []
-    for part, tensors in state.items():
+    for part, tensors in checkpoint.state_of(model, optimizer).items():
         for key, value in tensors.items():
-            name = checkpoint.name_of_param(f"{part}.{key}")
-            if name not in shapes or not value.dim():
+            if not isinstance(value, torch.Tensor):
                 continue
-            whole = {part: {key: torch.zeros(shapes[name])}}
-            checkpoint.fill(path, whole)
-            for corner, piece in layout.pieces(name, value.detach()):
+            pieces = [((), value)]  # of a scalar
+            if value.dim():
+                pieces = layout.pieces(checkpoint.name_of_param(f"{part}.{key}"), value.detach())
+            for corner, piece in pieces:
                 place = [slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True)]
-                if not torch.equal(whole[part][key][tuple(place)], piece):
+                if not torch.equal(whole[f"{part}.{key}"][tuple(place)], piece):
                     wrong.append(key)
-    return wrong, take_steps(model, optimizer, range(3, 5), world, cfg, MODEL)
+    return wrong
 
 
 LAYOUTS = {
@@ -547,7 +557,7 @@ LAYOUTS = {
 
 def test_one_process_loads_what_two_tensor_ranks_saved(ranks, tmp_path):
     """Every weight and moment: its next losses are those of a run that never stopped."""
-    ranks(2)(save, replace(RUN, tp=2), str(tmp_path))
+    assert ranks(2)(save, replace(RUN, tp=2), str(tmp_path)) == [[], []]
     ((wrong, curve),) = ranks(1)(load_and_continue, RUN, tmp_path / "checkpoints/step-3")
     ((wanted,),) = ranks(1)(curves, [(MODEL, RUN)])
     assert not wrong
@@ -559,7 +569,7 @@ def test_one_process_loads_what_two_tensor_ranks_saved(ranks, tmp_path):
 @pytest.mark.parametrize("saved", LAYOUTS)
 def test_a_checkpoint_loads_in_any_layout(ranks, tmp_path, saved):
     size, changes = LAYOUTS[saved]
-    ranks(size)(save, replace(RUN, **changes), str(tmp_path))
+    assert not any(ranks(size)(save, replace(RUN, **changes), str(tmp_path)))
     path = tmp_path / "checkpoints/step-3"
     ((wrong, wanted),) = ranks(1)(load_and_continue, RUN, path)
     assert not wrong

@@ -50,15 +50,14 @@ BPE_TOKENIZER = "bpe_tokenizer.json"  # a bpe-N of this project
 
 
 def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
-    """Where the parameters of `model` are stored in a folder or file, by name.
+    """Where the parameters of the whole of `model` are stored in a folder or file, by name.
 
-    Raises UserError unless each one is there once, in its shape, and nothing else.
+    model: it may be cut over ranks, or be one stage of it. Raises UserError unless each parameter
+    is there once, in its shape, and nothing else.
     """
     found = locate(path)
-    layout = layout_of(model)
-    wanted = {}
-    for name, param in model.named_parameters():
-        wanted[name] = tuple(layout.whole_shape(name, param.shape))
+    wholes = checkpoint.whole_weights(model.cfg)
+    wanted = {name: tuple(whole.shape) for name, whole in wholes.items()}
     missing = [name for name in wanted if name not in found]
     require(
         not missing, f"{path} lacks {len(missing)} tensors of this model, such as {missing[:1]}"
@@ -85,16 +84,17 @@ def find_tensors(path: Path, model: MPT) -> dict[str, Stored]:
 
 
 def load_into(model: MPT, path) -> None:
-    """Fill a model, sharded in any way or not, from a Hugging Face folder or a Composer file.
+    """Fill a model, cut over ranks in any way or not, from a Hugging Face folder or Composer file.
 
-    Every rank calls it. Numbers are converted to the dtype of the parameters. Raises UserError
-    unless the files hold exactly this model's parameters.
+    Every rank calls it, and reads its part of the parameters that it has. Numbers are converted to
+    the dtype of the parameters. Raises UserError unless the files hold exactly the parameters of
+    the whole model.
     """
     tensors = rank_zero_decides(lambda: find_tensors(Path(path), model))
     params = dict(model.named_parameters())
     layout = layout_of(model)
     # In the order in which they are stored, so that files are read from front to back.
-    for name in sorted(tensors, key=lambda name: (tensors[name].file, tensors[name].offset)):
+    for name in sorted(params, key=lambda name: (tensors[name].file, tensors[name].offset)):
         fill(layout.pieces(name, params[name].detach()), tensors[name])
 
 

@@ -80,13 +80,11 @@ def load_model(path: Path, device: torch.device, team: Team | None = None) -> MP
     cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
     with torch.device("meta"):
         model = MPT(cfg)
+    require_weights(path, metadata, model.state_dict())  # before memory is allocated
     if team:
         tensor_parallel.cut(model, team)
-    layout = layout_of(model)
-    wanted = checkpoint.in_pieces(model.state_dict(), layout)
-    require_weights(path, metadata, wanted)  # before memory is allocated
     model.to_empty(device=device)
-    checkpoint.fill(path, {"model": model.state_dict()}, metadata, layout)
+    checkpoint.fill(path, {"model": model.state_dict()}, metadata, layout_of(model))
     return model.eval()
 
 
@@ -149,7 +147,7 @@ def tokenizer_file(found: Path) -> Path:
 
 
 def init_from(model: MPT, path) -> None:
-    """Start from weights trained elsewhere: fill a model, sharded in any way or not.
+    """Start from weights trained elsewhere: fill a model, cut over ranks in any way or not.
 
     path: as for `settings_of`. Every rank calls it. Raises UserError if the weights are those of
     another model. These settings may differ: dropout, attn_impl, packing, and max_seq_len unless
@@ -162,10 +160,8 @@ def init_from(model: MPT, path) -> None:
     found = rank_zero_decides(lambda: checkpoint.find(str(path)))
     checkpoint.require_sound(found)
     metadata = rank_zero_decides(lambda: read_metadata(found))
-    state = model.state_dict()
-    layout = layout_of(model)
-    require_weights(found, metadata, checkpoint.in_pieces(state, layout))
-    checkpoint.fill(found, {"model": state}, metadata, layout)
+    require_weights(found, metadata, checkpoint.whole_weights(model.cfg))
+    checkpoint.fill(found, {"model": model.state_dict()}, metadata, layout_of(model))
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:

@@ -1,6 +1,6 @@
-"""lessons/elastic.py: the same curve on 1 rank, on 2, and on 1 -> 2 -> 4 -> 1 with a kill -9.
+"""lessons/elastic.py: the same curve on 1 rank, on 2, and on 2 -> 4 -> 4 -> 1 with a kill -9.
 
-With 2 and 4 ranks two cut the layers between them. The lesson is interrupted too.
+On 4 ranks it goes by --tp=2 --pp=2, then by --pp=4. The lesson is interrupted too.
 """
 
 import json
@@ -19,7 +19,7 @@ from lessons import elastic
 from lifecycle import runlog
 
 SMALL = """
-    --d_model=16 --n_heads=2 --n_layers=1 --vocab_size=257 --max_seq_len=16 --eval_tokens=2000
+    --d_model=16 --n_heads=2 --n_layers=4 --vocab_size=257 --max_seq_len=16 --eval_tokens=2000
     --global_batch_size=4 --warmup_steps=2 --max_steps=60 --eval_interval=20 --save_interval=5
 """.split()
 
@@ -59,14 +59,14 @@ def test_the_same_curve_through_other_sizes_a_crash_and_an_interruption(tmp_path
     done = launch([], tmp_path, flags, program="lessons/elastic.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(steps(folder / name) == [*range(1, 61)] for name in elastic.RUNS)
-    assert layouts(folder / "one") == [(1, 1)]
-    assert layouts(folder / "two") == [(2, 1), (2, 1)]
-    assert layouts(folder / "moved") == [(1, 1), (2, 2), (4, 2), (1, 1)]
+    assert layouts(folder / "one") == [(1, 1, 1)]
+    assert layouts(folder / "two") == [(2, 1, 1), (2, 1, 1)]
+    assert layouts(folder / "moved") == [(2, 1, 1), (4, 2, 2), (4, 1, 4), (1, 1, 1)]
 
     # Ranks that are asked to move save first.
-    assert "exit [75]," in done.stdout
     assert "exit [75, 75]," in done.stdout
-    title = "moved  4 ranks, tp 2 "
+    assert "exit [75, 75, 75, 75]," in done.stdout
+    title = "moved  4 ranks, pp 4 +"
     kill = re.search(rf"{title} step (\d+)/60: SIGKILL to rank (\d)", done.stdout)
     killed_at, victim = int(kill[1]), int(kill[2])
     end = re.search(rf"{title} exit \[(.*)\], newest checkpoint step-(\d+)", done.stdout)
@@ -86,8 +86,9 @@ def steps(run) -> list[int]:
 
 
 def layouts(run) -> list[tuple]:
-    """(ranks, tp) of each launch of a run."""
-    return [(launch["ranks"], launch["tp"]) for launch in runlog.read_launches(run)]
+    """(ranks, tp, pp) of each launch of a run."""
+    names = ("ranks", "tp", "pp")
+    return [tuple(launch[name] for name in names) for launch in runlog.read_launches(run)]
 
 
 @pytest.mark.slow
@@ -135,25 +136,26 @@ def test_what_it_checks(tmp_path, capsys):
         elastic.check([a, longer], 4)
 
 
-# (ranks, tp) of each launch so far, the last step, the index of the stage to run next
-A, B, C = (1, 1), (2, 2), (4, 2)
-STAGES = [
+# (ranks, tp, pp) of each launch so far, the last step, the index of the part to run next
+A, B, C, D = (2, 1, 1), (4, 2, 2), (4, 1, 4), (1, 1, 1)
+PARTS = [
     ([], 0, 0),
     ([A], 10, 0),
     ([A, A], 20, 0),
     ([A], 25, 1),
     ([A, B, B], 30, 1),
     ([A, B], 51, 2),
-    ([A, (4, 4), C], 60, 2),  # another tp is another stage
+    ([A, B, C], 60, 2),  # as many ranks in another layout are another part
+    ([A, (4, 4, 1), (4, 2, 1)], 60, 2),
     ([A, B, C], 76, 3),
-    ([A, B, C, A], 70, 3),
-    ([A, B, C, A, A], 100, 3),
+    ([A, B, C, D], 70, 3),
+    ([A, B, C, D, D], 100, 3),
 ]
 
 
-@pytest.mark.parametrize("launched, step, stage", STAGES)
-def test_which_stage_is_next(tmp_path, launched, step, stage):
-    launches = "".join(json.dumps({"ranks": n, "tp": tp}) + "\n" for n, tp in launched)
-    (tmp_path / "launches.jsonl").write_text(launches)
+@pytest.mark.parametrize("launched, step, part", PARTS)
+def test_which_part_is_next(tmp_path, launched, step, part):
+    rows = [dict(zip(("ranks", "tp", "pp"), layout, strict=True)) for layout in launched]
+    (tmp_path / "launches.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step}) + "\n")
-    assert elastic.stage_now(tmp_path, elastic.RUNS["moved"], 100) == stage
+    assert elastic.part_now(tmp_path, elastic.RUNS["moved"], 100) == part

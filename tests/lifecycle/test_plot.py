@@ -119,10 +119,12 @@ def test_restarts_name_their_ranks(tmp_path):
     assert marks(tmp_path / "c", []) == []
 
 
-def test_a_restart_names_its_tensor_ranks():
+def test_a_restart_names_its_tensor_ranks_and_stages():
     assert plot.restart_label(2, 4, tp=2) == "2 -> 4 ranks, tp 2"
     assert plot.restart_label(4, 4, tp=2) == "4 ranks, tp 2"
     assert plot.restart_label(4, 4, tp=1) == "4 ranks"
+    assert plot.restart_label(2, 8, tp=2, pp=4) == "2 -> 8 ranks, tp 2, pp 4"
+    assert plot.restart_label(4, 4, pp=4) == "4 ranks, pp 4"
 
 
 def test_a_launch_takes_away_the_restarts_whose_steps_it_does_again(tmp_path):
