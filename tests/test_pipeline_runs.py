@@ -298,7 +298,7 @@ def test_the_slow_stage_is_named_and_not_the_one_with_more_layers(ranks, flags, 
 
 
 @pytest.mark.slow
-def test_a_stage_that_hangs_is_named_and_not_those_that_wait_for_it(started, tmp_path):  # noqa: F811
+def test_the_stage_that_hangs_is_named_and_not_those_that_wait(started, tmp_path):  # noqa: F811
     stepping = "time.sleep(10**6 * ((step, rank) == (3, 1)))"
     flags = ["--n_layers=3", "--pp=3", "--timeout_minutes=0.2"]
     launch = started(3, *FOREVER, *flags, stepping=stepping)
