@@ -259,8 +259,8 @@ class TrainConfig:
     precision: Precision = "auto"  # auto: bf16 on accelerators, the faster one on a CPU
     sharding: Sharding = "FULL_SHARD"  # see parallel.py
     tp: int = 1  # tensor parallelism: ranks over which each layer is cut; see tensor_parallel.py
-    pp: int = 1  # pipeline parallelism: stages over which the layers are cut; see pipeline.py
     sequence_parallel: bool = False  # with tp: cut the tokens between the layers, too; less memory
+    pp: int = 1  # pipeline parallelism: stages, each with some of the layers; see pipeline.py
     shard_size: int = 0  # HYBRID_SHARD: ranks that share one copy of the weights (0 = a node's)
     activation_checkpointing: Checkpointing = "none"  # see parallel.py
     recompute_every: int = 1  # activation checkpointing of every k-th block
@@ -379,6 +379,14 @@ FOREIGN_NAMES = {
     "global_train_batch_size": "global_batch_size",
     "sharding_strategy": "sharding",
     "dtype": "precision",
+    "tensor_model_parallel_size": "tp",
+    "tensor_parallel_size": "tp",
+    "tensor_parallel_degree": "tp",
+    "tp_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "pipeline_parallel_size": "pp",
+    "pipeline_parallel_degree": "pp",
+    "pp_size": "pp",
 }
 
 # Settings that had another name here: old -> new. Config files, flags and saved settings may use
@@ -415,6 +423,9 @@ def unknown_key(key: str, value, source: str, names, lr: float) -> str:
         return f"{message}: {weight_decay_hint(value, lr)}"
     if key == "tp":
         return f"{message}: only fsdp_train.py and evaluation cut a model over ranks"
+    if key == "pp":
+        fix = ", use --tp here" if "tp" in names else ""
+        return f"{message}: only fsdp_train.py cuts a model into stages{fix}"
     closest = difflib.get_close_matches(key, names, n=1)
     if key in FOREIGN_NAMES:
         closest = [FOREIGN_NAMES[key]]

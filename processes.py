@@ -45,7 +45,9 @@ MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 DUPLICATE_GPU = "Duplicate GPU detected"  # an error of NCCL
-BACKGROUND = "background"  # the description of groups that other threads than the main one use
+# Descriptions of groups whose operations the watchdog does not compare:
+BACKGROUND = "background"  # other threads than the main one use them
+STAGES = "stages"  # a stage sends to its neighbours only: those at the ends less than the others
 
 
 # -------------------------------------------------------------------------------------------------
@@ -125,16 +127,13 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
     if tp * pp == 1:
         return world
     size = world.global_size
-    ranks = "one rank does" if size == 1 else f"{size} ranks do"
-    grid = f"teams of tp {tp}" if pp == 1 else f"pipelines of tp {tp} x pp {pp} = {tp * pp}"
-    flags = " ".join(f"--{name}=1" for name, n in {"tp": tp, "pp": pp}.items() if n > 1)
-    problem = f"{ranks} not form {grid}"
-    require(size % (tp * pp) == 0, f"{problem}: start a multiple of {tp * pp}, or set {flags}")
-
+    require(size % (tp * pp) == 0, grid_problem(size, tp, pp))
     grid = torch.arange(size).view(pp, -1, tp)
     pp_rank, dp_rank, tp_rank = (grid == world.global_rank).nonzero()[0].tolist()
     with in_time("connect the grid of ranks"):
-        pp_group = group_along(grid[:, dp_rank, tp_rank], world)
+        pp_group = None
+        if pp > 1:
+            pp_group = group_of(grid[:, dp_rank, tp_rank].tolist(), world.timeout, STAGES)
         dp_group = group_along(grid[pp_rank, :, tp_rank], world)
         tp_group = group_along(grid[pp_rank, dp_rank], world)
     return replace(
@@ -151,6 +150,22 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
     )
 
 
+def grid_problem(size: int, tp: int, pp: int) -> str:
+    """Why `size` ranks do not form such a grid, and which numbers fit."""
+    ranks = "one rank does" if size == 1 else f"{size} ranks do"
+    if pp == 1:
+        what, setting = f"teams of tp {tp}", "--tp="
+    elif tp == 1:
+        what, setting = f"pipelines of pp {pp}", "--pp="
+    else:
+        what, setting = f"pipelines of tp {tp} x pp {pp} = {tp * pp}", "tp x pp to "
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    below = [n for n in divisors if n < tp * pp][-1:]
+    above = [n for n in divisors if n > tp * pp][:1]
+    nearest = " or ".join(map(str, below + above))
+    return f"{ranks} not form {what}: start a multiple of {tp * pp}, or set {setting}{nearest}"
+
+
 def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
     """The group of the ranks on a line of the grid, of which this is one; None for it alone."""
     if len(line) == 1:
@@ -160,14 +175,16 @@ def group_along(line: torch.Tensor, world: World) -> dist.ProcessGroup | None:
     return group_of(line.tolist(), world.timeout)
 
 
-def group_of(ranks, timeout: timedelta) -> dist.ProcessGroup:
+def group_of(ranks, timeout: timedelta, description: str | None = None) -> dist.ProcessGroup:
     """A group of some ranks, of which this is one. Only they call it, and wait for one another.
 
     torch's init_device_mesh makes all groups in turn, while every rank waits for each. These groups
     are named after their ranks and the number of groups that this rank is in: all ranks of a group
     must have made equally many before.
     """
-    return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    return dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description
+    )
 
 
 def pick_device(device_type: str, local_rank: int, local_size: int, size: int) -> torch.device:

@@ -104,6 +104,8 @@ def circumstances_of(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: s
     names = "global_batch_size sharding shard_size activation_checkpointing recompute_every compile"
     if cfg.tp > 1:
         names += " tp sequence_parallel"
+    if cfg.pp > 1:
+        names += " pp"
     return {
         "ranks": world.global_size,
         "ranks_of_a_node": world.local_size,
@@ -159,12 +161,20 @@ def write(cfg: TrainConfig, circumstances: dict, size: int, reason: str, global_
 # The trial
 
 
+def sizes_to_try(rows_per_rank: int, stages: int) -> list[int]:
+    """Those of SIZES that the rows of a step allow, the largest first.
+
+    Larger microbatches are fewer, and the stages of a pipeline wait longer. So these get at least
+    four for each stage, which keeps the bubble below a fifth of a step; or microbatches of 1.
+    """
+    largest = rows_per_rank if stages == 1 else max(1, rows_per_rank // (4 * stages))
+    return [size for size in SIZES if size <= largest]
+
+
 def search(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, train_step) -> int:
-    """The largest of SIZES that fits on all ranks. A collective. UserError if none does."""
+    """The largest size that fits on all ranks. A collective. UserError if none does."""
     rows_per_rank = cfg.global_batch_size // world.dp_size
-    for size in SIZES:
-        if size > rows_per_rank:
-            continue
+    for size in sizes_to_try(rows_per_rank, cfg.pp):
         trial_cfg = replace(cfg, microbatch_size=size)
         fits, result = attempt(trial_cfg, world, (model_cfg, precision, train_step))
         if world.global_rank == 0:
@@ -249,13 +259,15 @@ def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[
     """The peak memory of this rank in GB, and " of N" with the GB of its GPU (empty on a CPU).
 
     In the second step Adam's state is in memory, and in its second microbatch the gradients of the
-    first one, too. All weights are 0.01: they take as much memory as random ones, and less time.
+    first one, too. The first stage of a pipeline then has as many microbatches in memory as there
+    are stages. All weights are 0.01: they take as much memory as random ones, and less time.
     """
     world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, seed=None)
     for param in model.parameters():
         torch.nn.init.constant_(param, 0.01)
-    n_rows = min(2 * cfg.microbatch_size, cfg.global_batch_size // world.dp_size)
+    n_microbatches = cfg.pp + 1
+    n_rows = min(n_microbatches * cfg.microbatch_size, cfg.global_batch_size // world.dp_size)
     shape = n_rows, model_cfg.max_seq_len + 1
     rows = torch.randint(model_cfg.vocab_size, shape, device=world.device)
     for step in range(2):
@@ -277,8 +289,9 @@ def main(argv) -> None:
     for record in records:
         circumstances = collections.defaultdict(lambda: "?", record["circumstances"])
         where = "{ranks} x {device}, {precision}, {sharding}".format_map(circumstances)
-        if "tp" in circumstances:
-            where += f", tp {circumstances['tp']}"
+        for name in ("tp", "pp"):
+            if name in circumstances:
+                where += f", {name} {circumstances[name]}"
         print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")
     if not records:
         print(f"no microbatch is recorded in {argv[0]}")

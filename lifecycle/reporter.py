@@ -43,30 +43,32 @@ class StepConsensus:
     bad_step: bool = False  # the step changed nothing: its loss or gradient was not finite
     slowest_rank: int = 0  # the straggler, a global rank
     slowest_by: float = 1.0  # its seconds outside collectives / those of the fastest rank
+    memory_gb: float = 0.0  # the peak of the rank that needs most
 
 
 def agree(
-    world, stop_signal: int, save: bool, no_save_running: bool, seconds: float
+    world, stop_signal: int, save: bool, no_save_running: bool, seconds: float, memory_gb: float
 ) -> StepConsensus:
     """Combine what each rank wants: any rank's stop or save applies to all. A collective.
 
     stop_signal: the signal that asks this rank to stop, 0 if none. seconds: this rank's time
-    outside collectives. For the others see StepConsensus.
+    outside collectives. memory_gb: its peak. For the others see StepConsensus.
     """
     seconds_of_rank = torch.zeros(world.global_size, dtype=torch.float64)
     seconds_of_rank[world.global_rank] = seconds
-    wishes = torch.tensor([stop_signal, save, not no_save_running], dtype=torch.float64)
-    combined = torch.cat([wishes, seconds_of_rank])
+    own = [stop_signal, save, not no_save_running, memory_gb]
+    combined = torch.cat([torch.tensor(own, dtype=torch.float64), seconds_of_rank])
     if world.global_size > 1:
         dist.all_reduce(combined, op=dist.ReduceOp.MAX)
     stop_signal, save, writing = (int(wish) for wish in combined[:3])
-    seconds_of_rank = combined[3:].clamp(min=1e-6)
+    seconds_of_rank = combined[4:].clamp(min=1e-6)
     return StepConsensus(
         stop_signal=stop_signal,
         save=bool(save),
         no_save_running=not writing,
         slowest_rank=int(seconds_of_rank.argmax()),
         slowest_by=round(float(seconds_of_rank.max() / seconds_of_rank.min()), 2),
+        memory_gb=float(combined[3]),
     )
 
 
@@ -116,6 +118,7 @@ class Reporter:
             save=self.cadence.save_overdue(),
             no_save_running=self.checkpointer.settled(),
             seconds=own_seconds(),
+            memory_gb=runlog.memory_gb(self.world.device),
         )
         agreed.bad_step = is_bad
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
@@ -132,7 +135,7 @@ class Reporter:
                 "skipped": is_bad,
                 "tokens_per_second": tokens_per_second,
                 "mfu": flops.mfu(self.model_cfg, tokens_per_second, 1, self.peak),
-                "memory_gb": runlog.memory_gb(self.world.device),
+                "memory_gb": agreed.memory_gb,
                 "seconds": step_seconds,
                 "slowest_rank": agreed.slowest_rank,
                 "slowest_by": agreed.slowest_by,
@@ -188,6 +191,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     _, reason = devices.choose_precision(cfg, world.device, start.precision, measures=False)
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
+    bubble = f", {bubble_share(cfg, n_microbatches):.0%} bubble" if cfg.pp > 1 else ""
     draws = start.seed_to_draw(cfg) is not None
     next_line = (
         "initializing the weights, then a first evaluation" if draws else "reading the weights"
@@ -198,21 +202,26 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{device}, {describe_mesh(cfg)}, {precision} ({reason}), {speed}",
         f"{dataset.folder}: {dataset.train.tokens:,} training tokens",
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
-        f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches",
+        f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
+        f"{bubble}",
         f"{cfg.run_dir}: {describe_start(cfg, start)}",
         checkpoint.space(cfg.run_dir, n_params, cfg.keep_last),
         *parameter_warning(model_cfg),
         *team_warning(cfg, world),
+        *stage_warnings(cfg, world, n_microbatches),
         next_line,
     ]
     return "\n".join(lines)
 
 
 def describe_mesh(cfg: TrainConfig) -> str:
-    """How the ranks divide the work: FULL_SHARD, tp 2 + sequence parallel"""
-    if cfg.tp == 1:
-        return cfg.sharding
-    return f"{cfg.sharding}, tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"
+    """How the ranks divide the work: ZERO1, tp 2 + sequence parallel, pp 4"""
+    words = cfg.sharding
+    if cfg.tp > 1:
+        words += f", tp {cfg.tp}{' + sequence parallel' * cfg.sequence_parallel}"
+    if cfg.pp > 1:
+        words += f", pp {cfg.pp}"
+    return words
 
 
 def team_warning(cfg: TrainConfig, world) -> list[str]:
@@ -223,6 +232,34 @@ def team_warning(cfg: TrainConfig, world) -> list[str]:
     why = "each layer waits at least four times in each microbatch for the network between them"
     fix = f"--tp={math.gcd(cfg.tp, world.local_size)} stays within a node"
     return [f"WARNING: {problem}, where {why}; {fix}"]
+
+
+def bubble_share(cfg: TrainConfig, n_microbatches: int) -> float:
+    """The share of a step in which a stage waits for others, if all take equally long."""
+    return (cfg.pp - 1) / (n_microbatches + cfg.pp - 1)
+
+
+def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
+    """Lines about stages that have too few microbatches, and about what sharding costs them."""
+    lines = []
+    if n_microbatches < cfg.pp:
+        problem = f"{n_microbatches} microbatches never fill {cfg.pp} stages"
+        idle = f"each waits for {bubble_share(cfg, n_microbatches):.0%} of a step"
+        lines.append(f"WARNING: {problem}: {idle}; {more_microbatches(cfg, world)}")
+    if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
+        cost = f"gathers a stage's weights in each of its {n_microbatches} microbatches"
+        better = "--sharding=ZERO1 does so once a step, and needs more memory"
+        lines.append(f"{cfg.sharding} {cost}; {better}")
+    return lines
+
+
+def more_microbatches(cfg: TrainConfig, world) -> str:
+    """The flags that give each stage a microbatch, in words."""
+    rows_per_rank = cfg.global_batch_size // world.dp_size
+    batch = f"--global_batch_size={cfg.pp * cfg.microbatch_size * world.dp_size}"
+    if rows_per_rank < cfg.pp:
+        return f"set {batch}, or fewer stages"
+    return f"set --microbatch_size={rows_per_rank // cfg.pp}, or {batch}"
 
 
 def describe_start(cfg: TrainConfig, start) -> str:
@@ -255,7 +292,7 @@ def demonstrate(argv) -> None:
     config.arguments(argv)
     world = processes.start("cpu")
     seconds = 1.0 + world.global_rank
-    agreed = agree(world, stop_signal=0, save=False, no_save_running=True, seconds=seconds)
+    agreed = agree(world, 0, save=False, no_save_running=True, seconds=seconds, memory_gb=0.1)
     print(f"rank {world.global_rank}: {agreed}", flush=True)
 
 

@@ -10,7 +10,7 @@ training loop, and rank 0 serves a small key-value store (PyTorch's TCPStore) to
     a process or machine is gone     its thread no longer counts up in the store. After 30 seconds
                                      rank 0 names it, or all others name rank 0, and all exit with
                                      75. NCCL itself would wait for ever; with gloo a collective
-                                     fails at once
+                                     fails at once, and whoever notices names it
     one rank fails                   it publishes its exit status; the others exit with it instead
                                      of waiting for the failed rank in a collective
     out of memory                    all exit with 75, and the next start halves the microbatch
@@ -45,6 +45,7 @@ ROOT = Path(__file__).parent.parent
 TORCH = Path(torch.__file__).parent
 SILENCE = 30  # seconds without a sign of life after which a rank counts as gone
 REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
+SIGN = 2.5  # seconds in which a living rank counts up: it does so every second
 LEFT = -(2**40)  # makes a rank's count negative: it has left the training loop
 WAITS = "waits"
 WAITING = ("distributed", "cuda", "autograd")  # folders of torch in which a main thread waits
@@ -82,15 +83,21 @@ class StragglerTimer:
 
     It times the wait for the batch, and the final norm, logits and loss of the forward passes. In
     all other parts of a step ranks wait for one another, so all seem equally slow. With tensor
-    parallelism they wait in the loss, too. There it times attention in each layer, from q, k and v
-    to out_proj.
+    parallelism they wait in the loss, too, and only the last stage of a pipeline has a loss. There
+    it times attention in each layer, from q, k and v to out_proj. Stages may have different numbers
+    of layers, so their seconds are scaled to the mean number.
     """
 
     def __init__(self, model, device: torch.device):
         self.on_gpu = device.type == "cuda"
         self.reading_seconds = 0.0
         self.marks = []  # begin, end, begin, end, ... of this step's timed forward passes
-        if tensor_parallel.layout_of(model).size == 1 and not isinstance(model, pipeline.Stage):
+        self.scale = 1.0
+        is_stage = isinstance(model, pipeline.Stage)
+        if is_stage:
+            mean_layers = model.cfg.n_layers / model.pipe.size
+            self.scale = mean_layers / len(model.transformer.blocks)
+        if tensor_parallel.layout_of(model).size == 1 and not is_stage:
             model.transformer.norm_f.register_forward_pre_hook(self.mark)
             model.register_forward_hook(self.mark, prepend=True)
             return
@@ -127,8 +134,10 @@ class StragglerTimer:
         def seconds() -> float:
             pairs = zip(marks[::2], marks[1::2], strict=True)
             if self.on_gpu:
-                return reading_seconds + sum(a.elapsed_time(b) / 1000 for a, b in pairs)
-            return reading_seconds + sum(b - a for a, b in pairs)
+                computing_seconds = sum(a.elapsed_time(b) / 1000 for a, b in pairs)
+            else:
+                computing_seconds = sum(b - a for a, b in pairs)
+            return reading_seconds + self.scale * computing_seconds
 
         return seconds
 
@@ -189,7 +198,8 @@ class Watchdog:
         self.store, self.connected = open_store(world), True
         self.query_thread = futures.ThreadPoolExecutor(1)
         self.file_thread = futures.ThreadPoolExecutor(1)
-        self.name = whoami(world.global_rank)
+        stage = f"stage {world.pp_rank}, " if world.pp_size > 1 else ""
+        self.name = stage + whoami(world.global_rank)
         self.publish_first_values()
         dist.barrier()
         self.name_of_rank_0 = self.store.get("name 0").decode()
@@ -348,6 +358,8 @@ class Watchdog:
             problem = f"is out of memory, so the next start uses microbatches of {self.halved()}"
         elif processes.is_lost(error):
             problem = f"lost another rank: {config.one_line(error)}"
+            if self.peer_exit_status() is None:
+                problem += self.silence()
         else:
             self.publish_exit_status(2 if processes.user_error(error) else 1)
             return  # processes.run prints the error
@@ -357,6 +369,20 @@ class Watchdog:
             config.print_error(f"{self.name} {problem}. {self.last_good()}")
             self.publish_exit_status(status, wait=not processes.is_lost(error))
         raise SystemExit(status) from error
+
+    def silence(self) -> str:
+        """A sentence that names the ranks without a sign of life in the next seconds, if any."""
+        keys = [f"count {rank}" for rank in range(self.world.global_size)]
+        try:
+            before = self.read(*keys)
+            time.sleep(SIGN)
+            now = self.read(*keys)
+            counts = zip(map(int, before), map(int, now), strict=True)
+            silent = [rank for rank, (old, new) in enumerate(counts) if 0 <= new == old]
+            names = self.read(*(f"name {rank}" for rank in silent[:8])) if silent else []
+        except STORE_LOST:
+            names = [self.name_of_rank_0]
+        return f". No sign of life from {', '.join(names)}" if names else ""
 
     def halved(self) -> int:
         """Record half of the microbatch, and return it."""
@@ -437,7 +463,8 @@ def collectives_started() -> dict[str, int]:
     found = {}
     with contextlib.suppress(AttributeError, RuntimeError):  # PyTorch calls both names its own
         for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
-            if group.group_desc == processes.BACKGROUND:  # its ranks wait in another thread
+            # In a background group the ranks wait in another thread. Stages send unequally often.
+            if group.group_desc in (processes.BACKGROUND, processes.STAGES):
                 continue
             for backend in map(group._get_backend, group._device_types):  # gloo, nccl
                 key = f"{backend.name()} group {group.group_name} of {len(ranks)} from {min(ranks)}"
@@ -463,6 +490,8 @@ def current_line() -> str:
     for its device or for autograd."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame:
+        if frame.f_code is pipeline.Pipe.transfer.__code__:  # waits in C++, for another stage
+            return WAITS
         path = Path(frame.f_code.co_filename)
         if ROOT in (path.parent, path.parent.parent):  # in the root or a folder; .venv is deeper
             return f"{path.relative_to(ROOT)}, line {frame.f_lineno}, in {frame.f_code.co_name}"

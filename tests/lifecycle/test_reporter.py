@@ -1,7 +1,9 @@
 """lifecycle/reporter.py: the ranks agree, figures are read late, and a run describes itself."""
 
 import math
+import re
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +27,7 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         assert all(answer == answers[0] for answer in answers)
         return answers[0]
 
-    nothing = (0, False, True, 0.5)
+    nothing = (0, False, True, 0.5, 2.0)
     assert agreed(nothing) == {
         "stop_signal": 0,
         "save": False,
@@ -33,14 +35,17 @@ def test_what_one_rank_wants_happens_on_all(ranks, size):
         "bad_step": False,
         "slowest_rank": 0,
         "slowest_by": 1.0,
+        "memory_gb": 2.0,
     }
     if size > 1:
-        assert agreed(nothing, (signal.SIGTERM, False, True, 0.1))["stop_signal"] == signal.SIGTERM
-        saving = agreed(nothing, (0, True, False, 0.1))
-        assert saving["save"] and not saving["no_save_running"]
-        seconds = agreed((0, False, True, 30.0), (0, False, True, 0.5))  # even and odd ranks
+        stopping = agreed(nothing, (signal.SIGTERM, False, True, 0.1, 2.0))
+        assert stopping["stop_signal"] == signal.SIGTERM
+        saving = agreed(nothing, (0, True, False, 0.1, 3.5))
+        assert saving["save"] and not saving["no_save_running"] and saving["memory_gb"] == 3.5
+        slow, fast = (0, False, True, 30.0, 2.0), (0, False, True, 0.5, 2.0)
+        seconds = agreed(slow, fast)  # even and odd ranks
         assert seconds["slowest_rank"] == 0 and seconds["slowest_by"] == 60
-        seconds = agreed((0, False, True, 0.5), (0, False, True, 30.0))
+        seconds = agreed(fast, slow)
         assert seconds["slowest_rank"] == 1 and seconds["slowest_by"] == 60
 
 
@@ -73,6 +78,43 @@ def test_a_team_on_several_nodes_is_warned_of(tp, local_size, fix):
     for line in lines:
         assert f"tp {tp} on nodes of {local_size} ranks" in line
         assert line.endswith(f"; --tp={fix} stays within a node")
+
+
+@pytest.mark.parametrize(
+    "batch, microbatch, sharding, words",
+    [
+        (32, 1, "ZERO1", []),
+        (32, 1, "DDP", []),
+        (32, 2, "FULL_SHARD", ["FULL_SHARD gathers a stage's weights in each of its 8 microb"]),
+        (
+            32,
+            8,
+            "ZERO1",
+            [
+                "WARNING: 2 microbatches never fill 4 stages: each waits for 60% of a step; "
+                "set --microbatch_size=4, or --global_batch_size=64"
+            ],
+        ),
+        (6, 2, "ZERO1", ["WARNING: 2 microbatches never fill 4 stages"]),
+    ],
+)
+def test_stages_are_warned_of_what_costs_them_time(batch, microbatch, sharding, words):
+    """Two data-parallel ranks, four stages. What the message advises ends the warning."""
+    cfg = TrainConfig(global_batch_size=batch, microbatch_size=microbatch, sharding=sharding, pp=4)
+    world = World(0, 8, 0, 8, torch.device("cpu"), dp_rank=0, dp_size=2, pp_size=4)
+    n_microbatches = math.ceil(batch / 2 / microbatch)
+    lines = reporter.stage_warnings(cfg, world, n_microbatches)
+    assert len(lines) == len(words)
+    for line, begin in zip(lines, words, strict=True):
+        assert line.startswith(begin)
+    if lines and "WARNING" in lines[0]:
+        for name, number in re.findall(r"--(\w+)=(\d+)", lines[0]):
+            better = replace(cfg, **{name: int(number)})
+            rows = better.global_batch_size // 2
+            assert rows / better.microbatch_size >= 4
+            assert not reporter.stage_warnings(better, world, rows // better.microbatch_size)
+    alone = World(0, 8, 0, 8, torch.device("cpu"))
+    assert reporter.stage_warnings(replace(cfg, pp=1), alone, 1) == []
 
 
 class Lagging:
