@@ -218,7 +218,7 @@ def blocks_of(n_layers: int, stage: int, stages: int) -> range:
 
 
 def pipe_of(world: processes.World) -> Pipe | None:
-    """The pipeline that this rank is a stage of; None without pipeline parallelism. A collective."""
+    """The pipeline that this rank is a stage of; None if there is one stage. A collective."""
     if world.pp_size == 1:
         return None
     # NCCL wants all ranks of a group in its first call, and an exchange is between two.
