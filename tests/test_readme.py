@@ -1,7 +1,7 @@
 """What the pages say is true: commands run, names exist, README and GLOSSARY keep their form.
 
-Each command of README.md, TROUBLE.md, CONTRIBUTING.md and the folders' README.md files is run,
-small, in a copy of the project.
+Each command of README.md, TROUBLE.md, CONTRIBUTING.md and the folders' pages is run, small, in a
+copy of the project.
 """
 
 import ast
@@ -25,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 GLOSSARY = (ROOT / "GLOSSARY.md").read_text(encoding="utf-8")
 PAGES = README + (ROOT / "TROUBLE.md").read_text(encoding="utf-8") + CONTRIBUTING
-FOLDER_PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("[a-z]*/README.md")))
+FOLDER_PAGES = "".join(path.read_text() for path in sorted(ROOT.glob("[a-z]*/*.md")))
 
 
 # --- The commands
@@ -102,7 +102,8 @@ def copy(tmp_path_factory, tiny_text):
     shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
 
     run_well(shrunk("python fsdp_train.py configs/demo.py"), folder)
-    for name in ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/two", "elastic/moved"):
+    names = ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/two", "elastic/moved")
+    for name in (*names, "whole", "stages"):
         shutil.copytree(folder / "runs/demo", folder / "runs" / name)
 
     run_well(shrunk("python -m bench train --out=scaling.csv"), folder)
@@ -211,7 +212,10 @@ def test_the_readme_begins_with_the_two_commands_and_is_short():
     assert len(README.splitlines()) <= 250
 
 
-@pytest.mark.parametrize("name", ["README", "CONTRIBUTING", "GLOSSARY", "TROUBLE", "INSTALL"])
+PAGE_NAMES = ["README", "CONTRIBUTING", "GLOSSARY", "TROUBLE", "INSTALL", "lessons/pipeline"]
+
+
+@pytest.mark.parametrize("name", PAGE_NAMES)
 def test_lines_of_a_page_have_at_most_100_characters(name):
     """Tables and code excepted."""
     page = re.sub(r"```.*?```", "", (ROOT / f"{name}.md").read_text(), flags=re.DOTALL)
