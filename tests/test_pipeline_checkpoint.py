@@ -310,7 +310,12 @@ def test_what_stages_saved_is_exported_whole_and_begins_new_pipelines(
 
 
 @pytest.mark.slow
-def test_one_process_evaluates_and_samples_what_stages_saved(moved, one, tasks, tmp_path):  # noqa: F811
+def test_one_process_evaluates_and_samples_what_stages_saved(
+    moved,
+    one,  # noqa: F811
+    tasks,  # noqa: F811
+    tmp_path,
+):
     out = tmp_path / "scores.json"
     ask = [moved, "--step=6", f"--tasks={tasks}", f"--out={out}"]
     done = launch([], tmp_path, ask, program="evaluation")
