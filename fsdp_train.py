@@ -266,7 +266,10 @@ class Evaluator:
 
 @torch.no_grad()
 def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) -> float:
-    """Mean loss in nats per token over the first windows of the validation split. A collective."""
+    """Mean loss in nats per token over the first windows of the validation split. A collective.
+
+    With stages, each microbatch passes through all of them before the next one starts.
+    """
     model.eval()
     n_windows = max(1, min(len(val), cfg.eval_tokens // val.seq_len))
     sums = torch.zeros(2, device=world.device)  # loss, tokens

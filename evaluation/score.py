@@ -15,7 +15,8 @@ Suffixes are padded on the right, where a causal model never looks.
     Winograd                                10,533              8,017
 
 Batches go to the data-parallel ranks in turn. All ranks make equally many passes, since a sharded
-model needs all of them for each pass.
+model needs all of them for each pass. The stages of a pipeline pass a batch on from the first to
+the last, and each has the cache of its own layers.
 
 Run `python -m evaluation.score` to see the answers of a question grouped.
 """

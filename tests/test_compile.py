@@ -209,6 +209,14 @@ def test_auto_goes_on_without_compiling_where_that_fails(capsys):
     assert re.search("CUDA|NVIDIA|HIP", line) and len(line.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["tp", "pp"])
+def test_auto_goes_on_without_compiling_a_model_that_is_cut(capsys, name):
+    """And says so once, without trying."""
+    assert not parallel.choose_compile(MODEL, replace(RUN, **{name: 2}), A_GPU, "bf16")
+    line = "nothing is compiled: that does not work with tp or pp\n"
+    assert capsys.readouterr().out == line
+
+
 @pytest.mark.gpu
 def test_auto_compiles_on_a_gpu():
     model_cfg = replace(MODEL, d_model=96, attn_impl="auto")

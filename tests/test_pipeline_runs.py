@@ -18,6 +18,7 @@ from test_watchdog import errors, started, statuses  # noqa: F401 (a fixture)
 
 import checkpoint
 import config
+import data
 import flops
 import generate
 import model
@@ -49,8 +50,21 @@ STEPS = 6
 
 
 @pytest.fixture(scope="module")
-def flags(tiny_data, tasks):  # noqa: F811
-    return [*SIZE, *RUN, *flags_for(tiny_data), f"--icl_tasks={tasks}", f"--max_steps={STEPS}"]
+def short_documents(tmp_path_factory):
+    """Prepared data of documents of about 20 bytes, so that a row of 32 has parts of several."""
+    folder = tmp_path_factory.mktemp("short")
+    words = "the a river tree house blue old sings walks sees under slowly".split()
+    draw = np.random.default_rng(0)
+    documents = [" ".join(draw.choice(words, 4)) for _ in range(1000)]
+    (folder / "text.txt").write_text("<|endoftext|>".join(documents))
+    source = {"dataset": f"{folder}/*.txt", "tokenizer": "bytes", "val_fraction": 0.1}
+    return data.prepare(TrainConfig(**source, data_dir=str(folder / "tokens")))
+
+
+@pytest.fixture(scope="module")
+def flags(short_documents, tasks):  # noqa: F811
+    source = flags_for(short_documents)
+    return [*SIZE, *RUN, *source, f"--icl_tasks={tasks}", f"--max_steps={STEPS}"]
 
 
 @pytest.fixture(scope="module")

@@ -252,6 +252,34 @@ def test_half_is_taken_at_the_next_start_under_the_same_circumstances(ranks, tmp
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["microbatch.json"]
 
 
+def test_stages_get_four_microbatches_each_if_there_are_so_many_rows():
+    assert microbatch.sizes_to_try(24, 1) == [16, 8, 4, 2, 1]
+    assert microbatch.sizes_to_try(24, 2) == [2, 1]
+    assert microbatch.sizes_to_try(640, 16) == [8, 4, 2, 1]
+    assert microbatch.sizes_to_try(3, 4) == [1]
+
+
+def rows_of_trial(world, cfg):
+    """How many rows each step of a trial has."""
+    seen = []
+
+    def step(model, optimizer, rows, *others):
+        seen.append(len(rows))
+        return train_step(model, optimizer, rows, *others)
+
+    env = {"RANK": str(world.global_rank), "WORLD_SIZE": str(world.global_size)}
+    with mock.patch.dict(os.environ, env):
+        microbatch.two_steps(replace(SMALL, n_layers=2), cfg, "fp32", step)
+    return seen
+
+
+def test_a_trial_fills_the_memory_of_the_first_stage(ranks):
+    """Two microbatches on their way through two stages, and gradients of an earlier one."""
+    cfg = TrainConfig(device="cpu", global_batch_size=32, microbatch_size=2, pp=2)
+    assert ranks(2)(rows_of_trial, cfg) == [[6, 6]] * 2
+    assert ranks(2)(rows_of_trial, replace(cfg, pp=1)) == [[4, 4]] * 2
+
+
 def test_half_of_one_says_what_else_helps(tmp_path):
     world = processes.World(3, 4, 3, 4, torch.device("cpu"))
     cfg = TrainConfig(run_dir=str(tmp_path / "run"), microbatch_size=1)
@@ -306,6 +334,8 @@ def test_what_is_on_record_of_other_layouts_stays(tmp_path):
         "as it is": (SMALL, cfg, world, "fp32"),
         "sharding": (SMALL, replace(cfg, sharding="DDP"), world, "fp32"),
         "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
+        "tensor ranks": (SMALL, replace(cfg, tp=2), world, "fp32"),
+        "stages": (SMALL, replace(cfg, pp=2), world, "fp32"),
         "batch": (SMALL, replace(cfg, global_batch_size=32), world, "fp32"),
         "ranks": (SMALL, cfg, replace(world, global_size=4), "fp32"),
         "nodes": (SMALL, cfg, replace(world, local_size=1), "fp32"),
