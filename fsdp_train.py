@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
 import checkpoint
@@ -179,7 +180,9 @@ def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precis
     """The same for one stage of a pipeline. A collective of its stages."""
     device = world.device
     loss_sum = torch.zeros((), device=device)
-    kept = {}  # microbatch -> (what came from the stage before, what this one made of it)
+    # microbatch -> (what came from the stage before, where its backward begins). Not what this stage
+    # made of it: that has been sent, and would take memory until then.
+    kept = {}
 
     def empty(i):
         with parallel.autocast(device, precision):
@@ -192,17 +195,17 @@ def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precis
         with record_function("forward"), parallel.autocast(device, precision):
             y = model(ids, labels=labels, z_loss=cfg.z_loss, x=x)
         if not model.pipe.is_last:
-            kept[i] = x, y
+            kept[i] = x, get_gradient_edge(y)
             return y.detach()
         loss_sum.add_(y.detach())
-        kept[i] = x, y * world.dp_size / n_tokens
+        kept[i] = x, get_gradient_edge(y * world.dp_size / n_tokens)
         return None
 
     def backward(i, dy):
         parallel.before_microbatch(model, cfg, last=i == len(microbatches) - 1)
-        x, y = kept.pop(i)
+        x, edge = kept.pop(i)
         with record_function("backward"):
-            y.backward(dy)
+            torch.autograd.backward(edge, dy)
         return None if x is None else x.grad
 
     pipeline.one_f_one_b(model.pipe, len(microbatches), empty, forward, backward)
