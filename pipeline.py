@@ -31,7 +31,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import processes
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, blocks_of, require
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
 
@@ -141,15 +141,6 @@ class Pipe:
 # The stage of a model
 
 
-def blocks_of(n_layers: int, stage: int, stages: int) -> range:
-    """The blocks of a stage. If they do not divide, stages in the middle get one more."""
-    base, extra = divmod(n_layers, stages)
-    ends_last = sorted(range(stages), key=lambda s: (s in (0, stages - 1), s))
-    sizes = [base + (s in ends_last[:extra]) for s in range(stages)]
-    first = sum(sizes[:stage])
-    return range(first, first + sizes[stage])
-
-
 def pipe_of(world: processes.World) -> Pipe | None:
     """The stages that this rank passes microbatches on with; None without pipeline parallelism."""
     if world.pp_size == 1:
@@ -246,7 +237,6 @@ def is_second_copy(model: MPT, name: str) -> bool:
 
 def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
     """UserError if a model cannot be cut into cfg.pp stages."""
-    layers = model_cfg.n_layers
-    require(cfg.pp <= layers, f"pp {cfg.pp} is more than n_layers {layers}: set --pp={layers}")
+    model_cfg.check_stages(cfg.pp)
     problem = "pp does not work with compiled blocks: set --compile=False"
     require(cfg.pp == 1 or cfg.compile is not True, problem)
