@@ -193,6 +193,29 @@ class MPTConfig:
         fix = "change one of them, or set --sequence_parallel=False"
         require(self.max_seq_len % tp == 0, f"{problem}: {fix}")
 
+    def check_stages(self, pp: int) -> None:
+        """Raise UserError if there are not enough layers for `pp` pipeline stages."""
+        layers = self.n_layers
+        require(pp <= layers, f"pp {pp} is more than n_layers {layers}: set --pp={layers}")
+
+
+def stage_sizes(n_layers: int, stages: int) -> list[int]:
+    """The number of blocks of each pipeline stage. If they do not divide, some have one more.
+
+    The middle ones come first: the ends have the embeddings and the loss to compute.
+    """
+    base, extra = divmod(n_layers, stages)
+    middle_first = [*range(1, stages - 1), 0, stages - 1]
+    larger = middle_first[:extra]
+    return [base + (stage in larger) for stage in range(stages)]
+
+
+def blocks_of(n_layers: int, stage: int, stages: int) -> range:
+    """The blocks of a pipeline stage."""
+    sizes = stage_sizes(n_layers, stages)
+    first = sum(sizes[:stage])
+    return range(first, first + sizes[stage])
+
 
 # --------------------------------------------------------------------------------------------------
 # The run

@@ -109,6 +109,9 @@ TABLE = [
 # MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards, with a
 # global batch of 1536 sequences. {MI250 cards: TFLOP/s of one card, which is two torch devices}
 PUBLISHED_MI250 = {4: 166, 128: 159}
+# Dash et al., "Optimizing Distributed Training on Frontier for Large Language Models" (2312.12705):
+# models of 22B, 175B and 1T. {(n_layers, d_model): TFLOP/s of one GCD of MI250X}
+PUBLISHED_FRONTIER = {(48, 6144): 73.5, (96, 12288): 69.2, (128, 25600): 61.2}
 
 # Watts of one torch device with its share of the node: rated watts of a published node / its torch
 # devices (4 cards x 2; 8 GPUs; 8 GPUs). The keys are what the names of a family begin with.

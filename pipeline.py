@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 
 import config
 import processes
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, blocks_of, require
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
 
@@ -204,19 +204,6 @@ class Pipe:
 # The stage of a model
 
 
-def blocks_of(n_layers: int, stage: int, stages: int) -> range:
-    """The blocks of a stage. If they do not divide, some stages have one more.
-
-    The middle ones come first: the ends have the embeddings and the loss to compute.
-    """
-    base, extra = divmod(n_layers, stages)
-    middle_first = [*range(1, stages - 1), 0, stages - 1]
-    larger = middle_first[:extra]
-    sizes = [base + (s in larger) for s in range(stages)]
-    first = sum(sizes[:stage])
-    return range(first, first + sizes[stage])
-
-
 def pipe_of(world: processes.World) -> Pipe | None:
     """The pipeline that this rank is a stage of; None if there is one stage. A collective."""
     if world.pp_size == 1:
@@ -321,8 +308,7 @@ def is_second_copy(model: MPT, name: str) -> bool:
 
 def check(model_cfg: MPTConfig, cfg: TrainConfig) -> None:
     """UserError if a model cannot be cut into cfg.pp stages."""
-    layers = model_cfg.n_layers
-    require(cfg.pp <= layers, f"pp {cfg.pp} is more than n_layers {layers}: set --pp={layers}")
+    model_cfg.check_stages(cfg.pp)
     problem = "pp does not work with compiled blocks: set --compile=False"
     require(cfg.pp == 1 or cfg.compile is not True, problem)
 

@@ -7,8 +7,7 @@
 
 What a config file or a flag sets is kept. What is `auto` or not set (tp, pp, sharding, microbatch,
 activation checkpointing) is chosen: the least tensor and pipeline parallelism with which the model
-fits, and then whatever is fastest. fsdp_train.py itself has no pipeline parallelism yet: `--pp=1`
-finds a layout that it can run.
+fits, and then whatever is fastest. The flags at the end launch it.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
 planning/step_time.py, whose constants were fitted to LLM Foundry's published MPT runs on A100 and
@@ -27,7 +26,7 @@ import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig, UserError, require
-from devices import NODE_OVER_BOARD, NODE_WATTS, Device
+from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
 from planning import calibrate, picture, search, step_time
 from planning.search import TOKENS_PER_PARAMETER, LayoutArgs, Plan
 from planning.step_time import Constants, Fleet
@@ -38,6 +37,7 @@ NETWORK = 100.0  # GB/s of a node if the user does not say: 800 Gb/s
 LAYOUT = (
     "tp",
     "sequence_parallel",
+    "pp",
     "sharding",
     "shard_size",
     "activation_checkpointing",
@@ -61,7 +61,7 @@ class PlanArgs:
     devices: int = 8  # how many torch devices (an MI250 card is two)
     node_size: int = 8  # torch devices of a node
     network: float = 0.0  # GB/s of a node's network, each way (0: 100 is assumed for several nodes)
-    interleave: int = 1  # pieces of the model on each pipeline stage
+    interleave: int = 1  # pieces of the model on each pipeline stage; the trainer has only one
     choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
     max_steps: int = 0  # steps of the run, from which its tokens and time follow
@@ -102,7 +102,7 @@ def figures(plan: Plan, args: PlanArgs) -> dict:
     device_watts = watts(fleet.device, args)
 
     layout = {name: getattr(cfg, name) for name in LAYOUT}
-    layout |= {"pp": fleet.pp, "dp": fleet.dp, "interleave": fleet.interleave}
+    layout |= {"dp": fleet.dp, "interleave": fleet.interleave}
     return {
         "n_params": n_params,
         "device": fleet.device.name,
@@ -135,7 +135,7 @@ def watts(device: Device, args: PlanArgs) -> float | None:
 
 def flags(plan: Plan) -> str:
     """The flags with which fsdp_train.py runs this layout; empty if it cannot."""
-    if plan.fleet.pp > 1:
+    if plan.fleet.interleave > 1:
         return ""
     values = {name: getattr(plan.cfg, name) for name in LAYOUT}
     return " ".join(f"--{name}={value}" for name, value in values.items() if value)
@@ -198,6 +198,7 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
     if fleet.interleave > 1:
         more = "up to (pp - 1) / (pp x interleave) more activations"
         lines.append(f"memory is that without interleaving; interleaving keeps {more}")
+        lines.append("fsdp_train.py has no interleaved stages: --interleave=1 is what it runs")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
         published = device.name.startswith(tuple(NODE_WATTS))
@@ -206,8 +207,7 @@ def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
     if fleet.tp > 1:
         lines.append("tensor parallelism: bytes and collectives as counted, seconds not measured")
     if fleet.pp > 1:
-        fix = "--pp=1 finds a layout that it can run"
-        lines.append(f"fsdp_train.py has no pipeline parallelism yet: {fix}")
+        lines.append("pipeline parallelism: bytes and messages as counted, seconds not measured")
     return lines
 
 
@@ -224,6 +224,7 @@ def text(plan: Plan, args: PlanArgs, own: Plan | None = None) -> str:
         *step_and_memory_lines(plan),
         "",
         *summary_lines(plan, values, args),
+        *published_lines(plan, values),
         *restart_lines(values["days"]),
         *comparison_lines(plan, own),
     ]
@@ -295,6 +296,27 @@ def summary_lines(plan: Plan, values: dict, args: PlanArgs) -> list[str]:
     ]
 
 
+def published_lines(plan: Plan, values: dict) -> list[str]:
+    """The published speed of this shape on this device. values: of `figures`."""
+    shape = plan.m.n_layers, plan.m.d_model
+    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
+        return []
+    tflops = PUBLISHED_FRONTIER[shape]
+    share = tflops / plan.fleet.device.bf16_tflops
+    published = f"{tflops} TFLOP/s a GCD on Frontier, {share:.1%} of the peak (arXiv 2312.12705)"
+    again = hardware_tflops(plan)
+    ours = f"this plan: {values['tflops_per_device']:.1f}, or {again:.1f} with what is recomputed"
+    return labelled("published", [published, ours])
+
+
+def hardware_tflops(plan: Plan) -> float:
+    """TFLOP/s of a device, with the forwards that are computed twice."""
+    cfg = plan.cfg
+    checkpointing = cfg.activation_checkpointing, cfg.recompute_every
+    per_token = flops.hardware_flops_per_token(plan.m, *checkpointing)
+    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
+
+
 def restart_lines(days: float) -> list[str]:
     """The job scripts that will have used their 50 restarts before the run ends."""
     lines = []
@@ -310,8 +332,6 @@ def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
         return []
     changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
     settings = [f"{name}={getattr(own.cfg, name)}" for name in changed]
-    if own.fleet.pp != plan.fleet.pp:
-        settings.append("pp=1")
     if not settings:
         return []
     result = "DOES NOT FIT"
@@ -390,12 +410,12 @@ def plan_of_settings(
     m: MPTConfig, cfg: TrainConfig, args: PlanArgs, fleet: Fleet, c: Constants
 ) -> Plan | None:
     """What fsdp_train.py would run with these settings; None if some are auto or it cannot."""
-    if "auto" in (cfg.sharding, cfg.activation_checkpointing, cfg.tp):
+    if "auto" in (cfg.sharding, cfg.activation_checkpointing, cfg.tp, cfg.pp):
         return None
     in_groups = cfg.sharding_mode.over == "group"
     shard_size = cfg.shard_size or (args.node_size if in_groups else 0)
     try:
-        fleet = replace(fleet, tp=cfg.tp)
+        fleet = replace(fleet, tp=cfg.tp, pp=cfg.pp)
         return search.evaluate(m, replace(cfg, shard_size=shard_size), fleet, c, trainer(args))
     except UserError:  # microbatch_size=auto, or a batch that cannot be split over these devices
         return None

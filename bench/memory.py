@@ -35,6 +35,7 @@ import fsdp_train
 import loss
 import optim
 import parallel
+import pipeline
 import processes
 import tensor_parallel
 from config import SHARDING_MODES, MPTConfig, TrainConfig
@@ -233,6 +234,7 @@ class LiveBytes(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is None:
             return self.phase, BLOCKS if self.phase == "forward" else LOSS
+        self.phase = "after backward"  # until the next forward
         if "LinearCrossEntropy" in node.name():
             return "loss backward", LOSS
         if "Embedding" in node.name():
@@ -244,18 +246,23 @@ class LiveBytes(TorchDispatchMode):
 def follow_step(live: LiveBytes, model: MPT, optimizer) -> None:
     """Add hooks that tell `live` the phase of the step, and which tensors belong to which part."""
 
-    def begin_microbatch(module, inputs):
+    def begin_microbatch(module, inputs, keywords):
+        # So that only the last microbatch is left; in a pipeline, only the last step.
+        if not isinstance(model, pipeline.Stage) or live.phase in ("", "update"):
+            live.peaks.clear()
         live.phase = "forward"
-        live.peaks.clear()  # so that only the last microbatch is left
         for buffer in live.buffers.values():
             if buffer.part in (WORKSPACE, LOSS):  # it has outlived a backward
                 buffer.part = GRADIENTS
+        live.assign(tensors_in(keywords), BLOCKS)  # hidden states of the stage before
 
     def find_gathered_weights(block, inputs):
         gathered = [p for p in block.parameters() if live.part_of(p) != WEIGHTS]
         live.assign(gathered, COPIES)
 
     def begin_loss(norm_f, inputs):
+        if isinstance(norm_f, torch.nn.Identity):  # another stage has the loss
+            return
         live.assign(inputs, LOSS)
         live.phase = "loss forward"
 
@@ -264,7 +271,7 @@ def follow_step(live: LiveBytes, model: MPT, optimizer) -> None:
         live.phase = "update"
 
     live.assign(model.parameters(), WEIGHTS)
-    model.register_forward_pre_hook(begin_microbatch)
+    model.register_forward_pre_hook(begin_microbatch, with_kwargs=True)
     for module in (*model.transformer.blocks, model.transformer):
         module.register_forward_pre_hook(find_gathered_weights)
     model.transformer.norm_f.register_forward_pre_hook(begin_loss)
@@ -282,14 +289,15 @@ def two_steps(
     observer: contextlib.AbstractContextManager,
     prepare: Callable = lambda model, optimizer: None,
     after_step: Callable = lambda optimizer: None,
+    stage: int = 0,
 ) -> None:
-    """Two training steps on fake tensors, as the last tensor rank of the first team.
+    """Two training steps on fake tensors, as the last tensor rank of the first team of a stage.
 
-    ranks: data-parallel ranks x cfg.tp. The last tensor rank has the largest parts.
+    ranks: data-parallel ranks x cfg.tp x cfg.pp. The last tensor rank has the largest parts.
     observer: a context in which the steps run. prepare(model, optimizer) is called before them,
     after_step(optimizer) after each.
     """
-    rank = cfg.tp - 1
+    rank = stage * ranks // cfg.pp + cfg.tp - 1
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         world = processes.World(rank, ranks, rank, ranks, torch.device("cpu"))
@@ -299,6 +307,8 @@ def two_steps(
             model = MPT(m)
             if team := tensor_parallel.team_of(world, cfg.sequence_parallel):
                 tensor_parallel.cut(model, team)
+            if pipe := pipeline.pipe_of(world):
+                pipeline.keep_stage(model, pipe)
             model = parallel.parallelize(model, mesh, cfg, precision)
             optimizer = optim.build_optimizer(model.parameters(), cfg)
             prepare(model, optimizer)
@@ -343,11 +353,12 @@ def real_offsets():
 
 
 def count(
-    m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16"
+    m: MPTConfig, cfg: TrainConfig, ranks: int = 1, precision: str = "bf16", stage: int = 0
 ) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of one rank, at the peak of each moment.
+    """{moment: {part: bytes}} of one rank of a stage, at the peak of each moment.
 
-    Of the last microbatch of the second step: by then Adam's moments exist.
+    Of the last microbatch of the second step: by then Adam's moments exist. In a pipeline, of all
+    microbatches of that step.
     """
     live = LiveBytes()
 
@@ -358,7 +369,7 @@ def count(
         tensors = tensors_in([list(state.values()) for state in optimizer.state.values()])
         live.assign((tensor for tensor in tensors if tensor.dim()), MOMENTS)  # not the step count
 
-    two_steps(m, cfg, ranks, precision, live, prepare, after_step)
+    two_steps(m, cfg, ranks, precision, live, prepare, after_step, stage)
     return {moment: by_part(sizes) for moment, (_, sizes) in live.peaks.items()}
 
 

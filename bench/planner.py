@@ -188,6 +188,8 @@ def frontier(name: str, microbatch: int) -> float:
             microbatch_size=microbatch,
             sharding="ZERO1",
             activation_checkpointing="full",
+            tp=run.tp,
+            pp=run.pp,
         )
         fleet = Fleet(devices.by_name("mi250x"), n, 8, 100, run.tp, run.pp)
         seconds = StepTime(m, cfg, fleet, trainer=step_time.FOUNDRY).parts()["step"]

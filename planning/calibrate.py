@@ -139,7 +139,7 @@ def pace_of(row: dict, fleet: Fleet, trainer: Trainer) -> float:
     """`pace` of one row of the table. Raises UserError if it cannot be of this device."""
     require_same_device(row["device"], fleet.device)
     m, cfg = settings_of(row)
-    fleet = replace(fleet, devices=int(row["ranks"]), tp=cfg.tp, pp=1, interleave=1)
+    fleet = replace(fleet, devices=int(row["ranks"]), tp=cfg.tp, pp=cfg.pp, interleave=1)
 
     measured = positive("tokens_per_second", row["tokens_per_second"])
     estimate = 1.0

@@ -12,8 +12,7 @@ backward, each block's backward, the update. Each has its own sum of parts; the 
 peak. The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no
 dropout, and the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or
 mps, or tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and
-network buffers come on top. Pipeline parallelism is estimated too (see `StepMemory`), but the
-trainer does not have it yet, so that estimate is not compared with anything.
+network buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
@@ -27,7 +26,7 @@ from dataclasses import dataclass, replace
 import config
 import devices
 import flops
-from config import Checkpointing, MPTConfig, TrainConfig, require
+from config import Checkpointing, MPTConfig, TrainConfig, blocks_of, require
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
 GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
@@ -40,10 +39,9 @@ ROOM = 0.92
 
 @dataclass
 class MemoryArgs:
-    """Which devices, and how they divide the model."""
+    """Which devices."""
 
     ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
-    pp: int = 1  # pipeline stages: groups of layers, one after another
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
 
 
@@ -180,17 +178,17 @@ def kept_by_block(
 # How ranks divide model and batch
 
 
-def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, pp: int) -> tuple[int, int]:
+def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     """(data-parallel ranks that share one copy of the state, rows of the batch on each rank).
 
-    ranks: global ranks = data-parallel ranks x cfg.tp x pp. Raises UserError if these do not divide
-    the model or the batch.
+    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if these do not
+    divide the model or the batch.
     """
-    tp = cfg.tp
+    tp, pp = cfg.tp, cfg.pp
     for name, n in {"ranks": ranks, "tp": tp, "pp": pp}.items():
         require(n > 0, f"{name} must be at least 1, not {n}")
     m.check_tensor_ranks(tp, cfg.sequence_parallel)
-    require(m.n_layers % pp == 0, f"n_layers {m.n_layers} is not a multiple of pp {pp}")
+    m.check_stages(pp)
 
     dp, rest = divmod(ranks, tp * pp)
     require(rest == 0, f"{ranks} global ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
@@ -214,54 +212,71 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int, pp: int) -> tuple[int, in
 # One step on one rank
 
 
-class StepMemory:
-    """Bytes of a training step on one rank of pipeline stage `stage`, for one of its microbatches.
+@dataclass(frozen=True)
+class Turn:
+    """A microbatch whose backward runs, and what is in memory meanwhile."""
 
-    That is the last microbatch of the step; with a pipeline, one from the middle.
-    ranks: global ranks = data-parallel ranks x cfg.tp x pp. Raises UserError if they do not divide
-    the model or the batch, and for settings that have no formula here.
+    waiting_bytes: int  # activations of other microbatches, which later stages have not sent back
+    adds: bool  # earlier microbatches have left their gradients
+    reduces: bool  # the data-parallel ranks reduce the gradients
+
+
+class StepMemory:
+    """Bytes of a training step on one rank of pipeline stage `stage`.
+
+    Without a pipeline, in the last microbatch of the step. With one, at each moment in that
+    microbatch (see `turns`) which takes the most.
+    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if they do not
+    divide the model or the batch, and for settings that have no formula here.
 
     tp  As tensor_parallel.py does it: heads, hidden width and vocabulary are divided by cfg.tp.
         Norms, positions, the biases of out_proj and down_proj and the inputs of norms and linear
         layers are whole on every rank. With cfg.sequence_parallel the inputs of norms and the
         residual stream are divided, too. The chunks of the loss have about tp times as many rows.
-    pp  1F1B (PipeDream-flush, 2006.09503; 2104.04473, section 2.2). A stage has n_layers / pp
-        blocks. Beside its own microbatch it keeps the activations of those that later stages have
-        not sent back; the first stage keeps pp microbatches in all. The first stage has the
-        embeddings; the last has the final norm, the loss and its own copy of a tied embedding.
+    pp  As pipeline.py does it. The blocks of a stage are those of `config.blocks_of`. Beside the
+        activations of its own microbatch it keeps those that later stages have not sent back; the
+        first stage keeps cfg.pp microbatches in all. The first stage has the embeddings; the last
+        has the final norm, the loss and its own copy of a tied embedding. Hidden states and
+        gradients on their way to other stages take up to three residual streams.
 
-    With several data-parallel ranks the model is under fully_shard. In a full pipeline, gradients
-    that wait for the last microbatch (ZERO1, DDP) are counted beside all microbatches in flight,
-    which is slightly too much.
+    With several data-parallel ranks the model is under fully_shard.
     """
 
-    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1, stage=0):
-        self.shard_ranks, rows = layout(m, cfg, ranks, pp)
+    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
+        self.shard_ranks, rows = layout(m, cfg, ranks)
         require_countable(m, cfg)
 
         self.m = m
-        self.dp = ranks // (cfg.tp * pp)  # data-parallel ranks
+        self.dp = ranks // (cfg.tp * cfg.pp)  # data-parallel ranks
         self.tp = cfg.tp
+        self.pp = cfg.pp
         self.is_sequence_parallel = cfg.sequence_parallel
         self.part = widths(m, cfg.tp)
         self.width = width(precision)
         self.on_gpu = cfg.device not in ("cpu", "mps")
         self.has_loss_kernel = self.on_gpu and cfg.tp == 1
         self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
+        self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
         self.is_first = stage == 0
-        self.is_last = stage == pp - 1
-        self.n_layers = m.n_layers // pp
+        self.is_last = stage == cfg.pp - 1
+        self.is_tied = m.tie_word_embeddings
+        self.blocks = blocks_of(m.n_layers, stage, cfg.pp)
+        self.n_layers = len(self.blocks)
         self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
         self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
         self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
         # The share of the tokens that a rank has between the layers is 1 / this.
         self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1
+        self.message_bytes = self.residual_bytes // self.parts_of_tokens  # to another stage
 
-        self.count_parameters(pp)
-        self.count_activations(cfg, precision, rows, pp, stage)
-        self.count_gradients(cfg, rows)
+        self.count_parameters()
+        self.count_activations(cfg, precision)
+        self.accumulates = rows > cfg.microbatch_size  # over several microbatches
+        # The gradient of W has W's dtype.
+        self.head_grad_width = self.width if self.dp > 1 else 4
+        self.turns = self.list_turns(cfg, rows, stage)
 
-    def count_parameters(self, pp: int) -> None:
+    def count_parameters(self) -> None:
         """Set numbers of parameters on this rank: of an embedding, a block, outside blocks, in all.
 
         The embedding has the size of the weight that the loss multiplies with (W in loss.py).
@@ -271,7 +286,7 @@ class StepMemory:
         has_bias = 0 if m.no_bias else 1
 
         self.n_embedding = part.vocab * d
-        has_own_head = pp > 1 or not m.tie_word_embeddings
+        has_own_head = self.pp > 1 or not m.tie_word_embeddings
         self.n_outside = 0
         if self.is_first:
             self.n_outside += self.n_embedding + flops.params_by_part(m)["wpe"]
@@ -285,11 +300,12 @@ class StepMemory:
 
         self.n_params = self.n_outside + self.n_layers * self.n_block
 
-    def count_activations(self, cfg, precision: str, rows: int, pp: int, stage: int) -> None:
+    def count_activations(self, cfg: TrainConfig, precision: str) -> None:
         """Set which blocks are recomputed, and the bytes that each keeps for its backward."""
         mode = cfg.activation_checkpointing
-        blocks = range(stage * self.n_layers, (stage + 1) * self.n_layers)
-        self.recomputed = [mode != "none" and i % cfg.recompute_every == 0 for i in blocks]
+        self.recomputed = [
+            mode != "none" and i % cfg.recompute_every == 0 for i in range(self.n_layers)
+        ]
 
         split = (precision, cfg.tp, cfg.sequence_parallel)
         self.saved_bytes = self.tokens * kept_by_block(self.m, "none", *split)
@@ -300,67 +316,101 @@ class StepMemory:
         self.again_bytes = self.saved_bytes - small
         self.again_bytes += self.residual_bytes if mode == "selective" else 0
 
-        # Other microbatches in the pipeline, no more than the batch has.
-        rows_in_flight = min((pp - stage) * cfg.microbatch_size, rows)
-        other_tokens = rows_in_flight * self.m.max_seq_len - self.tokens
-        self.in_flight_bytes = sum(self.kept_bytes) * other_tokens // self.tokens
+    def list_turns(self, cfg: TrainConfig, rows: int, stage: int) -> list[Turn]:
+        """The microbatches in whose backward the peak of a stage may be.
 
-    def count_gradients(self, cfg: TrainConfig, rows: int) -> None:
-        """Set the bytes of gradients that wait: from earlier microbatches, and of the loss's W."""
-        self.accumulates = rows > cfg.microbatch_size  # over several microbatches
-        held_whole = self.dp > 1 and cfg.sharding_mode.reduces_late
-        bytes_each = 4 if held_whole else 4 / self.shard_ranks
-        self.waiting_bytes = bytes_each if self.accumulates else 0  # per parameter
+        In the first, as many are in flight as ever, but there are no gradients yet. In the second
+        there are. In the last, data-parallel ranks reduce them, but nothing else is in flight.
+        """
+        size = min(cfg.microbatch_size, rows)
+        n = math.ceil(rows / size)
+        numbers = {n - 1} if cfg.pp == 1 else {0, min(1, n - 1), n - 1}
+        turns = []
+        for number in sorted(numbers):
+            rows_left = rows - number * size
+            rows_in_flight = min((cfg.pp - stage) * size, rows_left)  # no more than the batch has
+            other_tokens = max(0, rows_in_flight - size) * self.m.max_seq_len
+            waiting_bytes = sum(self.kept_bytes) * other_tokens // self.tokens
+            reduces = self.dp > 1 and (number == n - 1 or not self.reduces_late)
+            turns.append(Turn(waiting_bytes, number > 0, reduces))
+        return turns
 
-        # The gradient of W has W's dtype. It waits for the tied embedding's gradient, or to be
-        # reduced over the ranks. On one rank without tying it is added to .grad directly.
-        self.head_grad_width = self.width if self.dp > 1 else 4
-        added_directly = self.accumulates and self.dp == 1 and not self.m.tie_word_embeddings
+    def head_grad_bytes(self, turn: Turn) -> int:
+        """Bytes of the gradient of W in the backward of the blocks.
+
+        It waits for the gradient of a tied embedding, or to be reduced over the ranks. On one rank
+        without them it is added to .grad directly.
+        """
+        is_shared = self.is_tied and self.pp == 1
+        added_directly = turn.adds and self.dp == 1 and not is_shared
         waits = self.is_last and not added_directly
-        self.head_grad_bytes = self.head_grad_width * self.n_embedding if waits else 0
+        return self.head_grad_width * self.n_embedding if waits else 0
+
+    def messages(self, turn: Turn, receives_gradient: bool = False) -> int:
+        """Bytes on their way to other stages, or kept until the next ones replace them.
+
+        The hidden states that went to the next stage, the gradient that went to the one before for
+        the last microbatch, and in blocks before the last the gradient that came from the next.
+        """
+        n = 0 if self.is_last else 1
+        n += 1 if receives_gradient and not self.is_last else 0
+        n += 1 if turn.adds and not self.is_first else 0
+        return n * self.message_bytes
 
     def parts_at(
-        self, blocks_kept: int, params_done: int, copies: int, loss: int = 0, workspace: float = 0
+        self,
+        turn: Turn,
+        blocks_kept: int,
+        params_done: int,
+        copies: int,
+        loss: int = 0,
+        workspace: float = 0,
     ) -> dict[str, int]:
         """{part: bytes} at one moment.
 
         blocks_kept: how many blocks still keep their activations. params_done: how many parameters
         have the gradient of this microbatch. copies, loss, workspace: bytes of these parts.
         """
-        waiting = self.waiting_bytes * (self.n_params - params_done)
-        gradients = waiting + 4 / self.shard_ranks * params_done
+        waiting = 4 if self.reduces_late else 4 / self.shard_ranks  # whole ones, or shards
+        done = 4 / self.shard_ranks if turn.reduces else waiting
+        gradients = done * params_done
+        gradients += waiting * (self.n_params - params_done) if turn.adds else 0
         return {
             "weights, fp32": 4 * self.n_params // self.shard_ranks,
             "gradients, fp32": round(gradients),
             "Adam's moments, fp32": 8 * self.n_params // self.shard_ranks,
             "copies of the weights": copies,
-            "blocks' activations": sum(self.kept_bytes[:blocks_kept]) + self.in_flight_bytes,
+            "blocks' activations": sum(self.kept_bytes[:blocks_kept]) + turn.waiting_bytes,
             "final norm and loss": loss,
             "backward's workspace": round(workspace),
         }
 
-    def copies(self, blocks_waiting: int, gathered: int = 0) -> int:
+    def copies(self, turn: Turn, blocks_waiting: int, gathered: int = 0) -> int:
         """Bytes of weights beside the sharded fp32 ones.
 
         blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
-        gathered at this moment, if it frees blocks after use; else it has gathered them all.
+        gathered at this moment, if it frees blocks after use; else it has gathered them all, and
+        keeps those of the other blocks, too, until the gradients are reduced.
         On one data-parallel rank: bf16 copies for blocks that are not recomputed. Autocast makes
         them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
         microbatches of a step.
         """
         if self.dp > 1:
-            n_gathered = min(gathered, blocks_waiting) if self.frees_weights else blocks_waiting
+            n_gathered = blocks_waiting if turn.reduces else self.n_layers
+            if self.frees_weights:
+                n_gathered = min(gathered, blocks_waiting)
             return self.width * (self.n_outside + self.n_block * n_gathered)
         if self.width == 2:
             with_copies = self.recomputed if self.accumulates else self.recomputed[:blocks_waiting]
             return 2 * self.n_block * with_copies.count(False)
         return 0
 
-    def loss_forward(self) -> dict[str, int]:
+    def loss_forward(self, turn: Turn) -> dict[str, int]:
         """Bytes by part while one chunk of logits after another is computed."""
         in_bf16 = self.width == 2
-        copies = self.copies(self.n_layers)
-        if self.shard_ranks > 1:  # the buffer of the last gather is kept until the next one
+        copies = self.copies(turn, self.n_layers)
+        gathers = not (self.reduces_late and turn.adds)  # else an earlier microbatch has gathered
+        if self.shard_ranks > 1 and gathers:  # the last one's buffer is kept until the next one
             copies += self.width * self.n_block
         elif self.dp == 1 and in_bf16:  # the loss makes its own copy of W
             copies += 2 * self.n_embedding
@@ -372,7 +422,7 @@ class StepMemory:
             inputs += self.residual_bytes
         # As large as the embedding: the gradient of W in fp32.
         loss = inputs + 4 * self.n_embedding + self.chunk_bytes()
-        return self.parts_at(self.n_layers, 0, copies, loss)
+        return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
 
     def chunk_rows(self) -> int:
         """Tokens in a chunk of the loss, as in loss.py."""
@@ -395,7 +445,7 @@ class StepMemory:
         products = rows + min(self.part.vocab, COLUMNS)
         return max(first, self.width * (logits + self.m.d_model * products))
 
-    def loss_backward(self) -> dict[str, int]:
+    def loss_backward(self, turn: Turn) -> dict[str, int]:
         """Bytes by part while the gradients of x and of W are multiplied by the incoming gradient.
 
         First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then
@@ -407,9 +457,10 @@ class StepMemory:
         both_of_x = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
         during_w = both_of_x + bytes_each * self.n_embedding
         loss = self.norm_bytes // self.parts_of_tokens + max(during_x, during_w)
-        return self.parts_at(self.n_layers, 0, self.copies(self.n_layers, 1), loss)
+        copies = self.copies(turn, self.n_layers, 1)
+        return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
 
-    def block_backward(self, i: int) -> dict[str, int]:
+    def block_backward(self, i: int, turn: Turn) -> dict[str, int]:
         """Bytes by part in the backward of this stage's i-th block.
 
         The workspace peaks either at the block's first matmuls, those of down_proj, while its input
@@ -422,15 +473,21 @@ class StepMemory:
         matmuls = gradient + hidden_and_weight
         if self.is_sequence_parallel:
             matmuls = gradient + self.residual_bytes + max(hidden_and_weight, self.residual_bytes)
-        copies = self.copies(i + 1, 2)  # the next block is gathered meanwhile
+        copies = self.copies(turn, i + 1, 2)  # the next block is gathered meanwhile
         if self.recomputed[i]:
             matmuls += self.again_bytes
             copies += 2 * self.n_block if self.dp == 1 and self.width == 2 else 0
 
-        reduction = 0
-        if self.dp > 1:  # gradients are copied into one fp32 buffer, kept until the next block's
+        at_the_end = 0
+        if turn.reduces:  # gradients are copied into one fp32 buffer, kept until the next block's
             matmuls += 4 * self.n_block if i + 1 < self.n_layers else 0
-            reduction = (self.width + 4) * self.n_block - self.kept_bytes[i]
+            bytes_each = self.width + 4
+            if self.reduces_late and turn.adds:  # fp32 ones already, and the weights are freed
+                bytes_each = 4 - self.width
+            at_the_end = bytes_each * self.n_block - self.kept_bytes[i]
+        elif self.dp > 1:  # they stay, and become fp32 one after another
+            bytes_each = self.width if turn.adds else 4
+            at_the_end = bytes_each * self.n_block - self.kept_bytes[i]
 
         params_done = self.n_block * (self.n_layers - 1 - i)
         final_norm = 0
@@ -439,17 +496,20 @@ class StepMemory:
             # With tensor parallelism all ranks sum the second, which takes a copy.
             final_norm = 2 * self.norm_bytes // self.parts_of_tokens
             final_norm += 2 * self.residual_bytes if self.is_sequence_parallel else self.norm_bytes
-        workspace = max(matmuls, reduction, final_norm)
-        return self.parts_at(i + 1, params_done, copies, self.head_grad_bytes, workspace)
+        workspace = max(matmuls, at_the_end, final_norm)
+        workspace += self.messages(turn, receives_gradient=i + 1 < self.n_layers)
+        head = self.head_grad_bytes(turn)
+        return self.parts_at(turn, i + 1, params_done, copies, head, workspace)
 
-    def embedding_backward(self) -> dict[str, int]:
+    def embedding_backward(self, turn: Turn) -> dict[str, int]:
         """Bytes by part while the two gradients of a tied embedding are added.
 
         Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes
         a copy. With several data-parallel ranks the gradients of all weights outside blocks are
         then reduced.
         """
-        copies = self.copies(0)
+        copies = self.copies(turn, 0)
+        head = self.head_grad_bytes(turn)
         workspace = 0
         if self.is_first:
             gradient = self.head_grad_width * self.tokens * self.m.d_model
@@ -457,34 +517,51 @@ class StepMemory:
             if self.tp > 1:
                 of_own_tokens = gradient // self.tp if self.is_sequence_parallel else 0
                 workspace = max(workspace, 2 * gradient + of_own_tokens)
-        if self.dp > 1:
+        if turn.reduces:
             workspace += 4 * self.n_block  # the buffer of the first block's gradients
             # Gradients, the fp32 buffer that is reduced, and its result.
             bytes_each = self.width + 4 + 4 / self.shard_ranks
-            reduction = bytes_each * self.n_outside - self.head_grad_bytes - copies
+            reduction = bytes_each * self.n_outside - head - copies
             workspace = max(workspace, reduction)
+        elif self.dp > 1 and not turn.adds:  # gradients become fp32
+            workspace = max(workspace, (self.width + 4) * self.n_outside - head)
+        workspace += self.messages(turn, receives_gradient=True)
         params_done = self.n_params - self.n_outside
-        return self.parts_at(0, params_done, copies, self.head_grad_bytes, workspace)
+        return self.parts_at(turn, 0, params_done, copies, head, workspace)
+
+    def update(self, workspace: int = 0) -> dict[str, int]:
+        """Bytes by part when all microbatches are done."""
+        parts = self.parts_at(self.turns[-1], 0, self.n_params, 0, workspace=workspace)
+        return {**parts, "blocks' activations": 0}
 
     def moments(self) -> dict[str, dict[str, int]]:
         """{moment: {part: bytes}} in step order, with only the largest of the block backwards."""
         moments = {}
         if self.is_last:
-            moments["loss forward"] = self.loss_forward()
-            moments["loss backward"] = self.loss_backward()
+            moments["loss forward"] = largest(self.loss_forward(turn) for turn in self.turns)
+            moments["loss backward"] = largest(self.loss_backward(turn) for turn in self.turns)
 
-        backwards = {f"block {i} backward": self.block_backward(i) for i in range(self.n_layers)}
-        largest = max(backwards, key=lambda name: sum(backwards[name].values()))
-        moments[largest] = backwards[largest]
+        backwards = {}
+        for i, number in enumerate(self.blocks):
+            backward = largest(self.block_backward(i, turn) for turn in self.turns)
+            backwards[f"block {number} backward"] = backward
+        name = max(backwards, key=lambda name: sum(backwards[name].values()))
+        moments[name] = backwards[name]
 
-        if self.is_first:
-            moments["embedding backward"] = self.embedding_backward()
-        elif self.is_last:
-            moments["head reduced"] = self.embedding_backward()
-
-        update = self.parts_at(0, self.n_params, 0)
-        moments["update"] = {**update, "blocks' activations": 0}  # no microbatch is in flight
+        is_end = self.is_first or self.is_last
+        if is_end:
+            name = "embedding backward" if self.is_first else "head reduced"
+            moments[name] = largest(self.embedding_backward(turn) for turn in self.turns)
+        if is_end and self.is_tied and self.pp > 1:  # the other end's gradient is added
+            gradient = 4 * self.n_embedding // self.shard_ranks
+            moments["tied gradients"] = self.update(workspace=gradient)
+        moments["update"] = self.update()
         return moments
+
+
+def largest(moments: typing.Iterable[dict[str, int]]) -> dict[str, int]:
+    """The moment, {part: bytes}, with the most bytes in all."""
+    return max(moments, key=lambda parts: sum(parts.values()))
 
 
 def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
@@ -503,39 +580,41 @@ def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
 
 
 def worst_stage(
-    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str, pp: int
+    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str
 ) -> tuple[int, dict[str, dict[str, int]]]:
-    """The pipeline stage with the highest peak, and its `StepMemory.moments`."""
-    stages = [StepMemory(m, cfg, ranks, precision, pp, stage).moments() for stage in range(pp)]
-    peaks = [max(sum(parts.values()) for parts in moments.values()) for moments in stages]
-    stage = peaks.index(max(peaks))
+    """The pipeline stage with the highest peak, and its `StepMemory.moments`.
+
+    Stages in the middle have no more blocks than the second, and fewer microbatches in flight.
+    """
+    numbers = sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
+    stages = {n: StepMemory(m, cfg, ranks, precision, n).moments() for n in numbers}
+    peaks = {n: sum(largest(moments.values()).values()) for n, moments in stages.items()}
+    stage = max(peaks, key=peaks.get)
     return stage, stages[stage]
 
 
 def bytes_by_moment(
-    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1
+    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16"
 ) -> dict[str, dict[str, int]]:
     """{moment: {part: bytes}} of one rank, in the order of the step.
 
-    ranks: global ranks = data-parallel ranks x cfg.tp x pp. With a pipeline, the stage with the
+    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With a pipeline, the stage with the
     highest peak is shown. Raises UserError as `StepMemory` does.
     """
-    return worst_stage(m, cfg, ranks, precision, pp)[1]
+    return worst_stage(m, cfg, ranks, precision)[1]
 
 
-def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", pp=1) -> dict:
+def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> dict:
     """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its name, "moment".
 
     Arguments and errors as in `bytes_by_moment`.
     """
-    moments = bytes_by_moment(m, cfg, ranks, precision, pp)
+    moments = bytes_by_moment(m, cfg, ranks, precision)
     name = max(moments, key=lambda name: sum(moments[name].values()))
     return {**moments[name], "peak": sum(moments[name].values()), "moment": name}
 
 
-def largest_microbatch(
-    m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16", pp=1
-) -> int:
+def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16") -> int:
     """The largest microbatch, in sequences, whose peak fits into `ROOM` of the device's memory.
 
     device: a devices.Device, or bytes. At most all rows of a data-parallel rank; 0 if not even one
@@ -543,12 +622,12 @@ def largest_microbatch(
     """
     memory = device.memory_gb * 2**30 if isinstance(device, devices.Device) else device
     require(memory > 0, "the memory of this device is not known: give its bytes")
-    _, rows = layout(m, cfg, ranks, pp)
+    _, rows = layout(m, cfg, ranks)
 
     def too_large(size: int) -> bool:
         """Does the peak of this microbatch exceed the room?"""
         trial = replace(cfg, microbatch_size=size)
-        return bytes_by_part(m, trial, ranks, precision, pp)["peak"] > ROOM * memory
+        return bytes_by_part(m, trial, ranks, precision)["peak"] > ROOM * memory
 
     # All rows at once may take less than rows - 1: no gradients wait for another microbatch.
     if not too_large(rows):
@@ -563,16 +642,16 @@ def largest_microbatch(
 
 def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
     """The table of the moments side by side, in GB (10^9 bytes), as text."""
-    setup = (m, cfg, args.ranks, precision, args.pp)
+    setup = (m, cfg, args.ranks, precision)
     stage, moments = worst_stage(*setup)
     peak = bytes_by_part(*setup)
 
-    dp = args.ranks // (cfg.tp * args.pp)
+    dp = args.ranks // (cfg.tp * cfg.pp)
     split = f"{args.ranks} ranks of {cfg.sharding}" if args.ranks > 1 else "1 rank, nothing sharded"
     if dp < args.ranks:
-        split += f": tp {cfg.tp} x pp {args.pp} x dp {dp}"
-    if args.pp > 1:
-        split += f", stage {stage} of 0 to {args.pp - 1}"
+        split += f": tp {cfg.tp} x pp {cfg.pp} x dp {dp}"
+    if cfg.pp > 1:
+        split += f", stage {stage} of 0 to {cfg.pp - 1}"
     batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
 
     lines = [
@@ -599,9 +678,9 @@ def device_lines(args: MemoryArgs, m: MPTConfig, cfg: TrainConfig, precision: st
     if args.device in devices.THIS_MACHINE:
         return []
     device = devices.by_name(args.device)
-    split = (args.ranks, precision, args.pp)
+    split = (args.ranks, precision)
     peak = bytes_by_part(m, cfg, *split)["peak"] / 2**30
-    _, rows = layout(m, cfg, args.ranks, args.pp)
+    _, rows = layout(m, cfg, args.ranks)
     lines = [
         f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB",
         "",

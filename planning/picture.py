@@ -143,7 +143,7 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
     bars = []
     for sharding in SHARDINGS:
         one = replace(cfg, sharding=sharding, shard_size=shard_size)
-        bars.append(memory.bytes_by_part(m, one, fleet.devices, "bf16", fleet.pp))
+        bars.append(memory.bytes_by_part(m, one, fleet.devices))
 
     bottom = [0.0] * len(bars)
     parts = [name for name in bars[0] if name not in ("peak", "moment")]

@@ -1,6 +1,6 @@
 """The search for a layout: all ways to put a model on a fleet, and the fastest that fits.
 
-    for tp x pp, the smallest product first        tp divides heads, pp layers
+    for tp x pp, the smallest product first        tp divides heads, pp is at most the layers
         for every sharding mode and every activation checkpointing mode
             for microbatches of all sequences that fit, a half, a quarter, and one
                 bytes of a rank (memory.py), seconds of a step (step_time.py)
@@ -125,13 +125,8 @@ class Plan:
 def evaluate(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c: Constants, trainer: Trainer) -> Plan:
     """The plan of this layout. Raises UserError if it is impossible."""
     seconds = StepTime(m, cfg, fleet, c, trainer).parts()
-    n_bytes = memory.bytes_by_part(m, cfg, fleet.devices, "bf16", fleet.pp)
+    n_bytes = memory.bytes_by_part(m, cfg, fleet.devices)
     return Plan(m, cfg, fleet, seconds, n_bytes)
-
-
-def divisors(n: int, at_most: int) -> list[int]:
-    """The divisors of n up to `at_most`."""
-    return [i for i in range(1, min(n, at_most) + 1) if n % i == 0]
 
 
 def tensor_ranks(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> list[int]:
@@ -139,6 +134,15 @@ def tensor_ranks(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> list[int]:
     possible = [tp for tp in m.tensor_ranks if tp <= fleet.node_size]
     if cfg.sequence_parallel:
         possible = [tp for tp in possible if m.max_seq_len % tp == 0]
+    return possible
+
+
+def stages(m: MPTConfig, fleet: Fleet) -> list[int]:
+    """The pp to try. Interleaved pieces must be equal."""
+    most = m.n_layers // fleet.interleave
+    possible = [pp for pp in range(1, most + 1) if fleet.devices % pp == 0]
+    if fleet.interleave > 1:
+        possible = [pp for pp in possible if m.n_layers % (pp * fleet.interleave) == 0]
     return possible
 
 
@@ -152,9 +156,11 @@ def model_splits(
     n, interleave = fleet.devices, fleet.interleave
     divides = m.n_layers % interleave == 0
     require(divides, f"n_layers {m.n_layers} is not a multiple of interleave {interleave}")
+    if asked.pp != "auto":
+        m.check_stages(asked.pp)
 
     tps = [asked.tp] if asked.tp != "auto" else tensor_ranks(m, cfg, fleet)
-    pps = [asked.pp] if asked.pp != "auto" else divisors(m.n_layers // interleave, n)
+    pps = [asked.pp] if asked.pp != "auto" else stages(m, fleet)
     splits = [(tp, pp) for tp, pp in itertools.product(tps, pps) if n % (tp * pp) == 0]
     require(splits, f"{n} devices are not a multiple of tp {asked.tp} x pp {asked.pp}")
 
@@ -211,7 +217,7 @@ def microbatch_sizes(m: MPTConfig, cfg: TrainConfig, asked: LayoutArgs, fleet: F
     """The microbatches to try: what fits, a half and a quarter of it, and one sequence."""
     if asked.microbatch_size != "auto":
         return [asked.microbatch_size]
-    most = memory.largest_microbatch(m, cfg, fleet.device, fleet.devices, "bf16", fleet.pp)
+    most = memory.largest_microbatch(m, cfg, fleet.device, fleet.devices)
     return [size for size in {most, most // 2, most // 4, 1} if size > 0]
 
 
@@ -224,7 +230,8 @@ def plans(
         found = []
         for tp, pp in same_product:
             split_fleet = replace(fleet, tp=tp, pp=pp)
-            split_cfg = replace(cfg, tp=tp, sequence_parallel=cfg.sequence_parallel and tp > 1)
+            in_sequence = cfg.sequence_parallel and tp > 1
+            split_cfg = replace(cfg, tp=tp, pp=pp, sequence_parallel=in_sequence)
             for layout in layouts(m, split_cfg, asked, split_fleet):
                 found.append(evaluate(m, layout, split_fleet, c, trainer))
         yield found

@@ -1,9 +1,12 @@
 """The seconds of one training step, part by part, in closed form: how fast will a run be?
 
-    step = (m + (p - 1) / v) x one microbatch + what happens once a step
+    step = n x one microbatch on the slowest stage
+           + one microbatch on each of the other stages: the bubble
+           + what happens once a step
 
-m microbatches pass through p = `pp` pipeline stages with v = `interleave` pieces of the model each
-(arXiv 2104.04473, section 2.2). The bubble is the time of (p - 1) / v microbatches.
+n microbatches pass through p pipeline stages. If those are equally fast, the bubble is a share of
+(p - 1) / (n + p - 1) of that time. (With v = `interleave` pieces of the model on each stage it is
+1 / v of it: arXiv 2104.04473, section 2.2. The trainer has no interleaved stages; planning only.)
 One microbatch on one stage takes
 
     compute   matmuls     FLOPs / (reachable peak x area / (area + tile)),
@@ -11,6 +14,7 @@ One microbatch on one stage takes
               attention   FLOPs of a causal flash kernel / (the kernels' share of the peak x peak)
               memory      bytes of norms, GELU, residuals, logits and FSDP's copies / bandwidth
               tensor      what tensor ranks send each other, which no computation hides
+              stages      what stages send each other, which the trainer does not hide either
     traffic   FSDP's gathers and reductions, each: bytes x (n - 1) / n / bandwidth + hop x (n - 1)
     together  (compute^q + traffic^q)^(1/q): q = 1 overlaps nothing, a large q everything
 
@@ -22,12 +26,13 @@ Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import config
 import devices
 import flops
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, require, stage_sizes
 from devices import Device
 from planning import memory
 
@@ -92,7 +97,7 @@ class Fleet:
     network_gbs: float = 100.0  # of a node, each way, GB/s
     tp: int = 1  # tensor-parallel ranks: they share every matmul
     pp: int = 1  # pipeline stages
-    interleave: int = 1  # pieces of the model on each stage
+    interleave: int = 1  # pieces of the model on each stage; the trainer has one
 
     def __post_init__(self):
         for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
@@ -129,11 +134,19 @@ class Fleet:
 class StepTime:
     """The seconds of one training step of `m` under `cfg` on `fleet`.
 
-    c: default `Constants()`. Raises UserError if the fleet cannot split the model or the batch so.
+    c: default `Constants()`. stage: of the pipeline, whose microbatch the methods describe; default
+    the last, which has the loss. `parts` is about all of them.
+    Raises UserError if the fleet cannot split the model or the batch so.
     """
 
     def __init__(
-        self, m: MPTConfig, cfg: TrainConfig, fleet: Fleet, c=None, trainer: Trainer = OURS
+        self,
+        m: MPTConfig,
+        cfg: TrainConfig,
+        fleet: Fleet,
+        c=None,
+        trainer: Trainer = OURS,
+        stage: int | None = None,
     ):
         rows = rows_per_rank(m, cfg, fleet)
         self.m = m
@@ -144,8 +157,13 @@ class StepTime:
 
         self.microbatches = math.ceil(rows / cfg.microbatch_size)
         self.tokens = rows / self.microbatches * m.max_seq_len  # of a microbatch
-        self.layers = m.n_layers // fleet.pp  # of a stage
-        self.n_params = flops.n_params(m) / (fleet.tp * fleet.pp)  # of a rank, before sharding
+
+        self.stage_sizes = stage_sizes(m.n_layers, fleet.pp)
+        self.stage = fleet.pp - 1 if stage is None else stage
+        self.is_first = self.stage == 0
+        self.is_last = self.stage == fleet.pp - 1
+        self.layers = self.stage_sizes[self.stage]
+        self.n_params = self.params_of_stage() / fleet.tp  # of a rank, before sharding
 
         self.mode = cfg.sharding_mode
         dp_ranks_per_node = max(1, fleet.node_size // fleet.tp)
@@ -156,6 +174,19 @@ class StepTime:
         checkpointing = cfg.activation_checkpointing
         self.matmuls_again = share if checkpointing == "full" else 0.0
         self.norms_again = share if checkpointing != "none" else 0.0
+
+    def params_of_stage(self) -> float:
+        """The parameters of the stage. Both ends have a tied embedding."""
+        m = self.m
+        parts = flops.params_by_part(m)
+        outside = {name: parts.pop(name) for name in ("wte", "wpe", "lm_head")}
+        n = sum(parts.values()) * self.layers / m.n_layers
+        if self.is_first:
+            n += outside["wte"] + outside["wpe"]
+        if self.is_last:
+            is_copied = m.tie_word_embeddings and not self.is_first
+            n += outside["wte"] if is_copied else outside["lm_head"]
+        return n
 
     # Compute of one microbatch on one stage
 
@@ -168,7 +199,8 @@ class StepTime:
         d = self.m.d_model
         part = memory.widths(self.m, self.fleet.tp)
         block = d * (2 * part.q + 2 * part.kv + 2 * part.hidden)
-        weights = (3 + self.matmuls_again) * self.layers * block + 3 * part.vocab * d
+        weights = (3 + self.matmuls_again) * self.layers * block
+        weights += 3 * part.vocab * d if self.is_last else 0
         return 2 * self.tokens * weights
 
     def matmul_rate(self) -> float:
@@ -208,7 +240,7 @@ class StepTime:
         share = 1 / tp if self.cfg.sequence_parallel else 1 / 3 + 2 / 3 / tp
         blocks = self.layers * m.d_model * traffic * share
         logit_bytes = self.trainer.cut_logit_bytes if tp > 1 else self.trainer.logit_bytes
-        logits = memory.widths(m, tp).vocab * logit_bytes
+        logits = memory.widths(m, tp).vocab * logit_bytes if self.is_last else 0
 
         gathers = not self.mode.reduces_late and self.shard_ranks > 1
         copies = c.copy_bytes * self.n_params * (1 if gathers else 1 / 3)  # else gradients only
@@ -234,8 +266,8 @@ class StepTime:
         stream = 2 * self.tokens * self.m.d_model
         again = 3 if self.cfg.sequence_parallel else 2
         calls = (8 + again * self.norms_again) * self.layers
-        calls += 2  # the loss
-        if self.fleet.pp == 1:
+        calls += 2 if self.is_last else 0  # the loss
+        if self.is_first:
             # The embedding; one data-parallel rank alone has its rows in fp32.
             calls += 2 if self.fleet.dp > 1 else 4
         traffic = {stream: calls}
@@ -243,6 +275,25 @@ class StepTime:
             norms = 1 if self.m.n_kv_heads == 1 else 2  # a single head of keys is not cut
             traffic[4 * self.tokens] = 4 * norms * (2 + self.norms_again) * self.layers
         return traffic
+
+    def stages(self) -> float:
+        """Messages to and from the stages before and after, which go both ways at the same time."""
+        tp, pp = self.fleet.tp, self.fleet.pp
+        if pp == 1:
+            return 0.0
+        bandwidth = self.fleet.bandwidth(pp, tp * self.fleet.dp) * self.c.link
+        return self.bytes_to_stages() / bandwidth
+
+    def bytes_to_stages(self) -> float:
+        """Bytes that a rank sends other stages: hidden states to the next, gradients back, in bf16.
+
+        It receives as many. Every tensor rank sends those of all tokens, or with sequence
+        parallelism of its own. Interleaved, all pieces but the ends of the model send both.
+        """
+        tokens = self.tokens / (self.fleet.tp if self.cfg.sequence_parallel else 1)
+        pieces = self.fleet.interleave
+        messages = 2 * pieces - self.is_first - self.is_last
+        return messages * 2 * tokens * self.m.d_model
 
     # Traffic
 
@@ -257,22 +308,15 @@ class StepTime:
         return size * (n - 1) / n / bandwidth + calls * self.c.hop * (n - 1)
 
     def traffic(self) -> float:
-        """What each microbatch sends: FSDP's gathers and reductions, data for the next stage."""
-        tp, pp = self.fleet.tp, self.fleet.pp
-        seconds = 0.0
-        if not self.mode.reduces_late:
-            gathers = 2 if self.mode.frees_weights else 1  # again for the backward
-            calls = self.layers + 1
-            gather = self.ring(2 * self.n_params, self.shard_ranks, tp, calls)
-            reduced = self.trainer.reduce_bytes * self.n_params
-            seconds = gathers * gather + self.ring(reduced, self.shard_ranks, tp, calls)
-        if pp == 1:
-            return seconds
-
-        # Activations go to the next stage and their gradients come back, both in bf16.
-        size = 2 * 2 * self.tokens * self.m.d_model * self.fleet.interleave
-        bandwidth = self.fleet.bandwidth(pp, tp * self.fleet.dp) * self.c.link
-        return seconds + size / bandwidth
+        """What each microbatch sends: FSDP's gathers and reductions."""
+        if self.mode.reduces_late:
+            return 0.0
+        tp = self.fleet.tp
+        gathers = 2 if self.mode.frees_weights else 1  # again for the backward
+        calls = self.layers + 1
+        gather = self.ring(2 * self.n_params, self.shard_ranks, tp, calls)
+        reduced = self.trainer.reduce_bytes * self.n_params
+        return gathers * gather + self.ring(reduced, self.shard_ranks, tp, calls)
 
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
@@ -295,24 +339,48 @@ class StepTime:
 
     # The step
 
-    def parts(self) -> dict[str, float]:
-        """{part: seconds}; "step" is their sum."""
-        microbatch = {
+    def microbatch(self) -> dict[str, float]:
+        """{part: seconds} of one microbatch on this stage."""
+        parts = {
             "matmuls": self.matmuls(),
             "attention": self.attention(),
             "memory-bound": self.memory(),
             "tensor parallel": self.tensor(),
+            "between stages": self.stages(),
         }
-        compute = sum(microbatch.values())
-        exposed = self.exposed(compute, self.traffic())
-        microbatch["exposed traffic"] = exposed
-        microbatch_seconds = sum(microbatch.values())
+        parts["exposed traffic"] = self.exposed(sum(parts.values()), self.traffic())
+        return parts
 
+    def kinds_of_stages(self) -> list[tuple["StepTime", int]]:
+        """[(a stage, how many are like it), ...], the slowest first."""
+        ends = (0, self.fleet.pp - 1)
+        numbers = {}  # {(blocks, the end that it is): the first such stage}
+        counts = Counter()
+        for number, size in enumerate(self.stage_sizes):
+            kind = size, number if number in ends else None
+            numbers.setdefault(kind, number)
+            counts[kind] += 1
+
+        kinds = []
+        for kind, number in numbers.items():
+            stage = StepTime(self.m, self.cfg, self.fleet, self.c, self.trainer, number)
+            kinds.append((stage, counts[kind]))
+        return sorted(kinds, key=lambda kind: -sum(kind[0].microbatch().values()))
+
+    def parts(self) -> dict[str, float]:
+        """{part: seconds}; "step" is their sum. Work is that of the slowest stage."""
+        kinds = self.kinds_of_stages()
+        slowest = kinds[0][0]
+        microbatch = slowest.microbatch()
         parts = {name: self.microbatches * seconds for name, seconds in microbatch.items()}
-        exposed_last = self.exposed(compute, self.traffic() + self.once())
-        parts["exposed traffic"] += exposed_last - exposed
-        parts["bubble"] = (self.fleet.pp - 1) / self.fleet.interleave * microbatch_seconds
-        update_bytes = self.c.update_bytes * self.n_params / self.shard_ranks
+
+        compute = sum(microbatch.values()) - microbatch["exposed traffic"]
+        exposed_last = self.exposed(compute, slowest.traffic() + slowest.once())
+        parts["exposed traffic"] += exposed_last - microbatch["exposed traffic"]
+
+        on_all = sum(sum(stage.microbatch().values()) * n for stage, n in kinds)
+        parts["bubble"] = (on_all - sum(microbatch.values())) / self.fleet.interleave
+        update_bytes = self.c.update_bytes * slowest.n_params / self.shard_ranks
         parts["optimizer"] = update_bytes / (self.fleet.device.bandwidth_gbs * 1e9)
         return {**parts, "step": sum(parts.values())}
 
@@ -330,8 +398,9 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
     dp_ranks = f"{fleet.dp} data-parallel ranks"
     require(rest == 0, f"global_batch_size {batch} is not a multiple of the {dp_ranks}")
 
+    m.check_stages(fleet.pp)
     pieces = fleet.pp * fleet.interleave
-    divides = m.n_layers % pieces == 0
+    divides = fleet.interleave == 1 or m.n_layers % pieces == 0
     require(divides, f"n_layers {m.n_layers} is not a multiple of pp x interleave = {pieces}")
     m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
     return rows
@@ -361,10 +430,9 @@ class FleetArgs:
 
 @dataclass
 class SplitArgs:
-    """How the model is split over devices, beside tp."""
+    """How the model is split over devices, beside tp and pp."""
 
-    pp: int = 1  # pipeline stages
-    interleave: int = 1  # pieces of the model on each stage
+    interleave: int = 1  # pieces of the model on each stage; the trainer has one
 
 
 def main(argv: list[str]) -> None:
@@ -372,7 +440,7 @@ def main(argv: list[str]) -> None:
     m, cfg, args, split = config.load(argv, MPTConfig, TrainConfig, FleetArgs, SplitArgs)
     device = devices.by_name(args.device)
     fleet = Fleet(
-        device, args.devices, args.node_size, args.network, cfg.tp, split.pp, split.interleave
+        device, args.devices, args.node_size, args.network, cfg.tp, cfg.pp, split.interleave
     )
     parts = StepTime(m, cfg, fleet).parts()
     print(f"{flops.n_params(m):,} parameters, {args.devices} x {device.name}, {cfg.sharding}")

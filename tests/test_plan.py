@@ -159,15 +159,15 @@ def test_the_least_model_parallelism_that_fits(capsys):
     assert product > 1
     assert found["fits"]
     assert layout["dp"] * product == 1024
-    lacks = any("no pipeline parallelism yet: --pp=1" in line for line in found["assumed"])
-    assert lacks == (layout["pp"] > 1)
+    said = any(line.startswith("pipeline parallelism: bytes") for line in found["assumed"])
+    assert said == (layout["pp"] > 1)
 
     m, cfg, _ = config.load([*flags, "--attn_impl=sdpa"], MPTConfig, TrainConfig, PlanArgs)
     cfg = replace(cfg, sharding="ZERO1", activation_checkpointing="full", microbatch_size=1)
     for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1)):
         if tp * pp < product:
-            cut = replace(cfg, tp=tp)
-            peak = memory.bytes_by_part(m, cut, 1024, "bf16", pp)["peak"]
+            cut = replace(cfg, tp=tp, pp=pp)
+            peak = memory.bytes_by_part(m, cut, 1024)["peak"]
             assert peak > memory.ROOM * 64 * 2**30, (tp, pp)
 
 
@@ -283,7 +283,24 @@ def test_the_flags_of_a_plan_with_tensor_ranks_launch_it(capsys, tmp_path):
     alone = planned(capsys, str(path), "--device=mi250", "--devices=16", "--tp=1")
     assert alone["layout"]["sequence_parallel"] is False
     assert "--tp=1" in alone["flags"] and "sequence_parallel" not in alone["flags"]
-    assert "--tp" not in planned(capsys, str(path), "--device=mi250", "--tp=2", "--pp=2")["flags"]
+
+
+def test_the_flags_of_a_plan_with_stages_launch_it(capsys, tmp_path):
+    """32 layers on 5 stages: uneven ones. The trainer has no interleaved stages: no flags."""
+    path = tmp_path / "staged.py"
+    path.write_text(Path(MPT7B).read_text() + "pp = 5\n")
+    question = [str(path), "--device=mi250", "--devices=40"]
+    found = planned(capsys, *question)
+    assert (found["layout"]["pp"], found["layout"]["dp"]) == (5, 8)
+    assert "--pp=5" in found["flags"]
+    _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
+    assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
+    assert "your layout" not in printed(capsys, *question)
+
+    pieces = planned(capsys, *question, "--devices=32", "--pp=4", "--interleave=2")
+    assert pieces["flags"] == ""
+    assert any("no interleaved stages: --interleave=1" in line for line in pieces["assumed"])
+    assert pieces["seconds"]["bubble"] > 0
 
 
 def test_what_is_not_known_is_not_made_up(capsys):
@@ -306,11 +323,11 @@ MISTAKES = [
         "tp 3 does not divide n_heads 32: tp can be 1, 2, 4, 8, 16, 32",
     ),
     (
-        "MPT7B --device=mi250 --devices=40 --pp=5 --tp=1",
-        "n_layers 32 is not a multiple of pp",
+        "MPT7B --device=mi250 --devices=40 --pp=40 --tp=1",
+        "pp 40 is more than n_layers 32: set --pp=32",
     ),
     (
-        "MPT7B --device=mi250 --devices=7",
+        "MPT7B --device=mi250 --devices=7 --pp=1",
         "global_batch_size 1024 is not a multiple of the data-parallel ranks",
     ),
     (

@@ -48,6 +48,7 @@ def test_compute_of_one_device_by_hand():
     microbatch = step.matmuls() + step.attention() + step.memory()
     assert parts["step"] == pytest.approx(4 * microbatch + parts["optimizer"])
     assert parts["bubble"] == parts["exposed traffic"] == parts["tensor parallel"] == 0
+    assert parts["between stages"] == 0
     rate = step_time.tokens_per_second(M, run(), Fleet(A100), EASY)
     assert rate == pytest.approx(16 * 512 / parts["step"])
 
@@ -107,13 +108,51 @@ def test_a_ring_goes_at_the_speed_of_its_slowest_link():
     assert latency == pytest.approx(3 * 7e-6)
 
 
+WITHOUT_LOGITS = replace(M, vocab_size=1)  # so that all stages are equally fast
+
+
+def staged(m, batch, pp, interleave=1, **more) -> dict:
+    """The seconds of a step by part, of microbatches of 1, on links that take no time."""
+    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp, interleave=interleave)
+    return StepTime(m, run(batch, 1, sharding="ZERO1", **more), fleet, EASY).parts()
+
+
 def test_the_bubble():
-    """(p - 1) / m of the other parts, over v with v pieces a stage: 2104.04473, section 2.2."""
+    """(p - 1) / n of the other parts, over v with v pieces a stage: 2104.04473, section 2.2."""
     for pp, v in ((2, 1), (4, 1), (4, 2)):
-        fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp, interleave=v)
-        parts = StepTime(M, run(micro=1, sharding="ZERO1"), fleet, EASY).parts()
+        parts = staged(WITHOUT_LOGITS, 16, pp, v)
         rest = sum(parts[name] for name in ("matmuls", "attention", "memory-bound"))
         assert parts["bubble"] == pytest.approx(rest * (pp - 1) / (v * 16), rel=1e-3)
+        if v == 1:
+            share = parts["bubble"] / (rest + parts["bubble"])
+            assert share == pytest.approx((pp - 1) / (16 + pp - 1), rel=1e-3)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    """10 layers on 4 stages: 2, 3, 3 and 2. The first and the last wait for the others."""
+    m = replace(WITHOUT_LOGITS, n_layers=10)
+    layer = sum(staged(replace(m, n_layers=1), 1, 1)[name] for name in ("matmuls", "attention"))
+    parts = staged(m, 16, 4)
+    assert parts["matmuls"] + parts["attention"] == pytest.approx(16 * 3 * layer, rel=1e-3)
+    memory_bound = parts["memory-bound"] / 16 / 3  # of a layer
+    assert parts["bubble"] == pytest.approx((2 + 3 + 2) * (layer + memory_bound), rel=1e-3)
+
+    # With logits as large as six layers, the last stage does.
+    m = replace(m, vocab_size=6 * 12 * 1024)
+    six_layers = staged(replace(WITHOUT_LOGITS, n_layers=6), 1, 1)["matmuls"]
+    two_layers = staged(replace(WITHOUT_LOGITS, n_layers=2), 1, 1)["matmuls"]
+    assert staged(m, 16, 4)["matmuls"] == pytest.approx(16 * (two_layers + six_layers), rel=1e-3)
+
+
+def test_stages_send_hidden_states_one_way_and_gradients_the_other():
+    """4 GCDs of different nodes share the network of their node with 7 others each."""
+    stream = 2 * 4 * 512 * 1024  # bytes: microbatch x tokens x d_model in bf16
+    fleet = Fleet(A100, 32, 8, network_gbs=50, pp=4)
+    step = StepTime(M, run(batch=32), fleet, EASY, stage=1)
+    assert step.bytes_to_stages() == 2 * stream
+    assert step.stages() == pytest.approx(2 * stream / (50e9 / 8 * 0.7))
+    assert StepTime(M, run(batch=32), fleet, EASY, stage=0).bytes_to_stages() == stream
+    assert StepTime(M, run(), Fleet(A100), EASY).stages() == 0
 
 
 def test_tensor_parallelism_sends_four_all_reduces_a_layer():
@@ -127,12 +166,13 @@ def test_tensor_parallelism_sends_four_all_reduces_a_layer():
 
 
 class Counter(TorchDispatchMode):
-    """Counts the FLOPs of matmuls, and the bytes that tensor ranks send each other."""
+    """Counts the FLOPs of matmuls, and the bytes that tensor ranks and stages send each other."""
 
     def __init__(self):
         super().__init__()
         self.flops = 0
         self.sent = 0
+        self.to_stages = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         name = str(operation)
@@ -142,7 +182,10 @@ class Counter(TorchDispatchMode):
         if name.startswith("c10d."):
             largest = max(memory_measured.tensors_in(args), key=lambda tensor: tensor.nbytes)
             is_of_tokens = largest.dim() == 3  # fully_shard's and sums of gradients have one
-            self.sent += is_of_tokens * largest.nbytes * (2 if "allreduce" in name else 1)
+            if name.startswith("c10d.send"):
+                self.to_stages += is_of_tokens * largest.nbytes
+            elif not name.startswith("c10d.recv"):
+                self.sent += is_of_tokens * largest.nbytes * (2 if "allreduce" in name else 1)
         return operation(*args, **(kwargs or {}))
 
 
@@ -179,6 +222,41 @@ def test_a_tensor_rank_computes_and_sends_what_is_predicted(
     assert 2 * sent == pytest.approx(counter.sent, rel=0.03)
 
 
+STAGES = [  # tp, data-parallel ranks, sequence parallelism, layers, the stage
+    (1, 2, False, 4, 1),
+    (2, 1, True, 5, 1),
+    pytest.param(2, 3, False, 5, 0, marks=pytest.mark.slow),
+    pytest.param(2, 1, True, 5, 2, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("tp, dp, sequence_parallel, layers, stage", STAGES)
+def test_a_stage_computes_and_sends_what_is_predicted(tp, dp, sequence_parallel, layers, stage):
+    """A real step of two microbatches on fake tensors, on one of three stages."""
+    m = MPTConfig(
+        d_model=128, n_heads=8, n_layers=layers, vocab_size=1024, max_seq_len=64, attn_impl="sdpa"
+    )
+    cfg = run(
+        batch=8 * dp,
+        device="cpu",
+        tp=tp,
+        pp=3,
+        activation_checkpointing="selective",
+        sequence_parallel=sequence_parallel,
+    )
+    counter = Counter()
+    ranks = tp * dp * 3
+    memory_measured.two_steps(m, cfg, ranks, "bf16", counter, stage=stage)
+    step = StepTime(m, cfg, Fleet(A100, ranks, tp=tp, pp=3), stage=stage)
+    n = 2 * step.microbatches  # of two steps
+    assert n == 4
+    assert n * step.matmul_flops() == pytest.approx(counter.flops, rel=0.03)
+    assert n * step.bytes_to_stages() == counter.to_stages
+    if tp > 1:
+        sent = sum(size * calls for size, calls in step.tensor_traffic().items())
+        assert n * sent == pytest.approx(counter.sent, rel=0.03)
+
+
 def test_sequence_parallelism_divides_the_memory_traffic_of_norms():
     fleet = Fleet(A100, 4, tp=4)
     whole = StepTime(M, run(), fleet, EASY)
@@ -211,7 +289,7 @@ def test_more_of_this_is_never_slower():
         ({"devices": 3, "tp": 3}, {}, "tp 3 does not divide n_heads 16: tp can be 1, 2, 4, 8, 16"),
         ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
         ({"devices": 3}, {}, "global_batch_size 16 is not a multiple of the 3 data-parallel ranks"),
-        ({"devices": 3, "pp": 3}, {}, "n_layers 8 is not a multiple of pp x interleave = 3"),
+        ({"devices": 9, "pp": 9}, {}, "pp 9 is more than n_layers 8: set --pp=8"),
         (
             {"devices": 4, "pp": 2, "interleave": 8},
             {},
