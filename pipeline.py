@@ -235,7 +235,7 @@ def keep_stage(model: MPT, pipe: Pipe) -> None:
 
 
 class Stage:
-    """What a stage does differently from the whole model. `keep_stage` makes a model one."""
+    """What a stage does differently from a whole model. `keep_stage` turns a model into a stage."""
 
     def forward(self, input_ids, labels=None, cache=None, z_loss=0.0, score=False, x=None):
         """In training y from x, hidden states (B, T, d_model); on the last stage the loss from x.
@@ -301,7 +301,7 @@ def sum_tied_gradients(model: MPT) -> None:
 
 
 def is_second_copy(model: MPT, name: str) -> bool:
-    """Whether the first stage has this parameter too, the tied embedding, and counts it."""
+    """Whether this is the last stage's copy of a tied embedding: the norm counts the first's."""
     is_stage = isinstance(model, Stage) and not model.pipe.is_first
     return is_stage and name == "transformer.wte.weight"
 
@@ -394,9 +394,10 @@ def demonstrate(argv) -> None:
         print(f"stage {stage:<2} {line}")
     kept = [most_kept(stage, stages, n) for stage in range(stages)]
     print(f"kept, by stage: the activations of {', '.join(map(str, kept))} microbatches at most")
-    print(f"bubble, computed: ({stages} - 1) / ({n} + {stages} - 1) = {bubble(stages, n):.3f}")
-    print("bubble, measured:", end=" ", flush=True)
-    print(f"{measured_bubble(stages, n):.3f}, with stages that sleep instead of computing")
+    formula = f"({stages} - 1) / ({n} + {stages} - 1)"
+    print(f"bubble, computed: {formula} = {bubble(stages, n):.3f}", flush=True)
+    measured = measured_bubble(stages, n)
+    print(f"bubble, measured: {measured:.3f}, with stages that sleep instead of computing")
 
 
 if __name__ == "__main__":
