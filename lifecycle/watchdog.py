@@ -367,13 +367,22 @@ class Watchdog:
         if status is None:  # this rank is the first to fail
             status = RESUME_ME
             config.print_error(f"{self.name} {problem}. {self.last_good()}")
-            self.publish_exit_status(status, wait=not processes.is_lost(error))
+            self.publish_exit_status(status, wait=2 if processes.is_lost(error) else REPLY_TIMEOUT)
         raise SystemExit(status) from error
 
     def silence(self) -> str:
-        """A sentence that names the ranks without a sign of life in the next seconds, if any."""
+        """A sentence that names the ranks without a sign of life in the next seconds, if any.
+
+        One of the ranks that lost another one looks, and the others wait for what it publishes:
+        with 1,000 ranks the store could not answer all of them.
+        """
         keys = [f"count {rank}" for rank in range(self.world.global_size)]
         try:
+            if self.query(lambda: self.store.add("looking", 1)) > 1:
+                deadline = time.monotonic() + 2 * SIGN
+                while self.peer_exit_status() is None and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                return ""
             before = self.read(*keys)
             time.sleep(SIGN)
             now = self.read(*keys)
@@ -392,12 +401,11 @@ class Watchdog:
             self.publish_exit_status(2)
             raise
 
-    def publish_exit_status(self, status: int, wait: bool = True) -> None:
-        """Tell the other ranks to exit with `status`."""
+    def publish_exit_status(self, status: int, wait: float = REPLY_TIMEOUT) -> None:
+        """Tell the other ranks to exit with `status`. wait: seconds for them to read it."""
         with contextlib.suppress(*STORE_LOST):
             self.query(lambda: self.store.set("status", str(status)))
-        if wait:
-            self.wait_for_readers()
+        self.wait_for_readers(wait)
 
     def others_left(self) -> bool:
         """On rank 0: are the other ranks past the training loop? Then none needs the store."""
@@ -408,10 +416,10 @@ class Watchdog:
             return all(int(count) < 0 for count in counts)
         return True
 
-    def wait_for_readers(self) -> None:
+    def wait_for_readers(self, seconds: float = REPLY_TIMEOUT) -> None:
         """Keep rank 0 alive until the others have read from its store."""
         if self.world.global_rank == 0 and self.world.global_size > 1:
-            time.sleep(REPLY_TIMEOUT)
+            time.sleep(seconds)
 
 
 def hang_problems(names: list[str], replies: list) -> list[str]:
