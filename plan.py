@@ -251,7 +251,8 @@ def layout_lines(plan: Plan) -> list[str]:
     in_groups = cfg.sharding_mode.over == "group"
     sharding = cfg.sharding + (f", shards of {cfg.shard_size}" if in_groups else "")
 
-    model = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters, sequence {plan.m.max_seq_len}"
+    size = rounded(flops.n_params(plan.m) / 1e9)
+    model = f"{size}B parameters, sequence {plan.m.max_seq_len}"
     split = f"dp {fleet.dp} x tp {fleet.tp} x pp {fleet.pp}, {sharding}"
     mode = f"checkpointing {cfg.activation_checkpointing}"
     return [
@@ -284,16 +285,21 @@ def summary_lines(plan: Plan, values: dict, args: PlanArgs) -> list[str]:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     speed = f"{values['tokens_per_second']:,.0f} tokens/s"
     tflops = f"{values['tflops_per_device']:.1f} TFLOP/s a device"
-    run = f"{values['tokens'] / 1e9:,.4g}B tokens, --max_steps={values['max_steps']}"
-    energy = f"{values['mwh']:,.3g} MWh" if values["mwh"] else "energy n/a: set --watts"
+    run = f"{rounded(values['tokens'] / 1e9, 4)}B tokens, --max_steps={values['max_steps']}"
+    energy = f"{rounded(values['mwh'])} MWh" if values["mwh"] else "energy n/a: set --watts"
     cost = ""
     if args.price:
         cost = f", {values['cost']:,.0f} at {args.price:g} a device-hour"
     return [
         f"memory      {values['share_of_memory']:.0%} of {memory_gb}: {fits}",
         f"speed       {speed}, {tflops}, MFU {values['mfu']:.1%} ({values['convention']})",
-        f"the run     {run}: {values['days']:,.3g} days, {energy}{cost}",
+        f"the run     {run}: {rounded(values['days'])} days, {energy}{cost}",
     ]
+
+
+def rounded(x: float, digits: int = 3) -> str:
+    """A number with this many digits that count: 1,010, where %g would write 1.01e+03."""
+    return f"{float(f'{x:.{digits}g}'):,g}"
 
 
 def published_lines(plan: Plan, values: dict) -> list[str]:

@@ -1,0 +1,171 @@
+"""Frontier's recipes: the arithmetic of their comments, what plan.py says, miniatures on CPUs."""
+
+import math
+import re
+
+import pytest
+from conftest import ROOT, flags_for
+from test_pipeline import check
+
+import config
+import devices
+import flops
+import plan
+from config import MPTConfig, TrainConfig
+from planning import memory
+
+RECIPES = ("22b", "175b", "1t")
+GCDS = {"22b": 16, "175b": 1024, "1t": 3072}
+every_recipe = pytest.mark.parametrize("name", RECIPES)
+
+
+def path_of(name: str) -> str:
+    return str(ROOT / f"configs/frontier_{name}.py")
+
+
+def settings_of(name: str, *flags: str):
+    """(model, run) of a recipe, with flags."""
+    return config.load([path_of(name), *flags], MPTConfig, TrainConfig)
+
+
+def comment_of(name: str) -> str:
+    """Its comment as one line, without commas in numbers."""
+    text = (ROOT / f"configs/frontier_{name}.py").read_text()
+    lines = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
+    return re.sub(r"(\d),(\d)", r"\1\2", " ".join(lines))
+
+
+# --- The files
+
+
+@every_recipe
+def test_the_shape_and_the_layout_are_the_published_ones(name):
+    m, cfg = settings_of(name)
+    shapes = {"22b": (48, 6144, 48), "175b": (96, 12288, 96), "1t": (128, 25600, 200)}
+    assert (m.n_layers, m.d_model, m.n_heads) == shapes[name]
+    assert (m.n_layers, m.d_model) in devices.PUBLISHED_FRONTIER
+    layouts = {"22b": (1, 8, "DDP"), "175b": (4, 16, "ZERO1"), "1t": (8, 64, "ZERO1")}
+    assert (cfg.tp, cfg.pp, cfg.sharding) == layouts[name]
+    assert (cfg.microbatch_size, cfg.activation_checkpointing) == (1, "full")
+    assert m.max_seq_len == 2048
+    sizes = {"22b": 22e9, "175b": 175e9, "1t": 1e12}
+    assert flops.n_params(m) == pytest.approx(sizes[name], rel=0.01)
+    assert cfg.run_dir == f"runs/frontier_{name}"
+    assert len((ROOT / f"configs/frontier_{name}.py").read_text().splitlines()) <= 25
+
+
+@every_recipe
+def test_the_comment_divides_ranks_layers_and_batch(name):
+    m, cfg = settings_of(name)
+    comment = comment_of(name)
+    pattern = r"Ranks: (\d+) GCDs.* = tp (\d+) x pp (\d+) x dp (\d+)\. Layers: (\d+) = (\d+) on"
+    ranks, tp, pp, dp, layers, of_stage = map(int, re.search(pattern, comment).groups())
+    assert ranks == tp * pp * dp == GCDS[name]
+    assert (tp, pp, layers) == (cfg.tp, cfg.pp, m.n_layers) and layers == pp * of_stage
+
+    pattern = r"Batch: (\d+) = dp (\d+) x (\d+) micro.* Bubble: (\d+) / \((\d+) \+ \d+\) = ([\d.]+)"
+    batch, dp_again, n, waits, n_again, bubble = re.search(pattern, comment).groups()
+    assert int(batch) == cfg.global_batch_size == dp * int(n) and int(dp_again) == dp
+    assert (int(waits), n_again) == (pp - 1, n)
+    assert bubble == f"{100 * (pp - 1) / (int(n) + pp - 1):.1f}"
+
+    nodes = int(re.search(r"sbatch -A PROJECT --nodes=(\d+) slurm/train_srun", comment)[1])
+    assert 8 * nodes == ranks
+    assert f"configs/frontier_{name}.py --device=mi250x --devices={ranks}" in comment
+
+
+@every_recipe
+def test_the_comment_counts_tokens_and_bytes(name):
+    m, cfg = settings_of(name)
+    comment = comment_of(name)
+    pattern = r"Tokens: (\d+) sequences x 2048 = (\d+) per step; x (\d+) steps = ([\d.]+)(B|T), 20"
+    batch, per_step, steps, total, unit = re.search(pattern, comment).groups()
+    assert (int(batch), int(steps)) == (cfg.global_batch_size, cfg.max_steps)
+    assert int(per_step) == int(batch) * 2048
+    tokens = int(per_step) * int(steps)
+    assert float(total) == pytest.approx(tokens / {"B": 1e9, "T": 1e12}[unit], rel=1e-3)
+    assert tokens / flops.n_params(m) == pytest.approx(20, rel=1e-3)
+
+    peak, of = re.search(r"Memory, computed: ([\d.]+) GB of a GCD's (\d+\.\d)", comment).groups()
+    assert peak == f"{memory.bytes_by_part(m, cfg, GCDS[name])['peak'] / 1e9:.1f}"
+    assert of == f"{64 * 2**30 / 1e9:.1f}"
+    assert "Not run on AMD hardware" in comment
+
+
+def test_other_layouts_in_the_comments():
+    """Sharded 22B, one pipeline of 175B, and the bubbles of the batches that may be meant."""
+    m, cfg = settings_of("22b", "--sharding=ZERO1")
+    peak = memory.bytes_by_part(m, cfg, 16)["peak"] / 1e9
+    assert f"--sharding=ZERO1 takes {peak:.1f} GB" in comment_of("22b")
+    m, cfg = settings_of("175b", "--global_batch_size=640")
+    peak = memory.bytes_by_part(m, cfg, 64)["peak"] / 1e9
+    assert f"On one pipeline alone (8 nodes): {peak:.1f} GB" in comment_of("175b")
+    assert f"if for all, the bubble is 15 / ({640 // 16} + 15)" in comment_of("175b")
+    m, cfg = settings_of("1t")
+    assert "batch of 1024: bubble 19.9 %" in comment_of("1t")
+    n = 1024 // (128 * 8 // (4 * 128))  # microbatches of each pipeline, by the launch scripts
+    assert math.isclose(127 / (n + 127), 0.199, abs_tol=5e-4)
+    assert f"16 bytes a parameter, {16 * flops.n_params(m) / 1e12:.1f} TB" in comment_of("1t")
+
+
+# --- The plan
+
+
+@every_recipe
+def test_a_plan_stands_beside_what_was_published(name, capsys):
+    """Within a quarter of it, though no run on this device was used: a fault would show."""
+    m, cfg = settings_of(name)
+    plan.main([path_of(name), "--device=mi250x", f"--devices={GCDS[name]}"])
+    out = capsys.readouterr().out
+    published = devices.PUBLISHED_FRONTIER[m.n_layers, m.d_model]
+    share = re.search(rf"published +{published} TFLOP/s a GCD on Frontier, ([\d.]+)% of", out)[1]
+    assert float(share) == pytest.approx({"22b": 38.38, "175b": 36.14, "1t": 31.96}[name], abs=0.05)
+    ours, again = map(float, re.search(r"this plan: ([\d.]+), or ([\d.]+) with", out).groups())
+    assert ours == pytest.approx(published, rel=0.25)
+    assert 1.25 * ours < again < 1.34 * ours
+    assert f"tp {cfg.tp} x pp {cfg.pp}" in out and ": fits\n" in out
+    assert f"--pp={cfg.pp} " in out and "EXTRAPOLATED" in out
+    assert "bubble" in out and "between stages" in out
+
+
+def test_another_device_has_no_published_figure(capsys):
+    plan.main([path_of("22b"), "--device=mi300x", "--devices=16"])
+    assert "published" not in capsys.readouterr().out.replace("of published nodes", "")
+
+
+# --- Miniatures
+
+SMALL = "--d_model=64 --n_heads=8 --vocab_size=96 --max_seq_len=16 --global_batch_size=8".split()
+SMALL += ["--warmup_steps=2", "--max_steps=10"]
+# {CPU ranks: the layout of each miniature}
+MINIATURES = {
+    4: {
+        "22b": "--tp=1 --pp=2 --n_layers=6",
+        "175b": "--tp=2 --pp=2 --n_layers=6",
+        "1t": "--tp=2 --pp=2 --n_layers=4",
+    },
+    8: {
+        "22b": "--tp=1 --pp=4 --n_layers=6",
+        "175b": "--tp=2 --pp=2 --n_layers=6",
+        "1t": "--tp=2 --pp=4 --n_layers=8",
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", MINIATURES)
+def test_miniatures_train_as_one_process(ranks, size):
+    """The same files with small sizes: full recomputation, ZERO1 or DDP, microbatches of 1."""
+    jobs = [settings_of(name, *SMALL, *MINIATURES[size][name].split()) for name in RECIPES]
+    assert {cfg.sharding for _, cfg in jobs} == {"DDP", "ZERO1"}
+    check(ranks, size, jobs)
+
+
+@pytest.mark.slow
+def test_a_miniature_of_175b_is_launched_by_its_file(torchrun, tiny_data):
+    """On 8 ranks, tp 2 x pp 2 x dp 2: it trains, evaluates, saves and ends."""
+    flags = [*SMALL, *MINIATURES[8]["175b"].split(), *flags_for(tiny_data), "--precision=fp32"]
+    flags += ["--vocab_size=260", "--max_steps=4", "--eval_tokens=64", "--run_dir=runs/small"]
+    done = torchrun(8, path_of("175b"), *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 4" in done.stdout or "4/4" in done.stdout, done.stdout
