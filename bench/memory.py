@@ -573,8 +573,8 @@ def staged_table(m: MPTConfig) -> str:
     for dp, checkpointing in ((1, "none"), (1, "full"), (2, "none"), (2, "full")):
         cfg = dataclasses.replace(settings(2, 8, checkpointing, dp, "ZERO1"), pp=4)
         for stage in (0, 1, 3):
-            rows.append(peak_row([stage, dp], m, cfg, 4 * dp, (GRADIENTS, BLOCKS), stage))
-    return table(f"stage, data-parallel ranks (ZERO1), {PEAK}, {GRADIENTS}, {BLOCKS}", rows)
+            rows.append(peak_row([stage, dp], m, cfg, 4 * dp, (BLOCKS, WORKSPACE), stage))
+    return table(f"stage, data-parallel ranks (ZERO1), {PEAK}, {BLOCKS}, {WORKSPACE}", rows)
 
 
 def tracker_table(m: MPTConfig) -> str:
