@@ -7,19 +7,20 @@ blocks, with weights w, and does this with every microbatch:
     backward   dx = dy (df_s / dx)      dy: the gradient of the loss for y, from stage s + 1
                dw += dy (df_s / dw)     stays here
 
-So only y and dx travel, between neighbours. While one microbatch is on one stage, others are on the
-others. But a stage has nothing to do before the first microbatch reaches it, and after the last one
-has left: the bubble. If each of p stages takes the time t for the forward and backward of a
-microbatch, a step of n microbatches takes (n + p - 1) t, and a stage computes for n t of it:
+Here dx, dy and dw are gradients of the loss. So only y and dx travel, between neighbours. Different
+stages work on different microbatches at the same time. But a stage has nothing to do before the
+first microbatch reaches it, and after the last one has left: the bubble. If each of p stages takes
+the time t for the forward and backward of a microbatch, a step of n microbatches takes
+(n + p - 1) t, and a stage computes for n t of it:
 
     bubble = 1 - n / (n + p - 1) = (p - 1) / (n + p - 1)
 
 One forward, one backward (1F1B, or PipeDream-Flush, arXiv 2006.09503) is the order in which a stage
-computes. Warm-up: forwards, until the first gradient is back. Steady: a forward and a backward in
-turns. Drain: the backwards that are left. If all forwards came first (GPipe), the bubble would be
-the same, but a stage would keep the activations of n microbatches. Here stage s keeps those of
-p - s, however many a step has. For p = 4 and n = 8 (a forward is a digit; a backward takes twice as
-long and is two letters, a for microbatch 0; a dot is idle):
+computes. Warm-up: a forward for each later stage. Steady: a forward and a backward in turns. Drain:
+the backwards that are left. If all forwards came first (GPipe), the bubble would be the same, but a
+stage would keep the activations of n microbatches. Here stage s keeps those of p - s, however many
+a step has. For p = 4 and n = 8 (a forward is a digit; a backward takes twice as long and is two
+letters, a for microbatch 0; a dot is idle):
 
     stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
     stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh..
@@ -30,8 +31,8 @@ The first stage has the embeddings, the last one the final norm and the loss. A 
 both; its two gradients are added up (`sum_tied_gradients`). Parameters keep the names that they
 have in the whole model, so checkpoints do not depend on the stages.
 
-Not here: several stages on a rank (interleaved 1F1B), which make the bubble smaller and the
-messages more; compiled blocks; a transfer while the same stage computes. Not run on a GPU.
+Not here: several stages on a rank (interleaved 1F1B), for a smaller bubble and more messages;
+compiled blocks; a transfer while the same stage computes. Not yet run on a GPU.
 
     python pipeline.py --stages=4 --microbatches=8    the picture; the bubble, computed and measured
 """
@@ -106,18 +107,18 @@ def most_kept(stage: int, stages: int, n: int) -> int:
 
 
 def one_f_one_b(pipe, n: int, empty: Callable, forward: Callable, backward: Callable) -> None:
-    """Compute n microbatches on this stage, in the order of `order`. A collective of the stages.
+    """Compute n microbatches on this stage, in the order of `order`. All stages call it together.
 
     empty(i): a tensor to receive x or dy of microbatch i into.
-    forward(i, x): returns y; x is None on the first stage, y on the last.
-    backward(i, dy): returns dx; dy is None on the last stage, dx on the first.
+    forward(i, x): returns y. On the first stage x is None; on the last one y is None.
+    backward(i, dy): returns dx. On the last stage dy is None; on the first one dx is None.
 
     When two neighbours have something for each other, such as y and the dy of an earlier
     microbatch, each sends and receives in one call. In two calls both might wait to send.
     """
     n_warmup = min(n, pipe.size - 1 - pipe.rank)
 
-    # warm-up: forwards, until the first gradient can come back
+    # warm-up: a forward for each later stage
     for i in range(n_warmup):
         y = forward(i, pipe.receive_from_previous(empty(i)))
         pipe.send_to_next(y)
@@ -139,7 +140,7 @@ def one_f_one_b(pipe, n: int, empty: Callable, forward: Callable, backward: Call
 
 @dataclass(frozen=True)
 class Pipe:
-    """The stages of one pipeline, as one of them sees them: rank of size.
+    """A pipeline, seen from one of its stages: stage `rank` of `size`.
 
     The first has no previous one, the last no next: there nothing is sent, and None is received.
     """
@@ -208,7 +209,7 @@ def pipe_of(world: processes.World) -> Pipe | None:
     """The pipeline that this rank is a stage of; None if there is one stage. A collective."""
     if world.pp_size == 1:
         return None
-    # NCCL wants all ranks of a group in its first call, and an exchange is between two.
+    # The first call of an NCCL group must involve all its ranks, but an exchange involves only two.
     dist.all_reduce(torch.zeros(1, device=world.device), group=world.pp_group)
     return Pipe(world.pp_group, world.pp_rank, world.pp_size)
 

@@ -13,25 +13,26 @@ added up once. For n = 2, with Y_i what comes out of the heads or of GELU:
                rank 1:  X W_2 -> heads or GELU -> Y_2 U_2 /
 
 In the backward pass the arrows are reversed: where X was copied, its gradients are added up, and
-where the shares were added up, the gradient is copied. So without activation checkpointing a block
-needs four all-reduces: one forward and one backward for attention, and the same for feed-forward.
-(PyTorch stores weights as (out, in): a column of W is a row of `weight`.)
+where the shares were added up, the gradient is copied. So a block needs four all-reduces: one
+forward and one backward for attention, and the same for feed-forward. (qk_ln needs more, and
+activation checkpointing repeats forward ones. PyTorch stores weights as (out, in): a column of W is
+a row of `weight`.)
 
 The embedding and the output layer are cut by vocabulary (`chunk_loss`). Norms and the biases of
 out_proj and down_proj are whole on every rank, and get equal gradients there.
 
 With sequence parallelism, norms, dropout and residual sums work on 1/n of the tokens on each rank.
 An all-gather of the tokens replaces the copy, and a reduce-scatter the all-reduce: the same number
-of bytes, and 1/n of the memory between these pairs of matmuls. Whole weights then see only some of
-the tokens, so their gradients are added up at the end (`sum_partial_gradients`). Evaluation does
-not use it: the number of its tokens need not be a multiple of n.
+of bytes, and 1/n of the memory for activations between these pairs of matmuls. Whole weights then
+see only some of the tokens, so their gradients are added up at the end (`sum_partial_gradients`).
+Evaluation does not use it: the number of its tokens need not be a multiple of n.
 
 Where a rank's part lies in the whole tensor is said in one place: `Layout.spans`. Initial weights,
 checkpoints, the gradient norm and the weights of other projects all follow it.
 
-Not here: the loss kernel of gpu_kernels/, since the ranks must agree on a row's sum between reading
-its logits and writing their gradient; compiled blocks, which the collectives would break apart;
-communication that overlaps with computation. Not run on a GPU.
+Not here: the loss kernel of gpu_kernels/, which turns logits into their gradient at once, while
+here the ranks must first add up each row's sum of exponentials; compiled blocks, which the
+collectives would break apart; communication that overlaps with computation. Not yet run on a GPU.
 
 Megatron-LM: arXiv 1909.08053 (tensor), 2205.05198 (sequence parallelism).
 
@@ -210,9 +211,9 @@ class Team:
 
 
 def all_reduce(x, team: Team, operation=dist.ReduceOp.SUM):
-    """The sum of x over the team, or its largest or least value, as a new tensor.
+    """The sum of x over the team, or the largest or least of each element, as a new tensor.
 
-    x stays as it is: selective activation checkpointing may have kept it.
+    x stays as it is: selective activation checkpointing may have saved it for the backward.
     """
     x = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(x, operation, team.group)
@@ -318,8 +319,9 @@ class SplitAttention(Attention):
             positions = positions._replace(slopes=positions.slopes[first : first + n_heads])
         if not (self.training and self.cfg.attn_pdrop):
             return super().forward(x, positions, cache, layer)
-        # Each rank has its own heads, so its own masks. Without sequence parallelism all other
-        # dropout needs equal ones. So this draws one number, and the masks from a fork.
+        # Each rank has its own heads, so its own masks. All other dropout needs equal masks on all
+        # ranks, without sequence parallelism. So the common generator gives one number here, and
+        # the masks come from a generator that is seeded with it and the rank.
         seed = int(torch.randint(2**62, ())) + self.team.rank
         devices = [x.device] if x.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
@@ -381,7 +383,7 @@ class SplitMPT(MPT):
 
     @property
     def widest_part(self) -> int:
-        """Of the vocabulary, on any rank. All ranks need equal chunks, to add up their sums."""
+        """The length of the largest part of the vocabulary. Equal chunks on all ranks need it."""
         return -(-self.cfg.vocab_size // self.team.size)
 
     @torch.no_grad()
@@ -452,7 +454,7 @@ def softmax_(logits, labels, team: Team):
     exp = logits.sub_(largest).exp_()
     exp_sum, own = all_reduce(torch.cat([exp.sum(1, keepdim=True), own], 1), team).split(1, dim=1)
     log_sum = exp_sum.log()
-    # Not own - log_z, which rounds as large logits do.
+    # own - log_z would lose digits when the logits are large.
     return exp.div_(exp_sum), largest + log_sum, (own - largest) - log_sum
 
 
@@ -546,7 +548,7 @@ def sum_partial_gradients(model: MPT) -> None:
     """Sum over the team the gradients of which each rank has a part. A collective.
 
     With sequence parallelism norms, biases of row-parallel layers and learned positions have seen
-    only a rank's own tokens. A single head of keys and values has seen only its own queries.
+    only a rank's own tokens. A single head of keys and values has seen only a rank's own queries.
     """
     if not isinstance(model, SplitMPT):
         return
@@ -592,7 +594,7 @@ def demonstrate(argv) -> None:
     error = (part.get_parameter(name).grad - expected).abs().max()
     print(
         f"rank {world.global_rank}: loss {losses[1]:.12f}, of the whole model {losses[0]:.12f}; "
-        f"gradient of {tuple(expected.shape)} rows of Wqkv: largest difference {error:.0e}",
+        f"gradient of {len(expected)} rows of Wqkv: largest difference {error:.0e}",
         flush=True,
     )
     assert error < 1e-9

@@ -97,6 +97,14 @@ FULL_SHARD shards each part over those. Counted on the last tensor rank.
 
 {cut}
 
+## MPT-1B on the stages of a pipeline, microbatch 2, eight microbatches a step
+
+`pipeline.py` gives each of four stages six of the 24 layers, and the ends the tied embedding.
+Counted over all microbatches of a step; sends and receives are those of a fake process group.
+The third stage has what the second has, and fewer microbatches in flight.
+
+{staged}
+
 ## Is the count right?
 
 `torch.distributed._tools.mem_tracker.MemTracker` is torch's own count of a step on fake tensors. It
@@ -128,6 +136,8 @@ estimate has two buffers. MPT-1B's rows with one microbatch that differ do so fo
   layers keep the tokens that they have gathered, so without activation checkpointing it saves less
   than it could.
 - The loss over tensor ranks has no kernel: 6 bytes a logit in bf16.
+- A pipeline divides the state, but the first of p stages keeps the activations of p microbatches:
+  as many bytes as one rank that has all layers. Recomputation makes them small.
 - ZERO1 keeps whole fp32 gradients and gathered weights while it accumulates. Unlike DDP it
   shards the fp32 weights and Adam's moments, 12 bytes a parameter.
 """
@@ -446,20 +456,27 @@ def settings(
     )
 
 
-def both_peaks(m: MPTConfig, cfg: TrainConfig, ranks: int = 1) -> tuple[str, dict, dict]:
+def both_peaks(
+    m: MPTConfig, cfg: TrainConfig, ranks: int = 1, stage: int = 0
+) -> tuple[str, dict, dict]:
     """The moment of the estimated peak, and {part: bytes} of the peak, estimated and counted."""
-    estimated = memory.bytes_by_moment(m, cfg, ranks)
-    counted = count(m, cfg, ranks)
+    estimated = memory.StepMemory(m, cfg, ranks, stage=stage).moments()
+    counted = count(m, cfg, ranks, stage=stage)
     moment = max(estimated, key=lambda name: sum(estimated[name].values()))
     counted_peak = max(counted.values(), key=lambda parts: sum(parts.values()))
     return moment, estimated[moment], counted_peak
 
 
 def peak_row(
-    first_cells: list, m: MPTConfig, cfg: TrainConfig, ranks: int = 1, parts: tuple = ()
+    first_cells: list,
+    m: MPTConfig,
+    cfg: TrainConfig,
+    ranks: int = 1,
+    parts: tuple = (),
+    stage: int = 0,
 ) -> str:
     """A row of the table of peaks: estimated, counted, their difference, and some parts of both."""
-    moment, estimated, counted = both_peaks(m, cfg, ranks)
+    moment, estimated, counted = both_peaks(m, cfg, ranks, stage)
     estimate = sum(estimated.values())
     counted_sum = sum(counted.values())
     cells = [*first_cells, cfg.activation_checkpointing]
@@ -550,6 +567,16 @@ def cut_table(m: MPTConfig) -> str:
     return table(head, rows)
 
 
+def staged_table(m: MPTConfig) -> str:
+    """Peaks on the first, the second and the last of four pipeline stages."""
+    rows = []
+    for dp, checkpointing in ((1, "none"), (1, "full"), (2, "none"), (2, "full")):
+        cfg = dataclasses.replace(settings(2, 8, checkpointing, dp, "ZERO1"), pp=4)
+        for stage in (0, 1, 3):
+            rows.append(peak_row([stage, dp], m, cfg, 4 * dp, (BLOCKS, WORKSPACE), stage))
+    return table(f"stage, data-parallel ranks (ZERO1), {PEAK}, {BLOCKS}, {WORKSPACE}", rows)
+
+
 def tracker_table(m: MPTConfig) -> str:
     """Peaks on 1 rank and on 8, beside torch's MemTracker."""
     cases = [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
@@ -588,6 +615,7 @@ def main(argv: list[str]) -> None:
     tables = one_rank_tables(models)
     tables["sharded"] = sharded_table(models["mpt1b"])
     tables["cut"] = cut_table(models["mpt1b"])
+    tables["staged"] = staged_table(models["mpt1b"])
     tables["tracker"] = tracker_table(models["mpt1b"])
     tables["real"] = real_table()
     text = DOCUMENT.format(

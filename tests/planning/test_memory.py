@@ -164,36 +164,37 @@ def test_tensor_ranks_have_the_parameters_that_the_trainer_cuts():
             assert memory.StepMemory(m, run(tp=tp), tp).n_params == ours
 
 
-def test_175b_on_64_devices_by_hand():
-    """Frontier's layout of 175B (2312.12705): tp 4, pp 16, here without data parallelism.
+# Frontier's layout of 175B (2312.12705): tp 4, pp 16, here without data parallelism.
+OF_175B = MPTConfig(
+    d_model=12288, n_heads=96, n_layers=96, vocab_size=51200, max_seq_len=2048, attn_impl="triton"
+)
+ON_FRONTIER = TrainConfig(
+    microbatch_size=1,
+    global_batch_size=64,
+    sharding="ZERO1",
+    activation_checkpointing="full",
+    tp=4,
+    pp=16,
+)
 
-    Microbatch 1, full activation checkpointing.
-    """
-    m = MPTConfig(
-        d_model=12288,
-        n_heads=96,
-        n_layers=96,
-        vocab_size=51200,
-        max_seq_len=2048,
-        attn_impl="triton",
-    )
-    cfg = TrainConfig(
-        microbatch_size=1,
-        global_batch_size=64,
-        sharding="ZERO1",
-        activation_checkpointing="full",
-        tp=4,
-        pp=16,
-    )
-    d, tokens, layers = 12288, 2048, 96 // 16
+
+def block_of_175b() -> int:
+    """Parameters of a block on one of four tensor ranks."""
+    d = 12288
     matrices = 12 * d * d + 3 * d + 4 * d  # with the biases of Wqkv and up_proj
     norms = 4 * d
     whole_biases = 2 * d  # of out_proj and down_proj
-    block = matrices // 4 + norms + whole_biases
+    return matrices // 4 + norms + whole_biases
+
+
+def test_the_first_stage_of_175b_on_64_devices_by_hand():
+    """Microbatch 1, full activation checkpointing."""
+    d, tokens, layers = 12288, 2048, 96 // 16
+    block = block_of_175b()
     embedding = 51200 * d // 4
     positions = tokens * d
     first = layers * block + embedding + positions  # parameters of the first stage
-    moments = memory.bytes_by_moment(m, cfg, 64)
+    moments = memory.bytes_by_moment(OF_175B, ON_FRONTIER, 64)
     assert sum(moments["update"].values()) == 16 * first
     assert sum(moments["tied gradients"].values()) == 16 * first + 4 * embedding
 
@@ -202,22 +203,30 @@ def test_175b_on_64_devices_by_hand():
     block_input = 2 * d * tokens
     parts = moments["block 4 backward"]
     in_flight = 16  # microbatches
-    assert parts["blocks' activations"] == (in_flight * layers - 1) * block_input
+    activations = (in_flight * layers - 1) * block_input
+    assert parts["blocks' activations"] == activations
     assert parts["copies of the weights"] == 2 * block  # of the block that is computed again
     hidden = 4 * d // 4
     gradients = block_input + 2 * (tokens + d) * hidden  # of x, of GELU's output, of down_proj
-    again = tokens * memory.kept_by_block(m, "none", tp=4) - block_input
+    again = tokens * memory.kept_by_block(OF_175B, "none", tp=4) - block_input
     messages = 2 * block_input  # what was sent last, and the gradient that came back
     assert parts["backward's workspace"] == gradients + again + messages
     assert parts["final norm and loss"] == 0
-    activations = (in_flight * layers - 1) * block_input
     peak_bytes = 16 * first + 2 * block + activations + gradients + again + messages
-    assert peak(m, cfg, 64) == pytest.approx(peak_bytes)
+    assert peak(OF_175B, ON_FRONTIER, 64) == pytest.approx(peak_bytes)
     assert peak_bytes < 64 * 2**30  # of a GCD of MI250X
 
-    last = memory.StepMemory(m, cfg, 64, stage=15)
+
+def test_the_last_stage_of_175b_on_64_devices_by_hand():
+    d, tokens, layers = 12288, 2048, 96 // 16
+    embedding = 51200 * d // 4
+    block_input = 2 * d * tokens
+    last = memory.StepMemory(OF_175B, ON_FRONTIER, 64, stage=15)
     final_norm = 2 * d
-    assert last.n_params == layers * block + embedding + final_norm  # a copy of the tied embedding
+    copy_of_the_tied_embedding = embedding
+    expected = layers * block_of_175b() + copy_of_the_tied_embedding + final_norm
+    assert last.n_params == expected
+
     parts = last.loss_forward(last.turns[-1])
     assert parts["blocks' activations"] == layers * block_input
     chunk = tokens * 51200 // 4  # logits: all of this microbatch, in fp32 and bf16
@@ -225,6 +234,7 @@ def test_175b_on_64_devices_by_hand():
     assert 6 * chunk < 2 * chunk + 2 * (columns + tokens * d)
     chunk_bytes = 2 * chunk + 2 * (columns + tokens * d)
     assert parts["final norm and loss"] == 3 * block_input + 4 * embedding + chunk_bytes
+    assert parts["backward's workspace"] == block_input  # the gradient that was sent last
 
 
 def test_a_pipeline_holds_no_more_microbatches_than_there_are():
