@@ -180,8 +180,8 @@ def forward_backward_in_stages(model, microbatches, n_tokens, cfg, world, precis
     """The same for one stage of a pipeline. A collective of its stages."""
     device = world.device
     loss_sum = torch.zeros((), device=device)
-    # microbatch -> (what came from the stage before, where its backward begins). Not what this stage
-    # made of it: that has been sent, and would take memory until then.
+    # microbatch -> (what came from the stage before, where its backward begins). What this stage
+    # made of it is not kept: it has been sent.
     kept = {}
 
     def empty(i):
