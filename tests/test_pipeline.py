@@ -108,7 +108,7 @@ def test_eight_ranks_train_as_one_process(ranks):
         {"pp": 2, "sharding": "HYBRID_SHARD", "shard_size": 2, "microbatch_size": 1},
     ]
     try:
-        check(ranks, 8, [(MODEL, replace(RUN, **grid)) for grid in grids])
+        check(ranks, 8, [(MODEL, replace(RUN, **grid)) for grid in grids], steps=5)
     finally:
         ranks(8).stop()  # no other test needs so many
 

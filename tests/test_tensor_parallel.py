@@ -75,8 +75,8 @@ def curve_of(job, precision="fp32", steps=STEPS):
     return take_steps(model, optimizer, range(steps), world, cfg, model_cfg, precision)
 
 
-def curves(_, jobs, precision="fp32"):
-    return [curve_of(job, precision) for job in jobs]
+def curves(_, jobs, precision="fp32", steps=STEPS):
+    return [curve_of(job, precision, steps) for job in jobs]
 
 
 def alone(jobs):
@@ -93,10 +93,10 @@ def largest_differences(found, wanted):
     return losses, norms
 
 
-def check(ranks, size, jobs, precision="fp32", of_loss=5e-6, of_norm=1e-5):
+def check(ranks, size, jobs, precision="fp32", of_loss=5e-6, of_norm=1e-5, steps=STEPS):
     """Each job on `size` ranks has the curve of one process."""
-    of_ranks = ranks(size)(curves, jobs, precision)
-    (wanted,) = ranks(1)(curves, alone(jobs), precision)
+    of_ranks = ranks(size)(curves, jobs, precision, steps)
+    (wanted,) = ranks(1)(curves, alone(jobs), precision, steps)
     for number, job in enumerate(jobs):
         for of_rank in of_ranks:
             losses, norms = largest_differences(of_rank[number], wanted[number])
