@@ -15,7 +15,6 @@ else, `bench.fake_gpu.pretend()` must have been called: `python -m bench fake_gp
 
 import collections
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ import config
 import fsdp_train
 import parallel
 import processes
+from bench.memory import real_offsets
 from bench.operations import OperationLog, table
 from config import MPTConfig, TrainConfig, require
 from evaluation.score import Request, score
@@ -59,11 +59,11 @@ class Setting:
     ranks: int = 1
     backend: str = ""
 
-    @functools.cached_property
+    @property
     def world(self) -> processes.World:
-        """Rank 0 of one node."""
+        """Rank 0 of one node. Its groups end with `pretended`."""
         world = processes.World(0, self.ranks, 0, self.ranks, GPU)
-        return processes.in_grid(world, self.cfg.tp, self.cfg.pp)
+        return really(processes.in_grid)(world, self.cfg.tp, self.cfg.pp)
 
     def build(self):
         """(model, optimizer), as a run builds them."""
@@ -103,6 +103,7 @@ def pretended(setting: Setting) -> Iterator[None]:
             warnings.simplefilter("ignore")  # of torch, about what a GPU would do
             stack.enter_context(mock.patch.multiple(parallel, **real))
             stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", fused))
+            stack.enter_context(real_offsets())
             # It would allocate on the GPU, so that autograd finds it awake.
             stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context"))
             stack.enter_context(FakeTensors(allow_non_fake_inputs=True))
@@ -234,8 +235,8 @@ def staging(setting: Setting) -> OperationLog:
 
 
 def trial(setting: Setting) -> OperationLog:
-    """The two steps that show whether a microbatch fits, on one rank."""
-    cfg = replace(setting.cfg, compile=False, device="cuda")
+    """The two steps that show whether a microbatch fits, on one rank that has all layers whole."""
+    cfg = replace(setting.cfg, compile=False, device="cuda", tp=1, pp=1, sequence_parallel=False)
     with pretended(replace(setting, ranks=1)), OperationLog() as log:
         microbatch.two_steps(setting.model_cfg, cfg, PRECISION, fsdp_train.train_step)
     return log
@@ -265,7 +266,8 @@ def run_all(model_cfg: MPTConfig, cfg: TrainConfig, ranks: int) -> dict[str, Ope
 def check(setting: Setting) -> None:
     """UserError for settings that no training step could have."""
     cfg = setting.cfg
-    fsdp_train.check_settings(setting.model_cfg, cfg, setting.world)
+    with pretended(setting):
+        fsdp_train.check_settings(setting.model_cfg, cfg, setting.world)
     no_memory = "a GPU that is not there has no memory to try it in: set --microbatch_size=8"
     require(cfg.microbatch_size != "auto", f"microbatch_size=auto: {no_memory}")
 

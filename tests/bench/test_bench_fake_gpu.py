@@ -541,3 +541,15 @@ def test_the_program_prints_a_table_or_json(python, library, flag):
     rows = json.loads(done.stdout)["train step"]
     (adam,) = [row for row in rows if row["name"] == "aten::_fused_adamw_"]
     assert (adam["part"], adam["devices"], adam["times"]) == ("optimizer", ["cuda"], 1)
+
+
+@pytest.mark.slow
+def test_a_grid_of_tensor_ranks_and_stages_does_not_wait_for_the_gpu(library):
+    """Rank 0 of tp 2 x pp 2 x dp 2, by the program: in the step nothing is read back or moved."""
+    settings = "--ranks=8 --tp=2 --pp=2 --sharding=ZERO1 --global_batch_size=32 --compile=False"
+    command = [sys.executable, "-m", "bench", "fake_gpu", "configs/demo.py", *settings.split()]
+    done = subprocess.run(command, cwd=ROOT, env=rooms_on_path(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (step,) = [line for line in done.stdout.splitlines() if line.startswith("train step  ")]
+    operations, *waits = map(int, step.removeprefix("train step").replace(",", "").split())
+    assert operations > 300 and waits == [0] * 5
