@@ -26,6 +26,7 @@ import devices
 import flops
 import optim
 import parallel
+import pipeline
 import processes
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
@@ -191,7 +192,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     _, reason = devices.choose_precision(cfg, world.device, start.precision, measures=False)
     rows_per_rank = cfg.global_batch_size // world.dp_size
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
-    bubble = f", {bubble_share(cfg, n_microbatches):.0%} bubble" if cfg.pp > 1 else ""
+    bubble = f", {pipeline.bubble(cfg.pp, n_microbatches):.0%} bubble" if cfg.pp > 1 else ""
     draws = start.seed_to_draw(cfg) is not None
     next_line = (
         "initializing the weights, then a first evaluation" if draws else "reading the weights"
@@ -234,17 +235,12 @@ def team_warning(cfg: TrainConfig, world) -> list[str]:
     return [f"WARNING: {problem}, where {why}; {fix}"]
 
 
-def bubble_share(cfg: TrainConfig, n_microbatches: int) -> float:
-    """The share of a step in which a stage waits for others, if all take equally long."""
-    return (cfg.pp - 1) / (n_microbatches + cfg.pp - 1)
-
-
 def stage_warnings(cfg: TrainConfig, world, n_microbatches: int) -> list[str]:
     """Lines about stages that have too few microbatches, and about what sharding costs them."""
     lines = []
     if n_microbatches < cfg.pp:
         problem = f"{n_microbatches} microbatches never fill {cfg.pp} stages"
-        idle = f"each waits for {bubble_share(cfg, n_microbatches):.0%} of a step"
+        idle = f"each waits for {pipeline.bubble(cfg.pp, n_microbatches):.0%} of a step"
         lines.append(f"WARNING: {problem}: {idle}; {more_microbatches(cfg, world)}")
     if cfg.pp > 1 and world.dp_size > 1 and not cfg.sharding_mode.reduces_late:
         cost = f"gathers a stage's weights in each of its {n_microbatches} microbatches"
