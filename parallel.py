@@ -272,8 +272,9 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
     arguments = {"use_reentrant": False}
     if cfg.activation_checkpointing == "selective":
         arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, choose)
-    for block in model.transformer.blocks[:: cfg.recompute_every]:
-        block.recompute = arguments
+    for number, block in model.transformer.blocks.named_children():
+        if int(number) % cfg.recompute_every == 0:  # in the whole model: a stage has some of them
+            block.recompute = arguments
 
 
 def materialize(model: MPT, device: torch.device, seed: int | None) -> None:
@@ -422,6 +423,10 @@ def grad_norm(model: MPT) -> torch.Tensor:
         dist.all_reduce(total, group=model.team.group)
     if isinstance(model, pipeline.Stage):
         dist.all_reduce(total, group=model.pipe.group)
+    if layout.size > 1 or isinstance(model, pipeline.Stage):
+        # Groups of other data-parallel ranks may have added in another order. Copies of a weight
+        # stay equal only if all are clipped by the same number.
+        dist.broadcast(total, src=0)
     return total.sqrt()
 
 

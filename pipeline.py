@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor
 
 import config
 import processes
-from config import MPTConfig, TrainConfig, blocks_of, require
+from config import MPTConfig, TrainConfig, UserError, blocks_of, require
 from loss import at_least_fp32, autocast_dtype
 from model import MPT
 
@@ -379,10 +379,13 @@ def measured_bubble(stages: int, n: int) -> float:
     for rank in range(stages):
         variables = processes.torchrun_variables(rank, stages, port)
         started.append(processes.spawn(sleeping_stage, n, environment=variables))
-    bubbles = [pipe.recv() for _, pipe in started]
-    for process, _ in started:
-        process.kill()
-    return bubbles[0]
+    try:
+        return [connection.recv() for _, connection in started][0]
+    except EOFError as error:
+        raise UserError("a stage's process ended: set a smaller --stages") from error
+    finally:
+        for process, _ in started:
+            process.kill()
 
 
 def demonstrate(argv) -> None:

@@ -48,6 +48,7 @@ REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
 SIGN = 2.5  # seconds in which a living rank counts up: it does so every second
 LEFT = -(2**40)  # makes a rank's count negative: it has left the training loop
 WAITS = "waits"
+WAITS_FOR_STAGE = "waits for a stage"
 WAITING = ("distributed", "cuda", "autograd")  # folders of torch in which a main thread waits
 # Errors of the store: rank 0 is gone, or so stuck that its server does not reply.
 STORE_LOST = (RuntimeError, futures.TimeoutError)
@@ -379,9 +380,9 @@ class Watchdog:
         keys = [f"count {rank}" for rank in range(self.world.global_size)]
         try:
             if self.query(lambda: self.store.add("looking", 1)) > 1:
-                deadline = time.monotonic() + 2 * SIGN
+                deadline = time.monotonic() + 4 * SIGN
                 while self.peer_exit_status() is None and time.monotonic() < deadline:
-                    time.sleep(0.1)
+                    time.sleep(0.5)
                 return ""
             before = self.read(*keys)
             time.sleep(SIGN)
@@ -431,10 +432,13 @@ def hang_problems(names: list[str], replies: list) -> list[str]:
     if silent:
         return [f"{names[rank]} does not reply" for rank in silent]
     behind = ranks_behind([started for _, started in replies])
+    for rank, (line, _) in enumerate(replies):
+        if line == WAITS_FOR_STAGE:  # so it is not the cause, though others may wait for it
+            behind.pop(rank, None)
     problems = []
     for rank, (line, _) in enumerate(replies):
         facts = []
-        if line != WAITS:
+        if line not in (WAITS, WAITS_FOR_STAGE):
             facts.append(f"hangs at {line}")
         if rank in behind:
             plural = "s" * (behind[rank] > 1)
@@ -495,11 +499,11 @@ def open_store(world) -> dist.Store:
 
 def current_line() -> str:
     """The line of this project that the main thread is at; WAITS if it waits there for other ranks,
-    for its device or for autograd."""
+    for its device or for autograd, and WAITS_FOR_STAGE for a neighbour in the pipeline."""
     frame = sys._current_frames()[threading.main_thread().ident]
     while frame:
-        if frame.f_code is pipeline.Pipe.transfer.__code__:  # waits in C++, for another stage
-            return WAITS
+        if frame.f_code is pipeline.Pipe.transfer.__code__:  # waits in C++
+            return WAITS_FOR_STAGE
         path = Path(frame.f_code.co_filename)
         if ROOT in (path.parent, path.parent.parent):  # in the root or a folder; .venv is deeper
             return f"{path.relative_to(ROOT)}, line {frame.f_lineno}, in {frame.f_code.co_name}"

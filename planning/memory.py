@@ -304,7 +304,7 @@ class StepMemory:
         """Set which blocks are recomputed, and the bytes that each keeps for its backward."""
         mode = cfg.activation_checkpointing
         self.recomputed = [
-            mode != "none" and i % cfg.recompute_every == 0 for i in range(self.n_layers)
+            mode != "none" and number % cfg.recompute_every == 0 for number in self.blocks
         ]
 
         split = (precision, cfg.tp, cfg.sequence_parallel)

@@ -368,6 +368,8 @@ def test_the_report_names_whoever_does_not_reply_or_is_behind_or_does_not_wait()
     at[1][0] = "loss.py, line 2, in g"
     assert watchdog.hang_problems(names, at) == [f"b hangs at loss.py, line 2, in g and {behind}"]
     assert watchdog.hang_problems(names, [*at[:2], ""]) == ["c does not reply"]
+    at[1][0] = watchdog.WAITS_FOR_STAGE
+    assert watchdog.hang_problems(names, at) == ["a hangs at data.py, line 1, in f"]
     (problem,) = watchdog.hang_problems(names, [[waits, {}]] * 3)
     assert problem.startswith("all ranks wait for each other")
 
