@@ -185,7 +185,7 @@ def test_command_of_a_folders_page(command, copy):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sbatch")])
 def test_slurm_script_parses_and_its_config_exists(command):
-    form = r"sbatch --nodes=\d+ (slurm/\S+) (configs/\S+).*"
+    form = r"sbatch --nodes=\d+ (?:--signal=\S+ )?(slurm/\S+) (configs/\S+).*"
     script, config = re.fullmatch(form, command).groups()
     assert (ROOT / config).exists()
     subprocess.run(["bash", "-n", ROOT / script], check=True)
