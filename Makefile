@@ -2,8 +2,8 @@
 #                 (ARGS="--lr=1e-3" to change a setting)
 # make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
 #                 and a kill -9: five minutes, one picture
-# make test       the quick tests: six minutes on two CPU cores, after the set-up
-# make test-all   the slow tests, without the quick ones: 40 minutes
+# make test       the quick tests: eight minutes on two CPU cores, after the set-up
+# make test-all   the slow tests, without the quick ones: an hour
 # make soak       the long tests, without the others: about an hour
 # make mutants    92 planted bugs: the quick tests must find each
 # make lint       what ruff finds
