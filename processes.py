@@ -551,14 +551,14 @@ def user_error(error: BaseException) -> BaseException | None:
 def report_user_error(error: BaseException) -> None:
     """Print the line of an error, once if all ranks share it.
 
-    Other ranks wait 5 seconds before they print: if rank 0 fails as well, its line is enough, and
+    Other ranks wait 10 seconds before they print: if rank 0 fails as well, its line is enough, and
     torchrun ends the others in the meantime.
     """
     if config.rank() == 0:
         config.print_error(error)
     elif not getattr(error, "on_all_ranks", False):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what torchrun sends
-        time.sleep(5)
+        time.sleep(10)
         config.print_error(error, f"error on rank {config.rank()}")
 
 
