@@ -1,11 +1,12 @@
 # make train      watch a small MPT learn to write: two minutes on two CPU cores
 #                 (ARGS="--lr=1e-3" to change a setting)
+# make finetune   adapters teach that model to answer questions: answers before and after, a minute
 # make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
 #                 and a kill -9: five minutes, one picture
 # make test       the quick tests: eight minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: an hour
 # make soak       the long tests, without the others: about an hour
-# make mutants    92 planted bugs: the quick tests must find each
+# make mutants    107 planted bugs: the quick tests must find each
 # make lint       what ruff finds
 #
 # Each first makes .venv: install.py says what goes into it, and does nothing if all is there.
@@ -20,7 +21,7 @@ RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
 OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
 LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
 
-.PHONY: help train elastic test test-all soak mutants lint setup setup-test
+.PHONY: help train finetune elastic test test-all soak mutants lint setup setup-test
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -34,6 +35,19 @@ train: setup
 	@echo "  $(PY) generate.py runs/demo --prompt='def main('"
 	@echo "  $(LAUNCH) fsdp_train.py configs/demo.py --dataset='my/*.txt' --run_dir=runs/mine"
 	@echo "  $(LAUNCH) fsdp_train.py configs/stories.py"
+
+finetune: setup runs/demo/checkpoints/step-700
+	$(PY) -m lessons.questions
+	$(LAUNCH) fsdp_train.py configs/lora_demo.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m lessons.finetuned runs/demo runs/lora-demo
+	@echo
+	@echo "The adapters are in runs/lora-demo. Next: ask, see how much of their rank is used, make them a whole model."
+	@echo "  $(PY) generate.py runs/lora-demo --prompt='def area(width, height):'"
+	@echo "  $(PY) -m lessons.spectrum runs/lora-demo"
+	@echo "  $(PY) -m weights.peft merge runs/lora-demo runs/merged"
+
+runs/demo/checkpoints/step-700: | setup
+	$(LAUNCH) fsdp_train.py configs/demo.py
 
 elastic: setup
 	$(PY) -m lessons.elastic $(ARGS)

@@ -15,6 +15,8 @@ of the whole model: together they write what one process would, and each reads i
 No path is ever written twice: a checkpoint that is half old and half new would look complete. If
 saving fails on one rank, it fails on all, with one error.
 
+A run with adapters (lora.py) saves what it trains, and says which base it belongs to.
+
 What the files must hold, and how they are read without trusting them: storage/checkpoint_files.py.
 
 Run `python checkpoint.py`, or under torchrun, to see what saving, checking and loading cost; of a
@@ -59,7 +61,7 @@ from config import MPTConfig, TrainConfig, UserError, from_dict, require
 from model import MPT
 from optim import ADAMW, kind_of
 from processes import rank_zero_decides
-from storage import checkpoint_files
+from storage import checkpoint_files, files
 from storage.checkpoint_files import (
     cause_of,
     checksum,
@@ -70,8 +72,11 @@ from storage.checkpoint_files import (
 )
 from tensor_parallel import WHOLE, Layout, layout_of
 
-# The optimizer's state as one flat dict of names and tensors: the same for every sharding.
-OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+# The optimizer's state as one flat dict of names and tensors: the same for every sharding. Weights
+# that adapters leave as they are (lora.py) are not saved: strict would miss them when loading.
+OPTIONS = StateDictOptions(
+    flatten_optimizer_state_dict=True, ignore_frozen_params=True, strict=False
+)
 BYTES_PER_PARAMETER = 12  # the fp32 weight and Adam's two fp32 moments
 
 # --------------------------------------------------------------------------------------------------
@@ -82,7 +87,8 @@ class Checkpointer:
     """Saves a run's checkpoints one after another, at most one at a time in the background.
 
     device: where the model is. Keeps the newest `keep_last`, and never deletes those whose step is
-    a multiple of `keep_every` (0: none). All ranks call `save` and `finish` together.
+    a multiple of `keep_every` (0: none), nor an imported step-0, which the run could not make
+    again. All ranks call `save` and `finish` together.
     """
 
     def __init__(self, run_dir: str, device: torch.device, keep_last: int, keep_every: int = 0):
@@ -163,7 +169,9 @@ class Checkpointer:
         temporary.rename(path)
         sync(self.folder)  # now the new name survives a power failure
         for old in complete(self.folder)[: -self.keep_last]:
-            if not self.keep_every or number(old) % self.keep_every:
+            is_imported = number(old) == 0  # training saves its first after step 1
+            for_good = self.keep_every and number(old) % self.keep_every == 0
+            if not is_imported and not for_good:
                 # Rename it first: a half-removed checkpoint must not look complete.
                 shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
 
@@ -413,7 +421,8 @@ def space(run_dir: str, n_params: int, keep_last: int) -> str:
     size = BYTES_PER_PARAMETER * n_params
     free = free_bytes(run)
     n_needed = max(1, keep_last + 1 - len(complete(run / "checkpoints")))
-    line = f"{size / 1e9:.2f} GB a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
+    size_in_words = f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    line = f"{size_in_words} a checkpoint, {free / 1e9:.2f} GB free for {run_dir}"
     if n_needed * size > free:
         fix = "free some disk space, lower --keep_last, or move --run_dir"
         line += f". WARNING: not enough for {n_needed} more: {fix}"
@@ -459,7 +468,8 @@ def find(path: str) -> Path:
     is_checkpoint = Path(path) in complete(Path(path).parent)
     checkpoint = Path(path) if is_checkpoint else latest(path)
     example = "give a run folder or a checkpoint like runs/demo/.../step-200"
-    require(checkpoint is not None, f"no checkpoint in {path!r}: {example}")
+    problem = f"no checkpoint in {path!r}{files.absence(path)}"
+    require(checkpoint is not None, f"{problem}: {example}")
     return checkpoint
 
 
@@ -551,7 +561,7 @@ def load(path: Path, model: MPT, optimizer) -> None:
     state = state_of(model, optimizer)  # also makes the state of an optimizer that has none yet
     require_same_optimizer(path, optimizer)
     metadata = rank_zero_decides(lambda: read_metadata(path))
-    require_weights(path, metadata, whole_weights(model.cfg))
+    require_weights(path, metadata, saved_weights(model))
     fill(path, state, metadata, layout_of(model))
     with damage_named(path):
         set_state_dict(
@@ -583,10 +593,34 @@ def settings(path: Path) -> MPTConfig:
     return from_dict(MPTConfig, read_meta(path), f"{path}/meta.json")
 
 
+def adapter_settings(path: Path) -> TrainConfig | None:
+    """The settings of a checkpoint's adapters; None if it holds a whole model.
+
+    Raises UserError if they are wrong.
+    """
+    meta = read_meta(path)
+    names = [name for name in meta if name.startswith("lora_")]
+    saved = {name: meta[name] for name in (*names, "rslora", "init_from") if name in meta}
+    cfg = from_dict(TrainConfig, saved, f"{path}/meta.json")
+    return cfg if cfg.lora_rank else None
+
+
 def whole_weights(cfg: MPTConfig) -> dict[str, torch.Tensor]:
     """The weights of a model by name, whole, of all stages: on the meta device, without memory."""
     with torch.device("meta"):
         return MPT(cfg).state_dict()
+
+
+def saved_weights(model: MPT) -> dict[str, torch.Tensor]:
+    """The weights that a checkpoint of this model holds; with adapters, only what the run trains.
+
+    The model may be cut over ranks, or be one stage.
+    """
+    if model.lora is None:
+        return whole_weights(model.cfg)
+    import lora  # here, since most runs do without
+
+    return lora.trained_weights(model.cfg, model.lora)
 
 
 # --------------------------------------------------------------------------------------------------

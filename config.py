@@ -57,10 +57,13 @@ RANGES = {
         (1, 2**20, "d_model"),
         (1, 2**16, "n_heads kv_n_heads tp pp"),
         (1, 10**4, "n_layers recompute_every"),
+        (0, 2**16, "lora_rank"),
+        (0, 10**4, "lora_last_blocks"),
+        (1e-6, 10**6, "lora_alpha"),
         (1, 2**24, "max_seq_len vocab_size"),
         (1e-3, 128, "expansion_ratio alibi_bias_max"),  # 2^-128 is near the smallest fp32 number
         (1e-9, 10**6, "softmax_scale logit_scale"),
-        (0, 0.99, "emb_pdrop attn_pdrop resid_pdrop"),
+        (0, 0.99, "emb_pdrop attn_pdrop resid_pdrop lora_dropout"),
         (0, 10**18, "seed"),
         (1e-9, 0.5, "val_fraction"),
         (1, 10**6, "global_batch_size microbatch_size keep_last max_bad_steps"),
@@ -81,6 +84,12 @@ SLOW_FILE_SECONDS = 5  # a config file that runs longer is named on standard err
 
 # --------------------------------------------------------------------------------------------------
 # The model
+
+# The linear layers of a block, in the order in which it computes them.
+LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
+EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
+# These have no effect without lora_rank.
+ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
 
 Norm = Literal["low_precision_layernorm", "layernorm"]  # computed in bf16, or in fp32
 AttentionImpl = Literal["auto", "reference", "blocks", "sdpa", "flex", "triton"]
@@ -198,6 +207,39 @@ class MPTConfig:
         layers = self.n_layers
         require(pp <= layers, f"pp {pp} is more than n_layers {layers}: set --pp={layers}")
 
+    def linear_layers(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of a block: name -> (features out, features in)."""
+        d_model, hidden = self.d_model, self.hidden_dim
+        qkv = d_model + 2 * self.n_kv_heads * self.head_dim
+        shapes = [(qkv, d_model), (d_model, d_model), (hidden, d_model), (d_model, hidden)]
+        return dict(zip(LINEAR_LAYERS, shapes, strict=True))
+
+    def adapted_blocks(self, last_blocks: int) -> range:
+        """The blocks that get adapters: the last ones, or all (0)."""
+        return range(self.n_layers - last_blocks if last_blocks else 0, self.n_layers)
+
+    def check_adapters_fit(self, cfg: "TrainConfig") -> None:
+        """Raise UserError unless the adapters that cfg asks for fit the model.
+
+        A rank too high, more blocks than the model has, an idle stage.
+        """
+        rank, last_blocks = cfg.lora_rank, cfg.lora_last_blocks
+        if not rank:
+            return
+        shapes = self.linear_layers()
+        for name in cfg.adapted_layers:
+            full = min(shapes[name])
+            problem = f"lora_rank {rank} is no low rank for {name}, whose weight has rank {full}"
+            require(rank < full, f"{problem}: lower it, or train all weights with --lora_rank=0")
+        few = f"lora_last_blocks {last_blocks} is more than n_layers {self.n_layers}"
+        require(last_blocks <= self.n_layers, f"{few}: lower it")
+        first_stage = blocks_of(self.n_layers, 0, cfg.pp)
+        idle = "the first pipeline stage would have nothing to train"
+        begins_there = self.adapted_blocks(last_blocks)[0] in first_stage
+        require(begins_there, f"lora_last_blocks {last_blocks}: {idle}: set it to 0, or --pp=1")
+        masks = "lora_dropout would draw other masks on each tensor rank"
+        require(cfg.tp == 1 or not cfg.lora_dropout, f"{masks}: set it to 0, or --tp=1")
+
 
 def stage_sizes(n_layers: int, stages: int) -> list[int]:
     """The number of blocks of each pipeline stage. If they do not divide, some have one more.
@@ -255,12 +297,26 @@ class TrainConfig:
     # --- model: what its weights start from
     init_from: str = ""  # a Hugging Face folder, a Composer .pt, a run, a checkpoint; empty = none
     seed: int = 1337  # of the initial weights, the data order and dropout
+    # --- finetuning: adapters on a model whose weights stay as they are; see lora.py
+    lora_rank: int = 0  # rank of each update (0 = no adapters: train all weights)
+    lora_alpha: float = 16.0  # the update is multiplied by alpha / rank
+    rslora: bool = False  # multiply it by alpha / sqrt(rank)
+    lora_dropout: float = 0.0  # dropout on the input of each adapter
+    lora_targets: str = "all"  # layers that get one: Wqkv,out_proj,up_proj,down_proj
+    lora_last_blocks: int = 0  # give adapters to the last n blocks only (0 = all blocks)
+    lora_train: str = ""  # train these, too: norms, biases, or norms,biases
     # --- data
     dataset: str = "stdlib"  # stdlib, my/*.txt (.jsonl, .parquet), or from the Hub: allenai/c4:en
     tokenizer: str = "gpt2"  # gpt2, bytes, bpe-N (trained on the data, N entries), a tokenizer.json
     data_dir: str = ""  # folder of the prepared tokens; empty = data/<dataset>-<tokenizer>
     max_tokens: int = 0  # prepare at most this many training tokens (0 = all of them)
     val_fraction: float = 0.005  # share of the documents kept for validation
+    # --- data: prompts and responses; see text/chat.py
+    data_format: Literal["text", "chat"] = "text"  # chat: prompts and responses, in .jsonl lines
+    chat_template: str = ""  # of messages: a tokenizer's folder or a file; empty = ChatML
+    target_prompts: str = "none"  # learn prompts, too: none, all, length>=N (of N tokens or more)
+    target_responses: Literal["last", "all"] = "last"  # of a conversation: learn its last, or all
+    packing: bool = True  # several examples in a row; needs attn_uses_sequence_id
     # --- batch: global = microbatch x data-parallel ranks x accumulation steps
     global_batch_size: int = 256  # sequences per optimizer step, over all ranks
     microbatch_size: int | Literal["auto"] = 8  # sequences per forward of a rank (auto: what fits)
@@ -317,6 +373,48 @@ class TrainConfig:
         step_ranges(self.skip_steps)
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
         require(self.schedule != "cosine" or self.warmup_steps < self.max_steps, steps)
+        self.check_adapters()
+        self.check_chat()
+
+    def check_chat(self) -> None:
+        """Raise UserError if the settings of prompts and responses contradict others."""
+        if self.data_format == "text":
+            for name in ("chat_template", "target_prompts", "target_responses", "packing"):
+                unchanged = getattr(self, name) == getattr(TrainConfig, name)
+                require(unchanged, f"{name} sets nothing for plain text: set --data_format=chat")
+            return
+        targets = re.fullmatch(r"none|all|length>=[0-9]{1,9}", self.target_prompts)
+        choices = "expected none, all, or length>=N as in length>=100"
+        require(targets, f"target_prompts is {shown(self.target_prompts)}, {choices}")
+        problem = f"max_tokens {self.max_tokens:,} would cut examples"
+        require(not self.max_tokens, f"{problem}: data_format=chat needs --max_tokens=0")
+
+    def check_adapters(self) -> None:
+        """Raise UserError if the settings of LoRA name what does not exist, or lack a base."""
+        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        require(chosen, "lora_targets is empty: set --lora_targets=all")
+        listed("lora_train", self.lora_train, EXTRA_PARTS)
+        no_base = self.lora_rank and not self.init_from
+        problem = "lora_rank needs a trained model to start from"
+        require(not no_base, f"{problem}: set --init_from=runs/NAME, or a Hugging Face folder")
+        if self.lora_rank:
+            return
+        no_rank = "sets nothing without adapters: set --lora_rank=8"
+        for name in ADAPTER_SETTINGS:
+            unchanged = getattr(self, name) == getattr(TrainConfig, name)
+            require(unchanged, f"{name} {no_rank}")
+
+    @property
+    def adapted_layers(self) -> list[str]:
+        """The names of the linear layers that get adapters, in a block's order."""
+        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        return [name for name in LINEAR_LAYERS if name in chosen or "all" in chosen]
+
+    @property
+    def lora_scale(self) -> float:
+        """The factor on each update B A x."""
+        rank = self.lora_rank
+        return self.lora_alpha / (math.sqrt(rank) if self.rslora else rank)
 
     @property
     def sharding_mode(self) -> ShardingMode:
@@ -330,6 +428,21 @@ class TrainConfig:
         """
         group = self.shard_size or node
         return {"all": dp_size, "group": group, "none": 1}[self.sharding_mode.over]
+
+
+def listed(name: str, text: str, known) -> list[str]:
+    """The words of a setting such as "norms,biases". Raises UserError for one that is not known."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word in known:
+            continue
+        is_output = word in ("lm_head", "wte", "wpe", "embed_tokens")
+        reason = "is an embedding or the output layer, which gets no adapter" * is_output
+        closest = difflib.get_close_matches(word, known, n=1)
+        hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
+        problem = f"{name}: {shown(word)} {reason or 'is not known'}"
+        raise UserError(f"{problem}, {hint} {', '.join(known)}")
+    return words
 
 
 def check_run_dir(run_dir: str) -> None:
@@ -417,7 +530,7 @@ FOREIGN_NAMES = {
 RENAMED = {"checkpoint_every": "recompute_every"}
 
 # Keys that a checkpoint saves beside its settings.
-OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer"}
+OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
 
 def new_name(key: str, source: str, known) -> str:
@@ -777,9 +890,11 @@ def help_text(*classes: type, files: bool = True) -> str:
 def comments_of(cls: type) -> tuple[dict, dict]:
     """From the source of a dataclass: field -> its comment, and field -> the group it begins.
 
-    A group begins with a line `# --- heading`.
+    A group begins with a line `# --- heading`. Inherited fields have those of their class.
     """
     comments, groups = {}, {}
+    for base in filter(dataclasses.is_dataclass, cls.__bases__):
+        comments, groups = comments_of(base)
     heading = name = ""
     for line in inspect.getsource(cls).splitlines():
         if re.match(r"    (def|@)", line):

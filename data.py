@@ -22,6 +22,9 @@ epoch.
 Where does a resumed run continue? No data position is saved. A checkpoint holds its step, and
 `Split.batch(seed, step, ...)` returns the rows that an uninterrupted run reads at that step.
 
+Prompts and responses (data_format=chat, text/chat.py) are prepared as whole rows of max_seq_len
+tokens, one window each, of which only some tokens are learned: see `inputs_and_labels`.
+
 How do I add a dataset format? A new format of text (.xml, a database): a function of documents in
 text/corpus.py, called by `file_documents`. Nothing in this file changes. A new format of tokens on
 disk: replace `Shard` in text/shards.py, or write a class with the methods and attributes
@@ -31,6 +34,7 @@ Run `python data.py --dataset='my/*.txt' --tokenizer=bpe-4096`, or with a config
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -87,17 +91,19 @@ def data_dir(cfg: TrainConfig) -> Path:
     return Path("data") / "-".join(plain_names)
 
 
-def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
+def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
     """Make the token shards of `cfg.dataset` unless they are complete. Returns their folder.
 
     workers: processes that encode. The files do not depend on it.
+    max_seq_len: tokens of a row of prompts and responses (data_format=chat). Text needs none.
     Raises UserError if the data set cannot be read or holds too little text, or if the folder
-    belongs to another data set, tokenizer or validation fraction.
+    belongs to another data set, tokenizer, validation fraction or data format.
     """
     folder = data_dir(cfg)
+    row_format = row_format_of(cfg, max_seq_len)
     summary = read_summary(folder)
     if summary:
-        check_made_for(cfg, summary, folder)
+        check_made_for(cfg, summary, folder, row_format)
         if is_current(cfg, summary, folder):
             return folder
         # More tokens are wanted, the text has changed, or a shard is missing. Without its summary
@@ -106,9 +112,11 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(cfg, folder)
-    n_chunks, train_tokens = encode_dataset(cfg, folder, tokenizer, workers)
+    n_chunks, train_tokens = encode_dataset(cfg, folder, tokenizer, workers, row_format)
     remove_shards_from(folder, n_chunks)
     require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
+    if row_format:
+        require_learned_tokens(cfg, folder, max_seq_len)
     require(
         train_tokens > 0,
         f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
@@ -119,11 +127,12 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
         "dataset": cfg.dataset,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
-        "source": corpus.source_state(cfg.dataset),
+        **source_state(cfg),
         "max_tokens": cfg.max_tokens,
         "val_fraction": cfg.val_fraction,
         "train_tokens": train_tokens,
         "fingerprint": fingerprint(folder),
+        **chat_settings(cfg, row_format),
     }
     files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
     return folder
@@ -131,9 +140,64 @@ def prepare(cfg: TrainConfig, workers: int = 1) -> Path:
 
 def is_current(cfg: TrainConfig, summary: dict, folder: Path) -> bool:
     """Does a prepared folder hold what `cfg` asks for, made from the text as it is now?"""
-    source_is_same = corpus.source_state(cfg.dataset) == summary["source"]
+    source_is_same = source_state(cfg).items() <= summary.items()
     shards_are_same = fingerprint(folder) == summary["fingerprint"]
     return source_is_same and shards_are_same and has_enough(summary, cfg.max_tokens)
+
+
+def source_state(cfg: TrainConfig) -> dict[str, str]:
+    """Short hashes that change with the files of the data set, and with the chat template.
+
+    Of a chat, every byte counts: it is small, and people correct it by hand.
+    """
+    if cfg.data_format == "text":
+        return {"source": corpus.source_state(cfg.dataset)}
+    from text import chat
+
+    template = chat.load_template(cfg.chat_template)
+    return {"source": corpus.content_hash(cfg.dataset), "template": template.fingerprint}
+
+
+def check_source(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:
+    """UserError if the files or the template of a chat are others than when it was prepared.
+
+    What is not on this machine is not checked: shards may have been copied without it.
+    """
+    if not row_format:
+        return
+    from text import chat
+
+    changed = []
+    if corpus.is_here(cfg.dataset) and corpus.content_hash(cfg.dataset) != summary["source"]:
+        changed.append(f"dataset={cfg.dataset}")
+    if not cfg.chat_template or Path(cfg.chat_template).exists():
+        template = chat.load_template(cfg.chat_template)
+        if template.fingerprint != summary.get("template"):
+            changed.append(f"chat_template={cfg.chat_template}")
+    # Not prepared again here: a run that was trained on the old rows may want to go on with them.
+    command = prepare_command(cfg, folder, row_format)
+    require(
+        not changed,
+        f"{' and '.join(changed)} changed after {folder} was made: set another --data_dir, or make "
+        f"it again if no run on the old data has to resume: {command}",
+    )
+
+
+def row_format_of(cfg: TrainConfig, max_seq_len: int):
+    """The `chat.RowFormat` of prompts and responses, None for text."""
+    if cfg.data_format == "text":
+        return None
+    from text import chat  # here, since most runs do without
+
+    return chat.RowFormat.of(cfg, max_seq_len)
+
+
+def chat_settings(cfg: TrainConfig, row_format) -> dict:
+    """The settings on which rows of prompts and responses depend. Empty for text."""
+    if not row_format:
+        return {}
+    of_messages = {"data_format": cfg.data_format, "chat_template": cfg.chat_template}
+    return of_messages | dataclasses.asdict(row_format)
 
 
 def has_enough(summary: dict, max_tokens: int) -> bool:
@@ -145,26 +209,30 @@ def has_enough(summary: dict, max_tokens: int) -> bool:
     return 0 < max_tokens <= summary["max_tokens"]
 
 
-def check_made_for(cfg: TrainConfig, summary: dict, folder: Path) -> None:
-    """UserError if a folder belongs to another data set, tokenizer or validation fraction."""
+def check_made_for(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:
+    """UserError if a folder belongs to another data set, tokenizer, validation fraction or data
+    format. Rows of prompts and responses belong to their other settings as well.
+    """
+    made_with = {"data_format": "text"} | summary  # older summaries do not say it
     wanted = {
         "dataset": cfg.dataset,
         "tokenizer": tokenizers.canonical(cfg.tokenizer),
         "val_fraction": cfg.val_fraction,
+        "data_format": cfg.data_format,
+        **chat_settings(cfg, row_format),
     }
     for key, value in wanted.items():
-        made_with = config.one_line(summary[key])
-        require(
-            summary[key] == value,
-            f"{folder} was made with --{key}={made_with}, not {value}: "
-            f"set --{key}={made_with}, or another --data_dir",
-        )
+        saved = made_with.get(key)
+        fix = f"set --{key}={config.one_line(saved)}, or another --data_dir"
+        problem = f"{folder} was made with --{key}={config.one_line(saved)}, not {value}"
+        require(saved == value, f"{problem}: {fix}")
 
 
 def make_tokenizer(cfg: TrainConfig, folder: Path):
     """The tokenizer of a data folder. Its file, if it has one, is put into the folder first.
 
-    A `bpe-N` is trained on the first documents of the data set, unless the folder has one already.
+    A `bpe-N` is that of the run to start from (init_from), or trained on the first documents of the
+    data set, unless the folder has one already.
     """
     name = tokenizers.canonical(cfg.tokenizer)
     path = folder / "tokenizer.json"
@@ -174,22 +242,55 @@ def make_tokenizer(cfg: TrainConfig, folder: Path):
         # Later runs read this copy: the original may be moved or changed.
         shutil.copy(name, path)
 
+    of_base = file_of_base(cfg, name)
+    if of_base and not path.exists():
+        shutil.copy(of_base, path)
+
     if name.startswith("bpe") and not path.exists():
         print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)
         vocab_size = int(name.split("-")[1])
-        tokenizers.train_bpe(first_texts(cfg.dataset, BPE_CHARACTERS), vocab_size).save(path)
+        tokenizers.train_bpe(first_texts(cfg, BPE_CHARACTERS), vocab_size).save(path)
 
     return tokenizers.load(name, path)
 
 
-def first_texts(dataset: str, n_characters: int) -> list[str]:
+def file_of_base(cfg: TrainConfig, name: str) -> Path | None:
+    """The file of the `bpe-N` with which the run at init_from was trained; None if it has another.
+
+    init_from: a run, or one of its checkpoints.
+    """
+    if not (cfg.init_from and name.startswith("bpe")):
+        return None
+    given = Path(cfg.init_from)
+    for folder in (given, given.parent.parent):
+        file = folder / "tokenizer.json"
+        if file.exists() and files.read_json(file).get("name") == name:
+            return file
+    return None
+
+
+def documents_of(cfg: TrainConfig, tokenizer=None):
+    """The documents of a data set. An example of a chat is one, too: see `chat.examples`.
+
+    tokenizer: what will encode them. Without it they are plain text, from which one can learn.
+    """
+    if cfg.data_format == "text":
+        return corpus.documents(cfg.dataset)
+    from text import chat
+
+    reserved = tokenizer.special_tokens if tokenizer else [tokenizers.END_OF_TEXT]
+    examples = chat.examples(cfg.dataset, chat.load_template(cfg.chat_template, reserved))
+    return examples if tokenizer else map(chat.plain_text, examples)
+
+
+def first_texts(cfg: TrainConfig, n_characters: int) -> list[str]:
     """The first documents of a data set, until they have more than `n_characters` in all.
 
     Of a longer document only the first `n_characters` are taken.
     """
     texts = []
     total = 0
-    for text in corpus.documents(dataset):
+    for text in documents_of(cfg):
         texts.append(text[:n_characters])
         total += len(text)
         if total > n_characters:
@@ -197,13 +298,17 @@ def first_texts(dataset: str, n_characters: int) -> list[str]:
     return texts
 
 
-def encode_dataset(cfg: TrainConfig, folder: Path, tokenizer, workers: int) -> tuple[int, int]:
+def encode_dataset(
+    cfg: TrainConfig, folder: Path, tokenizer, workers: int, row_format
+) -> tuple[int, int]:
     """Encode the chunks of a data set into shards. Returns (chunks, training tokens)."""
     val_every = max(2, round(1 / cfg.val_fraction))  # 0.02: every 50th document
+    # A row has examples of one chunk: the more there are to choose from, the fuller it gets.
+    first_characters = corpus.CHUNK_CHARACTERS if row_format else corpus.FIRST_CHUNK_CHARACTERS
     with progress(cfg.max_tokens) as bar:
-        chunks = counted(corpus.chunks(cfg.dataset), bar)
+        chunks = counted(corpus.chunks(documents_of(cfg, tokenizer), first_characters), bar)
         jobs = (
-            (folder, number, first_document, documents, val_every, tokenizer.name)
+            (folder, number, first_document, documents, val_every, tokenizer.name, row_format)
             for number, first_document, documents in chunks
         )
         if workers <= 1:
@@ -238,16 +343,22 @@ def progress(max_tokens: int):
     """
     finished = threading.Event()
     total = max_tokens or None
-    with tqdm(desc="tokens", unit=" tokens", unit_scale=True, total=total, mininterval=1) as bar:
+    style = {"unit": " tokens", "unit_scale": True, "mininterval": 1, "delay": REDRAW_SECONDS}
+    with tqdm(desc="tokens", total=total, **style) as bar:  # drawn when it has taken so long
 
         def redraw():
             while not finished.wait(REDRAW_SECONDS):
                 bar.refresh()
+                bar.delay = 0  # something is drawn, so that closing must clear it or end its line
 
         thread = threading.Thread(target=redraw, daemon=True)
         thread.start()
         try:
             yield bar
+            bar.delay = 0
+        except BaseException:
+            bar.leave = False  # so that the line of the error stands alone
+            raise
         finally:
             finished.set()
             thread.join()
@@ -258,7 +369,7 @@ def counted(chunks, bar):
     n_characters = 0
     for number, first_document, documents in chunks:
         n_characters += sum(map(len, documents))
-        bar.set_postfix_str(f"{n_characters / 1e6:,.1f} M characters read")
+        bar.set_postfix_str(f"{n_characters / 1e6:,.1f} M characters read", refresh=False)
         yield number, first_document, documents
 
 
@@ -294,9 +405,10 @@ def encode_chunk(job) -> tuple[Path, int]:
     """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
     Returns the path of the training shard and its tokens. Runs in a worker process, which loads the
-    tokenizer by its name: tiktoken's encodings cannot be pickled.
+    tokenizer by its name: tiktoken's encodings cannot be pickled. The last item of a job is the
+    `chat.RowFormat` of prompts and responses, None for text.
     """
-    folder, number, first_document, documents, val_every, tokenizer_name = job
+    folder, number, first_document, documents, val_every, tokenizer_name, row_format = job
     tokenizer = tokenizers.load(tokenizer_name, folder / "tokenizer.json")
 
     texts = {"train": [], "val": []}
@@ -306,9 +418,15 @@ def encode_chunk(job) -> tuple[Path, int]:
 
     for split in ("train", "val"):
         path = folder / f"{split}-{number:05d}.bin"
-        made_from = json.dumps([tokenizer.fingerprint, texts[split]])
-        text_hash = hashlib.sha256(made_from.encode()).hexdigest()
-        if not (texts[split] and is_finished(path, text_hash)):
+        made_from = [tokenizer.fingerprint, texts[split]]
+        if row_format:
+            made_from.append(str(row_format))
+        text_hash = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
+        if texts[split] and is_finished(path, text_hash):
+            continue
+        if row_format:
+            write_rows(path, texts[split], tokenizer, text_hash, row_format)
+        else:
             write_shard(path, texts[split], tokenizer, text_hash)
 
     path = folder / f"train-{number:05d}.bin"
@@ -342,6 +460,27 @@ def write_shard(path: Path, documents: list[str], tokenizer, text_hash: str) -> 
     write_ids(path, ids, about)
 
 
+def write_rows(path: Path, examples: list[str], tokenizer, text_hash: str, row_format) -> None:
+    """Write examples of a chat as one shard: whole rows of ids, int32. See `chat.make_rows`."""
+    from text import chat
+
+    ids, about = chat.make_rows(examples, tokenizer, row_format)
+    write_ids(path, ids, about | {"text_sha256": text_hash})
+
+
+def require_learned_tokens(cfg: TrainConfig, folder: Path, max_seq_len: int) -> None:
+    """UserError if no example for training, or none for validation, has a token to learn."""
+    for name in ("train", "val"):
+        headers = [Shard(path).header for path in shard_files(folder, name)]
+        n_examples = sum(header["documents"] + header["dropped"] for header in headers)
+        learned = sum(header["learned"] for header in headers)
+        problem = f"nothing to learn in the {n_examples:,} {name} examples"
+        fix = f"more examples, other --target_responses, or more than --max_seq_len={max_seq_len}"
+        if name == "val":
+            fix = f"more than --val_fraction={cfg.val_fraction} of the examples, {fix}"
+        require(learned > 0, f"{problem} of {folder}: it takes {fix}")
+
+
 # --------------------------------------------------------------------------------------------------
 # Reading: shards -> batches
 
@@ -350,9 +489,12 @@ class Split:
     """One split (train or val) of a data folder, as n = len(split) windows of tokens.
 
     A window is seq_len + 1 tokens: the first seq_len are the inputs, the last seq_len the labels.
-    It begins with the last token of the window before it, which was only a label there.
+    It begins with the last token of the window before it, which was only a label there. A row of a
+    chat is a window, too. The shared token is the first of its own row, and the row before ignores
+    it as a label, since a first id is never learned. So a shard of n * seq_len + 1 ids has n rows.
 
-    `tokens`, `text_bytes` and `vocab_size` describe the whole split.
+    `tokens`, `text_bytes` and `vocab_size` describe the whole split, and so does `learned`, the
+    number of tokens that are learned. Of a chat, `text_bytes` counts the text of those alone.
     """
 
     def __init__(self, folder: Path, split: str, seq_len: int):
@@ -368,6 +510,11 @@ class Split:
         self.tokens = sum(shard.header["tokens"] for shard in self.shards)
         self.text_bytes = sum(shard.header["text_bytes"] for shard in self.shards)
         self.vocab_size = self.shards[0].header["vocab_size"]
+        self.has_rows = self.shards[0].has_rows  # of prompts and responses
+        self.learned = self.tokens
+        if self.has_rows:
+            self.check_rows()
+            self.learned = self.count("learned")
 
         windows_in_shard = [max(0, s.header["tokens"] - 1) // seq_len for s in self.shards]
         self.first_window = np.cumsum([0, *windows_in_shard])  # of each shard; at the end, n
@@ -381,19 +528,44 @@ class Split:
             f"({self.tokens:,} tokens): {fix}",
         )
 
+    def count(self, name: str) -> int:
+        """The sum of a count in the headers of all shards."""
+        return sum(shard.header[name] for shard in self.shards)
+
+    def describe_rows(self) -> str:
+        """How full the rows of a chat are, how much is learned, what was cut or dropped."""
+        filled = self.count("filled") / (len(self) * self.seq_len)
+        return (
+            f"{self.count('documents'):,} examples fill {filled:.1%} of {len(self):,} rows, "
+            f"{self.learned:,} tokens are learned; "
+            f"{self.count('cut'):,} examples cut to {self.seq_len} tokens, "
+            f"{self.count('dropped'):,} dropped, since nothing in them is learned"
+        )
+
+    def check_rows(self) -> None:
+        """UserError unless the rows have as many ids as a window has inputs."""
+        lengths = {shard.header.get("max_seq_len") for shard in self.shards}
+        fix = "set that, or prepare the data again with another --data_dir"
+        problem = f"{self.folder} has rows made for max_seq_len {sorted(map(str, lengths))[0]}"
+        require(lengths == {self.seq_len}, f"{problem}, not {self.seq_len}: {fix}")
+
     def __len__(self) -> int:
         """The number of windows, n."""
         return int(self.first_window[-1])
 
     def windows(self, window_ids: np.ndarray) -> np.ndarray:
-        """The tokens of these windows, (len(window_ids), seq_len + 1) int64."""
+        """The tokens of these windows, (len(window_ids), seq_len + 1) int64.
+
+        ~id stands for an id that is not learned: see `inputs_and_labels`.
+        """
         rows = np.empty((len(window_ids), self.seq_len + 1), np.int64)
         shard_ids = np.searchsorted(self.first_window, window_ids, side="right") - 1
         for row, shard_id, window_id in zip(rows, shard_ids, window_ids, strict=True):
             begin = (window_id - self.first_window[shard_id]) * self.seq_len
             row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
+        used = np.maximum(rows, ~rows) if self.has_rows else rows
         require(
-            not len(rows) or rows.max() < self.vocab_size,
+            not len(rows) or used.max() < self.vocab_size,
             f"{self.folder} holds ids beyond its vocabulary: it is damaged, "
             "delete it and run data.py again",
         )
@@ -487,6 +659,38 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def inputs_and_labels(rows):
+    """Rows (B, T + 1) of a batch -> ids (B, T) that the model reads, labels (B, T), both int64.
+
+    The label of a place is the next id, or IGNORE if that is not learned. In rows such an id is
+    stored as ~id = -1 - id, which is negative; text has none.
+    """
+    import torch
+
+    from loss import IGNORE
+
+    ids = torch.where(rows < 0, ~rows, rows)
+    labels = torch.where(rows < 0, IGNORE, rows)
+    return ids[:, :-1], labels[:, 1:]
+
+
+def check_packing(model_cfg: config.MPTConfig, cfg: TrainConfig) -> None:
+    """UserError if examples packed into one row would see each other, or begin late in a row."""
+    if cfg.data_format == "text" or not cfg.packing:
+        return
+    instead = "or give each example a row of its own with --packing=False"
+    require(
+        not model_cfg.learned_positions,
+        "packing needs positions that are relative, and this model learns one for each place of a "
+        f"row: set --alibi or --rope for a model that has them, {instead}",
+    )
+    require(
+        model_cfg.attn_uses_sequence_id,
+        "packed examples would see each other: set --attn_uses_sequence_id, which keeps them "
+        f"apart, {instead}",
+    )
+
+
 def batch_hash(rows, dp_rank: int):
     """A 64-bit hash of the ids in `rows` (B, T + 1), int64 scalar on their device.
 
@@ -501,19 +705,22 @@ def batch_hash(rows, dp_rank: int):
     return (mixed ^ (mixed >> 32)).sum()
 
 
-def open_or_prepare(cfg: TrainConfig) -> Path:
+def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
     """The checked data folder of a training run. One process calls it (global rank 0).
 
-    A small data set that is missing is prepared first. Raises UserError for a large one, with the
-    command that prepares it, and for a damaged folder or one made with other settings.
+    A small data set that is missing is prepared first. max_seq_len: as for `prepare`.
+    Raises UserError for a large one, with the command that prepares it, and for a damaged folder or
+    one made with other settings.
     """
     folder = data_dir(cfg)
+    row_format = row_format_of(cfg, max_seq_len)
     summary = read_summary(folder)
     if summary:
-        check_made_for(cfg, summary, folder)
+        check_made_for(cfg, summary, folder, row_format)
+        check_source(cfg, summary, folder, row_format)
     if not summary or (cfg.max_tokens and not has_enough(summary, cfg.max_tokens)):
-        require_small(cfg, summary, folder)
-        prepare(cfg)
+        require_small(cfg, summary, folder, row_format)
+        prepare(cfg, max_seq_len=max_seq_len)
         summary = read_summary(folder)
     require(
         fingerprint(folder) == summary["fingerprint"],
@@ -526,23 +733,30 @@ def open_or_prepare(cfg: TrainConfig) -> Path:
     return folder
 
 
-def require_small(cfg: TrainConfig, summary: dict | None, folder: Path) -> None:
+def require_small(cfg: TrainConfig, summary: dict | None, folder: Path, row_format) -> None:
     """UserError, with the command that prepares the data set, if it is too large to prepare now."""
     paths = corpus.files(cfg.dataset)
     few_tokens = 0 < cfg.max_tokens <= SMALL_TOKENS
     few_bytes = paths and sum(map(os.path.getsize, paths)) <= SMALL_BYTES
 
-    names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
-    flags = [f"--{name}={getattr(cfg, name)}" for name in names]
-    flags.append(f"--data_dir={folder}")
+    command = prepare_command(cfg, folder, row_format)
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
     require(
         few_tokens or few_bytes,
         f"{state}, and the whole is too large, or of unknown size, to make when a run starts, so "
-        f"prepare it first: python data.py {shlex.join(flags)}",
+        f"prepare it first: {command}",
     )
+
+
+def prepare_command(cfg: TrainConfig, folder: Path, row_format) -> str:
+    """The command that prepares the data set of a run."""
+    names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
+    flags = [f"--{name}={getattr(cfg, name)}" for name in names]
+    flags += [f"--{name}={value}" for name, value in chat_settings(cfg, row_format).items()]
+    flags.append(f"--data_dir={folder}")
+    return f"python data.py {shlex.join(flags)}"
 
 
 def prefetch(read_batch, steps, device):
@@ -575,15 +789,17 @@ def prefetch(read_batch, steps, device):
 def main(argv) -> None:
     """Prepare a data set, then print what it holds and how fast one thread reads it."""
     model_cfg, cfg = config.load(argv, config.MPTConfig, TrainConfig)
-    folder = prepare(cfg, workers=os.cpu_count())
+    folder = prepare(cfg, os.cpu_count(), model_cfg.max_seq_len)
     for name in ("train", "val"):
         split = Split(folder, name, model_cfg.max_seq_len)
-        n_documents = sum(shard.header["documents"] for shard in split.shards)
+        n_documents = split.count("documents")
         print(
             f"{name:5s}  {split.tokens:,} tokens  {n_documents:,} documents  "
             f"{len(split):,} windows of {split.seq_len}  "
-            f"{split.text_bytes / split.tokens:.2f} bytes a token"
+            f"{split.text_bytes / split.learned:.2f} bytes a token"
         )
+        if split.has_rows:
+            print(f"       {split.describe_rows()}")
 
     train = Split(folder, "train", model_cfg.max_seq_len)
     steps = 50
@@ -596,7 +812,8 @@ def main(argv) -> None:
         f"the last row of its batch {step} begins:"
     )
     tokenizer = tokenizers.load(cfg.tokenizer, folder / "tokenizer.json")
-    print("   ", repr(tokenizer.decode(rows[-1][:40])))
+    begin = rows[-1][:40]
+    print("   ", repr(tokenizer.decode(np.maximum(begin, ~begin))))
     print(folder)
 
 

@@ -51,6 +51,16 @@ class Device:
     reports: tuple[str, ...]  # lower-case texts, one of which is in the name that it reports
     reachable: float | None = None  # share of the bf16 peak that large matmuls reach, if measured
     per_card: int = 1  # torch devices of one card
+    # What no row has, since it depends on the software. planning/fleet.py sets it from flags and
+    # measurements.
+    attention: float | None = None  # share of the bf16 peak that attention kernels reach
+    matmul_fp8_tflops: float | None = None  # what large matmuls reach in fp8, if it is used
+
+    @property
+    def fp8_tflops(self) -> float | None:
+        """Dense fp8 peak, TFLOP/s: twice that of bf16, or None if it has no fp8."""
+        has_fp8 = self.arch in FP8
+        return 2 * self.bf16_tflops if has_fp8 else None
 
 
 # The first row of a family is what its bare name means: h100 is the H100 SXM.
@@ -113,6 +123,28 @@ PUBLISHED_MI250 = {4: 166, 128: 159}
 # models of 22B, 175B and 1T. {(n_layers, d_model): TFLOP/s of one GCD of MI250X}
 PUBLISHED_FRONTIER = {(48, 6144): 73.5, (96, 12288): 69.2, (128, 25600): 61.2}
 
+# GB/s, each way, that a node's network has for each of its torch devices, in the nodes of vendors
+# and of large machines. The keys are what the names of a family begin with. NVIDIA's user guides:
+# DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400; DGX B300 8 x 800; GB200 NVL72 72 x 400.
+# Frontier and LUMI: 4 x 200 Gb/s for 8 GCDs of MI250X. El Capitan and JUPITER: 4 x 200 for 4 MI300A
+# or GH200. Azure's ND MI300X v5: 8 x 400; other nodes with AMD's boards of 8 are alike.
+NETWORK_GBS = {
+    "A100 SXM": 25,
+    "H100 SXM": 50,
+    "H200 SXM": 50,
+    "B200": 50,
+    "B300": 100,
+    "GB200": 50,
+    "GH200": 25,
+    "MI250": 12.5,
+    "MI300X": 50,
+    "MI300A": 25,
+    "MI325X": 50,
+    "MI350X": 50,
+    "MI355X": 50,
+}
+OTHER_NETWORK_GBS = 12.5  # of other devices: 100 Gb/s each, a guess
+
 # Watts of one torch device with its share of the node: rated watts of a published node / its torch
 # devices (4 cards x 2; 8 GPUs; 8 GPUs). The keys are what the names of a family begin with.
 NODE_WATTS = {"MI250": 3000 / 8, "A100 SXM": 6500 / 8, "H100 SXM": 10200 / 8}
@@ -130,6 +162,9 @@ PER_CLOCK = {
     "gfx120": (1024, None),
 }
 
+# Architectures with fp8 matrix instructions, which do twice the FLOPs of bf16.
+FP8 = ("8.9", "9.0", "10.0", "10.3", "12.0", "gfx942", "gfx950", "gfx1200", "gfx1201")
+
 # AMD architectures whose name begins so have no bf16 instructions. torch emulates them.
 NO_BF16 = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx101", "gfx103")
 
@@ -138,6 +173,10 @@ OR_CPU = ", or use the CPU: CUDA_VISIBLE_DEVICES=-1"
 
 # Names of a torch device in a training config: they name no accelerator of the table.
 THIS_MACHINE = ("auto", "cpu", "cuda", "mps")
+
+# Words of the names that drivers report that do not tell models apart.
+VENDOR_WORDS = {"nvidia", "tesla", "geforce", "amd", "instinct", "radeon", "gpu"}
+FORM_WORDS = {"oam", "vf", "hf", "sxm6", "ac"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,18 +201,27 @@ def by_reported_name(name: str, units: int) -> Device | None:
 
     The units tell an RTX 4090 from a laptop's RTX 4090.
     """
-    name = " ".join(name.lower().split())
-    name = re.sub(r"\s*/\s*", "/", name)  # MI250X / MI250
+    name = normal(name)
     longest, best = 0, None
     for row in TABLE:
         for text in row.reports:
-            whole_words = rf"(?<!\w){re.escape(text)}(?!\w)"
-            if len(text) <= longest or not re.search(whole_words, name):
+            if len(text) <= longest or not re.search(whole_words(text), name):
                 continue
             device = partition(row, units)
             if device:
                 longest, best = len(text), device
     return best
+
+
+def normal(name: str) -> str:
+    """A reported name in lower case with single spaces, and none around a slash."""
+    name = " ".join(name.lower().split())
+    return re.sub(r"\s*/\s*", "/", name)  # MI250X / MI250
+
+
+def whole_words(text: str) -> str:
+    """A pattern for this text where no word goes on."""
+    return rf"(?<!\w){re.escape(text)}(?!\w)"
 
 
 def partition(row: Device, units: int) -> Device | None:
@@ -266,14 +314,17 @@ def describe(device) -> str:
 
 
 def by_name(text: str) -> Device:
-    """The row that a person means by `mi250`, `h100-nvl` or `A100 40GB`.
+    """The row that a person means by `mi250`, `h100-nvl` or `A100 40GB`, or that a driver reports.
 
     Raises UserError with the nearest names if there is none.
     """
     is_named = text not in THIS_MACHINE
     require(is_named, f"which device? --device=mi250, not {text} (python devices.py lists them)")
+    reported = by_reported_text(text)
+    if reported:
+        return reported
 
-    words = set(re.split(r"[\s_-]+", text.strip().lower()))
+    words = set(re.split(r"[\s_-]+", text.strip().lower())) - VENDOR_WORDS
     names_model = any(is_model(word) for word in words)
     for row in TABLE:
         if names_model and words - {"card"} <= set(row.name.lower().split()):
@@ -285,9 +336,40 @@ def by_name(text: str) -> Device:
 
     all_words = " ".join(row.name for row in TABLE).lower().split()
     models = list(dict.fromkeys(word for word in all_words if is_model(word)))
-    near = difflib.get_close_matches(text.lower(), models, n=3) or models
+    near = [match for word in words for match in difflib.get_close_matches(word, models, n=3)]
+    near = list(dict.fromkeys(near)) or models
     guess = f"did you mean {' or '.join(near)}?"
     raise UserError(f"no accelerator {config.shown(text)} in devices.py, {guess}")
+
+
+def by_reported_text(text: str) -> Device | None:
+    """The row of a name as torch prints it (`NVIDIA H100 80GB HBM3`), without asking the device.
+
+    None if words are left that may mean another model, as in a laptop's. Of two rows that report
+    the same name, the first, and a note says so.
+    """
+    name = normal(text)
+    found = [
+        (len(reported), row)
+        for row in TABLE
+        for reported in row.reports
+        if says_only(name, reported)
+    ]
+    if not found:
+        return None
+    longest = max(length for length, _ in found)
+    first, *others = [row for length, row in found if length == longest]
+    for other in others:
+        model = other.name.split()[0].lower()
+        fix = f"with {other.units} compute units, not {first.units}, set --device={model}"
+        config.say_once("note", f"{text!r} is taken for the {first.name}: {fix}")
+    return first
+
+
+def says_only(name: str, reported: str) -> bool:
+    """Is this text in the name, beside words that tell no models apart?"""
+    rest, n_found = re.subn(whole_words(reported), " ", name)
+    return n_found > 0 and set(rest.split()) <= VENDOR_WORDS | FORM_WORDS
 
 
 def is_model(word: str) -> bool:

@@ -17,7 +17,9 @@ sliding windows and packed documents.
     HFU = 4/3 MFU with full activation checkpointing, else MFU  hardware FLOPs: two forwards
 
 Run `python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922`, or without a model
-`python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`.
+`python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`, with its attention
+`--n_params=540.35e9 --n_layers=118 --n_heads=48 --head_dim=256 --max_seq_len=2048` (PaLM: 46.2 %
+with `--device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3`).
 `python -m bench flops` compares with what torch counts. Only `--device=auto` imports torch.
 """
 
@@ -36,7 +38,7 @@ ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of its forward per layer and to
 
 # Flags of planning/conventions.py that people also try here.
 CONVENTION_FLAGS = """convention attention window document frozen
-    lora_rank lora_targets lora_first_block""".split()
+    lora_rank lora_targets lora_last_blocks lora_train""".split()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,10 +134,20 @@ def hfu(
     That is `mfu`, times 4/3 if activation_checkpointing is "full" for all blocks. Arguments as in
     `mfu` and `hardware_flops_per_token`.
     """
+    per_token = hardware_flops_per_token(cfg, activation_checkpointing, every)
+    return utilization(per_token, tokens_per_second, n_devices, peak_flops)
+
+
+def utilization(
+    flops_per_token: float, tokens_per_second: float, n_devices: int, peak_flops: float | None
+) -> float | None:
+    """The share of the peak that these FLOPs are, 0 to 1; None if the peak is unknown.
+
+    Arguments as in `mfu`. With adapters, flops_per_token is planning/matmuls.py::flops_of_run.
+    """
     if peak_flops is None:
         return None
-    per_token = hardware_flops_per_token(cfg, activation_checkpointing, every)
-    return per_token * tokens_per_second / (n_devices * peak_flops)
+    return flops_per_token * tokens_per_second / (n_devices * peak_flops)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -152,7 +164,7 @@ class FlopsArgs:
     peak_tflops: PeakSetting = "auto"  # its peak; auto: the table; measure: of this machine
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
-    n_params: int | None = None  # in place of a model: its parameters (attention is not counted)
+    n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
 
     def check(self) -> None:
@@ -165,6 +177,42 @@ class FlopsArgs:
             value = getattr(self, name)
             if isinstance(value, int | float):
                 require(value > 0, f"{name} must be more than 0, not {value}")
+
+
+@dataclass
+class ShapeArgs:
+    """The attention of a model of which only --n_params is known; 0: not given."""
+
+    n_layers: int = 0  # L
+    d_model: int = 0  # d, if head_dim is d_model / n_heads
+    n_heads: int = 0
+    head_dim: int = 0  # n_heads x head_dim is the width of all queries, whatever d_model is
+    max_seq_len: int = 0  # S
+
+    def check(self) -> None:
+        """UserError if a number is negative, or something is missing for 12 L d S."""
+        for name, value in vars(self).items():
+            require(value >= 0, f"{name} must be at least 1, not {value}")
+        if not any(vars(self).values()):
+            return
+        required = {
+            "n_layers": self.n_layers,
+            "max_seq_len": self.max_seq_len,
+            "d_model": self.width or self.head_dim,
+            "n_heads": self.n_heads or not self.head_dim,
+        }
+        missing = " ".join(f"--{name}=..." for name, value in required.items() if not value)
+        require(not missing, f"the FLOPs of attention, 12 L d S, need {missing}")
+
+    @property
+    def width(self) -> int:
+        """Of all heads together."""
+        return self.n_heads * self.head_dim or self.d_model
+
+    @property
+    def l_d_s(self) -> int:
+        """L d S; 0 if attention is not counted."""
+        return self.n_layers * self.width * self.max_seq_len
 
 
 @dataclass
@@ -217,22 +265,33 @@ def peak_of_this_machine(args: FlopsArgs) -> tuple[str, float | None, float | No
     return "this machine", peak, row and row.reachable
 
 
-def counts(
-    cfg: MPTConfig | None, recomputation: Recomputation, args: FlopsArgs
-) -> dict[str, tuple[str, float, float]]:
-    """{convention: (formula, FLOPs per token, the same with what is recomputed)}.
+def counts(cfg: MPTConfig, recomputation: Recomputation) -> dict[str, tuple[str, float, float]]:
+    """{convention: (formula, FLOPs per token, the same with what is recomputed)}."""
+    mode, every = recomputation.activation_checkpointing, recomputation.recompute_every
+    return {
+        name: (
+            formula,
+            train_flops_per_token(cfg, name),
+            hardware_flops_per_token(cfg, mode, every, name),
+        )
+        for name, formula in FORMULAS.items()
+    }
 
-    cfg: None with `args.n_params`, then only 6 N is counted.
+
+def counts_of_size(
+    n_params: int, shape: ShapeArgs, mode: str
+) -> dict[str, tuple[str, float, float]]:
+    """`counts` without a model: 6 N, and with its attention if `shape` has that.
+
+    mode: of activation checkpointing.
     """
-    mode = recomputation.activation_checkpointing
-    if cfg is None:
-        again = 2 if mode == "full" else 0
-        return {"6nd": ("6 N, no attention", 6 * args.n_params, (6 + again) * args.n_params)}
+    formulas = {**FORMULAS, "6nd": "6 N, no attention"}
+    names = formulas if shape.l_d_s else ["6nd"]
     counted = {}
-    for name, formula in FORMULAS.items():
-        once = train_flops_per_token(cfg, name)
-        every = recomputation.recompute_every
-        counted[name] = formula, once, hardware_flops_per_token(cfg, mode, every, name)
+    for name in names:
+        forward = 2 * n_params + ATTENTION.get(name, 0) * shape.l_d_s
+        forwards = 4 if mode == "full" else 3
+        counted[name] = formulas[name], 3 * forward, forwards * forward
     return counted
 
 
@@ -254,7 +313,7 @@ def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: Fl
         for name, (formula, once, with_recomputed) in counted.items()
     }
     first = next(iter(conventions.values()))
-    return {
+    figures = {
         "n_params": n_params(cfg) if cfg else args.n_params,
         "params": params_by_part(cfg) if cfg else {},
         "device": device,
@@ -271,6 +330,22 @@ def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: Fl
         "mfu_of_reachable": first["mfu"] and reachable and first["mfu"] / reachable,
         "conventions": conventions,
     }
+    return {**figures, "doubt": doubt(figures)}
+
+
+def doubt(figures: dict) -> str:
+    """What is wrong with a speed above what the device reaches; empty if it is not. See `report`.
+
+    The convention counts masked scores, too, so very long sequences may be above it.
+    """
+    hfu, reachable = figures["hfu"], figures["reachable"]
+    fix = "are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
+    if hfu and hfu > 1:
+        return f"that is above the peak: {fix}"
+    if hfu and reachable and hfu > reachable:
+        share = f"{hfu / reachable:.0%} of what large matmuls reach ({reachable:.0%} of the peak)"
+        return f"that is {share}: {fix}"
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -322,7 +397,7 @@ def convention_lines(figures: dict) -> list[str]:
 
 
 def device_lines(figures: dict) -> list[str]:
-    """What 100 % is, and a warning if the run is above it."""
+    """What 100 % is, and a warning if the run is above what the device reaches."""
     device, peak = figures["device"], figures["peak_tflops"]
     if peak is None:
         fix = "set --device=mi250 (for example) or --peak_tflops=NUMBER"
@@ -331,9 +406,8 @@ def device_lines(figures: dict) -> list[str]:
     line = f"{device}: {peak:.6g} TFLOP/s peak per torch device"
     if figures["tokens_per_second"]:
         line += f", {figures['tokens_per_second']:,.6g} tokens/s on {figures['devices']}"
-    if figures["hfu"] and figures["hfu"] > 1:
-        check = "are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
-        return [line, f"that is above the peak: {check}"]
+    if figures["doubt"]:
+        return [line, figures["doubt"]]
     if figures["mfu_of_reachable"]:
         reach = f"large matmuls reach {figures['reachable']:.0%} of that"
         share = f"this run {figures['mfu_of_reachable']:.2%} of what they reach"
@@ -364,24 +438,45 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
             raise UserError(f"--check is now a program of its own: {command}")
 
 
+def refuse_adapters(argv: list[str]) -> None:
+    """UserError if a config file sets lora_rank: it names the program that counts adapters."""
+    for path in argv:
+        if not path.startswith("-") and config.read_file(path).get("lora_rank"):
+            command = f"python -m planning.conventions {shlex.join(argv)}"
+            raise UserError(f"{path} trains adapters, which another program counts: {command}")
+
+
 def refuse_model(argv: list[str], model_keys: set[str]) -> None:
-    """UserError if argv has a config file, or sets one of `model_keys`, beside --n_params."""
+    """UserError if argv has a config file, or sets one of `model_keys`, beside --n_params.
+
+    Attention's keys, those of ShapeArgs, may be set.
+    """
     old_names = {old for old, new in config.RENAMED.items() if new in model_keys}
-    keys = model_keys | old_names
+    keys = (model_keys | old_names) - {field.name for field in fields(ShapeArgs)}
     model = [text for text in argv if not text.startswith("-") or flag_name(text) in keys]
     require(not model, f"--n_params takes the place of a model: remove it or {' '.join(model)}")
+
+
+def has_size(argv: list[str]) -> bool:
+    """Is --n_params given in place of a model?"""
+    return any(flag_name(text) == "n_params" for text in argv)
 
 
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
     refuse_other_programs_flags(argv)
-    cfg, recomputation, args = config.load(argv, MPTConfig, Recomputation, FlopsArgs)
-    if args.n_params:
+    refuse_adapters(argv)
+    if has_size(argv):
         model_keys = {field.name for field in fields(MPTConfig)}
         refuse_model(argv, model_keys | {"recompute_every"})
-        cfg = None
-    counted = counts(cfg, recomputation, args)
-    figures = report(cfg, counted, recomputation.activation_checkpointing, args)
+        shape, recomputation, args = config.load(argv, ShapeArgs, Recomputation, FlopsArgs)
+        cfg, mode = None, recomputation.activation_checkpointing
+        counted = counts_of_size(args.n_params, shape, mode)
+    else:
+        cfg, recomputation, args = config.load(argv, MPTConfig, Recomputation, FlopsArgs)
+        mode = recomputation.activation_checkpointing
+        counted = counts(cfg, recomputation)
+    figures = report(cfg, counted, mode, args)
     print(json.dumps(figures, indent=2) if args.json else table(cfg, figures))
 
 

@@ -61,7 +61,7 @@ def main(argv) -> None:
     processes.rank_zero_decides(lease.take)
 
     # data
-    folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg))
+    folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
     dataset = data.Dataset(folder, model_cfg)
     evaluator = Evaluator(model_cfg, cfg, world, dataset)
 
@@ -80,12 +80,12 @@ def main(argv) -> None:
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, start.seed_to_draw(cfg))
     model.separator = evaluator.separator
     checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
-    load_weights(start, model, optimizer)
+    settings = {**asdict(model_cfg), **asdict(cfg)}
+    settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
+    settings |= load_weights(start, cfg, model, optimizer)
     warn_if_slow(optimizer, log)
 
     # the record of the run, and what protects it
-    settings = {**asdict(model_cfg), **asdict(cfg)}
-    settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
     launch = runlog.launch_record(cfg, world, precision, start.checkpoint)
     log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
     halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
@@ -133,7 +133,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     sums over all ranks. So if they are not finite, all ranks leave weights and optimizer unchanged.
     """
     parallel.seed_dropout(cfg, step, world)
-    ids, labels = rows[:, :-1], rows[:, 1:]
+    ids, labels = data.inputs_and_labels(rows)
     # Of the whole global batch, before the first backward divides by n_tokens.
     counts = torch.stack([(labels != IGNORE).sum(), data.batch_hash(rows, world.dp_rank)])
     n_tokens, batch_hash = processes.dp_sum(counts, world)
@@ -255,7 +255,7 @@ class Evaluator:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
         if cadence.evaluation_due(done):
             loss = evaluate(model, self.val, cfg, self.world, precision)
-            bits = runlog.bits_per_byte(loss, self.val.tokens, self.val.text_bytes)
+            bits = runlog.bits_per_byte(loss, self.val.learned, self.val.text_bytes)
             log.row({"step": done, "val_loss": loss, "val_bits_per_byte": bits})
         if cadence.tasks_due(done):
             from evaluation import zero_shot
@@ -279,9 +279,9 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
         # Every rank makes the same number of passes: beyond the end it repeats the last window,
         # and ignores it.
         rows = torch.from_numpy(val.windows(np.minimum(window_ids, n_windows - 1)))
-        labels = rows[:, 1:].clone()
+        ids, labels = data.inputs_and_labels(rows)
         labels[torch.from_numpy(window_ids >= n_windows)] = IGNORE  # on the CPU: a GPU would wait
-        ids, labels = rows[:, :-1].to(world.device), labels.to(world.device)
+        ids, labels = ids.to(world.device), labels.to(world.device)
         with parallel.autocast(world.device, precision), parallel.uncompiled(model):
             sums += torch.stack([model(ids, labels=labels), (labels != IGNORE).sum()])
     model.train()
@@ -304,20 +304,34 @@ def check_settings(model_cfg: MPTConfig, cfg: TrainConfig, world) -> None:
     require(batch % dp == 0, f"{problem}: {fix}")
     tensor_parallel.check(model_cfg, cfg)
     pipeline.check(model_cfg, cfg)
+    data.check_packing(model_cfg, cfg)
+    model_cfg.check_adapters_fit(cfg)
     if cfg.init_from:
         from weights import load  # here, since most runs do without
 
-        processes.rank_zero_decides(partial(load.check_same_model, cfg.init_from, model_cfg))
+        processes.rank_zero_decides(partial(load.check_init_from, cfg, model_cfg))
 
 
-def load_weights(start: resume.Start, model, optimizer) -> None:
-    """Fill model and optimizer from the checkpoint, or the model from --init_from. A collective."""
+def load_weights(start: resume.Start, cfg: TrainConfig, model, optimizer) -> dict:
+    """Fill model and optimizer from the checkpoint, or the model from --init_from. A collective.
+
+    A checkpoint of adapters lacks the weights of their base, which are loaded first. Returns what
+    the next checkpoints will say of the base (nothing without adapters): see `load.base_of`.
+    """
+    base = {}
+    if start.init_from and (cfg.lora_rank or not start.checkpoint):
+        from weights import load  # here, since most runs do without
+
+        path = start.init_from
+        if cfg.lora_rank:
+            base = processes.rank_zero_decides(partial(load.base_of, path, start.meta))
+            path = base["base"]
+            if not start.checkpoint:
+                load.warn_if_it_may_go(path)
+        load.init_from(model, path)
     if start.checkpoint:
         checkpoint.load(start.checkpoint, model, optimizer)
-    elif start.init_from:
-        from weights import load
-
-        load.init_from(model, start.init_from)
+    return base
 
 
 def warn_if_slow(optimizer, log) -> None:

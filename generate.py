@@ -3,9 +3,13 @@
     python generate.py runs/demo --prompt="def main(" --max_new_tokens=200 --temperature=0.8
     python generate.py runs/demo --prompts=prompts.txt --stop=";" --json
     python generate.py path/to/mpt-7b --tokenizer=gpt2 --interactive
+    python generate.py runs/demo --adapter=runs/a --prompt="def " --adapter=none --prompt="class "
 
-RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt and --stop may be
-given several times. Without a prompt a new document begins.
+RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt, --stop and --adapter
+may be given several times. Without a prompt a new document begins.
+
+An adapter is a PEFT folder, or a run with --lora_rank, that was trained on RUN. One adapter writes
+all texts; of several, each writes the text of its prompt, in one batch (none: RUN itself).
 
 Several prompts form a batch: shorter ones are padded on the left, and attention ignores the
 padding. A text ends at end-of-text, before a stop string, or after max_new_tokens. With learned
@@ -13,7 +17,7 @@ positions it ends at max_seq_len, too; ALiBi and RoPE have no such limit. At the
 prints its speed and the share of the memory bandwidth that it used.
 
 How a token is drawn: serving/sampling.py. How the model is made fast: serving/decoder.py. What is
-shown while a text grows: serving/stream.py.
+shown while a text grows: serving/stream.py. How adapters share a batch: serving/adapters.py.
 """
 
 import collections
@@ -26,6 +30,7 @@ from typing import Literal
 import config
 import processes
 from config import UserError, require
+from serving.adapters import BASE, bank_for
 from serving.decoder import Decoder, pick_dtype
 from serving.speed import Speed
 from serving.stream import Text, print_stream, write
@@ -38,6 +43,8 @@ class GenerateSettings:
 
     prompt: list[str] = field(default_factory=list)  # text to continue
     prompts: str = ""  # file of prompts, one per line
+    special_tokens: bool = False  # <|im_start|> and others in prompts are not text but their ids
+    adapter: list[str] = field(default_factory=list)  # of all prompts, or one of each
     interactive: bool = False  # read prompts from the terminal, line by line
     max_new_tokens: int = 200  # per text, at most
     temperature: float = 0.8  # 0: always the likeliest token
@@ -69,6 +76,14 @@ class GenerateSettings:
             "--interactive asks for prompts and streams the texts: "
             "remove --prompt, --prompts and --json",
         )
+        require(all(self.adapter), f"--adapter is empty: give a path, or {BASE}")
+        one_for_all = "--interactive writes all texts with one adapter"
+        several = len(self.adapter) > 1
+        require(not (self.interactive and several), f"{one_for_all}: give one --adapter")
+        has_adapter = set(self.adapter) - {BASE}
+        untrained = "--step=0 is the model before training, to which no adapter belongs"
+        fix = "remove --step, or give a checkpoint as RUN"
+        require(not (has_adapter and self.step == 0), f"{untrained}: {fix}")
 
 
 def main(argv) -> None:
@@ -77,6 +92,7 @@ def main(argv) -> None:
     prompts = list(cfg.prompt)
     if cfg.prompts:
         prompts += read_prompts(cfg.prompts)
+    adapters = adapters_of(prompts or [""], cfg.adapter)
     interactive = cfg.interactive
     if not prompts and not cfg.json and sys.stdin:  # None: the caller has closed it
         interactive = interactive or sys.stdin.isatty()
@@ -89,20 +105,32 @@ def main(argv) -> None:
         f"ends at {model.cfg.vocab_size - 1}: set the --tokenizer that it was trained with",
     )
     decoder = Decoder(model, tokenizer.vocab_size, pick_dtype(cfg.precision, device))
+    used = list(dict.fromkeys(path for path in adapters if path != BASE))
+    if used:  # then --step is not 0, and `name` is the path of the weights
+        bank_for(decoder, used, min(len(used), cfg.batch_size), name)
     speed = Speed()
     times_asked = collections.Counter()
 
-    def new_text(prompt: str) -> Text:
-        """A repeated prompt gets the next seed."""
-        seed = cfg.seed + times_asked[prompt]
-        times_asked[prompt] += 1
-        return Text(prompt, tokenizer, model.cfg, cfg.max_new_tokens, cfg.stop, seed)
+    def new_text(prompt: str, adapter: str = adapters[0]) -> Text:
+        """A prompt that is repeated for the same adapter gets the next seed."""
+        seed = cfg.seed + times_asked[prompt, adapter]
+        times_asked[prompt, adapter] += 1
+        return Text(
+            prompt,
+            tokenizer,
+            model.cfg,
+            cfg.max_new_tokens,
+            cfg.stop,
+            seed,
+            adapter,
+            cfg.special_tokens,
+        )
 
     if interactive:
         print(f"--- {name} --- type a line to continue; an empty line quits", file=sys.stderr)
         answer_typed_prompts(decoder, new_text, speed, cfg)
     else:
-        texts = [new_text(prompt) for prompt in prompts or [""]]
+        texts = [new_text(*pair) for pair in zip(prompts or [""], adapters, strict=True)]
         if not cfg.json:
             print(f"--- {name} ---", flush=True)
         answer_given_prompts(decoder, texts, speed, cfg)
@@ -115,6 +143,16 @@ def read_prompts(path: str) -> list[str]:
     prompts = [line for line in lines if line]
     require(prompts, f"no prompt in {path}: write one per line")
     return prompts
+
+
+def adapters_of(prompts: list[str], adapters: list[str]) -> list[str]:
+    """The adapter of each prompt. UserError unless there is one for all, or one for each."""
+    if len(adapters) <= 1:
+        return (adapters or [BASE]) * len(prompts)
+    unequal = f"{len(adapters)} adapters for {len(prompts)} prompts"
+    fix = f"give one for all, or one for each in the same order ({BASE}: no adapter)"
+    require(len(adapters) == len(prompts), f"{unequal}: {fix}")
+    return adapters
 
 
 def answer_typed_prompts(decoder, new_text, speed: Speed, cfg: GenerateSettings) -> None:
@@ -160,12 +198,15 @@ def as_json(text: Text) -> str:
         "tokens": text.new_tokens,
         "end": text.end,
     }
+    if text.adapter != BASE:
+        fields["adapter"] = text.adapter
     return json.dumps(fields, ensure_ascii=False)
 
 
 def as_section(text: Text, number: int) -> str:
     """A finished text under a line with its number and the reason of its end."""
-    return f"--- {number}, {text.end} ---\n{text.prompt}{text.text}"
+    adapter = "" if text.adapter == BASE else f"{text.adapter}, "
+    return f"--- {number}, {adapter}{text.end} ---\n{text.prompt}{text.text}"
 
 
 if __name__ == "__main__":

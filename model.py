@@ -253,6 +253,8 @@ class MPT(nn.Module):
         # The id that ends a document, for attn_uses_sequence_id. It depends on the tokenizer, so
         # the program that trains sets it.
         self.separator = None
+        # The settings of the adapters that lora.py has put on, or None.
+        self.lora = None
         self.transformer = Transformer(cfg)
         if not cfg.tie_word_embeddings:
             self.lm_head = nn.Linear(cfg.d_model, cfg.vocab_size, bias=False)
@@ -375,9 +377,13 @@ def initial_weight(name, shape, cfg, seed):
     std = math.sqrt(2 / shape[1])  # shape[1]: d_model for embeddings, fan_in for linear layers
     if "out_proj" in name or "down_proj" in name:
         std /= math.sqrt(2 * cfg.n_layers)
+    return torch.empty(shape).normal_(0, std, generator=seeded(seed, name))
+
+
+def seeded(seed: int, name: str) -> torch.Generator:
+    """A generator on the CPU for the values of the parameter `name`."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape).normal_(0, std, generator=generator)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def demonstrate(argv) -> None:

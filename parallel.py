@@ -135,6 +135,7 @@ def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str
     model.separator = 0
     if world.dp_size > 1:
         model.transformer.blocks.to(DTYPES[precision])  # as fully_shard gathers them
+    put_adapters_on(model, replace(cfg, lora_last_blocks=0), precision)
     parallelize(model, None, cfg, precision)
     with weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
         with autocast(world.device, precision):
@@ -184,9 +185,26 @@ def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: i
         tensor_parallel.cut(model, team)
     if pipe := pipeline.pipe_of(world):
         pipeline.keep_stage(model, pipe)
+    put_adapters_on(model, cfg, precision)
     model = parallelize(model, mesh, cfg, precision)
     materialize(model, world.device, seed)
-    return model, optim.build_optimizer(model.parameters(), cfg)
+    if cfg.lora_rank:
+        import lora  # here, since most runs do without
+
+        lora.draw(model, cfg.seed)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return model, optim.build_optimizer(trained, cfg)
+
+
+def put_adapters_on(model: MPT, cfg: TrainConfig, precision: str) -> None:
+    """Add the adapters that cfg asks for. In bf16, the matrices that they freeze are stored so."""
+    if not cfg.lora_rank:
+        return
+    import lora  # here, since most runs do without
+
+    lora.put_on(model, cfg)
+    if precision == "bf16":
+        lora.store_frozen_in_bf16(model)
 
 
 def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
@@ -259,7 +277,8 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
     """Activation checkpointing of every `recompute_every`-th block: what to keep for the backward.
 
     none        all intermediate activations: 32 x d_model bytes per token in bf16
-    selective   its input and the outputs of SAVED; norms, GELU and sums are computed again
+    selective   its input and the outputs of SAVED; norms, GELU, sums, and the products with the B
+                of adapters, which are as large as a layer's output and cheap, are computed again
     full        its input; everything is computed again: one more forward, 4/3 of the FLOPs
     """
     if cfg.activation_checkpointing == "none":
@@ -267,6 +286,8 @@ def recompute(model: MPT, cfg: TrainConfig) -> None:
 
     def choose(context, operation, *args, **kwargs):
         is_saved = operation.name() in SAVED
+        if operation.name() == "aten::mm" and args[1].shape[0] == cfg.lora_rank:  # (rank, out)
+            is_saved = False
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     arguments = {"use_reentrant": False}
@@ -302,9 +323,7 @@ def draw_weights(model: MPT, seed: int) -> None:
     layout = tensor_parallel.layout_of(model)
     for name, param in model.named_parameters():
         whole = initial_weight(name, layout.whole_shape(name, param.shape), model.cfg, seed)
-        for corner, piece in layout.pieces(name, param):
-            place = [slice(begin, begin + n) for begin, n in zip(corner, piece.shape, strict=True)]
-            piece.copy_(whole[tuple(place)])
+        layout.copy_part(name, param, whole)
 
 
 def seed_dropout(cfg: TrainConfig, step: int, world) -> None:

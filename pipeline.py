@@ -296,6 +296,8 @@ def sum_tied_gradients(model: MPT) -> None:
     if not (pipe.is_first or pipe.is_last):
         return
     grad = model.transformer.wte.weight.grad
+    if grad is None:  # adapters leave the embedding as it is
+        return
     grad = grad.to_local() if isinstance(grad, DTensor) else grad
     other_end = pipe.size - 1 if pipe.is_first else 0
     grad += pipe.transfer(other_end, send=grad, receive=torch.empty_like(grad))

@@ -94,9 +94,9 @@ class Layout:
         }
         columns = {"out_proj": [(cfg.d_model, n)], "down_proj": [(cfg.hidden_dim, n)]}
         *_, module, leaf = name.split(".")
-        if module in rows:
+        if module in rows and leaf != "lora_A":
             return 0, self.parts_of(rows[module])
-        if module in columns and leaf == "weight":
+        if module in columns and leaf in ("weight", "lora_A"):
             return 1, self.parts_of(columns[module])
         return None
 
@@ -178,6 +178,12 @@ class Layout:
             place += end - begin
         return pieces
 
+    def copy_part(self, name: str, param: torch.Tensor, whole: torch.Tensor) -> None:
+        """Fill a parameter, sharded by FSDP or not, with this rank's part of the whole tensor."""
+        for corner, piece in self.pieces(name, param):
+            place = [slice(begin, begin + n) for begin, n in zip(corner, piece.shape, strict=True)]
+            piece.copy_(whole[tuple(place)])
+
     def counted(self, name: str, value: torch.Tensor) -> list[torch.Tensor]:
         """Views of this rank's part. Together, the tensor ranks' views have each value once."""
         if self.rank > 0 and self.spans(name) is None:
@@ -194,6 +200,11 @@ WHOLE = Layout(MPTConfig())  # of any model that is not cut
 def layout_of(model: MPT) -> Layout:
     """How a model is cut over the tensor ranks."""
     return model.layout if isinstance(model, SplitMPT) else WHOLE
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is the A or B of an adapter (lora.py)."""
+    return name.endswith((".lora_A", ".lora_B"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -304,8 +315,12 @@ class RowLinear(nn.Linear):
 
     def forward(self, y):
         """y (B, T, in / n) -> (B, T, out), or this rank's tokens of it."""
-        z = leave(F.linear(y, self.weight), self)
+        z = leave(self.share(y), self)
         return z if self.bias is None else z + self.bias.to(z.dtype)
+
+    def share(self, y):
+        """Y_i U_i: y (B, T, in / n) -> (B, T, out)."""
+        return F.linear(y, self.weight)
 
 
 class SplitAttention(Attention):
@@ -548,13 +563,14 @@ def sum_partial_gradients(model: MPT) -> None:
     """Sum over the team the gradients of which each rank has a part. A collective.
 
     With sequence parallelism norms, biases of row-parallel layers and learned positions have seen
-    only a rank's own tokens. A single head of keys and values has seen only a rank's own queries.
+    only a rank's own tokens. A single head of keys and values has seen only a rank's own queries,
+    and the whole factor of an adapter (lora.py) only a rank's own part of its layer.
     """
     if not isinstance(model, SplitMPT):
         return
     layout, grads = model.layout, []
     for name, param in model.named_parameters():
-        is_partial = model.team.sequence_parallel or layout.spans(name)
+        is_partial = model.team.sequence_parallel or layout.spans(name) or is_adapter(name)
         if param.grad is None or not is_partial:
             continue
         pieces = layout.pieces(name, param.grad)

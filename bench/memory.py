@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 import attention
 import config
 import fsdp_train
+import lora
 import loss
 import optim
 import parallel
@@ -45,6 +46,7 @@ from planning import memory
 ROOT = Path(__file__).resolve().parent.parent
 
 # Parts of a step's memory, named as in planning/memory.py.
+FROZEN = "frozen weights"
 WEIGHTS = "weights, fp32"
 GRADIENTS = "gradients, fp32"
 MOMENTS = "Adam's moments, fp32"
@@ -104,6 +106,13 @@ Counted over all microbatches of a step; sends and receives are those of a fake 
 The third stage has what the second has, and fewer microbatches in flight.
 
 {staged}
+
+## MPT-1B with adapters (LoRA), microbatch 4, two microbatches a step
+
+The frozen weights are bf16 and have neither gradients nor moments. Rank 8, on all linear layers
+unless the row says otherwise.
+
+{adapted}
 
 ## Is the count right?
 
@@ -200,7 +209,7 @@ class LiveBytes(TorchDispatchMode):
         moment, part = self.moment_and_part()
 
         is_cast = operation is torch.ops.aten._to_copy.default
-        if is_cast and self.part_of(args[0]) == WEIGHTS:
+        if is_cast and self.part_of(args[0]) in (WEIGHTS, FROZEN):
             part = COPIES
         if "allgather" in str(operation) and args[0].dim() == 1:  # else of tokens
             self.assign(tensors_in(args), COPIES)
@@ -267,7 +276,8 @@ def follow_step(live: LiveBytes, model: MPT, optimizer) -> None:
         live.assign(tensors_in(keywords), BLOCKS)  # hidden states of the stage before
 
     def find_gathered_weights(block, inputs):
-        gathered = [p for p in block.parameters() if live.part_of(p) != WEIGHTS]
+        own = WEIGHTS, FROZEN
+        gathered = [p for p in block.parameters() if live.part_of(p) not in own]
         live.assign(gathered, COPIES)
 
     def begin_loss(norm_f, inputs):
@@ -277,10 +287,11 @@ def follow_step(live: LiveBytes, model: MPT, optimizer) -> None:
         live.phase = "loss forward"
 
     def begin_update(optimizer, *arguments):
-        live.assign([p.grad for p in model.parameters()], GRADIENTS)
+        live.assign(tensors_in([p.grad for p in model.parameters()]), GRADIENTS)
         live.phase = "update"
 
-    live.assign(model.parameters(), WEIGHTS)
+    for param in model.parameters():
+        live.assign([param], WEIGHTS if param.requires_grad else FROZEN)
     model.register_forward_pre_hook(begin_microbatch, with_kwargs=True)
     for module in (*model.transformer.blocks, model.transformer):
         module.register_forward_pre_hook(find_gathered_weights)
@@ -319,8 +330,10 @@ def two_steps(
                 tensor_parallel.cut(model, team)
             if pipe := pipeline.pipe_of(world):
                 pipeline.keep_stage(model, pipe)
+            if cfg.lora_rank:
+                add_adapters(model, cfg, precision)
             model = parallel.parallelize(model, mesh, cfg, precision)
-            optimizer = optim.build_optimizer(model.parameters(), cfg)
+            optimizer = optim.build_optimizer(trained(model), cfg)
             prepare(model, optimizer)
             n_rows = cfg.global_batch_size // world.dp_size
             rows = torch.zeros(n_rows, m.max_seq_len + 1, dtype=torch.int64)
@@ -330,6 +343,18 @@ def two_steps(
                     after_step(optimizer)
     finally:
         dist.destroy_process_group()
+
+
+def add_adapters(model: MPT, cfg: TrainConfig, precision: str) -> None:
+    """Make the model that of a run with adapters, as parallel.build does."""
+    lora.put_on(model, cfg)
+    if precision == "bf16":
+        lora.store_frozen_in_bf16(model)
+
+
+def trained(model: MPT) -> list[torch.nn.Parameter]:
+    """The parameters that the optimizer updates."""
+    return [param for param in model.parameters() if param.requires_grad]
 
 
 @contextlib.contextmanager
@@ -416,20 +441,33 @@ def allocated(m: MPTConfig, cfg: TrainConfig) -> int:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
         world = processes.World(0, 1, 0, 1, torch.device("cpu"))
-        model = parallel.parallelize(MPT(m), None, cfg, "bf16")
-        optimizer = optim.build_optimizer(model.parameters(), cfg)
+        model = MPT(m)
+        if cfg.lora_rank:
+            add_adapters(model, cfg, "bf16")
+        model = parallel.parallelize(model, None, cfg, "bf16")
+        optimizer = optim.build_optimizer(trained(model), cfg)
         rows = torch.zeros(cfg.global_batch_size, m.max_seq_len + 1, dtype=torch.int64)
         fsdp_train.train_step(model, optimizer, rows, 0, cfg, world, "bf16")
 
-        activities = [ProfilerActivity.CPU]
-        with profile(activities=activities, profile_memory=True, acc_events=True) as record:
+        def step():
             fsdp_train.train_step(model, optimizer, rows, 1, cfg, world, "bf16")
+
+        return peak_on_cpu(step, model, optimizer)
     finally:
         dist.destroy_process_group()
 
+
+def peak_on_cpu(step: Callable, model, optimizer) -> int:
+    """The most bytes that a training step has in memory, as torch's profiler sees the allocator.
+
+    Those of the model and of the optimizer's state, which exist before, are among them.
+    """
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as record:
+        step()
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
-    n_params = sum(p.numel() for p in model.parameters())
-    current = 12 * n_params  # fp32 weights and two moments, allocated before the profile
+    state = tensors_in([list(moments.values()) for moments in optimizer.state.values()])
+    current = sum(tensor.nbytes for tensor in (*model.parameters(), *state))
     peak = current
     for event in sorted(events, key=lambda event: event.start_ns()):
         current += event.nbytes()
@@ -577,6 +615,24 @@ def staged_table(m: MPTConfig) -> str:
     return table(f"stage, data-parallel ranks (ZERO1), {PEAK}, {BLOCKS}, {WORKSPACE}", rows)
 
 
+def adapted_table(m: MPTConfig) -> str:
+    """Peaks of runs with adapters: on one rank, on sharded ones, on tensor ranks."""
+    cases = {
+        "1 rank": (1, {}),
+        "1 rank, Wqkv only": (1, {"lora_targets": "Wqkv"}),
+        "1 rank, the last 4 blocks": (1, {"lora_last_blocks": 4}),
+        "8 ranks, FULL_SHARD": (8, {}),
+        "2 tensor ranks": (1, {"tp": 2}),
+    }
+    rows = []
+    for name, (dp, more) in cases.items():
+        for checkpointing in ("none", "full"):
+            cfg = settings(4, 2, checkpointing, dp)
+            cfg = dataclasses.replace(cfg, init_from="base", lora_rank=8, **more)
+            rows.append(peak_row([name], m, cfg, dp * cfg.tp, parts=(FROZEN, *VARYING)))
+    return table(f"run, {PEAK}, {FROZEN}, {', '.join(VARYING)}", rows)
+
+
 def tracker_table(m: MPTConfig) -> str:
     """Peaks on 1 rank and on 8, beside torch's MemTracker."""
     cases = [(1, "DDP"), *((8, mode) for mode in SHARDING_MODES)]
@@ -616,6 +672,7 @@ def main(argv: list[str]) -> None:
     tables["sharded"] = sharded_table(models["mpt1b"])
     tables["cut"] = cut_table(models["mpt1b"])
     tables["staged"] = staged_table(models["mpt1b"])
+    tables["adapted"] = adapted_table(models["mpt1b"])
     tables["tracker"] = tracker_table(models["mpt1b"])
     tables["real"] = real_table()
     text = DOCUMENT.format(

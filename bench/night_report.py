@@ -18,7 +18,7 @@ import devices
 from bench.compare import markdown
 from config import UserError, require
 from planning import calibrate, memory, step_time
-from planning.step_time import Fleet
+from planning.fleet import Fleet
 from storage import files
 
 UNKNOWN = "n/a"

@@ -31,7 +31,8 @@ import config
 import devices
 from config import MPTConfig, TrainConfig, UserError, require
 from planning import calibrate, step_time
-from planning.step_time import Fleet, StepTime
+from planning.fleet import Fleet, usual_network
+from planning.step_time import StepTime
 from storage import files
 
 LAUNCH = 5e-6  # seconds in which the host launches a kernel: a guess for PyTorch without a graph
@@ -53,7 +54,7 @@ class DeviceArgs:
     device: str = "auto"  # h100, mi250, ... (python devices.py lists them); auto: that of --night
     ranks: int = 1  # torch devices, data-parallel ranks
     node_size: int = 8  # torch devices of a node
-    network: float = 100.0  # GB/s of a node, each way
+    network: float = 0.0  # GB/s of a node, each way (0: usual for the device)
     night: str = ""  # folder of `bench first_night`: take what was measured there
     attention_share: float = 0  # of the peak, for attention (0: planning's, or the night's)
 
@@ -124,7 +125,8 @@ def prices(m: MPTConfig, cfg: TrainConfig, args: DeviceArgs) -> Prices:
     machine.json, or settings that the ranks cannot share.
     """
     device = night_device(args) if args.night else devices.by_name(args.device)
-    fleet = Fleet(device, args.ranks, args.node_size, args.network)
+    network_gbs = args.network or usual_network(device) * args.node_size
+    fleet = Fleet(device, args.ranks, args.node_size, network_gbs)
     c = step_time.Constants()
     if args.night:
         fleet, c = calibrate.from_file(f"{args.night}/machine.json", fleet, step_time.OURS)

@@ -59,6 +59,7 @@ from bench.table import PARTS, draw, read, tables
 from bench.team import Launched, Team, TeamError, launched
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
+from planning import matmuls
 from program import RESUME_ME
 
 # The small model that is measured when no config is given.
@@ -494,8 +495,8 @@ class Row:
         rates = self.rates[1:]  # the first turn warmed up
         rate = statistics.median(rates)
         rate_device = rate / self.ranks
-        flops_per_token = flops.train_flops_per_token(self.model_cfg)
-        recomputation = (self.cfg.activation_checkpointing, self.cfg.recompute_every)
+        flops_per_token = matmuls.flops_of_run(self.model_cfg, self.cfg)
+        with_recomputed = matmuls.flops_of_run(self.model_cfg, self.cfg, recomputed=True)
         return {
             "tokens_per_second": rate,
             "fastest": max(rates),
@@ -503,9 +504,9 @@ class Row:
             "tokens_per_second_device": rate_device,
             "tflops_device": rate_device * flops_per_token / 1e12,
             "peak_tflops": peak and peak / 1e12,
-            "mfu": flops.mfu(self.model_cfg, rate, self.ranks, peak),
-            "hfu": flops.hfu(self.model_cfg, rate, self.ranks, peak, *recomputation),
-            "convention": flops.CONVENTION,
+            "mfu": flops.utilization(flops_per_token, rate, self.ranks, peak),
+            "hfu": flops.utilization(with_recomputed, rate, self.ranks, peak),
+            "convention": matmuls.convention_of(self.cfg),
         }
 
 

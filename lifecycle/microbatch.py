@@ -106,6 +106,8 @@ def circumstances_of(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: s
         names += " tp sequence_parallel"
     if cfg.pp > 1:
         names += " pp"
+    if cfg.lora_rank:
+        names += " lora_rank lora_targets lora_last_blocks lora_train lora_dropout"
     return {
         "ranks": world.global_size,
         "ranks_of_a_node": world.local_size,
@@ -289,7 +291,7 @@ def main(argv) -> None:
     for record in records:
         circumstances = collections.defaultdict(lambda: "?", record["circumstances"])
         where = "{ranks} x {device}, {precision}, {sharding}".format_map(circumstances)
-        for name in ("tp", "pp"):
+        for name in ("tp", "pp", "lora_rank"):
             if name in circumstances:
                 where += f", {name} {circumstances[name]}"
         print(f"{where}: microbatch {record['microbatch_size']}, {record['reason']}")

@@ -80,6 +80,7 @@ class Reporter:
         """peak: FLOP/s of all devices together, or None. first_step: where the run starts."""
         self.log, self.model_cfg, self.cfg = log, model_cfg, cfg
         self.world, self.peak = world, peak
+        self.flops_per_token = flops_per_token(model_cfg, cfg)
         self.cadence, self.checkpointer, self.guard = cadence, checkpointer, guard
         self.bad_steps = BadSteps(cfg, checkpointer, cadence.skips, first_step)
         self.lag = 1 if world.device.type == "cuda" else 0  # steps queued before one is read
@@ -135,7 +136,7 @@ class Reporter:
                 "batch_hash": batch_hash,
                 "skipped": is_bad,
                 "tokens_per_second": tokens_per_second,
-                "mfu": flops.mfu(self.model_cfg, tokens_per_second, 1, self.peak),
+                "mfu": flops.utilization(self.flops_per_token, tokens_per_second, 1, self.peak),
                 "memory_gb": agreed.memory_gb,
                 "seconds": step_seconds,
                 "slowest_rank": agreed.slowest_rank,
@@ -176,9 +177,22 @@ def peak_of_all_ranks(cfg: TrainConfig, world, precision: str) -> float | None:
     return None if math.isnan(peak) else peak
 
 
+def flops_per_token(model_cfg: MPTConfig, cfg: TrainConfig) -> float:
+    """FLOPs of training on one token, by which the MFU counts."""
+    if not cfg.lora_rank:
+        return flops.train_flops_per_token(model_cfg)
+    from planning import matmuls  # here, since most runs do without
+
+    return matmuls.flops_of_run(model_cfg, cfg)
+
+
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
-    """What is about to run, in seven lines, and a warning if planning does not know this model."""
+    """What is about to run, in seven lines, and a warning if planning does not know this model.
+
+    A run with adapters has one line more.
+    """
     n_params = flops.n_params(model_cfg)
+    n_trained = trained_parameters(model_cfg, cfg)
     implementation = attention.choose(
         model_cfg.attn_impl,
         world.device,
@@ -200,19 +214,51 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention{', compiled blocks' * cfg.compile}",
+        *describe_adapters(cfg, n_trained, n_params),
         f"{device}, {describe_mesh(cfg)}, {precision} ({reason}), {speed}",
-        f"{dataset.folder}: {dataset.train.tokens:,} training tokens",
+        describe_data(dataset),
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
         f"{cfg.run_dir}: {describe_start(cfg, start)}",
-        checkpoint.space(cfg.run_dir, n_params, cfg.keep_last),
+        checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
         *team_warning(cfg, world),
         *stage_warnings(cfg, world, n_microbatches),
         next_line,
     ]
     return "\n".join(lines)
+
+
+def describe_data(dataset) -> str:
+    """The folder, its tokens, and how prompts and responses became rows."""
+    train = dataset.train
+    words = train.describe_rows() if train.has_rows else f"{train.tokens:,} training tokens"
+    return f"{dataset.folder}: {words}"
+
+
+def trained_parameters(model_cfg: MPTConfig, cfg: TrainConfig) -> int:
+    """The number of parameters that a run trains, and that its checkpoints hold."""
+    if not cfg.lora_rank:
+        return flops.n_params(model_cfg)
+    import lora  # here, since most runs do without
+
+    return sum(param.numel() for param in lora.trained_weights(model_cfg, cfg).values())
+
+
+def describe_adapters(cfg: TrainConfig, n_trained: int, n_params: int) -> list[str]:
+    """A line about what a run with adapters trains, none for another run.
+
+    16,777,216 parameters are trained, 0.25% of the model's: adapters of rank 8 on Wqkv, ...
+    """
+    if not cfg.lora_rank:
+        return []
+    where = ", ".join(cfg.adapted_layers)
+    if cfg.lora_last_blocks:
+        where += f" of the last {cfg.lora_last_blocks} blocks"
+    also = f", and {cfg.lora_train}" if cfg.lora_train else ""
+    share = f"{n_trained:,} parameters are trained, {n_trained / n_params:.2%} of the model's"
+    return [f"{share}: adapters of rank {cfg.lora_rank} on {where}{also}"]
 
 
 def describe_mesh(cfg: TrainConfig) -> str:

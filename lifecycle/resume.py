@@ -29,6 +29,7 @@ from storage.checkpoint_files import read_meta
 # What must not change when a run is resumed: what the model computes, and the order of the data.
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 SAME_RUN = ["seed", "global_batch_size"]
+SAME_ADAPTERS = "lora_rank lora_alpha rslora lora_targets lora_last_blocks lora_train".split()
 
 
 @dataclass
@@ -87,6 +88,10 @@ def choose(cfg: TrainConfig) -> Path | None:
         require(not reason, f"{path} {reason}: set --resume to another one")
         return path
     chosen, unfit = newest_fit(cfg)
+    asks_again = chosen and cfg.resume == "again"
+    begins_again = asks_again and decides(lambda: read_meta(chosen)["step"]) >= cfg.max_steps
+    if begins_again:
+        decides(functools.partial(require_not_imported, cfg.run_dir))
     is_damaged = any(kind == "damaged" for _, kind, _ in unfit)
     if is_damaged and not chosen and was_restarted():
         raise UserError(nothing_sound(cfg.run_dir, unfit), on_all_ranks=True)
@@ -94,8 +99,7 @@ def choose(cfg: TrainConfig) -> Path | None:
     for path, kind, reason in unfit:
         new_name = decides(functools.partial(checkpoint_files.put_aside, path, kind))
         lines.append(f"{path} {reason}: it is kept as {new_name}")
-    asks_again = chosen and cfg.resume == "again"
-    if asks_again and decides(lambda: read_meta(chosen)["step"]) >= cfg.max_steps:
+    if begins_again:
         moved_to = decides(lambda: runlog.put_aside(cfg.run_dir))
         lines.append(f"the finished run is kept in {moved_to}")
         chosen = None
@@ -131,6 +135,13 @@ def nothing_sound(run_dir: str, unfit: list[tuple[Path, str, str]]) -> str:
         "does not begin a new run: put a sound one there, or give the command again by hand to "
         "start at step 0"
     )
+
+
+def require_not_imported(run_dir: str) -> None:
+    """UserError if a run began from an imported step-0, which a new run there would not have."""
+    imported = Path(run_dir) / "checkpoints" / "step-0"
+    problem = f"{run_dir} began from weights that were imported, which a new run would lose"
+    require(not imported.exists(), f"{problem}: import them again into another --run_dir")
 
 
 def was_restarted() -> bool:
@@ -178,17 +189,29 @@ def check_same(
     """UserError unless the checkpoint is of this model, this data and this order of the data."""
     # A setting that did not exist when the checkpoint was saved has its default.
     saved_cfg = config.from_dict(MPTConfig, meta, f"{path}/meta.json")
-    saved = comparable(asdict(saved_cfg) | meta)
+    saved = comparable(asdict(TrainConfig()) | asdict(saved_cfg) | meta)
     ours = comparable(asdict(model_cfg) | asdict(cfg))
     fix = "Use the same settings, or another --run_dir"
 
-    differences = differing(SAME_MODEL, saved, ours)
+    fingerprint = saved["data_fingerprint"]
+    is_imported = str(fingerprint).startswith("imported from")
+    if is_imported:  # not trained yet: rows may be packed, or have another length
+        differences = different_functions(saved_cfg, model_cfg)
+    else:
+        differences = differing(SAME_MODEL, saved, ours)
     require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
 
-    fingerprint = saved["data_fingerprint"]
-    imported = str(fingerprint).startswith("imported from")
+    holds_adapters = bool(meta.get("lora_rank"))
     begin = f"begin with --init_from={path.parent.parent} and another --run_dir"
-    require(not imported, f"{path} was {fingerprint}, not trained here: {begin}")
+    problem = f"{path} was {fingerprint}, not trained here"
+    require(holds_adapters or not is_imported, f"{problem}: {begin}")
+
+    both = saved["lora_rank"] and ours["lora_rank"]
+    differences = differing(SAME_ADAPTERS if both else ["lora_rank"], saved, ours)
+    problem = f"{path} was trained with other adapters: {', '.join(differences)}"
+    require(not differences, f"{problem}. {fix}")
+    if is_imported:
+        return  # adapters begin at step 0, on any data
 
     differences = differing(SAME_RUN, saved, ours)
     if fingerprint != data_fingerprint:
@@ -202,13 +225,39 @@ def differing(names: list[str], saved: dict, ours: dict) -> list[str]:
     return [f"{k} {saved[k]} (here {ours[k]})" for k in names if saved[k] != ours[k]]
 
 
+def different_functions(there: MPTConfig, here: MPTConfig) -> list[str]:
+    """The settings by which two models have other weight shapes or logits, in a few words each."""
+    theirs, ours = function_settings(there), function_settings(here)
+    return differing([name for name in theirs if name in ours], theirs, ours)
+
+
+def function_settings(cfg: MPTConfig) -> dict:
+    """The settings that decide the shapes and logits of a model, by name.
+
+    Settings that have no effect here are left out, such as rope_theta without rope.
+    """
+    values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
+    values["learned_pos_emb"] = cfg.learned_positions
+    values["kv_n_heads"] = cfg.n_kv_heads
+    values["attn_impl"] = attention.function_of(cfg.attn_impl)
+    values["norm_type"] = norm_of(cfg.norm_type)
+    has_effect = {
+        "alibi_bias_max": cfg.alibi,
+        "rope_theta": cfg.rope,
+        "max_seq_len": cfg.learned_positions,
+    }
+    return {name: value for name, value in values.items() if has_effect.get(name, True)}
+
+
 def comparable(settings: dict) -> dict:
     """The settings with one name for all ways to compute the same function.
 
     A run may be resumed with another attention kernel, or with its norms in another precision.
     """
     attn_impl = attention.function_of(settings["attn_impl"])
-    return settings | {"attn_impl": attn_impl, "norm_type": norm_of(settings["norm_type"])}
+    norm_type = norm_of(settings["norm_type"])
+    layers = TrainConfig(lora_targets=settings["lora_targets"]).adapted_layers
+    return settings | {"attn_impl": attn_impl, "norm_type": norm_type, "lora_targets": layers}
 
 
 def norm_of(norm_type: str) -> str:

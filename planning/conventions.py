@@ -25,7 +25,7 @@ from dataclasses import dataclass, fields, replace
 import config
 import flops
 from config import MPTConfig, require
-from flops import FlopsArgs, n_params, params_by_part
+from flops import FlopsArgs, ShapeArgs, n_params, params_by_part
 from planning import matmuls
 from planning.matmuls import TrainingSetup
 
@@ -89,7 +89,7 @@ def flops_by_term(
     d_s = cfg.d_model * cfg.max_seq_len
     n_lora = matmuls.n_lora(cfg, setup)
 
-    below = setup.lora_first_block if setup.lora_rank else 0  # blocks without a backward
+    below = matmuls.first_backward(cfg, setup)  # blocks without a backward
     linears = sum(parts[name] for name in matmuls.LINEARS) // cfg.n_layers  # of a block
     backward = both_passes - forward
     terms = {
@@ -106,7 +106,8 @@ def flops_by_term(
 
 def recomputed_share(cfg: MPTConfig, setup: TrainingSetup) -> float:
     """Share of the blocks whose forward is computed twice."""
-    return sum(setup.recomputes(i) for i in range(cfg.n_layers)) / cfg.n_layers
+    blocks = range(matmuls.first_backward(cfg, setup), cfg.n_layers)
+    return sum(setup.recomputes(i) for i in blocks) / cfg.n_layers
 
 
 def by_matmuls(cfg: MPTConfig, setup: TrainingSetup) -> float:
@@ -160,19 +161,29 @@ class ConventionArgs:
         matmuls.require_known("convention", self.convention, FORMULAS)
 
 
-def counts(
-    cfg: MPTConfig | None, setup: TrainingSetup, first: str, args: FlopsArgs
+def counts_of_size(
+    n: int, shape: ShapeArgs, setup: TrainingSetup, first: str
 ) -> dict[str, tuple[str, float, float]]:
-    """{convention: (formula, FLOPs per token, the same with what is recomputed)}, `first` first.
+    """`counts` without a model: of n parameters, and of their attention if `shape` has that.
 
-    cfg: None if `args.n_params` is given; then there is only the 6nd convention.
+    Without it, the 6nd convention alone. Raises UserError if `first` needs more.
     """
-    if cfg is None:
-        per_parameter = 6 if setup.trains_all else 4
-        again = 2 if setup.recomputes(0) else 0
-        n = args.n_params
-        return {"6nd": (formula("6nd", setup), per_parameter * n, (per_parameter + again) * n)}
+    names = list(ATTENTION) if shape.l_d_s else ["6nd"]
+    needs = "a model" if first not in ATTENTION else "--n_layers, --d_model and --max_seq_len"
+    known = first in names or (first == "foundry" and not shape.l_d_s)
+    require(known, f"--convention={first} needs {needs}, not --n_params alone")
 
+    counted = {}
+    for name in sorted(names, key=lambda name: name != first):
+        forward, both_passes = ATTENTION[name]
+        once = (6 if setup.trains_all else 4) * n + both_passes * shape.l_d_s
+        again = 2 * n + forward * shape.l_d_s if setup.recomputes(0) else 0
+        counted[name] = formula(name, setup), once, once + again
+    return counted
+
+
+def counts(cfg: MPTConfig, setup: TrainingSetup, first: str) -> dict[str, tuple[str, float, float]]:
+    """{convention: (formula, FLOPs per token, the same with what is recomputed)}, `first` first."""
     names = list(dict.fromkeys([first, *FORMULAS]))
     if not setup.trains_all:
         names.remove("chinchilla")  # it does not define a count for frozen weights
@@ -189,10 +200,12 @@ def counts(
 
 
 def report(
-    cfg: MPTConfig | None, setup: TrainingSetup, args: FlopsArgs, first: str = "foundry"
+    cfg: MPTConfig | None, setup: TrainingSetup, counted: dict[str, tuple], args: FlopsArgs
 ) -> dict:
-    """All figures of `flops.report` for all conventions, and the FLOPs by matmul and pass."""
-    counted = counts(cfg, setup, first, args)
+    """All figures of `flops.report` for all conventions, and the FLOPs by matmul and pass.
+
+    counted: what `counts` or `counts_of_size` returns.
+    """
     figures = flops.report(cfg, counted, setup.activation_checkpointing, args)
     by_pass = matmuls.flops_by_pass(cfg, setup) if cfg else {}
     return {**figures, "by_pass": by_pass}
@@ -209,16 +222,20 @@ def table(cfg: MPTConfig | None, setup: TrainingSetup, figures: dict) -> str:
 
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
-    cfg, setup, chosen, args = config.load(
-        argv, MPTConfig, TrainingSetup, ConventionArgs, FlopsArgs
-    )
-    if args.n_params:
+    if flops.has_size(argv):
         model_keys = {field.name for field in fields(MPTConfig) + fields(TrainingSetup)}
         flops.refuse_model(argv, model_keys - {"frozen", "activation_checkpointing"})
-        without_model = chosen.convention in ("foundry", "6nd")
-        require(without_model, f"--convention={chosen.convention} needs a model, not --n_params")
+        shape, setup, chosen, args = config.load(
+            argv, ShapeArgs, TrainingSetup, ConventionArgs, FlopsArgs
+        )
         cfg = None
-    figures = report(cfg, setup, args, chosen.convention)
+        counted = counts_of_size(args.n_params, shape, setup, chosen.convention)
+    else:
+        cfg, setup, chosen, args = config.load(
+            argv, MPTConfig, TrainingSetup, ConventionArgs, FlopsArgs
+        )
+        counted = counts(cfg, setup, chosen.convention)
+    figures = report(cfg, setup, counted, args)
     print(json.dumps(figures, indent=2) if args.json else table(cfg, setup, figures))
 
 

@@ -6,8 +6,9 @@
 
 Attention has two matmuls without a weight, q k^T and p v, of 2 d FLOPs for each query and key. The
 backward has two for each of them. So training costs as much as three forwards; if the weights are
-frozen, the linear layers cost two forwards, attention still three. Low-rank adapters (LoRA, arXiv
-2106.09685), A (r x in) and B (out x r) beside a frozen weight, cost three forwards of their own.
+frozen, the linear layers cost two forwards, attention still three. Low-rank adapters (lora.py),
+A (r x in) and B (out x r) beside a frozen weight, cost three forwards of their own; a block below
+the first adapter costs its forward alone.
 
     keys of a query   full    S               the whole square, as most conventions count it
                       causal  (S + 1) / 2     what the mask allows
@@ -20,11 +21,20 @@ Run `python -m planning.matmuls configs/mpt7b.py --lora_rank=16 --attention=flas
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import config
-from config import Checkpointing, MPTConfig, require
+import flops
+from config import (
+    EXTRA_PARTS,
+    LINEAR_LAYERS,
+    Checkpointing,
+    MPTConfig,
+    TrainConfig,
+    listed,
+    require,
+)
 
 # The linear layers of a block: {module: part}.
 LINEARS = {
@@ -35,6 +45,7 @@ LINEARS = {
 }
 ATTENTION = ("scores", "attention x V")
 PASSES = ("forward", "input gradient", "weight gradient", "recomputed")
+LORA_CONVENTION = "LoRA: every matmul of its step, at most 4 N + 6 N_lora + 12 L d S"
 Attention = Literal["full", "causal", "flash"]
 
 
@@ -47,36 +58,47 @@ class TrainingSetup:
     document: int = 0  # tokens of each document in a packed sequence (0 = one document fills it)
     frozen: bool = False  # all weights; a learned prompt before block 0 trains
     lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
-    lora_targets: str = "Wqkv,out_proj,up_proj,down_proj"  # linear layers that have an adapter
-    lora_first_block: int = 0  # blocks before this one have no adapters, so need no backward
+    lora_targets: str = "all"  # layers that have one: Wqkv,out_proj,up_proj,down_proj
+    lora_last_blocks: int = 0  # only the last n blocks have adapters (0 = all blocks)
+    lora_train: str = ""  # train these, too: norms, biases, or norms,biases
     activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
     recompute_every: int = 1  # activation checkpointing of every k-th block
 
     def check(self) -> None:
         """UserError if a setting is out of range or names no linear layer."""
-        for name in ("window", "document", "lora_rank", "lora_first_block"):
+        for name in ("window", "document", "lora_rank", "lora_last_blocks"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must be 0 or more, not {value}")
         every = self.recompute_every
         require(every > 0, f"recompute_every must be at least 1, not {every}")
-        for target in self.targets:
-            require_known("LoRA target", target, LINEARS)
+        listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        listed("lora_train", self.lora_train, EXTRA_PARTS)
 
     @property
     def targets(self) -> list[str]:
         """The modules that have an adapter."""
-        return [name.strip() for name in self.lora_targets.split(",")]
+        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        return LINEAR_LAYERS if "all" in chosen else chosen
 
     @property
     def trains_all(self) -> bool:
         """Do all weights of the model train?"""
         return not (self.frozen or self.lora_rank)
 
+    def checkpointing_of(self, i: int) -> Checkpointing:
+        """The activation checkpointing of block i."""
+        return self.activation_checkpointing if i % self.recompute_every == 0 else "none"
+
     def recomputes(self, i: int) -> bool:
-        """Is the forward of block i done again? With "selective" no matmul is."""
-        has_backward = i >= self.lora_first_block or not self.lora_rank
-        chosen = self.activation_checkpointing == "full" and i % self.recompute_every == 0
-        return chosen and has_backward
+        """Is the whole forward of block i done again, if it has a backward?"""
+        return self.checkpointing_of(i) == "full"
+
+
+def setup_of(cfg: TrainConfig) -> TrainingSetup:
+    """The setup of a run: what it trains, and what it computes again."""
+    names = "lora_rank lora_targets lora_last_blocks lora_train"
+    names += " activation_checkpointing recompute_every"
+    return TrainingSetup(**{name: getattr(cfg, name) for name in names.split()})
 
 
 def require_known(kind: str, name: str, known) -> None:
@@ -93,17 +115,10 @@ def adapters(cfg: MPTConfig, setup: TrainingSetup) -> dict[str, tuple[int, int]]
     """{part: (parameters of A, parameters of B)} for the adapted parts of a block."""
     if not setup.lora_rank:
         return {}
-    d = cfg.d_model
-    shapes = {  # (in, out)
-        "Wqkv": (d, d + 2 * cfg.n_kv_heads * cfg.head_dim),
-        "out_proj": (d, d),
-        "up_proj": (d, cfg.hidden_dim),
-        "down_proj": (cfg.hidden_dim, d),
-    }
     r = setup.lora_rank
     return {
         LINEARS[name]: (r * n_in, n_out * r)
-        for name, (n_in, n_out) in shapes.items()
+        for name, (n_out, n_in) in cfg.linear_layers().items()
         if name in setup.targets
     }
 
@@ -112,14 +127,31 @@ def n_lora(cfg: MPTConfig, setup: TrainingSetup) -> int:
     """Number of parameters of all adapters. Raises UserError as `check_setup` does."""
     check_setup(cfg, setup)
     per_block = sum(a + b for a, b in adapters(cfg, setup).values())
-    return (cfg.n_layers - setup.lora_first_block) * per_block
+    return len(adapted_blocks(cfg, setup)) * per_block
 
 
 def check_setup(cfg: MPTConfig, setup: TrainingSetup) -> None:
     """UserError if a setting is out of range, for this model or for any."""
     setup.check()
-    has_block = setup.lora_first_block < cfg.n_layers
-    require(has_block, f"lora_first_block must be below n_layers {cfg.n_layers}")
+    few = f"lora_last_blocks {setup.lora_last_blocks} is more than n_layers {cfg.n_layers}"
+    require(setup.lora_last_blocks <= cfg.n_layers, f"{few}: lower it")
+
+
+def adapted_blocks(cfg: MPTConfig, setup: TrainingSetup) -> range:
+    """The blocks that have adapters."""
+    return cfg.adapted_blocks(setup.lora_last_blocks) if setup.lora_rank else range(0)
+
+
+def trains_vectors(cfg: MPTConfig, setup: TrainingSetup) -> bool:
+    """Do norms or biases train beside the adapters? If so, they do in every block."""
+    extra = listed("lora_train", setup.lora_train, EXTRA_PARTS)
+    return "norms" in extra or ("biases" in extra and not cfg.no_bias)
+
+
+def first_backward(cfg: MPTConfig, setup: TrainingSetup) -> int:
+    """The first block that has a backward: the first one with anything to train."""
+    adapters_alone = setup.lora_rank and not trains_vectors(cfg, setup)
+    return adapted_blocks(cfg, setup).start if adapters_alone else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,15 +197,16 @@ def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dic
 
     Nothing before the first adapter needs a backward. The linear layer beside the first adapter,
     and that adapter's A, need no gradient of their input. Full activation checkpointing does not
-    repeat a block's last matmul: the backward does not need its output.
+    repeat a block's last matmul, that of down_proj's own weight: the backward does not need its
+    output. The selective kind repeats only products with an adapter's B.
     """
-    adapted = adapters(cfg, setup) if i >= setup.lora_first_block else {}
-    needs_grad = (
-        not setup.lora_rank or i > setup.lora_first_block
-    )  # does the input of this part need a gradient?
-    again = setup.recomputes(i)
+    adapted = adapters(cfg, setup) if i in adapted_blocks(cfg, setup) else {}
+    first = first_backward(cfg, setup)
+    # Does this part's input need a gradient? If norms or biases train, that of every part does.
+    needs_grad = not setup.lora_rank or trains_vectors(cfg, setup) or i > first
+    recomputes = setup.checkpointing_of(i) if i >= first else "none"
     parts = {}
-    lora = dict.fromkeys(PASSES, 0)
+    of_adapters = dict.fromkeys(PASSES, 0)
 
     for part, forward in block_forward(cfg, setup).items():
         is_attention = part in ATTENTION
@@ -182,25 +215,36 @@ def block_by_pass(cfg: MPTConfig, setup: TrainingSetup, i: int) -> dict[str, dic
             "forward": forward,
             "input gradient": factors * forward * needs_grad,
             "weight gradient": 0 if is_attention else forward * setup.trains_all,
-            "recomputed": forward * again,
+            "recomputed": forward * (recomputes == "full" and part != "MLP down"),
         }
         if part == "scores" and setup.attention == "flash":
             passes["recomputed"] += forward * needs_grad
         parts[part] = passes
 
         if part in adapted:
-            a, b = (2 * n for n in adapted[part])  # FLOPs of a forward
-            lora["forward"] += a + b
-            lora["input gradient"] += a * needs_grad + b
-            lora["weight gradient"] += a + b
-            lora["recomputed"] += (a + b) * again
+            # Else the product with down_proj's A is the last that the backward needs.
+            repeats_b = part != "MLP down" or needs_grad
+            of_part = adapter_passes(*adapted[part], needs_grad, recomputes, repeats_b)
+            of_adapters = {name: of_adapters[name] + of_part[name] for name in PASSES}
             needs_grad = True
+    return {**parts, "adapters": of_adapters}
 
-    if again and "MLP down" in adapted:  # the last matmul is that of the adapter's B
-        lora["recomputed"] -= 2 * adapted["MLP down"][1]
-    elif again:
-        parts["MLP down"]["recomputed"] = 0
-    return {**parts, "adapters": lora}
+
+def adapter_passes(
+    n_a: int, n_b: int, needs_grad: bool, recomputes: Checkpointing, repeats_b: bool
+) -> dict[str, float]:
+    """{pass: FLOPs per token} of an adapter with A and B of so many parameters.
+
+    needs_grad: of its input. recomputes: the activation checkpointing of its block. repeats_b: does
+    that compute the product with B again, too?
+    """
+    a, b = 2 * n_a, 2 * n_b  # FLOPs of a forward
+    return {
+        "forward": a + b,
+        "input gradient": a * needs_grad + b,
+        "weight gradient": a + b,
+        "recomputed": a * (recomputes == "full") + b * (recomputes != "none" and repeats_b),
+    }
 
 
 def flops_by_pass(
@@ -227,6 +271,26 @@ def flops_by_pass(
         "recomputed": 0,
     }
     return {part: passes for part, passes in sums.items() if any(passes.values())}
+
+
+def flops_of_run(cfg: MPTConfig, train: TrainConfig, recomputed: bool = False) -> float:
+    """FLOPs per token of a training run, by which its MFU counts.
+
+    LLM Foundry's convention if all weights train (flops.py). A run with adapters: every matmul that
+    its step needs, with the whole square of scores. recomputed: count what is computed again, too.
+    """
+    setup = setup_of(train)
+    if not recomputed:
+        setup = replace(setup, activation_checkpointing="none")
+    if train.lora_rank:
+        return total(flops_by_pass(cfg, setup))
+    again = setup.activation_checkpointing, setup.recompute_every
+    return flops.hardware_flops_per_token(cfg, *again)
+
+
+def convention_of(train: TrainConfig) -> str:
+    """What `flops_of_run` counts, as text."""
+    return LORA_CONVENTION if train.lora_rank else flops.CONVENTION
 
 
 def total(by_pass: dict[str, dict[str, float]]) -> float:

@@ -6,6 +6,10 @@
                  a hidden width of 4 d_model: 32 x d_model without activation checkpointing,
                  22 x d_model with selective, 2 x d_model with full
     loss         the gradient of the output weight W in fp32, one chunk of logits at a time
+    adapters     (lora.py) 16 bytes a parameter of theirs, and for each frozen weight of a matrix 2
+                 in bf16, else 4, without gradient and moments. Activations hardly shrink: a frozen
+                 layer does not keep its input, but its adapter does. Blocks below the first adapter
+                 keep nothing
 
 A step passes through moments (points in time, not Adam's moments): the forward of the loss, its
 backward, each block's backward, the update. Each has its own sum of parts; the largest sum is the
@@ -27,6 +31,7 @@ import config
 import devices
 import flops
 from config import Checkpointing, MPTConfig, TrainConfig, blocks_of, require
+from planning import matmuls
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
 GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
@@ -43,6 +48,12 @@ class MemoryArgs:
 
     ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
+
+
+def with_base(argv: list[str]) -> list[str]:
+    """argv with a base for the adapters that it asks for: a run needs one, no plan reads it."""
+    asks_for_adapters = any(word.startswith("--lora_rank=") for word in argv)
+    return ["--init_from=any", *argv] if asks_for_adapters else argv
 
 
 def width(precision: str) -> int:
@@ -84,6 +95,20 @@ def widths(m: MPTConfig, tp: int = 1) -> Widths:
         math.ceil(m.hidden_dim / tp),
         math.ceil(m.vocab_size / tp),
     )
+
+
+def adapter_ends(m: MPTConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
+    """{linear layer: (numbers that its A reads, numbers that its B writes)}, on one tensor rank.
+
+    Tensor parallelism cuts one of the two.
+    """
+    d, part = m.d_model, widths(m, tp)
+    return {
+        "Wqkv": (d, part.q + 2 * part.kv),
+        "out_proj": (part.q, d),
+        "up_proj": (d, part.hidden),
+        "down_proj": (part.hidden, d),
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -145,6 +170,38 @@ def norms_copy_qk(m: MPTConfig, precision: str, tp: int) -> bool:
     return both_are_cut or norm_width(m, precision) > width(precision)
 
 
+def saved_beside_adapters(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    adapted: list[str],
+    precision: str = "bf16",
+    input_has_gradient: bool = True,
+) -> dict[str, int]:
+    """`saved_by_block` for a block whose own matrices are frozen. adapted: layers with adapters.
+
+    A linear layer with a frozen weight keeps nothing. Its adapter keeps its input for A's gradient,
+    and the product of both for B's. input_has_gradient: whether norm_1 needs one. In the first
+    block with adapters it does not, so nothing is kept before the first of them.
+    """
+    saved = saved_by_block(m, precision, cfg.tp, cfg.sequence_parallel)
+    in_attention = input_has_gradient or "Wqkv" in adapted
+    after_attention = in_attention or "out_proj" in adapted
+    needed = {
+        "norm_1's input": input_has_gradient,
+        "Wqkv's input": "Wqkv" in adapted,
+        "attention's output": after_attention,
+        "norm_2's input": after_attention,
+        "up_proj's input": "up_proj" in adapted,
+        "GELU's input": after_attention or "up_proj" in adapted,
+        "down_proj's input": "down_proj" in adapted,
+    }
+    kept = {name: n * needed.get(name, in_attention) for name, n in saved.items()}
+    of_a_norm = saved["norms' mean, 1/std"] // 2
+    kept["norms' mean, 1/std"] = of_a_norm * (input_has_gradient + after_attention)
+    kept["products with A"] = width(precision) * cfg.lora_rank * len(adapted)
+    return kept
+
+
 def kept_by_block(
     m: MPTConfig,
     activation_checkpointing: str,
@@ -182,23 +239,25 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     """(data-parallel ranks that share one copy of the state, rows of the batch on each rank).
 
     ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if these do not
-    divide the model or the batch.
+    divide the model or the batch, or leave a stage without an adapter.
     """
     tp, pp = cfg.tp, cfg.pp
     for name, n in {"ranks": ranks, "tp": tp, "pp": pp}.items():
         require(n > 0, f"{name} must be at least 1, not {n}")
     m.check_tensor_ranks(tp, cfg.sequence_parallel)
     m.check_stages(pp)
+    m.check_adapters_fit(cfg)
 
     dp, rest = divmod(ranks, tp * pp)
     require(rest == 0, f"{ranks} global ranks are not a multiple of tp {tp} x pp {pp} = {tp * pp}")
     dp_ranks = "data-parallel ranks"
     if tp * pp > 1:
-        dp_ranks += f": {ranks} / (tp {tp} x pp {pp})"
+        dp_ranks += f" ({ranks} / (tp {tp} x pp {pp}))"
 
     batch = cfg.global_batch_size
     rows, rest = divmod(batch, dp)
-    require(rest == 0, f"global_batch_size {batch} is not a multiple of the {dp} {dp_ranks}")
+    problem = f"global_batch_size {batch} is not a multiple of the {dp} {dp_ranks}"
+    require(rest == 0, f"{problem}: {nearest_batches(batch, {dp})}")
 
     shard_ranks = cfg.shard_ranks(dp, node=0) if dp > 1 else 1
     fix = "set --shard_size (fsdp_train.py takes the ranks of a node by default)"
@@ -206,6 +265,14 @@ def layout(m: MPTConfig, cfg: TrainConfig, ranks: int) -> tuple[int, int]:
     divides = dp % shard_ranks == 0
     require(divides, f"shard_size {shard_ranks} does not divide the {dp} {dp_ranks}")
     return shard_ranks, rows
+
+
+def nearest_batches(batch: int, possible_dp: set[int]) -> str:
+    """The fix for a batch that none of these numbers of data-parallel ranks divides."""
+    below = max(batch // dp * dp for dp in possible_dp)
+    above = min(math.ceil(batch / dp) * dp for dp in possible_dp)
+    nearest = f"{below} or {above}" if below else f"{above}"
+    return f"set --global_batch_size={nearest}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -240,6 +307,8 @@ class StepMemory:
         gradients on their way to other stages take up to three residual streams.
 
     With several data-parallel ranks the model is under fully_shard.
+
+    With cfg.lora_rank, lora.py's adapters train, and the model's own matrices are frozen.
     """
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
@@ -247,6 +316,9 @@ class StepMemory:
         require_countable(m, cfg)
 
         self.m = m
+        self.has_adapters = cfg.lora_rank > 0
+        self.adapted_layers = cfg.adapted_layers if self.has_adapters else []
+        self.setup = matmuls.setup_of(cfg)
         self.dp = ranks // (cfg.tp * cfg.pp)  # data-parallel ranks
         self.tp = cfg.tp
         self.pp = cfg.pp
@@ -269,17 +341,19 @@ class StepMemory:
         self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1
         self.message_bytes = self.residual_bytes // self.parts_of_tokens  # to another stage
 
-        self.count_parameters()
-        self.count_activations(cfg, precision)
         self.accumulates = rows > cfg.microbatch_size  # over several microbatches
+        self.count_parameters()
+        self.count_trained(cfg)
+        self.count_activations(cfg, precision)
         # The gradient of W has W's dtype.
         self.head_grad_width = self.width if self.dp > 1 else 4
         self.turns = self.list_turns(cfg, rows, stage)
 
     def count_parameters(self) -> None:
-        """Set numbers of parameters on this rank: of an embedding, a block, outside blocks, in all.
+        """Set numbers of parameters on this rank: of an embedding, a block, outside blocks.
 
-        The embedding has the size of the weight that the loss multiplies with (W in loss.py).
+        Adapters are not among them. The embedding has the size of the weight that the loss
+        multiplies with (W in loss.py).
         """
         m, part = self.m, self.part
         d = m.d_model
@@ -293,28 +367,103 @@ class StepMemory:
         if self.is_last:
             self.n_outside += (self.n_embedding if has_own_head else 0) + d * (1 + has_bias)
 
-        columns = (part.q + 2 * part.kv + part.hidden) * (d + has_bias)  # Wqkv, up_proj
-        rows = (part.q + part.hidden) * d + 2 * d * has_bias  # out_proj, down_proj
-        norms = (2 * d + (part.q + part.kv if m.qk_ln else 0)) * (1 + has_bias)
-        self.n_block = columns + rows + norms
+        columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
+        rows = part.q + part.hidden  # of out_proj, down_proj
+        self.norm_channels = 2 * d + (part.q + part.kv if m.qk_ln else 0)  # of a block
+        self.linear_biases = (columns + 2 * d) * has_bias  # of a block
+        norms = self.norm_channels * (1 + has_bias)
+        self.n_block = (columns + rows) * d + self.linear_biases + norms
 
-        self.n_params = self.n_outside + self.n_layers * self.n_block
+    def count_trained(self, cfg: TrainConfig) -> None:
+        """Set what trains and what is frozen on this rank.
+
+        trained: parameters of each block that train. trained_outside: of those outside blocks.
+        n_adapters: of a block that has any. n_scaled: of B's that the graph keeps, times the scale,
+        beside those. n_cast: parameters of a block that autocast casts to bf16. n_frozen,
+        frozen_bytes: of all frozen weights. n_trained, n_params: in all.
+        """
+        self.trained = [self.n_block] * self.n_layers
+        self.trained_outside = self.n_outside
+        self.n_adapters = 0
+        self.n_scaled = 0
+        self.n_frozen, self.frozen_bytes = 0, 0
+        self.n_cast = self.n_block
+        if self.has_adapters:
+            self.count_adapters(cfg)
+        self.n_trained = self.trained_outside + sum(self.trained)
+        self.n_params = self.n_trained + self.n_frozen
+
+    def count_adapters(self, cfg: TrainConfig) -> None:
+        """`count_trained` for a run with adapters."""
+        d = self.m.d_model
+        ends = adapter_ends(self.m, self.tp)
+        n_a = cfg.lora_rank * sum(ends[name][0] for name in cfg.adapted_layers)
+        n_b = cfg.lora_rank * sum(ends[name][1] for name in cfg.adapted_layers)
+        self.n_adapters = n_a + n_b
+        # The graph keeps B times the scale. Where autocast casts it, that is the copy of B.
+        casts = self.width == 2 and self.dp == 1 and not self.accumulates
+        self.n_scaled = 0 if casts else n_b
+        vectors = self.trained_vectors(cfg, self.norm_channels, self.linear_biases)
+        with_adapters = matmuls.adapted_blocks(self.m, self.setup)
+        self.trained = [self.n_adapters * (i in with_adapters) + vectors for i in self.blocks]
+        norm_f = d if self.is_last else 0
+        self.trained_outside = self.trained_vectors(cfg, norm_f, 0)
+
+        has_bias = 0 if self.m.no_bias else 1
+        vectors_of_block = self.norm_channels * (1 + has_bias) + self.linear_biases
+        self.n_cast = self.n_adapters + vectors_of_block
+        # Norms and biases stay fp32; matrices are stored as the matmuls take them.
+        n_vectors = self.n_layers * vectors_of_block + norm_f * (1 + has_bias)
+        n_matrices = self.n_outside + self.n_layers * self.n_block - n_vectors
+        frozen_vectors = n_vectors - self.n_layers * vectors - self.trained_outside
+        self.n_frozen = n_matrices + frozen_vectors
+        self.frozen_bytes = self.width * n_matrices + 4 * frozen_vectors
+
+    def trained_vectors(self, cfg: TrainConfig, norm_channels: int, linear_biases: int) -> int:
+        """Of norms with this many channels and of these biases: the parameters that train."""
+        norm_biases = 0 if self.m.no_bias else norm_channels
+        n = 0
+        if "norms" in cfg.lora_train:
+            n += norm_channels + norm_biases
+        if "biases" in cfg.lora_train:
+            n += linear_biases + norm_biases * ("norms" not in cfg.lora_train)
+        return n
 
     def count_activations(self, cfg: TrainConfig, precision: str) -> None:
-        """Set which blocks are recomputed, and the bytes that each keeps for its backward."""
+        """Set which blocks have a backward and which are recomputed, and the bytes that each keeps
+        for its backward, and has computed again just before it."""
         mode = cfg.activation_checkpointing
         self.recomputed = [
             mode != "none" and number % cfg.recompute_every == 0 for number in self.blocks
         ]
+        first = matmuls.first_backward(self.m, self.setup)
+        # A later stage has a backward for the hidden states that it receives.
+        self.has_backward = [number >= first or not self.is_first for number in self.blocks]
 
         split = (precision, cfg.tp, cfg.sequence_parallel)
-        self.saved_bytes = self.tokens * kept_by_block(self.m, "none", *split)
         small = self.tokens * kept_by_block(self.m, mode, *split)
-        self.kept_bytes = [small if again else self.saved_bytes for again in self.recomputed]
-        # What a block has computed again, just before its backward. With "selective", the output of
-        # down_proj is kept, but nothing needs it.
-        self.again_bytes = self.saved_bytes - small
-        self.again_bytes += self.residual_bytes if mode == "selective" else 0
+        saved, products = self.tokens * kept_by_block(self.m, "none", *split), 0
+        # With "selective", the output of down_proj is kept, but nothing needs it.
+        unneeded = self.residual_bytes if mode == "selective" else 0
+        self.kept_bytes = []
+        self.again_bytes = []
+        for i, again in enumerate(self.recomputed):
+            if self.has_adapters:
+                saved, products = self.saved_by_own_block(i, cfg, precision)
+            kept = small + (products if mode == "selective" else 0) if again else saved
+            self.kept_bytes.append(kept * self.has_backward[i])
+            self.again_bytes.append(saved - kept + unneeded if again else 0)
+
+    def saved_by_own_block(self, i: int, cfg: TrainConfig, precision: str) -> tuple[int, int]:
+        """Bytes that this stage's i-th block keeps beside adapters if it is not recomputed, and how
+        many of them are products with the A of adapters."""
+        with_adapters = self.blocks[i] in matmuls.adapted_blocks(self.m, self.setup)
+        adapted = cfg.adapted_layers if with_adapters else []
+        # The first block with a backward passes no gradient on.
+        passes_on = not self.is_first or True in self.has_backward[:i]
+        needs_gradient = passes_on or matmuls.trains_vectors(self.m, self.setup)
+        saved = saved_beside_adapters(self.m, cfg, adapted, precision, needs_gradient)
+        return self.tokens * sum(saved.values()), self.tokens * saved["products with A"]
 
     def list_turns(self, cfg: TrainConfig, rows: int, stage: int) -> list[Turn]:
         """The microbatches in whose backward the peak of a stage may be.
@@ -343,7 +492,7 @@ class StepMemory:
         """
         is_shared = self.is_tied and self.pp == 1
         added_directly = turn.adds and self.dp == 1 and not is_shared
-        waits = self.is_last and not added_directly
+        waits = self.is_last and not added_directly and not self.has_adapters
         return self.head_grad_width * self.n_embedding if waits else 0
 
     def messages(self, turn: Turn, receives_gradient: bool = False) -> int:
@@ -374,11 +523,13 @@ class StepMemory:
         waiting = 4 if self.reduces_late else 4 / self.shard_ranks  # whole ones, or shards
         done = 4 / self.shard_ranks if turn.reduces else waiting
         gradients = done * params_done
-        gradients += waiting * (self.n_params - params_done) if turn.adds else 0
+        gradients += waiting * (self.n_trained - params_done) if turn.adds else 0
+        frozen = {"frozen weights": self.frozen_bytes // self.shard_ranks}
         return {
-            "weights, fp32": 4 * self.n_params // self.shard_ranks,
+            **(frozen if self.has_adapters else {}),
+            "weights, fp32": 4 * self.n_trained // self.shard_ranks,
             "gradients, fp32": round(gradients),
-            "Adam's moments, fp32": 8 * self.n_params // self.shard_ranks,
+            "Adam's moments, fp32": 8 * self.n_trained // self.shard_ranks,
             "copies of the weights": copies,
             "blocks' activations": sum(self.kept_bytes[:blocks_kept]) + turn.waiting_bytes,
             "final norm and loss": loss,
@@ -395,15 +546,20 @@ class StepMemory:
         them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
         microbatches of a step.
         """
+        waiting = [
+            i for i in range(blocks_waiting) if self.has_backward[i] and not self.recomputed[i]
+        ]
+        scaled = self.width * self.n_scaled * len(waiting)
         if self.dp > 1:
             n_gathered = blocks_waiting if turn.reduces else self.n_layers
             if self.frees_weights:
                 n_gathered = min(gathered, blocks_waiting)
-            return self.width * (self.n_outside + self.n_block * n_gathered)
+            whole_block = self.n_block + self.n_adapters
+            return self.width * (self.n_outside + whole_block * n_gathered) + scaled
         if self.width == 2:
-            with_copies = self.recomputed if self.accumulates else self.recomputed[:blocks_waiting]
-            return 2 * self.n_block * with_copies.count(False)
-        return 0
+            with_copies = self.recomputed.count(False) if self.accumulates else len(waiting)
+            return 2 * self.n_cast * with_copies + scaled
+        return scaled
 
     def loss_forward(self, turn: Turn) -> dict[str, int]:
         """Bytes by part while one chunk of logits after another is computed."""
@@ -411,8 +567,8 @@ class StepMemory:
         copies = self.copies(turn, self.n_layers)
         gathers = not (self.reduces_late and turn.adds)  # else an earlier microbatch has gathered
         if self.shard_ranks > 1 and gathers:  # the last one's buffer is kept until the next one
-            copies += self.width * self.n_block
-        elif self.dp == 1 and in_bf16:  # the loss makes its own copy of W
+            copies += self.width * (self.n_block + self.n_adapters)
+        elif self.dp == 1 and in_bf16 and not self.has_adapters:  # the loss makes its own copy of W
             copies += 2 * self.n_embedding
 
         # norm_f's input and output, what is gathered of that, and the gradient for it. The loss
@@ -420,8 +576,9 @@ class StepMemory:
         inputs = 2 * self.norm_bytes // self.parts_of_tokens + self.residual_bytes
         if self.is_sequence_parallel or self.norm_bytes > self.residual_bytes:
             inputs += self.residual_bytes
-        # As large as the embedding: the gradient of W in fp32.
-        loss = inputs + 4 * self.n_embedding + self.chunk_bytes()
+        # As large as the embedding: the gradient of W in fp32. A frozen W has none.
+        gradient = 0 if self.has_adapters else 4 * self.n_embedding
+        loss = inputs + gradient + self.chunk_bytes()
         return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
 
     def chunk_rows(self) -> int:
@@ -442,7 +599,7 @@ class StepMemory:
         # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
         # their gradient, and its products with W and x.
         first = (6 if self.width == 2 else 4) * logits
-        products = rows + min(self.part.vocab, COLUMNS)
+        products = rows + (0 if self.has_adapters else min(self.part.vocab, COLUMNS))
         return max(first, self.width * (logits + self.m.d_model * products))
 
     def loss_backward(self, turn: Turn) -> dict[str, int]:
@@ -452,10 +609,12 @@ class StepMemory:
         W's: with the product, and a bf16 copy of one of them if it is bf16.
         """
         copies_of_x = 5 if self.width == 2 else 2
-        during_x = copies_of_x * self.residual_bytes + self.head_grad_width * self.n_embedding
+        during_x = copies_of_x * self.residual_bytes
         bytes_each = 10 if self.head_grad_width == 2 else 8
-        both_of_x = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
-        during_w = both_of_x + bytes_each * self.n_embedding
+        during_w = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
+        if not self.has_adapters:
+            during_x += self.head_grad_width * self.n_embedding
+            during_w += bytes_each * self.n_embedding
         loss = self.norm_bytes // self.parts_of_tokens + max(during_x, during_w)
         copies = self.copies(turn, self.n_layers, 1)
         return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
@@ -467,36 +626,44 @@ class StepMemory:
         is still alive, or when the block's gradients are reduced.
         """
         # down_proj's backward: the gradients of x, of GELU's output and of the weight. Sequence
-        # parallelism first gathers that of x for all tokens: in parts, which then are joined.
-        hidden_and_weight = self.width * (self.tokens + self.m.d_model) * self.part.hidden
+        # parallelism first gathers that of x for all tokens: in parts, which then are joined. A
+        # frozen weight has none, but GELU's output has a second one, by way of the adapter.
+        # (Without an adapter, GELU's input has one, and its output was not kept.)
+        rows = self.tokens if self.has_adapters else self.m.d_model
+        hidden_and_weight = self.width * (self.tokens + rows) * self.part.hidden
         gradient = self.residual_bytes // self.parts_of_tokens
-        matmuls = gradient + hidden_and_weight
+        in_matmuls = gradient + hidden_and_weight
         if self.is_sequence_parallel:
-            matmuls = gradient + self.residual_bytes + max(hidden_and_weight, self.residual_bytes)
+            in_matmuls = gradient + self.residual_bytes
+            in_matmuls += max(hidden_and_weight, self.residual_bytes)
         copies = self.copies(turn, i + 1, 2)  # the next block is gathered meanwhile
         if self.recomputed[i]:
-            matmuls += self.again_bytes
-            copies += 2 * self.n_block if self.dp == 1 and self.width == 2 else 0
+            in_matmuls += self.again_bytes[i]
+            if "up_proj" in self.adapted_layers and "down_proj" not in self.adapted_layers:
+                # up_proj takes more while it is computed again: its product, the update, their sum.
+                in_matmuls += self.residual_bytes
+            copies += 2 * self.n_cast if self.dp == 1 and self.width == 2 else 0
+            copies += self.width * self.n_scaled
 
         at_the_end = 0
         if turn.reduces:  # gradients are copied into one fp32 buffer, kept until the next block's
-            matmuls += 4 * self.n_block if i + 1 < self.n_layers else 0
+            in_matmuls += 4 * self.trained[i + 1] if i + 1 < self.n_layers else 0
             bytes_each = self.width + 4
             if self.reduces_late and turn.adds:  # fp32 ones already, and the weights are freed
                 bytes_each = 4 - self.width
-            at_the_end = bytes_each * self.n_block - self.kept_bytes[i]
+            at_the_end = bytes_each * self.trained[i] - self.kept_bytes[i]
         elif self.dp > 1:  # they stay, and become fp32 one after another
             bytes_each = self.width if turn.adds else 4
-            at_the_end = bytes_each * self.n_block - self.kept_bytes[i]
+            at_the_end = bytes_each * self.trained[i] - self.kept_bytes[i]
 
-        params_done = self.n_block * (self.n_layers - 1 - i)
+        params_done = sum(self.trained[i + 1 :])
         final_norm = 0
         if self.is_last and i + 1 == self.n_layers:
             # norm_f's backward comes before: its input, and the gradients of its output and input.
             # With tensor parallelism all ranks sum the second, which takes a copy.
             final_norm = 2 * self.norm_bytes // self.parts_of_tokens
             final_norm += 2 * self.residual_bytes if self.is_sequence_parallel else self.norm_bytes
-        workspace = max(matmuls, at_the_end, final_norm)
+        workspace = max(in_matmuls, at_the_end, final_norm)
         workspace += self.messages(turn, receives_gradient=i + 1 < self.n_layers)
         head = self.head_grad_bytes(turn)
         return self.parts_at(turn, i + 1, params_done, copies, head, workspace)
@@ -526,13 +693,28 @@ class StepMemory:
         elif self.dp > 1 and not turn.adds:  # gradients become fp32
             workspace = max(workspace, (self.width + 4) * self.n_outside - head)
         workspace += self.messages(turn, receives_gradient=True)
-        params_done = self.n_params - self.n_outside
+        params_done = sum(self.trained)
         return self.parts_at(turn, 0, params_done, copies, head, workspace)
 
     def update(self, workspace: int = 0) -> dict[str, int]:
         """Bytes by part when all microbatches are done."""
-        parts = self.parts_at(self.turns[-1], 0, self.n_params, 0, workspace=workspace)
+        parts = self.parts_at(self.turns[-1], 0, self.n_trained, 0, workspace=workspace)
         return {**parts, "blocks' activations": 0}
+
+    def blocks_to_compare(self) -> list[int]:
+        """This stage's blocks whose backward may take the most: a few stand for all.
+
+        From one block to the next of the same kind, the bytes of a backward grow or shrink evenly,
+        so the first or the last of a kind takes the most. The very first block is a case of its
+        own: nothing is gathered for a block before it. Hence the second of each kind, too.
+        """
+        kinds = {}
+        for i, has_backward in enumerate(self.has_backward):
+            if has_backward:
+                next_trained = self.trained[i + 1] if i + 1 < self.n_layers else None
+                kept = self.recomputed[i], self.kept_bytes[i], self.again_bytes[i]
+                kinds.setdefault((*kept, self.trained[i], next_trained), []).append(i)
+        return sorted({i for alike in kinds.values() for i in (*alike[:2], alike[-1])})
 
     def moments(self) -> dict[str, dict[str, int]]:
         """{moment: {part: bytes}} in step order, with only the largest of the block backwards."""
@@ -542,13 +724,13 @@ class StepMemory:
             moments["loss backward"] = largest(self.loss_backward(turn) for turn in self.turns)
 
         backwards = {}
-        for i, number in enumerate(self.blocks):
+        for i in self.blocks_to_compare():
             backward = largest(self.block_backward(i, turn) for turn in self.turns)
-            backwards[f"block {number} backward"] = backward
+            backwards[f"block {self.blocks[i]} backward"] = backward
         name = max(backwards, key=lambda name: sum(backwards[name].values()))
         moments[name] = backwards[name]
 
-        is_end = self.is_first or self.is_last
+        is_end = (self.is_first or self.is_last) and not self.has_adapters  # else they are frozen
         if is_end:
             name = "embedding backward" if self.is_first else "head reduced"
             moments[name] = largest(self.embedding_backward(turn) for turn in self.turns)
@@ -695,7 +877,7 @@ def device_lines(args: MemoryArgs, m: MPTConfig, cfg: TrainConfig, precision: st
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
-    m, cfg, args = config.load(argv, MPTConfig, TrainConfig, MemoryArgs)
+    m, cfg, args = config.load(with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
     precision = "fp32" if cfg.precision == "fp32" else "bf16"
     print(table(m, cfg, args, precision))
 

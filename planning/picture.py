@@ -5,8 +5,16 @@
 draws MPT-7B on 4 to 128 MI250 cards beside the published points. For any other fleet:
 
     python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,16,32 --plot
+
+With a price, or with several kinds of device, that draws time, cost and energy instead:
+
+    python plan.py configs/mpt7b.py --device=h100,mi250 --price=2.5,1.2 --sweep_devices=8,16 --plot
+
+Bands are the error bands of the prediction. Kinds differ in line and marker, not in colour alone.
 """
 
+import itertools
+import math
 import sys
 from dataclasses import replace
 
@@ -15,14 +23,16 @@ import devices
 import flops
 from config import SHARDING_MODES, MPTConfig, TrainConfig, require
 from devices import PUBLISHED_MI250
-from planning import memory, step_time
-from planning.search import dp_ranks_per_node
-from planning.step_time import Constants, Fleet
+from planning import answer, certainty, memory, step_time
+from planning.answer import Offer
+from planning.fleet import Fleet
+from planning.step_time import Constants
 
 # The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. MosaicML's posts do not
 # give the microbatch: configs/mpt7b_mi250.py takes 3 without recomputation, and that fits.
 MPT7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, attn_impl="sdpa")
 POSTS = TrainConfig(global_batch_size=1536, microbatch_size=3)
+HATCHES = ("", "//", "..", "\\\\", "xx", "", "--")  # parts differ without colours, too
 SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
 
 
@@ -30,16 +40,16 @@ SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memor
 # matplotlib
 
 
-def canvas(title: str):
-    """A figure and its two pairs of axes."""
+def canvas(title: str | None = None, rows: int = 1):
+    """A figure, and its two pairs of axes in each row."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         fix = "pip install -r requirements-extra.txt"
         raise config.UserError(f"pictures need matplotlib: {fix}") from error
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
+    figure = Figure(figsize=(12, 4.5 if rows == 1 else 8.5), layout="constrained")
     figure.suptitle(title)
-    return figure, figure.subplots(1, 2)
+    return figure, figure.subplots(rows, 2)
 
 
 def save(figure, path: str) -> None:
@@ -52,13 +62,12 @@ def save(figure, path: str) -> None:
 
 
 def finish_axes(axes, counts: list[int], **labels) -> None:
-    """A horizontal axis with the numbers of devices, then labels, grid and legend."""
+    """A horizontal axis with the numbers of devices, then labels and grid."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
     axes.set(**labels)
     axes.grid(alpha=0.3)
-    axes.legend()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -66,39 +75,132 @@ def finish_axes(axes, counts: list[int], **labels) -> None:
 
 
 def scaling(rows: list[dict], path: str) -> None:
-    """Tokens/s and efficiency over the number of devices. rows: of search.sweep."""
+    """Tokens/s and efficiency over the number of devices. rows: of budget.sweep."""
     plan = rows[0]["strong"]
     counts = [row["devices"] for row in rows]
     size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
     figure, (left, right) = canvas(f"{size} on {plan.fleet.device.name}, predicted")
 
-    for i, name in enumerate(("strong", "weak")):
+    for i, (name, style) in enumerate(zip(("strong", "weak"), ("o-", "s--"), strict=True)):
         rates = [row[name].tokens_per_second for row in rows]
         percent = [100 * row["efficiency"][i] for row in rows]
-        left.plot(counts, rates, "o-", label=f"{name} scaling")
-        right.plot(counts, percent, "o-", label=f"{name} scaling")
+        left.plot(counts, rates, style, label=f"{name} scaling")
+        right.plot(counts, percent, style, label=f"{name} scaling")
 
+    low, high = zip(*(answer.rate_band(row["strong"]) for row in rows), strict=True)
+    left.fill_between(counts, low, high, alpha=0.2, label="error band, strong scaling")
     ideal = [n * rows[0]["rates"][0] for n in counts]
     left.plot(counts, ideal, "k:", label="ideal")
     left.set_yscale("log")
     finish_axes(left, counts, xlabel="torch devices", ylabel="tokens/s")
     efficiency = "% of the smallest fleet's speed per device"
     finish_axes(right, counts, xlabel="torch devices", ylabel=efficiency)
-    right.set_ylim(0, 105)
+    right.set_ylim(bottom=0)
+    for axes in (left, right):
+        axes.legend()
     save(figure, path)
+
+
+# --------------------------------------------------------------------------------------------------
+# Time, cost and energy
+
+# Of one kind of device each: line, marker, colour. Dark to light, so that they differ in grey.
+STYLES = [("-", "o", "C0"), ("--", "s", "C1"), (":", "^", "C2"), ("-.", "D", "C4")]
+
+
+def time_and_cost(offers: list[Offer], path: str) -> None:
+    """Days, cost, tokens per cost and energy of a run over the number of devices.
+
+    Each kind of device has a line and its error band. offers: as of answer.comparison_text.
+    Without a price, the tokens/s take the place of the cost. Energy is left empty if it is unknown.
+    """
+    planned = [offer for offer in offers if offer.plan]
+    plan, values = planned[0].plan, planned[0].figures
+    figure, axes = canvas(rows=2)
+
+    in_hours = all(offer.figures["days"] < 2 for offer in planned)
+    unit, factor = ("hours", 24) if in_hours else ("days", 1)
+    has_price = all(offer.args.price for offer in planned)
+    energies = [offer.figures["mwh"] or 0 for offer in planned]
+    of_energy, per_mwh = ("MWh", 1) if max(energies) > 2 else ("kWh", 1e3)
+    panels = [
+        ("days", factor, f"{unit} of training"),
+        ("cost", 1, "cost, in the currency of --price"),
+        ("tokens_per_cost", 1e-6, "million tokens for a cost of 1"),
+        ("kwh_per_billion_tokens", 1, "kWh for a billion tokens"),
+    ]
+    if not has_price:
+        panels[1:3] = [
+            ("tokens_per_second", 1, "tokens/s"),
+            ("mwh", per_mwh, f"{of_energy} of the run"),
+        ]
+    for axis, panel in zip(axes.flat, panels, strict=True):
+        panel_of_kinds(axis, planned, *panel)
+    kinds, names = axes[0, 0].get_legend_handles_labels()
+    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
+    title = f"{size} on {answer.tokens_text(values['tokens'])}, predicted"
+    title += "; prices are of a torch device for an hour" if has_price else ""
+    where = {"loc": "outside upper center", "ncols": len(names), "frameon": False}
+    figure.legend(kinds, names, title=title, title_fontsize="large", **where)
+    figure.supxlabel(bands_text(planned), fontsize="small")
+    save(figure, path)
+
+
+def panel_of_kinds(axes, offers: list[Offer], name: str, factor: float, label: str) -> None:
+    """One figure of all offers over the number of devices: a line and a band for each kind."""
+    counts = sorted({offer.devices for offer in offers})
+    labels = list(dict.fromkeys(offer.label for offer in offers))
+    for i, kind in enumerate(labels):
+        own = [offer for offer in offers if offer.label == kind and offer.figures[name]]
+        if not own:
+            continue
+        # Side by side, so that the bars of two kinds do not cover each other.
+        shift = 2 ** (0.05 * (i - (len(labels) - 1) / 2))
+        x = [offer.devices * shift for offer in own]
+        y = [offer.figures[name] * factor for offer in own]
+        ends = [[end * factor for end in offer.figures["band"][name]] for offer in own]
+        line, marker, color = STYLES[i % len(STYLES)]
+        draw_band(axes, x, y, ends, fmt=marker + line, color=color, label=kind)
+
+    finish_axes(axes, counts, xlabel="torch devices", ylabel=label)
+    axes.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
+    if name == "days":  # twice the devices, about half the time
+        axes.set_yscale("log", base=2)
+        axes.minorticks_off()
+    else:
+        axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: answer.rounded(value))
+
+
+def draw_band(axes, x: list, y: list, ends: list, **style) -> None:
+    """A line with markers; around it the band between the pairs of `ends`, and its bars."""
+    low, high = zip(*ends, strict=True)
+    below = [middle - end for middle, end in zip(y, low, strict=True)]
+    above = [end - middle for middle, end in zip(y, high, strict=True)]
+    axes.errorbar(x, y, yerr=[below, above], capsize=4, **style)
+    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def bands_text(offers: list[Offer]) -> str:
+    """What the bands mean, as the lines below a picture."""
+    return "\n".join(["bands: from the errors of published runs", *answer.certainty_lines(offers)])
+
+
+def mi250_fleet(cards: int) -> Fleet:
+    """Nodes of 4 cards with 800 Gb/s; a card is two torch devices."""
+    return Fleet(devices.by_name("mi250"), 2 * cards, 8, 100)
 
 
 def mi250(cards: int, c: Constants | None = None, cfg: TrainConfig = POSTS) -> float:
     """TFLOP/s a card of MPT-7B on nodes of 4 cards with 800 Gb/s, as LLM Foundry would run it."""
-    fleet = Fleet(devices.by_name("mi250"), 2 * cards, 8, 100)
-    rate = step_time.tokens_per_second(MPT7B, cfg, fleet, c, step_time.FOUNDRY)
+    rate = step_time.tokens_per_second(MPT7B, cfg, mi250_fleet(cards), c, step_time.FOUNDRY)
     return rate * flops.train_flops_per_token(MPT7B) / cards / 1e12
 
 
 def published_pace(cfg: TrainConfig = POSTS) -> float:
     """Measured / predicted compute of the published run on 4 cards, as `--calibrate` finds it."""
     pace = 1.0
-    for _ in range(20):  # a fixed point, as in calibrate.pace_of
+    for _ in range(20):  # a fixed point, as in calibrate.Fit.log_pace
         pace *= mi250(4, Constants(pace=pace), cfg) / PUBLISHED_MI250[4]
     return pace
 
@@ -113,10 +215,17 @@ def published(path: str) -> None:
     c = Constants(pace=published_pace())
     calibrated = [mi250(n, c) for n in counts]
     left.plot(counts, calibrated, "o-", label="predicted, calibrated on 4 cards")
-    left.plot(counts, [mi250(n) for n in counts], "o:", label="predicted, not calibrated")
+    predicted = [mi250(n) for n in counts]
+    left.plot(counts, predicted, "s:", label="predicted, not calibrated")
+    bands = [certainty.band(MPT7B, POSTS, mi250_fleet(n))[:2] for n in counts]
+    low, high = zip(*bands, strict=True)
+    ends = [[x * factor for x, factor in zip(predicted, end, strict=True)] for end in (low, high)]
+    left.fill_between(counts, *ends, color="C1", alpha=0.15, label="its error band")
     points = PUBLISHED_MI250
     left.plot(points.keys(), points.values(), "k*", markersize=12, label="published by MosaicML")
-    finish_axes(left, counts, xlabel="MI250 cards", ylabel="TFLOP/s a card", ylim=(0, 200))
+    finish_axes(left, counts, xlabel="MI250 cards", ylabel="TFLOP/s a card")
+    left.set_ylim(bottom=0)
+    left.legend()
 
     fleet = Fleet(devices.by_name("mi250"), 16, 8)
     memory_bars(right, MPT7B, replace(POSTS, microbatch_size=1), fleet)
@@ -139,7 +248,7 @@ def bytes_by_sharding(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, path: str) -
 
 def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
     """A bar for each sharding mode: the parts of a rank's peak. Dotted: the device's memory."""
-    shard_size = min(dp_ranks_per_node(fleet), fleet.dp)
+    shard_size = math.gcd(fleet.dp_ranks_per_node, fleet.dp)  # some divisor of the ranks
     bars = []
     for sharding in SHARDINGS:
         one = replace(cfg, sharding=sharding, shard_size=shard_size)
@@ -147,9 +256,9 @@ def memory_bars(axes, m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> None:
 
     bottom = [0.0] * len(bars)
     parts = [name for name in bars[0] if name not in ("peak", "moment")]
-    for part in parts:
+    for part, hatch in zip(parts, itertools.cycle(HATCHES)):
         heights = [bar[part] / 2**30 for bar in bars]
-        axes.bar(SHARDINGS, heights, bottom=bottom, label=part)
+        axes.bar(SHARDINGS, heights, bottom=bottom, label=part, hatch=hatch, edgecolor="white")
         bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     axes.axhline(fleet.device.memory_gb, color="k", linestyle=":")
 

@@ -10,7 +10,7 @@ n microbatches pass through p pipeline stages. If those are equally fast, the bu
 One microbatch on one stage takes
 
     compute   matmuls     FLOPs / (reachable peak x area / (area + tile)),
-                          area = tokens x width on this device
+                          area = rows x columns of the product on this device
               attention   FLOPs of a causal flash kernel / (the kernels' share of the peak x peak)
               memory      bytes of norms, GELU, residuals, logits and FSDP's copies / bandwidth
               tensor      what tensor ranks send each other, which no computation hides
@@ -30,13 +30,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import config
-import devices
 import flops
-from config import MPTConfig, TrainConfig, require, stage_sizes
+from config import MPTConfig, TrainConfig, blocks_of, require, stage_sizes
 from devices import Device
-from planning import memory
+from planning import matmuls, memory
+from planning.fleet import Fleet, FleetArgs, fleet_of
 
-UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
 # Bytes per token and d_model that a block keeps, by the bytes of a number in the residual stream.
 # Memory traffic scales with it.
 KEPT = {2: 32.2, 4: 42.25}
@@ -44,7 +43,10 @@ KEPT = {2: 32.2, 4: 42.25}
 
 @dataclass(frozen=True)
 class Constants:
-    """What no datasheet gives. The first six were fitted, the others were fixed before the fit."""
+    """What no datasheet gives. The first six were fitted, the others were fixed before the fit.
+
+    The fit is to runs of 2023: Triton's flash attention of that year, and nothing compiled.
+    """
 
     # Share of the dense bf16 peak that flash attention reaches on compute capability 8.x, and on
     # 9.0, whose new matrix instructions that kernel did not use.
@@ -52,11 +54,15 @@ class Constants:
     attention_h100: float = 0.18
     # Memory traffic per token, layer and d_model: forward and backward, nothing recomputed.
     block_bytes: float = 460
-    tile: float = 1.7e6  # tokens x width at which matmuls reach half the speed of large ones
+    tile: float = 2.4e6  # elements of a product that is computed at half the speed of large ones
     overlap: float = 1.35  # q above
-    hop: float = 4.5e-6  # seconds for each hop of a ring
+    hop: float = 5.8e-6  # seconds for each hop of a ring
 
     attention: float = 0.25  # the same on other devices: a guess between those two
+    # Memory traffic of compiled blocks / eager ones. Counted for MPT's, not measured: see
+    # bench/roofline.py. A Llama of 8B became 16 % faster (torchtitan, 8 H100, 2024), here 2 %: its
+    # norms and SwiGLU are more kernels.
+    compiled: float = 0.93
     reachable: float = 0.7  # share of the peak that large matmuls reach, if devices.py has none
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
     copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients
@@ -66,7 +72,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Trainer:
-    """What differs between training programs."""
+    """What differs between training programs. The defaults are fsdp_train.py's."""
 
     reduce_bytes: int = 4  # of a gradient on the network
     residual_bytes: int = 2  # of a number in the residual stream
@@ -76,59 +82,53 @@ class Trainer:
     # The same where tensor ranks share the vocabulary. tensor_parallel.py has no kernel: it reads a
     # bf16 logit and writes its gradient, and reads or writes fp32 ones 10 times in between.
     cut_logit_bytes: int = 44
+    block_traffic: float = 1.0  # memory traffic of norms, GELU and residuals / that of the fit
+    repeats_all: bool = False  # full checkpointing repeats a block's last matmul, too
+    # Attention: 0 or the share of the peak that its flash kernel reaches, if not as in the fit.
+    flash: float = 0.0
+    # Bytes of memory traffic for each score, without a flash kernel: of both passes, and once more
+    # of a forward that is repeated. 0: flash attention, which keeps none.
+    score_bytes: int = 0
+    score_bytes_again: int = 0
+    repeats_scores: bool = False  # selective checkpointing repeats attention, not norms and GELU
+    scatters: bool = False  # tensor ranks send the next stage 1 / tp of the tokens, and gather them
+    # What the program does while it computes, instead of before or after.
+    hides_tensor: bool = False  # the traffic of tensor ranks
+    hides_stages: bool = False  # that between stages
+    hides_sums: bool = True  # that of gradients and new weights, once a step
 
 
 OURS = Trainer()
 # LLM Foundry: amp_bf16, FSDP's PURE; logits in bf16 and fp32, in both passes.
-FOUNDRY = Trainer(reduce_bytes=2, residual_bytes=4, logit_bytes=24, cut_logit_bytes=24)
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Equal devices in equal nodes, and how they share the model.
-
-    Tensor-parallel ranks are neighbours, data-parallel ranks come next, pipeline stages are
-    farthest apart. Raises UserError if the split is impossible.
-    """
-
-    device: Device
-    devices: int = 1  # torch devices in all, one global rank each
-    node_size: int = 8  # torch devices of a node
-    network_gbs: float = 100.0  # of a node, each way, GB/s
-    tp: int = 1  # tensor-parallel ranks: they share every matmul
-    pp: int = 1  # pipeline stages
-    interleave: int = 1  # pieces of the model on each stage; the trainer has one
-
-    def __post_init__(self):
-        for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be more than 0, not {value}")
-
-        replica = self.tp * self.pp  # ranks that hold one copy of the model
-        split = f"tp {self.tp} x pp {self.pp} = {replica}"
-        divides = self.devices % replica == 0
-        require(divides, f"devices {self.devices} is not a multiple of {split}")
-        in_node = self.tp <= self.node_size
-        require(in_node, f"tp {self.tp} is more than the {self.node_size} devices of a node")
-        no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
-        require(self.device.bf16_tflops, no_peak)
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel ranks."""
-        return self.devices // (self.tp * self.pp)
-
-    def bandwidth(self, n: int, stride: int) -> float:
-        """Bytes/s of a ring of n ranks whose global ranks are `stride` apart.
-
-        All rings that leave a node share its network.
-        """
-        ranks_in_node = max(1, min(n, self.node_size // stride))  # of this ring
-        gbs = self.device.link_gbs or UNKNOWN_LINK
-        if ranks_in_node < n:
-            ranks_on_network = min(self.node_size, self.devices)
-            gbs = min(gbs, self.network_gbs * ranks_in_node / ranks_on_network)
-        return gbs * 1e9
+FOUNDRY = Trainer(
+    reduce_bytes=2, residual_bytes=4, logit_bytes=24, cut_logit_bytes=24, repeats_all=True
+)
+# Megatron-LM of 2021 and 2022 (arXiv 2104.04473, 2205.05198): fused GELU and residuals, counted as
+# about 160 bytes beside the fit's 350 in bf16; fp16 scores in memory, read and written by matmuls,
+# a fused softmax and dropout; fp32 sums of gradients after the backward. Nothing overlaps.
+MEGATRON = Trainer(
+    logit_bytes=24,
+    cut_logit_bytes=24,
+    block_traffic=0.45,
+    repeats_all=True,
+    score_bytes=32,
+    score_bytes_again=13,
+    repeats_scores=True,
+    scatters=True,
+    hides_sums=False,
+)
+# NeMo of 2024 on Megatron-Core: cuDNN's attention, bf16 sums, and all traffic beside computation.
+# 0.4 is what FlashAttention-3's paper (2407.08608) measures of cuDNN on H100 at these lengths.
+NEMO = replace(
+    MEGATRON,
+    reduce_bytes=2,
+    flash=0.4,
+    score_bytes=0,
+    score_bytes_again=0,
+    hides_tensor=True,
+    hides_stages=True,
+    hides_sums=True,
+)
 
 
 class StepTime:
@@ -163,17 +163,29 @@ class StepTime:
         self.is_first = self.stage == 0
         self.is_last = self.stage == fleet.pp - 1
         self.layers = self.stage_sizes[self.stage]
+        self.setup = matmuls.setup_of(cfg)
         self.n_params = self.params_of_stage() / fleet.tp  # of a rank, before sharding
+        self.n_trained = self.n_params
+        if cfg.lora_rank:
+            self.n_trained = cfg.lora_rank * sum(self.adapter_widths())
+            self.n_params += self.n_trained
+        # Blocks of this stage with a backward: below the first adapter there is none.
+        first = matmuls.first_backward(m, self.setup)
+        own = blocks_of(m.n_layers, self.stage, fleet.pp)
+        self.backward_layers = sum(i >= first for i in own)
+        self.is_lowest_backward = first in own
 
         self.mode = cfg.sharding_mode
-        dp_ranks_per_node = max(1, fleet.node_size // fleet.tp)
-        self.shard_ranks = min(fleet.dp, cfg.shard_ranks(fleet.dp, dp_ranks_per_node))
+        self.shard_ranks = min(fleet.dp, cfg.shard_ranks(fleet.dp, fleet.dp_ranks_per_node))
 
         # Share of the blocks whose matmuls, and whose norms and GELU, are computed twice.
         share = 1 / cfg.recompute_every
         checkpointing = cfg.activation_checkpointing
         self.matmuls_again = share if checkpointing == "full" else 0.0
         self.norms_again = share if checkpointing != "none" else 0.0
+        self.scores_again = self.matmuls_again
+        if checkpointing == "selective" and trainer.repeats_scores:
+            self.norms_again, self.scores_again = 0.0, share
 
     def params_of_stage(self) -> float:
         """The parameters of the stage. Both ends have a tied embedding."""
@@ -188,42 +200,109 @@ class StepTime:
             n += outside["wte"] if is_copied else outside["lm_head"]
         return n
 
+    def adapter_widths(self) -> tuple[int, int]:
+        """How many numbers of a token the adapters' A read on this stage, and their B write."""
+        if not self.cfg.lora_rank:
+            return 0, 0
+        adapted = matmuls.adapted_blocks(self.m, self.setup)
+        own = blocks_of(self.m.n_layers, self.stage, self.fleet.pp)
+        n_blocks = sum(i in adapted for i in own)
+        ends = memory.adapter_ends(self.m, self.fleet.tp)
+        read, written = zip(*(ends[name] for name in self.cfg.adapted_layers), strict=True)
+        return n_blocks * sum(read), n_blocks * sum(written)
+
     # Compute of one microbatch on one stage
 
     def matmuls(self) -> float:
-        """Linear layers and logits: three forwards each, and what is recomputed."""
-        return self.matmul_flops() / self.matmul_rate() * self.c.pace
+        """Linear layers and logits: three forwards each, and what is recomputed.
+
+        In fp8 the linear layers alone. Their casts to it cost nothing here: 1,200 TFLOP/s make a
+        Llama of 8B 19 % faster and 1,580 30 %; torchtitan (8 H100, 2024) measured 28 %.
+        """
+        seconds = self.matmul_flops() / self.matmul_rate() * self.c.pace
+        fp8_tflops = self.fleet.device.matmul_fp8_tflops
+        if not fp8_tflops:
+            return seconds
+        passes = 2 if self.cfg.lora_rank else 3
+        logits = 2 * passes * self.tokens * memory.widths(self.m, self.fleet.tp).vocab
+        logits *= self.m.d_model * self.is_last
+        in_bf16 = logits / self.matmul_flops()  # their share
+        return seconds * (in_bf16 + (1 - in_bf16) * self.matmul_peak() / (fp8_tflops * 1e12))
 
     def matmul_flops(self) -> float:
         """The FLOPs of one rank's matmuls with weights."""
+        if self.cfg.lora_rank:
+            return self.matmul_flops_with_adapters()
+        per_token = 0.0
+        for n_in, n_out, layers, again in self.linear_layers():
+            per_token += 2 * n_in * n_out * layers * (3 + again)
+        return self.tokens * per_token
+
+    def linear_layers(self) -> list[tuple[int, int, int, float]]:
+        """[(features in, features out, how many, forwards again)] of one tensor rank.
+
+        Activation checkpointing ends before a block's last matmul, whose output no backward needs,
+        unless the trainer repeats all.
+        """
         d = self.m.d_model
         part = memory.widths(self.m, self.fleet.tp)
-        block = d * (2 * part.q + 2 * part.kv + 2 * part.hidden)
-        weights = (3 + self.matmuls_again) * self.layers * block
-        weights += 3 * part.vocab * d if self.is_last else 0
-        return 2 * self.tokens * weights
+        again = self.matmuls_again
+        layers = [
+            (d, part.q + 2 * part.kv, self.layers, again),
+            (part.q, d, self.layers, again),
+            (d, part.hidden, self.layers, again),
+            (part.hidden, d, self.layers, again * self.trainer.repeats_all),
+        ]
+        return [*layers, (d, part.vocab, 1, 0.0)] if self.is_last else layers
+
+    def matmul_flops_with_adapters(self) -> float:
+        """The same where frozen weights have no gradient. Tensor ranks share all evenly."""
+        per_token = 2 * 2 * self.m.vocab_size * self.m.d_model if self.is_last else 0
+        for i in blocks_of(self.m.n_layers, self.stage, self.fleet.pp):
+            for part, passes in matmuls.block_by_pass(self.m, self.setup, i).items():
+                if part not in matmuls.ATTENTION:
+                    per_token += sum(passes.values())
+        return self.tokens * per_token / self.fleet.tp
 
     def matmul_rate(self) -> float:
-        """The FLOP/s that matmuls reach on one device."""
+        """The FLOP/s that matmuls reach on one device.
+
+        A product of few elements leaves a part of the device idle at its end, as long as a tile of
+        it takes. So tensor ranks lose speed where they share the features out, not where they share
+        the features in. A weight's gradient has no tokens: kernels cut its sum instead. It counts
+        as the mean of the forward and the input's gradient.
+        """
+        useful = wasted = 0.0
+        for n_in, n_out, layers, again in self.linear_layers():
+            useful += (3 + again) * self.tokens * n_in * n_out * layers
+            wasted += self.c.tile * ((1.5 + again) * n_in + 1.5 * n_out) * layers
+        return self.matmul_peak() * useful / (useful + wasted)
+
+    def matmul_peak(self) -> float:
+        """The FLOP/s that large matmuls reach on one device in bf16."""
         device = self.fleet.device
-        reachable = device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)
-        area = self.tokens * self.m.d_model / self.fleet.tp
-        return reachable * area / (area + self.c.tile)
+        return device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)
 
     def attention(self) -> float:
-        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
+        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward.
+
+        Without one: the whole square of scores, twice as much, and 2 times that backward.
+        """
         m = self.m
-        forwards = 3.5 + self.matmuls_again
-        forward = 2 * m.max_seq_len * m.d_model
-        work = forward * forwards * self.layers * self.tokens / self.fleet.tp
+        square = 2 if self.trainer.score_bytes else 1
+        backward = 2 if self.trainer.score_bytes else 2.5
+        forwards = self.layers + (backward + self.scores_again) * self.backward_layers
+        forward = 2 * square * m.max_seq_len * m.d_model
+        work = forward * forwards * self.tokens / self.fleet.tp
         return work / self.attention_rate() * self.c.pace
 
     def attention_rate(self) -> float:
-        """The FLOP/s that attention kernels reach on one device."""
+        """The FLOP/s that attention reaches on one device. Without flash kernels, as matmuls."""
+        if self.trainer.score_bytes:
+            return self.matmul_peak()
         device = self.fleet.device
-        generation = device.arch.split(".")[0]  # of CUDA's compute capability
-        known = {"8": self.c.attention_a100, "9": self.c.attention_h100}
-        return device.bf16_tflops * 1e12 * known.get(generation, self.c.attention)
+        share = device.attention or self.trainer.flash or attention_share(device, self.c)
+        return device.bf16_tflops * 1e12 * share
 
     def memory(self) -> float:
         """Everything that reads and writes more than it computes.
@@ -237,15 +316,35 @@ class StepTime:
         shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
         residual = KEPT[self.trainer.residual_bytes]
         traffic = c.block_bytes * shape * residual / KEPT[4] * (1 + self.norms_again / 3)
+        traffic *= self.trainer.block_traffic
         share = 1 / tp if self.cfg.sequence_parallel else 1 / 3 + 2 / 3 / tp
-        blocks = self.layers * m.d_model * traffic * share
+        layers = self.backward_layers + (self.layers - self.backward_layers) / 3  # forward alone
+        blocks = layers * m.d_model * traffic * share
+        # fsdp_train.py compiles nothing with tp or pp.
+        if self.cfg.compile is True and tp * self.fleet.pp == 1:
+            blocks *= c.compiled
+        score_bytes = self.trainer.score_bytes + self.scores_again * self.trainer.score_bytes_again
+        blocks += layers * m.n_heads / tp * m.max_seq_len * score_bytes
         logit_bytes = self.trainer.cut_logit_bytes if tp > 1 else self.trainer.logit_bytes
         logits = memory.widths(m, tp).vocab * logit_bytes if self.is_last else 0
 
         gathers = not self.mode.reduces_late and self.shard_ranks > 1
-        copies = c.copy_bytes * self.n_params * (1 if gathers else 1 / 3)  # else gradients only
+        copies = c.copy_bytes * (2 / 3 * self.n_params * gathers + self.n_trained / 3)  # gradients
         bandwidth = self.fleet.device.bandwidth_gbs * 1e9
-        return (self.tokens * (blocks + logits) + copies) / bandwidth * c.pace
+        of_tokens = blocks + logits + self.adapter_bytes()
+        return (self.tokens * of_tokens + copies) / bandwidth * c.pace
+
+    def adapter_bytes(self) -> float:
+        """Memory traffic of the adapters of this stage per token, as counted on real operations.
+
+        Forward: A reads the layer's input; B writes its product, which is added to the layer's
+        output. Backward: the gradient of the output is read twice, and the input once; the gradient
+        of the input is written, and added. Numbers of 2 bytes; the rank is small beside them.
+        """
+        read, written = self.adapter_widths()
+        forward, backward = read + 4 * written, 5 * read + 2 * written
+        again = self.matmuls_again * read + self.norms_again * 4 * written
+        return 2 * (forward + backward + again)
 
     def tensor(self) -> float:
         """What the tensor ranks that share a layer send each other."""
@@ -260,20 +359,27 @@ class StepTime:
         An all-reduce counts as two of them. The residual stream goes around in bf16: in each layer
         two all-reduces forward and two backward, and one each for the embedding and the loss. With
         sequence parallelism, gathers and scatters of the same size take their place. A recomputed
-        block repeats its forward up to down_proj's input. qk_ln sums the mean and the variance.
-        Left out, since they are small: the statistics of the loss, the gradients of norms.
+        block repeats its forward up to down_proj's input, or all of it. qk_ln sums the mean and the
+        variance. No gradient goes below the first adapter. Left out, as they are small: the
+        statistics of the loss, the gradients of norms, what adapters send, the gradient of a tied
+        embedding between the first stage and the last.
         """
         stream = 2 * self.tokens * self.m.d_model
         again = 3 if self.cfg.sequence_parallel else 2
-        calls = (8 + again * self.norms_again) * self.layers
+        if self.trainer.repeats_all:
+            again = 4
+        calls = 4 * self.layers + (4 + again * self.norms_again) * self.backward_layers
+        if self.cfg.lora_rank and self.is_lowest_backward:
+            calls -= 2
         calls += 2 if self.is_last else 0  # the loss
         if self.is_first:
-            # The embedding; one data-parallel rank alone has its rows in fp32.
-            calls += 2 if self.fleet.dp > 1 else 4
+            # The embedding; one data-parallel rank alone has its rows in fp32, if they train.
+            calls += 2 if self.fleet.dp > 1 or self.cfg.lora_rank else 4
         traffic = {stream: calls}
         if self.m.qk_ln:
             norms = 1 if self.m.n_kv_heads == 1 else 2  # a single head of keys is not cut
-            traffic[4 * self.tokens] = 4 * norms * (2 + self.norms_again) * self.layers
+            passes = self.layers + (1 + self.norms_again) * self.backward_layers
+            traffic[4 * self.tokens] = 4 * norms * passes
         return traffic
 
     def stages(self) -> float:
@@ -290,7 +396,8 @@ class StepTime:
         It receives as many. Every tensor rank sends those of all tokens, or with sequence
         parallelism of its own. Interleaved, all pieces but the ends of the model send both.
         """
-        tokens = self.tokens / (self.fleet.tp if self.cfg.sequence_parallel else 1)
+        is_cut = self.cfg.sequence_parallel or self.trainer.scatters
+        tokens = self.tokens / (self.fleet.tp if is_cut else 1)
         pieces = self.fleet.interleave
         messages = 2 * pieces - self.is_first - self.is_last
         return messages * 2 * tokens * self.m.d_model
@@ -315,14 +422,14 @@ class StepTime:
         gathers = 2 if self.mode.frees_weights else 1  # again for the backward
         calls = self.layers + 1
         gather = self.ring(2 * self.n_params, self.shard_ranks, tp, calls)
-        reduced = self.trainer.reduce_bytes * self.n_params
+        reduced = self.trainer.reduce_bytes * self.n_trained
         return gathers * gather + self.ring(reduced, self.shard_ranks, tp, calls)
 
     def once(self) -> float:
         """What a step sends once, at its last microbatch."""
         tp, dp = self.fleet.tp, self.fleet.dp
         calls = self.layers + 1
-        gradients = self.trainer.reduce_bytes * self.n_params
+        gradients = self.trainer.reduce_bytes * self.n_trained
         if self.mode.reduces_late and self.mode.over == "all":  # ZERO1
             gathered = 2 * self.n_params
             return self.ring(gradients, dp, tp, calls) + self.ring(gathered, dp, tp, calls)
@@ -337,6 +444,13 @@ class StepTime:
         q = self.c.overlap
         return (compute**q + traffic**q) ** (1 / q) - compute
 
+    def exposed_sums(self, compute: float) -> float:
+        """Seconds that `once` adds to the last microbatch, whose computation takes `compute`."""
+        if not self.trainer.hides_sums:
+            return self.once()
+        hidden = self.hidden()
+        return self.exposed(compute, hidden + self.once()) - self.exposed(compute, hidden)
+
     # The step
 
     def microbatch(self) -> dict[str, float]:
@@ -345,11 +459,17 @@ class StepTime:
             "matmuls": self.matmuls(),
             "attention": self.attention(),
             "memory-bound": self.memory(),
-            "tensor parallel": self.tensor(),
-            "between stages": self.stages(),
+            "tensor parallel": 0.0 if self.trainer.hides_tensor else self.tensor(),
+            "between stages": 0.0 if self.trainer.hides_stages else self.stages(),
         }
-        parts["exposed traffic"] = self.exposed(sum(parts.values()), self.traffic())
+        parts["exposed traffic"] = self.exposed(sum(parts.values()), self.hidden())
         return parts
+
+    def hidden(self) -> float:
+        """Seconds of what each microbatch sends while it computes."""
+        seconds = self.traffic()
+        seconds += self.tensor() if self.trainer.hides_tensor else 0.0
+        return seconds + (self.stages() if self.trainer.hides_stages else 0.0)
 
     def kinds_of_stages(self) -> list[tuple["StepTime", int]]:
         """[(a stage, how many are like it), ...], the slowest first."""
@@ -375,14 +495,20 @@ class StepTime:
         parts = {name: self.microbatches * seconds for name, seconds in microbatch.items()}
 
         compute = sum(microbatch.values()) - microbatch["exposed traffic"]
-        exposed_last = self.exposed(compute, slowest.traffic() + slowest.once())
-        parts["exposed traffic"] += exposed_last - microbatch["exposed traffic"]
+        parts["exposed traffic"] += slowest.exposed_sums(compute)
 
         on_all = sum(sum(stage.microbatch().values()) * n for stage, n in kinds)
         parts["bubble"] = (on_all - sum(microbatch.values())) / self.fleet.interleave
-        update_bytes = self.c.update_bytes * slowest.n_params / self.shard_ranks
+        update_bytes = self.c.update_bytes * slowest.n_trained / self.shard_ranks
         parts["optimizer"] = update_bytes / (self.fleet.device.bandwidth_gbs * 1e9)
         return {**parts, "step": sum(parts.values())}
+
+
+def attention_share(device: Device, c: Constants) -> float:
+    """The share of the bf16 peak that attention kernels reach, if nobody has measured it."""
+    generation = device.arch.split(".")[0]  # of CUDA's compute capability
+    known = {"8": c.attention_a100, "9": c.attention_h100}
+    return known.get(generation, c.attention)
 
 
 def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
@@ -396,12 +522,13 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
     batch = cfg.global_batch_size
     rows, rest = divmod(batch, fleet.dp)
     dp_ranks = f"{fleet.dp} data-parallel ranks"
-    require(rest == 0, f"global_batch_size {batch} is not a multiple of the {dp_ranks}")
+    problem = f"global_batch_size {batch} is not a multiple of the {dp_ranks}"
+    require(rest == 0, f"{problem}: {memory.nearest_batches(batch, {fleet.dp})}")
 
     m.check_stages(fleet.pp)
     pieces = fleet.pp * fleet.interleave
-    divides = fleet.interleave == 1 or m.n_layers % pieces == 0
-    require(divides, f"n_layers {m.n_layers} is not a multiple of pp x interleave = {pieces}")
+    enough = pieces <= m.n_layers
+    require(enough, f"pp x interleave = {pieces} pieces are more than n_layers {m.n_layers}")
     m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
     return rows
 
@@ -419,16 +546,6 @@ def tokens_per_second(
 
 
 @dataclass
-class FleetArgs:
-    """The devices."""
-
-    device: str = "auto"  # mi250, h100, ...
-    devices: int = 8  # torch devices in all
-    node_size: int = 8  # torch devices of a node
-    network: float = 100.0  # GB/s of a node, each way
-
-
-@dataclass
 class SplitArgs:
     """How the model is split over devices, beside tp and pp."""
 
@@ -437,13 +554,12 @@ class SplitArgs:
 
 def main(argv: list[str]) -> None:
     """Print the seconds of a step by part for the config files and flags in argv."""
-    m, cfg, args, split = config.load(argv, MPTConfig, TrainConfig, FleetArgs, SplitArgs)
-    device = devices.by_name(args.device)
-    fleet = Fleet(
-        device, args.devices, args.node_size, args.network, cfg.tp, cfg.pp, split.interleave
-    )
+    classes = (MPTConfig, TrainConfig, FleetArgs, SplitArgs)
+    m, cfg, args, split = config.load(memory.with_base(argv), *classes)
+    fleet = fleet_of(args, cfg.tp, cfg.pp, split.interleave)
     parts = StepTime(m, cfg, fleet).parts()
-    print(f"{flops.n_params(m):,} parameters, {args.devices} x {device.name}, {cfg.sharding}")
+    on = f"{args.devices} x {fleet.device.name}"
+    print(f"{flops.n_params(m):,} parameters, {on}, {cfg.sharding}")
     for name, seconds in parts.items():
         print(f"  {name:<18}{1e3 * seconds:>12,.1f} ms {seconds / parts['step']:>8.1%}")
     print(f"{cfg.global_batch_size * m.max_seq_len / parts['step']:,.0f} tokens/s")

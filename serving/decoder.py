@@ -35,6 +35,7 @@ class Decoder:
     def __init__(self, model: MPT, vocab_size: int, dtype=None):
         self.model = model.to(dtype).eval()
         self.cfg = model.cfg
+        self.bank = None  # of adapters: serving/adapters.py puts one on
         output_weight = model.output_weight
         self.device = output_weight.device
         self.dtype = output_weight.dtype

@@ -1,6 +1,6 @@
 """How fast text was generated, and what share of the memory bandwidth that used.
 
-    GB/s = (bytes of weights x steps + bytes of cached keys and values that were read) / seconds
+    GB/s = (bytes of weights x steps + bytes of adapters, cached keys and values read) / seconds
 
 Decoding reads all weights and the whole cache in each step, so this figure, beside the bandwidth of
 the device, says how much faster decoding could be. The bandwidth of a GPU is that of its datasheet
@@ -31,6 +31,7 @@ class Speed:
     tokens: int = 0  # new ones, of texts that had not ended
     seconds: float = 0.0  # of the steps
     cached_tokens: int = 0  # in the cache, padding included, summed over rows and steps
+    adapter_bytes: int = 0  # that the steps have read
 
     def report(self, decoder: Decoder) -> str:
         """Prefill, decoding, bandwidth in one line. Measuring a CPU's bandwidth takes 0.2 s."""
@@ -51,10 +52,10 @@ class Speed:
         )
 
     def bytes_read(self, decoder: Decoder) -> int:
-        """The bytes that all steps read: the weights in each step, and what the cache held."""
+        """The bytes that all steps read: weights in each step, adapters, what the cache held."""
         weights = decode_time.weight_bytes(decoder.cfg, decoder.dtype.itemsize)
         per_token = decode_time.kv_bytes_per_token(decoder.cfg, decoder.cache_dtype.itemsize)
-        return self.steps * weights + self.cached_tokens * per_token
+        return self.steps * weights + self.adapter_bytes + self.cached_tokens * per_token
 
 
 def share_of_bandwidth(gbs: float, device: torch.device) -> str:

@@ -13,6 +13,7 @@ Run `python -m serving.stream` to see such a table.
 """
 
 import codecs
+import contextlib
 import math
 import sys
 import time
@@ -20,6 +21,7 @@ import time
 import torch
 
 from config import MPTConfig, arguments, require, run
+from serving.adapters import BASE
 from serving.decoder import Decoder, generate
 from serving.sampling import uniforms
 from serving.speed import Speed
@@ -29,7 +31,8 @@ from text import tokenizer as tokenizers
 class Text:
     """A prompt and its continuation, which grows token by token.
 
-    stops: strings that end the text and are not part of it.
+    stops: strings that end the text and are not part of it. adapter: which one writes it, as
+    serving/adapters.py names them.
 
     text        the continuation so far
     streamed    how many of its characters `add` has returned
@@ -37,14 +40,27 @@ class Text:
     """
 
     def __init__(
-        self, prompt: str, tokenizer, cfg: MPTConfig, max_new_tokens: int, stops=(), seed: int = 1
+        self,
+        prompt: str,
+        tokenizer,
+        cfg: MPTConfig,
+        max_new_tokens: int,
+        stops=(),
+        seed: int = 1,
+        adapter: str = BASE,
+        special_tokens: bool = False,
     ):
-        """Raises UserError if the prompt is longer than the learned positions."""
+        """Raises UserError if the prompt is longer than the learned positions.
+
+        special_tokens: the names of special tokens in the prompt stand for their ids.
+        """
         self.prompt = prompt
+        self.adapter = adapter
         self.tokenizer = tokenizer
         self.stops = stops
         # An empty prompt becomes end-of-text, after which a new document begins.
-        self.ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eot]
+        encode = tokenizer.encode_special if special_tokens else tokenizer.encode
+        self.ids = [int(i) for i in encode(prompt)] or [tokenizer.eot]
         self.n_prompt = len(self.ids)
         self.max_new_tokens = max_new_tokens
         self.max_ids = cfg.max_seq_len if cfg.learned_positions else math.inf
@@ -110,9 +126,15 @@ def write(decoder: Decoder, texts: list[Text], speed: Speed, **settings):
 
     settings: temperature, top_k and top_p of `sample`. When half of a batch have ended, or the
     learned positions of its longest text have, the others continue in a new batch and a new cache.
+    UserError if a text's adapter cannot be loaded.
     """
-    while growing := [text for text in texts if not text.end]:
-        yield from write_batch(decoder, growing, speed, settings)
+    bank = decoder.bank
+    adapters = [text.adapter for text in texts]
+    with bank.in_use(adapters) if bank else contextlib.nullcontext():
+        while growing := [text for text in texts if not text.end]:
+            if bank:
+                bank.use([text.adapter for text in growing])
+            yield from write_batch(decoder, growing, speed, settings)
 
 
 def write_batch(decoder: Decoder, texts: list[Text], speed: Speed, settings: dict):
@@ -141,6 +163,7 @@ def write_batch(decoder: Decoder, texts: list[Text], speed: Speed, settings: dic
             speed.seconds += seconds
             speed.tokens += sum(not text.end for text in texts)
             speed.cached_tokens += len(texts) * (ids.shape[1] + step)
+            speed.adapter_bytes += decoder.bank.bytes_per_step if decoder.bank else 0
 
         for text, token in zip(texts, tokens, strict=True):
             if not text.end:

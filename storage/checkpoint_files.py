@@ -63,7 +63,7 @@ def checksum(path: Path) -> list[int]:
     """Bytes and crc32 of a file."""
     buffer = memoryview(bytearray(2**20))
     size = crc = 0
-    with open(path, "rb", buffering=0) as file:
+    with files.open_regular(path) as file:
         while n := file.readinto(buffer):
             size += n
             crc = zlib.crc32(buffer[:n], crc)
@@ -171,7 +171,7 @@ def read_meta(path: Path) -> dict:
     """
     source = path / "meta.json"
     meta = files.read_json(source, dict, META_FIELDS)
-    fault = files.wrong_type(meta, {"skip_steps": str})
+    fault = files.wrong_type(meta, {"skip_steps": str, "base": str, "base_fingerprint": str})
     require(not fault, f"{source} is damaged ({fault})")
     return config.renamed(meta, str(source))
 

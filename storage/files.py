@@ -178,6 +178,11 @@ def read_bytes(path, most: float = math.inf) -> bytes:
         return file.read()
 
 
+def absence(path) -> str:
+    """What a message adds to a path if nothing is there: ", which does not exist"; else ""."""
+    return "" if Path(path).exists() else ", which does not exist"
+
+
 def open_regular(path):
     """Open a regular file for reading bytes. Raises UserError for anything else.
 

@@ -226,6 +226,41 @@ MUTANTS = [
         "the first window of a shard is looked for in the one before",
     ),
     Mutant(
+        "data.py",
+        "torch.where(rows < 0, IGNORE, rows)",
+        "torch.where(rows < 0, ~rows, rows)",
+        "test_chat_data.py",
+        "prompts and padding are learned as well",
+    ),
+    Mutant(
+        "text/chat.py",
+        "ids[0] = min(ids[0], ~ids[0])",
+        "pass",
+        "text/test_chat.py",
+        "the first token of a packed example is learned from the one before",
+    ),
+    Mutant(
+        "text/chat.py",
+        "if (ids[:room] >= 0).any()]",
+        "if (ids >= 0).any()]",
+        "text/test_chat.py",
+        "an example whose response is cut off stays, though nothing in it is learned",
+    ),
+    Mutant(
+        "text/tokenizer.py",
+        "text = text.replace(name, name[0] + MARK + name[1:])",
+        "break",
+        "text/test_chat.py",
+        "a message may write special tokens, and so begin a turn of the system",
+    ),
+    Mutant(
+        "data.py",
+        'changed.append(f"dataset={cfg.dataset}")',
+        "pass",
+        "test_chat_data.py",
+        "a run goes on with rows made from a chat as it was before it was edited",
+    ),
+    Mutant(
         "text/tokenizer.py",
         "if totals[pair] < 2",
         "if totals[pair] < 1",
@@ -341,7 +376,7 @@ MUTANTS = [
     ),
     Mutant(
         "tensor_parallel.py",
-        """        z = leave(F.linear(y, self.weight), self)
+        """        z = leave(self.share(y), self)
         return z if self.bias is None else z + self.bias.to(z.dtype)
 """,
         """        return leave(F.linear(y, self.weight, self.bias), self)
@@ -508,7 +543,7 @@ MUTANTS = [
     ),
     Mutant(
         "checkpoint.py",
-        "require_weights(path, metadata, whole_weights(model.cfg))",
+        "require_weights(path, metadata, saved_weights(model))",
         'require_weights(path, metadata, in_pieces(state["model"], layout_of(model)))',
         "test_pipeline_checkpoint.py::test_two_stages_and_one_process_load_what_the_other_saved",
         "a stage refuses every checkpoint, since it has the weights of other stages, too",
@@ -521,6 +556,56 @@ MUTANTS = [
         "        return plans\n",
         "test_pipeline_checkpoint.py::test_every_grid_reads_all_of_what_every_other_wrote",
         "the first and the last stage both write the tied embedding",
+    ),
+    # --- adapters
+    Mutant(
+        "lora.py",
+        'if name.endswith("lora_A"):',
+        "if True:",
+        "test_lora.py::test_at_the_start_a_model_is_exactly_its_base",
+        "B does not begin at zero, so adapters change the model before the first step",
+    ),
+    Mutant(
+        "lora.py",
+        "return layer.lora_scale * (layer.lora_B @ layer.lora_A)",
+        "return layer.lora_B @ layer.lora_A",
+        "test_lora.py::test_merging_leaves_a_plain_model_with_the_same_logits",
+        "merging forgets the scale of the update",
+    ),
+    Mutant(
+        "lora.py",
+        "param.requires_grad_(is_trained_too(model, name, cfg))",
+        "param.requires_grad_(True)",
+        "test_lora.py::test_only_what_is_asked_for_trains",
+        "the base is trained together with its adapters",
+    ),
+    Mutant(
+        "config.py",
+        "math.sqrt(rank) if self.rslora else rank",
+        "rank",
+        "test_lora.py::test_the_update_is_s_times_b_times_a",
+        "rslora divides alpha by the rank, not by its root",
+    ),
+    Mutant(
+        "config.py",
+        "range(self.n_layers - last_blocks if last_blocks else 0, self.n_layers)",
+        "range(last_blocks or self.n_layers)",
+        "test_lora.py::test_only_what_is_asked_for_trains",
+        "lora_last_blocks gives adapters to the first blocks",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        "or layout.spans(name) or is_adapter(name)",
+        "or layout.spans(name)",
+        "test_lora.py::test_any_number_of_ranks_trains_the_same_adapters",
+        "each tensor rank keeps its own part of the gradient of an adapter's whole factor",
+    ),
+    Mutant(
+        "tensor_parallel.py",
+        'if module in columns and leaf in ("weight", "lora_A"):',
+        'if module in columns and leaf == "weight":',
+        "test_lora.py::test_any_number_of_ranks_trains_the_same_adapters",
+        "the A of a row-parallel layer counts as whole on each tensor rank",
     ),
     # --- checkpoints and files
     Mutant(
@@ -659,6 +744,27 @@ MUTANTS = [
         "top_p drops the token that crosses the limit",
     ),
     Mutant(
+        "serving/adapters.py",
+        "        row.zero_()\n",
+        "",
+        "serving/test_adapters.py",
+        "a slot keeps what an adapter of a higher rank left there",
+    ),
+    Mutant(
+        "serving/adapters.py",
+        "            acquired.callback(self.use, [BASE])\n",
+        "",
+        "serving/test_adapters.py",
+        "the texts after those of an adapter are written with it, too",
+    ),
+    Mutant(
+        "serving/adapters.py",
+        "        self.loaded.pop(unused[0], None)\n",
+        "",
+        "serving/test_adapters.py",
+        "rows may use an adapter that has lost its slot to another one",
+    ),
+    Mutant(
         "serving/stream.py",
         "range(1, len(stop))",
         "range(1, len(stop) - 1)",
@@ -695,8 +801,8 @@ MUTANTS = [
     ),
     Mutant(
         "planning/memory.py",
-        '"Adam\'s moments, fp32": 8 * self.n_params // self.shard_ranks',
-        '"Adam\'s moments, fp32": 8 * self.n_params',
+        '"Adam\'s moments, fp32": 8 * self.n_trained // self.shard_ranks',
+        '"Adam\'s moments, fp32": 8 * self.n_trained',
         "planning/test_memory.py",
         "the planner does not shard Adam's state",
     ),

@@ -187,7 +187,13 @@ def test_a_run_resumes_anywhere_from_everywhere(ranks, tmp_path, source):
 
 
 @pytest.mark.parametrize(
-    "size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "HYBRID_SHARD")]
+    "size, mode",
+    [
+        (1, "FULL_SHARD"),
+        (2, "ZERO1"),
+        pytest.param(4, "FULL_SHARD", marks=pytest.mark.slow),
+        pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow),
+    ],
 )
 def test_on_as_many_ranks_it_resumes_bit_by_bit(ranks, tmp_path, size, mode):
     cfg, straight, _, weights = saved_at_five(ranks, tmp_path, size, mode)
@@ -196,7 +202,13 @@ def test_on_as_many_ranks_it_resumes_bit_by_bit(ranks, tmp_path, size, mode):
 
 
 @pytest.mark.parametrize(
-    "size, mode", [(1, "DDP"), (2, "SHARD_GRAD_OP"), (4, "FULL_SHARD"), (4, "DDP")]
+    "size, mode",
+    [
+        (1, "DDP"),
+        (2, "SHARD_GRAD_OP"),
+        pytest.param(4, "FULL_SHARD", marks=pytest.mark.slow),
+        pytest.param(4, "DDP", marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
     """Five more steps were taken while it was written. Reading it needs no process group."""
@@ -261,7 +273,7 @@ def save_several(world, cfg, steps, wait=False):
     return seen
 
 
-@pytest.mark.parametrize("size, wait", [(1, False), (4, True)])
+@pytest.mark.parametrize("size, wait", [(1, False), pytest.param(4, True, marks=pytest.mark.slow)])
 def test_old_ones_are_removed(ranks, tmp_path, size, wait):
     cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2)
     seen = ranks(size)(save_several, cfg, [8, 9, 10, 200], wait)[0]
@@ -278,6 +290,13 @@ def test_some_are_kept_for_good(ranks, tmp_path):
     assert seen[2] == ["step-10", "step-15", "step-20"]
     assert seen[3] == [*for_good, "step-25"]
     assert seen[4] == [*for_good, "step-25", "step-29"]
+
+
+def test_an_imported_one_stays(ranks, tmp_path):
+    """The run could not make it again."""
+    made_up(tmp_path, 0)
+    cfg = replace(RUN, run_dir=str(tmp_path), keep_last=1)
+    assert ranks(1)(save_several, cfg, [3, 6])[0] == [["step-0", "step-3"], ["step-0", "step-6"]]
 
 
 def test_a_step_is_not_saved_over_another(ranks, tmp_path):
@@ -603,6 +622,7 @@ def out_of_space(launch, tiny_data, tmp_path):
     return second
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_one_line(python, tiny_data, tmp_path):
     assert out_of_space(python, tiny_data, tmp_path).returncode == 2
 
@@ -644,9 +664,10 @@ def test_find_takes_a_checkpoint_or_a_run(ranks, tmp_path):
     older = tmp_path / "run" / "checkpoints" / "step-9"
     assert checkpoint.find(str(older)) == older
     assert checkpoint.read_meta(older) == {"step": 9, **META, "optimizer": ADAMW}
-    for nothing in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(UserError, match="no checkpoint in"):
-            checkpoint.find(str(nothing))
+    for name, words in [("", ": give"), ("nowhere", ", which does not exist: give")]:
+        path = str(tmp_path / name)
+        with pytest.raises(UserError, match=f"no checkpoint in '{path}'{words} a run folder"):
+            checkpoint.find(path)
 
 
 def made_up(run, step, **meta):
@@ -668,6 +689,8 @@ def test_missing_disk_space_is_warned_of(tmp_path, n_saved, n_needed):
         made_up(run, step)
     line = checkpoint.space(str(run), 100_000_000, 3)
     assert line.startswith("1.20 GB a checkpoint, ") and line.endswith(f" GB free for {run}")
+    for n_params, size in [(8_000, "0.096 MB"), (2_000_000, "24 MB"), (8_333_333, "100 MB")]:
+        assert checkpoint.space(str(run), n_params, 3).startswith(f"{size} a checkpoint, ")
 
     largest = shutil.disk_usage(tmp_path).free / n_needed / 12  # parameters that would fit
     fits = checkpoint.space(str(run), int(0.9 * largest), 3)

@@ -526,7 +526,7 @@ def test_help_shows_every_setting_under_its_group():
             group = groups.setdefault(match[1], [])
         if match := re.match(r"  --(\w+)=", line):
             group.append(match[1])
-    owners = "model data batch optimizer machine evaluation saving lifecycle".split()
+    owners = "model finetuning data batch optimizer machine evaluation saving lifecycle".split()
     assert [name for name, settings in groups.items() if settings] == owners
     assert sum(groups.values(), []) == list(FIELDS)  # in the order of the dataclasses
     assert groups["batch"] == ["global_batch_size", "microbatch_size", "max_steps"]

@@ -11,7 +11,8 @@ import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import memory, search, step_time
+from planning import matmuls, memory, search, step_time
+from planning.fleet import Fleet
 
 FOLDER = Path(__file__).parent.parent / "configs"
 FILES = sorted(FOLDER.glob("mpt*.py"))
@@ -161,7 +162,7 @@ def test_a_recipe_has_zero1_where_it_fits_and_is_the_faster_mode(recipe, device)
     if (device == "mi250") != ("mi250" in path.stem):
         pytest.skip("the recipe is for another device")
     ranks = int(re.search(r"^# Batch: \d+ = (\d+) devices", path.read_text(), re.M)[1])
-    fleet = step_time.Fleet(devices.by_name(device), ranks)
+    fleet = Fleet(devices.by_name(device), ranks)
     plans = {
         mode: search.evaluate(
             model, replace(train, sharding=mode), fleet, step_time.Constants(), step_time.OURS
@@ -180,3 +181,54 @@ def test_the_finetuning_of_the_released_7b():
     model, train = config.load([str(FOLDER / "finetune_mpt7b.py")], MPTConfig, TrainConfig)
     assert flops.n_params(model) == 6_649_024_512 + (50_432 - 50_368) * 4096
     assert train.init_from == "mpt-7b" and train.global_batch_size == 8 * train.microbatch_size
+
+
+def test_the_adapters_of_the_released_7b():
+    model, train = config.load([str(FOLDER / "lora_mpt7b.py")], MPTConfig, TrainConfig)
+    whole, _ = config.load([str(FOLDER / "finetune_mpt7b.py")], MPTConfig, TrainConfig)
+    assert model == whole and train.init_from == "mpt-7b"
+    n_adapters = matmuls.n_lora(model, matmuls.setup_of(train))
+    assert f"{n_adapters:,} parameters" in (FOLDER / "lora_mpt7b.py").read_text()
+    assert n_adapters == 32 * train.lora_rank * (2 + 4 + 5 + 5) * 4096  # in + out of four layers
+
+
+FINETUNING = ["finetune_mpt7b", "lora_mpt7b"]
+CARDS = {"24": "rtx 4090", "64": "mi250", "80": "a100"}  # GB
+
+
+@pytest.mark.parametrize("name", FINETUNING)
+def test_finetuning_fits_the_devices_of_its_comment(name):
+    """With the flags that it names for them, and as many GiB as it says."""
+    path = FOLDER / f"{name}.py"
+    comment = comment_of(path)
+    lines = re.findall(r"^#   (\d+) devices? of (.*): (.*), ([\d.]+) GiB$", comment, re.M)
+    assert len(lines) == 2 and "not measured on a GPU" in comment
+    cards = set()
+    for ranks, kinds, how, gib in lines:
+        flags = [] if how == "as it is" else how.split()
+        model, train = config.load([str(path), *flags], MPTConfig, TrainConfig)
+        model = replace(model, attn_impl="triton")  # auto, on a GPU
+        peak = memory.bytes_by_part(model, train, int(ranks))["peak"]
+        assert f"{peak / 2**30:.1f}" == gib
+        for size in re.findall(r"(\d+) GB", kinds):
+            cards.add(size)
+            assert peak < memory.ROOM * devices.by_name(CARDS[size]).memory_gb * 2**30
+    assert cards == set(CARDS)
+
+
+@pytest.mark.parametrize("name", FINETUNING)
+def test_the_comment_of_finetuning_is_right(name):
+    """Tokens in all, and the bytes that no recomputation saves; 25 lines at most."""
+    path = FOLDER / f"{name}.py"
+    model, train = config.load([str(path)], MPTConfig, TrainConfig)
+    comment = comment_of(path)
+    n_tokens = train.max_steps * train.global_batch_size * model.max_seq_len
+    assert f"{n_tokens / 1e6:.1f}M tokens" in comment
+    parts = memory.bytes_by_part(replace(model, attn_impl="triton"), train)
+    if train.lora_rank:
+        assert f"{parts['frozen weights'] / 1e9:.1f} GB, in bf16" in comment
+    else:
+        state = 16 * flops.n_params(model)
+        assert f"{state / 1e9:.0f} GB in all" in comment
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 25 and all(re.match(r"# |#   |\w+ = ", line) for line in lines)

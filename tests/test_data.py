@@ -124,6 +124,24 @@ def test_a_trained_tokenizer_comes_with_the_data(make):
     assert Split(folder, "train", 8).vocab_size == bpe.vocab_size > 257
 
 
+def test_finetuning_takes_the_bpe_of_its_base(make, tmp_path):
+    """From a run or one of its checkpoints. One of another size is trained on the new text."""
+    base = tmp_path / "runs/base"
+    (base / "checkpoints/step-1").mkdir(parents=True)
+    theirs = prepare(make(TEXTS, tokenizer="bpe-300")) / "tokenizer.json"
+    shutil.copy(theirs, base)
+
+    def made(name, init_from):
+        folder = f"{name}-{len(str(init_from))}"
+        cfg = make(["zebra quiz " * 50] * 3, folder, tokenizer=name, init_from=str(init_from))
+        return (prepare(cfg) / "tokenizer.json").read_bytes()
+
+    assert made("bpe-300", base) == theirs.read_bytes()
+    assert made("bpe-300", base / "checkpoints/step-1") == theirs.read_bytes()
+    assert made("bpe-300", "") != theirs.read_bytes()
+    assert made("bpe-280", base) == made("bpe-280", "")
+
+
 @pytest.mark.parametrize(
     "texts, message", [([], "is empty"), (["", ""], "is empty"), (["one"], "one document only")]
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, clean_environment
 
+import config
 import devices
 from config import TrainConfig, UserError
 
@@ -194,6 +195,33 @@ def test_what_matmuls_reach_is_below_the_peak_or_unknown():
 ])  # fmt: skip
 def test_names_on_a_command_line(text, name):
     assert devices.by_name(text).name == name
+
+
+def test_names_that_drivers_report_are_names_on_a_command_line():
+    """Without the number of units a name may be of two rows, whose peaks differ by 6 %."""
+    for row in csv.DictReader(FIGURES.open()):
+        for name in row["device_name_strings"].split("|"):
+            if "(" in name or name == "-":  # a remark
+                continue
+            found = devices.by_name(name)
+            assert found.arch == row["gcnArch_or_cc"], name
+            peak = float(row["dense_fp16_tflops"])
+            assert (found.fp16_tflops or 0) == pytest.approx(peak, rel=0.06), name
+
+
+def test_a_name_that_two_models_report_is_taken_with_a_note(capsys):
+    config.say_once.cache_clear()
+    assert devices.by_name("AMD Instinct MI250X / MI250").name == "MI250 GCD"
+    err = capsys.readouterr().err
+    assert "taken for the MI250 GCD: with 110 compute units, not 104, set --device=mi250x" in err
+    assert devices.by_name("AMD Instinct MI250X").name == "MI250X GCD"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D"])
+def test_a_name_that_only_begins_like_a_row_is_refused(name):
+    with pytest.raises(UserError, match="did you mean 4090"):
+        devices.by_name(name)
 
 
 def test_a_misspelt_name_gets_the_nearest_ones():

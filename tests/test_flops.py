@@ -271,6 +271,47 @@ def test_without_a_model(capsys):
     assert full["hfu"] == pytest.approx(full["mfu"] * 8 / 6)
 
 
+PALM = """--n_params=540.35e9 --n_layers=118 --n_heads=48 --head_dim=256 --max_seq_len=2048
+    --device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3 --json""".split()
+
+
+@both_programs
+def test_the_size_and_the_attention_of_a_model(main, capsys):
+    """PaLM 540B: 46.2 % with attention, 45.7 % without. Its heads are 12288 wide, d_model 18432."""
+    figures = json.loads(shown(capsys, *PALM, main=main))
+    assert f"{figures['mfu']:.1%}" == "46.2%"
+    assert f"{figures['conventions']['6nd']['mfu']:.1%}" == "45.7%"
+    wide = [text for text in PALM if "head" not in text] + ["--d_model=12288"]
+    assert json.loads(shown(capsys, *wide, main=main))["mfu"] == figures["mfu"]
+
+
+@both_programs
+def test_a_size_and_a_model_count_the_same(main, capsys):
+    cfg = mpt("7b")
+    n = flops.n_params(cfg)
+    shape = [f"--n_layers={cfg.n_layers}", f"--d_model={cfg.d_model}", "--max_seq_len=2048"]
+    again = ["--activation_checkpointing=full", "--device=mi250", "--tokens_per_second=1922"]
+    of_size = json.loads(shown(capsys, f"--n_params={n}", *shape, *again, "--json", main=main))
+    flags = [str(CONFIGS / "mpt7b.py"), *again, "--json"]
+    of_model = json.loads(shown(capsys, *flags, main=main))
+    for name in ("foundry", "causal"):
+        assert of_size["conventions"][name] == pytest.approx(of_model["conventions"][name])
+
+
+@pytest.mark.parametrize("rate, words", [
+    (2000, ""),
+    (2500, "110% of what large matmuls reach"),
+    (3200, "that is above the peak: are --devices"),
+])  # fmt: skip
+def test_a_speed_above_what_the_device_reaches_is_doubted(capsys, rate, words):
+    """MPT-7B with every forward twice: 2,500 tokens/s are 60 % MFU, 80 % HFU of an MI250."""
+    flags = (str(CONFIGS / "mpt7b.py"), "--device=mi250", f"--tokens_per_second={rate}")
+    figures = json.loads(shown(capsys, *flags, "--json"))
+    assert bool(figures["doubt"]) == bool(words) and words in figures["doubt"]
+    out = shown(capsys, *flags)
+    assert figures["doubt"] in out
+
+
 @both_programs
 def test_training_settings_of_a_config_file_mean_this_machine(main, capsys, tmp_path):
     """`device` and `peak_tflops` are a training run's keys too."""
@@ -299,6 +340,7 @@ def test_a_device_without_a_bf16_peak(main, capsys):
     ("--n_layer=3", "did you mean 'n_layers'"),
     ("--convention=palm", "python -m planning.conventions --convention=palm$"),
     ("configs/mpt7b.py --lora_rank=8", "-m planning.conventions configs/mpt7b.py --lora_rank=8$"),
+    ("configs/lora_mpt7b.py", "trains adapters.* -m planning.conventions configs/lora_mpt7b.py$"),
     ("--n_params=405e9 --frozen", "python -m planning.conventions --n_params=405e9 --frozen$"),
     ("--devices=0", "devices must be at least 1"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 0 to 1e15, not -5"),
@@ -309,7 +351,10 @@ def test_a_device_without_a_bf16_peak(main, capsys):
     ("--n_params=0", "n_params must be more than 0"),
     ("--n_params=-405e9", "n_params must be more than 0"),
     ("--n_params=1.5", "expected a whole number"),
-    ("--n_params=1e9 --d_model=64", "remove it or --d_model=64"),
+    ("--n_params=1e9 --vocab_size=64", "remove it or --vocab_size=64"),
+    ("--n_params=1e9 --d_model=64", "12 L d S, need --n_layers=... --max_seq_len=...$"),
+    ("--n_params=1e9 --n_layers=-1", "n_layers must be at least 1, not -1"),
+    ("--n_params=1e9 --n_layers=2 --head_dim=8 --max_seq_len=9", "need --n_heads=...$"),
     ("--n_params=1e9 configs/mpt1b.py", "remove it or configs/mpt1b.py"),
     ("--n_params=1e9 --recompute_every=2", "remove it or --recompute_every=2"),
     ("--n_params=1e9 --check", "python -m bench flops configs/mpt1b.py$"),

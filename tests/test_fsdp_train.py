@@ -99,6 +99,7 @@ def finished(first_run, tmp_path):
 # What a run writes down
 
 
+@pytest.mark.slow
 def test_four_ranks_train_mpt1b_with_sizes_and_data_changed(first_run):
     """The same batches as `data.Split` gives, and a loss that starts near that of guessing."""
     folder, out = first_run

@@ -57,6 +57,30 @@ def train_config(folder):
     return TrainConfig(**names, val_fraction=0.1, run_dir=str(folder))
 
 
+def chat_config(folder):
+    """The settings of prompts and responses, and how long their rows are."""
+    from dataclasses import replace
+
+    names = {"dataset": f"{folder}/chat.jsonl", "data_format": "chat"}
+    return replace(train_config(folder), **names, chat_template=f"{folder}/template"), 64
+
+
+def chat_file(name):
+    """A maker of a chat with its template and its rows, of which the file `name` is damaged."""
+
+    def make(folder):
+        import data
+
+        (folder / "template").mkdir()
+        template = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": "</s>"}}
+        (folder / "template/tokenizer_config.json").write_text(json.dumps(template))
+        (folder / "chat.jsonl").write_text(lines(*CHAT * 10))
+        data.prepare(chat_config(folder)[0], max_seq_len=64)
+        return folder / name
+
+    return make
+
+
 def dataset_json(folder):
     prepared(folder)
     return folder / "tokens/dataset.json"
@@ -197,6 +221,9 @@ QUESTIONS = [
     {"query": "Ice is", "choices": ["cold", "hot"], "gold": 0},
     {"query": "b", "choices": ["c", "d"], "gold": 1},
 ]
+USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1}
+CHAT = [{"prompt": "2+2=", "response": "4"}, {"messages": [USER, ANSWER, USER, ANSWER]}]
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TEXTS = [{"text": "one"}, {"text": "two", "x": 1}]
 MACHINE = {
     "device": "AMD Instinct MI250X",
@@ -207,6 +234,9 @@ MACHINE = {
     "collectives_gbs": {"all": {"all_gather": {"1": 40.0}, "all_reduce": {"1": 30.0}}},
     "latency_us": {"all": 50.0},
 }
+RUN = {"flags": "--n_layers=2", "ranks": 8, "nodes": 1, "tokens_per_second": 4e5}
+MEASUREMENTS = {"device": "AMD Instinct MI250X", "node_size": 8, "attention": 0.3}
+MEASUREMENTS |= {"machine": MACHINE, "runs": [RUN]}
 FIGURES = {"kind": "text", "digest": "0", "n": 1, "contexts_cut": 0, "requests": 1}
 FIGURES |= {"nats_per_token": 2.0, "nats_per_byte": 1.0, "perplexity": 3.0}
 SETTINGS = {"weights": "a", "precision": "fp32", "ids": "b"}
@@ -246,6 +276,24 @@ def read_data(path, folder):
     cfg = train_config(folder)
     data.open_or_prepare(cfg)
     data.Split(folder / "tokens", "train", 16).batch(0, 0, 4)
+
+
+def read_rows(path, folder):
+    import data
+
+    data.open_or_prepare(*chat_config(folder))
+    split = data.Split(folder / "tokens", "train", 64)
+    rows = split.batch(0, 0, 4)
+    assert rows.min() >= -257 and rows.max() < 257
+    split.describe_rows()
+
+
+def read_chat(path, folder):
+    from text import chat
+
+    template = chat.load_template(str(folder / "template"))
+    for example in chat.examples(str(folder / "chat.jsonl"), template):
+        assert chat.turns_from(example)
 
 
 def read_run(path, folder):
@@ -329,8 +377,9 @@ def read_corpus(path, folder):
 def read_measured(path, folder):
     import devices
     from planning import calibrate, step_time
+    from planning.fleet import Fleet
 
-    fleet = step_time.Fleet(devices.by_name("mi250"), 1, 8, 100.0)
+    fleet = Fleet(devices.by_name("mi250"), 1, 8, 100.0)
     calibrate.from_file(str(path), fleet, step_time.OURS)
 
 
@@ -357,6 +406,9 @@ RECORD = json.dumps([{"microbatch_size": 4, "reason": "fits", "circumstances": {
 READERS = {  # name -> (maker, reader)
     "dataset.json": (dataset_json, read_data),
     "shard": (shard, read_data),
+    "rows": (chat_file("tokens/train-00000.bin"), read_rows),
+    "chat.jsonl": (chat_file("chat.jsonl"), read_chat),
+    "tokenizer_config.json": (chat_file("template/tokenizer_config.json"), read_chat),
     "metrics.jsonl": (run_folder("metrics.jsonl"), read_run),
     "launches.jsonl": (run_folder("launches.jsonl"), read_run),
     "lease.json": (written("lease.json", LEASE), read_lease),
@@ -379,6 +431,7 @@ READERS = {  # name -> (maker, reader)
     "text.parquet": (parquet, read_corpus),
     "text.txt": (written("text.txt", TEXT), read_corpus),
     "machine.json": (written("machine.json", json.dumps(MACHINE)), read_measured),
+    "mine.json": (written("mine.json", json.dumps(MEASUREMENTS)), read_measured),
     "bench.csv, calibrating": (written("bench.csv", table()), read_measured),
     "bench.csv, comparing": (written("bench.csv", table()), read_table),
     "config.py": (written("config.py", CONFIG), read_config),

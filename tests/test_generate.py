@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,10 +11,12 @@ import sys
 import pytest
 from conftest import ROOT, clean_environment, flags_for, launch
 
+import checkpoint
 import generate as program
-from config import UserError
+from config import TrainConfig, UserError
+from serving.adapters import write_random
 from text import tokenizer as tokenizers
-from weights import hf
+from weights import hf, peft
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,6 +59,16 @@ def test_program_is_deterministic_and_knows_the_steps(said, run):
     assert said("--prompt=the river", "--precision=fp32").startswith(first[:9])
 
 
+@pytest.mark.slow
+def test_a_special_token_in_a_prompt(said):
+    """End-of-text as an id is what a model reads before a new document."""
+    new_document = said("--prompt=", "--json")
+    as_id = said("--prompt=<|endoftext|>", "--json", "--special_tokens")
+    as_text = said("--prompt=<|endoftext|>", "--json")
+    assert json.loads(as_id)["text"] == json.loads(new_document)["text"]
+    assert json.loads(as_text)["text"] != json.loads(new_document)["text"]
+
+
 def test_program_takes_many_prompts(said, tmp_path):
     (tmp_path / "prompts.txt").write_text("the river\n\nä tree\n")
     twice = ["--prompt=a", "--prompt=a", "--precision=fp32"]
@@ -70,6 +84,88 @@ def test_program_takes_many_prompts(said, tmp_path):
     both = said(*twice)
     assert f"--- 1, max_new_tokens ---\na{texts[0]['text']}\n" in both
     assert f"\na{texts[1]['text']}\n" in both
+
+
+def write_adapters(run, folder) -> tuple[str, str]:
+    """Two PEFT folders for the model of a run, of other ranks and layers."""
+    cfg = checkpoint.settings(checkpoint.find(str(run)))
+    first = TrainConfig(init_from="any", lora_rank=4)
+    second = TrainConfig(init_from="any", lora_rank=2, lora_targets="Wqkv")
+    write_random(folder / "a", cfg, first, seed=0)
+    write_random(folder / "b", cfg, second, seed=1)
+    return str(folder / "a"), str(folder / "b")
+
+
+def test_each_prompt_may_have_its_adapter(said, run, tmp_path):
+    a, b = write_adapters(run, tmp_path)
+    river = ["--prompt=the river"]
+    adapters = [f"--adapter={path}" for path in (a, "none", b)]
+
+    def texts(*more):
+        return [json.loads(line) for line in said("--precision=fp32", "--json", *more).splitlines()]
+
+    mixed = texts(*river * 3, *adapters)
+    assert [text.get("adapter") for text in mixed] == [a, None, b]
+    assert len({text["text"] for text in mixed}) == 3
+    assert texts(*river * 3, *adapters, "--batch_size=1") == mixed
+    assert texts(*river) == [mixed[1]]  # each adapter begins with the first seed
+    for_all = texts(*river * 2, adapters[0])
+    assert for_all[0] == mixed[0] != for_all[1]
+    assert [text["adapter"] for text in for_all] == [a, a]
+
+    shown = said("--prompt=x", "--prompt=y", *adapters[:2])
+    assert f"--- 1, {a}, max_new_tokens ---\nx" in shown
+    assert "--- 2, max_new_tokens ---\ny" in shown
+
+
+@pytest.mark.slow
+def test_an_adapter_is_also_for_typed_lines(said, run, tmp_path, monkeypatch):
+    a, _ = write_adapters(run, tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the river\n\n"))
+    flags = [f"--adapter={a}", "--precision=fp32"]
+    typed = said("--interactive", *flags)
+    assert typed == said("--prompt=the river", *flags).split("\n", 1)[1]
+    assert typed != said("--prompt=the river", "--precision=fp32").split("\n", 1)[1]
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_is_one_for_its_base_alone(said, run, tmp_path, capsys):
+    a, _ = write_adapters(run, tmp_path)
+    tuned = tmp_path / "tuned"
+    peft.import_(a, tuned, base=str(run))
+    capsys.readouterr()
+    flags = ["--prompt=the river", "--precision=fp32", "--temperature=0"]
+    wanted = said(*flags, f"--adapter={a}")
+    assert said(*flags, f"--adapter={tuned}") == wanted
+    assert said(*flags, run=tuned).splitlines()[1:] == wanted.splitlines()[1:]  # merged
+    message = f"{tuned} belongs to .*step-2, whose weights are not those of .*step-1: use it"
+    with pytest.raises(UserError, match=message):
+        said(*flags, "--step=1", f"--adapter={tuned}")
+
+
+WRONG_ADAPTERS = {
+    "--adapter={a} --adapter={b}": "2 adapters for 1 prompts: give one for all, or one for each",
+    "--prompt=x --adapter=none --adapter={a}": "2 adapters for 1 prompts",
+    "--interactive --adapter={a} --adapter={b}": "--interactive writes all texts with one adapter",
+    "--step=0 --adapter={a}": "the model before training, to which no adapter belongs: remove --st",
+    "--adapter={a}/none": "no adapter in .*/none, which does not exist: expected a run, or adapter",
+    "--adapter={folder}": "no adapter in [^,]*: expected a run, or adapter_config.json",
+    "--adapter=": "--adapter is empty: give a path, or none",
+    "--adapter={run}": "holds a whole model, no adapters",
+    "--adapter={cut}": "cut/adapter_model.safetensors is truncated or damaged",
+}
+
+
+def test_wrong_adapters_are_answered_in_one_line(run, tmp_path):
+    a, b = write_adapters(run, tmp_path)
+    cut = tmp_path / "cut"
+    shutil.copytree(a, cut)
+    os.truncate(cut / "adapter_model.safetensors", 5000)
+    places = {"a": a, "b": b, "run": run, "cut": cut, "folder": tmp_path}
+    for flags, message in WRONG_ADAPTERS.items():
+        with pytest.raises(UserError, match=message) as error:
+            program.main([str(run), *flags.format(**places).split()])
+        assert "\n" not in str(error.value)
 
 
 WRONG_FLAGS = {
@@ -96,7 +192,11 @@ def test_program_answers_mistakes_in_one_line(run, tmp_path):
         for flags, message in WRONG_FLAGS.items()
     ]
     cases += [
-        ([tmp_path], "no checkpoint in"),
+        ([tmp_path], "no checkpoint in '[^']*':"),
+        (
+            [__file__],
+            "test_generate.py is a file, not a folder: import it first: python -m",
+        ),
         ([], r"usage: python .*RUN \[--key=value \.\.\.\] \(--help lists the settings\)"),
         ([run, run], "usage: python .*RUN"),
     ]
@@ -107,7 +207,7 @@ def test_program_answers_mistakes_in_one_line(run, tmp_path):
 
     done = launch([], tmp_path, ["nothing", "--prompt=x"], program="generate.py")
     assert done.returncode == 2
-    assert "no checkpoint in 'nothing'" in done.stderr
+    assert "no checkpoint in 'nothing', which does not exist: give a run folder" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

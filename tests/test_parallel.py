@@ -136,7 +136,7 @@ def one_rank(ranks):
 
 @pytest.mark.parametrize(
     "size, mode",
-    [case if case[0] == 2 or case[1] == "FULL_SHARD" else slowly(*case) for case in EVERYWHERE],
+    [case if case[0] == 2 else slowly(*case) for case in EVERYWHERE],
 )
 def test_ranks_modes_and_microbatches_give_the_losses_of_one_rank(ranks, one_rank, size, mode):
     """12 rows as 12, 2 x 6 or 4 x 3, whole or in microbatches of 2 (and one of 1 on four ranks)."""
@@ -315,7 +315,8 @@ def test_the_step_is_the_textbook_step(ranks, one_rank):
 
 
 @pytest.mark.parametrize(
-    "size, mode", [(1, "FULL_SHARD"), (2, "ZERO1"), (4, "FULL_SHARD"), (4, "DDP")]
+    "size, mode",
+    [(1, "FULL_SHARD"), (2, "ZERO1"), slowly(4, "FULL_SHARD"), slowly(4, "DDP")],
 )
 def test_labels_that_do_not_count_may_lie_anywhere(ranks, size, mode):
     """All on the first one or two ranks; a mean of the ranks' means would be off by up to 2 %."""

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,8 +14,8 @@ import config
 import flops
 import plan
 from config import MPTConfig, TrainConfig, UserError
-from plan import PlanArgs
-from planning import memory, search
+from planning import answer, budget, memory, picture
+from planning.answer import PlanArgs
 
 ROOT = Path(__file__).parent.parent
 MPT7B, MPT70B = (str(ROOT / f"configs/{name}.py") for name in ("mpt7b", "mpt70b"))
@@ -121,7 +122,7 @@ def test_a_card_of_two_devices_is_told(capsys):
 
 
 def test_the_days_of_a_job_are_those_of_its_script():
-    for name, days in plan.JOB_DAYS.items():
+    for name, days in answer.JOB_DAYS.items():
         script = (ROOT / name).read_text()
         time = re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", script)
         hours, minutes, seconds = map(int, time.groups())
@@ -153,7 +154,9 @@ BIG = "--d_model=12288 --n_heads=96 --n_layers=96 --vocab_size=51200 --global_ba
 
 def test_the_least_model_parallelism_that_fits(capsys):
     flags = BIG.split()
-    found = planned(capsys, *flags, "--device=mi250x", "--devices=1024", "--sharding=ZERO1")
+    question = [*flags, "--device=mi250x", "--devices=1024", "--sharding=ZERO1"]
+    found = planned(capsys, *question, "--simplest")
+    assert found["tokens_per_second"] <= planned(capsys, *question)["tokens_per_second"]
     layout = found["layout"]
     product = layout["tp"] * layout["pp"]
     assert product > 1
@@ -220,44 +223,141 @@ def test_a_table_of_a_sweep(capsys):
     assert any(line.startswith("assumed: network") for line in lines)
 
 
-@pytest.mark.parametrize("device, n, days", [("h100", 64, 7), ("mi250", 8, 30), ("h100", 512, 7)])
+@pytest.mark.parametrize(
+    "device, n, days",
+    [
+        ("h100", 64, 7),
+        ("4090", 1, 0.3),
+        pytest.param("mi250", 8, 30, marks=pytest.mark.slow),
+        pytest.param("h100", 512, 14, marks=pytest.mark.slow),
+        pytest.param("mi300x", 24, 2, marks=pytest.mark.slow),
+        pytest.param("a100", 128, 90, marks=pytest.mark.slow),
+        pytest.param("mi250x", 1024, 30, marks=pytest.mark.slow),
+    ],
+)
 def test_a_budget_is_used_up(capsys, device, n, days):
-    flags = [f"--device={device}", f"--devices={n}", "--network=200"]
-    found = planned(capsys, *flags, f"--budget={days}")
-    assert found["tokens"] == 20 * found["n_params"]
-    assert 0.6 * days < found["days"] <= days
-    more = planned(capsys, *flags, f"--budget={4 * days}")  # cost grows with the square of the size
-    assert 1.3 < more["n_params"] / found["n_params"] < 2.2
+    """By the compute-optimal model, and by one half as large that sees more tokens."""
+    found = planned(capsys, f"--device={device}", f"--devices={n}", f"--budget={days}")
+    optimal, smaller = found["trainings"]
+    assert optimal["n_params"] == found["n_params"] and optimal["days"] == found["days"]
+    assert 20 <= optimal["tokens"] / optimal["n_params"] < 24
+    assert 0.4 < smaller["n_params"] / optimal["n_params"] <= 0.5
+    assert smaller["tokens_per_parameter"] > 3 * optimal["tokens_per_parameter"]
+    for training in found["trainings"]:
+        assert training["fits"]
+        assert 0.99 * days < training["days"] <= days
+        n_params, tokens = training["n_params"], training["tokens"]
+        loss = 1.69 + 406.4 / n_params**0.34 + 410.7 / tokens**0.28
+        assert training["predicted_loss"] == pytest.approx(loss)
 
 
-def test_a_budget_finds_the_largest_of_all_widths(capsys):
-    """Every width is tried here, without the shortcuts of search.budget."""
+def test_a_budgets_flags_train_its_models(capsys):
+    """The lines below `budget` and `or smaller`, as a plan of their own."""
+    fleet = ["--device=h100", "--devices=8"]
+    out = printed(capsys, *fleet, "--budget=1")
+    found = planned(capsys, *fleet, "--budget=1")["trainings"]
+    launches = [line for line in out.splitlines() if line.strip().startswith("--d_model")]
+    for launch, training in zip(launches, found, strict=True):
+        again = planned(capsys, *fleet, *launch.split())
+        assert again["days"] == pytest.approx(training["days"])
+        assert again["n_params"] == training["n_params"]
+    assert "Chinchilla's published fit (arXiv 2203.15556)" in out
+
+
+def test_the_budgets_program_takes_the_same_batch(capsys):
+    """96 devices do not divide the config's 256 sequences."""
+    fleet = ["--device=h100", "--devices=96"]
+    found = planned(capsys, *fleet, "--budget=2")["trainings"]
+    budget.main(["2", *fleet])
+    lines = capsys.readouterr().out.splitlines()
+    for line, training in zip(lines, found, strict=True):
+        assert line.endswith(f"predicted loss {training['predicted_loss']:.3f}")
+        assert f"{training['tokens'] / 1e9:,.0f}B tokens" in line
+
+
+@pytest.mark.slow
+def test_more_days_train_a_larger_model(capsys):
+    flags = ["--device=h100", "--devices=64", "--network=200"]
+    few, many = (planned(capsys, *flags, f"--budget={days}")["n_params"] for days in (7, 28))
+    assert 1.4 < many / few < 2.6  # cost grows with the square of the size
+
+
+def test_a_model_a_little_larger_than_a_budgets_would_see_too_few_tokens(capsys):
     flags = ["--device=a100", "--devices=16", "--network=200"]
-    found = planned(capsys, *flags, "--budget=2")
-    largest = 0
-    for width in search.WIDTHS:
-        if width > 4096:
-            continue
-        m = search.shape(width, MPTConfig())
-        model = [f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers")]
-        trial = planned(capsys, *flags, *model)
-        if trial["days"] <= 2:
-            largest = max(largest, trial["n_params"])
-    assert found["n_params"] == largest
+    n_params = planned(capsys, *flags, "--budget=2")["n_params"]
+    m = budget.model_of(1.1 * n_params, MPTConfig())
+    assert flops.n_params(m) > n_params
+    model = [f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers")]
+    assert planned(capsys, *flags, *model)["days"] > 2  # on 20 tokens a parameter
 
 
-def test_of_equal_parallelism_the_faster_is_taken(capsys):
-    flags = [*BIG.split(), "--device=h100", "--devices=64", "--network=400"]
-    found = planned(capsys, *flags)
-    product = found["layout"]["tp"] * found["layout"]["pp"]
-    for tp in (1, 2, 4, 8):
-        if product % tp:
-            continue
-        try:
-            other = planned(capsys, *flags, f"--tp={tp}", f"--pp={product // tp}")
-        except UserError:  # it does not fit
-            continue
-        assert other["tokens_per_second"] <= found["tokens_per_second"]
+MPT70B_ON_64 = """MPT70B --choose --device=h100 --devices=64 --network=100
+    --global_batch_size=256""".replace("MPT70B", MPT70B)
+FRONTIER = f"{ROOT}/configs/frontier_175b.py"
+ON_FRONTIER = f"{FRONTIER} --choose --device=mi250x --devices=1024"
+
+
+@pytest.mark.parametrize(
+    "question, layout",
+    [
+        (
+            MPT70B_ON_64,
+            "--tp=2 --pp=8 --sharding=ZERO1 --activation_checkpointing=none --microbatch_size=1",
+        ),
+        pytest.param(ON_FRONTIER, "--tp=4 --pp=16", marks=pytest.mark.slow),
+    ],
+)
+def test_no_layout_by_hand_is_faster_than_the_choice(capsys, question, layout):
+    chosen = planned(capsys, *question.split())
+    by_hand = planned(capsys, *question.split(), *layout.split())
+    assert by_hand["fits"] and chosen["fits"]
+    assert by_hand["tokens_per_second"] <= chosen["tokens_per_second"]
+
+
+def test_the_five_fastest_stand_below_the_plan(capsys):
+    """They differ in tp, pp or sharding; each has flags, which as a plan give the same speed."""
+    question = [MPT7B, "--device=h100", "--devices=16", "--choose"]
+    found = planned(capsys, *question)
+    others = found["others"]
+    assert others[0]["flags"] == found["flags"]
+    rates = [other["tokens_per_second"] for other in others]
+    assert rates[0] == found["tokens_per_second"] and rates == sorted(rates, reverse=True)
+
+    seen = set()
+    for other in others:
+        again = planned(capsys, *question, *other["flags"].split())
+        assert again["tokens_per_second"] == other["tokens_per_second"]
+        layout = again["layout"]
+        seen.add((layout["tp"], layout["pp"], layout["sharding"]))
+        assert ("tensor" in other["needs"]) == (layout["tp"] > 1)
+        assert ("pipeline" in other["needs"]) == (layout["pp"] > 1)
+    assert len(seen) == len(others) == 5
+
+    lines = printed(capsys, *question).splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("the 5 "))) + 2 :]
+    assert [int(row.split()[0].replace(",", "")) for row in table[:5]] == [round(r) for r in rates]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("question", [MPT70B_ON_64, ON_FRONTIER])
+def test_a_choice_takes_less_than_two_seconds(question):
+    """Of a processor, the start of Python included."""
+    command = [sys.executable, "plan.py", *question.split()]
+    seconds = []
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(seconds) < 2
+
+
+def test_interleaved_stages_are_not_chosen(capsys):
+    """The trainer has none. If asked for, they are in all layouts, and there are no flags."""
+    question = [MPT7B, "--device=h100", "--devices=16", "--choose"]
+    assert planned(capsys, *question)["layout"]["interleave"] == 1
+    found = planned(capsys, *question, "--interleave=2")
+    assert found["layout"]["interleave"] == 2 and found["flags"] == ""
 
 
 def test_the_flags_of_a_plan_launch_it(capsys):
@@ -265,7 +365,7 @@ def test_the_flags_of_a_plan_launch_it(capsys):
     found = planned(capsys, MPT7B, *fleet, "--choose", "--sharding=HYBRID_SHARD")
     assert "--sharding=HYBRID_SHARD --shard_size=8" in found["flags"]
     _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
-    assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
+    assert {name: getattr(cfg, name) for name in answer.LAYOUT}.items() <= found["layout"].items()
 
 
 def test_the_flags_of_a_plan_with_tensor_ranks_launch_it(capsys, tmp_path):
@@ -276,7 +376,7 @@ def test_the_flags_of_a_plan_with_tensor_ranks_launch_it(capsys, tmp_path):
     assert found["layout"]["tp"] == 4 and found["layout"]["dp"] == 4
     assert "--tp=4 --sequence_parallel=True" in found["flags"]
     _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
-    assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
+    assert {name: getattr(cfg, name) for name in answer.LAYOUT}.items() <= found["layout"].items()
     assert any("tensor parallelism: bytes" in line for line in found["assumed"])
     assert "your layout" not in printed(capsys, str(path), "--device=mi250", "--devices=16")
 
@@ -289,18 +389,117 @@ def test_the_flags_of_a_plan_with_stages_launch_it(capsys, tmp_path):
     """32 layers on 5 stages: uneven ones. The trainer has no interleaved stages: no flags."""
     path = tmp_path / "staged.py"
     path.write_text(Path(MPT7B).read_text() + "pp = 5\n")
-    question = [str(path), "--device=mi250", "--devices=40"]
+    question = [str(path), "--device=mi250", "--devices=40", "--tp=1"]
     found = planned(capsys, *question)
     assert (found["layout"]["pp"], found["layout"]["dp"]) == (5, 8)
     assert "--pp=5" in found["flags"]
     _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
-    assert {name: getattr(cfg, name) for name in plan.LAYOUT}.items() <= found["layout"].items()
+    assert {name: getattr(cfg, name) for name in answer.LAYOUT}.items() <= found["layout"].items()
     assert "your layout" not in printed(capsys, *question)
 
     pieces = planned(capsys, *question, "--devices=32", "--pp=4", "--interleave=2")
     assert pieces["flags"] == ""
     assert any("no interleaved stages: --interleave=1" in line for line in pieces["assumed"])
     assert pieces["seconds"]["bubble"] > 0
+
+
+# Llama 3.1 405B has 126 layers; this is an MPT of as many.
+UNEVEN = """--n_layers=126 --d_model=16384 --n_heads=128 --global_batch_size=1024
+    --sharding=ZERO1 --activation_checkpointing=full --microbatch_size=1"""
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 3])
+def test_stages_that_differ_by_a_layer(capsys, interleave):
+    fleet = ["--device=h100", "--devices=1024", "--pp=8", "--tp=8", f"--interleave={interleave}"]
+    found = planned(capsys, *UNEVEN.split(), *fleet)
+    assert found["layout"]["pp"] == 8 and found["fits"]
+    even = planned(capsys, *UNEVEN.replace("126", "128").split(), *fleet)
+    assert 0.98 < even["seconds"]["step"] / found["seconds"]["step"] < 1.04
+
+
+def test_kernels_of_today(capsys):
+    """Each flag makes the step faster by as much as its part shrinks."""
+    base = [MPT7B, "--device=h100", "--devices=8", "--activation_checkpointing=none"]
+    base += ["--microbatch_size=1"]
+    plain = planned(capsys, *base)
+    quick = planned(capsys, *base, "--attention_efficiency=0.36")  # 0.18 in 2023
+    ratio = plain["seconds"]["attention"] / quick["seconds"]["attention"]
+    assert ratio == pytest.approx(2, rel=1e-6)
+    assert not any("kernels of 2023" in line for line in quick["assumed"])
+    assert any("kernels of 2023" in line for line in plain["assumed"])
+
+    compiled = planned(capsys, *base, "--compile")
+    assert compiled["seconds"]["memory-bound"] < 0.98 * plain["seconds"]["memory-bound"]
+    assert any("counted, not measured" in line for line in compiled["assumed"])
+
+    fast = planned(capsys, *base, "--bandwidth=6700")  # 3350 by the datasheet
+    ratio = plain["seconds"]["memory-bound"] / fast["seconds"]["memory-bound"]
+    assert ratio == pytest.approx(2, rel=1e-6)
+
+
+def test_linear_layers_in_fp8_which_the_trainer_lacks(capsys):
+    base = [MPT7B, "--device=h100", "--devices=8"]
+    plain = planned(capsys, *base)
+    same = planned(capsys, *base, f"--fp8_tflops={0.8 * 989.4}")  # as bf16
+    assert same["seconds"] == pytest.approx(plain["seconds"])
+    fp8 = planned(capsys, *base, f"--fp8_tflops={1.6 * 989.4}")
+    ratio = plain["seconds"]["matmuls"] / fp8["seconds"]["matmuls"]
+    assert 1.8 < ratio < 2  # the logits stay in bf16
+    assert any("the trainer has no fp8" in line for line in fp8["assumed"])
+
+
+def test_memory_that_a_flag_sets(capsys):
+    flags = [MPT7B, "--device=mi250", "--devices=64"]
+    assert planned(capsys, *flags)["fits"]
+    assert "of 40 GiB: DOES NOT FIT" in printed(capsys, *flags, *LAYOUT_OF_7B, "--memory_gb=40")
+
+
+LAYOUT_OF_7B = """--tp=1 --pp=1 --sharding=ZERO1 --microbatch_size=8
+    --activation_checkpointing=full""".split()
+
+
+def test_a_speed_that_no_matmuls_reach_is_doubted(capsys):
+    flags = [MPT7B, "--device=h100", "--devices=8", "--bandwidth=1e9", "--attention_efficiency=1"]
+    assert assumptions(capsys, "DOUBTFUL", *flags)
+    assert not assumptions(capsys, "DOUBTFUL", MPT7B, "--device=h100", "--devices=8")
+
+
+@pytest.mark.parametrize("more", ["--price=2", "--network=1"])
+def test_a_doubtful_speed_of_a_smaller_fleet_is_told(capsys, more):
+    """The largest has too slow a network to be doubtful."""
+    flags = [MPT7B, "--device=h100", "--bandwidth=1e9", "--attention_efficiency=1", "--network=1"]
+    out = printed(capsys, *flags, "--tp=1", "--pp=1", "--sweep_devices=8,64", more)
+    (line,) = [line for line in out.splitlines() if "DOUBTFUL" in line]
+    assert ("8 x H100 SXM at 2: DOUBTFUL" if "price" in more else "on 8: DOUBTFUL") in line
+
+
+def test_a_price_that_is_not_given_is_no_cost(capsys):
+    found = planned(capsys, MPT7B, "--device=h100")
+    assert found["cost"] is None and found["tokens_per_cost"] is None
+    assert found["band"]["cost"] is None
+
+
+@pytest.mark.parametrize("flags", [["--machine=frontier", "--plot"], ["--plot", "--devices=16"]])
+def test_a_picture_that_is_asked_for_is_not_the_published_one(monkeypatch, flags):
+    drawn = []
+    monkeypatch.setattr(picture, "published", lambda out: drawn.append("published"))
+    monkeypatch.setattr(picture, "bytes_by_sharding", lambda *_: drawn.append("memory"))
+    if "--machine=frontier" in flags:
+        plan.main(flags)
+        assert drawn == ["memory"]
+        return
+    with pytest.raises(UserError, match="which device"):
+        plan.main(flags)
+
+
+def test_a_machine_sets_device_nodes_and_network(capsys):
+    found = planned(capsys, MPT7B, "--machine=perlmutter", "--devices=16")
+    assert found["device"] == "A100 SXM 40GB"
+    assert "4 devices a node" in found["assumed"][0]
+    (line,) = assumptions(capsys, "network", MPT7B, "--machine=perlmutter", "--devices=16")
+    assert "network 100 GB/s a node, each way: perlmutter's, 4 x 200 Gb/s Slingshot" in line
+    flags = ["--device=a100", "--node_size=4", "--network=100", "--memory_gb=40"]
+    assert found["seconds"]["step"] < planned(capsys, MPT7B, *flags)["seconds"]["step"]
 
 
 def test_what_is_not_known_is_not_made_up(capsys):
@@ -310,6 +509,55 @@ def test_what_is_not_known_is_not_made_up(capsys):
     assert "link not known, so 32 GB/s" in found["assumed"][0]
 
 
+def test_a_bad_number_of_devices_does_not_lose_the_table(capsys):
+    """Its row says why: not a number, or nothing that the devices can do."""
+    question = [MPT7B, "--device=mi250", "--pp=1", "--sweep_devices=8,7,x,0,16"]
+    rows = {row["devices"]: row for row in planned(capsys, *question)}
+    assert set(rows) == {8, 7, 16, "x", "0"}
+    assert "set --global_batch_size=1022 or 1029" in rows[7]["problem"]
+    assert rows["x"]["problem"] == rows["0"]["problem"] == "not a whole number above 0"
+    assert rows[8]["efficiency"] == {"strong": 1, "weak": 1}
+    alone = planned(capsys, *question[:3], "--sweep_devices=8,16")
+    assert [rows[8], rows[16]] == alone
+
+    lines = printed(capsys, *question).splitlines()
+    assert [line.split()[0] for line in lines[2:7]] == ["7", "8", "16", "x", "0"]
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        pytest.param("MPT70B --device=mi250 --devices=4 --choose", marks=pytest.mark.slow),
+        "MPT70B --device=mi250 --devices=8 --global_batch_size=256",
+        "MPT7B --device=mi250 --devices=8 --sharding=DDP --tp=1 --pp=1 --microbatch_size=auto",
+        "MPT7B --device=4090 --devices=8 --microbatch_size=64",
+    ],
+)
+def test_what_does_not_fit_says_by_how_much_and_what_would(capsys, question):
+    """Each of the fixes fits, and not even the smallest layout did."""
+    argv = [{"MPT7B": MPT7B, "MPT70B": MPT70B}.get(word, word) for word in question.split()]
+    too_much = "GB more than the [0-9.]+ GB of room; the largest part is "
+    with pytest.raises(UserError, match=too_much) as error:
+        plan.main(argv)
+    fixes = str(error.value).partition("What would fit: ")[2].split(" or ")
+    assert fixes[0].startswith("--")
+    for fix in fixes:
+        found = planned(capsys, *argv, *fix.split())
+        assert found["fits"]
+
+
+@pytest.mark.parametrize("size", [4, 32])
+def test_a_layout_that_does_not_fit_names_what_would(capsys, size):
+    flags = f"--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size={size}"
+    question = [MPT7B, *flags.split(), "--activation_checkpointing=none", "--device=mi250"]
+    found = planned(capsys, *question, "--devices=4")
+    assert not found["fits"] and found["would_fit"]
+    over = (found["bytes"]["peak"] - memory.ROOM * 64 * 2**30) / 1e9
+    assert f"DOES NOT FIT, {over:.1f} GB more" in printed(capsys, *question, "--devices=4")
+    for fix in found["would_fit"]:
+        assert planned(capsys, *question, "--devices=4", *fix.split())["fits"]
+
+
 # The flags of a question, MPT7B for its config file, and a part of the answer.
 MISTAKES = [
     ("MPT7B", "which device?"),
@@ -317,9 +565,12 @@ MISTAKES = [
     ("MPT7B --device=v100", "no bf16 peak known for V100"),
     ("MPT7B --device=mi250 --devices=0", "devices must be at least 1, not 0"),
     ("MPT7B --device=mi250 --devices=-8", "devices must be at least 1, not -8"),
-    ("MPT7B --device=mi250 --devices=8 --tp=3", "8 devices are not a multiple of tp 3"),
     (
-        "MPT7B --device=mi250 --devices=24 --tp=3 --pp=1",
+        "MPT7B --device=mi250 --devices=8 --tp=3",
+        "8 devices are not a multiple of tp 3: set --devices=6 or 9, or another --tp",
+    ),
+    (
+        "MPT7B --device=mi250 --devices=6 --tp=3 --pp=1",
         "tp 3 does not divide n_heads 32: tp can be 1, 2, 4, 8, 16, 32",
     ),
     (
@@ -328,14 +579,14 @@ MISTAKES = [
     ),
     (
         "MPT7B --device=mi250 --devices=7 --pp=1",
-        "global_batch_size 1024 is not a multiple of the data-parallel ranks",
+        "ranks on 7 devices: set --global_batch_size=1022 or 1029",
     ),
     (
         "MPT70B --device=mi250 --devices=4 --choose",
-        "64.9B parameters fit 4 x MI250 GCD in no layout",
+        "64.9B parameters do not fit 4 x MI250 GCD",
     ),
-    ("MPT7B --device=mi250 --sweep_devices=8,x", "--sweep_devices needs numbers"),
-    ("MPT7B --device=mi250 --sweep_devices=0,8", "--sweep_devices needs numbers above 0"),
+    ("MPT7B --device=mi250 --sweep_devices=0,x", "--sweep_devices needs numbers above 0"),
+    ("MPT7B --device=mi250 --sweep_devices=7 --pp=1", "ranks on 7 devices"),
     ("--device=mi250 --budget=0.0001", "0.0001 days on 8 x MI250 GCD are too few"),
     ("MPT7B --device=mi250 --budget=7", "--budget finds the model and its tokens: remove "),
     ("--device=mi250 --budget=7 --tokens=1e9", "remove --tokens"),
@@ -352,11 +603,25 @@ MISTAKES = [
         "tokens in the command line is inf, expected a number",
     ),
     ("MPT7B --device=mi250 --precision=fp32", "plans are for bf16"),
-    ("MPT7B --device=mi250 --interleave=64", "n_layers 32 is not a multiple of interleave 64"),
+    (
+        "MPT7B --device=mi250 --pp=2 --lora_rank=8 --init_from=x --lora_last_blocks=2",
+        "the first pipeline stage would have nothing to train",
+    ),
+    ("MPT7B --device=mi250 --interleave=64", "interleave 64 is more than n_layers 32"),
+    (
+        "MPT7B --device=mi250 --devices=16 --sharding=HYBRID_SHARD --shard_size=5",
+        "shard_size 5 divides the data-parallel ranks of no tp and pp",
+    ),
     ("MPT7B --plot", "which device?"),
     ("--plot --out=plan.foo", "--out=plan.foo: "),
     ("MPT7B --device=mi250 --network=-1", "network must be 0 or more, not -1"),
     ("MPT7B --device=mi250 --interleave=0", "interleave must be at least 1, not 0"),
+    ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
+    ("MPT7B --machine=frontier --device=h100", "--machine=frontier has MI250X GCD: remove "),
+    ("MPT7B --device=mi250 --fp8_tflops=300", "MI250 GCD has no fp8: remove --fp8_tflops=300"),
+    ("MPT7B --device=h100 --fp8_tflops=3000", "the fp8 peak of H100 SXM is 1978.8 TFLOP/s"),
+    ("MPT7B --device=h100 --attention_efficiency=35", "attention_efficiency must be at most 1"),
+    ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be 0 or more, not -1"),
 ]
 
 

@@ -17,9 +17,11 @@ from functools import cache
 import pytest
 from conftest import ROOT, clean_environment
 
-from config import MPTConfig
+from config import MPTConfig, TrainConfig, load
 from model import MPT
-from weights import hf
+from serving.adapters import write_random
+from text import chat
+from weights import hf, peft
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -45,11 +47,14 @@ BLOCKS = command_lines(PAGES)
 INLINE = re.findall(r"`((?:python|torchrun) [^`]+)`", PAGES)
 COMMANDS = sorted(commands_in(BLOCKS + INLINE))
 
-# Flags come last, so these make any run small: some thousand weights, two steps, text in my/.
+# Flags come last, so these make any run small: some thousand weights, two steps, text in my/, or
+# prompts and responses there.
 SMALL_MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32".split()
 SMALL_DATA = (
     "--dataset=my/*.txt --tokenizer=bytes --data_dir=data/small --val_fraction=0.1 --max_tokens=0"
 ).split()
+SMALL_CHAT = [*SMALL_DATA, "--dataset=my/*.jsonl", "--data_dir=data/small-chat"]
+OF_CHAT = ("configs/lora_", "configs/finetune_")  # configs with data_format = "chat"
 SMALL_RUN = (
     "--eval_tokens=64 --max_steps=2 --warmup_steps=1 --global_batch_size=8 --microbatch_size=2 "
     "--icl_limit=1 --save_interval=1"
@@ -62,17 +67,31 @@ SMALL_BENCH = {
     "train": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
     "machine": ["--seconds=0.01"],
     "fake_gpu": ["--n_layers=2"],
+    "roofline": ["--n_layers=2"],
+    "chips": ["--chips=sm_90"],
 }
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command as a shell passes them on. Only bash and others know $'...'."""
+    if "$'" not in command:
+        return shlex.split(command)
+    printed = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True
+    )
+    return printed.stdout.split("\0")[:-1]
 
 
 def shrunk(command: str) -> list[str]:
     """The command with this Python, and small."""
     command = command.replace("step-3000", "step-1").replace("3110:3130", "2:3")  # 2 steps exist
-    words = shlex.split(command)
+    words = words_of(command)
     module = ["-m", "torch.distributed.run"] if words[0] == "torchrun" else []
     flags = []
     if "--help" not in words and any(program in words for program in ("fsdp_train.py", "data.py")):
         flags = [*SMALL, "--max_steps=3"] if "--skip_steps=2:3" in words else SMALL
+        if any(name in command for name in OF_CHAT):
+            flags = [*flags, *SMALL_CHAT]
     if "bench" in words:
         flags = SMALL_BENCH.get(words[words.index("bench") + 1], [])
     if "evaluation.tasks" in words:
@@ -101,6 +120,8 @@ def copy(tmp_path_factory, tiny_text):
     shutil.copytree(ROOT, folder, ignore=left_out)
     shutil.copytree(tiny_text, folder / "my")
     shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
+    examples = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(200)]
+    (folder / "my/chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in examples))
 
     run_well(shrunk("python fsdp_train.py configs/demo.py"), folder)
     names = ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/two", "elastic/moved")
@@ -114,13 +135,21 @@ def copy(tmp_path_factory, tiny_text):
     row = json.dumps({"query": "the", "choices": ["river", "tree"], "gold": 0})
     (folder / "words.jsonl").write_text(f"{row}\n")
     export_small_model(folder / "mpt-7b")
+    # An adapter in a PEFT folder, which fits any model of these sizes, and in a run.
+    settings = TrainConfig(init_from="any", lora_rank=2)
+    write_random(folder / "runs/a", SMALL_CONFIG, settings, seed=0)
+    peft.import_(folder / "runs/a", folder / "runs/lora", base=str(folder / "mpt-7b"))
     return folder
+
+
+SMALL_CONFIG = MPTConfig(
+    d_model=32, n_heads=4, n_layers=2, vocab_size=320, max_seq_len=32, alibi=True, no_bias=True
+)
 
 
 def export_small_model(folder) -> None:
     """A Hugging Face folder of a model as small as the commands are made here."""
-    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 320, "max_seq_len": 32}
-    hf.export(MPT(MPTConfig(**sizes, alibi=True, no_bias=True)), folder)
+    hf.export(MPT(SMALL_CONFIG), folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
 
@@ -143,13 +172,22 @@ def marked(command: str):
 
 
 # Commands that are tested elsewhere, or cannot run here.
+FINETUNED = "tests/lessons/test_finetuned.py"
 ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "python -m lessons.elastic --max_steps=120": "tests/lessons/test_elastic.py",
+    "make finetune": FINETUNED,
+    "python -m lessons.questions": FINETUNED,
+    "python -m lessons.finetuned runs/demo runs/lora-demo": FINETUNED,
+    "python -m lessons.spectrum runs/lora-demo": FINETUNED,
+    "python -m weights.peft merge runs/lora runs/whole": "tests/weights/test_peft.py",
+    "python fsdp_train.py configs/lora_demo.py": FINETUNED,
+    "python fsdp_train.py configs/lora_demo.py --lora_rank=1 --run_dir=runs/lora-1": FINETUNED,
+    "python fsdp_train.py configs/lora_demo.py --lora_last_blocks=1 --run_dir=runs/last": FINETUNED,
     "python -m lessons.lost_rank stop": "tests/lessons/test_lost_rank.py",
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",
-    "python -m planning.calibrate results.csv --device=mi250": "it refuses rows of a CPU",
+    "python -m planning.calibrate results.csv machine.json --save=mine.json": "it refuses a CPU",
     "torchrun --nproc_per_node 2 -m lifecycle.watchdog": "it ends with an error, on purpose",
 }
 PROGRAMS = [c for c in COMMANDS if c.split()[0] in ("python", "torchrun") and c not in ELSEWHERE]
@@ -184,6 +222,26 @@ def test_command_of_a_folders_page(command, copy):
     run_well(shrunk(command), copy)
 
 
+def test_the_chat_prompt_of_a_page_is_what_training_reads():
+    """Bash makes line breaks of its \\n, and the text is ChatML's, up to the answer."""
+    lines = commands_in(command_lines((ROOT / "lessons/finetuning.md").read_text()))
+    (command,) = [line for line in lines if "<|im_start|>" in line]
+    words = dict(word.split("=", 1) for word in words_of(command) if "=" in word)
+    messages = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "4"}]
+    (turn,) = chat.turns_of({"messages": messages}, chat.load_template(""))
+    assert words["--prompt"] == turn.read
+    assert turn.written == "4" + words["--stop"] + "\n"
+
+
+@pytest.mark.parametrize("name", ["demo", "mpt1b", "mpt7b_mi250"])
+def test_the_flags_of_finetuning_fit_the_config_of_a_base(name):
+    page = (ROOT / "lessons/finetuning.md").read_text()
+    flags = shlex.split("".join(re.findall(r"^    (--.*\n)", page, re.MULTILINE)))
+    path = str(ROOT / f"configs/{name}.py")
+    _, cfg = load([path, *flags], MPTConfig, TrainConfig)
+    assert cfg.lora_rank == 8 and cfg.data_format == "chat" and cfg.init_from == "runs/NAME"
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sbatch")])
 def test_slurm_script_parses_and_its_config_exists(command):
     form = r"sbatch --nodes=\d+ (?:--signal=\S+ )?(slurm/\S+) (configs/\S+).*"
@@ -214,6 +272,7 @@ def test_the_readme_begins_with_the_two_commands_and_is_short():
 
 
 PAGE_NAMES = ["README", "CONTRIBUTING", "GLOSSARY", "TROUBLE", "INSTALL", "lessons/pipeline"]
+PAGE_NAMES += ["lessons/lora", "lessons/finetuning"]
 
 
 @pytest.mark.parametrize("name", PAGE_NAMES)
@@ -239,7 +298,7 @@ def test_the_readme_links_to_the_page_of_every_folder():
 
 def test_each_use_is_one_screen_with_commands_and_a_link():
     uses = re.findall(r"^## Use: .*?(?=^## )", README, re.MULTILINE | re.DOTALL)
-    assert len(uses) == 6
+    assert len(uses) == 7
     for use in uses:
         assert len(use.splitlines()) <= 40 and "```sh\n" in use, use.splitlines()[0]
         assert re.search(r"\]\([\w/]+/(README|\w+)\.md\)", use), use.splitlines()[0]

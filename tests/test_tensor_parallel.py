@@ -385,6 +385,7 @@ def collectives_of_a_step(_, cfgs):
     return found
 
 
+@pytest.mark.slow
 def test_a_step_has_as_many_collectives_as_its_sharding_needs(ranks):
     """Five blocks and the root are six units; each rank has four microbatches."""
     modes = ["ZERO1", "SHARD_GRAD_OP", "FULL_SHARD", "DDP"]

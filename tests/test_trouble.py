@@ -5,10 +5,14 @@ import re
 import shutil
 
 import pytest
+import torch
 from conftest import ROOT, flags_for
 from test_program import run
 
+import checkpoint
+from config import UserError
 from lifecycle import runlog
+from weights import load
 
 MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
 BATCH = "--global_batch_size=8 --microbatch_size=2 --warmup_steps=1 --precision=fp32".split()
@@ -55,6 +59,24 @@ def test_a_jump_of_the_loss_is_skipped_from_an_earlier_checkpoint(train, tmp_pat
     source = ["--resume=runs/demo/checkpoints/step-2", "--skip_steps=4:6"]
     train(*source, "--run_dir=runs/demo-2", "--max_steps=6")
     assert [step for step in losses(tmp_path / "runs/demo-2") if step > 2] == [3, 6]
+
+
+@pytest.mark.slow
+def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(train, tmp_path):
+    """With --keep_every, or in a copy. Otherwise it may be deleted: then what is left says so."""
+    train("--run_dir=runs/base", "--max_steps=2", "--schedule=constant")
+    train("--init_from=runs/base", "--lora_rank=2", "--run_dir=runs/lora", "--max_steps=2")
+    shutil.copytree(tmp_path / "runs/base", tmp_path / "runs/kept")
+    longer = ["--max_steps=6", "--schedule=constant", "--keep_last=1"]
+    train("--run_dir=runs/kept", *longer, "--keep_every=2")
+    assert (tmp_path / "runs/kept/checkpoints/step-2").exists()
+
+    train("--run_dir=runs/base", *longer)
+    adapters = checkpoint.latest(tmp_path / "runs/lora")
+    with pytest.raises(UserError, match="does not hold the weights .* set --init_from to them"):
+        load.load_model(adapters, torch.device("cpu"))
+    step_2 = str(tmp_path / "runs/kept/checkpoints/step-2")
+    assert load.base_of(step_2, checkpoint.read_meta(adapters))["base"] == step_2
 
 
 @pytest.mark.slow

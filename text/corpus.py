@@ -14,6 +14,7 @@ Run `python -m text.corpus stdlib` to see how many documents there are and how t
 """
 
 import codecs
+import collections
 import csv
 import glob
 import hashlib
@@ -64,19 +65,20 @@ def documents(dataset: str):
     return (text for text in texts if text)
 
 
-def chunks(dataset: str):
-    """Yield the documents in chunks: (chunk number, number of its first document, documents).
+def chunks(documents, first_characters: int = FIRST_CHUNK_CHARACTERS):
+    """Yield documents in chunks: (chunk number, number of its first document, documents).
 
-    A chunk becomes one shard. The first 16 have about 4 MB of text each, later ones 64 MB.
+    A chunk becomes one shard. The first 16 have about 4 MB of text each, or `first_characters`,
+    later ones 64 MB.
     """
     chunk = []
     size = 0
     chunk_number = 0
     first_document = 0
-    for text in documents(dataset):
+    for text in documents:
         chunk.append(text)
         size += len(text)
-        limit = FIRST_CHUNK_CHARACTERS if chunk_number < FIRST_CHUNKS else CHUNK_CHARACTERS
+        limit = first_characters if chunk_number < FIRST_CHUNKS else CHUNK_CHARACTERS
         if size >= limit:
             yield chunk_number, first_document, chunk
             chunk_number += 1
@@ -92,6 +94,11 @@ def files(dataset: str) -> list[str]:
     return stdlib_files() if dataset == "stdlib" else local_files(dataset)
 
 
+def is_here(dataset: str) -> bool:
+    """Are files of this name on this machine?"""
+    return bool(os.path.exists(dataset) or glob.glob(dataset, recursive=True))
+
+
 def source_state(dataset: str) -> str:
     """A short hash of the names and sizes of the files, to notice that the text has changed.
 
@@ -99,6 +106,22 @@ def source_state(dataset: str) -> str:
     """
     sizes = [(path, os.path.getsize(path)) for path in files(dataset)]
     return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16] if sizes else ""
+
+
+def content_hash(dataset: str) -> str:
+    """A short hash of the names and the content of the files, all of which it reads.
+
+    Empty for a data set on the Hub, which is assumed not to change.
+    """
+    paths = files(dataset)
+    digest = hashlib.sha256()
+    for path in paths:
+        of_file = hashlib.sha256()
+        with file_reader.open_regular(path) as file:
+            while block := file.read(2**20):
+                of_file.update(block)
+        digest.update(f"{path} {of_file.hexdigest()}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()[:16] if paths else ""
 
 
 def stdlib_files() -> list[str]:
@@ -224,6 +247,51 @@ def table_documents(path: str):
         raise UserError(f"{path}, line {rows.line_num}: {error}") from error
 
 
+def rows(dataset: str):
+    """The rows of a data set of examples: (place, a row as `parsed` takes it).
+
+    dataset: .jsonl files, or a data set on the Hub. place: file and line, for messages. Blank lines
+    are skipped. Raises UserError if a file is of another kind.
+    """
+    fix = "set --dataset='my/*.jsonl', or a data set on the Hub"
+    require(dataset != "stdlib", f"dataset=stdlib has no prompts and responses: {fix}")
+    paths = files(dataset)
+    others = [path for path in paths if not path.endswith(".jsonl")]
+    require(not others, f"{others[:1]} is no .jsonl file: {fix}")
+    if not paths:
+        for number, row in enumerate(hub_rows(dataset), 1):
+            yield f"{dataset}, row {number}", row
+    for path in paths:
+        for number, line in enumerate(text_lines(path), 1):
+            if not line.isspace():
+                yield f"{path}, line {number}", line
+
+
+def parsed(row):
+    """What a row holds: a line of JSON, or None if it is not JSON. A row of the Hub is parsed.
+
+    UserError if an object has a key twice, of which JSON would keep the last.
+    """
+    if not isinstance(row, str):
+        return row
+    try:
+        return json.loads(row, object_pairs_hook=unique)
+    except UserError:
+        raise
+    except (ValueError, RecursionError):
+        return None
+
+
+def unique(pairs) -> dict:
+    """The object with these keys and values. UserError if a key occurs twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = collections.Counter(name for name, _ in pairs)
+        repeated, _ = counts.most_common(1)[0]
+        raise UserError(f"it has {file_reader.shown(repeated)} more than once")
+    return values
+
+
 def text_lines(path: str):
     """The lines of a UTF-8 file, each with its line break. Raises UserError as `decoded` does."""
     offset = 0
@@ -262,9 +330,16 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
 
 
 def hub_documents(dataset: str):
+    """The field `text` of each row of a data set on the Hub. UserError if it has none."""
+    for row in hub_rows(dataset):
+        require("text" in row, f"data set {dataset} has no field 'text', only {sorted(row)}")
+        yield row["text"]
+
+
+def hub_rows(dataset: str):
     """Stream the training split of `owner/name` or `owner/name:subset` from the Hugging Face Hub.
 
-    Raises UserError if there is no such data set, subset, field `text` or connection.
+    Raises UserError if there is no such data set, subset or connection.
     """
     import datasets  # imported here, because that takes 1.5 s
 
@@ -272,17 +347,13 @@ def hub_documents(dataset: str):
     fix = "use local files (--dataset='my/*.txt') or --dataset=stdlib"
     try:
         stream = datasets.load_dataset(name, subset or None, split="train", streaming=True)
-        for row in stream:
-            require("text" in row, f"data set {dataset} has no field 'text', only {sorted(row)}")
-            yield row["text"]
+        yield from stream
     except FileNotFoundError as error:
         problem = f"dataset={dataset!r} is neither a local file nor a data set on the Hub"
         raise UserError(f"{problem}: {fix}") from error
     except OSError as error:
         problem = f"cannot reach the Hub for dataset={dataset!r}"
         raise UserError(f"{problem}: {fix}, or try again online") from error
-    except UserError:
-        raise
     except ValueError as error:  # e.g. the subset is missing, and the message lists the subsets
         reason = " ".join(str(error).split())
         raise UserError(f"dataset={dataset!r}: {reason} (write it {name}:SUBSET)") from error

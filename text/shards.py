@@ -5,6 +5,13 @@
     then            the ids, uint16 or uint32, little-endian:
                     document, end-of-text, document, end-of-text, ...
 
+Shards of prompts and responses (text/chat.py) hold int32: rows of max_seq_len ids, and one more id
+at the end. ~id stands for an id that is read but not learned. Their header has these fields, too:
+
+    max_seq_len   ids of a row            learned   tokens that are learned
+    filled        places with a token     cut       examples that were longer than a row
+                                          dropped   examples in which nothing is learned
+
 `sha256` covers the ids and the rest of the header. `text_sha256` identifies the text and tokenizer
 that the shard was made from.
 
@@ -29,13 +36,14 @@ from storage import files
 
 HEADER_BYTES = 4096
 FORMAT = "mpt-tokens-1"
-DTYPES = ("uint16", "uint32")
+DTYPES = ("uint16", "uint32", "int32")
 MAX_COUNT = 2**48  # the largest count that a header may state
 FIX = "delete it and run data.py again, which makes only what is missing"
 
 # The fields of every header. Counts are 0 or more.
 TEXTS = {"format": str, "dtype": str, "sha256": str, "text_sha256": str}
 COUNTS = {"tokens": int, "documents": int, "text_bytes": int, "vocab_size": int}
+ROWS = {"max_seq_len": int, "learned": int, "filled": int, "cut": int, "dropped": int}  # of int32
 
 # The fields of dataset.json.
 SUMMARY = {
@@ -50,7 +58,7 @@ SUMMARY = {
 
 
 class Shard:
-    """One file of tokens: `header` (a dict) and `ids`, (tokens,) uint16 or uint32, mapped."""
+    """One file of tokens: `header` (a dict) and `ids`, (tokens,) of its dtype, mapped."""
 
     def __init__(self, path: Path):
         """Raises UserError if the file is damaged, OSError if it cannot be read."""
@@ -59,6 +67,9 @@ class Shard:
             header_text = file.read(HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
         self.header = files.parse_json(header_text, str(path), dict, TEXTS | COUNTS, FIX)
+        self.has_rows = self.header["dtype"] == "int32"
+        if self.has_rows:
+            files.parse_json(header_text, str(path), dict, ROWS, FIX)
         self.check_header(size)
 
         tokens = self.header["tokens"]
@@ -73,7 +84,7 @@ class Shard:
         header = self.header
         for name, choices in (("format", [FORMAT]), ("dtype", DTYPES)):
             self.require(header[name] in choices, f"its {name} is {files.shown(header[name])}")
-        for name in COUNTS:
+        for name in COUNTS | (ROWS if self.has_rows else {}):
             count = header[name]
             self.require(0 <= count <= MAX_COUNT, f"{name!r} is {count}")
 
@@ -82,6 +93,10 @@ class Shard:
         self.require(
             header["tokens"] == 0 or header["text_bytes"] > 0, "its header has tokens but no text"
         )
+        if self.has_rows and header["tokens"]:
+            room = header["max_seq_len"]
+            whole_rows = room > 0 and (header["tokens"] - 1) % room == 0
+            self.require(whole_rows, "its ids are not whole rows")
 
     def check_hash(self) -> None:
         """UserError unless the ids and the header are those that were written."""
@@ -127,9 +142,10 @@ def raise_file_limit() -> None:
 
 
 def write_ids(path: Path, ids: np.ndarray, about: dict) -> None:
-    """Write ids, (n,) uint16 or uint32, as a shard. The file is complete or not there.
+    """Write ids, (n,) uint16, uint32 or int32, as a shard. The file is complete or not there.
 
-    about: the fields `documents`, `text_bytes`, `vocab_size` and `text_sha256` of its header.
+    about: the fields `documents`, `text_bytes`, `vocab_size` and `text_sha256` of its header; for
+    int32 those of ROWS as well.
     """
     header = {"format": FORMAT, "dtype": ids.dtype.name, "tokens": len(ids), **about}
     header["sha256"] = sha256_of(header, ids)

@@ -27,6 +27,7 @@ section 2.2.
 
 import collections
 import difflib
+import functools
 import hashlib
 import heapq
 import itertools
@@ -38,6 +39,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +50,10 @@ from config import UserError, arguments, one_line, require, run
 from storage import files
 
 END_OF_TEXT = "<|endoftext|>"
+
+# Inside the name of a special token it makes that name ordinary text: see `spelled_out`. It is half
+# of a surrogate pair, which no text that UTF-8 can hold has.
+MARK = "\ud800"
 
 # GPT-2's split with possessive quantifiers (++): the same pieces, but no backtracking, so a million
 # spaces do not exhaust the stack.
@@ -84,14 +90,27 @@ PROBE_SECONDS = 15  # a usual tokenizer takes 0.02 s, and starting Python up to 
 # Text <-> ids
 
 
+@dataclass(frozen=True)
+class SpecialToken:
+    """A token with a name that no text encodes to: end-of-text, or `<|im_start|>` of a chat.
+
+    lstrip, rstrip: it takes the white space before it, or behind it.
+    """
+
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+
 class Tokenizer:
     """Text to ids and back: GPT-2's tokens, raw bytes, or a BPE trained here.
 
-    name         `gpt2`, `bytes` or `bpe-N`
-    tokens       the bytes of each id, in order
-    eot          the id of end-of-text, the last one
-    vocab_size   the number of ids, with end-of-text
-    fingerprint  equal for two tokenizers if they give equal ids for every text
+    name            `gpt2`, `bytes` or `bpe-N`
+    tokens          the bytes of each id, in order
+    eot             the id of end-of-text, the last one
+    special_tokens  their names -> `SpecialToken`; here end-of-text alone
+    vocab_size      the number of ids, with end-of-text
+    fingerprint     equal for two tokenizers if they give equal ids for every text
 
     Do not pickle a tokenizer: not every version of tiktoken can. A worker process gets its name and
     path and calls `load`, which takes milliseconds.
@@ -102,6 +121,7 @@ class Tokenizer:
         self.name = name
         self.tokens = tokens
         self.eot = len(tokens)
+        self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         self.vocab_size = len(tokens) + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.bytes_of = dict(enumerate([*tokens, END_OF_TEXT.encode()]))  # id -> bytes
@@ -133,6 +153,34 @@ class Tokenizer:
         else:
             ids = self.encoding.encode_to_numpy(text, disallowed_special=())
         return ids.astype(self.dtype)
+
+    @functools.cached_property
+    def special_pattern(self) -> re.Pattern:
+        """What finds the names of special tokens, of two that begin alike the longer one."""
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def encode_special(self, text: str) -> np.ndarray:
+        """As `encode`, but the name of a special token in `text` becomes the id of that token.
+
+        Only for text that may write them, such as a chat template: pass all other text that goes
+        into it through `spelled_out`.
+        """
+        pieces = self.special_pattern.split(text)  # text, special token, text, ..., text
+        for place in range(1, len(pieces), 2):
+            token = self.special_tokens[pieces[place]]
+            if token.lstrip:
+                pieces[place - 1] = pieces[place - 1].rstrip()
+            if token.rstrip:
+                pieces[place + 1] = pieces[place + 1].lstrip()
+
+        parts = [np.empty(0, self.dtype)]
+        for place, piece in enumerate(pieces):
+            if place % 2 == 1:
+                parts.append(np.array([self.special_tokens[piece].id], self.dtype))
+            elif piece:
+                parts.append(self.encode(piece.replace(MARK, "")))
+        return np.concatenate(parts)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`.
@@ -180,6 +228,11 @@ class HuggingFaceTokenizer:
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.eot = self.library.token_to_id(END_OF_TEXT)
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which separates documents")
+        self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
+        for i, token in self.library.get_added_tokens_decoder().items():
+            if token.special and len(token.content) > 1:  # a MARK fits into two characters
+                special = SpecialToken(i, token.lstrip, token.rstrip)
+                self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.
         byte_of = {
@@ -206,6 +259,8 @@ class HuggingFaceTokenizer:
             raise UserError(f"{self.path} cannot encode {text[:20]!r}: {reason}") from error
         return np.array(ids, dtype=self.dtype)
 
+    special_pattern = Tokenizer.special_pattern
+    encode_special = Tokenizer.encode_special
     decode_bytes = Tokenizer.decode_bytes
     decode = Tokenizer.decode
 
@@ -213,6 +268,18 @@ class HuggingFaceTokenizer:
 def without_lone_surrogates(text: str) -> str:
     """`text` with U+FFFD in place of each half of a surrogate pair."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def spelled_out(text: str, special_tokens: Iterable[str]) -> str:
+    """`text` with a MARK in each name of a special token, which `encode_special` takes for text.
+
+    A conversation must not be able to end its own turn, or begin one of the system.
+    """
+    text = without_lone_surrogates(text)
+    for name in special_tokens:
+        while name in text:  # again, since occurrences may overlap
+            text = text.replace(name, name[0] + MARK + name[1:])
+    return text
 
 
 def library_tokenizer(path: str, content: bytes):

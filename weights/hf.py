@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 import checkpoint
 import config
 from config import MPTConfig, TrainConfig, UserError, require
+from lora import is_adapter
 from model import MPT
 from processes import rank_zero_decides
 from storage import files
@@ -91,7 +92,8 @@ def load_into(model: MPT, path) -> None:
     the whole model.
     """
     tensors = rank_zero_decides(lambda: find_tensors(Path(path), model))
-    params = dict(model.named_parameters())
+    # Adapters (lora.py) are ours.
+    params = {name: p for name, p in model.named_parameters() if not is_adapter(name)}
     layout = layout_of(model)
     # In the order in which they are stored, so that files are read from front to back.
     for name in sorted(params, key=lambda name: (tensors[name].file, tensors[name].offset)):
@@ -186,6 +188,8 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
     else:
         path = checkpoint.find(str(source))
         checkpoint.require_sound(path)
+        fix = f"python -m weights.peft export {source} {folder}, or merge them first"
+        require(not checkpoint.adapter_settings(path), f"{source} holds adapters: {fix}")
         cfg = checkpoint.settings(path)
         metadata = read_metadata(path)
         tensors = weights_of(metadata)  # on the meta device
@@ -271,25 +275,36 @@ def import_(source, run_dir, tokenizer: str = "") -> None:
     }
     with published(run_dir) as staging:
         model = load_model(source, "cpu")
-        write_checkpoint(staging / "checkpoints" / "step-0", meta, model)
-        if loaded.name.startswith("bpe"):
-            loaded.save(staging / "tokenizer.json")
-        elif loaded.name.endswith(".json"):
-            shutil.copy(loaded.name, staging / "tokenizer.json")
+        write_checkpoint(staging / "checkpoints" / "step-0", meta, {"model": model.state_dict()})
+        save_tokenizer(loaded.name, tokenizer_file(source, loaded.name), staging)
 
     n_params = sum(param.numel() for param in model.parameters())
     print(f"{run_dir}: {n_params:,} parameters")
     print(f"Tokenizer: {name}. If the model was trained with other ids, it writes nonsense.")
 
 
-def write_checkpoint(path: Path, meta: dict, model: MPT) -> None:
-    """Write a checkpoint from one process, without an optimizer. Its parent folder is new."""
+def write_checkpoint(path: Path, meta: dict, state: dict) -> None:
+    """Write a checkpoint from one process. Its parent folder is new.
+
+    state: {"model": weights}, perhaps with "optim", as of `checkpoint.state_of`.
+    """
     path.parent.mkdir()
     checkpoint.prepare(path, meta)
-    state = {"model": model.state_dict()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
         dcp.save(state, storage_writer=checkpoint.Writer(path), no_dist=True)
+
+
+def save_tokenizer(name: str, file: Path | None, run_dir: Path) -> None:
+    """Copy the file of a tokenizer into a new run folder; gpt2 and bytes have none.
+
+    name, file: as `tokenizers.load` takes them. Raises UserError if it is damaged or a link.
+    """
+    if name.endswith(".json") or name.startswith("bpe"):
+        file = Path(file or name)
+        require(not file.is_symlink(), f"{file} is a link: replace it with the file it points to")
+        tokenizers.load(name, file)
+        shutil.copy(file, run_dir / "tokenizer.json")
 
 
 def name_of_tokenizer(source: Path) -> str:

@@ -7,30 +7,40 @@
 
 `load_for_sampling` gives generate.py and evaluation a model with its tokenizer; evaluation may want
 it cut over tensor ranks. `init_from` fills a model that is about to train, sharded or not
-(--init_from). Before that, `check_same_model` compares
-the settings that decide what the two models compute, and `check_same_tokenizer` their ids. For a
-run that resumes, lifecycle/resume.py has a stricter check.
+(--init_from). Before that, `check_same_model` compares the settings that decide what the two models
+compute, and `check_same_tokenizer` their ids. For a run that resumes, lifecycle/resume.py has a
+stricter check.
+
+A run with adapters (lora.py) holds them alone, and names its base: the path, and a fingerprint of
+the weights there. `load_model` finds that base, checks the fingerprint, and merges the adapters
+into it.
 
 Run `python -m weights.load runs/demo` to see what is at a path.
 """
 
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 import checkpoint
+import lora
 import parallel
 import tensor_parallel
 from attention import function_of
-from config import MPTConfig, UserError, arguments, require, run
-from lifecycle.resume import SAME_MODEL, norm_of
+from config import MPTConfig, TrainConfig, UserError, arguments, require, run, say_once
+from lifecycle.resume import different_functions
 from model import MPT
 from processes import rank_zero_decides
-from storage.checkpoint_files import read_metadata, require_weights
+from storage.checkpoint_files import checksum, read_checksums, read_metadata, require_weights
 from tensor_parallel import Team, layout_of
 from text import tokenizer as tokenizers
 from weights import hf
+from weights.adapters import Adapter, check_fits, of_run
 
 
 def find(path: str) -> Path:
@@ -39,6 +49,8 @@ def find(path: str) -> Path:
     A run folder stands for its newest complete checkpoint.
     """
     folder = Path(path)
+    fix = f"import it first: python -m weights.hf import {path} runs/NAME"
+    require(not folder.is_file(), f"{path} is a file, not a folder: {fix}")
     is_hugging_face = (folder / "config.json").exists() and not is_run(folder)
     return folder if is_hugging_face else checkpoint.find(path)
 
@@ -63,11 +75,17 @@ def settings_of(path) -> MPTConfig:
 def load_model(path: Path, device: torch.device, team: Team | None = None) -> MPT:
     """The model of a checkpoint on one device, for sampling and evaluation.
 
+    If it holds adapters: their base, with the adapters merged into it.
+
     It needs no process group; where there is one, every rank calls it. team: tensor ranks, of which
     this one gets its part of the model; None: the whole. Raises UserError if the checkpoint is
     damaged.
     """
     checkpoint.require_sound(path)
+    if checkpoint.adapter_settings(path):
+        model = load_adapted(path, device, team)
+        lora.merge(model)
+        return model
     cfg = checkpoint.settings(path)
     metadata = rank_zero_decides(lambda: read_metadata(path))
     n_tensors = len(metadata.state_dict_metadata)
@@ -86,6 +104,113 @@ def load_model(path: Path, device: torch.device, team: Team | None = None) -> MP
     model.to_empty(device=device)
     checkpoint.fill(path, {"model": model.state_dict()}, metadata, layout_of(model))
     return model.eval()
+
+
+def load_adapted(path: Path, device: torch.device, team: Team | None = None, base: str = "") -> MPT:
+    """The model of a checkpoint of adapters before these are merged; see `with_adapter`.
+
+    base: where its base is now, if it was moved. UserError if the base is not there any more, or
+    has changed.
+    """
+    adapter = of_run(path)
+    place = base_at(path, base)
+    return with_adapter(place, checkpoint.settings(path), adapter, device, team)
+
+
+@torch.no_grad()
+def with_adapter(
+    base: Path, cfg: MPTConfig, adapter: Adapter, device: torch.device, team: Team | None = None
+) -> MPT:
+    """The model at `base` with an adapter put on, for evaluation. cfg: its settings.
+
+    W has the dtype of the base (fp32 if norms or biases were trained, which would be rounded), A
+    and B have fp32 or wider: before it is merged, a model in half precision runs under autocast.
+    Raises UserError if the adapter does not fit.
+    """
+    check_fits(adapter, cfg, base)
+    cfg = replace(cfg, attn_impl=function_of(cfg.attn_impl))
+    with torch.device("meta"):
+        model = MPT(cfg)
+    if team:
+        tensor_parallel.cut(model, team)
+    model.to(torch.float32 if adapter.settings.lora_train else dtype_of(base, model))
+    lora.put_on(model, adapter.settings)
+    model.to_empty(device=device)
+    init_from(model, base)
+    lora.draw(model, seed=0)  # where an adapter from PEFT lacks a layer, B stays zero
+    layout = layout_of(model)
+    for name, tensor in adapter.tensors.items():
+        layout.copy_part(name, model.get_parameter(name), tensor)
+    return model.eval()
+
+
+def dtype_of(base: Path, model: MPT) -> torch.dtype:
+    """The dtype of the stored weights of `model`, or fp32 if they have several."""
+    if is_run(base):
+        tensors = hf.weights_of(read_metadata(checkpoint.find(str(base))))
+    else:
+        tensors = hf.find_tensors(base, model)
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def base_at(path: Path, moved_to: str = "") -> Path:
+    """Where the base of a checkpoint of adapters is: see `base_of`. A collective."""
+    init_from = moved_to or checkpoint.adapter_settings(path).init_from
+    meta = checkpoint.read_meta(path)
+    return Path(rank_zero_decides(lambda: base_of(init_from, meta))["base"])
+
+
+def base_of(path: str, meta: dict) -> dict:
+    """The model that adapters are trained on: its path, and a fingerprint of its weights.
+
+    path: --init_from; of a run, its newest checkpoint counts. meta: that of a checkpoint of
+    adapters, whose fingerprint must be the same, or empty. If the base run went on training, the
+    checkpoint that was used is looked for where it was then. UserError if it is not there.
+    """
+    expected = meta.get("base_fingerprint")
+    base = Path(meta.get("base", path))
+    places = [Path(path)]
+    is_as_then = path == meta.get("init_from")
+    if is_as_then or not Path(path).exists():
+        places.append(base)
+    for place in places:
+        found = checkpoint.find(str(place)) if is_run(place) else place
+        if expected and not found.exists():
+            continue
+        fingerprint = fingerprint_of(found)
+        if fingerprint == expected or not expected:
+            return {"base": str(found.absolute()), "base_fingerprint": fingerprint}
+    problem = f"{path} does not hold the weights that the adapters were trained on"
+    raise UserError(f"{problem} ({base} then): put them there, or set --init_from to them")
+
+
+def warn_if_it_may_go(base: str) -> None:
+    """Say that training the base's run further deletes the base, if it is a checkpoint of a run.
+
+    An imported step-0 stays.
+    """
+    if is_run(Path(base)) and Path(base).name != "step-0":
+        needed = f"the adapters need {base}, which --keep_last deletes if that run trains on"
+        say_once("note", f"{needed}: copy it, or merge them: python -m weights.peft merge")
+
+
+def fingerprint_of(path: Path) -> str:
+    """16 hex digits that say which weights are at a path: a hash of the checksums of its files.
+
+    path: a checkpoint, whose checksums are known, or a Hugging Face folder or Composer file, which
+    is read in full by each call. UserError if the checksums are missing or damaged.
+    """
+    if is_run(path):
+        known = read_checksums(path)
+        require(known, f"{path} is damaged (checksums.json is missing or damaged)")
+        sums = {name: known[name] for name in known if name.endswith(".distcp")}
+    else:
+        weights = hf.weight_files(path)
+        with ThreadPoolExecutor() as pool:
+            found = list(pool.map(checksum, weights))
+        sums = {file.name: pair for file, pair in zip(weights, found, strict=True)}
+    return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_for_sampling(
@@ -129,16 +254,26 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None):
             f"no checkpoint of step {step} in {found.parent}: "
             f"there are {existing}, and 0 is untrained",
         )
-    model = load_model(found, device, team)  # checks the checkpoint, so it comes first
+    is_base = untrained and checkpoint.adapter_settings(found)
+    # This checks the checkpoint, so it comes first.
+    model = load_base(found, device, team) if is_base else load_model(found, device, team)
     meta = checkpoint.read_meta(found)
     try:
         tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
     except UserError as error:
         raise UserError(f"the tokenizer in {found}/meta.json: {error}") from error
+    if is_base:
+        return model, tokenizer, "before finetuning"
     if untrained:
         parallel.draw_weights(model, meta["seed"])
         return model, tokenizer, "before training"
     return model, tokenizer, str(found)
+
+
+def load_base(path: Path, device: torch.device, team: Team | None = None) -> MPT:
+    """The model that the adapters of a checkpoint belong to. Arguments as for `load_model`."""
+    base = base_at(path)
+    return load_model(base, device, team) if is_run(base) else hf.load_model(base, device, team)
 
 
 def tokenizer_file(found: Path) -> Path:
@@ -150,8 +285,8 @@ def init_from(model: MPT, path) -> None:
     """Start from weights trained elsewhere: fill a model, cut over ranks in any way or not.
 
     path: as for `settings_of`. Every rank calls it. Raises UserError if the weights are those of
-    another model. These settings may differ: dropout, attn_impl, packing, and max_seq_len unless
-    positions are learned.
+    another model. These settings may differ: dropout, attn_impl, attn_uses_sequence_id, and
+    max_seq_len unless positions are learned.
     """
     path = Path(path)
     rank_zero_decides(lambda: check_same_model(path, model.cfg))
@@ -161,7 +296,25 @@ def init_from(model: MPT, path) -> None:
     checkpoint.require_sound(found)
     metadata = rank_zero_decides(lambda: read_metadata(found))
     require_weights(found, metadata, checkpoint.whole_weights(model.cfg))
-    checkpoint.fill(found, {"model": model.state_dict()}, metadata, layout_of(model))
+    state = {k: value for k, value in model.state_dict().items() if not lora.is_adapter(k)}
+    checkpoint.fill(found, {"model": state}, metadata, layout_of(model))
+
+
+def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
+    """UserError unless --init_from holds the weights of such a model: see `check_same_model`.
+
+    If it is gone, and this run has adapters already, the message says where their base was.
+    """
+    path = cfg.init_from
+    if Path(path).exists():
+        return check_same_model(path, model_cfg)
+    fix = "give a run, one of its checkpoints, or a Hugging Face folder"
+    newest = checkpoint.latest(cfg.run_dir)
+    if newest and cfg.lora_rank:
+        with suppress(UserError, KeyError):  # damaged, or not of adapters
+            base = checkpoint.read_meta(newest)["base"]
+            fix = f"the adapters in {cfg.run_dir} belong to {base}"
+    raise UserError(f"--init_from={path} does not exist: {fix}")
 
 
 def check_same_model(path, cfg: MPTConfig) -> None:
@@ -169,34 +322,25 @@ def check_same_model(path, cfg: MPTConfig) -> None:
 
     The message names the settings that differ.
     """
-    here = function_settings(cfg)
-    there = function_settings(settings_of(path))
-    differing = [
-        f"{name} {value} (here {here[name]})"
-        for name, value in there.items()
-        if here.get(name, value) != value
-    ]
-    require(
-        not differing, f"{path} is of another model: {', '.join(differing)}. Use the same settings"
-    )
+    if is_run(Path(path)):
+        holds_adapters = checkpoint.adapter_settings(checkpoint.find(str(path)))
+        fix = f"merge them first: python -m weights.peft merge {path} runs/merged"
+        require(not holds_adapters, f"{path} holds adapters, not a whole model: {fix}")
+    differences = different_functions(settings_of(path), cfg)
+    problem = f"{path} is of another model: {', '.join(differences)}"
+    require(not differences, f"{problem}. Use the same settings")
 
 
-def function_settings(cfg: MPTConfig) -> dict:
-    """The settings that decide the shapes and logits of a model, by name.
+def tokenizer_of(path: Path) -> tuple[str, Path | None]:
+    """Name and file of the tokenizer of the model at a path, as `tokenizers.load` takes them.
 
-    Settings that have no effect here are left out, such as rope_theta without rope.
+    path: as for `settings_of`. UserError if this project does not have that tokenizer.
     """
-    values = {name: getattr(cfg, name) for name in SAME_MODEL if name != "attn_uses_sequence_id"}
-    values["learned_pos_emb"] = cfg.learned_positions
-    values["kv_n_heads"] = cfg.n_kv_heads
-    values["attn_impl"] = function_of(cfg.attn_impl)
-    values["norm_type"] = norm_of(cfg.norm_type)
-    has_effect = {
-        "alibi_bias_max": cfg.alibi,
-        "rope_theta": cfg.rope,
-        "max_seq_len": cfg.learned_positions,
-    }
-    return {name: value for name, value in values.items() if has_effect.get(name, True)}
+    if is_run(path):
+        found = checkpoint.find(str(path))
+        return checkpoint.read_meta(found)["tokenizer"], tokenizer_file(found)
+    name = hf.name_of_tokenizer(path)
+    return name, hf.tokenizer_file(path, name)
 
 
 def check_same_tokenizer(path, name: str, file) -> None:
@@ -204,15 +348,7 @@ def check_same_tokenizer(path, name: str, file) -> None:
 
     name, file: of the tokenizer, as `tokenizers.load` takes them.
     """
-    path = Path(path)
-    if is_run(path):
-        found = checkpoint.find(str(path))
-        their_name = checkpoint.read_meta(found)["tokenizer"]
-        their_file = tokenizer_file(found)
-    else:
-        their_name = hf.name_of_tokenizer(path)
-        their_file = hf.tokenizer_file(path, their_name)
-
+    their_name, their_file = tokenizer_of(Path(path))
     # There is only one gpt2 and one bytes. Others may differ under the same name.
     same_ids = their_name in ("gpt2", "bytes") and their_name == tokenizers.canonical(name)
     if not same_ids:
@@ -233,6 +369,8 @@ def demonstrate(argv) -> None:
     if is_run(found):
         meta = checkpoint.read_meta(found)
         kind = f"a checkpoint of this project, step {meta['step']}"
+        if settings := checkpoint.adapter_settings(found):
+            kind += f": adapters of rank {settings.lora_rank} on {meta['base']}"
         tokenizer = meta["tokenizer"]
     else:
         kind = "a Hugging Face folder"

@@ -94,7 +94,8 @@ def weight_files(path: Path) -> list[Path]:
     if path.exists() and not path.is_dir():
         return [path]
     existing = [path / name for name in WEIGHT_FILES if (path / name).exists()]
-    require(existing, f"no weights in {path}: expected {', '.join(WEIGHT_FILES)}, or a .pt file")
+    problem = f"no weights in {path}{files.absence(path)}"
+    require(existing, f"{problem}: expected {', '.join(WEIGHT_FILES)}, or a .pt file")
     found = existing[0]
     if found.suffix != ".json":
         return [found]

@@ -22,7 +22,7 @@ from bench import machine as bench_machine
 from config import MPTConfig, TrainConfig, UserError
 from lessons import lost_rank
 from planning import memory, step_time
-from planning.step_time import Fleet
+from planning.fleet import Fleet
 
 
 def facts_of(count, name, arch, memory_gb, **more):

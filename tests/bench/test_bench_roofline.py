@@ -671,7 +671,7 @@ def test_mpt1b_on_an_h100_by_hand(compiler, python):
     for column in (figures["eager"], figures["fused"]):
         parts = column["parts"]
         assert sum(parts.values()) == pytest.approx(column["seconds"])
-        assert parts["block matmuls"] == pytest.approx(3 * weights / 753.4e12, rel=1e-3)
+        assert parts["block matmuls"] == pytest.approx(3 * weights / 756.1e12, rel=1e-3)
         n = flops.n_params(m)
         bytes_of_update = (4 + 8 + 28) * n  # the norm, clipping, Adam
         assert parts["optimizer"] == pytest.approx(bytes_of_update / 3350e9, rel=1e-3)

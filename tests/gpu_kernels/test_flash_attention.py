@@ -746,6 +746,7 @@ def test_a_cpu_tensor_without_the_interpreter_is_refused():
         attention(q, q, q, impl="triton", dropout_p=0.1)
 
 
+@pytest.mark.slow
 def test_the_program_refuses_other_flags_and_tuning_without_a_gpu(python):
     refused = python("--tun", program="gpu_kernels/flash_attention.py")
     assert refused.returncode == 2

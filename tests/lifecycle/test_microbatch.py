@@ -329,6 +329,7 @@ def test_a_record_of_the_wrong_shape_is_named(tmp_path, kind):
 def test_what_is_on_record_of_other_layouts_stays(tmp_path):
     """Each is halved in turn: its own record is replaced, and the others stay as they are."""
     cfg = TrainConfig(run_dir=str(tmp_path), microbatch_size=16)
+    adapted = replace(cfg, init_from="base", lora_rank=4)
     world = processes.World(0, 2, 0, 2, torch.device("cpu"))
     layouts = {
         "as it is": (SMALL, cfg, world, "fp32"),
@@ -336,6 +337,9 @@ def test_what_is_on_record_of_other_layouts_stays(tmp_path):
         "checkpointing": (SMALL, replace(cfg, activation_checkpointing="full"), world, "fp32"),
         "tensor ranks": (SMALL, replace(cfg, tp=2), world, "fp32"),
         "stages": (SMALL, replace(cfg, pp=2), world, "fp32"),
+        "adapters": (SMALL, adapted, world, "fp32"),
+        "adapters of another rank": (SMALL, replace(adapted, lora_rank=8), world, "fp32"),
+        "fewer adapters": (SMALL, replace(adapted, lora_targets="Wqkv"), world, "fp32"),
         "batch": (SMALL, replace(cfg, global_batch_size=32), world, "fp32"),
         "ranks": (SMALL, cfg, replace(world, global_size=4), "fp32"),
         "nodes": (SMALL, cfg, replace(world, local_size=1), "fp32"),
@@ -499,6 +503,7 @@ def test_a_run_finds_and_keeps_it(torchrun, tiny_data, tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_parent_leaves_no_child(begin, tmp_path):
     parent = begin("endless_step")
     pid = wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())

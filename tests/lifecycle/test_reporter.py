@@ -13,6 +13,7 @@ import flops
 from config import MPTConfig, TrainConfig
 from lifecycle import reporter
 from lifecycle.cadence import Cadence
+from planning import matmuls
 from processes import World
 
 
@@ -20,7 +21,7 @@ def agree(world, wishes):
     return vars(reporter.agree(world, *wishes[world.global_rank]))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_what_one_rank_wants_happens_on_all(ranks, size):
     def agreed(*wishes):
         answers = ranks(size)(agree, (wishes * size)[:size])
@@ -163,3 +164,24 @@ def test_a_save_that_a_bad_step_postponed_comes_with_the_next_good_one(monkeypat
     agreed = run.take(1, loss=math.nan)
     assert run.rows == [1, 2] and not run.cadence.must_save(2, agreed)
     assert run.cadence.must_save(3, run.take(2)) and run.rows == [1, 2, 3]
+
+
+ADAPTED = TrainConfig(init_from="base", lora_rank=4, lora_last_blocks=1, lora_train="norms")
+
+
+def test_a_run_with_adapters_says_what_it_trains_and_counts_their_flops():
+    m = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=128, max_seq_len=16)
+    n_trained = reporter.trained_parameters(m, ADAPTED)
+    assert n_trained == 4 * (2 + 4 + 5 + 5) * 64 + (4 * 2 + 2) * 64  # adapters; norms and biases
+    n_params = flops.n_params(m)
+    (line,) = reporter.describe_adapters(ADAPTED, n_trained, n_params)
+    assert line.startswith(f"{n_trained:,} parameters are trained, {n_trained / n_params:.2%} of")
+    layers = "Wqkv, out_proj, up_proj, down_proj of the last 1 blocks, and norms"
+    assert line.endswith(f"adapters of rank 4 on {layers}")
+    needed = reporter.flops_per_token(m, ADAPTED)
+    assert needed == matmuls.flops_of_run(m, ADAPTED) < flops.train_flops_per_token(m)
+
+    plain = TrainConfig()
+    assert reporter.trained_parameters(m, plain) == n_params
+    assert reporter.describe_adapters(plain, n_params, n_params) == []
+    assert reporter.flops_per_token(m, plain) == flops.train_flops_per_token(m)

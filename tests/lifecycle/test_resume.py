@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest import mock
 
@@ -127,7 +127,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert names(run) == ["step-1", "step-2.damaged"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_sound_one_is_sound(ranks, two_saved, size):
     assert ranks(size)(verify, two_saved / "checkpoints" / "step-2") == [None] * size
     assert chosen(ranks, size, replace(RUN, run_dir=str(two_saved))) == (
@@ -214,6 +214,21 @@ def test_the_rules_of_resume(ranks, tmp_path):
         [f"the finished run is kept in {run}-1, starting a new run"],
     )
     assert names(tmp_path / "run-1") == ["step-10", "step-9"]
+
+
+def test_a_run_that_was_imported_does_not_start_anew_without_its_weights(ranks, tmp_path):
+    run = tmp_path / "run"
+    for step in (0, 5, 10):
+        made_up(run, step)
+    cfg = replace(RUN, run_dir=str(run), max_steps=20, resume="again")
+    assert chosen(ranks, 1, cfg)[0].name == "step-10"  # not finished
+    flip(run / "checkpoints/step-10/meta.json", 5)
+    answer, _ = chosen(ranks, 2, replace(cfg, max_steps=5))
+    words = f"UserError: {run} began from weights that were imported, which a new run would lose: "
+    assert answer == words + "import them again into another --run_dir"
+    assert names(run) == ["step-0", "step-10", "step-5"]
+    answer, lines = chosen(ranks, 1, replace(cfg, max_steps=5, skip_steps="2:3"))
+    assert answer.name == "step-0" and lines[0].endswith("resuming from step-0")
 
 
 @pytest.mark.parametrize(
@@ -551,6 +566,43 @@ def test_an_imported_run_says_how_to_begin_from_it():
     ):
         imported = META | {"data_fingerprint": "imported from mpt-7b"}
         resume.check_same(Path("runs/b/checkpoints/step-0"), imported, MODEL, RUN, "f00")
+
+
+def test_imported_adapters_go_on_with_any_data_but_not_as_other_adapters():
+    adapters = {"init_from": "base", "lora_rank": 4}
+    trained = META | adapters
+    imported = trained | {"data_fingerprint": "imported from theirs"}
+    here = replace(RUN, **adapters, lora_dropout=0.1, seed=3, global_batch_size=24)
+    resume.check_same(Path("x"), imported, MODEL, here, "ba2")
+    with pytest.raises(UserError, match=r"in another order: seed 1337 \(here 3\)"):
+        resume.check_same(Path("x"), trained, MODEL, here, "ba2")
+    for change, words in [
+        ({"lora_rank": 8}, r"lora_rank 4 \(here 8\)\."),
+        ({"lora_rank": 0}, r"lora_rank 4 \(here 0\)\."),
+        ({"lora_alpha": 4.0}, r"lora_alpha 16.0 \(here 4.0\)\."),
+        ({"lora_train": "norms"}, r"lora_train  \(here norms\)\."),
+    ]:
+        with pytest.raises(UserError, match=f"trained with other adapters: {words}"):
+            resume.check_same(Path("x"), imported, MODEL, replace(here, **change), "ba2")
+
+
+def test_imported_adapters_train_on_packed_rows_of_another_length():
+    saved = replace(MODEL, alibi=True)
+    adapters = {"init_from": "base", "lora_rank": 4}
+    imported = META | asdict(saved) | adapters | {"data_fingerprint": "imported from theirs"}
+    run = replace(RUN, **adapters)
+    here = replace(saved, attn_uses_sequence_id=True, max_seq_len=16, learned_pos_emb=False)
+    resume.check_same(Path("x"), imported, here, run, "ba2")
+    trained = imported | {"data_fingerprint": "f00"}
+    with pytest.raises(UserError, match=r"another model: max_seq_len \d+ \(here 16\)"):
+        resume.check_same(Path("x"), trained, replace(saved, max_seq_len=16), run, "f00")
+    for other in (replace(here, clip_qkv=6.0), replace(here, rope=True, alibi=False)):
+        with pytest.raises(UserError, match="x is of another model: "):
+            resume.check_same(Path("x"), imported, other, run, "ba2")
+    learned = imported | asdict(replace(saved, alibi=False, learned_pos_emb=True))
+    here = replace(saved, alibi=False, learned_pos_emb=True, max_seq_len=16)
+    with pytest.raises(UserError, match=r"another model: max_seq_len \d+ \(here 16\)"):
+        resume.check_same(Path("x"), learned, here, run, "ba2")
 
 
 def test_what_may_change_may_change():

@@ -279,6 +279,7 @@ def slow_rank_1(world):
         yield
 
 
+@pytest.mark.slow
 def test_the_slowest_rank_is_named(ranks, tiny_data, tmp_path):
     flags = [
         f"--run_dir={tmp_path}",
@@ -319,7 +320,7 @@ def poisoned_4_to_20(world):
     return poisoned(world, set(range(4, 20)))
 
 
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "DDP"])
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", pytest.param("DDP", marks=pytest.mark.slow)])
 def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(
     ranks, tiny_data, tmp_path, sharding
 ):
@@ -350,6 +351,7 @@ def same(a, b) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_too_many_bad_steps_stop_the_run_and_it_goes_on_without_them(ranks, tiny_data, tmp_path):
     """The message names steps, batch, checkpoint and flag; skipped steps stay skipped."""
     flags = [

@@ -158,7 +158,7 @@ def test_frozen_weights_and_adapters():
     full = replace(lora, activation_checkpointing="full")
     assert count(full) - count(lora) == 2 * n + attention / 3 + 2 * n_lora
 
-    top = replace(lora, lora_first_block=18)  # 18 of 24 blocks: forward only
+    top = replace(lora, lora_last_blocks=6)  # 18 of 24 blocks: forward only
     weights = 4 * n - 2 * 18 * 12 * d**2
     share_of_attention = 6 / 24 + 18 / 24 / 3
     assert count(top) == weights + attention * share_of_attention + 6 * n_lora / 4
@@ -238,9 +238,9 @@ def test_megatrons_closed_form_is_shown_for_ungrouped_heads_only(capsys):
     ("--convention=megatorn", "did you mean megatron"),
     ("--convention=xyz", "did you mean foundry or palm"),
     ("--convention=chinchilla --frozen", "take --convention=foundry"),
-    ("--lora_targets=Wqkw --lora_rank=4", "did you mean Wqkv"),
+    ("--lora_targets=Wqkw --lora_rank=4", "did you mean 'Wqkv'"),
     ("--lora_rank=-1", "lora_rank must be 0 or more"),
-    ("--lora_rank=2 --lora_first_block=24", "below n_layers 24"),
+    ("--lora_rank=2 --lora_last_blocks=25", "lora_last_blocks 25 is more than n_layers 24"),
     ("--devices=0", "devices must be at least 1"),
     ("--tokens_per_second=-5", "tokens_per_second must be from 0 to 1e15, not -5"),
     ("--tokens_per_second=1e300", "tokens_per_second must be from 0 to 1e15, not 1e.300"),
@@ -250,7 +250,11 @@ def test_megatrons_closed_form_is_shown_for_ungrouped_heads_only(capsys):
     ("--n_params=0", "n_params must be more than 0"),
     ("--n_params=-405e9", "n_params must be more than 0"),
     ("--n_params=1.5", "expected a whole number"),
-    ("--n_params=1e9 --d_model=64", "remove it or --d_model=64"),
+    ("--n_params=1e9 --vocab_size=64", "remove it or --vocab_size=64"),
+    ("--n_params=1e9 --d_model=64", "12 L d S, need --n_layers=... --max_seq_len=...$"),
+    ("--n_params=1e9 --n_layers=-1", "n_layers must be at least 1, not -1"),
+    ("--n_params=1e9 --n_layers=2 --head_dim=8 --max_seq_len=9", "need --n_heads=...$"),
+    ("--n_params=1e9 --convention=lingua", "needs --n_layers, --d_model and --max_seq_len"),
     ("--n_params=1e9 configs/mpt1b.py", "remove it or configs/mpt1b.py"),
     ("--n_params=1e9 --lora_rank=2", "remove it or --lora_rank=2"),
     ("--n_params=1e9 --recompute_every=2", "remove it or --recompute_every=2"),

@@ -1,12 +1,23 @@
 """planning/matmuls.py against masks written out, and against torch's FlopCounterMode: exactly."""
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
-import torch.nn as nn
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
+import flops
+import parallel
 from bench import flops as flops_counted
-from config import MPTConfig
+from bench import memory as memory_counted
+from config import MPTConfig, TrainConfig
+from model import MPT
 from planning import matmuls
 from planning.matmuls import TrainingSetup
 
@@ -77,44 +88,98 @@ def test_full_checkpointing_does_all_again_but_the_last_matmul(every):
     assert counted - closed(cfg, TrainingSetup()) == recomputed
 
 
-class Adapted(nn.Module):
-    """A frozen linear layer with a low-rank adapter beside it."""
-
-    def __init__(self, linear: nn.Linear, rank: int):
-        super().__init__()
-        self.linear = linear
-        self.A = nn.Linear(linear.in_features, rank, bias=False)
-        self.B = nn.Linear(rank, linear.out_features, bias=False)
-
-    def forward(self, x):
-        return self.linear(x) + self.B(self.A(x))
-
-
-def adapt(model, setup: TrainingSetup) -> None:
-    """Freeze the model and add the adapters of the setup."""
-    model.requires_grad_(False)
-    for block in model.transformer.blocks[setup.lora_first_block :]:
-        for name in setup.targets:
-            parent = block.attn if name in ("Wqkv", "out_proj") else block.ffn
-            setattr(parent, name, Adapted(getattr(parent, name), setup.lora_rank))
+def step_with_adapters(cfg: MPTConfig, train: TrainConfig, precision: str) -> int:
+    """FLOPs of the trainer's forward and backward of one sequence, as torch counts them."""
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        model = MPT(cfg)
+        memory_counted.add_adapters(model, train, precision)
+        parallel.recompute(model, train)
+        ids = torch.zeros(1, S, dtype=torch.int64)
+        with parallel.autocast(torch.device("cpu"), precision):
+            loss = model(ids, labels=ids)
+        loss.backward()
+    return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("targets, first, mode", [
-    ("Wqkv,out_proj,up_proj,down_proj", 0, "none"),
-    ("Wqkv,out_proj,up_proj,down_proj", 0, "full"),
-    ("Wqkv", 0, "full"),
-    ("down_proj", 0, "full"),
-    ("up_proj,out_proj", 1, "none"),
-    ("Wqkv,down_proj", 1, "full"),
-])  # fmt: skip
-def test_adapters_on_a_frozen_model_are_what_torch_counts(targets, first, mode):
-    """Blocks below the first adapter have no backward, and nothing is computed again there."""
-    cfg = small(kv_n_heads=2)
-    setup = TrainingSetup(
-        lora_rank=4, lora_targets=targets, lora_first_block=first, activation_checkpointing=mode
+MODES = [("none", 1), ("selective", 1), ("selective", 2), ("full", 1), ("full", 2)]
+TARGETS = ["all", "Wqkv", "down_proj", "up_proj,out_proj", "Wqkv,down_proj"]
+ALSO_TRAINED = ["", "norms", "biases"]
+QUICK = [
+    ("all", 0, "", "none", 1),
+    ("all", 2, "", "selective", 1),
+    ("Wqkv,down_proj", 2, "biases", "full", 2),
+    ("down_proj", 0, "", "full", 1),
+    ("down_proj", 2, "norms", "selective", 2),
+    ("up_proj,out_proj", 0, "norms", "full", 1),
+]
+MORE = [
+    pytest.param(targets, last, also, *mode, marks=pytest.mark.slow)
+    for targets, last, also, mode in itertools.product(TARGETS, [0, 2], ALSO_TRAINED, MODES)
+    if (targets, last, also, *mode) not in QUICK
+]
+
+
+@pytest.mark.parametrize("targets, last, also, mode, every", QUICK + MORE)
+def test_a_step_with_adapters_is_what_torch_counts(targets, last, also, mode, every):
+    """Of the trainer, whose frozen weights are bf16 in bf16."""
+    cfg = small(n_layers=3, kv_n_heads=2, attn_impl="reference", no_bias=last == 2)
+    train = TrainConfig(
+        init_from="base",
+        lora_rank=4,
+        lora_targets=targets,
+        lora_last_blocks=last,
+        lora_train=also,
+        activation_checkpointing=mode,
+        recompute_every=every,
     )
-    counted = flops_counted.count(cfg, setup, change=lambda model: adapt(model, setup))
-    assert counted.get_total_flops() == closed(cfg, setup)
+    expected = S * matmuls.flops_of_run(cfg, train, recomputed=True)
+    if mode == "selective":  # it keeps the output of fused attention, but not of the reference
+        first = matmuls.first_backward(cfg, matmuls.setup_of(train))
+        attention_forward = 2 * 2 * S * S * 48
+        expected += attention_forward * sum(i % every == 0 for i in range(first, 3))
+    assert step_with_adapters(cfg, train, "bf16" if last else "fp32") == expected
+
+
+def test_blocks_below_the_first_adapter_cost_a_forward_and_frozen_weights_two_thirds():
+    cfg = small(n_layers=4, no_bias=True)
+    linears = 2 * 12 * 48**2  # FLOPs of a block's forward
+    logits = 2 * 48 * 100
+    of_all, of_last = (
+        matmuls.flops_by_pass(cfg, TrainingSetup(lora_rank=4, lora_last_blocks=last))
+        for last in (0, 1)
+    )
+
+    def without_adapters(by_pass):
+        parts = by_pass.keys() - {"adapters", *matmuls.ATTENTION}
+        return sum(sum(by_pass[part].values()) for part in parts)
+
+    first_wqkv = 2 * 3 * 48**2  # its input needs no gradient
+    assert without_adapters(of_all) == 2 * (4 * linears + logits) - first_wqkv
+    assert without_adapters(of_last) == 5 * linears + 2 * logits - first_wqkv
+    assert sum(of_last["scores"].values()) == (3 + 3) * 2 * S * 48
+
+
+def test_the_mfu_of_a_run_counts_what_its_step_needs():
+    """LLM Foundry's convention if all weights train; nothing that is recomputed counts."""
+    cfg = small(kv_n_heads=2)
+    full = TrainConfig(activation_checkpointing="full")
+    assert matmuls.flops_of_run(cfg, full) == flops.train_flops_per_token(cfg)
+    with_recomputed = matmuls.flops_of_run(cfg, full, recomputed=True)
+    assert with_recomputed == flops.hardware_flops_per_token(cfg, "full")
+
+    train = TrainConfig(init_from="base", lora_rank=4, activation_checkpointing="full")
+    plain = replace(train, activation_checkpointing="none")
+    of_weights = 4 * flops.n_params(cfg)
+    adapters = 6 * matmuls.n_lora(cfg, matmuls.setup_of(train))
+    attention = 12 * cfg.n_layers * 48 * S
+    assert matmuls.flops_of_run(cfg, train) == matmuls.flops_of_run(cfg, plain)
+    # Norms, biases and positions are among the parameters, but in no matmul.
+    convention = of_weights + adapters + attention
+    assert matmuls.flops_of_run(cfg, plain) == pytest.approx(convention, rel=0.1)
+    assert matmuls.flops_of_run(cfg, train) == S**-1 * step_with_adapters(
+        replace(cfg, attn_impl="reference"), plain, "fp32"
+    )
+    assert matmuls.convention_of(train) != matmuls.convention_of(full) == flops.CONVENTION
 
 
 def test_a_frozen_model_with_a_prompt_that_trains_is_what_torch_counts():
@@ -136,11 +201,6 @@ def test_a_frozen_model_with_a_prompt_that_trains_is_what_torch_counts():
 
 def test_the_loss_in_chunks_costs_what_the_logits_do():
     """loss.py computes both gradients of the logits in its forward, and no matmul twice."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from model import MPT
-
     cfg = small(attn_impl="reference")
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         ids = torch.zeros(1, S, dtype=torch.int64)

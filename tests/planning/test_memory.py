@@ -299,6 +299,34 @@ def random_case(rng) -> tuple[MPTConfig, dict]:
     }
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_a_few_blocks_stand_for_all(seed):
+    """The backward that takes the most of all blocks is among those that are compared."""
+    draw = random.Random(seed)
+    tp, pp, dp = draw.choice([1, 2]), draw.choice([1, 2, 3]), draw.choice([1, 2, 4])
+    m = dataclasses.replace(MID, n_layers=draw.choice([3, 7, 12, 31]))
+    m = dataclasses.replace(m, tie_word_embeddings=draw.random() < 0.5)
+    layout = {
+        "sharding": draw.choice(list(config.SHARDING_MODES)),
+        "shard_size": draw.choice([1, dp]),
+        "activation_checkpointing": draw.choice(["none", "selective", "full"]),
+        "recompute_every": draw.choice([1, 2, 3, 5]),
+    }
+    if draw.random() < 0.4:
+        layout |= {"lora_rank": 8, "init_from": "x", "lora_targets": draw.choice(["all", "Wqkv"])}
+        layout |= {"lora_last_blocks": draw.choice([0, m.n_layers]), "lora_train": "norms"}
+    cfg = run(draw.choice([1, 2]), draw.choice([1, 3, 6]), dp, tp=tp, pp=pp, **layout)
+    for stage in range(pp):
+        step = memory.StepMemory(m, cfg, tp * pp * dp, stage=stage)
+        numbers = [i for i, has_backward in enumerate(step.has_backward) if has_backward]
+        totals = {}
+        for i in numbers:
+            totals[i] = max(sum(step.block_backward(i, turn).values()) for turn in step.turns)
+        compared = step.blocks_to_compare()
+        assert max(totals[i] for i in compared) == max(totals.values())
+        assert len(compared) <= 18
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_larger_run_takes_more_and_a_wider_layout_less(seed):
     rng = random.Random(seed)
@@ -623,6 +651,136 @@ def test_variants_of_the_model_allocate_what_is_estimated(variant):
     agree(dataclasses.replace(MID, **variant), run())
 
 
+# Settings of adapters, and the others: what the trainer allocates in a step with adapters.
+ADAPTED = [
+    ({}, {}),
+    ({"lora_targets": "up_proj,Wqkv"}, {"activation_checkpointing": "full"}),
+    (
+        {"lora_last_blocks": 2, "lora_train": "norms,biases"},
+        {"activation_checkpointing": "selective"},
+    ),
+]
+MORE_ADAPTED = [
+    ({"lora_targets": targets, "lora_last_blocks": last}, {"activation_checkpointing": mode})
+    for targets, last, mode in [
+        ("all", 2, "none"),
+        ("all", 0, "selective"),
+        ("all", 2, "full"),
+        ("Wqkv", 0, "none"),
+        ("out_proj", 0, "full"),
+        ("down_proj", 0, "full"),
+        ("up_proj", 0, "selective"),
+    ]
+]
+MORE_ADAPTED += [
+    ({}, {"activation_checkpointing": "full", "recompute_every": 2}),
+    ({"lora_rank": 64}, {"tp": 2}),
+    ({"lora_last_blocks": 2}, {"tp": 4, "activation_checkpointing": "full"}),
+]
+MORE_ADAPTED = [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_ADAPTED]
+ADAPTERS = {"init_from": "base", "lora_rank": 8}
+# Few ids: else one chunk of logits is the most of all moments.
+FEW_IDS = dataclasses.replace(MID, vocab_size=64, n_layers=4)
+
+
+@pytest.mark.parametrize("adapters, settings", ADAPTED + MORE_ADAPTED)
+def test_a_step_with_adapters_allocates_what_is_estimated(adapters, settings):
+    cfg = run(microbatches=2, device="cpu", **ADAPTERS | adapters, **settings)
+    assert_close_at_the_peak(FEW_IDS, cfg, cfg.tp, "bf16")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding, checkpointing", MODES)
+def test_sharded_adapters_allocate_what_is_estimated(sharding, checkpointing):
+    cfg = run(
+        microbatches=2,
+        ranks=8,
+        shard_size=4,
+        sharding=sharding,
+        activation_checkpointing=checkpointing,
+        device="cpu",
+        **ADAPTERS,
+    )
+    for precision in ("bf16", "fp32"):
+        assert_close_at_the_peak(FEW_IDS, cfg, 8, precision)
+
+
+def assert_close_at_the_peak(m, cfg, ranks, precision):
+    """Within 0.5 % of the count; below the peak, ids and the statistics of a loss count, too."""
+    estimated = memory.bytes_by_moment(m, cfg, ranks, precision)
+    counted = memory_measured.count(m, cfg, ranks, precision)
+    peaks = [max(sum(parts.values()) for parts in found.values()) for found in (estimated, counted)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.005)
+    for moment in ("loss forward", "loss backward"):
+        ours, theirs = (sum(found[moment].values()) for found in (estimated, counted))
+        assert ours == pytest.approx(theirs, rel=0.005, abs=200_000), moment
+    frozen = counted["update"]["frozen weights"]
+    assert estimated["update"]["frozen weights"] == pytest.approx(frozen, rel=0.001)
+    assert "embedding backward" not in estimated and "embedding backward" not in counted
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_allocator_gives_what_is_estimated_of_adapters(checkpointing):
+    cfg = run(2, activation_checkpointing=checkpointing, device="cpu", **ADAPTERS)
+    expected = memory_measured.allocated(FEW_IDS, cfg)
+    assert peak(FEW_IDS, cfg) == pytest.approx(expected, rel=0.005)
+
+
+def test_frozen_weights_are_bf16_in_bf16_and_adapters_take_16_bytes_a_parameter():
+    m = mpt1b()
+    d = 2048
+    n_adapters = 24 * 8 * (4 * d + 2 * d + 5 * d + 5 * d)
+    vectors = 24 * 13 * d + 2 * d  # norms and biases
+    parts = memory.bytes_by_moment(m, run(**ADAPTERS))["update"]
+    assert parts["frozen weights"] == 2 * N_1B + 2 * vectors
+    assert sum(parts.values()) - parts["frozen weights"] == 16 * n_adapters
+    in_fp32 = memory.bytes_by_moment(m, run(**ADAPTERS), 1, "fp32")["update"]
+    assert in_fp32["frozen weights"] == 4 * N_1B
+    norms = memory.bytes_by_moment(m, run(**ADAPTERS, lora_train="norms"))["update"]
+    assert norms["weights, fp32"] == 4 * (n_adapters + 24 * 4 * d + 2 * d)
+
+
+def test_adapters_on_pipeline_stages_by_hand():
+    """MPT-7B on 4 stages: each has its own blocks' adapters, the ends have a frozen embedding."""
+    m = MPTConfig(d_model=4096, n_heads=32, n_layers=32, alibi=True, no_bias=True)
+    m = dataclasses.replace(m, vocab_size=50432, max_seq_len=2048, attn_impl="sdpa")
+    full = {"activation_checkpointing": "full"}
+    cfg = run(4, microbatches=8, pp=4, init_from="base", lora_rank=16, **full)
+    block = 12 * 4096**2
+    embedding = 50432 * 4096
+    adapters = 8 * 16 * (4 + 2 + 5 + 5) * 4096  # of 8 blocks
+    for stage, has_embedding in enumerate((True, False, False, True)):
+        step = memory.StepMemory(m, cfg, 4, "bf16", stage)
+        norms = 8 * 2 * 4096 + (4096 if stage == 3 else 0)
+        matrices = 8 * block + (embedding if has_embedding else 0)
+        assert step.n_trained == adapters
+        assert step.frozen_bytes == 2 * matrices + 4 * norms
+        end = step.moments()["update"]
+        assert end["Adam's moments, fp32"] == 8 * adapters
+        assert "tied gradients" not in step.moments()
+        # Stage i waits for 4 - i microbatches. Each block keeps its input, in bf16.
+        tokens = 4 * 2048
+        kept = step.turns[0].waiting_bytes + sum(step.kept_bytes)
+        assert kept == (4 - stage) * 8 * tokens * 2 * 4096
+
+
+def test_what_a_block_with_adapters_keeps_per_token():
+    """A frozen layer keeps nothing; its adapter keeps its input. By hand, in units of d_model."""
+    d, statistics = 2048, 4 * 16 + 16
+
+    def kept(*adapted, **more):
+        cfg = run(**ADAPTERS)
+        return sum(memory.saved_beside_adapters(mpt1b(), cfg, adapted, **more).values())
+
+    every = ("Wqkv", "out_proj", "up_proj", "down_proj")
+    assert kept(*every) == 32 * d + statistics + 4 * 2 * 8
+    # norm_1's input 2, Wqkv's output 6, attention's 2, norm_2's input 2, GELU's input 8
+    assert kept() == kept("out_proj") - 2 * 8 == 20 * d + statistics
+    assert kept("down_proj") == 28 * d + statistics + 2 * 8
+    # down_proj's input alone: no gradient passes GELU
+    assert kept("down_proj", input_has_gradient=False) == 8 * d + 2 * 8
+
+
 def test_fp32_allocates_what_is_estimated():
     agree(MID, run(), precision="fp32")
 
@@ -674,7 +832,7 @@ LAYOUTS = [  # global ranks, tp, pp, changes to the model, the message
     (4, 4, 1, {"kv_n_heads": 2}, "tp 4 does not divide kv_n_heads 2: tp can be 1, 2"),
     (4, 1, 4, {}, "pp 4 is more than n_layers 3: set --pp=3"),
     (8, 1, 3, {}, "8 global ranks are not a multiple of tp 1 x pp 3 = 3"),
-    (24, 4, 2, {"n_layers": 4}, "not a multiple of the 3 data-parallel ranks: 24 / (tp 4 x pp 2)"),
+    (24, 4, 2, {"n_layers": 4}, "of the 3 data-parallel ranks (24 / (tp 4 x pp 2)): set"),
     (8, 0, 1, {}, "tp must be at least 1, not 0"),
     (-1, 1, 1, {}, "ranks must be at least 1, not -1"),
 ]

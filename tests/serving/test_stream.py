@@ -23,6 +23,13 @@ def texts(cfg, prompts, n=40, stops=(), seed=1):
     return [Text(prompt, BYTES, cfg, n, stops, seed) for prompt in prompts]
 
 
+def test_special_tokens_of_a_prompt_are_text_unless_asked_for():
+    prompt = "a<|endoftext|>b"
+    spelled = Text(prompt, BYTES, ALIBI, 1)
+    assert bytes(spelled.ids).decode() == prompt
+    assert Text(prompt, BYTES, ALIBI, 1, special_tokens=True).ids == [97, BYTES.eot, 98]
+
+
 def result(text):
     """What must not depend on the other texts of a batch."""
     return text.ids, text.text, text.end

@@ -39,6 +39,25 @@ def test_a_path_is_a_run_a_checkpoint_or_a_folder_of_theirs(tmp_path, capsys):
         load.demonstrate([str(tmp_path / "nowhere")])
 
 
+def test_a_run_is_a_base_that_may_go_and_may_be_damaged(tmp_path, capsys):
+    hf.export(build(replace(SMALL, vocab_size=300)), tmp_path / "theirs")
+    hf.import_(tmp_path / "theirs", tmp_path / "run", "bytes")
+    capsys.readouterr()
+    load.warn_if_it_may_go(str(tmp_path / "theirs"))
+    assert not capsys.readouterr().err
+    step = tmp_path / "run/checkpoints/step-0"
+    load.warn_if_it_may_go(str(step))
+    assert not capsys.readouterr().err
+    step = step.rename(step.with_name("step-3"))
+    base = load.base_of(str(tmp_path / "run"), {})
+    load.warn_if_it_may_go(base["base"])
+    words = "run/checkpoints/step-3, which --keep_last deletes if that run trains on: copy it"
+    assert words in capsys.readouterr().err
+    (step / "checksums.json").write_text("{")
+    with pytest.raises(UserError, match=r"step-3 is damaged \(checksums.json is missing or dama"):
+        load.base_of(str(tmp_path / "run"), base)
+
+
 # --- starting from other weights
 
 

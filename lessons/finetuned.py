@@ -1,0 +1,110 @@
+"""What finetuning brought and what it cost: exact answers, and the loss on the base's own text.
+
+    python -m lessons.finetuned runs/demo runs/lora-demo
+
+Each model, the base first, answers the same questions, always with its likeliest token. An answer
+counts if it equals the expected one in every character, and ends there. Then each model reads the
+validation text of the base. If its loss has grown, the model has forgotten some of what the base
+could do: nothing in the questions asks for it.
+
+Run it as above after `make finetune`. Questions of your own: --questions=my/held_out.jsonl, with
+lines of {"prompt": ..., "response": ...} (see lessons/questions.py).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import config
+import data
+import processes
+from config import TrainConfig, require
+from fsdp_train import evaluate
+from serving.decoder import Decoder
+from serving.speed import Speed
+from serving.stream import Text, write
+from storage import files
+from weights.load import load_for_sampling
+
+BATCH = 64  # questions that are answered together
+SHOWN = 3  # of which the answers are printed
+
+
+@dataclass
+class FinetunedArgs:
+    """What to ask."""
+
+    questions: str = "data/questions/held_out.jsonl"  # lines of prompt and response
+
+
+def read_questions(path: str) -> list[dict]:
+    """The lines of a .jsonl file with "prompt" and "response". UserError if one has not both."""
+    require(Path(path).exists(), f"{path} does not exist: run python -m lessons.questions")
+    rows, faults = files.read_json_lines(path, {"prompt": str, "response": str})
+    require(rows and not faults, f"{path}: {faults[0] if faults else 'it has no line'}")
+    return rows
+
+
+def answers_of(model, tokenizer, questions: list[dict]) -> list[Text]:
+    """What the model writes after each prompt. The model is a Decoder's from then on."""
+    decoder = Decoder(model, tokenizer.vocab_size)
+    longest = max(len(tokenizer.encode(row["response"])) for row in questions)
+    answers = []
+    for first in range(0, len(questions), BATCH):
+        prompts = [row["prompt"] for row in questions[first : first + BATCH]]
+        # One token more than any answer has: it must be end-of-text.
+        texts = [Text(prompt, tokenizer, model.cfg, longest + 1) for prompt in prompts]
+        for _ in write(decoder, texts, Speed(), temperature=0.0):
+            pass
+        answers += texts
+    return answers
+
+
+def is_exact(answer: Text, question: dict) -> bool:
+    """Is an answer what was expected, with nothing behind it?"""
+    return answer.end == "end of text" and answer.text == question["response"]
+
+
+def text_of(run: str, max_seq_len: int) -> tuple[data.Split, TrainConfig]:
+    """The validation text of a run, and the settings that say how much of it is read.
+
+    UserError if the run is no run of this project, or its data are not there.
+    """
+    meta = checkpoint.read_meta(checkpoint.find(run))
+    names = ("dataset", "tokenizer", "data_dir", "eval_tokens", "microbatch_size")
+    cfg = config.from_dict(TrainConfig, {name: meta[name] for name in names}, run)
+    folder = data.data_dir(cfg)
+    require(folder.exists(), f"the data of {run} are not in {folder}: run its command again")
+    return data.Split(folder, "val", max_seq_len), cfg
+
+
+def show(questions: list[dict], answers: list[Text]) -> None:
+    """Print the first answers."""
+    for question, answer in zip(questions[:SHOWN], answers, strict=False):
+        print(f"    {question['prompt'].strip():50} {answer.text.strip()!r}")
+
+
+def main(argv) -> None:
+    """Ask each model, let it read, and print one line for each."""
+    runs, args = config.load(argv, FinetunedArgs, takes="BASE RUN ...")
+    questions = read_questions(args.questions)
+    device = torch.device("cpu")
+    world = processes.World(0, 1, 0, 1, device)
+    table = []
+    for run in runs:
+        model, tokenizer, _ = load_for_sampling(run, None, device)
+        text, cfg = text_of(runs[0], model.cfg.max_seq_len)
+        loss = evaluate(model, text, cfg, world, "fp32")
+        answers = answers_of(model, tokenizer, questions)
+        exact = sum(map(is_exact, answers, questions)) / len(questions)
+        print(run)
+        show(questions, answers)
+        table.append(f"{run:30} {exact:12.1%} {loss:15.3f}")
+    print(f"\n{len(questions)} questions held out   exact answers   loss on the base's text")
+    print(*table, sep="\n")
+
+
+if __name__ == "__main__":
+    config.run(main)

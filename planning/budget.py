@@ -1,0 +1,235 @@
+"""What a fleet can do: the speed on more devices, and the best model that it trains in some days.
+
+    sweep     one model on several numbers of devices: strong scaling, and weak
+    budget    the compute-optimal model of so many days, and a smaller one trained for longer
+
+search.py finds the layout of each.
+
+Run `python -m planning.budget 14 --device=h100 --devices=512` for the models of 14 days.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import config
+import flops
+from config import MPTConfig, TrainConfig, UserError
+from planning import step_time
+from planning.fleet import Fleet, FleetArgs, fleet_of
+from planning.search import LayoutArgs, Plan, fastest
+from planning.step_time import Constants, Trainer
+
+TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
+
+# The widths that `budget` tries, the largest first.
+WIDTHS = [
+    *range(32768, 8192, -1024),
+    *range(8192, 4096, -512),
+    *range(4096, 2048, -256),
+    *range(2048, 0, -128),
+]
+# {d_model: n_layers} of MPT's sizes, and of larger models of these proportions.
+SIZES = {
+    128: 12,
+    768: 12,
+    1024: 24,
+    2048: 24,
+    2560: 32,
+    4096: 32,
+    5120: 40,
+    7168: 48,
+    8192: 80,
+    12288: 96,
+    32768: 160,
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# Several fleets
+
+
+def sweep(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    counts: list[int],
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
+) -> list[dict]:
+    """Strong scaling (the same global batch) and weak (it grows with the devices) over `counts`.
+
+    One row for each number of devices: {"devices", "strong": Plan, "weak": Plan, "rates",
+    "efficiency"}. The last two are pairs, strong and weak: tokens/s of one device, and its ratio to
+    that of the smallest fleet. Or {"devices", "problem"} if they cannot train the model.
+    """
+    rows = []
+    first = None  # the row of the smallest fleet
+    for n in sorted(counts):
+        try:
+            strong = fastest(m, cfg, asked, replace(fleet, devices=n), c, trainer)
+            scale = Fraction(n, first["devices"] if first else n)
+            larger_batch = replace(cfg, global_batch_size=scaled_batch(cfg, n, scale))
+            weak = fastest(m, larger_batch, asked, strong.fleet, c, trainer)
+        except UserError as error:
+            rows.append({"devices": n, "problem": str(error)})
+            continue
+
+        rates = [strong.tokens_per_second / n, weak.tokens_per_second / n]
+        first_rates = first["rates"] if first else rates
+        efficiency = [rate / first for rate, first in zip(rates, first_rates, strict=True)]
+        row = {"devices": n, "strong": strong, "weak": weak}
+        rows.append({**row, "rates": rates, "efficiency": efficiency})
+        first = first or rows[-1]
+    return rows
+
+
+def default_batch(cfg: TrainConfig, n: int) -> int:
+    """The batch on n devices if nobody sets one: the config's, at least 4 sequences a device."""
+    return max(4, math.ceil(cfg.global_batch_size / n)) * n
+
+
+def scaled_batch(cfg: TrainConfig, n: int, scale: Fraction) -> int:
+    """The batch times `scale`. If that is no whole number, the next multiple of n devices."""
+    batch = cfg.global_batch_size * scale
+    return int(batch) if batch.denominator == 1 else math.ceil(batch / n) * n
+
+
+# --------------------------------------------------------------------------------------------------
+# A number of days
+
+
+@dataclass(frozen=True)
+class Training:
+    """A plan, and the steps of its run."""
+
+    plan: Plan
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all steps."""
+        return self.steps * self.plan.cfg.global_batch_size * self.plan.m.max_seq_len
+
+    @property
+    def tokens_per_parameter(self) -> float:
+        """Chinchilla's rule is about 20."""
+        return self.tokens / flops.n_params(self.plan.m)
+
+    @property
+    def loss(self) -> float:
+        """Nats a token on Chinchilla's data, by its published fit (arXiv 2203.15556)."""
+        return 1.69 + 406.4 / flops.n_params(self.plan.m) ** 0.34 + 410.7 / self.tokens**0.28
+
+
+def shape(d_model: int, m: MPTConfig) -> MPTConfig:
+    """`m` with this width and MPT's proportions.
+
+    Heads are 128 wide; the layers are interpolated between the nearest of SIZES.
+    """
+    below = max(width for width in SIZES if width <= d_model)
+    above = min(width for width in SIZES if width >= d_model)
+    share = (d_model - below) / (above - below) if above > below else 0
+    layers = round(SIZES[below] + share * (SIZES[above] - SIZES[below]))
+    return replace(m, d_model=d_model, n_heads=d_model // 128, kv_n_heads=None, n_layers=layers)
+
+
+def model_of(n_params: float, m: MPTConfig) -> MPTConfig | None:
+    """The largest model like `m` with at most this many parameters. None if that is too few.
+
+    Its width is the one whose `shape` has the nearest number; then it gets an even number of
+    layers, as many as there are parameters for.
+    """
+    shapes = [shape(width, m) for width in WIDTHS]
+    if n_params < flops.n_params(shapes[-1]):
+        return None
+    nearest = min(shapes, key=lambda model: abs(math.log(flops.n_params(model) / n_params)))
+    without_layers = flops.n_params(replace(nearest, n_layers=0))
+    of_two = flops.n_params(replace(nearest, n_layers=2)) - without_layers
+    return replace(nearest, n_layers=max(2, 2 * int((n_params - without_layers) // of_two)))
+
+
+def train_for(
+    days: float,
+    m: MPTConfig,
+    cfg: TrainConfig,
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
+) -> Training:
+    """The fastest plan for the model, and all steps that it takes in so many days.
+
+    Raises UserError as `best`.
+    """
+    plan = fastest(m, cfg, asked, fleet, c, trainer)
+    return Training(plan, int(days * 86400 / plan.seconds["step"]))
+
+
+def budget(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    days: float,
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
+) -> list[Training]:
+    """The best that the fleet can train in so many days: compute-optimal, and smaller for longer.
+
+    The first is Chinchilla's optimum (2203.15556): the largest model that sees at least 20 tokens a
+    parameter. The second has half its parameters and sees more of them. Both take all the time.
+
+    Each trial says how large a model its FLOP/s could train: the next one to try. Raises UserError
+    if there is none.
+    """
+    setup = cfg, asked, fleet, c, trainer
+    flops_of_run = 0.4 * fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400 * days
+    n = math.sqrt(flops_of_run / 6 / TOKENS_PER_PARAMETER)
+    tried = []  # models
+    trainings = []
+    problem = UserError(
+        f"{days:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
+    )
+    while (model := model_of(n, m)) and model not in tried:
+        tried.append(model)
+        try:
+            training = train_for(days, model, *setup)
+        except UserError as error:
+            problem = error
+            n *= 0.8
+            continue
+        if training.tokens_per_parameter >= TOKENS_PER_PARAMETER:
+            trainings.append(training)
+        n = math.sqrt(flops.n_params(model) * training.tokens / TOKENS_PER_PARAMETER)
+
+    if not trainings:
+        raise problem
+    largest = max(trainings, key=lambda training: flops.n_params(training.plan.m))
+    half = model_of(flops.n_params(largest.plan.m) / 2, m)
+    return [largest, train_for(days, half, *setup)] if half else [largest]
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def main(argv: list[str]) -> None:
+    """Print the models that the fleet in argv can train in so many days."""
+    numbers = [text for text in argv if not text.startswith("-")]
+    flags = [text for text in argv if text.startswith("-")]
+    m, cfg, asked, args = config.load(flags, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
+    usage = "usage: python -m planning.budget DAYS --device=h100 --devices=512"
+    config.require(len(numbers) == 1 and numbers[0].replace(".", "", 1).isdigit(), usage)
+    if "global_batch_size" not in map(flops.flag_name, flags):
+        cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
+    for training in budget(
+        m, cfg, float(numbers[0]), asked, fleet_of(args), Constants(), step_time.OURS
+    ):
+        size = f"{flops.n_params(training.plan.m) / 1e9:.3g}B parameters"
+        print(f"{size} on {training.tokens / 1e9:,.0f}B tokens: predicted loss {training.loss:.3f}")
+
+
+if __name__ == "__main__":
+    config.run(main)

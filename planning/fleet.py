@@ -1,0 +1,308 @@
+"""The fleet: equal devices in equal nodes, and the bandwidth between any of its ranks.
+
+    inside a node    the links of the device (NVLink, Infinity Fabric, PCIe)
+    between nodes    a node's network, which all rings that leave the node share; the more nodes,
+                     the less of it
+
+Ranks are numbered so that tensor-parallel ranks are neighbours, data-parallel ranks come next and
+pipeline stages are farthest apart. So a ring's ranks are a fixed stride apart, and its stride says
+how many of them a node holds.
+
+`fleet_of` turns flags into a fleet. What they leave out comes from a machine's row below, else from
+devices.py: the network that nodes of such devices usually have.
+
+Run `python -m planning.fleet --machine=frontier --devices=64` for the bandwidth of rings of each
+size, or without settings for the machines that have a name.
+"""
+
+import difflib
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import config
+import devices
+from config import UserError, require
+from devices import Device
+
+UNKNOWN_LINK = 32.0  # GB/s each way: PCIe 4
+# Nodes behind one switch do not disturb each other. Beyond, static routes collide, and leave 40 to
+# 60 % of a network of 4,000 ports (Hoefler et al., "Multistage switches are not crossbars", 2008).
+# We take 3 % for each doubling of the nodes beyond one switch: with the 70 % that collectives reach
+# at best (step_time.Constants.link), 55 % are left on 4,096 nodes.
+SWITCH_NODES = 16
+COLLISIONS = 0.03
+NODE_SIZE = 8  # torch devices of a node if nobody says
+DOUBTFUL_NETWORK = 3.0  # times a device's usual network: above that, it may be in Gb/s
+
+NetworkFrom = Literal["set", "machine", "measured", "assumed"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The nodes of a machine that exists."""
+
+    device: str  # as on a command line
+    node_size: int  # torch devices of a node
+    network_gbs: float  # of a node, each way, GB/s
+    links: str  # what that is made of, as published
+
+
+# Nominal figures. Sources: OLCF's Frontier guide; LUMI's user guide (LUMI-G); arXiv 2104.04473
+# (Selene); BigScience's README (Jean Zay: 135 of its 400 Gb/s arrived); JSC on JUPITER; arXiv
+# 2407.21783 (Meta's Grand Teton); AWS's and Azure's pages; LLM Foundry's benchmarks (MosaicML's
+# A100) and MosaicML's post on MI250 (2023). Rows "from memory" were not looked up.
+MACHINES = {
+    "frontier": Machine("mi250x", 8, 100, "4 x 200 Gb/s Slingshot"),
+    "lumi": Machine("mi250x", 8, 100, "4 x 200 Gb/s Slingshot"),
+    "perlmutter": Machine("a100-40gb", 4, 100, "4 x 200 Gb/s Slingshot, from memory"),
+    "selene": Machine("a100-80gb", 8, 200, "8 x 200 Gb/s InfiniBand"),
+    "jean-zay": Machine("a100-80gb", 8, 50, "4 x 100 Gb/s Omni-Path"),
+    "jupiter": Machine("gh200", 4, 100, "4 x 200 Gb/s InfiniBand"),
+    "eos": Machine("h100", 8, 400, "8 x 400 Gb/s InfiniBand, from memory"),
+    "grand-teton": Machine("h100", 8, 400, "8 x 400 Gb/s RoCE"),
+    "aws-p4d": Machine("a100-40gb", 8, 50, "4 x 100 Gb/s EFA"),
+    "aws-p5": Machine("h100", 8, 400, "32 x 100 Gb/s EFA"),
+    "azure-mi300x": Machine("mi300x", 8, 400, "8 x 400 Gb/s InfiniBand"),
+    "mosaicml-a100": Machine("a100-40gb", 8, 200, "1600 Gb/s RoCE"),
+    "mosaicml-h100": Machine("h100", 8, 400, "8 x 400 Gb/s, from memory"),
+    "mosaicml-mi250": Machine("mi250", 8, 100, "800 Gb/s"),
+}
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Equal devices in equal nodes, and how they share the model.
+
+    Tensor-parallel ranks are neighbours, data-parallel ranks come next, pipeline stages are
+    farthest apart. Raises UserError if the split is impossible.
+    """
+
+    device: Device
+    devices: int = 1  # torch devices in all, one global rank each
+    node_size: int = 8  # torch devices of a node
+    network_gbs: float = 100.0  # of a node, each way, GB/s
+    tp: int = 1  # tensor-parallel ranks: they share every matmul
+    pp: int = 1  # pipeline stages
+    interleave: int = 1  # pieces of the model on each stage; the trainer has one
+    network_from: NetworkFrom = "set"  # where network_gbs is from: a plan says so
+    notes: tuple[str, ...] = ()  # what a plan says of measurements in these figures
+
+    def __post_init__(self):
+        for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be more than 0, not {value}")
+
+        replica = self.tp * self.pp  # ranks that hold one copy of the model
+        split = f"tp {self.tp} x pp {self.pp} = {replica}"
+        divides = self.devices % replica == 0
+        require(divides, f"devices {self.devices} is not a multiple of {split}")
+        in_node = self.tp <= self.node_size
+        require(in_node, f"tp {self.tp} is more than the {self.node_size} devices of a node")
+        in_one_node = self.devices <= self.node_size or self.node_size % self.tp == 0
+        apart = "some tensor ranks would be on two nodes"
+        nodes = f"tp {self.tp} does not divide the {self.node_size} devices of a node"
+        require(in_one_node, f"{nodes}: {apart}")
+        no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
+        require(self.device.bf16_tflops, no_peak)
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel ranks."""
+        return self.devices // (self.tp * self.pp)
+
+    @property
+    def dp_ranks_per_node(self) -> int:
+        """Data-parallel ranks of a node, at least 1."""
+        return max(1, self.node_size // self.tp)
+
+    @property
+    def share_of_network(self) -> float:
+        """Share of a node's network that routes leave when many nodes send at once.
+
+        1 up to SWITCH_NODES.
+        """
+        nodes = self.devices / self.node_size
+        doublings = max(0.0, math.log2(nodes / SWITCH_NODES))
+        return (1 - COLLISIONS) ** doublings
+
+    def bandwidth(self, n: int, stride: int) -> float:
+        """Bytes/s of a ring of n ranks whose global ranks are `stride` apart.
+
+        All rings that leave a node share its network, and with many nodes they collide.
+        """
+        ranks_in_node = max(1, min(n, self.node_size // stride))  # of this ring
+        gbs = self.device.link_gbs or UNKNOWN_LINK
+        if ranks_in_node < n:
+            ranks_on_network = min(self.node_size, self.devices)
+            network_gbs = self.network_gbs * self.share_of_network
+            gbs = min(gbs, network_gbs * ranks_in_node / ranks_on_network)
+        return gbs * 1e9
+
+
+@dataclass
+class FleetArgs:
+    """The devices."""
+
+    machine: str = ""  # frontier, lumi, ...: its device, node_size and network
+    device: str = "auto"  # the kind: mi250, h100, ... (python devices.py lists them)
+    devices: int = 8  # how many torch devices (an MI250 card is two)
+    node_size: int = 0  # torch devices of a node (0: the machine's, else 8)
+    network: float = 0.0  # GB/s of a node, each way (0: the machine's, else usual for the device)
+    bandwidth: float = 0.0  # GB/s of a device's memory (0: the datasheet's)
+    memory_gb: float = 0.0  # GiB of a device (0: the datasheet's)
+    attention_efficiency: float = 0.0  # share of the peak that attention reaches (0: as in 2023)
+    fp8_tflops: float = 0.0  # TFLOP/s of large fp8 matmuls (0: plan in bf16; the trainer lacks fp8)
+
+    def check(self) -> None:
+        """UserError if a number is out of range, or the machine is unknown."""
+        require(self.devices > 0, f"devices must be at least 1, not {self.devices}")
+        for name in "node_size network bandwidth memory_gb attention_efficiency fp8_tflops".split():
+            value = getattr(self, name)
+            require(0 <= value < math.inf, f"{name} must be 0 or more, not {value}")
+        share = self.attention_efficiency
+        fix = "0.35 is 35 % of the bf16 peak"
+        require(share <= 1, f"attention_efficiency must be at most 1, not {share:g}: {fix}")
+        if self.machine and self.machine not in MACHINES:
+            near = difflib.get_close_matches(self.machine, MACHINES, n=3) or list(MACHINES)
+            guess = f"did you mean {' or '.join(near)}?"
+            raise UserError(f"no machine {config.shown(self.machine)}, {guess}")
+
+
+def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1, interleave: int = 1) -> Fleet:
+    """The fleet of these settings.
+
+    A network that cannot be one is questioned on standard error. Raises UserError if the device is
+    unknown or contradicts the machine, or the split is impossible.
+    """
+    machine = MACHINES.get(args.machine)
+    device = device_of(args)
+    node_size = args.node_size or (machine.node_size if machine else NODE_SIZE)
+    network_from = "machine" if machine else "assumed"
+    per_device = usual_network(device)
+    if machine:  # nodes of another size have as much network for each device
+        per_device = machine.network_gbs / machine.node_size
+    fleet = Fleet(
+        device,
+        args.devices,
+        node_size,
+        per_device * node_size,
+        tp,
+        pp,
+        interleave,
+        network_from,
+    )
+    return with_flags(fleet, args)
+
+
+def device_of(args: FleetArgs) -> Device:
+    """The device of these settings: --device, else the machine's."""
+    machine = MACHINES.get(args.machine)
+    if machine is None:
+        return devices.by_name(args.device)
+    its_device = devices.by_name(machine.device)
+    if args.device in devices.THIS_MACHINE:
+        return its_device
+    device = devices.by_name(args.device)  # perhaps with more memory than most of its nodes have
+    same_family = device.name.split()[0] == its_device.name.split()[0]
+    fix = f"remove --device={args.device}"
+    require(same_family, f"--machine={args.machine} has {its_device.name}: {fix}")
+    return device
+
+
+def usual_network(device: Device) -> float:
+    """GB/s of a node's network for each of its devices, in the usual nodes of this device."""
+    of_families = [
+        gbs for family, gbs in devices.NETWORK_GBS.items() if device.name.startswith(family)
+    ]
+    return of_families[0] if of_families else devices.OTHER_NETWORK_GBS
+
+
+def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
+    """`fleet` with nodes of this size. A network that nobody set or measured grows with them."""
+    network_gbs = fleet.network_gbs
+    if fleet.network_from in ("assumed", "machine"):
+        network_gbs *= node_size / fleet.node_size
+    return replace(fleet, node_size=node_size, network_gbs=network_gbs)
+
+
+def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
+    """`fleet` with what the flags set: they override measurements. UserError as in `fleet_of`."""
+    device = fleet.device
+    device = replace(
+        device,
+        bandwidth_gbs=args.bandwidth or device.bandwidth_gbs,
+        memory_gb=args.memory_gb or device.memory_gb,
+        attention=args.attention_efficiency or device.attention,
+        matmul_fp8_tflops=args.fp8_tflops or device.matmul_fp8_tflops,
+    )
+    require_fp8(device)
+    fleet = with_node_size(replace(fleet, device=device), args.node_size or fleet.node_size)
+    if not args.network:
+        return fleet
+    if args.network > DOUBTFUL_NETWORK * usual_network(fleet.device) * fleet.node_size:
+        gbs = f"--network={args.network:g} is {args.network:,.6g} GB/s a node, each way"
+        fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
+        config.say_once("note", f"{gbs}: {fix}")
+    return replace(fleet, network_gbs=args.network, network_from="set")
+
+
+def require_fp8(device: Device) -> None:
+    """UserError if fp8 matmuls are said to be faster than the device's peak, or it has no fp8."""
+    tflops = device.matmul_fp8_tflops
+    if tflops is None:
+        return
+    require(device.fp8_tflops, f"{device.name} has no fp8: remove --fp8_tflops={tflops:g}")
+    peak = f"the fp8 peak of {device.name} is {device.fp8_tflops:g} TFLOP/s"
+    require(tflops <= device.fp8_tflops, f"fp8_tflops {tflops:g} is too much: {peak}")
+
+
+def network_words(fleet: Fleet, args: FleetArgs) -> str:
+    """Where the network's figure is from; empty if the user has set it."""
+    gbs = f"network {fleet.network_gbs:g} GB/s a node, each way"
+    each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
+    fix = "set --network or --machine, it matters more than any constant"
+    links = MACHINES[args.machine].links if args.machine else ""
+    name = fleet.device.name
+    source = f"as usual with {name}" if name.startswith(tuple(devices.NETWORK_GBS)) else "a guess"
+    words = {
+        "assumed": f"{gbs}: {each}, {source}: {fix}",
+        "machine": f"{gbs}: {args.machine}'s, {links}, of which not all may arrive",
+        "measured": f"{gbs}: measured",
+    }
+    return words.get(fleet.network_from, "")
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def machine_lines() -> list[str]:
+    """The machines that have a name, as a table."""
+    lines = [f"{'machine':<16}{'device':<16}{'a node has':>10}{'GB/s':>8}  network"]
+    for name, machine in MACHINES.items():
+        device = devices.by_name(machine.device).name
+        figures = f"{machine.node_size:>10}{machine.network_gbs:>8g}"
+        lines.append(f"{name:<16}{device:<16}{figures}  {machine.links}")
+    return lines
+
+
+def main(argv: list[str]) -> None:
+    """Print the bandwidth of rings of several sizes on the fleet in argv, else the machines."""
+    (args,) = config.load(argv, FleetArgs)
+    if not argv:
+        print("\n".join(machine_lines()))
+        return
+    fleet = fleet_of(args)
+    print(f"{args.devices} x {fleet.device.name}, {fleet.node_size} a node")
+    print(network_words(fleet, args) or f"network {fleet.network_gbs:g} GB/s a node, each way")
+    n = 2
+    while n <= args.devices:
+        stride = args.devices // n
+        neighbours, apart = (fleet.bandwidth(n, step) / 1e9 for step in (1, stride))
+        print(f"  {n:>6} ranks: neighbours {neighbours:.4g} GB/s, {stride} apart {apart:.4g} GB/s")
+        n *= 2
+
+
+if __name__ == "__main__":
+    config.run(main)

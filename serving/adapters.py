@@ -1,0 +1,400 @@
+r"""A bank of adapters: one model in memory, and for each row of a batch an update of its own.
+
+    y = W x + b + B_s A_s x        s: the slot of the row. Slot 0 is the model itself: A = B = 0
+
+                block 0, Wqkv                     block 0, out_proj     ...   last block, down_proj
+    slot 0    | 0                               | 0                   | ... | 0
+    slot 1    | A (r, in) beside B^T (r, out)   | A beside B^T        | ... | A beside B^T
+    slot 2    | ...
+
+An adapter (lora.py) of rank 8 on all linear layers of MPT-7B takes 33.6 MB in bf16, a merged model
+13.3 GB. So many finetuned models fit beside one base, and texts of different ones share a batch: a
+step reads the weights of the base, which limit its speed, once for all of them.
+
+Each slot is one row of a single matrix, and each layer owns some of its columns. Loading writes one
+row; switching writes one index per text. B is stored with its scale. An adapter of lower rank, or
+of fewer layers, leaves the rest of its slot at zero.
+
+The slots are a cache of files on disk. A thread loads the adapter of a new text while the other
+texts are being decoded: into a free slot, or into the one that was used least recently. An adapter
+in use stays.
+For each text, a server does this:
+
+    bank.acquire(adapter)      takes a slot; the thread begins to load
+    bank.is_loaded(adapter)    asked between steps; the text begins once it is true
+    bank.use(adapters)         one for each row: before the first step, and when rows change
+    bank.release(adapter)      when the text has ended
+
+An adapter is named by its path: a PEFT folder (weights/peft.py), or a run with --lora_rank.
+
+Run `python -m serving.adapters` to see three adapters and their base in one batch.
+"""
+
+import contextlib
+import functools
+import math
+import tempfile
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+
+import checkpoint
+import lora
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError, arguments, require, run
+from model import MPT, init_weights, seeded
+from serving.decoder import Decoder, generate
+from serving.packed_linear import PackedLinear
+from weights import load, peft
+from weights.peft import Adapter
+
+BASE = "none"  # as the name of an adapter: the model itself
+
+# --------------------------------------------------------------------------------------------------
+# Layers
+
+
+class Banked:
+    """A mix-in that stands before a linear layer's class: W x + b + B A x.
+
+    A and B are those of each row's slot.
+    """
+
+    def forward(self, x):
+        """x (rows, T, in) -> (rows, T, out)."""
+        y = super().forward(x)
+        rows = self.bank.rows
+        if rows is None:
+            return y
+        wide = x.to(self.factors.dtype)
+        widths = [x.shape[-1], y.shape[-1]]
+        if isinstance(rows, int):  # all rows have one slot
+            A, B = self.factors[rows].split(widths, dim=-1)  # (r, in), (r, out)
+            updated = y + (wide @ A.T) @ B
+        else:
+            A, B = self.factors.index_select(0, rows).split(widths, dim=-1)  # (rows, r, in or out)
+            low = torch.bmm(wide, A.mT)  # (rows, T, r)
+            updated = torch.baddbmm(y.to(wide.dtype), low, B)
+        return updated.to(y.dtype)
+
+
+class BankedLinear(Banked, nn.Linear):
+    """nn.Linear with a bank."""
+
+
+class BankedPackedLinear(Banked, PackedLinear):
+    """PackedLinear with a bank."""
+
+
+WITH_BANK = {nn.Linear: BankedLinear, PackedLinear: BankedPackedLinear}
+
+
+class Place(NamedTuple):
+    """Where the bank has one layer's adapters, and the widths of the layer."""
+
+    columns: slice
+    in_features: int
+    out_features: int
+
+
+def places_of(model: MPT, rank: int, layers) -> dict[str, Place]:
+    """The place of each layer, by its name, such as transformer.blocks.0.attn.Wqkv."""
+    shapes = model.cfg.linear_layers()
+    places = {}
+    begin = 0
+    for name, _ in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in layers:
+            out_features, in_features = shapes[kind]
+            end = begin + rank * (in_features + out_features)
+            places[name] = Place(slice(begin, end), in_features, out_features)
+            begin = end
+    return places
+
+
+# --------------------------------------------------------------------------------------------------
+# The bank
+
+
+@dataclass
+class Resident:
+    """An adapter that has a slot."""
+
+    slot: int
+    users: int = 0  # texts that have acquired it and not yet released it
+    loading: Future | None = None
+
+
+class AdapterBank:
+    """Slots for adapters, put on the layers of a decoder's model.
+
+    n_slots: for adapters; the base needs none. rank: the highest of an adapter. layers: which of
+    config.LINEAR_LAYERS adapters may change. read: path -> Adapter, called in a thread.
+
+    All methods are to be called by the thread that also calls the decoder.
+    """
+
+    def __init__(self, decoder: Decoder, n_slots: int, rank: int, layers, read=peft.adapter_at):
+        self.rank = rank
+        self.read = read
+        self.rows = (
+            None  # slots of the batch: (rows,) int64, an int if all agree, None for the base
+        )
+        self.residents = OrderedDict()  # path -> Resident, the least recently used first
+        self.loaded = {BASE: 0}  # path -> slot, of those that rows may use
+        self.free_slots = list(range(n_slots, 0, -1))
+        # One thread: a slot that changes hands twice is filled in that order.
+        self.loader = ThreadPoolExecutor(1, "adapters")
+
+        self.cfg = decoder.cfg
+        self.places = places_of(decoder.model, rank, layers)
+        n_columns = max(place.columns.stop for place in self.places.values())
+        self.device = decoder.device
+        # As for its cache, the decoder multiplies bf16 on a CPU faster in fp32.
+        options = {"device": self.device, "dtype": decoder.cache_dtype}
+        self.slots = torch.zeros(n_slots + 1, n_columns, **options)
+        for name, place in self.places.items():
+            layer = decoder.model.get_submodule(name)
+            layer.__class__ = WITH_BANK[type(layer)]
+            layer.factors = self.slots[:, place.columns].view(n_slots + 1, rank, -1)
+            layer.bank = self
+        decoder.bank = self
+
+        self.is_cuda = self.device.type == "cuda"
+        if self.is_cuda:
+            # The thread prepares an adapter in page-locked memory, and copies it in a stream of its
+            # own, beside the kernels of the decoder.
+            self.staging = torch.empty(n_columns, dtype=self.slots.dtype, pin_memory=True)
+            self.stream = torch.cuda.Stream(self.device)
+
+    # ----------------------------------------------------------------------------------------------
+    # Which adapters have slots
+
+    def acquire(self, adapter: str) -> None:
+        """Give an adapter a slot until it is released, and begin to load it if it has none yet.
+
+        UserError if each slot holds an adapter in use: try again when a text has ended.
+        """
+        if adapter == BASE:
+            return
+        if adapter not in self.residents:
+            self.residents[adapter] = Resident(self.take_slot())
+        self.residents.move_to_end(adapter)
+        resident = self.residents[adapter]
+        resident.users += 1
+        if resident.loading is None or (resident.loading.done() and resident.loading.exception()):
+            stream = torch.cuda.current_stream(self.device) if self.is_cuda else None
+            last_step = stream.record_event() if stream else None
+            resident.loading = self.loader.submit(self.load, adapter, resident.slot, last_step)
+
+    def take_slot(self) -> int:
+        """A free slot, or that of the adapter without users that was used least recently."""
+        if self.free_slots:
+            return self.free_slots.pop()
+        unused = [path for path, resident in self.residents.items() if not resident.users]
+        full = f"all {len(self.residents)} slots hold adapters that are in use"
+        require(unused, f"{full}: wait until a text has ended, or make the bank larger")
+        resident = self.residents.pop(unused[0])
+        self.loaded.pop(unused[0], None)
+        resident.loading.cancel()  # if it has not begun
+        return resident.slot
+
+    def release(self, adapter: str) -> None:
+        """End one use of an adapter. It keeps its slot until another one needs it."""
+        if adapter == BASE:
+            return
+        self.residents[adapter].users -= 1
+        self.residents.move_to_end(adapter)
+
+    def is_loaded(self, adapter: str) -> bool:
+        """Whether rows may use an adapter that was acquired. Raises what `wait` raises."""
+        if adapter not in self.loaded and self.residents[adapter].loading.done():
+            self.wait(adapter)
+        return adapter in self.loaded
+
+    def wait(self, adapter: str) -> None:
+        """Wait until an adapter that was acquired is loaded.
+
+        UserError for a file that is damaged or does not fit this model, OSError for one that cannot
+        be read: the adapter has to be released then, too, and may be acquired again.
+        """
+        if adapter not in self.loaded:
+            resident = self.residents[adapter]
+            resident.loading.result()
+            self.loaded[adapter] = resident.slot
+
+    @contextlib.contextmanager
+    def in_use(self, adapters):
+        """Acquire adapters and wait for them. In the end release them; the rows are the base's."""
+        with contextlib.ExitStack() as acquired:
+            acquired.callback(self.use, [BASE])
+            for adapter in adapters:
+                self.acquire(adapter)
+                acquired.callback(self.release, adapter)
+            for adapter in adapters:
+                self.wait(adapter)
+            yield
+
+    def use(self, adapters) -> None:
+        """Set the adapter of each row, for all steps from now on. KeyError if one is not loaded."""
+        slots = [self.loaded[path] for path in adapters]
+        if len(set(slots)) > 1:
+            self.rows = torch.tensor(slots, device=self.device)
+        else:
+            self.rows = slots[0] or None
+
+    @property
+    def bytes_per_step(self) -> int:
+        """The bytes of adapters that a step reads: one slot a row, or one if all rows agree."""
+        if self.rows is None:
+            return 0
+        n_slots = 1 if isinstance(self.rows, int) else len(self.rows)
+        return n_slots * self.slots[0].nbytes
+
+    # ----------------------------------------------------------------------------------------------
+    # Loading
+
+    @torch.inference_mode()  # the bank may have been made in it
+    def load(self, adapter: str, slot: int, last_step=None) -> None:
+        """Fill a slot from a file. The thread runs this.
+
+        last_step: an event on a GPU, after the steps that may still read what the slot holds.
+        """
+        found = self.read(adapter)
+        self.check(adapter, found)
+        row = self.staging if self.is_cuda else self.slots[slot]
+        row.zero_()
+        for name in layers_of(found):
+            A = found.tensors[f"{name}.lora_A"]  # (r, in)
+            B = found.tensors[f"{name}.lora_B"]  # (out, r)
+            place = self.places[name]
+            factors = row[place.columns].view(self.rank, -1)[: len(A)]
+            wide = torch.promote_types(B.dtype, row.dtype)
+            factors[:, : place.in_features].copy_(A)
+            factors[:, place.in_features :].copy_(B.T.to(wide) * found.scale)
+        checkpoint.require_finite(f"{adapter}, in {row.dtype},", row)
+        if self.is_cuda:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(last_step)
+                self.slots[slot].copy_(row, non_blocking=True)
+            self.stream.synchronize()
+
+    def check(self, adapter: str, found: Adapter) -> None:
+        """UserError unless an adapter fits this model and this bank."""
+        extra = f"{adapter} has trained more than adapters (lora_train={found.settings.lora_train})"
+        fix = f"merge it: python -m weights.peft merge {adapter} MERGED"
+        require(not found.settings.lora_train, f"{extra}: {fix}")
+        try:
+            peft.check_fits(found, self.cfg, "this model")
+        except UserError as error:
+            raise UserError(f"{adapter}: {error}") from error
+        too_high = f"{adapter} has rank {found.rank}, and the bank has room for {self.rank}"
+        require(found.rank <= self.rank, f"{too_high}: make the bank with a higher rank")
+        for name in layers_of(found):
+            missing = f"{adapter} changes {name}, for which the bank has no room"
+            require(name in self.places, f"{missing}: make the bank with this layer")
+
+
+def layers_of(adapter: Adapter) -> list[str]:
+    """The names of the layers that an adapter changes."""
+    names = [name for name in adapter.tensors if lora.is_adapter(name)]
+    return list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+
+
+# --------------------------------------------------------------------------------------------------
+# Files
+
+
+def read_adapter(path: str, base: str, base_fingerprint: str) -> Adapter:
+    """The adapter at a path. UserError if it is known to belong to another base.
+
+    Only runs know: a PEFT folder holds a name of its base, which may be written in many ways.
+    base: its name, for messages. base_fingerprint: see weights/load.fingerprint_of.
+    """
+    found = peft.adapter_at(path)
+    if load.is_run(Path(path)):
+        meta = checkpoint.read_meta(checkpoint.find(path))
+        other = f"{path} belongs to {meta.get('base')}, whose weights are not those of {base}"
+        is_same = meta.get("base_fingerprint") == base_fingerprint
+        require(is_same, f"{other}: use it with its base")
+    return found
+
+
+def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> AdapterBank:
+    """A bank with as much room as these adapters need. UserError if one does not fit the model.
+
+    base: the path of the decoder's weights.
+    """
+    found = Path(base)
+    has_its_own = load.is_run(found) and checkpoint.adapter_settings(checkpoint.find(base))
+    twice = f"{base} has adapters itself, to which others would be added"
+    require(not has_its_own, f"{twice}: give its base, or merge it first")
+    has_runs = any(load.is_run(Path(path)) for path in paths)
+    fingerprint = load.fingerprint_of(Path(base)) if has_runs and Path(base).exists() else ""
+    read = functools.partial(read_adapter, base=base, base_fingerprint=fingerprint)
+    adapters = {path: read(path) for path in paths}
+    names = [name for adapter in adapters.values() for name in layers_of(adapter)]
+    layers = {name.rpartition(".")[2] for name in names}
+    rank = max(adapter.rank for adapter in adapters.values())
+
+    def take_or_read(path: str) -> Adapter:
+        """What was read here is loaded once; an adapter that has lost its slot is read again."""
+        return adapters.pop(path, None) or read(path)
+
+    bank = AdapterBank(decoder, n_slots, rank, layers, take_or_read)
+    for path, adapter in adapters.items():
+        bank.check(path, adapter)
+    return bank
+
+
+# --------------------------------------------------------------------------------------------------
+# Demonstration
+
+
+def write_random(folder: Path, cfg: MPTConfig, settings: TrainConfig, seed: int) -> None:
+    """Write a PEFT folder of an adapter with random A and B, which changes what a model writes."""
+    tensors = {}
+    for name, param in lora.trained_weights(cfg, settings).items():
+        values = torch.randn(param.shape, generator=seeded(seed, name))
+        tensors[name] = values / math.sqrt(param.shape[1])
+    peft.write(folder, Adapter(settings, tensors))
+
+
+@torch.inference_mode()
+def demonstrate(argv) -> None:
+    """Continue one prompt by a model and by three adapters of it, in one batch."""
+    arguments(argv)
+    cfg = MPTConfig(d_model=128, n_heads=4, n_layers=4, vocab_size=512, alibi=True)
+    model = MPT(cfg)
+    init_weights(model, seed=0)
+    decoder = Decoder(model, vocab_size=512)
+    prompt = torch.arange(16).repeat(4, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [f"{folder}/{name}" for name in "abc"]
+        for seed, path in enumerate(paths):
+            write_random(Path(path), cfg, TrainConfig(init_from="any", lora_rank=8), seed)
+        bank = AdapterBank(decoder, n_slots=3, rank=8, layers=LINEAR_LAYERS)
+        begin = time.perf_counter()
+        with bank.in_use(paths):
+            load_ms = 1e3 * (time.perf_counter() - begin)
+            print(f"3 adapters of {bank.slots[0].nbytes / 1e6:.2f} MB: loaded in {load_ms:.1f} ms")
+            ms = {0: [], 3: []}  # of a token, by the number of adapters in the batch
+            for adapters in [[BASE] * 4, [BASE, *paths]] * 5:  # the first turn warms up
+                bank.use(adapters)
+                begin = time.perf_counter()
+                tokens = torch.stack(list(generate(decoder, prompt, 32, temperature=0)), dim=1)
+                n_adapters = len(set(adapters) - {BASE})
+                ms[n_adapters].append(1e3 * (time.perf_counter() - begin) / 32)
+    for n_adapters, turns in ms.items():
+        print(f"4 texts with {n_adapters} adapters: {min(turns):.2f} ms a token")
+    for adapter, row in zip(adapters, tokens.tolist(), strict=True):
+        print(f"  {Path(adapter).name:6}", *row[:12])
+
+
+if __name__ == "__main__":
+    run(demonstrate)

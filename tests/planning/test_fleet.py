@@ -1,0 +1,102 @@
+"""planning/fleet.py: the fleet of flags, of a machine that has a name, and its network."""
+
+import pytest
+
+import config
+import devices
+from config import UserError
+from planning import fleet
+from planning.fleet import MACHINES, Fleet, FleetArgs, fleet_of
+
+
+def test_every_machine_is_a_fleet_of_its_own_figures():
+    for name, machine in MACHINES.items():
+        found = fleet_of(FleetArgs(machine=name, devices=2 * machine.node_size))
+        assert found.device == devices.by_name(machine.device), name
+        assert found.node_size == machine.node_size
+        assert found.network_gbs == machine.network_gbs
+        assert found.network_from == "machine"
+
+
+def test_links_add_up_to_the_network_of_a_machine():
+    """`8 x 400 Gb/s` are 400 GB/s."""
+    for name, machine in MACHINES.items():
+        words = machine.links.split(" Gb/s")[0].split(" x ")
+        gigabits = float(words[-1]) * (int(words[0]) if len(words) == 2 else 1)
+        assert machine.network_gbs == gigabits / 8, name
+
+
+@pytest.mark.parametrize("device, node_size, gbs", [
+    ("mi250", 8, 100),
+    ("mi250x", 4, 50),
+    ("h100", 8, 400),
+    ("a100", 8, 200),
+    ("mi300x", 8, 400),
+    ("gb200", 4, 200),
+    ("4090", 2, 25),
+])  # fmt: skip
+def test_a_network_grows_with_the_devices_of_a_node(device, node_size, gbs):
+    found = fleet_of(FleetArgs(device=device, devices=64, node_size=node_size))
+    assert found.network_gbs == gbs
+    assert found.network_from == "assumed"
+    assert f"{gbs / node_size:g} for each device" in fleet.network_words(found, FleetArgs())
+
+
+def test_every_family_with_a_network_is_in_the_table():
+    for family in devices.NETWORK_GBS:
+        assert any(row.name.startswith(family) for row in devices.TABLE), family
+
+
+def test_tensor_ranks_stay_in_a_node():
+    with pytest.raises(UserError, match="tp 3 does not divide the 8 devices of a node: some"):
+        Fleet(devices.by_name("mi250"), 24, 8, tp=3)
+    assert Fleet(devices.by_name("mi250"), 6, 8, tp=3).dp == 2
+
+
+def test_a_network_from_memory_and_a_guessed_one_say_so():
+    guessed = fleet_of(FleetArgs(device="4090", devices=16))
+    words = fleet.network_words(guessed, FleetArgs())
+    assert "12.5 for each device, a guess: set --network" in words
+    args = FleetArgs(machine="eos", devices=16)
+    assert "8 x 400 Gb/s InfiniBand, from memory" in fleet.network_words(fleet_of(args), args)
+
+
+def test_flags_override_a_machine():
+    args = FleetArgs(machine="frontier", devices=64, node_size=4, network=30, memory_gb=48)
+    found = fleet_of(args)
+    assert (found.node_size, found.network_gbs, found.network_from) == (4, 30, "set")
+    assert found.device.memory_gb == 48
+    assert fleet.network_words(found, args) == ""
+    half = fleet_of(FleetArgs(machine="frontier", devices=64, node_size=4))
+    assert half.network_gbs == 50
+    larger = fleet_of(FleetArgs(machine="perlmutter", device="a100-80gb"))
+    assert (larger.device.memory_gb, larger.node_size) == (80, 4)
+    with pytest.raises(UserError, match="--machine=lumi has MI250X GCD: remove --device=h100"):
+        fleet_of(FleetArgs(machine="lumi", device="h100"))
+
+
+@pytest.mark.parametrize("device, network, questioned", [
+    ("b300", 3200, True),
+    ("b300", 800, False),
+    ("mi250", 800, True),
+    ("mi250", 300, False),
+    ("h100", 3200, True),
+    ("h100", 1200, False),
+])  # fmt: skip
+def test_a_network_in_gigabits_is_questioned(capsys, device, network, questioned):
+    config.say_once.cache_clear()
+    found = fleet_of(FleetArgs(device=device, devices=64, network=network))
+    err = capsys.readouterr().err
+    assert found.network_gbs == network  # it is taken nevertheless
+    assert (f"if these are Gb/s, divide by 8: --network={network / 8:g}" in err) == questioned
+    assert err.count("\n") == questioned
+
+
+def test_the_program_shows_the_machines_and_the_rings(capsys):
+    fleet.main([])
+    out = capsys.readouterr().out
+    assert all(name in out for name in MACHINES)
+    fleet.main(["--machine=frontier", "--devices=16"])
+    out = capsys.readouterr().out
+    assert "16 x MI250X GCD, 8 a node" in out
+    assert "frontier's, 4 x 200 Gb/s Slingshot" in out

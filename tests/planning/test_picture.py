@@ -1,0 +1,57 @@
+"""planning/picture.py: what is drawn of kinds of device beside each other."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import plan
+from planning import picture
+
+ROOT = Path(__file__).parent.parent.parent
+MPT7B = str(ROOT / "configs/mpt7b.py")
+QUESTION = [MPT7B, "--device=h100,mi250", "--sweep_devices=8,16", "--plot"]
+
+
+@pytest.mark.parametrize("price", ["--price=2.5,1.2", ""])
+def test_a_line_and_a_band_for_each_kind(tmp_path, monkeypatch, price):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
+    saved = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: saved.append(figure))
+    plan.main([word for word in [*QUESTION, price] if word])
+    (figure,) = saved
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    expected = "days of training|cost|million tokens|kWh for" if price else "days|tokens/s|MWh|kWh"
+    assert re.fullmatch(expected.replace("|", ".*\n") + ".*", "\n".join(labels))
+    for axes in figure.axes:
+        lines = [container[0] for container in axes.containers]
+        assert [len(line.get_xdata()) for line in lines] == [2, 2]
+        assert lines[0].get_linestyle() != lines[1].get_linestyle()  # without colours, too
+        assert lines[0].get_marker() != lines[1].get_marker()
+        assert len(axes.collections) == 4  # bars and bands
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [name.split(" at ")[0] for name in names] == ["H100 SXM", "MI250 GCD"]
+    assert "runs" in figure.get_supxlabel()
+
+
+def test_memory_by_sharding_where_nodes_do_not_divide_the_ranks(monkeypatch):
+    """12 data-parallel ranks on nodes of 8: groups of 4."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
+    saved = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: saved.append(figure))
+    question = [MPT7B, "--device=h100", "--devices=12", "--global_batch_size=1020"]
+    plan.main([*question, "--tp=1", "--pp=1", "--plot"])
+    assert len(saved) == 1
+
+
+def test_without_matplotlib_one_line_says_what_to_install():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; import config, plan; config.run(plan.main)"
+    )
+    command = [sys.executable, "-c", code, *QUESTION]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "pictures need matplotlib: pip install -r requirements-extra.txt" in line

@@ -1,0 +1,448 @@
+"""serving/adapters.py: mixed batches, which adapters have slots, loading beside decoding."""
+
+import copy
+import itertools
+import shutil
+import threading
+from concurrent import futures
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decoder import TINY, model, random_ids
+
+import lora
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
+from model import KVCache, seeded
+from serving import adapters as banks
+from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
+from serving.decoder import Decoder
+from serving.packed_linear import can_pack
+from serving.speed import Speed
+from serving.stream import Text, write
+from text import tokenizer as tokenizers
+from weights import peft
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BYTES = tokenizers.load("bytes")
+VOCAB = 257
+STOPS = [chr(byte) for byte in range(0, 128, 8)]  # texts end at different steps
+# Each kind of model, and what its adapters are: ranks, layers and scales differ.
+KINDS = {
+    "alibi": {"alibi": True},
+    "learned": {},
+    "rope, gqa": {"rope": True, "kv_n_heads": 2},
+    "no bias, untied": {"alibi": True, "no_bias": True, "tie_word_embeddings": False},
+}
+SETTINGS = {
+    "all": {"lora_rank": 4, "lora_alpha": 8.0},
+    "rslora": {"lora_rank": 7, "rslora": True},
+    "one": {"lora_rank": 1, "lora_targets": "Wqkv", "lora_alpha": 3.0},
+    "last": {"lora_rank": 3, "lora_targets": "out_proj,down_proj", "lora_last_blocks": 1},
+}
+
+
+def write_adapter(folder, cfg: MPTConfig, seed=0, **more) -> str:
+    """A PEFT folder of an adapter that changes what a model writes."""
+    write_random(folder, cfg, TrainConfig(init_from="any", **{"lora_rank": 4} | more), seed)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """`files(cfg)`: the paths of adapters of SETTINGS for a model, by name."""
+    made = {}
+
+    def paths(cfg: MPTConfig) -> dict[str, str]:
+        key = str(cfg)
+        if key not in made:
+            folder = tmp_path_factory.mktemp("adapters")
+            made[key] = {
+                name: write_adapter(folder / name, cfg, seed, **more)
+                for seed, (name, more) in enumerate(SETTINGS.items())
+            }
+        return made[key]
+
+    return paths
+
+
+def merged(mpt, path):
+    """The obvious version: a copy of the model whose weights are W + s B A."""
+    whole = copy.deepcopy(mpt)
+    if path != BASE:
+        found = peft.read(path)
+        for name in {name.rpartition(".")[0] for name in found.tensors}:
+            A = found.tensors[f"{name}.lora_A"].double()
+            B = found.tensors[f"{name}.lora_B"].double()
+            layer = whole.get_submodule(name)
+            layer.weight.data += (found.scale * B @ A).to(layer.weight.dtype)
+    return whole
+
+
+def bank_on(mpt, n_slots=4, rank=8, dtype=None, vocab_size=VOCAB, read=peft.adapter_at):
+    """A decoder of a copy of a model, and a bank on it."""
+    decoder = Decoder(copy.deepcopy(mpt), vocab_size, dtype)
+    return decoder, AdapterBank(decoder, n_slots, rank, LINEAR_LAYERS, read)
+
+
+def written(decoder, cfg, prompts, adapters, **sampling):
+    """The ids of texts, of one batch."""
+    texts = [
+        Text(prompt, BYTES, cfg, 20, STOPS, seed=5, adapter=adapter)
+        for prompt, adapter in zip(prompts, adapters, strict=True)
+    ]
+    for _ in write(decoder, texts, Speed(), **sampling):
+        pass
+    return [text.ids for text in texts]
+
+
+# --- Mixed batches
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "top_k": 50}])
+@pytest.mark.parametrize("more", KINDS.values(), ids=KINDS)
+def test_a_mixed_batch_writes_what_each_merged_model_writes_alone(more, sampling, files):
+    mpt = model(vocab_size=VOCAB, **more).double()
+    paths = files(mpt.cfg)
+    adapters = [BASE, *paths.values(), BASE, *paths.values()]
+    prompts = ["the river", *["to be"] * 4, "to be", "a", "river ran", "", "x" * 9]
+    decoder, _ = bank_on(mpt)
+    together = written(decoder, mpt.cfg, prompts, adapters, **sampling)
+    alone = [
+        written(Decoder(merged(mpt, path), VOCAB), mpt.cfg, [prompt], [BASE], **sampling)[0]
+        for prompt, path in zip(prompts, adapters, strict=True)
+    ]
+    assert together == alone
+    of_one_prompt = {tuple(ids) for ids in together[1:6]}
+    assert len(of_one_prompt) == 5, "each adapter writes another text"
+    if sampling["temperature"]:
+        assert len({len(ids) for ids in together[1:6]}) > 1, "they end at different steps"
+
+
+def logits_of(decoder, ids):
+    """The logits of a prompt and of one more token."""
+    cache = KVCache.empty(decoder.cfg, len(ids), 9, decoder.device, decoder.cache_dtype)
+    with torch.inference_mode():
+        return torch.stack([decoder(ids[:, :8], cache), decoder(ids[:, 8:], cache)])
+
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_the_base_are_those_of_a_decoder_without_a_bank_bit_by_bit(dtype, files):
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    ids = random_ids((4, 9), seed=2)
+    decoder, bank = bank_on(mpt, dtype=dtype)
+    wanted = logits_of(Decoder(copy.deepcopy(mpt), VOCAB, dtype), ids)
+    adapters = [BASE, files(mpt.cfg)["all"], BASE, files(mpt.cfg)["one"]]
+    with bank.in_use(adapters):
+        bank.use(adapters)
+        mixed = logits_of(decoder, ids)
+        assert torch.equal(mixed[:, [0, 2]], wanted[:, [0, 2]])
+        assert (mixed[:, [1, 3]] - wanted[:, [1, 3]]).abs().amax(-1).min() > 0.01
+    assert torch.equal(logits_of(decoder, ids), wanted), "nothing of them is left"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_and_packed_weights_are_as_exact_as_a_merged_model(dtype, device, tmp_path):
+    """With one product for all rows, and with one for each."""
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    path = write_adapter(tmp_path / "a", mpt.cfg, lora_alpha=2.0)
+    ids = random_ids((3, 9), seed=3)
+    wanted = logits_of(Decoder(merged(mpt.double(), path), VOCAB), ids)[:, :2]
+    rounded = logits_of(Decoder(merged(mpt.double(), path), VOCAB, dtype), ids)[:, :2]
+    decoder, bank = bank_on(mpt.to(device), dtype=dtype)
+    packs = can_pack(torch.device(device), dtype)
+    kinds = {type(decoder.model.get_submodule(name)).__name__ for name in bank.places}
+    assert kinds == {"BankedPackedLinear" if packs else "BankedLinear"}
+    for adapters in ([path] * 3, [path, path, BASE]):
+        with bank.in_use(adapters):
+            bank.use(adapters)
+            found = logits_of(decoder, ids.to(device))[:, :2].cpu()
+        assert (found - wanted).norm() < 2 * (rounded - wanted).norm()
+
+
+def test_the_speed_counts_the_adapters_that_steps_read(files):
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    a, b, *_ = files(mpt.cfg).values()
+    decoder, bank = bank_on(mpt)
+    slot = 2 * 8 * (128 + 64 + 160 + 160) * 4  # blocks, rank, widths in and out, fp32
+    for adapters, slots in (([a, b, BASE], 3), ([a] * 3, 1), ([BASE] * 3, 0)):
+        speed = Speed()
+        texts = [Text("a", BYTES, mpt.cfg, 5, adapter=adapter) for adapter in adapters]
+        for _ in write(decoder, texts, speed, temperature=0):
+            pass
+        assert speed.steps == 4
+        assert speed.adapter_bytes == 4 * slots * slot
+        without = Speed(**vars(speed) | {"adapter_bytes": 0})
+        assert speed.bytes_read(decoder) - without.bytes_read(decoder) == speed.adapter_bytes
+
+
+# --- Which adapters have slots
+
+
+def random_tensors(cfg, name):
+    """An adapter in memory whose values depend on its name."""
+    chosen = TrainConfig(init_from="any", lora_rank=2)
+    weights = lora.trained_weights(cfg, chosen)
+    tensors = {
+        key: torch.randn(p.shape, generator=seeded(1, name + key)) for key, p in weights.items()
+    }
+    return peft.Adapter(chosen, tensors)
+
+
+CFG = MPTConfig(**TINY, alibi=True)
+NAMES = "abcde"
+IN_MEMORY = {name: random_tensors(CFG, name) for name in NAMES}
+
+
+def slot_of(bank, adapter):
+    """What the bank holds of an adapter, by the name of the tensor."""
+    held = {}
+    for name, place in bank.places.items():
+        factors = bank.slots[bank.residents[adapter].slot, place.columns].view(bank.rank, -1)
+        held[f"{name}.lora_A"] = factors[:, : place.in_features]
+        held[f"{name}.lora_B"] = factors[:, place.in_features :].T
+    return held
+
+
+def assert_holds(bank, adapter):
+    """Its slot has A and B with its scale, and zeros beyond its rank and its layers."""
+    found = IN_MEMORY[adapter]
+    for name, held in slot_of(bank, adapter).items():
+        wanted = torch.zeros_like(held)
+        values = found.tensors[name] * (found.scale if name.endswith("B") else 1)
+        wanted[: values.shape[0], : values.shape[1]] = values
+        assert torch.equal(held, wanted)
+
+
+MOVES = st.tuples(st.sampled_from(["acquire", "release"]), st.sampled_from(NAMES))
+
+
+@settings(max_examples=40, deadline=None)
+@given(n_slots=st.integers(1, 4), moves=st.lists(MOVES, min_size=20, max_size=40))
+def test_the_least_recently_used_adapter_leaves_and_those_in_use_stay(n_slots, moves):
+    """Beside a list of names, the least recently used first."""
+    _, bank = bank_on(model(alibi=True), n_slots, rank=3, read=IN_MEMORY.__getitem__)
+    order, users = [], dict.fromkeys(NAMES, 0)
+    for move, name in moves:
+        if move == "release":
+            if not users[name]:
+                continue
+            bank.release(name)
+            users[name] -= 1
+        else:
+            unused = [other for other in order if not users[other]]
+            if name not in order and len(order) == n_slots:
+                if not unused:
+                    with pytest.raises(UserError, match=f"all {n_slots} slots hold adapters"):
+                        bank.acquire(name)
+                    continue
+                order.remove(unused[0])
+            bank.acquire(name)
+            bank.is_loaded(name)
+            users[name] += 1
+        order = [other for other in order if other != name] + [name]
+        assert list(bank.residents) == order
+        assert bank.loaded.keys() <= {BASE, *order}
+        slots = [resident.slot for resident in bank.residents.values()]
+        assert sorted({0, *slots, *bank.free_slots}) == list(range(n_slots + 1))
+    for name in order:
+        bank.wait(name)
+        assert_holds(bank, name)
+    assert bank.loaded.keys() == {BASE, *order}
+    assert not bank.slots[0].any()
+
+
+def test_a_slot_that_changes_hands_keeps_nothing_of_its_last_adapter(files):
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    paths = files(mpt.cfg)
+    decoder, bank = bank_on(mpt, n_slots=1)
+    fresh, other = bank_on(mpt, n_slots=1)
+    for name in ("rslora", "one"):
+        with bank.in_use([paths[name]]):
+            pass
+    with other.in_use([paths["one"]]):
+        pass
+    assert torch.equal(bank.slots, other.slots)
+    assert list(bank.residents) == [paths["one"]]
+
+
+def test_more_adapters_than_slots_in_one_batch_are_refused_and_none_stays_in_use(files):
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    paths = list(files(mpt.cfg).values())
+    decoder, bank = bank_on(mpt, n_slots=2)
+    full = "all 2 slots hold adapters that are in use: wait until a text has ended, or make the"
+    with pytest.raises(UserError, match=full):
+        written(decoder, mpt.cfg, ["a"] * 3, paths[:3], temperature=0)
+    assert [resident.users for resident in bank.residents.values()] == [0, 0]
+    assert len(written(decoder, mpt.cfg, ["a"] * 3, [*paths[2:], BASE], temperature=0)) == 3
+    assert set(bank.residents) == set(paths[2:])
+
+
+# --- Loading
+
+
+def test_texts_go_on_while_an_adapter_is_loaded(files):
+    """The thread is held up in the middle of its work; texts do not wait and do not change."""
+    mpt = model(vocab_size=VOCAB, alibi=True).double()
+    first, second, *_ = files(mpt.cfg).values()
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow_read(path):
+        if path == second:
+            begun.set()
+            assert may_end.wait(60)
+        return peft.read(path)
+
+    decoder, bank = bank_on(mpt, n_slots=2, read=slow_read)
+    with bank.in_use([first]):
+        bank.acquire(second)
+        assert begun.wait(60)
+        during = written(decoder, mpt.cfg, ["to be", "a"], [first, BASE], temperature=0)
+        assert not bank.is_loaded(second)
+        with pytest.raises(KeyError):
+            bank.use([second])  # what its slot held before must not be taken for it
+        may_end.set()
+        both = written(decoder, mpt.cfg, ["to be", "a"], [first, second], temperature=0)
+        assert bank.is_loaded(second)
+        bank.release(second)
+    for ids, path in [(during[0], first), (during[1], BASE), (both[0], first), (both[1], second)]:
+        prompt = "to be" if path == first else "a"
+        alone = Decoder(merged(mpt, path), VOCAB)
+        assert written(alone, mpt.cfg, [prompt], [BASE], temperature=0) == [ids]
+
+
+def test_a_slot_is_filled_in_the_order_in_which_it_changes_hands():
+    """An adapter whose reading cannot be stopped any more loses its slot to another one."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slow_read(path):
+        if path == "a":
+            begun.set()
+            assert may_end.wait(60)
+        return IN_MEMORY[path]
+
+    _, bank = bank_on(model(alibi=True), n_slots=1, rank=2, read=slow_read)
+    bank.acquire("a")
+    reading = bank.residents["a"].loading
+    assert begun.wait(60)
+    bank.release("a")
+    bank.acquire("b")
+    futures.wait([bank.residents["b"].loading], timeout=0.2)
+    may_end.set()
+    reading.result()
+    bank.wait("b")
+    assert_holds(bank, "b")
+    assert bank.loaded == {BASE: 0, "b": 1}
+
+
+def test_adapters_come_and_go_while_a_text_is_written(files):
+    """Each step of the text, another adapter is loaded into the only other slot."""
+    mpt = model(vocab_size=VOCAB, alibi=True).double()
+    first, *others = files(mpt.cfg).values()
+    decoder, bank = bank_on(mpt, n_slots=2)
+    text = Text("to be", BYTES, mpt.cfg, 40, adapter=first)
+    visitors = itertools.cycle(others)
+    for _ in write(decoder, [text], Speed(), temperature=0):
+        visitor = next(visitors)
+        bank.acquire(visitor)
+        bank.release(visitor)
+    alone = Text("to be", BYTES, mpt.cfg, 40)
+    for _ in write(Decoder(merged(mpt, first), VOCAB), [alone], Speed(), temperature=0):
+        pass
+    assert text.ids == alone.ids
+
+
+def test_a_file_that_cannot_be_loaded_is_named_and_may_be_mended(files, tmp_path):
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    good = files(mpt.cfg)["all"]
+    decoder, bank = bank_on(mpt, n_slots=1)
+    adapter = tmp_path / "mine"
+    shutil.copytree(good, adapter)
+    weights = adapter / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for _ in range(2):
+        bank.acquire(str(adapter))
+        with pytest.raises(
+            UserError, match=f"{weights} is truncated or damaged: .* bytes"
+        ) as error:
+            bank.residents[str(adapter)].loading.exception(60)
+            bank.is_loaded(str(adapter))
+        assert "\n" not in str(error.value)
+        bank.release(str(adapter))
+    shutil.copy(f"{good}/adapter_model.safetensors", weights)
+    with bank.in_use([str(adapter)]):
+        assert bank.is_loaded(str(adapter))
+
+
+OTHER_MODELS = {
+    "wider": (
+        {"d_model": 64},
+        r"/foreign: the adapter is not of this model: .*A is \(4, 64\), but \(4, 32\) would fit",
+    ),
+    "deeper": ({"n_layers": 3}, "transformer.blocks.2.* is there, but only 2 blocks"),
+    "more heads": ({"kv_n_heads": 2}, r"Wqkv.lora_B is \(64, 4\), but \(96, 4\) would fit"),
+}
+
+
+@pytest.mark.parametrize("more, message", OTHER_MODELS.values(), ids=OTHER_MODELS)
+def test_adapters_of_another_model_are_refused(more, message, tmp_path):
+    path = write_adapter(tmp_path / "foreign", MPTConfig(**TINY | {"alibi": True} | more))
+    decoder = Decoder(model(alibi=True), 64)
+    with pytest.raises(UserError, match=message) as error:
+        bank_for(decoder, [path], 1, "runs/base")
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_trained_norms_too_is_refused():
+    chosen = TrainConfig(init_from="any", lora_rank=2, lora_train="norms")
+    found = peft.Adapter(chosen, lora.trained_weights(CFG, chosen))
+    _, bank = bank_on(model(alibi=True))
+    fix = "merge it: python -m weights.peft merge runs/mine"
+    message = r"runs/mine has trained more than adapters \(lora_train=norms\): " + fix
+    with pytest.raises(UserError, match=message):
+        bank.check("runs/mine", found)
+    assert set(layers_of(found)) == set(bank.places)
+
+
+def test_a_bank_has_room_for_some_ranks_and_layers(files):
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    paths = files(mpt.cfg)
+    decoder = Decoder(mpt, VOCAB)
+    bank = bank_for(decoder, [paths["one"]], 2, "runs/base")
+    assert bank.slots.shape == (3, 2 * 1 * (32 + 96))  # two blocks, rank 1, Wqkv
+    wrong = {
+        "all": "has rank 4, and the bank has room for 1: make the bank with a higher rank",
+        "last": "has rank 3, and the bank",
+    }
+    for name, message in wrong.items():
+        with pytest.raises(UserError, match=f"{paths[name]} {message}"):
+            bank.check(paths[name], peft.read(paths[name]))
+    bank.rank = 8
+    message = "changes transformer.blocks.1.attn.out_proj, for which the bank has no room: make"
+    with pytest.raises(UserError, match=message):
+        bank.check(paths["last"], peft.read(paths["last"]))
+
+
+def test_what_a_bank_was_sized_by_is_not_read_again(files, monkeypatch):
+    """Until its slot was given away."""
+    mpt = model(vocab_size=VOCAB, alibi=True)
+    paths = [files(mpt.cfg)["one"], files(mpt.cfg)["all"]]
+    reads = []
+    read = banks.read_adapter
+
+    def counted(path, **more):
+        reads.append(path)
+        return read(path, **more)
+
+    monkeypatch.setattr(banks, "read_adapter", counted)
+    bank = bank_for(Decoder(mpt, VOCAB), paths, 1, "runs/base")
+    for path in (*paths, paths[0]):
+        with bank.in_use([path]):
+            pass
+    assert reads == [*paths, paths[0]]

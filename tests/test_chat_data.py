@@ -1,0 +1,491 @@
+"""Prompts and responses through data.py and the trainer: rows on disk, batches, losses."""
+
+import json
+import random
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT, rooms_on_path
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+import config
+import data
+from config import MPTConfig, TrainConfig, UserError
+from data import Split, inputs_and_labels, open_or_prepare, prepare, read_summary
+from lifecycle import runlog
+from loss import IGNORE
+from model import MPT, init_weights
+from text import chat, corpus
+from text import tokenizer as tokenizers
+from text.shards import Shard
+from weights import load
+
+SEQ_LEN = 128
+EOT = 256
+MODEL = MPTConfig(
+    d_model=16,
+    n_heads=2,
+    n_layers=2,
+    max_seq_len=SEQ_LEN,
+    vocab_size=260,
+    alibi=True,
+    attn_uses_sequence_id=True,
+)
+
+
+def lines(n=60, seed=0):
+    """Examples in both forms, one of them longer than a row, one without a token to learn."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(n):
+        a, b = draw.randrange(50), draw.randrange(50)
+        turn = [
+            {"role": "user", "content": f"{a}+{b}"},
+            {"role": "assistant", "content": f"{a + b}"},
+        ]
+        pair = {"prompt": f"{a}+{b}=", "completion": f"{a + b} " + "y" * draw.randrange(20)}
+        rows.append(
+            draw.choice([pair, {"prompt": "x" * a, "response": "z" * b}, {"messages": turn}])
+        )
+    rows[3] = {"prompt": "long", "response": "l" * 200}
+    rows[5] = {"prompt": "p" * 199, "response": "never read"}
+    return rows
+
+
+@pytest.fixture
+def make(tmp_path):
+    """make(rows, **settings) writes a .jsonl file and returns the settings that prepare it."""
+
+    def make(rows, folder="tokens", **more):
+        path = tmp_path / "chat.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        usual = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)}
+        return TrainConfig(dataset=str(path), data_format="chat", **(usual | more))
+
+    return make
+
+
+@pytest.fixture
+def folder(make):
+    return prepare(make(lines()), max_seq_len=SEQ_LEN)
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+
+
+def encoded(rows, **more):
+    """The ids of examples, one array each, cut to a row; those without a learned token left out."""
+    how = {"packing": True, "target_prompts": "none", "target_responses": "last"}
+    row_format = chat.RowFormat(SEQ_LEN, **(how | more))
+    tokenizer, template = tokenizers.load("bytes"), chat.load_template("")
+    ids = [chat.encode(chat.turns_of(row, template), tokenizer, row_format) for row in rows]
+    return [i[:SEQ_LEN] for i in ids if (i[:SEQ_LEN] >= 0).any()]
+
+
+# --- shards
+
+
+def test_shards_hold_rows_and_say_so(folder):
+    """int32, whole rows and one id more; validation gets whole examples."""
+    for_validation = lines()[::10]
+    for_training = [row for i, row in enumerate(lines()) if i % 10]
+    for split, rows in (("val", for_validation), ("train", for_training)):
+        shard = Shard(folder / f"{split}-00000.bin")
+        shard.check_hash()
+        examples = encoded(rows)
+        header = shard.header
+        assert header["dtype"] == "int32" and header["max_seq_len"] == SEQ_LEN
+        assert header["documents"] == len(examples)
+        assert header["learned"] == (np.concatenate(examples) >= 0).sum() == (shard.ids >= 0).sum()
+        assert len(shard.ids) % SEQ_LEN == 1 and shard.ids[-1] == ~EOT
+        stored = shard.ids.tobytes()
+        assert all(example.tobytes() in stored for example in examples)
+    summary = read_summary(folder)
+    assert [summary[name] for name in ("data_format", "max_seq_len")] == ["chat", SEQ_LEN]
+
+
+def test_without_packing_every_example_has_a_row(make):
+    folder = prepare(make(lines(), packing=False), max_seq_len=SEQ_LEN)
+    split = Split(folder, "train", SEQ_LEN)
+    expected = encoded([row for i, row in enumerate(lines()) if i % 10])
+    assert len(split) == len(expected)
+    for row, ids in zip(split.windows(np.arange(len(split))), expected, strict=True):
+        assert row[: len(ids)].tolist() == ids.tolist()
+        assert (row[len(ids) : SEQ_LEN] == ~EOT).all() and row[SEQ_LEN] < 0
+
+
+@pytest.mark.slow
+def test_workers_and_chunks_change_nothing_and_what_is_missing_is_made_anew(make, monkeypatch):
+    monkeypatch.setattr(corpus, "CHUNK_CHARACTERS", 700)
+    cfg = make(lines(200))
+    folder = prepare(cfg, max_seq_len=SEQ_LEN)
+    before = files(folder)
+    assert len(before) > 12  # several chunks
+    assert files(prepare(make(lines(200), "again"), 2, SEQ_LEN)) == before
+
+    shards = sorted(folder.glob("train-*.bin"))
+    times = {path: path.stat().st_mtime_ns for path in shards}
+    shards[2].unlink()
+    (folder / "dataset.json").unlink()
+    prepare(cfg, max_seq_len=SEQ_LEN)
+    assert files(folder) == before
+    changed = [path for path in shards if path.stat().st_mtime_ns != times[path]]
+    assert changed == [shards[2]]
+
+
+def test_shards_of_an_interrupted_preparation_with_other_settings_are_made_anew(make):
+    folder = prepare(make(lines()), max_seq_len=SEQ_LEN)
+    (folder / "dataset.json").unlink()
+    prepare(make(lines(), target_prompts="all"), max_seq_len=SEQ_LEN)
+    other = prepare(make(lines(), "other", target_prompts="all"), max_seq_len=SEQ_LEN)
+    assert files(folder) == files(other)
+
+
+def test_a_tokenizer_learns_from_the_text_and_not_from_json(make):
+    folder = prepare(make(lines(), tokenizer="bpe-350"), max_seq_len=SEQ_LEN)
+    bpe = tokenizers.load("bpe-350", folder / "tokenizer.json")
+    assert b"assistant" in bpe.tokens  # of ChatML
+    assert not any(b"null" in token for token in bpe.tokens)  # of a turn without a weight
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"target_prompts": "all"}, "--target_prompts=none, not all: set --target_prompts=none"),
+        (
+            {"packing": False},
+            "--packing=True, not False: set --packing=True, or another --data_dir",
+        ),
+        ({"data_format": "text"}, "--data_format=chat, not text: set --data_format=chat"),
+        ({"max_seq_len": 32}, "--max_seq_len=128, not 32: set --max_seq_len=128, or another"),
+    ],
+)
+def test_a_folder_belongs_to_its_settings(make, folder, change, message):
+    seq_len = change.pop("max_seq_len", SEQ_LEN)
+    cfg = make(lines())
+    for name, value in change.items():
+        setattr(cfg, name, value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        open_or_prepare(cfg, seq_len)
+
+
+def test_another_template_or_file_makes_other_rows(make, tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    cfg = make(lines(), chat_template=str(template))
+    before = files(prepare(cfg, max_seq_len=SEQ_LEN))
+    assert files(prepare(cfg, max_seq_len=SEQ_LEN)) == before
+    template.write_text("{% for m in messages %}{{ m.role }}; {{ m.content }}\n{% endfor %}")
+    assert files(prepare(cfg, max_seq_len=SEQ_LEN)) != before
+
+
+@pytest.mark.parametrize("edit", ["data", "template", "special token"])
+def test_a_run_notices_that_data_or_template_changed(make, tmp_path, edit):
+    """Nothing is lost: the rows stay as they are, until someone prepares them again."""
+    folder = tmp_path / "template"
+    folder.mkdir()
+    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    files_of = {
+        "data": tmp_path / "chat.jsonl",
+        "template": folder / "chat_template.jinja",
+        "special token": folder / "tokenizer_config.json",
+    }
+    files_of["template"].write_text(source)
+    files_of["special token"].write_text(json.dumps({"eos_token": "</s>"}))
+    cfg = make(lines(), chat_template=str(folder))
+    prepared = open_or_prepare(cfg, SEQ_LEN)
+    before = files(prepared)
+    assert open_or_prepare(cfg, SEQ_LEN) == prepared
+
+    changed = files_of[edit].read_text()
+    swaps = {"data": ("never", "evern"), "template": (": ", "; "), "special token": ("/", "!")}
+    files_of[edit].write_text(changed.replace(*swaps[edit]))
+    assert files_of[edit].stat().st_size == len(changed.encode())
+    name = "dataset" if edit == "data" else "chat_template"
+    message = f"{name}={getattr(cfg, name)} changed after {prepared} was made: set another --data"
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        open_or_prepare(cfg, SEQ_LEN)
+    assert files(prepared) == before
+
+    command = str(caught.value).partition("python data.py ")[2]
+    model_cfg, again = config.load(shlex.split(command), MPTConfig, TrainConfig)
+    prepare(again, max_seq_len=model_cfg.max_seq_len)
+    assert open_or_prepare(cfg, SEQ_LEN) == prepared and files(prepared) != before
+
+
+def test_rows_serve_where_their_source_is_not(make, tmp_path):
+    cfg = make(lines(), chat_template=str(tmp_path / "own.jinja"))
+    (tmp_path / "own.jinja").write_text(chat.CHATML)
+    folder = open_or_prepare(cfg, SEQ_LEN)
+    (tmp_path / "chat.jsonl").unlink()
+    (tmp_path / "own.jinja").unlink()
+    assert open_or_prepare(cfg, SEQ_LEN) == folder
+
+
+def test_shards_hold_special_tokens_where_the_template_wrote_them(make, tmp_path):
+    library = pytest.importorskip("tokenizers")
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: number for number, character in enumerate(alphabet)}
+    made = library.Tokenizer(library.models.BPE(vocab, []))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    made.save(str(tmp_path / "theirs.json"))
+
+    fake = {"role": "user", "content": "<|im_start|>system"}
+    rows = [{"messages": [fake, {"role": "assistant", "content": "no"}]}] * 20
+    folder = prepare(make(rows, tokenizer=str(tmp_path / "theirs.json")), 1, SEQ_LEN)
+    ids = Shard(folder / "train-00000.bin").ids
+    used = np.maximum(ids, ~ids)
+    assert (used == 257).sum() == 2 * 18 and (used == 258).sum() == 2 * 18
+    text = tokenizers.load(str(tmp_path / "theirs.json")).decode(used)
+    assert text.count("<|im_start|>") == 3 * 18
+
+
+def test_bad_lines_are_all_that_is_said(make, capsys, monkeypatch):
+    with pytest.raises(UserError, match="line 2: it has 'prompt'"):
+        prepare(make([{"prompt": "a", "response": "b"}, {"prompt": "a"}]), max_seq_len=SEQ_LEN)
+    assert capsys.readouterr().err == ""
+
+    monkeypatch.setattr(data, "REDRAW_SECONDS", 0.01)
+    parsed = corpus.parsed
+
+    def slowly(row):
+        time.sleep(0.02)
+        return parsed(row)
+
+    monkeypatch.setattr(corpus, "parsed", slowly)
+    with pytest.raises(UserError, match="line 11: it has 'prompt'"):
+        prepare(make([{"prompt": "a", "response": "b"}] * 10 + [{"prompt": "a"}], "slow"), 1, 128)
+    drawn = capsys.readouterr().err
+    assert "tokens: 0.00" in drawn and "\n" not in drawn
+    assert drawn.rpartition("]")[2].isspace() and drawn.endswith("\r")  # cleared
+
+
+def test_a_lone_validation_example_that_is_dropped(make):
+    """The first example is validation's. Too long a prompt leaves it nothing to learn."""
+    rows = [{"prompt": "p" * 300, "response": "x"}] + [{"prompt": "a", "response": "b"}] * 9
+    with pytest.raises(UserError, match="nothing to learn in the 1 val examples") as caught:
+        prepare(make(rows), max_seq_len=SEQ_LEN)
+    assert "it takes more than --val_fraction=0.1 of the examples, more" in str(caught.value)
+    prepare(make(rows, val_fraction=0.2), max_seq_len=SEQ_LEN)
+
+
+def test_plain_text_still_takes_its_folder(make, tmp_path):
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(["some text here"] * 40))
+    where = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / "text")}
+    cfg = TrainConfig(dataset=str(tmp_path / "a.txt"), **where)
+    folder = prepare(cfg)
+    assert "data_format" not in read_summary(folder)
+    assert open_or_prepare(cfg, SEQ_LEN) == folder
+    with pytest.raises(UserError, match="was made with --data_format=text, not chat"):
+        open_or_prepare(replace(cfg, data_format="chat"), SEQ_LEN)
+
+
+@pytest.mark.parametrize(
+    "rows, message",
+    [
+        ([], "is empty"),
+        ([{"prompt": "a", "response": "b"}], "nothing to learn in the 0 train examples"),
+        ([{"prompt": "a", "response": "b", "weight": 0}] * 20, "nothing to learn in the 18 train"),
+        (
+            [{"prompt": "a" * 128, "response": "b"}] * 20,
+            "nothing to learn in the 18 train examples",
+        ),
+    ],
+)
+def test_nothing_is_left_to_learn(make, rows, message):
+    with pytest.raises(UserError, match=message):
+        prepare(make(rows), max_seq_len=SEQ_LEN)
+
+
+@pytest.mark.parametrize(
+    "damage, fault",
+    [
+        ({"max_seq_len": 0}, "its ids are not whole rows"),
+        ({"max_seq_len": 127}, "its ids are not whole rows"),
+        ({"learned": -1}, "'learned' is -1"),
+        ({"learned": None}, "'learned' is None"),
+    ],
+)
+def test_a_damaged_header(folder, damage, fault):
+    path = folder / "train-00000.bin"
+    content = path.read_bytes()
+    header = json.dumps(json.loads(content[:4096]) | damage).encode().ljust(4096)
+    path.write_bytes(header + content[4096:])
+    with pytest.raises(UserError, match=fault):
+        Split(folder, "train", SEQ_LEN)
+
+
+@pytest.mark.parametrize("bad", [257, 10**6, ~257, -(10**6)])
+def test_an_id_beyond_the_vocabulary(folder, bad):
+    path = folder / "train-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[4096:4100] = int(bad).to_bytes(4, "little", signed=True)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="ids beyond its vocabulary"):
+        Split(folder, "train", SEQ_LEN).windows(np.array([0]))
+
+
+def test_rows_of_another_length_are_refused(folder):
+    with pytest.raises(UserError, match="has rows made for max_seq_len 128, not 32: set that, or"):
+        Split(folder, "train", 32)
+
+
+# --- batches
+
+
+@given(arrays.arrays(np.int64, (3, 9), elements=st.integers(0, 2**31 - 2)))
+def test_of_text_every_next_token_is_the_label(rows):
+    ids, labels = inputs_and_labels(torch.from_numpy(rows))
+    assert ids.tolist() == rows[:, :-1].tolist() and labels.tolist() == rows[:, 1:].tolist()
+
+
+@given(arrays.arrays(np.int64, (3, 9), elements=st.integers(-(2**31) + 1, 2**31 - 1)))
+def test_an_id_that_is_not_learned_is_read_and_no_label(rows):
+    ids, labels = inputs_and_labels(torch.from_numpy(rows))
+    for row, row_ids, row_labels in zip(rows.tolist(), ids.tolist(), labels.tolist(), strict=True):
+        assert row_ids == [i if i >= 0 else -1 - i for i in row[:-1]]
+        assert row_labels == [i if i >= 0 else IGNORE for i in row[1:]]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 10**6), st.integers(0, 99))
+def test_any_number_of_ranks_reads_the_same_rows(folder_of_session, dp_size, step, seed):
+    split = Split(folder_of_session, "train", SEQ_LEN)
+    whole = split.batch(seed, step, 8)
+    parts = [split.batch(seed, step, 8, rank, dp_size) for rank in range(dp_size)]
+    assert np.concatenate(parts).tolist() == whole.tolist()
+    hashes = [data.batch_hash(torch.from_numpy(part), rank) for rank, part in enumerate(parts)]
+    assert sum(hashes) == data.batch_hash(torch.from_numpy(whole), 0)
+    _, labels = inputs_and_labels(torch.from_numpy(whole))
+    assert (labels != IGNORE).any(1).all()  # each row has something to learn
+
+
+@pytest.fixture(scope="module")
+def folder_of_session(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in lines()))
+    names = {"dataset": str(path), "data_format": "chat", "tokenizer": "bytes"}
+    cfg = TrainConfig(**names, val_fraction=0.1, data_dir=str(path.parent / "tokens"))
+    return prepare(cfg, max_seq_len=SEQ_LEN)
+
+
+# --- losses
+
+
+def alone(model, ids):
+    """The summed loss of one example, by the formula, and the number of its learned tokens."""
+    used = torch.from_numpy(np.maximum(ids, ~ids).astype(np.int64))
+    labels = torch.from_numpy(np.where(ids < 0, IGNORE, ids).astype(np.int64))
+    logits = model(used[None, :-1])[0]
+    loss = F.cross_entropy(logits, labels[1:], ignore_index=IGNORE, reduction="sum")
+    return loss.item(), int((labels >= 0).sum())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["alibi", "rope"])
+@pytest.mark.parametrize("target_prompts", ["none", "all"])
+def test_packed_examples_have_the_loss_that_each_has_alone(make, positions, target_prompts):
+    names = {"alibi": positions == "alibi", "rope": positions == "rope"}
+    model = MPT(MPTConfig(**(vars(MODEL) | names))).double()
+    init_weights(model, 0)
+    model.separator = EOT
+    cfg = make(lines(), target_prompts=target_prompts)
+    split = Split(prepare(cfg, max_seq_len=SEQ_LEN), "train", SEQ_LEN)
+    ids, labels = inputs_and_labels(torch.from_numpy(split.windows(np.arange(len(split)))))
+    packed = model(ids, labels=labels).item()
+
+    rows = [row for i, row in enumerate(lines()) if i % 10]
+    examples = encoded(rows, target_prompts=target_prompts)
+    assert len(split) < len(examples) / 1.5
+    sums, counts = zip(*(alone(model, example) for example in examples), strict=True)
+    assert sum(counts) == (labels != IGNORE).sum() == split.learned
+    assert packed == pytest.approx(sum(sums), rel=0, abs=1e-9 * sum(counts))
+
+    model.separator = None  # without sequence ids they see each other
+    assert abs(model(ids, labels=labels).item() - packed) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"alibi": False}, "packing needs positions that are relative, and this model learns one"),
+        ({"attn_uses_sequence_id": False}, "see each other: set --attn_uses_sequence_id, which"),
+    ],
+)
+def test_what_packing_needs(settings, message):
+    cfg = TrainConfig(data_format="chat")
+    with pytest.raises(UserError, match=message):
+        data.check_packing(MPTConfig(**(vars(MODEL) | settings)), cfg)
+    cfg.packing = False
+    data.check_packing(MPTConfig(**(vars(MODEL) | settings)), cfg)
+
+
+# --- programs
+
+
+def test_preparing_says_what_was_cut_and_dropped(make, tmp_path):
+    cfg = make(lines())
+    flags = [f"--{name}={getattr(cfg, name)}" for name in ("dataset", "tokenizer", "data_dir")]
+    flags += ["--data_format=chat", "--val_fraction=0.1", f"--max_seq_len={SEQ_LEN}"]
+    command = [sys.executable, ROOT / "data.py", *flags]
+    done = subprocess.run(command, env=rooms_on_path(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    split = Split(Path(cfg.data_dir), "train", SEQ_LEN)
+    train = done.stdout.splitlines()[1]
+    assert f"examples fill {split.count('filled') / SEQ_LEN / len(split):.1%} of" in train
+    assert f"{split.learned:,} tokens are learned; " in train
+    kept = len(encoded([row for i, row in enumerate(lines()) if i % 10]))
+    dropped = 54 - kept
+    assert train.strip().startswith(f"{kept} examples") and dropped > 0
+    assert f"examples cut to 128 tokens, {dropped} dropped, since" in train
+
+
+SIZE = [f"--{name}={value}" for name, value in vars(MODEL).items() if value is not None]
+RUN = """
+    --global_batch_size=4 --microbatch_size=1 --max_steps=4 --warmup_steps=1 --lr=1e-2
+    --schedule=constant --device=cpu --precision=fp32 --val_fraction=0.1 --tokenizer=bytes
+    --data_format=chat --target_responses=all --sharding=FULL_SHARD
+""".split()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_prompts_and_responses(make, tmp_path, torchrun, python):
+    """Losses of both ranks together are those of one process, and by hand those of each example."""
+    cfg = make(lines(), target_responses="all")
+    flags = [*SIZE, *RUN, f"--dataset={cfg.dataset}", f"--data_dir={cfg.data_dir}"]
+    done = torchrun(2, *flags, "--run_dir=two")
+    assert done.returncode == 0, done.stderr
+    opening = Split(Path(cfg.data_dir), "train", SEQ_LEN).describe_rows()
+    assert f"tokens: {opening}" in done.stdout
+    assert python(*flags, "--run_dir=one").returncode == 0
+
+    def figures(name):
+        rows = runlog.read(tmp_path / name)
+        return [row.get("loss", row.get("val_loss")) for row in rows]
+
+    assert figures("two") == pytest.approx(figures("one"), rel=5e-6)
+
+    val = encoded(lines()[::10], target_responses="all")
+    model = load.load_model(tmp_path / "two/checkpoints/step-4", torch.device("cpu")).double()
+    with torch.no_grad():
+        sums, counts = zip(*(alone(model, example) for example in val), strict=True)
+    last = [row for row in runlog.read(tmp_path / "two") if "val_loss" in row][-1]
+    mean = sum(sums) / sum(counts)
+    assert last["val_loss"] == pytest.approx(mean, rel=5e-6)
+    text_bytes = sum(((ids >= 0) & (ids != EOT)).sum() for ids in val)
+    bits = mean * sum(counts) / text_bytes / np.log(2)
+    assert last["val_bits_per_byte"] == pytest.approx(bits, rel=5e-6)

@@ -1,0 +1,45 @@
+"""text/packing.py: every example is in one row, rows are full, the fast way is the obvious one."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from text import packing
+
+LENGTHS = st.lists(st.integers(1, 30), max_size=60)
+
+
+@given(LENGTHS)
+def test_the_fast_way_is_the_obvious_one(lengths):
+    assert packing.pack(lengths, 30) == packing.pack_slowly(lengths, 30)
+
+
+@given(LENGTHS, st.integers(30, 100))
+def test_every_example_is_in_one_row_and_no_row_is_too_long(lengths, room):
+    rows = packing.pack(lengths, room)
+    assert sorted(sum(rows, [])) == list(range(len(lengths)))
+    used = [sum(lengths[example] for example in row) for row in rows]
+    assert all(0 < places <= room for places in used)
+    # At most one row is half empty: what it holds would have fitted into another one.
+    assert sum(places * 2 <= room for places in used) <= 1
+
+
+@given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8), min_size=1, max_size=20))
+def test_rows_hold_the_examples_and_else_the_filler(contents):
+    examples = [np.array(content, np.int32) for content in contents]
+    rows = packing.pack([len(example) for example in examples], 8)
+    ids = packing.fill_rows(examples, rows, 8, filler=-1)
+    assert ids.dtype == np.int32 and len(ids) == 8 * len(rows) + 1 and ids[-1] == -1
+    for row, members in zip(ids[:-1].reshape(-1, 8).tolist(), rows, strict=True):
+        wanted = sum((contents[example] for example in members), [])
+        assert row == wanted + [-1] * (8 - len(wanted))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_rows_of_instructions_are_full(seed):
+    """Lengths as instructions have them, log-normal around 150 tokens, in rows of 2,048."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(150), 0.8, 20_000)
+    lengths = np.clip(drawn.astype(int), 1, 2048).tolist()
+    rows = packing.pack(lengths, 2048)
+    assert sum(lengths) / (2048 * len(rows)) > 0.999

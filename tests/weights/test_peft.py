@@ -1,0 +1,610 @@
+"""weights/peft.py against the real `peft` on transformers' MPT: the same logits both ways."""
+
+import copy
+import functools
+import json
+import re
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import flags_for
+from test_hf import LIKE_TRANSFORMERS, SMALL, build, overwrite, relative_error, shorten, tokens
+
+import checkpoint
+import lora
+from config import LINEAR_LAYERS, TrainConfig, UserError
+from lifecycle import runlog
+from storage.checkpoint_files import read_metadata
+from weights import adapters, hf, load, peft, tensor_files
+
+CPU = torch.device("cpu")
+CFG = replace(SMALL, n_layers=3, vocab_size=300, **LIKE_TRANSFORMERS)
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+TUNE = TrainConfig(init_from="base", lora_rank=4)
+THEIRS = pytest.importorskip("peft", reason="see requirements-dev.txt")
+PREFIX = "base_model.model.transformer.blocks."
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    """A Hugging Face folder with a small model, whose tokenizer is bytes."""
+    folder = tmp_path_factory.mktemp("hf") / "base"
+    hf.export(build(CFG), folder)
+    name_tokenizer(folder)
+    return folder
+
+
+def name_tokenizer(folder):
+    """As hf.export does for a run: here, bytes."""
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"tokenizer_name": "bytes"}))
+
+
+@functools.cache
+def loaded(folder):
+    return pytest.importorskip("transformers").MptForCausalLM.from_pretrained(folder).eval()
+
+
+def their_model(folder):
+    return copy.deepcopy(loaded(folder))
+
+
+def with_adapters(settings):
+    """Our model of `base` with adapters as if they had been trained."""
+    model = build(CFG)
+    lora.put_on(model, settings)
+    generator = torch.Generator().manual_seed(5)
+    for param in lora.adapters_of(model).values():
+        param.data = torch.randn(param.shape, generator=generator) / 10
+    return model
+
+
+def write(folder, model, settings, base=""):
+    """Write the adapters of a model as a PEFT folder."""
+    peft.write(folder, peft.Adapter(settings, lora.adapters_of(model), base))
+
+
+def trained_by_them(base, folder, **settings):
+    """Let peft put adapters on, as if they had been trained, and write them. Returns its model."""
+    settings = {"r": 4, "target_modules": LINEAR_LAYERS, "task_type": "CAUSAL_LM"} | settings
+    model = THEIRS.get_peft_model(their_model(base), THEIRS.LoraConfig(**settings)).eval()
+    generator = torch.Generator().manual_seed(6)
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data = torch.randn(param.shape, generator=generator) / 10
+    model.save_pretrained(folder)
+    return model
+
+
+def their_adapted(base, folder):
+    """(Their model with the adapters of a folder, what peft reports missing or unexpected)."""
+    model = THEIRS.PeftModel.from_pretrained(their_model(base), folder).eval()
+    report = model.load_adapter(folder, "once_more")
+    model.set_adapter("default")
+    return model, report.missing_keys + report.unexpected_keys
+
+
+@torch.no_grad()
+def difference(*models):
+    """Between the logits of two models, ours or theirs, relative to the largest."""
+    outputs = [model(tokens(CFG)) for model in models]
+    return relative_error(*[getattr(found, "logits", found) for found in outputs])
+
+
+def change_config(folder, **values):
+    """Change settings of adapter_config.json; None removes one."""
+    path = folder / peft.CONFIG_FILE
+    settings = json.loads(path.read_text()) | values
+    kept = {name: value for name, value in settings.items() if values.get(name, 0) is not None}
+    path.write_text(json.dumps(kept))
+
+
+def rewrite(folder, change):
+    """Change the tensors of a PEFT folder by name, in place."""
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    state = {name: x.clone() for name, x in load_file(folder / peft.TENSOR_FILE).items()}
+    change(state)
+    tensor_files.write_safetensors(folder / peft.TENSOR_FILE, state)
+
+
+# --- what we write, they read
+
+
+WRITTEN = {
+    "all": {},
+    "some layers": {"lora_targets": "down_proj,Wqkv"},
+    "one layer": {"lora_targets": "out_proj"},
+    "last blocks": {"lora_last_blocks": 2},
+    "last block": {"lora_last_blocks": 1, "lora_targets": "up_proj"},
+    "alpha": {"lora_alpha": 12.5},
+    "rslora": {"rslora": True, "lora_alpha": 3.0},
+    "rank": {"lora_rank": 1},
+    "dropout": {"lora_dropout": 0.25},
+}
+
+
+@pytest.mark.parametrize("more", WRITTEN.values(), ids=WRITTEN)
+def test_they_read_what_we_write(more, base, tmp_path):
+    settings = replace(TUNE, **more)
+    ours = with_adapters(settings)
+    write(tmp_path / "out", ours, settings, str(base))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module="peft")
+        theirs, faults = their_adapted(base, tmp_path / "out")
+    assert not faults
+    assert difference(ours, theirs) < 1e-5 < 1e-2 < difference(build(CFG), theirs)
+
+    found = theirs.peft_config["default"]
+    assert (found.r, found.lora_alpha) == (settings.lora_rank, settings.lora_alpha)
+    assert found.lora_dropout == settings.lora_dropout and found.use_rslora == settings.rslora
+    assert found.target_modules == set(settings.adapted_layers)
+    names = {name for name, _ in theirs.named_parameters() if ".default." in name}
+    ours_there = {f"base_model.model.{name}.default.weight" for name in lora.adapters_of(ours)}
+    assert names == ours_there
+
+    again = peft.read(tmp_path / "out")
+    assert (again.rank, again.scale) == (settings.lora_rank, settings.lora_scale)
+    assert again.base == str(base)
+    assert peft.placed(again, CFG).adapted_layers == settings.adapted_layers
+    assert peft.placed(again, CFG).lora_last_blocks == settings.lora_last_blocks
+    for name, tensor in lora.adapters_of(ours).items():
+        assert torch.equal(again.tensors[name], tensor)
+
+
+def drop_prefix(folder):
+    def change(state):
+        for name in list(state):
+            state[name.removeprefix("base_model.model.")] = state.pop(name)
+
+    rewrite(folder, change)
+
+
+SILENT = {
+    "no target_modules": lambda f: change_config(f, target_modules=None),
+    "no lora_alpha": lambda f: change_config(f, lora_alpha=None),
+    "no blocks": lambda f: change_config(f, layers_to_transform=None, layers_pattern=None),
+    "no prefix": drop_prefix,
+}
+
+
+@pytest.mark.parametrize("spoil", SILENT.values(), ids=SILENT)
+def test_what_peft_would_get_wrong_in_silence(spoil, base, tmp_path):
+    """Why each of these is written: without it, peft loads the folder and computes another model,
+    or finds keys missing."""
+    settings = replace(TUNE, lora_last_blocks=2)
+    ours = with_adapters(settings)
+    write(tmp_path / "out", ours, settings, str(base))
+    spoil(tmp_path / "out")
+    theirs, faults = their_adapted(base, tmp_path / "out")
+    assert faults or difference(ours, theirs) > 1e-2
+
+
+def test_what_peft_cannot_hold_is_not_written(tmp_path):
+    settings = replace(TUNE, lora_train="norms")
+    with pytest.raises(UserError, match=r"lora_train=norms\): merge them: python -m weights.peft"):
+        write(tmp_path / "out", with_adapters(settings), settings)
+    assert not (tmp_path / "out").exists()
+
+
+# --- what they write, we read
+
+
+READ = {
+    "list": {"target_modules": ["Wqkv", "up_proj"]},
+    "one": {"target_modules": ["down_proj"], "lora_alpha": 32},
+    "paths": {"target_modules": ["transformer.blocks.2.attn.Wqkv", "blocks.0.ffn.up_proj"]},
+    "pattern": {"target_modules": r".*\.blocks\.[12]\.(attn\.out_proj|ffn\.down_proj)"},
+    "all-linear": {"target_modules": "all-linear"},
+    "excluded": {"exclude_modules": ["up_proj"]},
+    "layers": {"layers_to_transform": [1], "layers_pattern": "blocks"},
+    "default targets": {"target_modules": None, "layers_to_transform": 2},
+    "rslora": {"use_rslora": True, "lora_alpha": 5},
+    "dropout": {"lora_dropout": 0.3},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "random": {"init_lora_weights": False},
+}
+
+
+@pytest.mark.parametrize("more", READ.values(), ids=READ)
+def test_we_read_what_they_write(more, base, tmp_path):
+    theirs = trained_by_them(base, tmp_path / "theirs", **more)
+    found = peft.read(tmp_path / "theirs")
+    ours = load.with_adapter(base, CFG, found, CPU)
+    assert difference(ours, theirs) < 1e-5 < 1e-3 < difference(build(CFG), theirs)
+    names = {name for name, _ in theirs.named_parameters() if ".default." in name}
+    assert names == {f"base_model.model.{name}.default.weight" for name in found.tensors}
+    assert found.settings.lora_dropout == more.get("lora_dropout", 0)
+
+    assert lora.merge(ours) == 0
+    assert difference(ours, theirs) < 1e-5
+
+
+def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
+    theirs = trained_by_them(base, tmp_path / "out")
+    path = tmp_path / "out" / peft.CONFIG_FILE
+    settings = json.loads(path.read_text())
+    needed = "peft_type r lora_alpha target_modules bias lora_dropout rank_pattern alpha_pattern"
+    nulls = {name: None for name in settings if name not in needed.split()}
+    assert {"use_rslora", "init_lora_weights", "fan_in_fan_out"} < set(nulls)
+    path.write_text(json.dumps(settings | nulls))
+    again, faults = their_adapted(base, tmp_path / "out")
+    ours = load.with_adapter(base, CFG, peft.read(tmp_path / "out"), CPU)
+    assert not faults and difference(theirs, again) == 0 and difference(ours, theirs) < 1e-5
+    path.write_text(json.dumps(settings | nulls | {"lora_dropout": None}))
+    assert peft.read(tmp_path / "out").settings.lora_dropout == 0  # peft fails at None > 0
+
+
+def test_bf16_and_a_file_that_is_not_aligned(base, tmp_path):
+    trained_by_them(base, tmp_path / "theirs")
+    before = {k: x.clone() for k, x in peft.read(tmp_path / "theirs").tensors.items()}
+    rewrite(
+        tmp_path / "theirs", lambda state: state.update({k: v.bfloat16() for k, v in state.items()})
+    )
+    assert all(
+        torch.equal(tensor, before[name].bfloat16())
+        for name, tensor in peft.read(tmp_path / "theirs").tensors.items()
+    )
+    content = (tmp_path / "theirs" / peft.TENSOR_FILE).read_bytes()
+    length = int.from_bytes(content[:8], "little") + 1
+    odd = length.to_bytes(8, "little") + content[8:].replace(b"{", b" {", 1)
+    (tmp_path / "theirs" / peft.TENSOR_FILE).write_bytes(odd)
+    assert all(
+        torch.equal(tensor, before[name].bfloat16())
+        for name, tensor in peft.read(tmp_path / "theirs").tensors.items()
+    )
+
+
+def test_a_file_is_mapped_and_stays_as_it_is(base, tmp_path):
+    trained_by_them(base, tmp_path / "theirs")
+    file = tmp_path / "theirs" / peft.TENSOR_FILE
+    before = file.read_bytes()
+    tensors = peft.read(tmp_path / "theirs").tensors
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 1
+    assert any(str(file) in line for line in Path("/proc/self/maps").read_text().splitlines())
+    for tensor in tensors.values():
+        tensor.zero_()  # of this process alone
+    assert file.read_bytes() == before
+
+
+# --- what cannot be represented is refused by name
+
+
+REFUSED = {
+    "use_dora": ({"use_dora": True}, "sets use_dora to True"),
+    "rank_pattern": ({"rank_pattern": {"Wqkv": 2}}, "sets rank_pattern to dict"),
+    "alpha_pattern": ({"alpha_pattern": {"Wqkv": 2}}, "sets alpha_pattern to dict"),
+    "modules_to_save": ({"modules_to_save": ["norm_f"]}, "sets modules_to_save to list"),
+    "bias": ({"bias": "all"}, "sets bias to 'all', .*: expected \"none\""),
+    "lora_only": ({"bias": "lora_only"}, "sets bias to 'lora_only'"),
+    "pissa": (
+        {"init_lora_weights": "pissa"},
+        "sets init_lora_weights to 'pissa'.* expected true or",
+    ),
+    "olora": ({"init_lora_weights": "olora"}, "sets init_lora_weights to 'olora'"),
+    "embedding": ({"target_modules": ["wte", "Wqkv"]}, "holds base_model.*wte.*no adapter of a"),
+    "output": ({"target_modules": ["lm_head", "Wqkv"]}, "holds base_model.*no adapter of a linear"),
+    "tokens": ({"trainable_token_indices": [1, 2]}, "sets trainable_token_indices to list"),
+    "alora": ({"alora_invocation_tokens": [3]}, "sets alora_invocation_tokens to list"),
+}
+
+
+@pytest.mark.parametrize("more, message", REFUSED.values(), ids=REFUSED)
+def test_what_lora_py_lacks_is_refused_by_name(more, message, base, tmp_path):
+    """As the real package writes it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft has its own doubts about some of them
+        trained_by_them(base, tmp_path / "theirs", **more)
+    with pytest.raises(UserError, match=message) as error:
+        peft.read(tmp_path / "theirs")
+    assert "\n" not in str(error.value)
+
+
+BROKEN_CONFIG = [
+    ({"lora_bias": True}, "sets lora_bias to True, which lora.py does not have$"),
+    ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
+    ({"use_qalora": True}, "sets use_qalora to True"),
+    ({"layer_replication": [[0, 2], [1, 3]]}, "sets layer_replication to list"),
+    ({"from_the_future": 1}, "sets from_the_future to 1, which lora.py does not have"),
+    ({"from_the_future": 0}, "sets from_the_future to 0"),
+    ({"init_lora_weights": 1}, "sets init_lora_weights to 1"),
+    ({"peft_type": "IA3"}, "peft_type 'IA3': only LORA can be read"),
+    ({"peft_type": None}, "peft_type None: only LORA"),
+    ({"r": None}, r"is damaged \(no 'r'\)"),
+    ({"r": "8"}, r"is damaged \('r' is '8'\)"),
+    ({"r": True}, r"is damaged \('r' is True\)"),
+    ({"r": 0}, "adapter_config.json: r is 0, so there is no update"),
+    ({"r": -3}, "lora_rank must be from 0"),
+    ({"r": 2}, r"lora_A is \(4, 48\) in .*, expected \(2, in\), since r is 2"),
+    ({"lora_alpha": None}, r"is damaged \(no 'lora_alpha'\)"),
+    ({"lora_alpha": float("nan")}, "lora_alpha must be from .* not nan"),
+    ({"lora_alpha": 0}, "lora_alpha must be from"),
+    ({"use_rslora": 1}, r"is damaged \('use_rslora' is 1\)"),
+    ({"lora_dropout": 1.0}, "lora_dropout must be from 0 to 0.99"),
+    ({"base_model_name_or_path": 7}, r"is damaged \('base_model_name_or_path' is 7\)"),
+]
+A0 = f"{PREFIX}0.attn.Wqkv.lora_A.weight"
+BROKEN_TENSORS = [
+    (lambda f: shorten(f / peft.TENSOR_FILE), "is truncated or damaged: .* bytes instead of"),
+    (lambda f: (f / peft.TENSOR_FILE).write_bytes(b""), "not a safetensors file, or is damaged"),
+    (lambda f: overwrite(f / peft.TENSOR_FILE, 9, b"\x00\x01"), "not a safetensors file"),
+    (
+        lambda f: (f / peft.TENSOR_FILE).unlink(),
+        "out has adapter_config.json, but no adapter_model.safetensors beside it",
+    ),
+    (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist: expected adapter_c"),
+    (lambda f: (f / peft.CONFIG_FILE).unlink(), "no adapter in .*: expected adapter_config.json"),
+    (lambda f: (f / peft.CONFIG_FILE).write_text("{"), "adapter_config.json is damaged"),
+    (
+        lambda f: (f / peft.TENSOR_FILE).rename(f / "adapter_model.bin"),
+        "adapter_model.bin is a pickle, which can run any code: load it with a current peft",
+    ),
+    (lambda f: rewrite(f, dict.clear), "adapter_model.safetensors holds no tensors"),
+    (lambda f: rewrite(f, lambda s: s.pop(A0)), "Wqkv has lora_B but no lora_A in"),
+    (
+        lambda f: rewrite(f, lambda s: s[A0].view(-1)[5:6].fill_(torch.nan)),
+        "Wqkv.lora_A in .* not f",
+    ),
+    (lambda f: rewrite(f, lambda s: s[A0].fill_(torch.inf)), "numbers that are not finite"),
+    (
+        lambda f: rewrite(f, lambda s: s.update({A0: s[A0].T})),
+        r"lora_A is \(48, 4\) in .*\(4, in\)",
+    ),
+    (lambda f: rewrite(f, lambda s: s.update({A0: s[A0][0]})), r"lora_A is \(48,\) in .*\(4, in\)"),
+    (lambda f: rewrite(f, lambda s: s.update(x=s[A0])), "holds x, no adapter of a linear layer"),
+    (
+        drop_prefix,
+        "holds transformer.blocks.0.attn.Wqkv.lora_A.weight, no adapter of a linear.*: ex",
+    ),
+]
+BROKEN = [(lambda f, more=more: change_config(f, **more), text) for more, text in BROKEN_CONFIG]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A PEFT folder that nobody changes."""
+    folder = tmp_path_factory.mktemp("peft") / "sound"
+    write(folder, with_adapters(TUNE), TUNE, "base")
+    return folder
+
+
+@pytest.mark.parametrize("damage, message", BROKEN + BROKEN_TENSORS)
+def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path):
+    shutil.copytree(sound, tmp_path / "out")
+    damage(tmp_path / "out")
+    with pytest.raises((UserError, OSError), match=message) as error:
+        peft.import_(tmp_path / "out", tmp_path / "run", str(base))
+    assert "\n" not in str(error.value)
+    assert {path.name for path in tmp_path.iterdir()} <= {"out"}
+
+
+# --- on a base
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        ({"n_layers": 2}, "blocks.2.attn.Wqkv.lora_A is there, but only 2 blocks"),
+        ({"d_model": 96}, r"Wqkv.lora_A is \(4, 48\), but \(4, 96\) would fit"),
+        ({"expansion_ratio": 2}, r"up_proj.lora_B is \(192, 4\), but \(96, 4\) would fit"),
+        ({"kv_n_heads": 1}, r"Wqkv.lora_B is \(144, 4\), but \(64, 4\) would fit"),
+    ],
+)
+def test_an_adapter_of_another_base_is_one_line(other, message, sound, tmp_path):
+    hf.export(build(replace(CFG, **other)), tmp_path / "other")
+    with pytest.raises(UserError, match=f"the adapter is not of .*other: .*{message}"):
+        peft.import_(sound, tmp_path / "run", str(tmp_path / "other"))
+    with pytest.raises(UserError, match=f"the adapter is not of .*other: .*{message}"):
+        peft.merge(sound, tmp_path / "run", str(tmp_path / "other"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"layers_to_transform": [0, 1]}, r"this folder has not \(blocks \[0, 1\]\): merge it"),
+        ({"layers_to_transform": [0, 2]}, r"this folder has not \(blocks \[0, 2\]\)"),
+        ({"target_modules": r".*(1\.attn\.Wqkv|2\.ffn\.up_proj)"}, r"\(blocks \[1, 2\]\)"),
+    ],
+)
+def test_layers_that_no_run_can_have_are_merged_not_imported(more, message, base, tmp_path):
+    theirs = trained_by_them(base, tmp_path / "theirs", **more)
+    with pytest.raises(UserError, match=message):
+        peft.import_(tmp_path / "theirs", tmp_path / "run", str(base))
+    assert not (tmp_path / "run").exists()
+    peft.merge(tmp_path / "theirs", tmp_path / "run", str(base))
+    merged, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
+    assert difference(merged, theirs) < 1e-5
+
+
+def test_there_and_back(base, tmp_path, capsys):
+    """PEFT -> a run -> PEFT: equal tensors. The run samples as their model, and merges to it."""
+    theirs = trained_by_them(base, tmp_path / "theirs", layers_to_transform=[1, 2], lora_alpha=12)
+    run = tmp_path / "run"
+    peft.main(["import", str(tmp_path / "theirs"), str(run), f"--init_from={base}"])
+    assert f"adapters of rank 4 on {base}. Its author names the base" in capsys.readouterr().out
+    step = run / "checkpoints/step-0"
+    assert checkpoint.adapter_settings(step) == TrainConfig(
+        init_from=str(base),
+        lora_rank=4,
+        lora_alpha=12,
+        lora_last_blocks=2,
+        lora_targets=",".join(LINEAR_LAYERS),
+    )
+    assert set(hf.weights_of(read_metadata(step))) == set(peft.read(tmp_path / "theirs").tensors)
+    sampled, tokenizer, name = load.load_for_sampling(str(run), None, CPU)
+    assert tokenizer.name == "bytes" and name.endswith("step-0")
+    assert difference(sampled, theirs) < 1e-5
+
+    peft.main(["export", str(run), str(tmp_path / "back"), "--base_model=mosaicml/mpt"])
+    assert capsys.readouterr().out.endswith("back: adapters of rank 4 for mosaicml/mpt\n")
+    first, second = peft.read(tmp_path / "theirs"), peft.read(tmp_path / "back")
+    assert first.tensors.keys() == second.tensors.keys()
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
+    assert second.base == "mosaicml/mpt" and second.scale == first.scale
+    again, faults = their_adapted(base, tmp_path / "back")
+    assert not faults and difference(again, theirs) == 0
+
+    peft.main(["merge", str(run), str(tmp_path / "merged")])
+    out = capsys.readouterr().out
+    assert "Rounding to float32 changes a weight by at most 0\n" in out
+    changed = re.search(r"changes the logits of 40 random ids by at most (\S+); the largest", out)
+    assert 0 < float(changed[1]) < 1e-4
+    merged, _, _ = load.load_for_sampling(str(tmp_path / "merged"), None, CPU)
+    assert difference(merged, theirs) < 1e-5
+    hf.export(tmp_path / "merged", tmp_path / "whole")
+    assert difference(merged, their_model(tmp_path / "whole")) < 1e-5
+
+
+def test_merging_into_bf16_says_what_rounding_costs(tmp_path, capsys):
+    """The weights of a base in bf16 stay so; the error is that of the last bit."""
+    hf.export(build(CFG, dtype=torch.bfloat16), tmp_path / "half")
+    name_tokenizer(tmp_path / "half")
+    adapter = with_adapters(TUNE)
+    write(tmp_path / "out", adapter, TUNE)
+    half = f"--init_from={tmp_path / 'half'}"
+    peft.main(["merge", str(tmp_path / "out"), str(tmp_path / "run"), half])
+    out = capsys.readouterr().out
+    meta = hf.weights_of(read_metadata(tmp_path / "run/checkpoints/step-0"))
+    assert {tensor.dtype for tensor in meta.values()} == {torch.bfloat16}
+    said = float(re.search("Rounding to bfloat16 changes a weight by at most (.*)", out)[1])
+    merged, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
+    base = hf.load_model(tmp_path / "half", CPU).float()
+    errors = []
+    for name, layer in adapter.named_modules():
+        if hasattr(layer, "lora_A"):
+            exact = base.get_submodule(name).weight + lora.delta(layer)
+            errors.append((merged.get_submodule(name).weight - exact).abs().max().item())
+    assert said == pytest.approx(max(errors), rel=0.05) and said > 1e-5
+    changed = re.search(r"changes the logits of 40 random ids by at most (\S+); the largest", out)
+    assert 1e-4 < float(changed[1]) < 0.5
+
+
+def test_merging_a_run_that_trained_norms_and_biases_too(tmp_path, capsys):
+    """The merged model is the run's own. On a base in bf16 it is in fp32, as they were trained."""
+    cfg = replace(SMALL, vocab_size=300, alibi=True, learned_pos_emb=False)
+    base, tuned, merged = (tmp_path / name for name in ("base", "tuned", "merged"))
+    model = build(cfg, dtype=torch.bfloat16)
+    settings = replace(TUNE, init_from=str(base), lora_train="norms,biases", tokenizer="bytes")
+
+    def save(run, state, more):
+        run.mkdir()
+        meta = peft.meta_of(cfg, settings, "test") | more
+        hf.write_checkpoint(run / "checkpoints/step-0", meta, {"model": state})
+
+    save(base, model.state_dict(), {"lora_rank": 0, "lora_train": ""})
+    model = model.float()
+    lora.put_on(model, settings)
+    generator = torch.Generator().manual_seed(7)
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    for name, param in trained.items():
+        old = 0 if lora.is_adapter(name) else param.data
+        param.data = old + torch.randn(param.shape, generator=generator) / 10
+    assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B", "weight", "bias"}
+    state = {name: param.detach() for name, param in trained.items()}
+    save(tuned, state, load.base_of(str(base), {}))
+
+    peft.main(["merge", str(tuned), str(merged)])
+    assert "Rounding to float32 changes a weight by at most 0\n" in capsys.readouterr().out
+    found, _, _ = load.load_for_sampling(str(merged), None, CPU)
+    with torch.no_grad():
+        assert relative_error(found(tokens(cfg)), model(tokens(cfg))) < 1e-5
+        whole = load.load_model(tuned / "checkpoints/step-0", CPU)
+        assert torch.equal(whole(tokens(cfg)), found(tokens(cfg)))
+
+    load.demonstrate([str(tuned)])
+    words = f"a checkpoint of this project, step 0: adapters of rank 4 on {base}/checkpoints/step-0"
+    assert words in capsys.readouterr().out
+    adapters.demonstrate([str(tuned)])
+    shown = capsys.readouterr().out
+    assert f"rank 4, factor 4, on {base}\n" in shown and shown.count(" A (4, ") == 2 * 4
+
+
+def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
+    run = tmp_path / "run"
+    hf.import_(base, run)
+    cases = [
+        (["export", run, "out"], "step-0 holds a whole model, no adapters"),
+        (["export", "nowhere", "out"], "no checkpoint in 'nowhere', which does not exist"),
+        (["merge", sound, "out", "--init_from=nope"], "--init_from=nope does not exist"),
+        (["import", "nope", "out", f"--init_from={base}"], "no adapter in nope, which does not ex"),
+        (["merge", sound, "out"], "sound holds adapters alone, for base: set --init_from"),
+        (["merge", run, "out"], "step-0 holds a whole model, no adapters"),
+        (["import", sound, "out"], "sound does not hold its base: set --init_from=runs/NAME"),
+        (["import", run, "out", f"--init_from={base}"], "no adapter in .*run: expected adapter_c"),
+        (["import", sound, run, f"--init_from={base}"], "run is there already"),
+        (["export", run, "out", f"--init_from={base}"], "a run names its base: remove --init_from"),
+        (["merge", sound, "out", "--base_model=x"], "only export takes --base_model"),
+        (["mend", sound, "out"], "'mend' is none of export, import, merge"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(UserError, match=message) as error:
+            peft.main([str(word) for word in arguments])
+        assert "\n" not in str(error.value)
+
+
+# --- with the trainer
+
+SIZE = ["--d_model=48", "--n_heads=6", "--n_layers=3", "--vocab_size=300", "--max_seq_len=40"]
+SIZE += ["--alibi", "--no_bias", "--learned_pos_emb=False"]
+BATCH = ["--global_batch_size=4", "--microbatch_size=4", "--max_steps=4", "--warmup_steps=1"]
+BATCH += ["--eval_tokens=2000", "--precision=fp32", "--lr=1e-2"]
+
+
+def curve(run):
+    return [(row["step"], row.get("loss"), row.get("val_loss")) for row in runlog.read(run)]
+
+
+@pytest.mark.slow
+def test_a_run_of_ours_and_the_same_from_their_file(base, tiny_data, tmp_path, python):
+    """Adapters as they are drawn, imported, train as those of a new run do. What comes out is in
+    peft what it is here."""
+    lora_flags = ["--lora_rank=4", "--lora_last_blocks=2", f"--init_from={base}", "--device=cpu"]
+    flags = [*SIZE, *BATCH, *lora_flags, *flags_for(tiny_data)]
+    settings = replace(TUNE, lora_last_blocks=2)
+    model = build(CFG)
+    lora.put_on(model, settings)
+    lora.draw(model, TrainConfig.seed)
+    write(tmp_path / "drawn", model, settings)
+    peft.import_(tmp_path / "drawn", tmp_path / "imported", str(base))
+
+    for name in ("new", "imported"):
+        done = python(*flags, f"--run_dir={name}")
+        assert done.returncode == 0, done.stderr
+    new, imported = (curve(tmp_path / name) for name in ("new", "imported"))
+    assert new == imported and new[-1][0] == 4
+
+    peft.export(tmp_path / "imported", tmp_path / "out", str(base))
+    theirs, faults = their_adapted(base, tmp_path / "out")
+    ours, _, _ = load.load_for_sampling(str(tmp_path / "imported"), None, CPU)
+    assert not faults
+    assert difference(ours, theirs) < 1e-5 < 1e-3 < difference(build(CFG), theirs)
+    other = python(*flags, "--run_dir=imported", "--lora_alpha=4", "--max_steps=6")
+    assert other.returncode == 2 and "lora_alpha 16.0 (here 4.0)" in other.stderr
+
+
+@pytest.mark.slow
+def test_an_imported_run_keeps_what_it_began_from(base, sound, tiny_data, tmp_path, python):
+    """It trains on packed rows of another length, and begins anew only from its step-0."""
+    peft.import_(sound, tmp_path / "run", str(base))
+    began = load.load_model(tmp_path / "run/checkpoints/step-0", CPU)
+    flags = [*SIZE, *BATCH, "--lora_rank=4", f"--init_from={base}", "--device=cpu", "--run_dir=run"]
+    flags += ["--max_seq_len=20", "--attn_uses_sequence_id", "--keep_last=1", "--save_interval=1"]
+    flags += flags_for(tiny_data)
+    assert (done := python(*flags)).returncode == 0, done.stderr
+    steps = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert steps == {"step-0", "step-4"}
+    found, _, _ = load.load_for_sampling(str(tmp_path / "run"), None, CPU)
+    assert found.cfg.max_seq_len == 20 and difference(found, began) > 1e-4
+
+    again = python(*flags, "--resume=again")
+    assert again.returncode == 2 and again.stderr.count("\n") == 1
+    assert "run began from weights that were imported" in again.stderr
+    before = curve(tmp_path / "run")
+    skipping = python(*flags, "--skip_steps=2:3")
+    assert skipping.returncode == 0 and ", resuming from step-0" in skipping.stdout, skipping.stderr
+    assert curve(tmp_path / "run")[:2] == before[:2] and curve(tmp_path / "run") != before

@@ -1,0 +1,89 @@
+"""Adapters (lora.py) as tensors by name: of a run, or read from a file of PEFT (weights/peft.py).
+
+    transformer.blocks.0.attn.Wqkv.lora_A  (r, in)
+    transformer.blocks.0.attn.Wqkv.lora_B  (out, r)
+    ...
+
+`of_run` reads those of a run, `check_fits` compares them with a model. `load.with_adapter` puts
+them on their base.
+
+Run `python -m weights.adapters runs/my-lora` to see which layers have one, and how large each is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+import checkpoint
+import lora
+from config import MPTConfig, TrainConfig, arguments, require, run
+from storage.checkpoint_files import read_metadata, require_weights
+
+
+@dataclass
+class Adapter:
+    """A low-rank update of a model: W + scale B A for some of its linear layers."""
+
+    settings: TrainConfig  # lora_rank, lora_alpha, rslora, lora_dropout
+    tensors: dict[str, torch.Tensor]  # transformer.blocks.0.attn.Wqkv.lora_A (rank, in), ...
+    base: str = ""  # the name of its base as its author wrote it
+
+    @property
+    def rank(self) -> int:
+        """The rank of each update: rows of A, columns of B."""
+        return self.settings.lora_rank
+
+    @property
+    def scale(self) -> float:
+        """The factor on B A."""
+        return self.settings.lora_scale
+
+
+def of_run(path) -> Adapter:
+    """The adapter of a run of ours, or of one of its checkpoints, in memory.
+
+    With lora_train, the norms and biases that were trained are among its tensors. Raises UserError
+    if the checkpoint is damaged or holds a whole model.
+    """
+    found = checkpoint.find(str(path))
+    checkpoint.require_sound(found)
+    settings = checkpoint.adapter_settings(found)
+    require(settings, f"{found} holds a whole model, no adapters")
+    metadata = read_metadata(found)
+    trained = lora.trained_weights(checkpoint.settings(found), settings)
+    require_weights(found, metadata, trained)
+    tensors = {name: torch.empty_like(t, device="cpu") for name, t in trained.items()}
+    checkpoint.fill(found, {"model": tensors}, metadata)
+    return Adapter(settings, tensors, settings.init_from)
+
+
+def check_fits(adapter: Adapter, cfg: MPTConfig, base) -> None:
+    """UserError unless all layers of an adapter exist in a model, in these shapes."""
+    shapes = cfg.linear_layers()
+    for name, tensor in adapter.tensors.items():
+        if not lora.is_adapter(name):
+            continue
+        block, layer, factor = (name.split(".")[i] for i in (2, 4, 5))
+        other = f"the adapter is not of {base}: {name}"
+        require(int(block) < cfg.n_layers, f"{other} is there, but only {cfg.n_layers} blocks")
+        n_out, n_in = shapes[layer]
+        wanted = (adapter.rank, n_in) if factor == "lora_A" else (n_out, adapter.rank)
+        shape = tuple(tensor.shape)
+        require(shape == wanted, f"{other} is {shape}, but {wanted} would fit")
+
+
+def demonstrate(argv) -> None:
+    """Print the adapters of a run: the shapes of A and B, and the norm of the product B A."""
+    (path,) = arguments(argv, "RUN")
+    adapter = of_run(path)
+    print(f"{path}: rank {adapter.rank}, factor {adapter.scale:g}, on {adapter.base}")
+    for name, a in adapter.tensors.items():
+        if not name.endswith(".lora_A"):
+            continue
+        layer = name.removesuffix(".lora_A")
+        b = adapter.tensors[f"{layer}.lora_B"]
+        print(f"  {layer:38} A {tuple(a.shape)}, B {tuple(b.shape)}, |BA| {(b @ a).norm():.4g}")
+
+
+if __name__ == "__main__":
+    run(demonstrate)

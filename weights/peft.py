@@ -1,0 +1,407 @@
+"""Adapters from and to PEFT, the library with which most people train them.
+
+    FOLDER/adapter_config.json            FOLDER/adapter_model.safetensors
+        peft_type        LORA                 base_model.model.transformer.blocks.0.attn.Wqkv
+        r                8                        .lora_A.weight  (r, in)
+        lora_alpha       16                       .lora_B.weight  (out, r)
+        use_rslora       false                ...
+        lora_dropout     0.0
+        target_modules   ["Wqkv", "out_proj"]     our name: the same without `base_model.model.`
+        base_model_name_or_path                   and `.weight`
+
+    y = W x + b + s B A x        s = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora
+
+    python -m weights.peft export runs/my-lora FOLDER              a run with adapters -> PEFT
+    python -m weights.peft import FOLDER runs/new --init_from=BASE     PEFT -> such a run
+    python -m weights.peft merge runs/my-lora runs/merged          W + s B A: a run without adapters
+    python -m weights.peft merge FOLDER runs/merged --init_from=BASE
+
+Which layers have adapters is read from the names of the tensors, since target_modules may be a
+list, whole paths or a pattern. A setting that would change what the model computes, and that
+lora.py does not have, is refused by its name (`ALLOWED`).
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+import checkpoint
+import config
+import lora
+import optim
+import parallel
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError, require
+from model import MPT
+from storage import files
+from weights import hf, load
+from weights.adapters import Adapter, check_fits, of_run
+from weights.tensor_files import Stored, safetensors_layout, write_safetensors
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+TENSOR_NAME = re.compile(
+    r"base_model\.model\.(transformer\.blocks\.(?:0|[1-9]\d{0,5})\."
+    r"(?:attn\.Wqkv|attn\.out_proj|ffn\.up_proj|ffn\.down_proj)\.lora_[AB])\.weight"
+)
+
+# Of adapter_config.json: what must be there, what may, and the types.
+REQUIRED = {"peft_type": str, "r": int, "lora_alpha": float}
+OPTIONAL = {  # null is the same as none of it
+    "use_rslora": (bool, type(None)),
+    "lora_dropout": (float, type(None)),
+    "base_model_name_or_path": (str, type(None)),
+}
+# These change nothing in what a stored adapter computes; the names of its tensors say which
+# modules it is for.
+IGNORED = """
+    task_type auto_mapping revision peft_version inference_mode target_modules exclude_modules
+    layers_to_transform layers_pattern megatron_core runtime_config qalora_group_size
+""".split()
+# Any other setting is accepted only with one of these values. Those of init_lora_weights leave the
+# base's weights unchanged; PiSSA, OLoRA and others change them.
+OFF = [None, False, [], {}, ""]
+ALLOWED = {"bias": ["none"], "init_lora_weights": [True, False, None, "gaussian", "orthogonal"]}
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading
+
+
+def read(folder) -> Adapter:
+    """The adapter in a PEFT folder, by our names. Its settings do not say which layers have one.
+
+    Its tensors have the dtype of the file. They are mapped into memory, not copied: the file must
+    not change while they are in use. Raises UserError for anything that lora.py cannot compute
+    exactly, for damage, and for numbers that are not finite; OSError if a file cannot be read.
+    """
+    folder = Path(folder)
+    source = folder / CONFIG_FILE
+    problem = f"no adapter in {folder}{files.absence(folder)}"
+    require(source.exists(), f"{problem}: expected {CONFIG_FILE} and {TENSOR_FILE}")
+    foreign = files.read_json(source)
+    settings = settings_from(foreign, source)
+    has_tensors = (folder / TENSOR_FILE).exists()
+    pickled = folder / "adapter_model.bin"
+    is_old = pickled.exists() and not has_tensors
+    fix = f"load it with a current peft, whose save_pretrained writes {TENSOR_FILE}"
+    require(not is_old, f"{pickled} is a pickle, which can run any code: {fix}")
+    require(has_tensors, f"{folder} has {CONFIG_FILE}, but no {TENSOR_FILE} beside it")
+    tensors = mapped(folder / TENSOR_FILE)
+    check_pairs(tensors, settings.lora_rank, folder)
+    return Adapter(settings, tensors, foreign.get("base_model_name_or_path") or "")
+
+
+def settings_from(foreign: dict, source: Path) -> TrainConfig:
+    """Our settings for the content of an adapter_config.json, without the names of the layers.
+
+    UserError naming the first setting that would compute something else.
+    """
+    kind = foreign.get("peft_type")
+    require(kind == "LORA", f"{source} has peft_type {files.shown(kind)}: only LORA can be read")
+    types = REQUIRED | OPTIONAL
+    fault = files.missing(foreign, REQUIRED) or files.wrong_type(foreign, types)
+    require(not fault, f"{source} is damaged ({fault})")
+    for name, value in foreign.items():
+        neutral = ALLOWED.get(name, OFF)
+        is_neutral = any(value == allowed and type(value) is type(allowed) for allowed in neutral)
+        expected = f": expected {' or '.join(map(json.dumps, neutral))}" if name in ALLOWED else ""
+        problem = f"{source} sets {config.one_line(name)} to {files.shown(value)}"
+        is_known = name in types or name in IGNORED or is_neutral
+        require(is_known, f"{problem}, which lora.py does not have{expected}")
+    settings = TrainConfig(
+        lora_rank=foreign["r"],
+        lora_alpha=float(foreign["lora_alpha"]),
+        rslora=foreign.get("use_rslora") or False,
+        lora_dropout=float(foreign.get("lora_dropout") or 0),
+    )
+    try:
+        config.check_ranges(settings)
+        require(settings.lora_rank, "r is 0, so there is no update")
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
+    return settings
+
+
+def mapped(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter's file by our names, mapped into memory.
+
+    Raises UserError for a name that is not an adapter's, damage, or numbers that are not finite.
+    """
+    layout = safetensors_layout(path)
+    require(layout, f"{path} holds no tensors")
+    example = "base_model.model.transformer.blocks.0.attn.Wqkv.lora_A.weight"
+    for name in layout:
+        problem = f"{path} holds {config.one_line(name)}, no adapter of a linear layer"
+        require(TENSOR_NAME.fullmatch(name), f"{problem}: expected names like {example}")
+    n_bytes = max(stored.offset + stored.bytes for stored in layout.values())
+    content = torch.from_file(str(path), shared=False, size=n_bytes, dtype=torch.uint8)
+    tensors = {}
+    for name, stored in layout.items():
+        ours = TENSOR_NAME.fullmatch(name)[1]
+        tensors[ours] = view_of(content, stored)
+        checkpoint.require_finite(f"{ours} in {path}", tensors[ours])
+    return tensors
+
+
+def view_of(content: torch.Tensor, stored: Stored) -> torch.Tensor:
+    """A stored tensor as a view of the bytes of its file; a copy if it is not aligned there."""
+    data = content[stored.offset : stored.offset + stored.bytes]
+    if stored.offset % stored.dtype.itemsize:
+        data = data.clone()
+    return data.view(stored.dtype).view(stored.shape)
+
+
+def check_pairs(tensors: dict[str, torch.Tensor], rank: int, folder: Path) -> None:
+    """UserError unless each layer has A (rank, in) and B (out, rank)."""
+    for name, tensor in tensors.items():
+        layer, _, factor = name.rpartition(".")
+        is_a = factor == "lora_A"
+        other = "lora_B" if is_a else "lora_A"
+        require(f"{layer}.{other}" in tensors, f"{layer} has {factor} but no {other} in {folder}")
+        fits = tensor.dim() == 2 and tensor.shape[0 if is_a else 1] == rank
+        expected = f"({rank}, in)" if is_a else f"(out, {rank})"
+        shape = tuple(tensor.shape)
+        require(fits, f"{name} is {shape} in {folder}, expected {expected}, since r is {rank}")
+
+
+def adapter_at(path) -> Adapter:
+    """The adapter at a path: of a PEFT folder (`read`), or of a run (`of_run`).
+
+    UserError if there is none.
+    """
+    if is_peft(path):
+        return read(path)
+    problem = f"no adapter in {path}{files.absence(path)}"
+    require(load.is_run(Path(path)), f"{problem}: expected a run, or {CONFIG_FILE}")
+    return of_run(path)
+
+
+def is_peft(path) -> bool:
+    """Is this a PEFT folder?"""
+    return (Path(path) / CONFIG_FILE).exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+def write(folder, adapter: Adapter) -> None:
+    """Write an adapter as a PEFT folder.
+
+    Its base should be the name under which others find it: a Hub name or a folder. Raises UserError
+    if the folder has content already, or if the run trained more than adapters.
+    """
+    settings = adapter.settings
+    extra = f"what was trained beside them (lora_train={settings.lora_train})"
+    fix = "merge them: python -m weights.peft merge"
+    require(not settings.lora_train, f"PEFT's files of adapters cannot hold {extra}: {fix}")
+    blocks = sorted({int(name.split(".")[2]) for name in adapter.tensors})
+    alpha = settings.lora_alpha
+    foreign = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": adapter.base,
+        "r": settings.lora_rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT writes whole numbers
+        "use_rslora": settings.rslora,
+        "lora_dropout": settings.lora_dropout,
+        # Without this list PEFT takes Wqkv alone on MPT, and drops the other tensors.
+        "target_modules": settings.adapted_layers,
+        "layers_to_transform": blocks if settings.lora_last_blocks else None,
+        "layers_pattern": "blocks" if settings.lora_last_blocks else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    theirs = {f"base_model.model.{name}.weight": x for name, x in adapter.tensors.items()}
+    with hf.published(Path(folder)) as staging:
+        write_safetensors(staging / TENSOR_FILE, theirs)
+        (staging / CONFIG_FILE).write_text(json.dumps(foreign, indent=2))
+
+
+def export(run, folder, base_model: str = "") -> None:
+    """Write the adapters of a run, or of one of its checkpoints, as a PEFT folder.
+
+    base_model: the name under which others find the base: a Hub name or a folder; empty: the path
+    that the run began from.
+    """
+    adapter = of_run(run)
+    if base_model:
+        adapter.base = base_model
+    write(folder, adapter)
+    print(f"{folder}: adapters of rank {adapter.rank} for {adapter.base}")
+    if not base_model and load.is_run(Path(adapter.base)):
+        others = f"python -m weights.hf export {adapter.base} BASE"
+        print(f"Others need this base as a folder: {others}, and here --base_model=BASE")
+
+
+# --------------------------------------------------------------------------------------------------
+# Import
+
+
+def import_(folder, run_dir, base: str) -> None:
+    """Write the adapter of a PEFT folder as a run folder with a checkpoint `step-0`.
+
+    base: the model that it belongs to, as for --init_from. The checkpoint holds the adapters alone
+    and names the base. Raises UserError if they do not fit together.
+    """
+    adapter = read(folder)
+    base_cfg = load.settings_of(base)
+    load.check_same_model(base, base_cfg)  # refuses a run that holds adapters itself
+    check_fits(adapter, base_cfg, base)
+    settings = placed(adapter, base_cfg)
+    name, file = load.tokenizer_of(Path(base))
+    settings = replace(settings, init_from=base, run_dir=str(run_dir), tokenizer=name)
+    base_cfg.check_adapters_fit(settings)
+    meta = meta_of(base_cfg, settings, folder) | load.base_of(base, {})
+    with hf.published(Path(run_dir)) as staging:
+        state = state_at_start(base_cfg, settings, adapter)
+        hf.write_checkpoint(staging / "checkpoints" / "step-0", meta, state)
+        hf.save_tokenizer(name, file, staging)
+    named = config.one_line(adapter.base)
+    author = f" Its author names the base {named}." if named else ""
+    print(f"{run_dir}: adapters of rank {adapter.rank} on {meta['base']}.{author}")
+
+
+def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:
+    """The settings with the names of an adapter's layers: lora_targets and lora_last_blocks.
+
+    UserError if the layers are not the same ones in each of the last blocks.
+    """
+    layers_of = {}
+    for name in adapter.tensors:
+        _, _, block, _, layer, _ = name.split(".")
+        layers_of.setdefault(int(block), set()).add(layer)
+    blocks = sorted(layers_of)
+    layers = layers_of[blocks[0]]
+    is_regular = all(layers_of[block] == layers for block in blocks)
+    is_last = blocks == list(range(blocks[0], cfg.n_layers))
+    problem = "a run has adapters on the same layers of its last blocks, this folder has not"
+    fix = "merge it instead: python -m weights.peft merge"
+    require(is_regular and is_last, f"{problem} (blocks {blocks[:8]}): {fix}")
+    targets = ",".join(name for name in LINEAR_LAYERS if name in layers)
+    last_blocks = 0 if len(blocks) == cfg.n_layers else len(blocks)
+    return replace(adapter.settings, lora_targets=targets, lora_last_blocks=last_blocks)
+
+
+def meta_of(cfg: MPTConfig, settings: TrainConfig, source) -> dict:
+    """The meta.json of a checkpoint that was made from files at `source`."""
+    # "": any precision may resume from it.
+    origin = {"precision": "", "data_fingerprint": f"imported from {source}"}
+    return {"step": 0, **asdict(cfg), **asdict(settings), **origin}
+
+
+def state_at_start(cfg: MPTConfig, settings: TrainConfig, adapter: Adapter) -> dict:
+    """What a checkpoint of a run holds before its first step: adapters, and an optimizer at rest.
+
+    So a run can resume from it.
+    """
+    with torch.device("meta"):
+        model = MPT(cfg)
+    lora.put_on(model, settings)
+    for name in lora.adapters_of(model):
+        layer, _, factor = name.rpartition(".")
+        values = adapter.tensors[name].float()
+        setattr(model.get_submodule(layer), factor, torch.nn.Parameter(values))
+    adapters = lora.adapters_of(model)
+    state = checkpoint.state_of(model, optim.build_optimizer(adapters.values(), settings))
+    for key, value in state["optim"].items():
+        if key.startswith("state."):
+            value.zero_()  # PyTorch has counted one step, to make the state
+    return state
+
+
+# --------------------------------------------------------------------------------------------------
+# Merge
+
+
+def merge(source, run_dir, base: str = "") -> None:
+    """Write base + adapters as a run folder with a whole checkpoint `step-0`; print the error.
+
+    source: a run with adapters, or a PEFT folder. base: of a PEFT folder, as for --init_from; of a
+    run, where its base is now if it was moved.
+    """
+    model, (name, file) = adapted_model(source, base)
+    before = sample_logits(model)
+    error = lora.merge(model)
+    after = sample_logits(model)
+    settings = TrainConfig(run_dir=str(run_dir), tokenizer=name)
+    with hf.published(Path(run_dir)) as staging:
+        state = {"model": model.state_dict()}
+        meta = meta_of(model.cfg, settings, source)
+        hf.write_checkpoint(staging / "checkpoints" / "step-0", meta, state)
+        hf.save_tokenizer(name, file, staging)
+    n_params = sum(param.numel() for param in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    print(f"{run_dir}: {n_params:,} parameters, in {dtype}")
+    print(f"Rounding to {dtype} changes a weight by at most {error:.2g}")
+    largest = before.abs().max().item()
+    difference = (after - before).abs().max().item()
+    changes = f"Merging changes the logits of {len(before)} random ids"
+    print(f"{changes} by at most {difference:.2g}; the largest is {largest:.3g}")
+
+
+def adapted_model(source, base: str) -> tuple[MPT, tuple[str, Path | None]]:
+    """Base and adapters, not merged yet, with name and file of the tokenizer. As for `merge`."""
+    device = torch.device("cpu")
+    if not is_peft(source):
+        found = checkpoint.find(str(source))
+        return load.load_adapted(found, device, base=base), load.tokenizer_of(found)
+    adapter = read(source)
+    where = f"{source} holds adapters alone, for {adapter.base or 'a base that it does not name'}"
+    require(base, f"{where}: set --init_from to that model")
+    model = load.with_adapter(Path(base), load.settings_of(base), adapter, device)
+    return model, load.tokenizer_of(Path(base))
+
+
+@torch.no_grad()
+def sample_logits(model: MPT) -> torch.Tensor:
+    """The logits of a few random ids, (T, V) in fp32. Half precision computes in bf16."""
+    n_ids = min(64, model.cfg.max_seq_len)
+    ids = torch.randint(
+        model.cfg.vocab_size, (1, n_ids), generator=torch.Generator().manual_seed(0)
+    )
+    is_half = next(model.parameters()).dtype.itemsize < 4
+    with parallel.autocast(ids.device, "bf16" if is_half else "fp32"):
+        return model(ids)[0].float()
+
+
+# --------------------------------------------------------------------------------------------------
+# Commands
+
+
+@dataclass
+class Flags:
+    """The flags of `import`, `merge` and `export`."""
+
+    init_from: str = ""  # import, merge: the base, as for fsdp_train.py
+    base_model: str = ""  # export: the Hub name or folder of the base (empty = its path here)
+
+
+def main(argv) -> None:
+    """Export, import or merge, as the command line says."""
+    arguments, flags = config.load(argv, Flags, takes="export|import|merge SOURCE TARGET")
+    command, source, target = arguments
+    commands = ("export", "import", "merge")
+    require(command in commands, f"{command!r} is none of {', '.join(commands)}: see --help")
+    base = flags.init_from
+    require(not base or Path(base).exists(), f"--init_from={base} does not exist")
+    if command == "export":
+        require(not flags.init_from, "a run names its base: remove --init_from")
+        export(source, target, flags.base_model)
+        return
+    require(not flags.base_model, "only export takes --base_model: remove it")
+    if command == "import":
+        missing = f"{source} does not hold its base: set --init_from=runs/NAME, or a folder"
+        require(flags.init_from, missing)
+        import_(source, target, flags.init_from)
+    else:
+        merge(source, target, flags.init_from)
+
+
+if __name__ == "__main__":
+    config.run(main)
