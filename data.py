@@ -75,6 +75,8 @@ HASH_BYTES = 2**30  # data sets up to this size are hashed whenever a run starts
 # fsdp_train.py prepares a missing data set itself if it is within one of these limits.
 SMALL_TOKENS = 100_000_000
 SMALL_BYTES = 2**29
+FIRST_SLICE = 20_000_000  # tokens: a first look at a data set of the Hub
+FIRST_SLICE_COST = "40 MB on disk, about a minute on two cores"
 
 REDRAW_SECONDS = 2.0  # of the progress bar
 
@@ -743,10 +745,13 @@ def require_small(cfg: TrainConfig, summary: dict | None, folder: Path, row_form
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
+    begin = "--dataset=stdlib --tokenizer=bpe-4096 trains on Python's own source"
+    if not paths:  # on the Hub
+        begin += f", --max_tokens={FIRST_SLICE} on a first slice ({FIRST_SLICE_COST})"
     require(
         few_tokens or few_bytes,
         f"{state}, and the whole is too large, or of unknown size, to make when a run starts, so "
-        f"prepare it first: {command}",
+        f"prepare it first: {command}; or begin now: {begin}",
     )
 
 

@@ -12,6 +12,7 @@ Run `torchrun --nproc_per_node 2 -m lifecycle.reporter` to see two ranks agree.
 """
 
 import collections
+import datetime
 import math
 import time
 from dataclasses import dataclass
@@ -187,7 +188,7 @@ def flops_per_token(model_cfg: MPTConfig, cfg: TrainConfig) -> float:
 
 
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
-    """What is about to run, in seven lines, and a warning if planning does not know this model.
+    """What is about to run, in eight lines, and a warning if planning does not know this model.
 
     A run with adapters has one line more.
     """
@@ -221,6 +222,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
         f"{cfg.run_dir}: {describe_start(cfg, start)}",
+        planned_time(model_cfg, cfg, world, devices.identify(world.device), start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
         *team_warning(cfg, world),
@@ -228,6 +230,34 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         next_line,
     ]
     return "\n".join(lines)
+
+
+def planned_time(model_cfg: MPTConfig, cfg: TrainConfig, world, device, first_step: int) -> str:
+    """The time of a step and of the rest of the run, as planning predicts it.
+
+    device: the row of devices.TABLE, or None. Only the run itself can tell for a device or layout
+    that planning does not know; then the line says where to look.
+    """
+    unknown = "time: the line of step 2 and each after it says how much is left"
+    if device is None or not device.bf16_tflops:
+        return unknown
+    from planning import certainty, search, step_time  # here, since a run on a CPU does without
+    from planning.fleet import Fleet
+
+    try:
+        fleet = Fleet(device, world.global_size, world.local_size, tp=cfg.tp, pp=cfg.pp)
+        plan = search.evaluate(model_cfg, cfg, fleet, step_time.Constants(), step_time.OURS)
+        slow, fast, _ = certainty.band(model_cfg, cfg, fleet)
+    except config.UserError:  # planning cannot split the model in this way
+        return unknown
+    seconds = plan.seconds["step"]
+    steps = cfg.max_steps - first_step
+    left = [steps * seconds / factor for factor in (1, fast, slow)]
+    expected, shortest, longest = (datetime.timedelta(seconds=round(s)) for s in left)
+    return (
+        f"planned: {seconds:.3g} s a step, {expected} for {steps:,} steps, probably {shortest} to "
+        f"{longest} (plan.py says why); the line of each step says how much is left"
+    )
 
 
 def describe_data(dataset) -> str:

@@ -1,0 +1,29 @@
+"""The workshop: nine lessons that run on a laptop, each with an exercise that checks itself.
+
+    python -m lessons                     the lessons, which are done, what is next
+    python -m lessons 3                   lesson 3: its words, what its code prints, its pictures
+    python -m lessons 3 --short           the same with fewer and smaller runs: under half a minute
+    python -m lessons 3 --answers         the answers to its three questions
+    python -m lessons check 3             checks your answer, lessons/mine/3_many_devices.py
+    python -m lessons check 3 --file=my.py    checks another file
+
+A lesson is also a file to open in an editor: lessons/3_many_devices.py runs cell by cell in VS Code,
+PyCharm, Spyder and Jupyter (with jupytext). The first check puts a stub in lessons/mine/ for you to
+complete; git ignores that folder. Solutions are in lessons/solutions/.
+
+Exit status of a check: 0 if every part is right, 1 if not.
+"""
+
+import config
+from lessons import workshop
+
+
+def main(argv: list[str]) -> None:
+    """List the lessons, run one, or check an answer."""
+    if config.wants_help(argv):
+        config.show_help()
+    workshop.main(argv)
+
+
+if __name__ == "__main__":
+    config.run(main)

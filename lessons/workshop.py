@@ -1,0 +1,213 @@
+"""Lists the lessons, runs one, checks an answer: what `python -m lessons` does.
+
+    python -m lessons
+    python -m lessons 3
+    python -m lessons check 3
+
+Lesson N is lessons/N_name.py. Its exercise is a stub in exercises/, with a checker in checkers/ and
+a solution in solutions/, all under the same name. A lesson consists of cells: `# %% [markdown]`
+starts words, `# %%` starts code. To run it, its words are made into `print`s between its statements.
+"""
+
+import ast
+import importlib.util
+import json
+import re
+import shutil
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import config
+from config import UserError, require
+from storage import files
+
+HERE = Path(__file__).parent
+MINE = HERE / "mine"
+USAGE = "usage: python -m lessons [N [--short | --answers]], python -m lessons check N [--file=PATH]"
+ANSWERS = "# Scroll on for the answers."  # the line of a lesson from which on it has the answers
+
+
+def main(argv: list[str]) -> None:
+    """Do what the arguments say. UserError if they say nothing that can be done."""
+    words = [word for word in argv if not word.startswith("-")]
+    flags = [word for word in argv if word.startswith("-")]
+    if not argv:
+        print(listing())
+    elif words[:1] == ["check"] and len(words) == 2:
+        path = lesson(words[1])
+        check_and_report(path, answer_path(path, flags))
+    elif len(words) == 1 and not set(flags) - {"--short", "--answers"}:
+        path = lesson(words[0])
+        if "--answers" in flags:
+            print(answers_of(path))
+        else:
+            run(path, short="--short" in flags)
+    else:
+        raise UserError(USAGE)
+
+
+def lesson_paths() -> list[Path]:
+    """The files of the lessons, in order."""
+    return sorted(HERE.glob("[0-9]_*.py"))
+
+
+def lesson(number: str) -> Path:
+    """The file of a lesson."""
+    by_number = {path.name[0]: path for path in lesson_paths()}
+    names = ", ".join(by_number)
+    require(number in by_number, f"no lesson {config.shown(number)}: there are {names}; {USAGE}")
+    return by_number[number]
+
+
+# --------------------------------------------------------------------------------------------------
+# The list
+
+
+def listing() -> str:
+    """All lessons, a line each, with what is done and what is next."""
+    finished = done()
+    lines = []
+    for path in lesson_paths():
+        mark = "done" if path.stem in finished else ""
+        title = cells(path)[0].splitlines()[0].removeprefix("# Lesson ")
+        lines.append(f"{mark:>4}  {title}")
+    left = [path.name[0] for path in lesson_paths() if path.stem not in finished]
+    if left:
+        lines += ["", f"next: python -m lessons {left[0]}, then python -m lessons check {left[0]}"]
+    return "\n".join(lines)
+
+
+def done() -> dict[str, bool]:
+    """{name of a lesson: True} for those whose exercise was solved here."""
+    path = MINE / "done.json"
+    return files.read_json(path) if path.exists() else {}
+
+
+def remember(name: str) -> None:
+    """Write down that this lesson's exercise is solved."""
+    solved = json.dumps(done() | {name: True}, indent=1)
+    files.write_atomically(MINE / "done.json", solved.encode())
+
+
+# --------------------------------------------------------------------------------------------------
+# Running a lesson
+
+
+def run(path: Path, short: bool) -> None:
+    """Run a lesson from top to bottom: its words, and between them what its code prints."""
+    sys.argv = [str(path), *(["--short"] if short else [])]
+    loader = WithWords("lesson", str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("lesson", loader))
+    try:
+        loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        extra = ".venv/bin/pip install -r requirements-extra.txt"
+        raise UserError(f"the lessons draw with matplotlib: {extra}") from error
+
+
+class WithWords(SourceFileLoader):
+    """Loads a lesson as a module that prints the lesson's words, too."""
+
+    def get_code(self, fullname):
+        """The module's code, with a `print` in the place of each cell of words."""
+        source = Path(self.path).read_text(encoding="utf-8").split(ANSWERS)[0]
+        parsed = ast.parse(source)
+        for first, text in words(source):
+            (node,) = ast.parse(f"print({f'{text}' + chr(10)!r}, flush=True)").body
+            ast.increment_lineno(node, first - 1)
+            parsed.body.append(node)
+        parsed.body.sort(key=lambda node: node.lineno)
+        return compile(parsed, self.path, "exec")
+
+
+def words(source: str) -> list[tuple[int, str]]:
+    """[(line number, text)] of a lesson's cells of words."""
+    found = []
+    pattern = re.compile(r"^# %% \[markdown\]\n((?:#.*\n?)*)", re.MULTILINE)
+    for match in pattern.finditer(source):
+        text = re.sub(r"^# ?", "", match[1], flags=re.MULTILINE).strip()
+        found.append((source[: match.start()].count("\n") + 1, text))
+    return found
+
+
+def cells(path: Path) -> list[str]:
+    """The texts of a lesson's cells of words."""
+    return [text for _, text in words(path.read_text(encoding="utf-8"))]
+
+
+def answers_of(path: Path) -> str:
+    """The answers to a lesson's three questions."""
+    _, _, answers = path.read_text(encoding="utf-8").partition(ANSWERS)
+    return "\n".join(text for _, text in words(answers))
+
+
+# --------------------------------------------------------------------------------------------------
+# Checking an answer
+
+
+def answer_path(path: Path, flags: list[str]) -> Path:
+    """The file to check: that of --file, or lessons/mine/NAME.py, made from the stub if missing."""
+    if flags:
+        name, _, value = flags[0].partition("=")
+        require(len(flags) == 1 and name == "--file" and value, USAGE)
+        require(Path(value).is_file(), f"no file {config.shown(value)}")
+        return Path(value)
+    mine = MINE / path.name
+    if not mine.exists():
+        MINE.mkdir(exist_ok=True)
+        shutil.copyfile(HERE / "exercises" / path.name, mine)
+        print(f"lessons/mine/{path.name} is new. Open it, complete it, and check again.\n")
+    return mine
+
+
+def check_and_report(path: Path, answer: Path) -> None:
+    """Print what is right and what is wrong with an answer. Exit status 1 unless all is right."""
+    results = []
+    for title, result, message in check(path, answer):
+        results.append(result)
+        print(f"{result:>15}  {title}", flush=True)
+        for line in message.splitlines():
+            print(f"{'':>15}  {line}", flush=True)
+    print()
+    if {"wrong", "not written yet"} & set(results):
+        print("python -m lessons check", path.name[0], "checks again.")
+        raise SystemExit(1)
+    if answer.resolve().parent == MINE.resolve():
+        remember(path.stem)
+    print(f"Lesson {path.name[0]} is solved. One solution is lessons/solutions/{path.name}.")
+
+
+def check(path: Path, answer: Path):
+    """(title, result, message) of each part of a lesson's exercise, one by one.
+
+    The result is "right", "wrong", "not written yet" or "skipped".
+    """
+    from lessons import answers  # and torch with it
+
+    checker = load(HERE / "checkers" / path.name)
+    with answers.Answer(answer) as given:
+        for title, part in answers.parts(checker):
+            try:
+                part(given)
+                yield title, "right", ""
+            except answers.Wrong as error:
+                yield title, "wrong", str(error)
+            except answers.ToDo as error:
+                yield title, "not written yet", str(error)
+            except answers.Skipped as error:
+                yield title, "skipped", str(error)
+
+
+def load(path: Path):
+    """The checker in a file, as a module."""
+    spec = importlib.util.spec_from_file_location(f"checker_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    print(__doc__)
