@@ -7,9 +7,9 @@
     python -m lessons check 3             checks your answer, lessons/mine/3_many_devices.py
     python -m lessons check 3 --file=my.py    checks another file
 
-A lesson is also a file to open in an editor: lessons/3_many_devices.py runs cell by cell in VS Code,
-PyCharm, Spyder and Jupyter (with jupytext). The first check puts a stub in lessons/mine/ for you to
-complete; git ignores that folder. Solutions are in lessons/solutions/.
+A lesson is also a file to open in an editor: lessons/3_many_devices.py runs cell by cell in VS
+Code, PyCharm and Spyder, and in Jupyter with jupytext. The first check puts a stub in lessons/mine/
+for you to complete; git ignores that folder. Solutions are in lessons/solutions/.
 
 Exit status of a check: 0 if every part is right, 1 if not.
 """

@@ -1,7 +1,7 @@
 """The process in which a reader's answer runs. The project cannot be imported there.
 
-`lessons/answers.py` starts one for each answer that `python -m lessons check 3` checks, and sends it
-requests through a pipe:
+`lessons/answers.py` starts one for each answer that `python -m lessons check 3` checks, and sends
+it requests through a pipe:
 
     ("value", name)                      a constant of the answer
     ("call", function, args, keywords)   the result of a function
@@ -130,7 +130,7 @@ def value(answer, name: str):
     """A constant of the answer."""
     found = getattr(answer, name, NotImplemented)
     if found is NotImplemented:
-        raise AttributeError(f"the answer has no {name}")
+        raise CallFailed(f"the answer has no {name}")
     return found
 
 
@@ -195,10 +195,6 @@ def kill(answer, name: str, args, keywords, at: int | None):
     if kind == "wrong":
         raise CallFailed(result)
     return result if at is None else False
-
-
-class CallFailed(Exception):
-    """A call failed in a copy of the process. The message says how."""
 
 
 def run_to_the_kill(answer, writer: int, name: str, args, keywords, at: int | None) -> None:
@@ -275,6 +271,10 @@ def opens_for_writing(arguments: tuple) -> bool:
     if isinstance(mode, str):
         return any(letter in mode for letter in "wax+")
     return bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+class CallFailed(Exception):
+    """A call that failed, for a reason that the message says in full."""
 
 
 DO = {"value": value, "call": call, "measure": measure, "join": join, "kill": kill}

@@ -2,9 +2,9 @@
 
     python -m lessons check 3
 
-A checker is a file lessons/checkers/N_name.py. Each of its functions `check_...(answer)` is one part
-of the exercise, and the first line of its docstring is the part's title. It calls the answer, and
-compares what comes with what it knows:
+A checker is a file lessons/checkers/N_name.py. Each of its functions `check_...(answer)` is one
+part of the exercise, and the first line of its docstring is the part's title. It calls the answer,
+and compares what comes with what it knows:
 
     def check_slopes(answer):
         \"\"\"ALiBi's slopes\"\"\"
@@ -13,7 +13,7 @@ compares what comes with what it knows:
             close("alibi_slopes", slopes, attention.alibi_slopes(n_heads), 1e-6, f"{n_heads=}")
 
 It begins with the smallest case, so that the first failure is the easiest one to think about.
-Whatever the answer does wrong becomes a `Wrong`, whose message says what was expected and what came.
+Whatever the answer does wrong becomes a `Wrong`; its message says what was expected and what came.
 """
 
 import inspect

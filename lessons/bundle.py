@@ -37,7 +37,8 @@ there=${1:?usage: sh setup.sh FOLDER}
 python=${PYTHON:-python3}
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 if [ "$version" != "VERSION" ]; then
-    echo "error: the wheels are for Python VERSION, $python is $version: PYTHON=pythonVERSION sh $0 $there" >&2
+    echo "error: the wheels are for Python VERSION, $python is $version: install it, or name it" \\
+        "with PYTHON=pythonVERSION sh $0 $there" >&2
     exit 2
 fi
 mkdir -p "$there"

@@ -1,6 +1,6 @@
 """Where the pictures of the lessons go: runs/lessons/.
 
-`python -m lessons 1` draws some. In an editor that shows a cell's value, end a cell with the figure.
+`python -m lessons 1` draws some. An editor shows the figure that a cell ends with.
 
     figure = Figure(figsize=(8, 4))       matplotlib.figure.Figure: no window, no hidden state
     pictures.save(figure, "1-alibi")      writes runs/lessons/1-alibi.png and says so
@@ -11,13 +11,12 @@ from pathlib import Path
 FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
 
 
-def save(figure, name: str) -> Path:
-    """Write a matplotlib figure to runs/lessons/NAME.png and print where it is. Returns the path."""
+def save(figure, name: str) -> None:
+    """Write a matplotlib figure to runs/lessons/NAME.png, and print where it is."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.png"
     figure.savefig(path, dpi=110, bbox_inches="tight")
     print(f"[picture: {path.relative_to(FOLDER.parent.parent)}]")
-    return path
 
 
 if __name__ == "__main__":

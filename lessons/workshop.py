@@ -6,7 +6,7 @@
 
 Lesson N is lessons/N_name.py. Its exercise is a stub in exercises/, with a checker in checkers/ and
 a solution in solutions/, all under the same name. A lesson consists of cells: `# %% [markdown]`
-starts words, `# %%` starts code. To run it, its words are made into `print`s between its statements.
+starts words, `# %%` starts code. Running it prints its words between what its statements print.
 """
 
 import ast
@@ -15,6 +15,7 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from storage import files
 
 HERE = Path(__file__).parent
 MINE = HERE / "mine"
-USAGE = "usage: python -m lessons [N [--short | --answers]], python -m lessons check N [--file=PATH]"
+USAGE = "usage: python -m lessons [N] [--short|--answers], python -m lessons check N [--file=PATH]"
 ANSWERS = "# Scroll on for the answers."  # the line of a lesson from which on it has the answers
 
 
@@ -169,7 +170,7 @@ def check_and_report(path: Path, answer: Path) -> None:
     for title, result, message in check(path, answer):
         results.append(result)
         print(f"{result:>15}  {title}", flush=True)
-        for line in message.splitlines():
+        for line in textwrap.wrap(message, 80):
             print(f"{'':>15}  {line}", flush=True)
     print()
     if {"wrong", "not written yet"} & set(results):

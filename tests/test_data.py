@@ -584,6 +584,22 @@ def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path):
     assert not (tmp_path / "my data").exists()
 
 
+@pytest.mark.parametrize("dataset, on_the_hub", [("allenai/c4:en", True), ("large", False)])
+def test_whoever_has_no_large_data_set_can_begin_at_once(tmp_path, dataset, on_the_hub):
+    """The message offers settings with which the same run starts."""
+    if not on_the_hub:
+        with open(tmp_path / "large.txt", "wb") as large:
+            large.truncate(data.SMALL_BYTES + 1)
+        dataset = str(tmp_path / "large.txt")
+    with pytest.raises(UserError, match="begin now add") as caught:
+        open_or_prepare(settings_for(dataset, tmp_path / "made"))
+    message = str(caught.value)
+    assert "--dataset=stdlib --tokenizer=bpe-4096" in message
+    assert (f"--max_tokens={data.FIRST_SLICE}" in message) == on_the_hub
+    assert data.FIRST_SLICE <= data.SMALL_TOKENS  # so a run makes it itself
+    assert len(message.splitlines()) == 1
+
+
 def test_a_small_data_set_is_prepared_by_a_training_run(make):
     folder = open_or_prepare(make(TEXTS))
     assert documents_of(folder, "val") == TEXTS[::10]

@@ -1,5 +1,6 @@
 """lifecycle/reporter.py: the ranks agree, figures are read late, and a run describes itself."""
 
+import datetime
 import math
 import re
 import signal
@@ -9,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import devices
 import flops
 from config import MPTConfig, TrainConfig
 from lifecycle import reporter
 from lifecycle.cadence import Cadence
-from planning import matmuls
+from planning import matmuls, search
+from planning.fleet import Fleet
+from planning.step_time import OURS, Constants
 from processes import World
 
 
@@ -185,3 +189,24 @@ def test_a_run_with_adapters_says_what_it_trains_and_counts_their_flops():
     assert reporter.trained_parameters(m, plain) == n_params
     assert reporter.describe_adapters(plain, n_params, n_params) == []
     assert reporter.flops_per_token(m, plain) == flops.train_flops_per_token(m)
+
+
+@pytest.mark.parametrize("device", ["mi250", "h100", "a100-40gb"])
+def test_the_time_of_a_run_is_planned_before_it_starts(device):
+    """On devices that planning knows; the figures are those of `python plan.py`."""
+    m = MPTConfig(d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048)
+    cfg = TrainConfig(global_batch_size=64, microbatch_size=4, max_steps=1000)
+    world = World(0, 8, 0, 8, torch.device("cpu"))
+    row = devices.by_name(device)
+    line = reporter.planned_time(m, cfg, world, row, first_step=400)
+    seconds = search.evaluate(m, cfg, Fleet(row, 8, 8), Constants(), OURS).seconds["step"]
+    assert f"planned: {seconds:.3g} s a step" in line
+    assert f"{datetime.timedelta(seconds=round(600 * seconds))} for 600 steps, probably" in line
+
+
+def test_where_planning_knows_nothing_the_steps_say_how_long_it_takes():
+    m, cfg = MPTConfig(n_layers=3), TrainConfig(pp=2)
+    world = World(0, 2, 0, 2, torch.device("cpu"))
+    for row in (None, devices.by_name("h100")):  # three layers and batch 8 do not fit the layout
+        line = reporter.planned_time(m, replace(cfg, tp=1 if row is None else 3), world, row, 0)
+        assert line == "time: the line of step 2 and each after it says how much is left"

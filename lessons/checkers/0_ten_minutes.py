@@ -1,0 +1,78 @@
+"""Checks exercise 0: the prediction, the losses of three runs, and a reader of metrics.jsonl."""
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+from lessons.answers import ToDo, Wrong, equal, need
+from lessons.pictures import FOLDER
+from lifecycle import runlog
+
+RUNS = {2e-3: "0-low", 2e-2: "0-middle", 2e-1: "0-high"}
+# The ends of these runs on two CPU cores, and how far they differ between machines.
+USUAL = {2e-3: (6.0, 6.8), 2e-2: (6.2, 7.2), 2e-1: (12, math.inf)}
+
+
+def check_prediction(answer):
+    """Which learning rate diverges"""
+    guess = answer.value("DIVERGES")
+    if guess is None:
+        raise ToDo("DIVERGES is still None: predict first, then run")
+    need(guess in RUNS, f"DIVERGES is {guess!r}: it should be one of 2e-3, 2e-2 and 2e-1")
+    if guess != 2e-1:
+        raise Wrong(
+            f"{guess:g} learns, though perhaps not well. Adam moves every weight by about the "
+            "learning rate in each step: compare that with the size of a weight, about 0.02"
+        )
+
+
+def check_losses(answer):
+    """How the three runs ended"""
+    given = answer.value("FINAL_LOSSES")
+    need(isinstance(given, dict), f"FINAL_LOSSES should be a dict, not {given!r}")
+    missing = [lr for lr in RUNS if given.get(lr) is None]
+    if missing:
+        raise ToDo(f"FINAL_LOSSES lacks the run with --lr={missing[0]:g}")
+    for lr, name in RUNS.items():
+        loss = given[lr]
+        is_number = isinstance(loss, int | float) and not isinstance(loss, bool)
+        need(is_number, f"FINAL_LOSSES[{lr:g}] should be a number, not {loss!r}")
+        if (FOLDER / name / "metrics.jsonl").exists():
+            compare_with_run(lr, loss, FOLDER / name)
+            continue
+        low, high = USUAL[lr]
+        expected = f"more than {low}" if high == math.inf else f"from {low} to {high}"
+        is_usual = low <= loss <= high or (math.isnan(loss) and high == math.inf)
+        need(is_usual, f"with --lr={lr:g} the last step's loss is {expected}; you wrote {loss}")
+
+
+def compare_with_run(lr: float, loss: float, folder: Path) -> None:
+    """Compare with the reader's own run."""
+    rows = [row for row in runlog.read(folder) if "loss" in row]
+    need(len(rows) >= 60, f"runs/lessons/{folder.name} has {len(rows)} steps: run all 60")
+    last = rows[59]["loss"]
+    same = math.isnan(loss) if math.isnan(last) else abs(loss - last) <= 0.051 + 0.01 * last
+    need(same, f"--lr={lr:g} ended at {last:.2f} in runs/lessons/{folder.name}; you wrote {loss}")
+
+
+def check_losses_of_a_file(answer):
+    """losses(path) reads metrics.jsonl"""
+    step = {"step": 1, "tokens": 1024, "loss": 9.25, "lr": 0.0}
+    validation = {"step": 0, "val_loss": 9.33}
+    later = {"step": 2, "tokens": 2048, "loss": 9.0, "lr": 1e-3}
+    cases = {
+        "one step": [step],
+        "two steps": [step, later],
+        "a validation, then two steps": [validation, step, later],
+        "a validation after a step": [step, {**validation, "step": 1}, later],
+        "no steps": [validation],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        for case, rows in cases.items():
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+            expected = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+            got = answer.call("losses", str(path))
+            need(isinstance(got, list), f"losses: expected a list for {case}, but got {got!r}")
+            equal("losses", [tuple(pair) for pair in got], expected, f"a file with {case}")

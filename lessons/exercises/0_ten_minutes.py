@@ -1,0 +1,29 @@
+"""Exercise of lesson 0: three learning rates.
+
+Part 1. Before you run anything: one of these three learning rates diverges. Write it down.
+Part 2. Run all three, each under half a minute on two CPU cores. Write down the loss of the last
+        step of each, from its line or from metrics.jsonl. In bash:
+
+    flags="--max_steps=60 --warmup_steps=10"
+    python fsdp_train.py configs/demo.py $flags --lr=2e-3 --run_dir=runs/lessons/0-low
+    python fsdp_train.py configs/demo.py $flags --lr=2e-2 --run_dir=runs/lessons/0-middle
+    python fsdp_train.py configs/demo.py $flags --lr=2e-1 --run_dir=runs/lessons/0-high
+
+Part 3. Write `losses`.
+
+Check with `python -m lessons check 0`.
+"""
+
+DIVERGES = None  # 2e-3, 2e-2 or 2e-1: predict first
+FINAL_LOSSES = {2e-3: None, 2e-2: None, 2e-1: None}  # nats per token, at step 60
+
+
+def losses(path: str) -> list[tuple[int, float]]:
+    """The training losses of a run.
+
+    path: of a metrics.jsonl. Each of its lines is a row as JSON. Only the rows of training steps
+    have a key "loss"; others hold a validation, for instance.
+
+    Returns [(step, loss), ...] in the order of the file.
+    """
+    raise NotImplementedError

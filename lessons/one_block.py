@@ -1,0 +1,217 @@
+"""FlashAttention's forward for one block of queries: the smallest kernel that shows the idea.
+
+    python -m lessons.one_block               in Triton's interpreter, against float64 (no GPU)
+    python -m lessons.one_block compile       compiled for an MI250 and an H100, without either
+    python -m lessons.one_block compile --short
+
+`one_block_kernel` has no heads, no batch and no mask except for the end of the sequence. It walks
+over blocks of keys and keeps, for each query, the largest score m, the sum l of exp(score - m), and
+the sum o of exp(score - m) * v. The project's kernel, gpu_kernels/flash_attention.py, has the same
+loop; the program runs and compiles it, too. Lesson 4 starts this program and shows what it prints.
+"""
+
+# ruff: noqa: E741 (`l` is the name in the papers)
+
+import os
+import platform
+import sys
+
+import torch
+
+import attention
+import config
+from bench import chips, compiled
+from config import require
+from gpu_kernels import flash_attention, launch_table
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as missing:
+    raise ImportError("lessons/one_block.py needs triton, which runs on Linux") from missing
+
+
+@triton.jit
+def one_block_kernel(
+    q, k, v, out, n_keys, scale,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """out = softmax(q k^T * scale) v. q and out: (BLOCK_M, D); k and v: (n_keys, D); row by row."""
+    d = tl.arange(0, D)
+    rows = tl.arange(0, BLOCK_M)
+    q_block = tl.load(q + rows[:, None] * D + d[None, :])  # (BLOCK_M, D)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)  # the largest score so far
+    l = tl.zeros([BLOCK_M], tl.float32)  # the sum of exp(score - m)
+    o = tl.zeros([BLOCK_M, D], tl.float32)  # the sum of exp(score - m) * v
+
+    for start in range(0, n_keys, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
+        exists = j < n_keys  # the last block may be shorter
+        k_block = tl.load(k + j[:, None] * D + d[None, :], mask=exists[:, None], other=0.0)
+        v_block = tl.load(v + j[:, None] * D + d[None, :], mask=exists[:, None], other=0.0)
+
+        s = tl.dot(q_block, tl.trans(k_block), input_precision="ieee") * scale
+        s = tl.where(exists[None, :], s, -float("inf"))  # (BLOCK_M, BLOCK_N)
+        m_new = tl.maximum(m, tl.max(s, 1))
+        shrink = tl.exp(m - m_new)  # moves the old sums to the new maximum
+        p = tl.exp(s - m_new[:, None])
+        l = l * shrink + tl.sum(p, 1)
+        o = o * shrink[:, None]
+        o += tl.dot(p.to(v_block.dtype), v_block, input_precision="ieee")
+        m = m_new
+
+    o = o / l[:, None]
+    tl.store(out + rows[:, None] * D + d[None, :], o.to(out.dtype.element_ty))
+
+
+def one_block_attention(q, k, v, block_n: int):
+    """softmax(q k^T / sqrt(D)) v by `one_block_kernel`, in steps of block_n keys.
+
+    q: (Tq, D), Tq and D powers of two, at least 16; k, v: (Tk, D). Returns (Tq, D).
+    """
+    n_queries, D = q.shape
+    out = torch.empty_like(q)
+    sizes = {"D": D, "BLOCK_M": n_queries, "BLOCK_N": block_n}
+    one_block_kernel[(1,)](q, k, v, out, len(k), D**-0.5, **sizes)
+    return out
+
+
+# --- In the interpreter
+
+LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # as in the tests
+
+
+def interpret() -> None:
+    """Compare both kernels with float64. UserError if one is too far from it."""
+    print(f"one block of 16 queries, 40 keys of width 32, in steps of 16 keys ({versions()})")
+    for dtype in (torch.float32, torch.float16):
+        error = one_block_error(dtype)
+        print(f"    {name_of(dtype):9} largest error relative to float64   {error:.1e}")
+        require(error < LIMITS[dtype], f"one_block_kernel is wrong in {dtype}: {error:.1e}")
+
+    print("\ngpu_kernels/flash_attention.py, 2 heads of 64, 80 tokens, causal, with ALiBi")
+    print(f"    {'':9} {'out':>8} {'dq':>8} {'dk':>8} {'dv':>8}   against attention.py's reference")
+    for dtype in (torch.float32, torch.bfloat16):
+        errors = project_errors(dtype)
+        print(f"    {name_of(dtype):9}", *(f"{error:8.1e}" for error in errors))
+        require(max(errors) < LIMITS[dtype], f"flash_attention is wrong in {dtype}: {errors}")
+
+
+def one_block_error(dtype) -> float:
+    """The largest error of `one_block_attention`, relative to the largest exact value."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 32).to(dtype) for n in (16, 40, 40))
+    exact = torch.softmax(q.double() @ k.double().T * 32**-0.5, dim=-1) @ v.double()
+    return relative(one_block_attention(q, k, v, block_n=16), exact)
+
+
+def project_errors(dtype) -> list[float]:
+    """The same for out, dq, dk and dv of the project's kernels."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 80, 64).to(dtype) for _ in range(4))
+    slopes = attention.alibi_slopes(2)
+    results = []
+    for impl, number in (("triton", dtype), ("reference", torch.float64)):
+        leaves = [x.to(number, copy=True).requires_grad_() for x in (q, k, v)]
+        out = attention.attention(*leaves, impl=impl, alibi_slopes=slopes)
+        results.append([out, *torch.autograd.grad(out, leaves, grad.to(number))])
+    return [relative(ours, exact) for ours, exact in zip(*results, strict=True)]
+
+
+def relative(ours, exact) -> float:
+    """The largest difference over the largest exact value."""
+    return ((ours - exact).abs().max() / exact.abs().max()).item()
+
+
+# --- Compiled for a GPU that is not here
+
+MI250, H100 = "gfx90a", "sm_90"
+NAMES = {MI250: "MI250", H100: "H100"}
+
+
+def compile_for_gpus(short: bool) -> None:
+    """Print what the kernels take on an MI250 and an H100. UserError if the table's do not fit."""
+    print(f"compiled, not run ({versions()}); bf16")
+    print(f"    {'':32} {'registers':>9} {'spilled':>8} {'shared memory':>15} {'blocks of':>9}")
+    print(f"    {'':32} {'a thread':>9} {'bytes':>8} {'KB, of':>15} {'a unit':>9}")
+    for arch in NAMES:
+        print_facts(f"{NAMES[arch]}, one_block: 64 x 64", arch, teaching_facts(arch))
+    for D in (64,) if short else (64, 128):
+        for arch in NAMES:
+            row = launch_table.row_for(arch, D, "forward", torch.bfloat16)
+            facts = project_facts(arch, D, row)
+            label = f"{NAMES[arch]}, heads of {D}: {row[0]} x {row[1]}"
+            blocks = print_facts(label, arch, facts)
+            require(blocks > 0, f"the forward over heads of {D} does not fit {arch}")
+
+    row = launch_table.row_for(H100, 64, "forward", torch.bfloat16)
+    print("the same for the MI250, but with the H100's settings")
+    facts = project_facts(MI250, 64, row)
+    blocks = print_facts(f"MI250, heads of 64: {row[0]} x {row[1]}", MI250, facts)
+    require(blocks == 0 or facts.spilled, "the H100's settings suit an MI250: lesson 4 errs")
+
+
+def teaching_facts(arch: str) -> compiled.Facts:
+    """What `one_block_kernel` takes with 64 queries of width 64 and blocks of 64 keys."""
+    q = torch.empty(64, 64, dtype=torch.bfloat16)
+    with compiled.for_chip(arch) as binaries:
+        one_block_attention(q, q, q, block_n=64)
+    return compiled.facts(binaries["one_block_kernel"])
+
+
+def project_facts(arch: str, D: int, row: tuple) -> compiled.Facts:
+    """What the project's forward takes over 4 heads of D with these launch settings."""
+    q = torch.empty(1, 256, 4, D, dtype=torch.bfloat16).transpose(1, 2)
+    tensors = {"q": q, "k": q, "v": q, "out": q, "lse": torch.empty(1, 4, 256)}
+    tensors |= {"slopes": torch.ones(4), "bounds": None}
+    with compiled.for_chip(arch, flash_attention) as binaries:
+        flash_attention.launch("forward", tensors, True, D**-0.5, row)
+    return compiled.facts(binaries["forward_kernel"])
+
+
+def print_facts(label: str, arch: str, facts: compiled.Facts) -> int:
+    """A line of the table. Returns how many blocks of threads a unit of the chip can hold."""
+    limits = chips.LIMITS[arch]
+    shared = f"{facts.shared / chips.KB:.4g} of {limits.shared_block // chips.KB}"
+    line = f"    {label:32} {facts.registers or 'n/a':>9} {facts.spilled or 0:>8} {shared:>15}"
+    if facts.taken is None:  # this Triton has no tool that reads it
+        print(line, f"{'n/a':>9}")
+        return 1
+    held = chips.occupancy(limits, facts)
+    print(line, f"{held.blocks or 'none fits':>9}")
+    return held.blocks
+
+
+# --- The program
+
+
+def name_of(dtype) -> str:
+    """float32, bfloat16, ..."""
+    return str(dtype).removeprefix("torch.")
+
+
+def versions() -> str:
+    """What ran it."""
+    found = {"Python": platform.python_version(), "torch": torch.__version__}
+    found["triton"] = triton.__version__
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def main(argv) -> None:
+    """Run both kernels in the interpreter, or compile them."""
+    if config.wants_help(argv):
+        config.show_help()
+    usage = "usage: python -m lessons.one_block [compile [--short]]"
+    require(argv in ([], ["compile"], ["compile", "--short"]), usage)
+    if argv:
+        compile_for_gpus(short="--short" in argv)
+    elif flash_attention.INTERPRETED.value:
+        interpret()
+    else:
+        # Triton reads the variable when a kernel is decorated, so the program starts again.
+        restart = [sys.executable, "-m", "lessons.one_block"]
+        os.execve(sys.executable, restart, os.environ | {"TRITON_INTERPRET": "1"})
+
+
+if __name__ == "__main__":
+    config.run(main)

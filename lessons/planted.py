@@ -1,0 +1,212 @@
+"""A small training loop into which a bug can be planted: the curves of lesson 2.
+
+    python -m lessons.planted
+
+trains without a bug and with each of five, and prints what can be measured of each run. Lesson 2
+draws the curves and asks which is which, so the table names the runs A to E.
+
+The model is an MPT with two layers on the bytes of Python's standard library. A step has four
+microbatches of very unequal size: one of code, three of a few import lines each.
+
+    code       8 rows of 64 bytes                      512 tokens that count
+    imports    2 rows of one line such as `import os`  about 35 tokens; what fills a row up does not
+
+What is logged is what the loop believes, bug included: its loss, its gradient norm. The validation
+is separate code without a bug, as it should be in any project.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import config
+import data
+import model as mpt
+import optim
+import parallel
+from config import MPTConfig, TrainConfig
+from loss import IGNORE
+from text import corpus
+
+STEPS = 120
+CODE_ROW = 64  # bytes that a row of code predicts
+IMPORT_ROW = 32  # bytes of a row with an import line, at most
+FILLER = 0  # a byte that no source file has
+DECAY = 0.1
+
+CAUSES = {
+    "gradients not zeroed": "the gradients of all steps so far add up",
+    "mean of means": "the loss is the mean of the microbatches' means, however long they are",
+    "schedule too fast": "the schedule's step is increased at each microbatch, not at each update",
+    "decay without rate": "the weight decay is not multiplied by the learning rate",
+    "labels not shifted": "each label is the token itself, not the one that follows",
+}
+MODEL = MPTConfig(
+    d_model=64,
+    n_heads=4,
+    n_layers=2,
+    vocab_size=256,
+    max_seq_len=CODE_ROW,
+    alibi=True,
+    no_bias=True,
+)
+
+
+@dataclass
+class Run:
+    """What was logged of a run, and its validation at the end. Losses are in nats per token."""
+
+    loss: list[float] = field(default_factory=list)  # of each step, as the loop computes it
+    grad_norm: list[float] = field(default_factory=list)  # of each step, before clipping
+    update: list[float] = field(default_factory=list)  # root mean square of the weights' change
+    weight: list[float] = field(default_factory=list)  # root mean square of the weights, after it
+    moved: list[float] = field(default_factory=list)  # share of the weights that changed at all
+    code: float = 0.0  # validation loss on code
+    imports: float = 0.0  # validation loss on import lines
+
+
+def letters() -> dict[str, str]:
+    """{letter: cause}. The order is that of a hash, so that it is not seen at a glance."""
+    shuffled = sorted(CAUSES, key=lambda cause: hashlib.sha256(cause.encode()).digest())
+    return dict(zip("ABCDE", shuffled, strict=True))
+
+
+class Text:
+    """Rows of code and rows of import lines, of every twelfth file of the standard library."""
+
+    def __init__(self):
+        texts = [Path(path).read_bytes() for path in corpus.stdlib_files()[::12]]
+        lines = [line for text in texts for line in text.splitlines(keepends=True)]
+        short = [line for line in lines if line.startswith((b"import ", b"from "))]
+        code = torch.frombuffer(bytearray(b"".join(texts)), dtype=torch.uint8).long()
+        self.code = code[: len(code) // CODE_ROW * CODE_ROW].view(-1, CODE_ROW)  # (n, 64)
+        rows = [list(line.ljust(IMPORT_ROW, b"\0")[:IMPORT_ROW]) for line in sorted(set(short))]
+        self.imports = torch.tensor(rows)  # (m, 32)
+
+    def batch(self, generator, n_code: int = 8, n_imports: int = 2, n_import_batches: int = 3):
+        """The microbatches [(ids, labels), ...] of a step: one of code, the others of imports."""
+        kinds = [(self.code, n_code)] + [(self.imports, n_imports)] * n_import_batches
+        picks = [rows[torch.randint(len(rows), (n,), generator=generator)] for rows, n in kinds]
+        return [ids_and_labels(rows) for rows in picks]
+
+
+def ids_and_labels(rows):
+    """rows (n, T) of bytes -> ids and labels (n, T - 1); what fills a row up does not count."""
+    ids, labels = data.inputs_and_labels(rows)
+    return ids, labels.masked_fill(labels == FILLER, IGNORE)
+
+
+def settings(steps: int) -> TrainConfig:
+    """The settings of a run."""
+    return TrainConfig(lr=6e-3, max_steps=steps, warmup_steps=steps // 8, alpha_f=0.0)
+
+
+def train(text: Text, cause: str = "", steps: int = STEPS, dtype=torch.float32) -> Run:
+    """Train with one of CAUSES planted, or without a bug. After each step, weights become `dtype`.
+
+    The computation is in fp32 in any case, so that a narrow dtype costs nothing but its rounding.
+    """
+    cfg = settings(steps)
+    model = mpt.MPT(MODEL)
+    mpt.init_weights(model, seed=0)
+    round_to(dtype, model)
+    betas = (cfg.beta1, cfg.beta2)
+    optimizer = torch.optim.AdamW(model.parameters(), cfg.lr, betas, weight_decay=0, fused=True)
+    generator = torch.Generator().manual_seed(0)
+    run = Run()
+    calls_of_the_schedule = 0
+    for step in range(steps):
+        microbatches = text.batch(generator)
+        if cause != "gradients not zeroed":
+            optimizer.zero_grad()
+        run.loss.append(forward_backward(model, microbatches, cause))
+
+        norm = parallel.grad_norm(model)
+        optim.clip_gradients(model.parameters(), norm, cfg.grad_clip)
+        rate = optim.learning_rate(step, cfg)
+        if cause == "schedule too fast":
+            rate = optim.learning_rate(calls_of_the_schedule, cfg)
+        calls_of_the_schedule += len(microbatches)
+        decay = DECAY if cause == "decay without rate" else rate * DECAY
+        update(model, optimizer, rate, decay, dtype, run)
+        run.grad_norm.append(norm.item())
+    run.code, run.imports = validation(model, text)
+    return run
+
+
+def forward_backward(model, microbatches, cause: str) -> float:
+    """Add the gradients of all microbatches to .grad. Returns the loss, as the loop believes it."""
+    n_tokens = sum((labels != IGNORE).sum() for _, labels in microbatches)
+    logged = 0.0
+    for ids, labels in microbatches:
+        if cause == "labels not shifted":
+            labels = ids.masked_fill(labels == IGNORE, IGNORE)
+        share = 1 / n_tokens
+        if cause == "mean of means":
+            share = 1 / (labels != IGNORE).sum() / len(microbatches)
+        loss = model(ids, labels=labels) * share
+        loss.backward()
+        logged += loss.item()
+    return logged
+
+
+@torch.no_grad()
+def update(model, optimizer, rate: float, decay: float, dtype, run: Run) -> None:
+    """One step of AdamW: weights *= 1 - decay, then Adam with this learning rate."""
+    before = torch.nn.utils.parameters_to_vector(model.parameters())
+    for parameter in model.parameters():
+        parameter.mul_(1 - decay)
+    optimizer.param_groups[0]["lr"] = rate
+    optimizer.step()
+    round_to(dtype, model)
+    after = torch.nn.utils.parameters_to_vector(model.parameters())
+    run.update.append((after - before).square().mean().sqrt().item())
+    run.weight.append(after.square().mean().sqrt().item())
+    run.moved.append((after != before).float().mean().item())
+
+
+@torch.no_grad()
+def round_to(dtype, model) -> None:
+    """Round each weight to the nearest number of this dtype."""
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+
+
+@torch.no_grad()
+def validation(model, text: Text) -> tuple[float, float]:
+    """The loss on code and on import lines, in nats per token, with labels that are right."""
+    generator = torch.Generator().manual_seed(-1)
+    kinds = text.batch(generator, n_code=128, n_imports=128, n_import_batches=1)
+    losses = [model(ids, labels=labels) / (labels != IGNORE).sum() for ids, labels in kinds]
+    return losses[0].item(), losses[1].item()
+
+
+def describe(run: Run) -> str:
+    """A run in one line of numbers, as in HEADER."""
+    last = len(run.loss) // 10  # steps, a tenth of the run
+    mean_loss = sum(run.loss[-last:]) / last
+    steps = [len(run.loss) // 10, len(run.loss) // 2, len(run.loss) * 9 // 10]
+    updates = " ".join(f"{1000 * run.update[step]:6.2f}" for step in steps)
+    norms = f"{run.grad_norm[0]:6.1f} {run.grad_norm[-1]:7.1f}"
+    weights = f"{run.weight[0]:6.3f} {run.weight[-1]:6.3f}"
+    return f"{mean_loss:7.2f}  {run.code:6.2f} {run.imports:7.2f}  {norms}  {updates}  {weights}"
+
+
+HEADER = """\
+         logged   validation loss   gradient norm  change of weights    size of weights
+           loss    code imports    first    last  at 10%   50%    90%   first   last"""
+
+
+def main(argv) -> None:
+    config.arguments(argv)
+    text = Text()
+    print(HEADER)
+    print("no bug ", describe(train(text)))
+    for letter, cause in letters().items():
+        print(f"{letter:7}", describe(train(text, cause)), flush=True)
+
+
+if __name__ == "__main__":
+    config.run(main)

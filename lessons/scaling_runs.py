@@ -1,0 +1,332 @@
+"""Trains the grid of lesson 8: four sizes x three budgets of tiny models, one line of results each.
+
+    steps x tokens per step x FLOPs per token = budget     (flops.train_flops_per_token)
+
+A larger model costs more FLOPs a token, so on one budget it sees fewer tokens. All models read the
+bytes of Python's standard library, each byte at most once for the sizes that matter. Each run is a
+cell of the grid. It trains with fsdp_train.train_step, then reads held-out files and answers the
+questions of a task made from them, and adds a line to runs/lessons/8-grid.jsonl.
+
+    python -m lessons.scaling_runs                              the grid, several minutes
+    python -m lessons.scaling_runs --budget=1.6e12 --d_model=64      one more cell
+
+A cell whose line is in the file is not trained again. The key of a line is a hash of its settings:
+change one, and it is another cell. Lines are written whole, so Ctrl-C and SIGTERM lose only the
+cells that are being trained.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import config
+import data
+import flops
+import fsdp_train
+import parallel
+import processes
+import program
+from config import MPTConfig, TrainConfig, require
+from evaluation import tasks, zero_shot
+from evaluation.figures import best, mean_per_token
+from evaluation.score import score
+from storage import files
+from text import tokenizer as tokenizers
+
+FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
+GRID = FOLDER / "8-grid.jsonl"  # this machine's own
+STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for those without one
+
+BUDGETS = (6e10, 1.8e11, 5.4e11)  # FLOPs of a run
+HELD_OUT = 1.6e12  # the budget of the exercise
+# {d_model: (layers, heads)}: about 20, 49, 127, 164, 328 and 920 thousand parameters.
+SHAPES = {24: (2, 2), 40: (2, 2), 56: (3, 4), 64: (3, 4), 80: (4, 4), 120: (5, 8)}
+WIDTHS = (24, 40, 56, 80)  # of the grid
+SEEDS = (1, 2, 3)  # all at the smallest budget, else the first
+
+SEQ_LEN = 128  # bytes
+QUESTIONS = {"n": 500, "context": 64, "length": 24}  # of evaluation/tasks.py; characters
+EVERY = 8  # every 8th window of the held-out files is read
+FIELDS = {"key": str, "budget": float, "d_model": int, "n_params": int, "loss": float, "data": str}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the grid."""
+
+    budget: float  # FLOPs
+    d_model: int
+    seed: int = 1
+    lr: float = 0.0  # the peak; 0: the grid's
+
+    @property
+    def model(self) -> MPTConfig:
+        """The model's settings: without biases, with ALiBi, a vocabulary of bytes."""
+        n_layers, n_heads = SHAPES[self.d_model]
+        return MPTConfig(
+            d_model=self.d_model,
+            n_heads=n_heads,
+            n_layers=n_layers,
+            max_seq_len=SEQ_LEN,
+            vocab_size=257,  # bytes, and end-of-text
+            alibi=True,
+            no_bias=True,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch: a power of two that grows with the square root of the tokens."""
+        tokens = self.budget / flops.train_flops_per_token(self.model)
+        return 2 ** max(1, round(math.log2(math.sqrt(tokens) / 100)))
+
+    @property
+    def steps(self) -> int:
+        """As many as the budget pays for."""
+        return round(self.budget / flops.train_flops_per_token(self.model) / self.rows / SEQ_LEN)
+
+    @property
+    def train(self) -> TrainConfig:
+        """The settings of the run."""
+        return TrainConfig(
+            dataset="stdlib",
+            tokenizer="bytes",
+            data_dir=str(FOLDER / "8-data"),
+            val_fraction=0.05,
+            device="cpu",
+            precision="fp32",
+            compile=False,
+            seed=self.seed,
+            global_batch_size=self.rows,
+            microbatch_size=self.rows,
+            max_steps=self.steps,
+            warmup_steps=max(1, self.steps // 10),
+            lr=self.lr or 0.008 * math.sqrt(32 / self.d_model),
+        )
+
+    @property
+    def key(self) -> str:
+        """A hash of all settings that change the result."""
+        run = asdict(self.train) | {"data_dir": ""}
+        settings = [asdict(self.model), run, self.budget, QUESTIONS, EVERY]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
+
+
+def grid() -> list[Cell]:
+    """The cells of the lesson, the cheap ones first."""
+    cells = [Cell(budget, width) for budget, width in itertools.product(BUDGETS, WIDTHS)]
+    cells += [Cell(BUDGETS[0], width, seed) for seed in SEEDS[1:] for width in WIDTHS]
+    return sorted(cells, key=lambda cell: cell.budget)
+
+
+# --------------------------------------------------------------------------------------------------
+# One cell
+
+
+def train_cell(cell: Cell) -> dict:
+    """Train a cell, measure it, and return its line."""
+    begin, used = time.perf_counter(), time.process_time()
+    model_cfg, cfg = cell.model, cell.train
+    world = processes.World(0, 1, 0, 1, torch.device("cpu"))
+    dataset = data.Dataset(data.data_dir(cfg), model_cfg)
+    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
+    for step, rows in dataset.batches(range(cfg.max_steps), cfg, world):
+        train_loss, _, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
+    require(bool(train_loss.isfinite()), f"the loss of {cell} is not finite: lower its lr")
+
+    documents = read_held_out(model.eval(), dataset.val)
+    right = answer_questions(model, world)
+    tokens = cfg.max_steps * cfg.global_batch_size * SEQ_LEN
+    return {
+        "key": cell.key,
+        "budget": cell.budget,
+        "d_model": cell.d_model,
+        "n_layers": model_cfg.n_layers,
+        "seed": cell.seed,
+        "n_params": flops.n_params(model_cfg),
+        "tokens": tokens,
+        "flops": float(tokens * flops.train_flops_per_token(model_cfg)),
+        "steps": cfg.max_steps,
+        "batch_tokens": cfg.global_batch_size * SEQ_LEN,
+        "lr": round(cfg.lr, 6),
+        "loss": round(float(documents[:, 0].sum() / documents[:, 1].sum()), 5),  # nats per byte
+        "accuracy": round(sum(right) / len(right), 5),
+        "right": "".join(str(int(answer)) for answer in right),
+        "documents": [[round(float(nats), 1), int(count)] for nats, count in documents],
+        "seconds": round(time.perf_counter() - begin, 1),
+        "processor_seconds": round(time.process_time() - used, 1),
+        "data": dataset.fingerprint,
+        "made_with": f"torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+@torch.no_grad()
+def read_held_out(model, val: data.Split) -> np.ndarray:
+    """(nats, bytes) of each held-out file, (documents, 2), over every EVERY-th window of them.
+
+    A file ends with its end-of-text, which counts as a byte.
+    """
+    windows = val.windows(np.arange(len(val)))  # (n, T + 1)
+    ends = windows[:, 1:] == val.vocab_size - 1
+    # The number of the file that each byte is from: files that ended before it.
+    ended_before = (ends.cumsum() - ends.ravel()).reshape(ends.shape)
+    sums = np.zeros((ended_before.max() + 1, 2))
+    for chosen in np.array_split(np.arange(0, len(val), EVERY), max(1, len(val) // EVERY // 64)):
+        ids, labels = data.inputs_and_labels(torch.from_numpy(windows[chosen]))
+        log_probs, _ = model(ids, labels=labels, score=True)
+        np.add.at(sums[:, 0], ended_before[chosen], -log_probs.double().numpy())
+        np.add.at(sums[:, 1], ended_before[chosen], 1)
+    return sums[sums[:, 1] > 0]
+
+
+def answer_questions(model, world) -> list[bool]:
+    """Which questions of the task the model answers right, by LLM Foundry's rule."""
+    task = tasks.load(str(questions_file()))[0]
+    tokenizer = tokenizers.load("bytes")
+    pairs = zero_shot.pairs_of(task, tokenizer, SEQ_LEN)
+    requests, _ = zero_shot.encode(pairs, tokenizer, task.name, model.cfg)
+    values = score(model, requests, world, "fp32", batch_tokens=16384).tolist()
+    scores = {
+        pair: (log_prob, greedy, request.count)
+        for pair, (log_prob, greedy), request in zip(pairs, values, requests, strict=True)
+    }
+    return [best(mean_per_token(item, scores)) == item.gold for item in task.items]
+
+
+def questions_file() -> Path:
+    """Where the task is."""
+    return FOLDER / f"8-questions-{'-'.join(map(str, QUESTIONS.values()))}.jsonl"
+
+
+# --------------------------------------------------------------------------------------------------
+# Many cells
+
+
+def prepare() -> str:
+    """Make the data set and the task, unless they are there. Returns the data's fingerprint."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    folder = data.prepare(Cell(BUDGETS[0], WIDTHS[0]).train)
+    rows = tasks.continuations(tasks.text_of(str(folder)), **QUESTIONS)
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    files.write_atomically(questions_file(), content.encode(), writer=os.getpid())
+    return files.read_json(folder / "dataset.json")["fingerprint"]
+
+
+def read(path: Path) -> list[dict]:
+    """The lines of a grid; none if there is no such file. UserError if one is damaged."""
+    if not path.exists():
+        return []
+    rows, faults = files.read_json_lines(path, FIELDS)
+    require(not faults, f"{path}: {faults and faults[0]}: delete that line")
+    return rows
+
+
+def add(path: Path, row: dict) -> None:
+    """Add a line to a grid: the file is replaced as a whole."""
+    lines = [json.dumps(known) for known in [*read(path), row]]
+    content = "".join(line + "\n" for line in lines)
+    files.write_atomically(path, content.encode(), writer=os.getpid())
+
+
+def train_cells(cells: list[Cell], path: Path = GRID) -> list[dict]:
+    """The lines of these cells, in their order. Those that are not in the file are trained first.
+
+    Two processes train, with half of the cores each: tiny matmuls gain little from more threads.
+    """
+    fingerprint = prepare()
+
+    def known():
+        rows = read(path)
+        return {row["key"]: row for row in rows if row["data"] == fingerprint}
+
+    missing = [cell for cell in dict.fromkeys(cells) if cell.key not in known()]
+    print(f"{len(cells)} runs, {len(cells) - len(missing)} of them done before", flush=True)
+    if missing:
+        total = sum(cell.budget for cell in missing)
+        begin, spent = time.perf_counter(), 0
+        for number, row in enumerate(trained(missing), 1):
+            add(path, row)
+            spent += row["budget"]
+            left = (time.perf_counter() - begin) * (total - spent) / spent
+            print(f"{number:3}/{len(missing)}  {describe(row)}  {left:4.0f} s left", flush=True)
+    rows = known()
+    return [rows[cell.key] for cell in cells]
+
+
+def trained(cells: list[Cell]):
+    """The lines of these cells, each as soon as it is done."""
+    n_workers = min(2, len(cells), os.cpu_count() or 1)
+    threads = max(1, torch.get_num_threads() // n_workers)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(n_workers, context, start_worker, (threads,)) as pool:
+        try:
+            futures = [pool.submit(train_cell, cell) for cell in cells]
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:  # Ctrl-C, or a cell that fails: the others are not waited for
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def start_worker(threads: int) -> None:
+    """Begin a process that trains. It ends with its parent, which hears Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    program.end_with_parent()
+    torch.set_num_threads(threads)
+
+
+def describe(row: dict) -> str:
+    """A line of results in words."""
+    return (
+        f"{row['budget']:.1e} FLOPs: {row['n_params']:7,} parameters x {row['tokens']:10,} bytes, "
+        f"seed {row['seed']}: {row['loss']:.3f} nats per byte, {row['accuracy']:5.1%} right, "
+        f"{row['seconds']:3.0f} s"
+    )
+
+
+@dataclass
+class RunsArgs:
+    """Which cell to train."""
+
+    budget: float = 0.0  # FLOPs of one more run; 0: the whole grid
+    d_model: int = 0  # its width, one of SHAPES
+    seed: int = 1  # its seed
+    learning_rate: float = 0.0  # its peak learning rate; 0: the grid's
+
+    def check(self) -> None:
+        """UserError for a run that is none."""
+        require((self.budget > 0) == (self.d_model > 0), "give both --budget and --d_model")
+        require(not self.budget or 1e8 <= self.budget <= 1e15, "budget must be 1e8 to 1e15 FLOPs")
+        widths = ", ".join(map(str, SHAPES))
+        known = not self.d_model or self.d_model in SHAPES
+        require(known, f"d_model must be one of {widths}, not {self.d_model}")
+
+
+def main(argv: list[str]) -> None:
+    """Train the grid, or one more cell."""
+    (args,) = config.load(argv, RunsArgs)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that workers end
+    cells = grid()
+    if args.budget:
+        cells = [Cell(args.budget, args.d_model, args.seed, args.learning_rate)]
+    rows = train_cells(cells)
+    print(f"{GRID.relative_to(FOLDER.parent.parent)} has all {len(rows)}")
+    if args.budget:
+        print(describe(rows[0]))
+
+
+if __name__ == "__main__":
+    config.run(main)
