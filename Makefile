@@ -4,8 +4,9 @@
 # make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
 #                 and a kill -9: five minutes, one picture
 # make test       the quick tests: eight minutes on two CPU cores, after the set-up
-# make test-all   the slow tests, without the quick ones: an hour
+# make test-all   the slow tests, without the quick ones: three quarters of an hour
 # make soak       the long tests, without the others: about an hour
+# make bundle     a folder from which others set up the workshop without a network
 # make mutants    107 planted bugs: the quick tests must find each
 # make lint       what ruff finds
 #
@@ -21,7 +22,7 @@ RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
 OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
 LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
 
-.PHONY: help train finetune elastic test test-all soak mutants lint setup setup-test
+.PHONY: help train finetune elastic bundle test test-all soak mutants lint setup setup-lessons setup-test
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
@@ -52,11 +53,14 @@ runs/demo/checkpoints/step-700: | setup
 elastic: setup
 	$(PY) -m lessons.elastic $(ARGS)
 
+bundle: setup-lessons
+	$(PY) -m lessons.bundle bundle
+
 test: setup-test
 	$(PY) -m pytest -m "not slow and not long" $(ARGS)
 
 test-all: setup-test
-	$(PY) -m pytest -m "slow and not long" $(ARGS)
+	$(PY) -m pytest -m "slow and not long" -n 2 --dist loadfile $(ARGS)
 
 soak: setup-test
 	$(PY) -m pytest -m "long" $(ARGS)
@@ -69,6 +73,9 @@ lint: setup-test
 
 setup:
 	@$(PYTHON) install.py requirements.txt
+
+setup-lessons:
+	@$(PYTHON) install.py requirements.txt requirements-extra.txt
 
 setup-test:
 	@$(PYTHON) install.py requirements.txt requirements-dev.txt requirements-extra.txt

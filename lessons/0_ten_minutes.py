@@ -31,7 +31,8 @@ from lessons import pictures
 from lifecycle import runlog
 
 STEPS = 20 if SHORT else 150
-SIZE = ["--d_model=64", "--n_layers=2", "--tokenizer=bytes", "--vocab_size=257"] if SHORT else []
+SMALL = "--d_model=64 --n_layers=2 --tokenizer=bytes --vocab_size=257 --warmup_steps=5".split()
+SIZE = SMALL if SHORT else []
 RUNS = ROOT / "runs" / "lessons"
 
 # %% [markdown]
@@ -65,9 +66,10 @@ def train(name: str, *flags: str) -> Path:
 base = train("0-base")
 
 # %% [markdown]
-# The first loss is close to log(vocabulary): the new model finds every token equally likely,
-# and -log(1 / V) = log V. A run that starts elsewhere has a bug, or weights that know
-# something already. That is the first thing to look at in any run.
+# If the new model found every token equally likely, the first loss would be -log(1 / V) =
+# log V. It is about a nat higher: the first logits are random numbers, and numbers of
+# variance s^2 cost s^2 / 2 nats. A run that starts far from there has a bug, or weights that
+# know something already. That is the first thing to look at in any run.
 
 # %%
 rows = [row for row in runlog.read(base) if "loss" in row]

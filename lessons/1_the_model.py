@@ -77,8 +77,8 @@ assert ids.shape == (B, T)
 #
 #     x = wte[ids]                                         (B, T) -> (B, T, d)
 #
-# Row n of the table wte is the vector of token n. Looking rows up is the same as multiplying
-# one-hot vectors (B, T, V) by the table, without all the zeros.
+# Row n of the table wte is the vector of token n. Looking rows up is the same as
+# multiplying one-hot vectors (B, T, V) by the table, without all the zeros.
 
 # %%
 wte = weights["transformer.wte.weight"]  # (V, d)
@@ -92,7 +92,8 @@ assert torch.equal(x[0, 0], x[0, 6])  # the two "t" of row 0
 
 # %% [markdown]
 # Nothing has told the model yet where a token stands: the same byte has the same vector
-# everywhere. (MPT's training recipes add a learned vector per position here; ALiBi does not.)
+# everywhere. (MPT's training recipes add a learned vector per position here; ALiBi does
+# not.)
 #
 # ## Norm
 #
@@ -123,9 +124,9 @@ assert torch.allclose(normed, theirs, atol=1e-5)
 #     q, k, v = split(norm(x) @ Wqkv^T)                    (B, T, d) -> 3 x (B, T, d)
 #     cut each into H heads                                (B, T, d) -> (B, H, T, D)
 #
-# One large product is faster than three small ones, so MPT keeps Wq, Wk and Wv in one matrix:
-# the first d rows give q, the next k, the last v. Head h owns channels h D to (h + 1) D. The
-# transpose puts T beside D, so that [b, h] picks one matrix (T, D).
+# One large product is faster than three small ones, so MPT keeps Wq, Wk and Wv in one
+# matrix: the first d rows give q, the next k, the last v. Head h owns channels h D to (h +
+# 1) D. The transpose puts T beside D, so that [b, h] picks one matrix (T, D).
 
 
 # %%
@@ -197,9 +198,9 @@ for head, slope in [("no ALiBi", 0.0), ("steepest", slopes[0]), ("flattest", slo
     print(f"{head:8}: the last query takes, in % " + "".join(f"{100 * t:5.0f}" for t in taken))
 
 # %% [markdown]
-# A softmax does not change if all its scores grow by the same number. So -slope * (i - j) may
-# be written as slope * j: for one query, slope * i is constant. attention.py uses that for
-# kernels that know no bias (`with_alibi_columns`).
+# A softmax does not change if all its scores grow by the same number. So -slope * (i - j)
+# may be written as slope * j: for one query, slope * i is constant. attention.py uses that
+# for kernels that know no bias (`with_alibi_columns`).
 
 # %%
 scores = k[0, 0] @ q[0, 0, i] / math.sqrt(D)
@@ -212,9 +213,10 @@ assert torch.allclose(first, second, atol=1e-6)
 # %% [markdown]
 # ## Any number of heads
 #
-# MPT-125M has 12 heads, which is no power of two. MPT then takes the slopes of the next power
-# of two, 16: first the second, fourth, sixth, ... of them, then the first, third, ..., and
-# keeps as many as there are heads. The table has the h of 2^(-8 h / 16) for each of 12 heads.
+# MPT-125M has 12 heads, which is no power of two. MPT then takes the slopes of the next
+# power of two, 16: first the second, fourth, sixth, ... of them, then the first, third,
+# ..., and keeps as many as there are heads. The table has the h of 2^(-8 h / 16) for each
+# of 12 heads.
 
 # %%
 of_12 = attention.alibi_slopes(12)
@@ -224,15 +226,17 @@ print(f"missing: {sorted(set(range(1, 17)) - {round(h.item()) for h in exponents
 assert torch.equal(of_12[:8], attention.alibi_slopes(8))
 
 # %% [markdown]
-# So heads 1 to 8 have the slopes of 8 heads. Heads 9 to 12 are half a step (a factor of the
-# square root of 2) steeper than heads 1 to 4: one is the steepest of all, three lie between.
+# So heads 1 to 8 have the slopes of 8 heads. Heads 9 to 12 are half a step (a factor of
+# the square root of 2) steeper than heads 1 to 4: one is the steepest of all, three lie
+# between.
 #
 # ## How far a head sees
 #
-# If all products q . k were equal, a head with slope s would take exp(-s n) of a key n tokens
-# back, relative to the newest one. The mean distance is then 1 / (exp(s) - 1), about 1 / s. Is
-# it so in a model that has not learned anything yet? It reads the text of model.py; the
-# distances are measured in the first layer and averaged over the last 64 queries.
+# If all products q . k were equal, a head with slope s would take exp(-s n) of a key n
+# tokens back, relative to the newest one. The mean distance is then 1 / (exp(s) - 1),
+# about 1 / s. Is it so in a model that has not learned anything yet? It reads the text of
+# model.py; the distances are measured in the first layer and averaged over the last 64
+# queries.
 
 
 # %%
@@ -323,9 +327,9 @@ figure  # noqa: B018 (an editor shows it)
 # %% [markdown]
 # ## All queries, heads and rows
 #
-# Each query of each head of each row is on its own. Three loops say so; your exercise is to
-# do the same with a few products of whole tensors. Then the heads are put side by side again
-# and mixed by one more matrix:
+# Each query of each head of each row is on its own. Three loops say so; your exercise is
+# to do the same with a few products of whole tensors. Then the heads are put side by side
+# again and mixed by one more matrix:
 #
 #     y = concat(heads) @ out_proj^T                       (B, H, T, D) -> (B, T, d)
 
@@ -361,7 +365,7 @@ for impl in ("reference", "blocks", "sdpa"):  # three ways to the same numbers i
 #
 # ## Feed-forward
 #
-#     ffn(x) = gelu(x @ up_proj^T) @ down_proj^T           (B, T, d) -> (B, T, 4 d) -> (B, T, d)
+#     ffn(x) = gelu(x @ up_proj^T) @ down_proj^T      (B, T, d) -> (B, T, 4 d) -> (B, T, d)
 #     gelu(z) = z * (1 + erf(z / sqrt(2))) / 2             the exact one
 #
 # GELU is z times the share of a normal distribution that lies below z. Some models use an
@@ -395,9 +399,9 @@ assert apart > 1e-4
 #     x = x + ffn(norm_2(x))                               is added to the residual stream x
 #     logits = norm_f(x) @ wte^T                           (B, T, V)
 #
-# The output layer is the embedding again ("tied"): the logit of token n is the product of the
-# last hidden state with row n of wte. logits[b, t] scores the token that follows token t.
-# In the project: model.py::Transformer.forward, Block.compute and MPT.logits.
+# The output layer is the embedding again ("tied"): the logit of token n is the product of
+# the last hidden state with row n of wte. logits[b, t] scores the token that follows token
+# t. In the project: model.py::Transformer.forward, Block.compute and MPT.logits.
 
 
 # %%
@@ -427,10 +431,10 @@ assert difference < 1e-5
 #
 # ## What causality buys
 #
-# Change one token: the logits before it stay as they are, bit by bit. So one forward trains
-# all T predictions of a row at once. And when a model writes text, the keys and values of old
-# tokens never change: they are kept in a cache, and only the new token is computed. Its query
-# is the last row of attention: Tq = 1 query sees all Tk keys.
+# Change one token: the logits before it stay as they are, bit by bit. So one forward
+# trains all T predictions of a row at once. And when a model writes text, the keys and
+# values of old tokens never change: they are kept in a cache, and only the new token is
+# computed. Its query is the last row of attention: Tq = 1 query sees all Tk keys.
 
 # %%
 changed = ids.clone()
@@ -451,8 +455,8 @@ assert torch.allclose(newest[:, 0], ours[:, -1], atol=1e-5)
 # %% [markdown]
 # ## What ALiBi buys
 #
-# Without ALiBi (slopes 0) nothing in the formulas names a position. Swap two early tokens and
-# look at the logits of the last one, with one layer and with two.
+# Without ALiBi (slopes 0) nothing in the formulas names a position. Swap two early tokens
+# and look at the logits of the last one, with one layer and with two.
 
 # %%
 swapped = ids.clone()
@@ -471,9 +475,9 @@ for n_layers in (1, L):
 #
 # ## Counting parameters
 #
-# A parameter is one number of one weight. Count the tensors of the small model by part, and
-# compare with flops.py, which has the formulas. The real models need no memory to be counted:
-# on torch's "meta" device a tensor has a shape and no data.
+# A parameter is one number of one weight. Count the tensors of the small model by part,
+# and compare with flops.py, which has the formulas. The real models need no memory to be
+# counted: on torch's "meta" device a tensor has a shape and no data.
 
 # %%
 PARTS = ["wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "norms", "biases"]
@@ -541,29 +545,29 @@ assert totals["MPT-7B"] == 6_649_286_656
 assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 
 # %% [markdown]
-# The embedding is a third of the smallest model and 3 % of MPT-7B. Almost all the rest is four
-# matrices a layer. Which formula gives them, and the norms, exactly? That is the last part
-# of the exercise. `python flops.py configs/mpt7b.py` prints this table for any model.
+# The embedding is a third of the smallest model and 3 % of MPT-7B. Almost all the rest is
+# four matrices a layer. Which formula gives them, and the norms, exactly? That is the last
+# part of the exercise. `python flops.py configs/mpt7b.py` prints this table for any model.
 #
 # ## The exercise
 #
 # Write three functions in lessons/mine/1_the_model.py:
 #
 #     alibi_slopes        the slopes of any number of heads
-#     causal_attention    attention of all rows, heads and queries, also on a cache (Tq < Tk)
+#     causal_attention    of all rows, heads and queries at once, also on a cache: Tq < Tk
 #     count_parameters    an MPT's parameters, exactly, from its sizes
 #
 #     python -m lessons check 1
 #
-# The first check creates the file. The checker puts your first two functions into model.MPT in
-# place of its own and runs it: the logits must stay the same to 1e-5. Your count must be
-# flops.py's for several models, among them MPT-7B. Loops like the ones above would be right,
-# but slow: try to do without.
+# The first check creates the file. The checker puts your first two functions into
+# model.MPT in place of its own and runs it: the logits must stay the same to 1e-5. Your
+# count must be flops.py's for several models, among them MPT-7B. Loops like the ones above
+# would be right, but slow: try to do without.
 #
 # ## Three questions
 #
-# 1. With 8 heads and equal products q . k, how much less weight than the newest key gets one
-#    that is 20 tokens back: in the steepest head, and in the flattest?
+# 1. With 8 heads and equal products q . k, how much less weight than the newest key gets
+#    one that is 20 tokens back: in the steepest head, and in the flattest?
 # 2. From 125M to 7B, the embedding shrinks from 31 % to 3 % of the parameters. Why?
 # 3. Without ALiBi, one layer cannot tell the order of earlier tokens. Why can two layers?
 #
@@ -574,7 +578,8 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 # - Vaswani et al., Attention Is All You Need, 2017 (arXiv 1706.03762)
 # - Press, Smith, Lewis, Train Short, Test Long: Attention with Linear Biases Enables Input
 #   Length Extrapolation, 2021 (arXiv 2108.12409)
-# - Press, Wolf, Using the Output Embedding to Improve Language Models, 2016 (arXiv 1608.05859)
+# - Press, Wolf, Using the Output Embedding to Improve Language Models, 2016 (arXiv
+#   1608.05859)
 # - Xiong et al., On Layer Normalization in the Transformer Architecture, 2020 (arXiv
 #   2002.04745): why the norm stands before attention and feed-forward
 # - Haviv et al., Transformer Language Models without Positional Encodings Still Learn
@@ -587,12 +592,13 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 # %% [markdown]
 # ## Answers
 #
-# 1. The steepest slope is 1/2: exp(-20 / 2) is 1/22,026. The flattest is 1/256: exp(-20 / 256)
-#    is 0.92. In the same layer one head sees a few words and another the whole page.
+# 1. The steepest slope is 1/2: exp(-20 / 2) is 1/22,026. The flattest is 1/256: exp(-20 /
+#    256) is 0.92. In the same layer one head sees a few words and another the whole page.
 # 2. The embedding has V d parameters: it grows with d. The layers have about 12 d^2 each:
-#    they grow with d^2 and with L. From 125M to 7B, d grows 5.3 times and L 2.7 times, so the
-#    layers grow 76 times and the embedding 5.3 times.
-# 3. In the first layer, the token at position t takes a mean over tokens 0 to t. That does not
-#    depend on their order, but it depends on which tokens come before t and which after. If
-#    tokens 1 and 4 are swapped, then the hidden states of tokens 1 to 4 differ after layer
-#    one, and layer two reads them. The causal mask is what tells positions apart.
+#    they grow with d^2 and with L. From 125M to 7B, d grows 5.3 times and L 2.7 times, so
+#    the layers grow 76 times and the embedding 5.3 times.
+# 3. In the first layer, the token at position t gets a mean over tokens 0 to t. That does
+#    not depend on their order, but it depends on which tokens come before t and which
+#    after. If tokens 1 and 4 are swapped, then the hidden states of tokens 1 to 4 differ
+#    after layer one, and layer two reads them. The causal mask is what tells positions
+#    apart.

@@ -262,11 +262,11 @@ for T in LENGTHS:
 #
 #     T / BLOCK_M blocks of queries, each reads half of 2 T D numbers:   T^2 * D / BLOCK_M
 #
-# where the obvious program moves 4 T^2. So it is 4 * BLOCK_M / D times less: more queries
-# in a block, fewer bytes. And most of these reads are cheap: k and v of one head (2 MB at
-# 8,192 tokens) fit into the GPU's cache, which the T x T scores do not. What no cache gives
-# back is memory: the scores of one head at 32,768 tokens take 2 GB; in blocks, m + log l
-# takes 0.13 MB.
+# where the obvious program moves 4 T^2 numbers. So it is 4 * BLOCK_M / D times less: more
+# queries in a block, fewer bytes. And most of these reads are cheap: k and v of one head (2
+# MB at 8,192 tokens) fit into the GPU's cache, which the T x T scores do not. What no cache
+# gives back is memory: the scores of one head at 32,768 tokens take 2 GB; in blocks, m +
+# log l takes 0.13 MB.
 #
 # Now divide by what the chips can do. Figures of devices.py: the peak of the matrix units
 # in bf16 and the speed of the memory; an MI250 is two devices, one of them counts here.
@@ -310,7 +310,7 @@ def draw():
         tip = {"arrowstyle": "->", "color": "black", "linewidth": 1.2}
         middle = start + BLOCK_M / 2
         left.annotate("", (start + BLOCK_M, middle), (0, middle), arrowprops=tip)
-        left.text(1034, middle, f"program {row}", va="center", fontsize=8)
+        left.text(1034, middle, f"block {row}", va="center", fontsize=8)
     left.set(xlim=(0, 1024), ylim=(1024, 0), aspect="equal")
     left.set(xticks=range(0, 1025, 256), yticks=range(0, 1025, 256))
     left.set(xlabel="key (position)", ylabel="query (position)")
@@ -472,7 +472,9 @@ show("compiled")
 #
 # What you have not seen: speed. The interpreter runs programs one after another, so it
 # shows no race between threads; a compiled kernel tells what limits it, not how long it
-# takes. Times need the GPU: `python -m bench attention` there.
+# takes. The rows of launch_table.py are the largest blocks that compile without spilling
+# more than a few bytes; its docstring says whether any has been timed. Times need the GPU:
+# `python -m bench attention` there.
 #
 # ## The exercise
 #

@@ -134,8 +134,9 @@ for length in (512, 2048, 8192, 32768):
 #
 # Now something real: one core of this CPU, in fp32. What can it reach? A large matmul
 # does little else but multiply and add, so it sets the peak (devices.py::measure_peak
-# does the same for --peak_tflops=measure). Bandwidth: a copy of a tensor that no cache
-# can hold.
+# does the same for --peak_tflops=measure). Bandwidth: tensors that no cache can hold,
+# copied or added. (A processor usually reads memory before it writes to it, which is not
+# counted for the copy. So take the faster of both.)
 
 # %%
 turns = 3 if SHORT else 10
@@ -297,6 +298,7 @@ draw(left, 0.05, core_peak, core_bandwidth, "one core, fp32", color="black")
 for (name, (intensity, rate)), marker in zip(points.items(), "osD^v", strict=True):
     left.loglog(intensity, rate / 1e9, marker, color="0.35", markersize=8, label=name)
 left.set_title("This CPU: one core, measured")
+left.set_ylim(bottom=1, top=3 * core_peak / 1e9)
 styles = [("0.6", "-"), ("black", "-"), ("0.3", "--")]
 for kind, (color, style) in zip(kinds, styles, strict=True):
     peak, bandwidth = kind.bf16_tflops * 1e12, kind.bandwidth_gbs * 1e9
@@ -315,8 +317,8 @@ figure.tight_layout()
 pictures.save(figure, "5-roofline")
 
 # %% [markdown]
-# A point above a roof shows a wrong count: a cache kept what we count as moved, or the
-# copy did not reach the bandwidth. A point far below its roof has a poor kernel, or too
+# A point above a roof shows a wrong count: a cache kept what counts as moved, or the
+# measured bandwidth is too low. A point far below its roof has a poor kernel, or too
 # little to do.
 #
 # ## What others published

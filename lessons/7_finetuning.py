@@ -247,8 +247,8 @@ assert difference < 1e-4 and error == 0.0
 
 # %% [markdown]
 # In fp32 the sum is nearly exact. A bf16 has 8 significant bits: near 0.02, a usual size of
-# a weight, its neighbours are 0.0001 apart. A smaller change is lost when W is stored in
-# bf16. This is what merging and unmerging does to a bf16 W with elements of about 0.02:
+# a weight, its neighbours are 0.0001 apart, and a change of less than half of that is lost.
+# This is what merging and unmerging does to a bf16 W with elements of about 0.02:
 
 # %%
 W = (0.02 * torch.randn(512, 512)).bfloat16()
@@ -310,7 +310,7 @@ TINY = "--d_model=64 --n_heads=2 --n_layers=2 --vocab_size=257 --tokenizer=bytes
 
 
 def train(recipe: str, run_dir: str, steps: int, *flags) -> None:
-    """Train with a config and flags, in a process of its own. Print a few rows of its metrics."""
+    """Train anew, in a process of its own. Print a few rows of its metrics at the end."""
     shutil.rmtree(run_dir, ignore_errors=True)
     length = [f"--run_dir={run_dir}", f"--max_steps={steps}", f"--save_interval={steps}"]
     fixed = ["--eval_interval=0", "--eval_tokens=16384", "--device=cpu"]
@@ -349,7 +349,7 @@ print(f"the base: {checkpoint.latest(BASE)}")
 # alone.
 
 # %%
-LORA = f"{PLACE}-lora-on-{Path(BASE).name}"
+LORA = f"{PLACE}-lora-on-demo" if BASE == "runs/demo" else f"{PLACE}-lora"
 if not is_finished(LORA, STEPS):
     data_flags = [f"--dataset={QUESTIONS}/train.jsonl", f"--data_dir={LORA}-tokens"]
     shutil.rmtree(f"{LORA}-tokens", ignore_errors=True)  # of another base, perhaps
@@ -591,8 +591,7 @@ for n_in, rank in ((256, 8), (4096, 1), (4096, 8), (4096, 64), (4096, 256)):
 #   arXiv:2312.03732
 # - Biderman et al., LoRA Learns Less and Forgets Less. 2024, arXiv:2405.09673
 # - Aghajanyan, Zettlemoyer, Gupta, Intrinsic Dimensionality Explains the Effectiveness of
-#   Language
-#   Model Fine-Tuning. 2020, arXiv:2012.13255
+#   Language Model Fine-Tuning. 2020, arXiv:2012.13255
 # - Eckart and Young, The Approximation of One Matrix by Another of Lower Rank.
 #   Psychometrika, 1936
 

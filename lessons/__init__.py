@@ -1,1 +1,1 @@
-"""Lessons: programs that show one idea each."""
+"""The workshop: nine lessons with exercises that check themselves, and longer demonstrations."""

@@ -101,7 +101,6 @@ def close_the_project(own_folder: Path) -> None:
     for name, module in list(sys.modules.items()):
         if is_of_the_project(getattr(module, "__file__", None) or "", own_folder):
             del sys.modules[name]
-    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != ROOT]
 
     def refuse(event, arguments):
         if event == "open" and is_of_the_project(arguments[0], own_folder):

@@ -52,9 +52,9 @@ STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for th
 
 BUDGETS = (6e10, 1.8e11, 5.4e11)  # FLOPs of a run
 HELD_OUT = 1.6e12  # the budget of the exercise
-# {d_model: (layers, heads)}: about 20, 49, 127, 164, 328 and 920 thousand parameters.
-SHAPES = {24: (2, 2), 40: (2, 2), 56: (3, 4), 64: (3, 4), 80: (4, 4), 120: (5, 8)}
-WIDTHS = (24, 40, 56, 80)  # of the grid
+# {d_model: (layers, heads)}: about 10, 33, 96, 164, 252 and 632 thousand parameters.
+SHAPES = {16: (2, 2), 32: (2, 2), 48: (3, 4), 64: (3, 4), 80: (3, 4), 112: (4, 8)}
+WIDTHS = (16, 32, 48, 80)  # of the grid
 SEEDS = (1, 2, 3)  # all at the smallest budget, else the first
 
 SEQ_LEN = 128  # bytes
@@ -88,9 +88,9 @@ class Cell:
 
     @property
     def rows(self) -> int:
-        """Rows of a batch: a power of two that grows with the square root of the tokens."""
+        """Rows of a batch, in proportion to the square root of the tokens."""
         tokens = self.budget / flops.train_flops_per_token(self.model)
-        return 2 ** max(1, round(math.log2(math.sqrt(tokens) / 100)))
+        return max(1, round(math.sqrt(tokens) / 150))
 
     @property
     def steps(self) -> int:

@@ -3,7 +3,7 @@
     python -m lessons.two_ranks     the three collectives on two ranks
 
     ranks = two_ranks.Ranks(2)      starts two processes, joined by gloo
-    ranks(all_gathered, x)          calls all_gathered(x) on both: [result of rank 0, of rank 1]
+    ranks(all_reduce, x)            calls all_reduce(x) on both: [result of rank 0, of rank 1]
     ranks.stop()
 
 The functions below are what a rank does. Each rank calls the same function, at the same time, with
@@ -59,7 +59,11 @@ class Ranks:
 
     def __call__(self, function, *args) -> list:
         """[function(*args) on rank 0, on rank 1, ...]. RuntimeError if one fails."""
-        for pipe in self.pipes:
+        return self.per_rank(function, *[args] * len(self.pipes))
+
+    def per_rank(self, function, *args_of_ranks) -> list:
+        """The same with arguments that differ: those of rank 0, those of rank 1, ..."""
+        for pipe, args in zip(self.pipes, args_of_ranks, strict=True):
             pipe.send_bytes(pickle.dumps((function.__name__, args)))
         results = []
         for rank, pipe in enumerate(self.pipes):
@@ -328,16 +332,14 @@ def kept_in_a_step(model, rows, cfg) -> dict[str, int]:
     """{moment: bytes of weights, gradients and moments on this rank}, activations left out."""
     import parallel
 
+    ids, labels = rows[:, :-1], rows[:, 1:]
     kept = {"between steps": live_bytes()}
-    for last in (False, True):
-        parallel.before_microbatch(model, cfg, last=last)
-        loss = model(rows[:, :-1], labels=rows[:, 1:])
-        if not last:
-            kept["after a forward"] = live_bytes()
-        loss.backward()
-        del loss
-        if not last:
-            kept["between microbatches"] = live_bytes()
+    parallel.before_microbatch(model, cfg, last=False)
+    with torch.no_grad():  # so that no activations are kept
+        model(ids, labels=labels)
+    kept["after a forward"] = live_bytes()
+    model(ids, labels=labels).backward()
+    kept["between microbatches"] = live_bytes()
     return kept
 
 

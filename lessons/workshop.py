@@ -117,7 +117,7 @@ class WithWords(SourceFileLoader):
         source = Path(self.path).read_text(encoding="utf-8").split(ANSWERS)[0]
         parsed = ast.parse(source)
         for first, text in words(source):
-            (node,) = ast.parse(f"print({f'{text}' + chr(10)!r}, flush=True)").body
+            (node,) = ast.parse(f"print({f'{chr(10)}{text}{chr(10)}'!r}, flush=True)").body
             ast.increment_lineno(node, first - 1)
             parsed.body.append(node)
         parsed.body.sort(key=lambda node: node.lineno)

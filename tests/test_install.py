@@ -244,7 +244,8 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
     out = project.make("train", "ARGS=--fail", python=below, status=2)
     assert out.count("ran ") == 1 and "lifecycle.plot" not in out
     assert "pytest ['-m', 'not slow and not long']" in project.make("test", python=below)
-    assert "pytest ['-m', 'slow and not long']" in project.make("test-all", python=below)
+    two_files = "pytest ['-m', 'slow and not long', '-n', '2', '--dist', 'loadfile']"
+    assert two_files in project.make("test-all", python=below)
 
 
 @pytest.mark.slow

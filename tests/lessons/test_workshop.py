@@ -209,7 +209,7 @@ def test_results_come_back(odd):
         (("missing",), ["the answer has no missing"]),
         (("leave",), ["ended the process", "3"]),
         (("strange",), ["cannot be sent back"]),
-        (("use_the_project",), ["No module named 'model'"]),
+        (("use_the_project",), ["cannot use the project's model.py"]),
         (("find_the_project", str(ROOT)), ["cannot use the project's attention.py"]),
         (("load_from_the_project", str(ROOT)), ["cannot use the project's loss.py"]),
     ],

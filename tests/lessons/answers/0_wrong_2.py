@@ -1,7 +1,7 @@
 """Swaps the losses of two runs."""
 
 DIVERGES = 2e-1
-FINAL_LOSSES = {2e-3: 25.25, 2e-2: 6.55, 2e-1: 6.33}
+FINAL_LOSSES = {2e-3: 33.6, 2e-2: 6.61, 2e-1: 6.36}
 
 
 def losses(path):

@@ -1,0 +1,666 @@
+# %% [markdown]
+# # Lesson 3. Many devices
+#
+# A model that is too large or too slow for one device is trained by many. You will see
+#
+#   1. two real ranks and the three collectives that they work with
+#   2. FULL_SHARD of one layer, by hand, in forty lines
+#   3. DDP and the ZeRO stages on a real model: what each keeps, calls and sends
+#   4. one matmul pair cut over two ranks: tensor parallelism
+#   5. a model cut into stages: pipeline parallelism, and its picture
+#   6. all of it counted for MPT-7B on 64 devices
+#
+# Plan an hour. The textbook is parallel.py (`parallelize`, and the table at its top), then
+# tensor_parallel.py and pipeline.py. You need lesson 2, or to know what a gradient is.
+
+# %%
+import sys
+from pathlib import Path
+
+here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
+ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
+sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
+
+# %%
+import inspect  # noqa: E402
+import subprocess  # noqa: E402
+from dataclasses import replace  # noqa: E402
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+import flops  # noqa: E402
+import model  # noqa: E402
+import pipeline  # noqa: E402
+from config import MPTConfig, TrainConfig  # noqa: E402
+from lessons import pictures, two_ranks  # noqa: E402
+from planning import memory  # noqa: E402
+
+# %% [markdown]
+# ## 1. Two ranks, three collectives
+#
+# A rank is a process with one device of its own. It has its own memory: no rank can read a
+# tensor of another one. So they call collectives, functions that all ranks call at the same
+# time. Here are two ranks, joined by gloo, which is PyTorch's backend for CPUs. (On GPUs it
+# is NCCL or RCCL.) What they do stands in lessons/two_ranks.py, since a process is started
+# from a file, not from a cell.
+
+# %%
+ranks = two_ranks.Ranks(2)
+for rank, found in enumerate(ranks(two_ranks.collectives)):
+    for name, (before, after) in found.items():
+        print(f"rank {rank}  {name:15} {before.tolist()} -> {after.tolist()}")
+    whole = [1.0 + 10**1, 2.0 + 20, 3.0 + 30, 4.0 + 40]  # the sum of [1, 2, 3, 4] and ten times it
+    assert found["all-gather"][1].tolist() == [1, 2, 11, 12]
+    assert found["reduce-scatter"][1].tolist() == whole[2 * rank : 2 * rank + 2]
+    assert found["all-reduce"][1].tolist() == whole
+
+# %% [markdown]
+#     all-gather       each rank has a part; afterwards all have all parts, in order
+#     reduce-scatter   each rank has a whole tensor; afterwards rank r has part r of the sum
+#     all-reduce       each rank has a whole tensor; afterwards all have the sum
+#
+# An all-reduce is a reduce-scatter followed by an all-gather. Remember that: it explains
+# most of this lesson.
+#
+# What does it cost? In a ring, each of n ranks sends to the next one only. To gather S bytes,
+# every part must travel past n - 1 ranks, so each rank sends
+#
+#     all-gather, reduce-scatter   S (n - 1) / n bytes
+#     all-reduce                   2 S (n - 1) / n bytes
+#
+# That is nearly S, or 2 S, however many ranks there are. Here is such a ring in one process,
+# with the numbers counted.
+
+
+# %%
+def ring_reduce_scatter(vectors):
+    """vectors: of each rank. Returns (part r of the sum, for each rank r; numbers a rank sent)."""
+    n = len(vectors)
+    parts = [list(vector.chunk(n)) for vector in vectors]  # parts[rank][part]
+    sent = 0
+    for hop in range(1, n):
+        moving = [parts[rank][(rank - hop) % n] for rank in range(n)]
+        for rank in range(n):
+            right = (rank + 1) % n
+            parts[right][(rank - hop) % n] = parts[right][(rank - hop) % n] + moving[rank]
+        sent += len(moving[0])
+    return [parts[rank][rank] for rank in range(n)], sent
+
+
+def ring_all_gather(own_parts):
+    """own_parts: of each rank. Returns (the whole, on each rank; numbers a rank sent)."""
+    n = len(own_parts)
+    parts = [{rank: own_parts[rank]} for rank in range(n)]
+    sent = 0
+    for hop in range(n - 1):
+        for rank in range(n):
+            parts[(rank + 1) % n][(rank - hop) % n] = parts[rank][(rank - hop) % n]
+        sent += len(own_parts[0])
+    return [torch.cat([found[part] for part in range(n)]) for found in parts], sent
+
+
+S = 960  # numbers
+print(f"{S} numbers{'reduce-scatter':>22}{'all-gather':>12}{'all-reduce':>12}   sent by a rank")
+for n in (2, 4, 8):
+    vectors = [torch.randn(S) for _ in range(n)]
+    own_parts, first = ring_reduce_scatter(vectors)
+    wholes, second = ring_all_gather(own_parts)
+    print(f"{n:3} ranks{first:25}{second:12}{first + second:12}")
+    assert all(torch.allclose(whole, sum(vectors), atol=1e-4) for whole in wholes)
+    assert first == second == S * (n - 1) // n
+
+# %% [markdown]
+# ## 2. FULL_SHARD of one layer, by hand
+#
+# Data parallelism: each rank has rows of its own, and computes the gradient of their mean
+# loss. The mean of these gradients is the gradient of the whole batch. The plain way (DDP)
+# keeps all weights on every rank and all-reduces the gradients: n copies of the same numbers.
+#
+# FULL_SHARD, or ZeRO-3, keeps each number once. A rank has 1/n of the rows of W, makes W
+# whole just before it is used, and frees it again:
+#
+#     forward    W = all-gather(parts);  y = x W^T;          free W
+#     backward   W = all-gather(parts);  dx = dy W;          free W
+#                dW = dy^T x;  own part of dW = reduce-scatter(dW) / n
+#     update     own part of W -= lr * own part of dW
+#
+# The update needs no communication at all. In lessons/two_ranks.py:
+
+# %%
+print(inspect.getsource(two_ranks.ShardedLinear))
+print(inspect.getsource(two_ranks.GatheredProduct))
+
+# %% [markdown]
+# It trains on two ranks, each with half of the rows, and beside it one process trains a plain
+# layer on all rows. (`train_sharded` in the same file is the loop.)
+
+# %%
+generator = torch.Generator().manual_seed(0)
+W = torch.randn(64, 32, generator=generator) / 32**0.5  # (out, in)
+x = torch.randn(16, 32, generator=generator)
+target = torch.randn(16, 64, generator=generator)
+LR, N_STEPS = 2.0, 4
+
+plain, plain_losses = W.clone().requires_grad_(), []
+for _ in range(N_STEPS):
+    loss = F.mse_loss(x @ plain.T, target)
+    plain_losses.append(loss.item())
+    (gradient,) = torch.autograd.grad(loss, plain)
+    with torch.no_grad():
+        plain -= LR * gradient
+
+results = ranks(two_ranks.train_sharded, W, x, target, LR, N_STEPS)
+print(f"{'loss before step':22}" + "".join(f"{step:10}" for step in range(N_STEPS)))
+print(f"{'one process':22}" + "".join(f"{value:10.6f}" for value in plain_losses))
+for rank, (losses, part, _) in enumerate(results):
+    print(f"{f'two ranks, rank {rank}':22}" + "".join(f"{value:10.6f}" for value in losses))
+    assert part.shape == (32, 32)
+    assert all(abs(a - b) < 1e-6 for a, b in zip(losses, plain_losses, strict=True))
+W_at_end = torch.cat([part for _, part, _ in results])
+difference = (W_at_end - plain).abs().max().item()
+print(f"largest difference of a weight after {N_STEPS} steps: {difference:.1e}")
+assert difference < 1e-6
+
+calls = results[0][2]
+print("\nA step of rank 0, of a layer of", W.nbytes, "bytes:")
+for kind, _, n_bytes in calls:
+    print(f"    {kind:15} {n_bytes:6} bytes in all, {n_bytes // 2} of them sent by this rank")
+assert [kind for kind, *_ in calls] == ["all-gather", "all-gather", "reduce-scatter"]
+
+# %% [markdown]
+# The hand-made layer and PyTorch's `fully_shard` do the same. What PyTorch adds is speed: it
+# gathers all weights of a block in one call, and gathers the next block while this one
+# computes. The project's use of it is parallel.py::parallelize: one call for each block.
+# Here it trains the same layer on the same rows.
+
+# %%
+halves = [list(zip(x.chunk(2), target.chunk(2), strict=True))[rank] for rank in (0, 1)]
+theirs = ranks.per_rank(two_ranks.fully_sharded, *[([W], *half, LR, N_STEPS) for half in halves])
+for losses, (weight,) in theirs:
+    print("fully_shard           " + "".join(f"{value.item():10.6f}" for value in losses))
+    assert torch.allclose(weight, plain, atol=1e-6)
+
+# %% [markdown]
+# ## 3. DDP and the ZeRO stages, on a real model
+#
+# Training with Adam keeps 16 bytes for each parameter: the fp32 weight, its gradient, and two
+# moments. The ZeRO stages say how much of that is cut over the n ranks of data parallelism.
+# Here is the table of parallel.py with the names of the paper:
+#
+#     mode            ZeRO   cut over ranks                      whole weights live
+#     DDP             0      nothing                             always
+#     ZERO1           1      weights, moments                    during a step
+#     SHARD_GRAD_OP   2      and gradients                       during a microbatch
+#     FULL_SHARD      3      and gradients                       while a block computes
+#
+# A step may have several microbatches, whose gradients are added up. Then it matters when
+# gradients are reduced: DDP and ZERO1 add up whole ones, and reduce once a step. The other
+# two reduce after each microbatch, since they must not keep whole gradients.
+#
+# Measured: a small MPT on two ranks in fp32, four microbatches a step. `measured_step` trains
+# one step with fsdp_train.py::train_step under a mode that listens to PyTorch's operations.
+
+# %%
+SMALL = MPTConfig(
+    d_model=64, n_heads=4, n_layers=4, vocab_size=256, max_seq_len=32, alibi=True, no_bias=True
+)
+RUN = TrainConfig(
+    global_batch_size=8, microbatch_size=1, precision="fp32", device="cpu", max_steps=1000
+)
+LAYOUTS = {  # what differs from RUN; each has four microbatches
+    "DDP": {"sharding": "DDP"},
+    "ZERO1": {"sharding": "ZERO1"},
+    "SHARD_GRAD_OP": {"sharding": "SHARD_GRAD_OP"},
+    "FULL_SHARD": {"sharding": "FULL_SHARD"},
+    "tp 2": {"tp": 2, "microbatch_size": 2},
+    "pp 2": {"pp": 2, "microbatch_size": 2},
+}
+MODES = list(LAYOUTS)[:4]
+rows = torch.randint(256, (8, 33), generator=generator)  # ids, and a last label
+measured = {}
+for name, change in LAYOUTS.items():
+    measured[name] = ranks(two_ranks.measured_step, SMALL, replace(RUN, **change), rows)
+
+mpt = model.MPT(SMALL)
+model.init_weights(mpt, RUN.seed)
+alone = mpt(rows[:, :-1], labels=rows[:, 1:]).item() / rows[:, 1:].numel()
+print(f"{'loss of the first step, one process':40}{alone:.6f} nats a token")
+for name, ((loss, *_), _) in measured.items():
+    print(f"{f'on two ranks, {name}':40}{loss:.6f}")
+    assert abs(loss - alone) < 1e-5
+
+# %% [markdown]
+# The layout is not part of the mathematics: all give the same loss, up to rounding. What a
+# rank keeps differs. W stands for one fp32 copy of all weights.
+
+# %%
+W_bytes = 4 * flops.n_params(SMALL)
+MOMENTS = ["between steps", "after a forward", "between microbatches"]
+print(f"W = {W_bytes:,} bytes. What a rank keeps, activations left out:")
+print(f"{'':16}" + "".join(f"{moment:>24}" for moment in MOMENTS))
+for name in MODES:
+    _, _, kept = measured[name][0]
+    print(f"{name:16}" + "".join(f"{kept[moment] / W_bytes:22.2f} W" for moment in MOMENTS))
+
+root = (SMALL.vocab_size + 1) * SMALL.d_model * 4 / W_bytes  # embedding and final norm: stay whole
+EXPECTED = {
+    "DDP": (3, 4, 5),
+    "ZERO1": (1.5, 2.5, 3.5),
+    "SHARD_GRAD_OP": (1.5, 2.5, 2),
+    "FULL_SHARD": (1.5, 1.5 + root, 2),
+}
+for name, in_W in EXPECTED.items():
+    for moment, wanted in zip(MOMENTS, in_W, strict=True):
+        assert abs(measured[name][0][2][moment] / W_bytes - wanted) < 0.01, (name, moment)
+
+# %% [markdown]
+# Read it line by line. Between steps there are weights and two moments: 3 W whole, or 1.5 W
+# in halves. ZERO1 gathers 1 W of whole weights in the forward, and keeps that and 1 W of whole
+# gradients until the last microbatch. SHARD_GRAD_OP keeps only its half of the gradients
+# between microbatches, and gathers the weights again in each. FULL_SHARD has never more than a
+# block whole, beside the embedding and the final norm. (In bf16 the gathered copies are half
+# as large.)
+#
+# And what does the saving cost? Calls and bytes of one step. L blocks and the rest, which is
+# embedding and final norm, are L + 1 units that are gathered and reduced, each in one call;
+# k microbatches; P parameters.
+
+
+# %%
+def collectives_of(m, cfg, ranks, gathered, reduced):
+    """[(kind, ranks of its group, calls, bytes in all)] of one rank in a step.
+
+    gathered, reduced: bytes of a number of a weight and of activations, and of a gradient.
+    Left out: the few numbers of losses and norms, and the gradient of a tied embedding in pp.
+    """
+    dp = ranks // (cfg.tp * cfg.pp)
+    k = cfg.global_batch_size // dp // cfg.microbatch_size
+    L = m.n_layers // cfg.pp
+    P = flops.n_params(m) // (cfg.tp * cfg.pp)  # if all parts were equal
+    rest = (m.vocab_size + 1) * m.d_model // (cfg.tp * cfg.pp)
+    stream = cfg.microbatch_size * m.max_seq_len * m.d_model * gathered  # the hidden states
+
+    found = []
+    if dp > 1:
+        in_all = {"FULL_SHARD": (k, k), "SHARD_GRAD_OP": (k, k), "ZERO1": (1, 1), "DDP": (0, 1)}
+        gathers, reduces = in_all[cfg.sharding]
+        again = k if cfg.sharding == "FULL_SHARD" else 0  # the blocks, in the backward
+        if gathers:
+            n_bytes = (gathers * P + again * (P - rest)) * gathered
+            found.append(("all-gather", dp, gathers * (L + 1) + again * L, n_bytes))
+        reduction = "all-reduce" if cfg.sharding == "DDP" else "reduce-scatter"
+        found.append((reduction, dp, reduces * (L + 1), reduces * P * reduced))
+    if cfg.tp > 1:  # four a layer, and one each for the embedding and the loss
+        calls = k * (4 * L + 2)
+        found.append(("all-reduce", cfg.tp, calls, calls * stream))
+    if cfg.pp > 1:  # hidden states or gradients to one neighbour, of a middle stage to two
+        calls = k * (1 if cfg.pp == 2 else 2)
+        found.append(("send", cfg.pp, calls, calls * stream))
+    return found
+
+
+def predicted(layout):
+    """{kind: (calls, bytes)} of a layout of the small model on two ranks."""
+    found = collectives_of(SMALL, replace(RUN, **LAYOUTS[layout]), 2, gathered=4, reduced=4)
+    return {kind: (calls, n_bytes) for kind, _, calls, n_bytes in found}
+
+
+def sent_by_a_rank(kind, n_bytes, n):
+    """How much of it a rank of n sends, in a ring."""
+    if kind == "send":
+        return n_bytes
+    return n_bytes * (n - 1) / n * (2 if kind == "all-reduce" else 1)
+
+
+def large_calls(calls):
+    """{kind: (calls, bytes)}, without the sums in the loss of tp and pp's tied gradient."""
+    found = {}
+    for kind, numbers, n_bytes in calls:
+        is_row_sum = kind == "all-reduce" and numbers <= 2 * 2 * SMALL.max_seq_len
+        is_tied = kind == "send" and numbers == SMALL.vocab_size * SMALL.d_model
+        if not (is_row_sum or is_tied):
+            before = found.get(kind, (0, 0))
+            found[kind] = (before[0] + 1, before[1] + n_bytes)
+    return found
+
+
+print(f"{'':15}{'all-gather':>16}{'reduce-scatter':>17}{'all-reduce':>16}{'sent by a rank':>17}")
+for name in MODES:
+    counted = large_calls(measured[name][0][1])
+    cells = []
+    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        n_calls, n_bytes = counted.get(kind, (0, 0))
+        cells.append(f"{n_calls:4} x, {n_bytes / W_bytes:4.2f} W" if n_calls else "-")
+    sent = sum(sent_by_a_rank(kind, n_bytes, 2) for kind, (_, n_bytes) in counted.items())
+    print(f"{name:15}{cells[0]:>16}{cells[1]:>17}{cells[2]:>16}{sent / W_bytes:15.2f} W")
+    assert counted == predicted(name), name
+
+# %% [markdown]
+# The formulas of `collectives_of` give exactly what was counted. DDP and ZERO1 send the same:
+# an all-reduce is a reduce-scatter and an all-gather, and ZERO1 puts the update in between.
+# So its saving is free. SHARD_GRAD_OP and FULL_SHARD pay in each microbatch. FULL_SHARD's
+# second gather, in the backward, makes it 1.5 times as much as SHARD_GRAD_OP; here a bit
+# less, since the embedding stays whole between the passes.
+#
+# HYBRID_SHARD is FULL_SHARD inside of each node, and an all-reduce between nodes once a step.
+#
+# ## 4. One matmul pair, cut over two ranks
+#
+# Data parallelism gathers weights to where the rows are. Tensor parallelism leaves weights
+# where they are, and every rank computes its share of each layer for the same rows. A
+# feed-forward is two matmuls with a GELU between:
+#
+#     y = gelu(x W) U
+#
+# Cut W by columns and U by rows, in two: W = [W_1 W_2], U = [U_1; U_2]. Then
+#
+#     gelu(x W) = [gelu(x W_1), gelu(x W_2)]            whole columns: no sum is missing
+#     y         = gelu(x W_1) U_1 + gelu(x W_2) U_2     one all-reduce
+#
+# Rank i computes the i-th term. The other way round, W by rows first, x W would be a sum of
+# two terms before the GELU, and gelu(a + b) is not gelu(a) + gelu(b): two collectives. In the
+# backward it is the same: all ranks have read x, so its gradient is a sum of their shares.
+
+# %%
+print(inspect.getsource(two_ranks.column_then_row))
+d, hidden = 32, 128
+W_in = torch.randn(hidden, d, generator=generator) / d**0.5  # (out, in)
+U_out = torch.randn(d, hidden, generator=generator) / hidden**0.5
+dy = torch.randn(16, d, generator=generator)
+whole_x = x.clone().requires_grad_()
+y = F.gelu(whole_x @ W_in.T) @ U_out.T
+(dx,) = torch.autograd.grad(y, whole_x, dy)
+
+for rank, (y_2, dx_2, shape, calls) in enumerate(
+    ranks(two_ranks.column_then_row, x, W_in, U_out, dy)
+):
+    apart = max((y_2 - y).abs().max().item(), (dx_2 - dx).abs().max().item())
+    print(f"rank {rank}: hidden part {shape} of {(16, hidden)}; y and dx differ by {apart:.1e}")
+    print(f"        sent: {', '.join(f'{kind} of {n} bytes' for kind, _, n in calls)}")
+    assert apart < 1e-5 and shape == (16, hidden // 2)
+    assert [kind for kind, *_ in calls] == ["all-reduce", "all-reduce"]
+
+# %% [markdown]
+# In attention the same pair is Wqkv, cut by whole heads, and out_proj. So a layer takes four
+# all-reduces for each microbatch, two forward and two backward, each of the size of the hidden
+# states: B T d numbers. And no computation is there to hide them, since the next matmul needs
+# the sum. Counted on the small model, with the embedding and the output layer cut as well:
+
+# %%
+counted = large_calls(measured["tp 2"][0][1])
+((n_calls, n_bytes),) = counted.values()
+stream = 2 * SMALL.max_seq_len * SMALL.d_model * 4
+print(f"tp 2: {n_calls} all-reduces of {stream:,} bytes = 4 microbatches x (4 x 4 layers + 2)")
+print(f"a rank sends {sent_by_a_rank('all-reduce', n_bytes, 2):,.0f} bytes a step")
+assert counted == predicted("tp 2")
+assert counted["all-reduce"] == (4 * (4 * 4 + 2), n_bytes) and n_bytes == n_calls * stream
+
+# %% [markdown]
+# The real thing is tensor_parallel.py; `torchrun --nproc_per_node 2 tensor_parallel.py` shows
+# it. Keep tp inside of a node, where links are fast.
+#
+# ## 5. A pipeline
+#
+# A model is a chain of layers. Cut the chain into four stages, give each to a rank, and send a
+# batch through: rank 0 computes the first layers and sends the hidden states to rank 1, and
+# so on to rank 3, which computes the loss. The gradient comes back the same way. Each rank
+# holds about a quarter of the weights and of Adam's moments, and neighbours exchange little:
+# (B, T, d) numbers each way. But three of four ranks always wait.
+#
+# So cut the batch into microbatches that follow each other. Time goes from left to right; a
+# digit is the forward of a microbatch, its backward is two letters (`aa` belongs to 0), since
+# it takes about twice as long; a dot is a rank that waits.
+
+# %%
+command = [sys.executable, "pipeline.py", "--stages=4", "--microbatches=8"]
+if SHORT:
+    command[2:] = ["--stages=2", "--microbatches=8"]
+print("python", *command[1:])
+done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+print(done.stdout)
+stages = 2 if SHORT else 4
+bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
+assert pipeline.bubble(stages, 8) - 0.01 < bubble_measured < 0.9
+
+# %% [markdown]
+# The dots are the bubble: (p - 1) / (n + p - 1) of the step, for p stages and n microbatches.
+# It was measured with processes that sleep where they would compute. Other programs on this
+# machine can only make it longer.
+#
+# The order is called 1F1B, one forward, one backward. Each line of the picture has three
+# phases, and pipeline.py::one_f_one_b has a loop for each:
+#
+#     warm-up   a forward for each later stage: 012 on stage 0 of 4, none on the last stage
+#     steady    a forward and a backward in turns
+#     drain     the backwards that are left, as many as the warm-up had forwards
+#
+# Why not all forwards first, then all backwards? The bubble would be the same. But each stage
+# would keep the activations of all n microbatches; here stage s keeps those of p - s.
+
+# %%
+print("Activations kept at once by stage 0 of 4, in microbatches; and the bubble:")
+print(f"{'microbatches':>14}{'1F1B':>8}{'forwards first':>18}{'bubble':>10}")
+for n in (1, 4, 8, 32, 128):
+    kept_1f1b = pipeline.most_kept(0, 4, n)
+    print(f"{n:14}{kept_1f1b:8}{n:18}{pipeline.bubble(4, n):10.1%}")
+    assert kept_1f1b == min(n, 4)
+
+counted = large_calls(measured["pp 2"][0][1])
+(sent, n_bytes), tied = counted["send"], SMALL.vocab_size * SMALL.d_model * 4
+print(f"\npp 2 on the small model: {sent} messages, {n_bytes:,} bytes sent by a rank in a step,")
+print(f"and {tied:,} bytes once: the two gradients of the tied embedding, added up")
+assert counted == predicted("pp 2")
+assert ("send", tied // 4, tied) in measured["pp 2"][0][1]
+ranks.stop()
+
+# %% [markdown]
+# To see it train, in one process and in two stages (each about a minute on two CPU cores):
+#
+#     python fsdp_train.py configs/demo.py --max_steps=150 --precision=fp32 --run_dir=runs/whole
+#     torchrun --nproc_per_node 2 fsdp_train.py configs/demo.py --max_steps=150 \
+#         --precision=fp32 --run_dir=runs/stages --pp=2
+#     python -m lifecycle.plot runs/whole runs/stages --diff
+#
+# ## 6. MPT-7B on 64 devices
+#
+# The same formulas, for a model that matters: weights gathered in bf16, gradients reduced in
+# fp32, 512 sequences of 2048 tokens a step, one sequence a microbatch, activations recomputed.
+# Memory is planning/memory.py's, which the project's tests compare with real steps. The last
+# two lines cut the model over 8 ranks, and have 8 data-parallel ranks each, with ZERO1. A
+# middle stage sends to both of its neighbours.
+
+# %%
+BIG = MPTConfig(
+    d_model=4096, n_heads=32, n_layers=32, max_seq_len=2048, vocab_size=50368,
+    alibi=True, no_bias=True, attn_impl="sdpa",
+)  # fmt: skip
+BIG_RUN = replace(
+    RUN, global_batch_size=512, device="cuda", precision="bf16", activation_checkpointing="full"
+)
+BIG_LAYOUTS = {
+    **{mode: {"sharding": mode} for mode in MODES},
+    "tp 8, ZERO1": {"tp": 8, "sharding": "ZERO1"},
+    "pp 8, ZERO1": {"pp": 8, "sharding": "ZERO1"},
+}
+DEVICES = 64
+GROUPS = {  # names for the picture: parts of planning/memory.py
+    "weights": ["weights, fp32"],
+    "moments": ["Adam's moments, fp32"],
+    "gradients": ["gradients, fp32"],
+    "gathered copies": ["copies of the weights"],
+}
+in_memory, in_traffic = {}, {}
+for name, change in BIG_LAYOUTS.items():
+    cfg = replace(BIG_RUN, **change)
+    parts = memory.bytes_by_part(BIG, cfg, DEVICES, "bf16")
+    groups = {group: sum(parts[part] for part in names) for group, names in GROUPS.items()}
+    in_memory[name] = {**groups, "activations, other": parts["peak"] - sum(groups.values())}
+
+    in_traffic[name] = {}
+    for kind, n, _, n_bytes in collectives_of(BIG, cfg, DEVICES, gathered=2, reduced=4):
+        in_traffic[name][kind] = sent_by_a_rank(kind, n_bytes, n)
+
+print(f"{'':15}{'GB kept at the peak':>22}{'GB sent a step':>18}   of these")
+for name in BIG_LAYOUTS:
+    kept, sent = sum(in_memory[name].values()), sum(in_traffic[name].values())
+    kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in in_traffic[name].items())
+    print(f"{name:15}{kept / 1e9:22.1f}{sent / 1e9:18.1f}   {kinds}")
+total = {name: sum(traffic.values()) for name, traffic in in_traffic.items()}
+assert abs(total["DDP"] / total["ZERO1"] - 4 / 3) < 0.01  # fp32 gradients twice; once, and bf16
+assert min(total, key=total.get) == "pp 8, ZERO1"
+
+# %% [markdown]
+# Three things to take home. In bf16 ZERO1 even sends less than DDP, since it gathers bf16
+# weights where DDP gathers fp32 sums. FULL_SHARD sends ten times as much as ZERO1, because
+# there are eight microbatches: with larger ones it would be less. (On a fast network most of
+# that hides behind computation.) And a pipeline sends the least, so it may cross nodes; what
+# it costs is the bubble. Tensor parallelism sends about as much as FULL_SHARD, hidden behind
+# nothing. `python plan.py configs/mpt7b.py --device=mi250 --devices=64` weighs all that.
+
+
+# %%
+def draw_schedule(axes, p, n):
+    """The picture of pipeline.py, as bars: forwards light, backwards dark."""
+    for stage, line in enumerate(pipeline.picture(p, n)):
+        for column, letter in enumerate(line):
+            if letter == ".":
+                continue
+            is_forward = letter.isdigit()
+            color = "0.85" if is_forward else "0.5"
+            axes.barh(stage, 1, left=column, height=0.85, color=color, edgecolor=color)
+            if is_forward or line[column - 1] != letter:
+                number = letter if is_forward else str("abcdefghij".index(letter))
+                place = column + (0.5 if is_forward else 1)
+                axes.text(place, stage, number, ha="center", va="center", fontsize=8)
+                axes.plot([column] * 2, [stage - 0.42, stage + 0.42], color="white", linewidth=1.5)
+    axes.bar(0, 0, color="0.85", label="forward")
+    axes.bar(0, 0, color="0.5", label="backward")
+    axes.invert_yaxis()
+    axes.set(yticks=range(p), ylabel="stage", xlabel="time (forwards of a microbatch)")
+    axes.set(title=f"1F1B: {p} stages, {n} microbatches; white is the bubble, {3 / 11:.0%}")
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+
+
+def draw_bubbles(axes):
+    """The bubble over the microbatches of a step."""
+    numbers = range(1, 65)
+    for p, style in ((2, ":"), (4, "-"), (8, "--"), (16, "-.")):
+        shares = [100 * pipeline.bubble(p, n) for n in numbers]
+        axes.plot(numbers, shares, style, color="black", label=f"{p} stages")
+    look = {"markersize": 9, "color": "black", "fillstyle": "none"}
+    axes.plot(8, 100 * bubble_measured, "o", label=f"measured, {stages} stages", **look)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16, 32, 64], ["1", "2", "4", "8", "16", "32", "64"])
+    axes.set(title="The bubble: (p - 1) / (n + p - 1)", ylim=(0, 100))
+    axes.set(xlabel="microbatches n of a step", ylabel="share of the step (%)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def draw_stacks(axes, stacks, title, label):
+    """Horizontal bars, {layout: {part: bytes}}, in GB."""
+    kinds = list(dict.fromkeys(kind for parts in stacks.values() for kind in parts))
+    looks = [("0.25", ""), ("0.5", ""), ("0.75", ""), ("white", "////"), ("white", "")]
+    for y, parts in enumerate(stacks.values()):
+        left = 0
+        for kind, (color, hatch) in zip(kinds, looks, strict=False):
+            width = parts.get(kind, 0) / 1e9
+            axes.barh(y, width, left=left, color=color, hatch=hatch, edgecolor="black", height=0.7)
+            left += width
+        axes.text(left, y, f" {left:.0f}" if left > 10 else f" {left:.1f}", va="center", fontsize=9)
+    for kind, (color, hatch) in zip(kinds, looks, strict=False):
+        axes.bar(0, 0, color=color, hatch=hatch, edgecolor="black", label=kind)
+    axes.set_yticks(range(len(stacks)), list(stacks))
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set(title=title, xlabel=label)
+    axes.legend(fontsize=8)
+
+
+figure = Figure(figsize=(13, 9), layout="constrained")
+panels = figure.subplots(2, 2)
+draw_schedule(panels[0, 0], 4, 8)
+draw_bubbles(panels[0, 1])
+title = f"MPT-7B on {DEVICES} devices: "
+draw_stacks(panels[1, 0], in_memory, f"{title}what one keeps at the peak", "GB (10^9 bytes)")
+draw_stacks(panels[1, 1], in_traffic, f"{title}what one sends in a step", "GB (10^9 bytes)")
+panels[1, 0].axvline(64 * 2**30 / 1e9, color="black", linestyle=":")
+panels[1, 0].text(64 * 2**30 / 1e9, 5.45, " 64 GiB", fontsize=8)
+pictures.save(figure, "3-many-devices")
+figure  # noqa: B018 (an editor shows it)
+
+# %% [markdown]
+# ## The exercise
+#
+# Shard a net of two layers over n ranks by hand. In lessons/mine/3_many_devices.py write
+#
+#     shard     this rank's piece of a weight, flat, padded with zeros
+#     gather    the whole weight again, on every rank
+#     step      one step of SGD from the pieces: the loss, and the new pieces
+#
+#     python -m lessons check 3
+#
+# The first check creates the file. The checker runs your functions on two ranks. With the
+# same rows on both, loss and weights must be those of one rank bit by bit; with different
+# rows, within 1e-6; and `fully_shard` must agree. A rank may keep half of each weight, and
+# the checker looks at the memory behind your tensors. Then come sizes that cannot be halved.
+#
+# ## Three questions
+#
+# 1. ZERO1 cuts weights and moments, and sends no more than DDP. Why does it need more memory
+#    in a step of four microbatches than SHARD_GRAD_OP, and when is it the better choice?
+# 2. With the global batch fixed, you double the microbatch size, so there are half as many
+#    microbatches. What happens to the bytes that FULL_SHARD, ZERO1, tp and pp send in a step?
+# 3. Two ranks see the same rows: why can the loss be equal bit by bit to that of one rank,
+#    and why is it only nearly equal if one rank has all the rows of both?
+#
+# ## Three more, on the pipeline
+#
+# 4. The bubble of four stages and eight microbatches is 27 %. From how many microbatches on is
+#    it smaller than 10 %? If the batch stays the same, do larger microbatches help?
+# 5. What is wrong with all forwards first, then all backwards, in a step of 32 microbatches?
+# 6. The embedding is tied: stage 0 looks up the ids in it, the last stage makes the logits
+#    with it, and each gets a part of its gradient. How far apart are the losses of the two
+#    runs of section 5?
+#
+# `python -m lessons 3 --answers` has the answers.
+#
+# ## What to read next
+#
+# - Rajbhandari, Rasley, Ruwase, He, ZeRO: Memory Optimizations Toward Training Trillion
+#   Parameter Models, 2019 (arXiv 1910.02054): the stages
+# - Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, 2023 (arXiv
+#   2304.11277)
+# - Shoeybi et al., Megatron-LM, 2019 (arXiv 1909.08053): the cut by columns, then by rows
+# - Huang et al., GPipe, 2018 (arXiv 1811.06965); Narayanan et al., Memory-Efficient
+#   Pipeline-Parallel DNN Training, 2020 (arXiv 2006.09503): 1F1B with a flush
+# - Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using
+#   Megatron-LM, 2021 (arXiv 2104.04473): all dimensions together
+#
+# In the project: parallel.py from `build` to `parallelize`, then pipeline.py::one_f_one_b.
+
+# Scroll on for the answers.
+
+# %% [markdown]
+# ## Answers
+#
+# 1. It reduces gradients only once a step, so until then it adds up whole ones, and it keeps
+#    the gathered weights for all microbatches: 3.5 W against 2 W here. It is better whenever
+#    it fits, since it sends once a step what the others send in each microbatch.
+# 2. FULL_SHARD sends half as much: it gathers and reduces in each microbatch, whatever their
+#    size. ZERO1 sends the same: once a step. tp and pp send the same: half as many messages
+#    of twice the size. (The bubble of pp grows.)
+# 3. Both ranks then compute the same gradient g, and (g + g) / 2 is g exactly: adding a number
+#    to itself and halving change only the exponent. With different rows the sum over the rows
+#    is taken in another order, as two halves, and floating-point addition is rounded.
+# 4. (4 - 1) / (n + 4 - 1) is smaller than 0.1 from n = 28 on:
+#    `python pipeline.py --stages=4 --microbatches=28`. Larger microbatches make the bubble
+#    larger, since the batch has fewer of them.
+# 5. Stage 0 would keep the activations of 32 microbatches until their backwards. With 1F1B it
+#    keeps those of 4 at most, as many as there are stages:
+#    `python pipeline.py --stages=4 --microbatches=32` prints it.
+# 6. Rounding: at most 1e-6 nats in 150 steps in fp32. Both stages get the sum of the two
+#    gradients (pipeline.py::sum_tied_gradients), and make the same update.

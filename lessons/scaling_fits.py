@@ -1,0 +1,144 @@
+"""The fits of lesson 8: where an IsoFLOP curve has its minimum, power laws, the surface L(N, D).
+
+    L(log N) = p (log N)^2 + q log N + r          one budget: the minimum is at log N = -q / (2 p)
+    optimum(C) = k C^a                            all budgets: a line in log C
+    L(N, D) = E + A / N^alpha + B / D^beta        all runs
+
+These are approaches 2 and 3 of Hoffmann et al. 2022 (Chinchilla, arXiv 2203.15556). N: parameters.
+D: tokens, here bytes. C: FLOPs. L: nats per token, here per byte.
+
+Run `python -m lessons.scaling_fits` to fit the stored grid, lessons/8_grid.jsonl. To see how it was
+made, read lessons/scaling_runs.py.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import config
+from storage import files
+
+STORED = Path(__file__).parent / "8_grid.jsonl"
+EXPONENTS = np.geomspace(0.05, 2, 60)  # that `fit_surface` tries
+
+
+def isoflop_optimum(sizes, losses) -> tuple[float, float] | None:
+    """(size, loss) at the minimum of a parabola in log size, fitted by least squares.
+
+    None if the parabola has no minimum.
+    """
+    p, q, r = np.polyfit(np.log(sizes), losses, 2)
+    if p <= 0:
+        return None
+    return float(np.exp(-q / (2 * p))), float(r - q * q / (4 * p))
+
+
+def fit_power_law(budgets, optima) -> tuple[float, float]:
+    """(k, a) of optimum = k * budget^a: the least squares of the logs."""
+    a, log_k = np.polyfit(np.log(budgets), np.log(optima), 1)
+    return float(np.exp(log_k)), float(a)
+
+
+@dataclass
+class Surface:
+    """L(N, D) = E + A / N^alpha + B / D^beta."""
+
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+
+    def loss(self, n, d):
+        """The loss of n parameters trained on d tokens."""
+        return self.E + self.A * n**-self.alpha + self.B * d**-self.beta
+
+
+def fit_surface(n, d, losses) -> tuple[Surface, float]:
+    """The best surface with E, A, B >= 0, and the root of its mean squared residual.
+
+    n, d, losses: one entry a run. For each pair of exponents the best E, A, B solve a linear
+    system, so a table of pairs is all there is to search.
+    """
+    n, d, losses = (np.asarray(values, dtype=float) for values in (n, d, losses))
+    found = None
+    least = np.inf
+    for alpha in EXPONENTS:
+        for beta in EXPONENTS:
+            # Scaled to 1 at the middle of the runs, so that the system is well conditioned.
+            columns = [(n / np.median(n)) ** -alpha, (d / np.median(d)) ** -beta]
+            matrix = np.stack([np.ones_like(n), *columns], axis=1)
+            terms = np.linalg.lstsq(matrix, losses, rcond=None)[0]
+            squares = float(((matrix @ terms - losses) ** 2).mean())
+            if squares < least and (terms >= 0).all():
+                least = squares
+                a = float(terms[1] * np.median(n) ** alpha)
+                b = float(terms[2] * np.median(d) ** beta)
+                found = Surface(float(terms[0]), a, b, float(alpha), float(beta))
+    config.require(found, "no surface with E, A, B >= 0 fits these losses")
+    return found, least**0.5
+
+
+def minima(rows: list[dict], losses=None) -> dict[float, tuple[float, float]]:
+    """{budget: (size, loss) at the minimum}, the smallest budget first.
+
+    rows: lines of a grid. losses: one for each row, in place of its own. Runs of one size and
+    budget, with several seeds, are averaged first. Budgets without a minimum are left out.
+    """
+    losses = [row["loss"] for row in rows] if losses is None else losses
+    found = {}
+    for budget in sorted({row["budget"] for row in rows}):
+        of_size = {}
+        for row, loss in zip(rows, losses, strict=True):
+            if row["budget"] == budget:
+                of_size.setdefault(row["n_params"], []).append(loss)
+        means = [np.mean(values) for values in of_size.values()]
+        minimum = isoflop_optimum(list(of_size), means) if len(of_size) > 2 else None
+        if minimum:
+            found[budget] = minimum
+    return found
+
+
+def seed_deviation(rows: list[dict]) -> float:
+    """The standard deviation of the loss over seeds: of runs that differ in nothing else, pooled."""
+    groups = {}
+    for row in rows:
+        groups.setdefault((row["budget"], row["d_model"]), []).append(row["loss"])
+    several = [group for group in groups.values() if len(group) > 1]
+    squares = sum(np.var(group) * len(group) for group in several)
+    return float(np.sqrt(squares / sum(len(group) - 1 for group in several)))
+
+
+def resampled(rows: list[dict], deviation: float, draw, files_too: bool = True) -> np.ndarray:
+    """The losses of all rows as they might have been: other held-out files, other seeds.
+
+    The files are drawn with replacement, the same for all rows. deviation: of the seeds.
+    draw: a numpy Generator. files_too=False: only the seeds change.
+    """
+    measured = np.array([row["documents"] for row in rows])  # (rows, files, 2): nats, bytes
+    chosen = np.arange(measured.shape[1])
+    if files_too:
+        chosen = draw.choice(chosen, len(chosen))
+    nats, n_bytes = measured[:, chosen].sum(axis=1).T
+    return nats / n_bytes + draw.normal(0, deviation, len(rows))
+
+
+def main(argv: list[str]) -> None:
+    """Fit the stored grid."""
+    config.arguments(argv)
+    rows, _ = files.read_json_lines(STORED)
+    largest = max(row["budget"] for row in rows)
+    grid = [row for row in rows if row["budget"] < largest]  # the largest is the exercise's
+    found = minima(grid)
+    for budget, (size, loss) in found.items():
+        print(f"{budget:.1e} FLOPs: {size:9,.0f} parameters, {loss:.3f} nats per byte")
+    k, a = fit_power_law(list(found), [size for size, _ in found.values()])
+    print(f"optimum = {k:.3g} C^{a:.2f}; standard deviation of a seed {seed_deviation(grid):.4f}")
+    columns = [[row[name] for row in grid] for name in ("n_params", "tokens", "loss")]
+    surface, residual = fit_surface(*columns)
+    print(f"{surface}, residual {residual:.4f}")
+
+
+if __name__ == "__main__":
+    config.run(main)
