@@ -45,6 +45,10 @@ mkdir -p "$there"
 cp -R "$here/project/." "$there"
 mkdir -p "$there/data"
 cp -R "$here/data/." "$there/data"
+if [ -d "$here/tokenizers" ]; then
+    cp -R "$here/tokenizers" "$there/data"
+    echo "for --tokenizer=gpt2: export TIKTOKEN_CACHE_DIR=$there/data/tokenizers"
+fi
 cd "$there"
 export PIP_NO_INDEX=1 PIP_FIND_LINKS="$here/wheels"
 "$python" install.py requirements.txt requirements-extra.txt
@@ -112,6 +116,7 @@ def download_tokenizer(folder: Path) -> None:
     code = "import tiktoken; tiktoken.get_encoding('gpt2')"
     done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
     if done.returncode:
+        shutil.rmtree(folder)
         print("        not to be had here; the lessons do without, --tokenizer=gpt2 will not work")
 
 

@@ -1,0 +1,130 @@
+"""Lesson 5. FLOPs, MFU, the roofline, and the plan of a run.
+
+Complete the functions and constants below, from top to bottom. Then
+
+    python -m lessons check 5
+
+checks: FLOPs of a token by several conventions; MFU on LLM Foundry's published runs; the
+roofline; three published MFUs; your prediction of a step's seconds beside the planner's, on A100,
+H100 and MI250, within the planner's own error band; your plan for a node and a budget.
+Lesson 5 has all formulas. This file cannot import the project.
+"""
+
+
+def training_flops(
+    n: float,
+    n_layers: int,
+    width: int,
+    seq_len: int,
+    attention: str = "full",
+    frozen: bool = False,
+    recompute: bool = False,
+) -> float:
+    """FLOPs of training on one token.
+
+    n: parameters that take part in products. width: of all heads together.
+    attention: "full" counts all S x S scores, "causal" half of them, "none" no attention.
+    frozen: the n weights need no gradient of their own. Attention costs as much as ever.
+    recompute: count one more forward, of weights and attention, as HFU does.
+    """
+    raise NotImplementedError("training_flops")
+
+
+def mfu(
+    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float
+) -> float:
+    """The share of the peak, 0 to 1. tokens_per_second: of all devices. peak_flops: of one."""
+    raise NotImplementedError("mfu")
+
+
+def matmul_intensity(m: int, k: int, n: int, bytes_per_number: int) -> float:
+    """FLOPs per byte of a product (m, k) x (k, n), each matrix read or written once."""
+    raise NotImplementedError("matmul_intensity")
+
+
+def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
+    """The most FLOP/s at so many FLOPs per byte. bandwidth: bytes/s."""
+    raise NotImplementedError("attainable")
+
+
+# Three published MFUs, each a share from 0 to 1, right to 0.0005. Compute them here.
+
+
+def palm_540b() -> float:
+    """PaLM 540B (arXiv 2204.02311, appendix B), attention counted in full, no recomputation.
+
+    540.35e9 parameters, 118 layers, d_model 18432, 48 heads of width 256, sequences of 2048 tokens:
+    238.3e3 tokens/s on 6144 TPU v4, 275e12 FLOP/s each.
+    """
+    raise NotImplementedError("palm_540b")
+
+
+def mpt_1b() -> float:
+    """MPT-1B (LLM Foundry's table): 6 N + 12 L d S.
+
+    1,315,950,592 parameters, 24 layers, d_model 2048, sequences of 2048 tokens: 20,513 tokens/s *a
+    GPU* on 8 A100, 312e12 FLOP/s each.
+    """
+    raise NotImplementedError("mpt_1b")
+
+
+def gpt_175b() -> float:
+    """A GPT of 175B in Megatron-LM (arXiv 2205.05198, tables 3 and 5), its MFU.
+
+    96 layers, d_model 12288, a vocabulary of 51200, sequences of 2048 tokens. A step of 64
+    sequences takes 13.75 s on 64 A100 (312e12 FLOP/s). It recomputes attention, which MFU does not
+    count. The paper counts products only: 12 d_model^2 weights in each layer, and those of the
+    logits; attention in full.
+    """
+    raise NotImplementedError("gpt_175b")
+
+
+def step_seconds(
+    n: int,
+    n_layers: int,
+    d_model: int,
+    seq_len: int,
+    vocab_size: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    devices: int,
+    device: dict,
+) -> float:
+    """Seconds of a training step on one node: FULL_SHARD, no activation checkpointing.
+
+    n: parameters. global_batch_size: sequences of a step on all devices together, a multiple of
+    devices x microbatch_size. microbatch_size: sequences of one device. device: one torch device,
+    {"peak_flops": FLOP/s, "reachable" and "attention": the shares of it that large matmuls and that
+    attention reach, "bandwidth": bytes/s of its memory, "link": bytes/s to its neighbours}
+    """
+    raise NotImplementedError("step_seconds")
+
+
+# A plan. You have one node of 4 MI250 cards, which are 8 torch devices, and 3,000 dollars. A card
+# costs 1.50 dollars an hour. Which is the largest of these models that you can train on 20 tokens a
+# parameter? Train it with FULL_SHARD, no checkpointing, and 512 sequences of 2048 tokens a step.
+MODELS = {  # parameters, layers, d_model; the vocabulary is 50368
+    "mpt-1b": (1_315_950_592, 24, 2048),
+    "mpt-3b": (2_651_837_440, 32, 2560),
+    "mpt-7b": (6_658_859_008, 32, 4096),
+}
+MI250 = {  # one torch device, with 64 GiB of memory
+    "peak_flops": 181.05e12,
+    "reachable": 0.72,
+    "attention": 0.25,
+    "bandwidth": 1638.4e9,
+    "link": 100e9,
+}
+
+
+def plan() -> dict:
+    """The plan, as a dictionary.
+
+    "model"              a key of MODELS
+    "microbatch_size"    sequences of one device. It fits into 92 % of its memory, divides the 64
+                         sequences of a device, and is at most 5 % slower than the fastest such one
+    "tokens_per_second"  of the node
+    "tokens"             of the run: 20 for each parameter
+    "days", "dollars"    of the run
+    """
+    raise NotImplementedError("plan")

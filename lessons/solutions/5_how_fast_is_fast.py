@@ -1,0 +1,158 @@
+"""A solution of lesson 5's exercise: FLOPs, MFU, the roofline, and the plan of a run."""
+
+GIB = 2**30
+
+
+def training_flops(
+    n: float,
+    n_layers: int,
+    width: int,
+    seq_len: int,
+    attention: str = "full",
+    frozen: bool = False,
+    recompute: bool = False,
+) -> float:
+    """FLOPs of training on one token. See the exercise for the arguments.
+
+    Everything follows from the forward. A weight costs 2 FLOPs forward, 2 for the gradient of its
+    input and 2 for its own gradient, which a frozen weight does not need. The two products of
+    attention have no weights: their backward is twice their forward, always.
+    """
+    scores = {"none": 0, "causal": 2, "full": 4}[attention] * n_layers * width * seq_len
+    forward = 2 * n + scores
+    backward = (2 if frozen else 4) * n + 2 * scores
+    return forward + backward + (forward if recompute else 0)
+
+
+def mfu(
+    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float
+) -> float:
+    """The share of the peak: what is done in a second over what could be done in a second."""
+    return flops_per_token * tokens_per_second / (devices * peak_flops)
+
+
+def matmul_intensity(m: int, k: int, n: int, bytes_per_number: int) -> float:
+    """FLOPs per byte of a product (m, k) x (k, n): three matrices move once."""
+    return 2 * m * k * n / (bytes_per_number * (m * k + k * n + m * n))
+
+
+def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
+    """The roof: flat above the ridge, intensity x bandwidth below."""
+    return min(peak_flops, intensity * bandwidth)
+
+
+def palm_540b() -> float:
+    """PaLM's heads together are 48 x 256 = 12288 wide: less than its d_model of 18432."""
+    per_token = training_flops(540.35e9, 118, 48 * 256, 2048)
+    return mfu(per_token, 238.3e3, 6144, 275e12)
+
+
+def mpt_1b() -> float:
+    """The table has tokens/s of one GPU, so one device's peak belongs to it."""
+    per_token = training_flops(1_315_950_592, 24, 2048, 2048)
+    return mfu(per_token, 20_513, 1, 312e12)
+
+
+def gpt_175b() -> float:
+    """Megatron's count is the same formula with another N: only what is in a product.
+
+    72 B S L d^2 (1 + S / 6d + V / 12Ld), as the paper writes it, is 6 N + 12 L d S of each token
+    with N = 12 L d^2 + V d.
+    """
+    n_layers, d_model, vocab_size, seq_len = 96, 12288, 51200, 2048
+    n = 12 * n_layers * d_model**2 + vocab_size * d_model
+    per_token = training_flops(n, n_layers, d_model, seq_len)
+    return mfu(per_token, 64 * seq_len / 13.75, 64, 312e12)
+
+
+def step_seconds(
+    n: int,
+    n_layers: int,
+    d_model: int,
+    seq_len: int,
+    vocab_size: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    devices: int,
+    device: dict,
+) -> float:
+    """Seconds of a training step on one node: FULL_SHARD, no activation checkpointing.
+
+    Work grows with the tokens of a microbatch. Traffic and copies do not, they grow with N alone:
+    that is why small microbatches are slow.
+    """
+    tokens = microbatch_size * seq_len  # of a microbatch, on one device
+    microbatches = global_batch_size / devices / microbatch_size
+
+    idle_ends = 1 + 1.6e6 / (tokens * d_model)
+    matmuls = 6 * n * tokens / (device["reachable"] * device["peak_flops"]) * idle_ends
+
+    # A causal flash kernel: 2 L d S forward, five products instead of two backward.
+    of_scores = 7 * n_layers * d_model * seq_len * tokens
+    attention = of_scores / (device["attention"] * device["peak_flops"])
+
+    of_a_token = 351 * n_layers * d_model + 6 * vocab_size  # bytes
+    memory = (of_a_token * tokens + 30 * n) / device["bandwidth"]
+
+    compute = matmuls + attention + memory
+    traffic = 8 * n * (devices - 1) / devices / (0.7 * device["link"])
+    together = (compute**1.35 + traffic**1.35) ** (1 / 1.35)
+    update = 30 * n / devices / device["bandwidth"]
+    return microbatches * together + update
+
+
+MODELS = {  # parameters, layers, d_model; the vocabulary is 50368
+    "mpt-1b": (1_315_950_592, 24, 2048),
+    "mpt-3b": (2_651_837_440, 32, 2560),
+    "mpt-7b": (6_658_859_008, 32, 4096),
+}
+MI250 = {  # one torch device, with 64 GiB of memory
+    "peak_flops": 181.05e12,
+    "reachable": 0.72,
+    "attention": 0.25,
+    "bandwidth": 1638.4e9,
+    "link": 100e9,
+}
+DEVICES, CARDS, PRICE, DOLLARS = 8, 4, 1.50, 3000
+BATCH, SEQ_LEN, VOCAB_SIZE = 512, 2048, 50368
+
+
+def largest_microbatch(name: str) -> int:
+    """The largest divisor of the 64 sequences of a device that fits. Larger ones are faster."""
+    n, n_layers, d_model = MODELS[name]
+    room = 0.92 * 64 * GIB - 16 * n / DEVICES - 4 * VOCAB_SIZE * d_model - 2e9
+    of_a_sequence = 32 * n_layers * d_model * SEQ_LEN
+    return max(size for size in (1, 2, 4, 8, 16, 32, 64) if size * of_a_sequence <= room)
+
+
+def plan_of(name: str) -> dict:
+    """The plan of one model. The price is of a card, of which there are half as many as devices."""
+    n, n_layers, d_model = MODELS[name]
+    size = largest_microbatch(name)
+    seconds = step_seconds(
+        n, n_layers, d_model, SEQ_LEN, VOCAB_SIZE, BATCH, size, DEVICES, MI250
+    )
+    speed = BATCH * SEQ_LEN / seconds
+    tokens = 20 * n
+    days = tokens / speed / 86_400
+    return {
+        "model": name,
+        "microbatch_size": size,
+        "tokens_per_second": speed,
+        "tokens": tokens,
+        "days": days,
+        "dollars": days * 24 * CARDS * PRICE,
+    }
+
+
+def plan() -> dict:
+    """The largest model whose run the dollars pay for."""
+    plans = [plan_of(name) for name in MODELS]
+    paid_for = [plan for plan in plans if plan["dollars"] <= DOLLARS]
+    return max(paid_for, key=lambda plan: MODELS[plan["model"]][0])
+
+
+if __name__ == "__main__":
+    print(f"PaLM 540B {palm_540b():.1%}, MPT-1B {mpt_1b():.1%}, GPT 175B {gpt_175b():.1%}")
+    for model in MODELS:
+        print(plan_of(model))

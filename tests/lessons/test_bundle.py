@@ -1,0 +1,68 @@
+"""lessons/bundle.py: a folder from which a laptop is set up without a network."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, clean_environment
+
+import install
+from lessons import bundle
+
+# A network namespace without any route; only 127.0.0.1 is there, as on a laptop in a train.
+ALONE = ["unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+
+
+def run(*command, cwd=ROOT, **more):
+    env = clean_environment() | more
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
+
+
+@pytest.mark.long
+def test_a_classroom_is_set_up_without_a_network(tmp_path):
+    """A bundle, a laptop that reaches nothing, lesson 0 and the check of lesson 1."""
+    if not shutil.which("unshare") or run(*ALONE, "true").returncode:
+        pytest.skip("needs unshare, ip and network namespaces")
+    folder, there = tmp_path / "bundle", tmp_path / "workshop"
+    made = run(sys.executable, "-m", "lessons.bundle", str(folder))
+    assert made.returncode == 0, made.stderr
+
+    python = getattr(sys, "_base_executable", sys.executable)  # without the packages of .venv
+    done = run(*ALONE, "sh", f"{folder}/setup.sh", str(there), PYTHON=python, PIP_FIND_LINKS="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "next: python -m lessons 0" in done.stdout
+
+    own = there / ".venv" / "bin" / "python"
+    for words in (["0", "--short"], ["check", "1", "--file=lessons/solutions/1_the_model.py"]):
+        done = run(*ALONE, str(own), "-m", "lessons", *words, cwd=there)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "Lesson 1 is solved" in done.stdout
+
+
+def test_the_project_is_copied_without_what_each_machine_makes(tmp_path):
+    bundle.copy_project(tmp_path)
+    copied = {path.name for path in (tmp_path / "project").iterdir()}
+    assert {"fsdp_train.py", "lessons", "Makefile", "install.py"} <= copied
+    assert not copied & {".venv", ".git", "runs", "data"}
+    assert (tmp_path / "project" / "lessons" / "exercises").exists()
+    bundle.copy_project(tmp_path)  # again, over the first
+
+
+def test_another_version_of_python_is_refused_in_one_line(tmp_path):
+    bundle.write_setup(tmp_path)
+    old = tmp_path / "python"
+    old.write_text("#!/bin/sh\necho 3.9\n")
+    old.chmod(0o755)
+    done = run("sh", str(tmp_path / "setup.sh"), str(tmp_path / "there"), PYTHON=str(old))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"the wheels are for Python {install.python_version()}" in done.stderr
+    assert not (tmp_path / "there").exists()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    done = run(sys.executable, "-m", "lessons.bundle", str(tmp_path))
+    assert done.returncode == 2 and "has other files in it" in done.stderr
+    assert os.listdir(tmp_path) == ["thesis.tex"]
