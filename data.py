@@ -745,13 +745,13 @@ def require_small(cfg: TrainConfig, summary: dict | None, folder: Path, row_form
     state = f"no data set is in {folder} yet"
     if summary:
         state = f"only {summary['train_tokens']:,} tokens are in {folder}"
-    begin = "--dataset=stdlib --tokenizer=bpe-4096 trains on Python's own source"
-    if not paths:  # on the Hub
-        begin += f", --max_tokens={FIRST_SLICE} on a first slice ({FIRST_SLICE_COST})"
+    now = "--dataset=stdlib --tokenizer=bpe-4096 (Python's own source)"
+    if not paths:  # it is on the Hub
+        now += f", or --max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})"
     require(
         few_tokens or few_bytes,
-        f"{state}, and the whole is too large, or of unknown size, to make when a run starts, so "
-        f"prepare it first: {command}; or begin now: {begin}",
+        f"{state}, and the whole is too large, or of unknown size, to make when a run starts. To "
+        f"begin now add {now}. For all of it, prepare it first: {command}",
     )
 
 

@@ -254,15 +254,16 @@ EXPECTED = {
 }
 for name, in_W in EXPECTED.items():
     for moment, wanted in zip(MOMENTS, in_W, strict=True):
-        assert abs(measured[name][0][2][moment] / W_bytes - wanted) < 0.01, (name, moment)
+        assert abs(measured[name][0][2][moment] / W_bytes - wanted) < 0.02, (name, moment)
 
 # %% [markdown]
 # Read it line by line. Between steps there are weights and two moments: 3 W whole, or 1.5 W
 # in halves. ZERO1 gathers 1 W of whole weights in the forward, and keeps that and 1 W of whole
 # gradients until the last microbatch. SHARD_GRAD_OP keeps only its half of the gradients
-# between microbatches, and gathers the weights again in each. FULL_SHARD has never more than a
-# block whole, beside the embedding and the final norm. (In bf16 the gathered copies are half
-# as large.)
+# between microbatches, and gathers the weights again in each. FULL_SHARD frees each block after
+# its forward: only the embedding and the final norm stay whole. (In bf16 the gathered copies
+# are half as large. DDP goes through `fully_shard` here, too, which works on a copy of the
+# weights even if nothing is cut: a plain DDP in fp32 would keep 1 W less within a step.)
 #
 # And what does the saving cost? Calls and bytes of one step. L blocks and the rest, which is
 # embedding and final norm, are L + 1 units that are gathered and reduced, each in one call;
@@ -508,17 +509,21 @@ for name in BIG_LAYOUTS:
     kept, sent = sum(in_memory[name].values()), sum(in_traffic[name].values())
     kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in in_traffic[name].items())
     print(f"{name:15}{kept / 1e9:22.1f}{sent / 1e9:18.1f}   {kinds}")
+n = BIG_RUN.global_batch_size // (DEVICES // 8)
+print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble(8, n):.1%} of the step")
 total = {name: sum(traffic.values()) for name, traffic in in_traffic.items()}
 assert abs(total["DDP"] / total["ZERO1"] - 4 / 3) < 0.01  # fp32 gradients twice; once, and bf16
+assert 10 < total["FULL_SHARD"] / total["ZERO1"] < 11
+assert 6 < total["tp 8, ZERO1"] / total["ZERO1"] < 7
 assert min(total, key=total.get) == "pp 8, ZERO1"
 
 # %% [markdown]
-# Three things to take home. In bf16 ZERO1 even sends less than DDP, since it gathers bf16
-# weights where DDP gathers fp32 sums. FULL_SHARD sends ten times as much as ZERO1, because
-# there are eight microbatches: with larger ones it would be less. (On a fast network most of
-# that hides behind computation.) And a pipeline sends the least, so it may cross nodes; what
-# it costs is the bubble. Tensor parallelism sends about as much as FULL_SHARD, hidden behind
-# nothing. `python plan.py configs/mpt7b.py --device=mi250 --devices=64` weighs all that.
+# Three things to take home. In bf16 ZERO1 sends even less than DDP, since it gathers bf16
+# weights where DDP sends fp32 sums a second time. FULL_SHARD sends ten times as much as ZERO1,
+# because there are eight microbatches: larger ones would need fewer. (On a fast network most of
+# it is hidden behind computation.) And a pipeline sends the least, so it may cross nodes; its
+# price is the bubble. Tensor parallelism sends six times as much as ZERO1, and hides none of
+# it. `python plan.py configs/mpt7b.py --device=mi250 --devices=64` weighs all that.
 
 
 # %%
@@ -540,7 +545,8 @@ def draw_schedule(axes, p, n):
     axes.bar(0, 0, color="0.5", label="backward")
     axes.invert_yaxis()
     axes.set(yticks=range(p), ylabel="stage", xlabel="time (forwards of a microbatch)")
-    axes.set(title=f"1F1B: {p} stages, {n} microbatches; white is the bubble, {3 / 11:.0%}")
+    share = f"white is the bubble, {pipeline.bubble(p, n):.0%}"
+    axes.set(title=f"1F1B: {p} stages, {n} microbatches; {share}")
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
 
 
@@ -568,6 +574,8 @@ def draw_stacks(axes, stacks, title, label):
         left = 0
         for kind, (color, hatch) in zip(kinds, looks, strict=False):
             width = parts.get(kind, 0) / 1e9
+            if not width:
+                continue
             axes.barh(y, width, left=left, color=color, hatch=hatch, edgecolor="black", height=0.7)
             left += width
         axes.text(left, y, f" {left:.0f}" if left > 10 else f" {left:.1f}", va="center", fontsize=9)
@@ -575,7 +583,7 @@ def draw_stacks(axes, stacks, title, label):
         axes.bar(0, 0, color=color, hatch=hatch, edgecolor="black", label=kind)
     axes.set_yticks(range(len(stacks)), list(stacks))
     axes.invert_yaxis()
-    axes.margins(x=0.12)
+    axes.set_xlim(0, 1.12 * max(sum(parts.values()) for parts in stacks.values()) / 1e9)
     axes.set(title=title, xlabel=label)
     axes.legend(fontsize=8)
 

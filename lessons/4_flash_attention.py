@@ -416,7 +416,7 @@ def show(part):
     """Print what Triton says here, or what it said when the file was written."""
     reason = why_not(part)
     if reason:
-        print(f"[not run here: {reason}. Stored output, lessons/4_triton.txt:]\n\n{stored(part)}")
+        print(f"Not run here: {reason}.\nStored output, lessons/4_triton.txt:\n\n{stored(part)}")
     else:
         print(run_program(part, SHORT))
 
@@ -459,8 +459,8 @@ show("compiled")
 
 # %% [markdown]
 # One source, two chips, and different block sizes: that is what gpu_kernels/launch_table.py
-# is for. The last line shows why: with the blocks of an H100, the MI250 lacks registers (so
-# the compiler spills) and shared memory (so the kernel could not start).
+# is for. The last line (not with --short) shows why: with the blocks of an H100, the MI250
+# lacks registers (the compiler spills) and shared memory (the kernel could not start).
 #
 # More registers a thread mean fewer blocks of threads on a unit. That is a choice, not a
 # fault: a large block reads k and v less often, and several stages (blocks of k and v on
@@ -489,7 +489,7 @@ show("compiled")
 #       a Triton kernel for one block of queries, causal, with ALiBi
 #
 # The first two are in NumPy. You get each block once, and the check counts the bytes that
-# you hold: all scores at once are too many. The third part runs in the interpreter where
+# you hold: all scores at once are too many. The kernel runs in the interpreter where
 # Triton is installed, and is skipped elsewhere. Everything is compared with float64.
 
 # %% [markdown]

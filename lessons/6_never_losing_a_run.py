@@ -66,7 +66,7 @@ from storage import checkpoint_files  # noqa: E402
 # it draws dropout masks from torch's global generator, as most training programs do.
 
 # %%
-HALF = 30 if SHORT else 100  # steps before the checkpoint, and as many after it
+HALF = 20 if SHORT else 100  # steps before the checkpoint, and as many after it
 B, T = 8, 64  # sequences of a batch, tokens of a sequence
 SMALL = MPTConfig(
     d_model=64, n_heads=2, n_layers=2, max_seq_len=T, vocab_size=256, alibi=True, resid_pdrop=0.1
@@ -178,8 +178,9 @@ assert sizes["optimizer"] > 2 * usual_size and sizes["step"] == 0
 # Without the weights, the run starts again, as one would expect; everybody notices.
 #
 # Without the optimizer, m = v = 0, and Adam's first update is lr * g / |g|: each weight moves by
-# a full learning rate, however small its gradient g is. Compare the last column. Without the step,
-# the warmup comes a second time. These two are seldom noticed, since the loss recovers.
+# a full learning rate, however small its gradient g is. Compare it with "nothing" in the last
+# column. Without the step, the warmup comes a second time. These two are seldom noticed, since the
+# loss recovers.
 #
 # Without the position, the run reads once more what it has read, and in the same number of steps
 # never sees the rest. Without the random state only the masks differ. That does no harm to the
@@ -187,17 +188,22 @@ assert sizes["optimizer"] > 2 * usual_size and sizes["step"] == 0
 # test that finds everything, and "about as good" finds next to nothing.
 
 # %%
-figure = Figure(figsize=(12, 3.4), layout="constrained")
-axes_row = figure.subplots(1, len(curves), sharey=True)
-for axes, (name, curve) in zip(axes_row, curves.items(), strict=True):
-    axes.plot(range(2 * HALF), losses, color="0.65", linewidth=2.5, label="never interrupted")
-    axes.plot(range(HALF, 2 * HALF), curve, color="black", linewidth=1, label="resumed without")
-    axes.axvline(HALF, color="black", linestyle=":", linewidth=1)
+figure = Figure(figsize=(12, 4.6), layout="constrained")
+upper, lower = figure.subplots(2, len(curves), sharex=True, sharey="row", height_ratios=[3, 2])
+steps = range(HALF + 1, 2 * HALF + 1)
+for column, (name, curve) in enumerate(curves.items()):
+    axes = upper[column]
+    axes.plot(range(1, 2 * HALF + 1), losses, color="0.7", linewidth=3, label="never interrupted")
+    axes.plot(steps, curve, color="black", linewidth=1, label="resumed")
     axes.set_title(f"without {name}", fontsize=10)
-    axes.set_xlabel("step")
-    axes.set_ylim(top=min(6, max(losses) + 0.3))
-axes_row[0].set_ylabel("training loss (nats per token)")
-axes_row[-1].legend(fontsize=8)
+    apart = [abs(b - a) or math.nan for a, b in zip(after, curve, strict=True)]  # no log of 0
+    lower[column].semilogy(steps, apart, color="black", linewidth=1)
+    lower[column].set_xlabel("step")
+    for axes in (upper[column], lower[column]):
+        axes.axvline(HALF + 0.5, color="black", linestyle=":", linewidth=1)
+upper[0].set_ylabel("training loss (nats per token)")
+lower[0].set_ylabel("difference (nats)")
+upper[-1].legend(fontsize=8)
 figure.suptitle("A run that resumes from a checkpoint in which one part is missing")
 pictures.save(figure, "6-left-out")
 
@@ -250,7 +256,7 @@ assert whole == on_two and whole != data.batch_hash(swapped, 0)
 # past the middle, and started again by the same command.
 
 # %%
-STEPS = 200 if SHORT else 400
+STEPS = 120 if SHORT else 400
 EVERY = 20 if SHORT else 40
 FOLDER = pictures.FOLDER
 FLAGS = f"""
@@ -306,8 +312,10 @@ print("left in the folder:", *sorted(os.listdir(newest.parent)))
 # %%
 seconds = train_until(lambda: False)
 again = steps_of(killed)
-print(f"started again: {seconds:.1f} s, of which the most went into starting")
-print(*[line for line in log.read_text().splitlines() if "resuming" in line], sep="\n")
+print(f"started again, and finished after {seconds:.1f} s. It said:")
+for line in log.read_text().splitlines():
+    if "resuming" in line:
+        print("   ", line.replace(f"{ROOT}/", ""))
 assert list(again) == [*range(1, STEPS + 1)], "every step is there, and none twice"
 
 print("\nstep   batch_hash before and after           loss before and after")
@@ -389,9 +397,9 @@ assert "LOST" in obvious and "LOST" not in atomic
 #   5. fsync of the folder: the new name is on disk, too
 #
 # A checkpoint of many files works in the same way: checkpoint.py writes a folder step-N.tmp and
-# renames the folder. Then it removes what is too old: last of all, never first. Step 5 is there in
+# renames the folder. Then it removes what is too old: last of all, never first. Step 5 is in
 # `Checkpointer.publish`, but not in `write_atomically`: after a power failure its readers may find
-# the old content, which for those files does no harm.
+# the old content.
 #
 # A kill -9 alone needs no fsync: what the operating system has taken, it writes later. A power
 # failure does. So the obvious test, killing the process, cannot show that fsync is missing. What
@@ -432,9 +440,9 @@ parts = [
     elastic.Part(1),
 ]
 moved, unmoved = FOLDER / "6-moved", FOLDER / "6-unmoved"
-if SHORT and not elastic.finished(moved, 400):
-    print("Left out, since it takes seven launches: run this lesson without --short.")
-if not SHORT:
+if SHORT:
+    print("Left out, since it takes five launches: run this lesson without --short.")
+else:
     for run, its_parts in ((unmoved, [elastic.Part(1)]), (moved, parts)):
         if elastic.finished(run, STEPS):
             print(f"{run.name}: finished before, used again")
@@ -465,7 +473,7 @@ if not SHORT:
     upper.set_ylabel("training loss (nats per token)")
     upper.legend()
     lower.set_ylabel("difference (nats)")
-    lower.set_xlabel("step   (differences of 1e-8 are zero)")
+    lower.set_xlabel("step (a difference of zero is drawn at 1e-8)")
     figure.suptitle("One run on 1, 2, 4 and 1 ranks, and the same run on one")
     pictures.save(figure, "6-moved")
 

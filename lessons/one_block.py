@@ -2,7 +2,7 @@
 
     python -m lessons.one_block               in Triton's interpreter, against float64 (no GPU)
     python -m lessons.one_block compile       compiled for an MI250 and an H100, without either
-    python -m lessons.one_block compile --short
+    python -m lessons.one_block compile --short    heads of 64 alone, a few seconds
 
 `one_block_kernel` has no heads, no batch and no mask except for the end of the sequence. It walks
 over blocks of keys and keeps, for each query, the largest score m, the sum l of exp(score - m), and
@@ -36,7 +36,7 @@ def one_block_kernel(
     q, k, v, out, n_keys, scale,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(q k^T * scale) v. q and out: (BLOCK_M, D); k and v: (n_keys, D); row by row."""
+    """out = softmax(q k^T * scale) v. q, out: (BLOCK_M, D); k, v: (n_keys, D); row by row."""
     d = tl.arange(0, D)
     rows = tl.arange(0, BLOCK_M)
     q_block = tl.load(q + rows[:, None] * D + d[None, :])  # (BLOCK_M, D)
@@ -83,7 +83,8 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # as 
 
 def interpret() -> None:
     """Compare both kernels with float64. UserError if one is too far from it."""
-    print(f"one block of 16 queries, 40 keys of width 32, in steps of 16 keys ({versions()})")
+    print(f"interpreted: {versions()}\n")
+    print("one_block_kernel: one block of 16 queries, 40 keys of width 32, in steps of 16 keys")
     for dtype in (torch.float32, torch.float16):
         error = one_block_error(dtype)
         print(f"    {name_of(dtype):9} largest error relative to float64   {error:.1e}")
@@ -131,9 +132,13 @@ NAMES = {MI250: "MI250", H100: "H100"}
 
 def compile_for_gpus(short: bool) -> None:
     """Print what the kernels take on an MI250 and an H100. UserError if the table's do not fit."""
-    print(f"compiled, not run ({versions()}); bf16")
-    print(f"    {'':32} {'registers':>9} {'spilled':>8} {'shared memory':>15} {'blocks of':>9}")
-    print(f"    {'':32} {'a thread':>9} {'bytes':>8} {'KB, of':>15} {'a unit':>9}")
+    print(f"compiled, not run: {versions()}\n")
+    heads = [
+        ("bf16: queries x keys of a block", "registers", "spilled", "shared memory", "blocks of"),
+        ("", "a thread", "bytes", "KB, of", "a unit"),
+    ]
+    for label, *words in heads:
+        print(f"    {label:32}", *map(str.rjust, words, (9, 8, 15, 9)))
     for arch in NAMES:
         print_facts(f"{NAMES[arch]}, one_block: 64 x 64", arch, teaching_facts(arch))
     for D in (64,) if short else (64, 128):
@@ -143,6 +148,10 @@ def compile_for_gpus(short: bool) -> None:
             label = f"{NAMES[arch]}, heads of {D}: {row[0]} x {row[1]}"
             blocks = print_facts(label, arch, facts)
             require(blocks > 0, f"the forward over heads of {D} does not fit {arch}")
+
+    if short:
+        print("    (without --short also the MI250 with the H100's settings)")
+        return
 
     row = launch_table.row_for(H100, 64, "forward", torch.bfloat16)
     print("the same for the MI250, but with the H100's settings")

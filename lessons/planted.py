@@ -8,8 +8,8 @@ draws the curves and asks which is which, so the table names the runs A to E.
 The model is an MPT with two layers on the bytes of Python's standard library. A step has four
 microbatches of very unequal size: one of code, three of a few import lines each.
 
-    code       8 rows of 64 bytes                      512 tokens that count
-    imports    2 rows of one line such as `import os`  about 35 tokens; what fills a row up does not
+    code       8 rows of 64 bytes                      504 tokens that count
+    imports    2 rows of one line such as `import os`  about 50; what fills a row up does not count
 
 What is logged is what the loop believes, bug included: its loss, its gradient norm. The validation
 is separate code without a bug, as it should be in any project.
@@ -31,7 +31,8 @@ from loss import IGNORE
 from text import corpus
 
 STEPS = 120
-CODE_ROW = 64  # bytes that a row of code predicts
+LR = 6e-3
+CODE_ROW = 64  # bytes of a row of code; all but the first are predicted
 IMPORT_ROW = 32  # bytes of a row with an import line, at most
 FILLER = 0  # a byte that no source file has
 DECAY = 0.1
@@ -98,17 +99,14 @@ def ids_and_labels(rows):
     return ids, labels.masked_fill(labels == FILLER, IGNORE)
 
 
-def settings(steps: int) -> TrainConfig:
-    """The settings of a run."""
-    return TrainConfig(lr=6e-3, max_steps=steps, warmup_steps=steps // 8, alpha_f=0.0)
+def train(
+    text: Text, cause: str = "", steps: int = STEPS, lr: float = LR, dtype=torch.float32
+) -> Run:
+    """Train with one of CAUSES planted, or without a bug. lr: the peak learning rate.
 
-
-def train(text: Text, cause: str = "", steps: int = STEPS, dtype=torch.float32) -> Run:
-    """Train with one of CAUSES planted, or without a bug. After each step, weights become `dtype`.
-
-    The computation is in fp32 in any case, so that a narrow dtype costs nothing but its rounding.
+    After each step, the weights are rounded to `dtype`. All computing is in fp32.
     """
-    cfg = settings(steps)
+    cfg = TrainConfig(lr=lr, max_steps=steps, warmup_steps=steps // 8, alpha_f=0.0)
     model = mpt.MPT(MODEL)
     mpt.init_weights(model, seed=0)
     round_to(dtype, model)

@@ -55,29 +55,36 @@ class Surface:
         return self.E + self.A * n**-self.alpha + self.B * d**-self.beta
 
 
-def fit_surface(n, d, losses) -> tuple[Surface, float]:
-    """The best surface with E, A, B >= 0, and the root of its mean squared residual.
+def fit_surface(n, d, losses) -> Surface:
+    """The best surface with E, A, B >= 0. n, d, losses: one entry a run."""
+    return fit_surfaces(n, d, [losses])[0]
 
-    n, d, losses: one entry a run. For each pair of exponents the best E, A, B solve a linear
-    system, so a table of pairs is all there is to search.
+
+def fit_surfaces(n, d, losses) -> list[Surface]:
+    """`fit_surface` for several sets of losses of the same runs, (sets, runs).
+
+    With the two exponents given, the best E, A, B solve a linear system. So all pairs of EXPONENTS
+    are tried, and the one with the smallest squared error wins.
     """
     n, d, losses = (np.asarray(values, dtype=float) for values in (n, d, losses))
-    found = None
-    least = np.inf
-    for alpha in EXPONENTS:
-        for beta in EXPONENTS:
-            # Scaled to 1 at the middle of the runs, so that the system is well conditioned.
-            columns = [(n / np.median(n)) ** -alpha, (d / np.median(d)) ** -beta]
-            matrix = np.stack([np.ones_like(n), *columns], axis=1)
-            terms = np.linalg.lstsq(matrix, losses, rcond=None)[0]
-            squares = float(((matrix @ terms - losses) ** 2).mean())
-            if squares < least and (terms >= 0).all():
-                least = squares
-                a = float(terms[1] * np.median(n) ** alpha)
-                b = float(terms[2] * np.median(d) ** beta)
-                found = Surface(float(terms[0]), a, b, float(alpha), float(beta))
-    config.require(found, "no surface with E, A, B >= 0 fits these losses")
-    return found, least**0.5
+    alpha, beta = (grid.reshape(-1, 1) for grid in np.meshgrid(EXPONENTS, EXPONENTS))  # (pairs, 1)
+    # Scaled to 1 at the median run, so that the systems are well conditioned.
+    terms = [np.ones((len(alpha), len(n))), (n / np.median(n)) ** -alpha]
+    terms = np.stack([*terms, (d / np.median(d)) ** -beta], axis=2)  # (pairs, runs, 3)
+    inverse = np.linalg.pinv(terms)  # (pairs, 3, runs)
+
+    found = []
+    for loss in losses:
+        factors = inverse @ loss  # (pairs, 3)
+        errors = np.einsum("prt,pt->pr", terms, factors) - loss
+        squares = np.where((factors >= 0).all(axis=1), (errors**2).mean(axis=1), np.inf)
+        i = int(squares.argmin())
+        config.require(np.isfinite(squares[i]), "no surface with E, A, B >= 0 fits these losses")
+        a = factors[i, 1] * np.median(n) ** alpha[i, 0]
+        b = factors[i, 2] * np.median(d) ** beta[i, 0]
+        numbers = (factors[i, 0], a, b, alpha[i, 0], beta[i, 0])
+        found.append(Surface(*map(float, numbers)))
+    return found
 
 
 def minima(rows: list[dict], losses=None) -> dict[float, tuple[float, float]]:
@@ -101,7 +108,7 @@ def minima(rows: list[dict], losses=None) -> dict[float, tuple[float, float]]:
 
 
 def seed_deviation(rows: list[dict]) -> float:
-    """The standard deviation of the loss over seeds: of runs that differ in nothing else, pooled."""
+    """The standard deviation of the loss over seeds, pooled over all cells with several."""
     groups = {}
     for row in rows:
         groups.setdefault((row["budget"], row["d_model"]), []).append(row["loss"])
@@ -136,8 +143,7 @@ def main(argv: list[str]) -> None:
     k, a = fit_power_law(list(found), [size for size, _ in found.values()])
     print(f"optimum = {k:.3g} C^{a:.2f}; standard deviation of a seed {seed_deviation(grid):.4f}")
     columns = [[row[name] for row in grid] for name in ("n_params", "tokens", "loss")]
-    surface, residual = fit_surface(*columns)
-    print(f"{surface}, residual {residual:.4f}")
+    print(fit_surface(*columns))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ cell of the grid. It trains with fsdp_train.train_step, then reads held-out file
 questions of a task made from them, and adds a line to runs/lessons/8-grid.jsonl.
 
     python -m lessons.scaling_runs                              the grid, several minutes
-    python -m lessons.scaling_runs --budget=1.6e12 --d_model=64      one more cell
+    python -m lessons.scaling_runs --budget=2.7e12 --d_model=64    one more cell
+    python -m lessons.scaling_runs --short                      three very short runs, for a look
 
 A cell whose line is in the file is not trained again. The key of a line is a hash of its settings:
 change one, and it is another cell. Lines are written whole, so Ctrl-C and SIGTERM lose only the
@@ -48,18 +49,20 @@ from text import tokenizer as tokenizers
 
 FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
 GRID = FOLDER / "8-grid.jsonl"  # this machine's own
+SHORT = FOLDER / "8-short.jsonl"
 STORED = Path(__file__).parent / "8_grid.jsonl"  # the same, trained once for those without one
 
-BUDGETS = (6e10, 1.8e11, 5.4e11)  # FLOPs of a run
-HELD_OUT = 1.6e12  # the budget of the exercise
+BUDGETS = (1e11, 3e11, 9e11)  # FLOPs of a run
+HELD_OUT = 2.7e12  # the budget of the exercise
+SHORT_BUDGET = 1e9
 # {d_model: (layers, heads)}: about 10, 33, 96, 164, 252 and 632 thousand parameters.
 SHAPES = {16: (2, 2), 32: (2, 2), 48: (3, 4), 64: (3, 4), 80: (3, 4), 112: (4, 8)}
 WIDTHS = (16, 32, 48, 80)  # of the grid
-SEEDS = (1, 2, 3)  # all at the smallest budget, else the first
+SEEDS = (1, 2)  # all at the smallest budget, else the first
 
-SEQ_LEN = 128  # bytes
-QUESTIONS = {"n": 500, "context": 64, "length": 24}  # of evaluation/tasks.py; characters
-EVERY = 8  # every 8th window of the held-out files is read
+SEQ_LEN = 64  # bytes
+QUESTIONS = {"n": 500, "context": 40, "length": 20}  # of evaluation/tasks.py; characters
+EVERY = 10  # every 10th window of the held-out files is read
 FIELDS = {"key": str, "budget": float, "d_model": int, "n_params": int, "loss": float, "data": str}
 
 
@@ -90,7 +93,7 @@ class Cell:
     def rows(self) -> int:
         """Rows of a batch, in proportion to the square root of the tokens."""
         tokens = self.budget / flops.train_flops_per_token(self.model)
-        return max(1, round(math.sqrt(tokens) / 150))
+        return max(1, round(math.sqrt(tokens) / 75))
 
     @property
     def steps(self) -> int:
@@ -113,7 +116,7 @@ class Cell:
             microbatch_size=self.rows,
             max_steps=self.steps,
             warmup_steps=max(1, self.steps // 10),
-            lr=self.lr or 0.008 * math.sqrt(32 / self.d_model),
+            lr=self.lr or 0.32 / self.d_model,
         )
 
     @property
@@ -129,6 +132,14 @@ def grid() -> list[Cell]:
     cells = [Cell(budget, width) for budget, width in itertools.product(BUDGETS, WIDTHS)]
     cells += [Cell(BUDGETS[0], width, seed) for seed in SEEDS[1:] for width in WIDTHS]
     return sorted(cells, key=lambda cell: cell.budget)
+
+
+def tokens_for(budget: float, n_params: float) -> float:
+    """The tokens that a budget pays for with a model of this size, between the sizes of SHAPES."""
+    models = [Cell(budget, width).model for width in SHAPES]
+    sizes = [flops.n_params(model) for model in models]
+    costs = [flops.train_flops_per_token(model) for model in models]  # close to a power law
+    return float(budget / np.exp(np.interp(np.log(n_params), np.log(sizes), np.log(costs))))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -183,7 +194,7 @@ def read_held_out(model, val: data.Split) -> np.ndarray:
     # The number of the file that each byte is from: files that ended before it.
     ended_before = (ends.cumsum() - ends.ravel()).reshape(ends.shape)
     sums = np.zeros((ended_before.max() + 1, 2))
-    for chosen in np.array_split(np.arange(0, len(val), EVERY), max(1, len(val) // EVERY // 64)):
+    for chosen in np.array_split(np.arange(0, len(val), EVERY), max(1, len(val) // EVERY // 128)):
         ids, labels = data.inputs_and_labels(torch.from_numpy(windows[chosen]))
         log_probs, _ = model(ids, labels=labels, score=True)
         np.add.at(sums[:, 0], ended_before[chosen], -log_probs.double().numpy())
@@ -304,6 +315,7 @@ class RunsArgs:
     budget: float = 0.0  # FLOPs of one more run; 0: the whole grid
     d_model: int = 0  # its width, one of SHAPES
     seed: int = 1  # its seed
+    short: bool = False  # three very short runs, in a file of their own
     learning_rate: float = 0.0  # its peak learning rate; 0: the grid's
 
     def check(self) -> None:
@@ -322,8 +334,11 @@ def main(argv: list[str]) -> None:
     cells = grid()
     if args.budget:
         cells = [Cell(args.budget, args.d_model, args.seed, args.learning_rate)]
-    rows = train_cells(cells)
-    print(f"{GRID.relative_to(FOLDER.parent.parent)} has all {len(rows)}")
+    path = SHORT if args.short else GRID
+    if args.short:
+        cells = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:3]]
+    rows = train_cells(cells, path)
+    print(f"{path.relative_to(FOLDER.parent.parent)} has all {len(rows)}")
     if args.budget:
         print(describe(rows[0]))
 

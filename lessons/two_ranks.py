@@ -71,7 +71,7 @@ class Ranks:
                 answered = pipe.poll(PATIENCE)
                 silence = False, f"no answer in {PATIENCE} s"
                 succeeded, result = pickle.loads(pipe.recv_bytes()) if answered else silence
-            except EOFError:
+            except (EOFError, OSError):
                 succeeded, result = False, "the process ended"
             if not succeeded:
                 self.stop()

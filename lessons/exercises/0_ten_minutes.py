@@ -1,8 +1,8 @@
 """Exercise of lesson 0: three learning rates.
 
 Part 1. Before you run anything: one of these three learning rates diverges. Write it down.
-Part 2. Run all three, each under half a minute on two CPU cores. Write down the loss of the last
-        step of each, from its line or from metrics.jsonl. In bash:
+Part 2. Run all three, each under half a minute on two CPU cores. Write down the validation loss at
+        which each ends, from its last lines or from metrics.jsonl. In bash:
 
     flags="--max_steps=60 --warmup_steps=10"
     python fsdp_train.py configs/demo.py $flags --lr=2e-3 --run_dir=runs/lessons/0-low
@@ -15,7 +15,7 @@ Check with `python -m lessons check 0`.
 """
 
 DIVERGES = None  # 2e-3, 2e-2 or 2e-1: predict first
-FINAL_LOSSES = {2e-3: None, 2e-2: None, 2e-1: None}  # nats per token, at step 60
+FINAL_LOSSES = {2e-3: None, 2e-2: None, 2e-1: None}  # validation, nats per token
 
 
 def losses(path: str) -> list[tuple[int, float]]:

@@ -1,0 +1,444 @@
+# %% [markdown]
+# # Lesson 8. Scaling laws at home
+#
+# You have a budget: so many FLOPs, and no more. A large model or a small one? The large
+# one learns more from each byte, but each byte costs more, so it sees fewer of them. You
+# will train four sizes of tiny models on three budgets, see where the best size lies on
+# each, and how it moves as the budget grows. Then you predict a run that nobody has made
+# yet, and make it.
+#
+# Plan an hour. The runs take several minutes on two cores; read on in this file while they
+# train. The textbook is flops.py, planning/budget.py and evaluation/tasks.py. The runs are
+# made by lessons/scaling_runs.py, the fits by lessons/scaling_fits.py.
+
+# %%
+import sys
+from pathlib import Path
+
+here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
+ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
+sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
+
+# %%
+import math  # noqa: E402
+import subprocess  # noqa: E402
+
+import numpy as np  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+import flops  # noqa: E402
+from evaluation.figures import accuracy  # noqa: E402
+from lessons import pictures, scaling_fits, scaling_runs  # noqa: E402
+from lessons.scaling_runs import BUDGETS, HELD_OUT, SEQ_LEN, WIDTHS, Cell  # noqa: E402
+
+# %% [markdown]
+# ## What a budget buys
+#
+# flops.py counts the FLOPs of training on one token:
+#
+#     FLOPs per token = 6 N + 12 L d S        N parameters, L layers, width d, sequence S
+#     budget C = FLOPs per token * D          D tokens
+#
+# Here a token is a byte of Python's standard library. So S is 64 bytes, the vocabulary is
+# 256 bytes and end-of-text, and D counts bytes. For large models 6 N is nearly all of it,
+# and C = 6 N D. For tiny ones attention is not negligible, so it is counted.
+
+# %%
+print(f"{'':>7} {'parameters':>10} {'embedding':>9} {'FLOPs per':>9} {'for':>5}  D, bytes, on C =")
+head = f"{'d_model':>7} {'N':>10} {'in N':>9} {'byte':>9} {'att.':>5}  "
+print(head, *(f"{C:10.0e}" for C in BUDGETS))
+for width in WIDTHS:
+    cells = [Cell(budget, width) for budget in BUDGETS]
+    cfg = cells[0].model
+    parts = flops.params_by_part(cfg)
+    cost = flops.train_flops_per_token(cfg)
+    share = 12 * cfg.n_layers * width * SEQ_LEN / cost
+    D = [cell.steps * cell.rows * SEQ_LEN for cell in cells]
+    print(
+        f"{width:7} {flops.n_params(cfg):10,} {parts['wte'] / flops.n_params(cfg):9.0%} "
+        f"{cost:9,} {share:5.0%}  ",
+        *(f"{d:10,}" for d in D),
+    )
+    for cell, d in zip(cells, D, strict=True):
+        assert abs(d * cost / cell.budget - 1) < 0.01, "all budgets are spent"
+
+# %% [markdown]
+# ## The runs
+#
+# Each cell of that table is one run: a fresh model, fsdp_train.py::train_step, AdamW, a
+# short warmup, and a cosine that ends with the run. That the schedule ends with the run
+# matters: a run that is read off in its middle, at a high learning rate, is worse than one
+# that was planned to end there. So each point of a curve is a run of its own.
+#
+# The learning rate is 0.32 / d_model and the batch grows with sqrt(D). Both were chosen by
+# a few trials, not tuned for each cell. Keep that in mind: a size whose learning rate suits
+# it less looks like a worse size.
+#
+# Processes are started from a file, so this cell runs `python -m lessons.scaling_runs`. It
+# writes a line of results for each run, and skips those that it finds there. Stop it when
+# you like, and run it again. With --short, it makes three very short runs, and the rest of
+# the lesson reads lessons/8_grid.jsonl, the grid as it was trained once for this purpose.
+
+
+# %%
+def scaling_run(*flags):
+    """Run lessons/scaling_runs.py and show what it prints."""
+    command = [sys.executable, "-m", "lessons.scaling_runs", *flags]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+    assert process.returncode == 0, f"it ended with status {process.returncode}"
+
+
+if SHORT:
+    scaling_run("--short")
+    lines = scaling_runs.read(scaling_runs.STORED)
+    rows = [line for line in lines if line["budget"] in BUDGETS]
+else:
+    scaling_run()
+    lines = {line["key"]: line for line in scaling_runs.read(scaling_runs.GRID)}
+    rows = [lines[cell.key] for cell in scaling_runs.grid()]
+print(f"{len(rows)} runs, made with {rows[0]['made_with']}")
+print(f"together {sum(row['processor_seconds'] for row in rows) / 60:.0f} minutes of a processor")
+
+# %% [markdown]
+# ## IsoFLOP curves
+#
+# All runs of one budget, loss over size, form an IsoFLOP curve. The loss is in nats per
+# byte, over files that no model was trained on. Left of the minimum the models are too
+# small for what they could read; right of it they are large but have read too little. Near
+# the minimum the curve is close to a parabola in log N:
+#
+#     L = p (log N)^2 + q log N + r        minimum at log N = -q / (2 p)
+#
+# That is approach 2 of the Chinchilla paper (Hoffmann et al. 2022). Its runs had up to
+# 16 billion parameters; the arithmetic is the same.
+
+# %%
+first_seed = [row for row in rows if row["seed"] == scaling_runs.SEEDS[0]]
+loss_of = {(row["budget"], row["d_model"]): row["loss"] for row in first_seed}
+print("loss in nats per byte, by parameters")
+print(f"{'C, FLOPs':>10}", *(f"{flops.n_params(Cell(1e9, w).model):>9,}" for w in WIDTHS))
+for budget in BUDGETS:
+    print(f"{budget:10.0e}", *(f"{loss_of[budget, width]:9.3f}" for width in WIDTHS))
+for width in WIDTHS:
+    assert loss_of[BUDGETS[2], width] < loss_of[BUDGETS[0], width], "more FLOPs, less loss"
+
+minima = scaling_fits.minima(rows)  # {budget: (size, loss)}
+assert list(minima) == list(BUDGETS), "each parabola opens upwards"
+for budget, (size, loss) in minima.items():
+    tokens = scaling_runs.tokens_for(budget, size)
+    print(
+        f"\nC = {budget:.0e}: minimum at {size:9,.0f} parameters, {loss:.3f} nats per byte"
+        f"\n{'':11} which is {tokens:,.0f} bytes, {tokens / size:.0f} per parameter", end=""
+    )
+print()
+
+# %% [markdown]
+# ## How sure is that?
+#
+# Two things could have come out differently. Another seed gives other initial weights and
+# another order of the data: the smallest budget was trained with two seeds, and the
+# difference between them is the noise of every point. And other held-out files would give
+# another loss. But all models read the same files: a file that is hard for one is hard for
+# all. So the choice of files moves all curves up or down together, and moves their minima
+# much less than their height.
+#
+# The bootstrap does both: it draws the files again with replacement, the same for all runs,
+# adds the noise of a seed to each run, and repeats all fits. The middle 95 % of the results
+# are the error bar.
+
+# %%
+deviation = scaling_fits.seed_deviation(rows)
+draw = np.random.default_rng(8)
+samples = [scaling_fits.resampled(rows, deviation, draw) for _ in range(500)]
+same_files = [scaling_fits.resampled(rows, deviation, draw, files_too=False) for _ in range(500)]
+
+
+def middle(values):
+    """The middle 95 % of the values: (low, high)."""
+    return tuple(np.percentile(values, [2.5, 97.5]))
+
+
+def bootstrap_minima(samples):
+    """The minima of each sample that has one at each budget."""
+    found = [scaling_fits.minima(rows, sample) for sample in samples]
+    return [sample for sample in found if len(sample) == len(BUDGETS)]
+
+
+print(f"noise of a seed: standard deviation {deviation:.4f} nats per byte")
+n_files = len(rows[0]["documents"])
+print(f"{n_files} held-out files, {sum(n for _, n in rows[0]['documents']):,} bytes read of them")
+drawn = bootstrap_minima(samples)
+drawn_here = bootstrap_minima(same_files)
+print(f"{len(drawn) / len(samples):.0%} of the samples have a minimum on each budget\n")
+size_bars = {budget: middle([d[budget][0] for d in drawn]) for budget in BUDGETS}
+print(f"{'C, FLOPs':>10} {'best size, 95 %':>26} {'its loss, 95 %':>20} {'on the same files':>20}")
+for budget in BUDGETS:
+    low, high = size_bars[budget]
+    sizes = f"{low:10,.0f} to {high:9,.0f}"
+    anywhere = "{:.3f} to {:.3f}".format(*middle([d[budget][1] for d in drawn]))
+    here_only = "{:.3f} to {:.3f}".format(*middle([d[budget][1] for d in drawn_here]))
+    print(f"{budget:10.0e} {sizes:>26} {anywhere:>20} {here_only:>20}")
+
+# %% [markdown]
+# ## The best size grows as a power of the budget
+#
+#     N_opt = k C^a        log N_opt = log k + a log C, a line
+#
+# Chinchilla found a near 0.5: the budget is shared evenly, N and D both grow as sqrt(C).
+# Kaplan et al. 2020 had found 0.73, much larger models on little more data. Later work
+# (Porian et al. 2024, Pearce and Song 2024) traced most of the gap to what was counted as
+# N and C, to the warmup and to learning rates: points that look like details, and that a
+# small experiment like this one gets wrong just as easily.
+
+# %%
+k, a = scaling_fits.fit_power_law(BUDGETS, [minima[budget][0] for budget in BUDGETS])
+laws = [scaling_fits.fit_power_law(BUDGETS, [d[b][0] for b in BUDGETS]) for d in drawn]
+low, high = middle([law[1] for law in laws])
+print(f"N_opt = {k:.3g} C^{a:.2f}, exponent {low:.2f} to {high:.2f} (95 %)")
+assert a > 0, "a larger budget wants a larger model"
+
+# %% [markdown]
+# ## A rehearsal: two budgets predict the third
+#
+# A law is worth what it predicts. The two smaller budgets give a line each for the size and
+# the loss of the best model. Where do the lines put the third budget, three times as much,
+# and where did it really come out? Two points leave no residual, so the error bar below
+# knows only the noise, not whether the law is right. A power law for the loss without a
+# floor E must be too low in the end, since text has an entropy that no model gets below.
+
+
+# %%
+def extrapolate(found, budgets, target):
+    """(size, loss) of the best model on the target budget, from those on other budgets."""
+    size_law = scaling_fits.fit_power_law(budgets, [found[budget][0] for budget in budgets])
+    loss_law = scaling_fits.fit_power_law(budgets, [found[budget][1] for budget in budgets])
+    return tuple(k * target**a for k, a in (size_law, loss_law))
+
+
+known, target = BUDGETS[:2], BUDGETS[2]
+size, loss = extrapolate(minima, known, target)
+guesses = [extrapolate(d, known, target) for d in drawn_here]
+print(f"predicted for C = {target:.0e}:", end=" ")
+print("{:,.0f} parameters ({:,.0f} to {:,.0f})".format(size, *middle([g[0] for g in guesses])))
+print("{:>24} {:.3f} nats ({:.3f} to {:.3f})".format("", loss, *middle([g[1] for g in guesses])))
+real_size, real_loss = minima[target]
+print(f"measured:                {real_size:,.0f} parameters, {real_loss:.3f} nats")
+print(f"missed by a factor of {max(size / real_size, real_size / size):.2f}", end=" ")
+print(f"in the size and by {loss - real_loss:+.3f} nats in the loss")
+assert abs(loss - real_loss) < 0.2, "a threefold extrapolation holds roughly"
+
+# %% [markdown]
+# ## One surface for all runs
+#
+# Chinchilla's approach 3 fits all runs at once:
+#
+#     L(N, D) = E + A / N^alpha + B / D^beta
+#
+# E is the floor, the second term what a finite model lacks, the third what finite data
+# lack. Five numbers from twelve cells: with alpha and beta given, the other three solve a
+# linear system, so a table of exponents is searched (scaling_fits.py::fit_surfaces). The
+# fit is close, and yet its numbers are loose: a lower E with smaller exponents draws nearly
+# the same surface over so small a range. Besiroglu et al. 2024 fitted Chinchilla's own
+# points again and found exponents outside of the published intervals.
+
+# %%
+N = np.array([row["n_params"] for row in rows], dtype=float)
+D = np.array([row["tokens"] for row in rows], dtype=float)
+losses = np.array([row["loss"] for row in rows])
+surface = scaling_fits.fit_surface(N, D, losses)
+residual = math.sqrt(((surface.loss(N, D) - losses) ** 2).mean())
+surfaces = scaling_fits.fit_surfaces(N, D, same_files[:100])
+for name in ("E", "alpha", "beta"):
+    low, high = middle([getattr(s, name) for s in surfaces])
+    print(f"{name:>5} {getattr(surface, name):5.2f}   95 %: {low:5.2f} to {high:5.2f}")
+print(f"residual {residual:.4f} nats per byte; noise of a seed {deviation:.4f}")
+assert residual < 0.1
+
+smaller = np.array([row["budget"] < target for row in rows])
+from_smaller = scaling_fits.fit_surface(N[smaller], D[smaller], losses[smaller])
+miss = from_smaller.loss(N[~smaller], D[~smaller]) - losses[~smaller]
+print("\nfitted to the two smaller budgets, it predicts the runs on the third;")
+print("predicted - measured, by size:", *(f"{value:+.3f}" for value in miss))
+
+# %% [markdown]
+# ## Beside Chinchilla, and how far to trust tiny models
+#
+# planning/budget.py plans runs with Chinchilla's published fit and its rule of about 20
+# tokens per parameter. Its tokens come from a vocabulary of 32 thousand and are several
+# bytes each, its text is the web, its loss is per token: so only exponents can be compared,
+# not losses. The next cell puts both side by side, and then does what one must not do: it
+# asks Chinchilla's fit about a model as small as ours.
+
+# %%
+size = minima[target][0]
+tokens = scaling_runs.tokens_for(target, size)
+G = surface.beta / (surface.alpha + surface.beta)  # the exponent of N_opt that a surface implies
+print(f"{'':34} {'here':>8} {'Chinchilla':>11}")
+print(f"{'exponent a from the curves':34} {a:8.2f} {0.49:11.2f}")
+print(f"{'exponent a from the surface':34} {G:8.2f} {0.28 / (0.34 + 0.28):11.2f}")
+print(f"{'D / N at the optimum':34} {tokens / size:8.0f} {20:11}   bytes here, tokens there")
+far_off = 1.69 + 406.4 / size**0.34 + 410.7 / tokens**0.28  # planning/budget.py::Training.loss
+print(f"\nChinchilla's fit for N = {size:,.0f}, D = {tokens:,.0f}: {far_off:.1f} nats per token.")
+print(f"A uniform guess among 32,000 tokens: {math.log(32000):.1f}. A fit ends where its runs end.")
+assert far_off > 0.9 * math.log(32000)
+
+# %% [markdown]
+# What carries over from tiny models: that there is an optimum, that both N and D must grow,
+# that curves are flat near the minimum (half the best size costs little), and how to do it:
+# equal budgets, schedules that end with the run, error bars. What does not: the numbers.
+# Here a quarter to a half of N is embedding, the runs last hundreds of steps where warmup
+# and batch size weigh much, and learning rates were not tuned for each cell.
+#
+# ## Does a better loss mean better answers?
+#
+# evaluation/tasks.py makes a task from any text: 40 characters, and four continuations of
+# at most 20; which one is real? The others are from elsewhere in the held-out files, so a
+# guess is right in 25 % of the cases. `python -m evaluation.tasks notes.txt guess.jsonl`
+# makes one from yours. The answer is the choice with the highest mean log-probability per
+# token. With p of n answers right, the standard error is sqrt(p (1 - p) / (n - 1)).
+
+# %%
+answers = np.array([[digit == "1" for digit in row["right"]] for row in rows])  # (runs, questions)
+by_loss = np.argsort(losses)[::-1]
+print(f"{answers.shape[1]} questions\n{'loss':>6} {'right':>7}  standard error")
+for i in by_loss:
+    p, error = (accuracy("p", list(answers[i]))[key] for key in ("p", "p_stderr"))
+    print(f"{losses[i]:6.3f} {p:7.1%}  {error:.1%}  {'#' * round(100 * (p - 0.2))}")
+
+shares = answers.mean(axis=1)
+ranks = [np.argsort(np.argsort(values)) for values in (losses, shares)]
+print(f"\nrank correlation of loss and share right: {np.corrcoef(*ranks)[0, 1]:.2f}")
+assert np.corrcoef(*ranks)[0, 1] < -0.5, "on the whole they move together"
+best = int(losses.argmin())
+errors = np.sqrt(shares * (1 - shares) / (answers.shape[1] - 1))
+assert shares[best] - 3 * errors[best] > 0.25, "the best model does better than a guess"
+
+# %% [markdown]
+# On the whole the two move together, and from one model to the next they need not: the
+# loss averages tens of thousands of bytes, the share some hundred yes or no. Two models
+# answer the same questions, so their difference has a smaller error than two separate
+# error bars suggest: draw the questions again, the same for both (a paired bootstrap).
+
+# %%
+order = [i for i in by_loss if rows[i]["budget"] == target]
+first, second = order[-1], order[-2]  # the two best on the largest budget
+both = np.stack([answers[first], answers[second]]).astype(float)  # (2, questions)
+questions = draw.integers(0, both.shape[1], (2000, both.shape[1]))
+gaps = both[0][questions].mean(axis=1) - both[1][questions].mean(axis=1)
+print(f"{N[first]:,.0f} and {N[second]:,.0f} parameters, C = {target:.0e}:")
+print(f"  loss   {losses[first]:.3f} and {losses[second]:.3f}, a seed's noise {deviation:.3f}")
+gap = both[0].mean() - both[1].mean()
+print(f"  right  {shares[first]:.1%} and {shares[second]:.1%}, difference {gap:+.1%}")
+unpaired = math.hypot(errors[first], errors[second])
+print(f"  its standard error: paired {gaps.std():.1%}, as if unpaired {unpaired:.1%}")
+assert gaps.std() < unpaired
+
+# %% [markdown]
+# ## The picture
+#
+# Left: the IsoFLOP curves. Middle: their minima, the power law through them with its error,
+# and Chinchilla's 20 per parameter as if bytes were tokens. Right: loss and answers.
+
+# %%
+figure = Figure(figsize=(14, 4.4), layout="constrained")
+left, center, right = figure.subplots(1, 3)
+looks = list(zip(BUDGETS, ("o", "s", "^"), ("0.65", "0.4", "black"), strict=True))
+for budget, marker, grey in looks:
+    chosen = [i for i, row in enumerate(rows) if row["budget"] == budget]
+    label = f"{budget:.0e} FLOPs"
+    look = {"color": grey, "marker": marker, "linestyle": ""}
+    left.semilogx(N[chosen], losses[chosen], label=label, **look)
+    p = np.polyfit(np.log(N[chosen]), losses[chosen], 2)
+    curve = np.geomspace(N.min() / 1.3, N.max() * 1.3, 100)
+    left.semilogx(curve, np.polyval(p, np.log(curve)), color=grey, linewidth=1)
+    left.semilogx(*minima[budget], "x", color="C3", markersize=9, markeredgewidth=2)
+    size = minima[budget][0]
+    bar = np.abs(np.array(size_bars[budget]) - size)[:, None]
+    center.errorbar(budget, size, bar, color=grey, marker=marker, capsize=4)
+    right.errorbar(
+        losses[chosen], 100 * shares[chosen], 100 * errors[chosen], label=label, capsize=2, **look
+    )
+left.plot([], [], "x", color="C3", label="minimum of the parabola")
+left.set(xlabel="parameters N", ylabel="held-out loss (nats per byte)", title="IsoFLOP curves")
+
+C = np.geomspace(BUDGETS[0] / 1.5, HELD_OUT * 1.5, 50)
+band = np.array([middle([k_ * c**a_ for k_, a_ in laws]) for c in C])
+center.loglog(C, k * C**a, color="black", label=f"N = {k:.2g} C^{a:.2f}")
+center.fill_between(C, *band.T, color="0.85", label="its 95 % (noise alone)")
+center.loglog(C, np.sqrt(C / 120), "--", color="C0", label="20 per parameter, C = 6 N D")
+center.axvline(HELD_OUT, color="C3", linestyle=":", label="the exercise's budget")
+center.set(xlabel="budget C (FLOPs)", ylabel="best size N (parameters)", title="The best size")
+
+right.axhline(25, color="C0", linestyle="--", label="a guess")
+right.invert_xaxis()
+right.set(xlabel="held-out loss (nats per byte)", ylabel="right answers (%)")
+right.set_title("Loss and answers, with standard errors")
+for axes in (left, center, right):
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", frameon=False)
+path = pictures.save(figure, "8-scaling")
+assert path.stat().st_size > 10_000
+
+# %% [markdown]
+# ## The exercise
+#
+# The budget is 2.7e12 FLOPs, three times the largest of the grid. Which size is best, and
+# what loss will it reach on the held-out files? In lessons/mine/8_scaling_laws.py, which
+# the first check makes, write
+#
+#     isoflop_optimum(sizes, losses)    the minimum of a parabola in log size
+#     fit_power_law(budgets, optima)    k and a of a power law
+#     PREDICTION                        the size, the loss, and a band of at most 0.06 nats
+#
+# Fix the prediction first. Then make the run, with the width that comes nearest, and check:
+#
+#     python -m lessons.scaling_runs --budget=2.7e12 --d_model=48
+#     python -m lessons check 8
+#
+# Without a run of your own, the check uses a stored one, and says so.
+#
+# ## Three questions
+#
+# 1. A colleague saves runs: each size is trained once, on one long cosine schedule, and its
+#    loss is read off at the steps where the budgets are spent. Which way does this move the
+#    optimum on the smaller budgets, and the exponent a?
+# 2. Here embeddings count in N. Leave them out, and the curves shift. For which of the four
+#    sizes does it matter most, and what happens to the exponent a?
+# 3. You will serve the model to a million users. Do you train the compute-optimal size?
+#
+# `python -m lessons 8 --answers` has the answers.
+#
+# ## What to read next
+#
+# - Hoffmann et al. 2022, Training Compute-Optimal Large Language Models (2203.15556)
+# - Kaplan et al. 2020, Scaling Laws for Neural Language Models (2001.08361)
+# - Besiroglu et al. 2024, Chinchilla Scaling: A Replication Attempt (2404.10102)
+# - Porian et al. 2024, Resolving Discrepancies in Compute-Optimal Scaling of Language
+#   Models (2406.19146)
+# - Pearce and Song 2024, Reconciling Kaplan and Chinchilla Scaling Laws (2406.12907)
+# - Sardana et al. 2023, Beyond Chinchilla-Optimal: Accounting for Inference in Language
+#   Model Scaling Laws (2401.00448)
+#
+# In the project: `python plan.py --device=h100 --devices=64 --network=400 --budget=7` plans
+# the best models that a week can train, with the fit that you have just doubted.
+
+# Scroll on for the answers.
+
+# %% [markdown]
+# ## Answers
+#
+# 1. In the middle of the schedule the learning rate is still high, so the loss is higher
+#    than that of a run which ends there. On a small budget a large model has made the fewest
+#    of its steps, so it looks worse than it is by most: the optimum moves to smaller models.
+#    On the largest budget the runs are at their ends, and little is wrong. So a comes out
+#    too large. Chinchilla's authors name this as one reason for Kaplan's larger exponent.
+# 2. For the smallest, of which the embedding is the largest share. Its point moves to the
+#    left more than the others, which stretches the scale of sizes at the small end, and the
+#    minima on small budgets move further than those on large ones: a grows. Counting without
+#    embeddings is one of the differences between Kaplan and Chinchilla.
+# 3. No. The optimum spends a training budget, and each answer costs 2 N FLOPs a token. A
+#    smaller model trained for longer reaches the same loss for somewhat more training, and
+#    is cheaper with every answer. planning/budget.py offers one of half the size, too.

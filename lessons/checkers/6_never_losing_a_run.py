@@ -1,0 +1,283 @@
+"""Checks exercise 6: kills that lose the naive checkpointer's data, and fifty for the answer's.
+
+The naive checkpointer is taken from the stub, so that an answer may have changed or removed it.
+"""
+
+import ast
+import shutil
+import tempfile
+from pathlib import Path
+
+from lessons.answers import Answer, ToDo, Wrong, need
+
+STUB = Path(__file__).parent.parent / "exercises" / Path(__file__).name
+CHANGES_OF_NAIVE = 6
+MOST_COPIES = 6  # bytes in the folder / bytes of one checkpoint
+SYNCS = {"fsync", "fdatasync", "sync", "O_SYNC", "O_DSYNC", "F_FULLFSYNC"}
+
+
+def check_kill_that_loses(answer):
+    """KILL_AT: a kill after which the naive checkpointer has lost its data"""
+    kill_naive(kill_number(answer, "KILL_AT"))
+
+
+def check_silent_kill(answer):
+    """SILENT_KILL_AT: a kill after which it returns what was never saved, without an error"""
+    at = kill_number(answer, "SILENT_KILL_AT")
+    error = kill_naive(at)
+    told = f"after a kill before change {at} naive_load fails, which anybody notices"
+    need(error is None, f"{told}: {error}")
+
+
+def kill_number(answer, name: str) -> int:
+    """The number of a change, from the answer."""
+    at = answer.value(name)
+    if at is None:
+        raise ToDo(f"set {name} to a number from 0 to {CHANGES_OF_NAIVE - 1}")
+    is_number = isinstance(at, int) and not isinstance(at, bool)
+    in_range = is_number and 0 <= at < CHANGES_OF_NAIVE
+    count = f"the {CHANGES_OF_NAIVE} changes have the numbers 0 to {CHANGES_OF_NAIVE - 1}"
+    need(in_range, f"{name}: {count}, got {at!r}")
+    return at
+
+
+def kill_naive(at: int) -> Wrong | None:
+    """The error of naive_load after a kill before change `at` of the second naive_save, or None.
+
+    Wrong if nothing was lost.
+    """
+    saved = [(step, state_of(step)) for step in (1, 2)]
+    with Answer(STUB) as naive, tempfile.TemporaryDirectory() as folder:
+        naive.call("naive_save", folder, *saved[0])
+        naive.call_until_killed("naive_save", folder, *saved[1], at=at)
+        try:
+            loaded = naive.call("naive_load", folder)
+        except Wrong as error:
+            return error
+    if loaded in saved:
+        step = f"naive_load still returns step {loaded[0]}, exactly as it was saved"
+        raise Wrong(f"after a kill before change {at} of the second naive_save, {step}")
+    return None
+
+
+def state_of(step: int, attempt: int = 0) -> dict:
+    """A state that no other step and attempt has."""
+    weights = [step + i / 7 + attempt * 1e-9 for i in range(8)]
+    return {"weights": weights, "momentum": [-step / 3, 1e-300, 0.0, attempt / 11]}
+
+
+# --------------------------------------------------------------------------------------------------
+# The reader's save and load
+
+
+class Run:
+    """A run that saves into `folder`, is killed, loads, and continues with the next step.
+
+    returned   (step, state) of the last save that returned; None before the first
+    killed     those of the saves since then, which were killed
+    """
+
+    def __init__(self, answer, folder: str):
+        self.answer, self.folder = answer, folder
+        self.step = self.attempts = 0
+        self.returned, self.killed = None, []
+
+    def next(self) -> tuple[int, dict]:
+        """What is saved next."""
+        self.attempts += 1
+        return self.step + 1, state_of(self.step + 1, self.attempts)
+
+    def save(self, case: str = "") -> None:
+        """Save, undisturbed."""
+        step, state = self.next()
+        with_case(case, self.answer.call, "save", self.folder, step, state)
+        self.returned, self.killed, self.step = (step, state), [], step
+
+    def count(self) -> int:
+        """Save, undisturbed. Returns how many changes of files that made."""
+        step, state = self.next()
+        n = self.answer.call_until_killed("save", self.folder, step, state, at=None)
+        self.returned, self.killed, self.step = (step, state), [], step
+        need(n > 0, "save changed no file: write with open, os.write, os.replace, or the like")
+        return n
+
+    def kill(self, at: int, case: str) -> None:
+        """Save, killed just before change `at`, and load."""
+        step, state = self.next()
+        arguments = ("save", self.folder, step, state)
+        if with_case(case, self.answer.call_until_killed, *arguments, at=at):
+            self.killed.append((step, state))
+        else:
+            self.returned, self.killed = (step, state), []
+        self.load(f"{case} (step {step})")
+
+    def load(self, case: str = "") -> None:
+        """Load; it must be the last save that returned, or one that was killed since."""
+        allowed = [self.returned, *self.killed] if self.returned else [None, *self.killed]
+        self.step = require_loaded(self.answer, self.folder, allowed, case)
+
+
+def with_case(case: str, function, *args, **keywords):
+    """function(...); if it is wrong, the message begins with the case."""
+    try:
+        return function(*args, **keywords)
+    except Wrong as error:
+        raise Wrong(f"{case}: {error}" if case else str(error)) from error
+
+
+def require_loaded(answer, folder: str, allowed: list, case: str) -> int:
+    """The step that `load` returns. Wrong unless it is in `allowed`, of (step, state) or None."""
+    got = with_case(case, answer.call, "load", folder)
+    start = f"{case}: " if case else ""
+    names = ["None" if entry is None else f"step {entry[0]}" for entry in allowed]
+    steps = " or ".join(dict.fromkeys(names))
+    need(got is not None or None in allowed, f"{start}load returned None, expected {steps}")
+    if got is None:
+        return 0
+    is_pair = isinstance(got, tuple) and len(got) == 2 and type(got[0]) is int
+    is_pair = is_pair and isinstance(got[1], dict)
+    need(is_pair, f"{start}load must return a tuple (step, state), but returned {got!r:.80}")
+    if got not in allowed:
+        step, state = got
+        right_step = f"step {step}" in names
+        what = " with a state that was never saved" if right_step else ""
+        raise Wrong(f"{start}expected {steps}, but load returned step {step}{what}")
+    return got[0]
+
+
+def check_undisturbed(answer):
+    """save and load, undisturbed"""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(answer, folder)
+        run.load("an empty folder")
+        for step in (1, 2, 9, 10, 11, 99, 100):
+            run.step = step - 1
+            run.save()
+            run.load(f"after save(folder, {step}, ...)")
+
+
+def check_fifty_kills(answer):
+    """Fifty kills lose nothing"""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(answer, folder)
+        run.kill(0, "the first save was killed before its change 0")
+        for _ in range(5):
+            run.save()
+        n = run.count()
+        for in_a_row in (False, True):
+            for number in range(25):
+                # All changes in both rounds if they are few; else every other one in each.
+                at = number % n if n <= 25 else (2 * number + in_a_row) * n // 50
+                if not in_a_row:
+                    run.save()
+                times = f"kill {number + 1} in a row" if in_a_row else "after a complete save"
+                run.kill(at, f"a save killed before its change {at} of {n}, {times}")
+        run.save("a save after fifty kills")
+        run.load("after fifty kills and a save")
+
+
+def check_damage(answer):
+    """A damaged newest checkpoint is noticed, and the one before is used"""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(answer, folder)
+        run.save()
+        run.save()
+        before, good = run.returned, contents(folder)
+        run.save()
+        newest, sound = run.returned, contents(folder)
+        written = [name for name in sorted(sound) if good.get(name) != sound[name]]
+        need(written, "save(folder, 3, ...) left no new file")
+        for name in written:
+            for damage, content in damaged(sound[name]):
+                restore(folder, sound | {name: content})
+                case = f"steps 1, 2, 3 are saved; {damage} of {name}"
+                run.step = require_loaded(answer, folder, [before, newest], case)
+            # The run goes on from there: it saves the lost step once more.
+            run.save(f"{case}; then step {run.step + 1} is saved again")
+            run.load(f"{case}; step {run.step} was saved again")
+
+
+def damaged(content: bytes):
+    """(what was done to the file, its content then)."""
+    size = len(content)
+    for cut in sorted({0, size // 2, max(0, size - 1)}):
+        if cut < size:
+            yield f"only the first {cut} of {size} bytes are left", content[:cut]
+    for place in range(0, size, max(1, size // 16)):
+        flipped = bytes([content[place] ^ 1])
+        yield f"one bit differs in byte {place}", content[:place] + flipped + content[place + 1 :]
+
+
+def contents(folder: str) -> dict[str, bytes]:
+    """{path in the folder: content} of all files."""
+    paths = (path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def restore(folder: str, files: dict[str, bytes]) -> None:
+    """Make the folder hold these files and no others."""
+    for entry in Path(folder).iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    for name, content in files.items():
+        path = Path(folder, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def check_other_files(answer):
+    """Other files do no harm, and stay"""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(answer, folder)
+        run.save()
+        run.save()
+        for name, content in contents(folder).items():
+            Path(folder, f"{name}.tmp").write_bytes(content[: len(content) // 2])
+        notes = Path(folder, "notes.txt")
+        notes.write_text("keep me")
+        run.load("notes.txt and files ending in .tmp were put into the folder")
+        run.save("notes.txt and files ending in .tmp were put into the folder")
+        run.load("notes.txt and files ending in .tmp are in the folder, and step 3 was saved")
+        need(notes.exists() and notes.read_text() == "keep me", "save or load removed notes.txt")
+
+
+def check_nothing_piles_up(answer):
+    """Old checkpoints and what killed saves leave do not pile up"""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(answer, folder)
+        run.save()
+        one = sum(map(len, contents(folder).values()))
+        for _ in range(11):
+            run.save()
+        require_few(folder, one, "after 12 saves")
+        n = run.count()
+        for number in range(20):
+            at = number % n if n <= 20 else number * n // 20
+            run.kill(at, f"a save killed before its change {at} of {n}")
+        run.save()
+        require_few(folder, one, "after 12 saves, 20 killed ones, and one more")
+
+
+def require_few(folder: str, one: int, case: str) -> None:
+    """Wrong if the folder holds more than six checkpoints' bytes."""
+    files = contents(folder)
+    total = sum(map(len, files.values()))
+    names = ", ".join(sorted(files)[:3])
+    held = f"{case} the folder holds {len(files)} files ({names}, ...) of {total} bytes"
+    limit = MOST_COPIES * one + 200  # steps and names become longer
+    need(total <= limit, f"{held}: more than {MOST_COPIES} times the {one} bytes after the first")
+
+
+def check_power_failure(answer):
+    """When save returns, the bytes are on disk"""
+    # No kill can show this: a killed process loses nothing that the operating system has taken.
+    tree = ast.parse(answer.path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    with tempfile.TemporaryDirectory() as folder:
+        answer.call("save", folder, 1, state_of(1))  # is it written at all?
+    need(
+        names & SYNCS,
+        "nothing in this file waits for the disk: no os.fsync. After a power failure the file may "
+        "be empty although save had returned, even after a rename",
+    )

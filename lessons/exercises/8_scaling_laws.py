@@ -1,0 +1,47 @@
+"""Exercise 8: the minimum of an IsoFLOP curve, a power law, and a prediction for a larger budget.
+
+Write the two functions. Then use them on the grid that the lesson has trained to predict what the
+best model on 2.7e12 FLOPs is, three times the grid's largest budget, and what loss it reaches:
+fill in PREDICTION. `python -m lessons check 8` then checks
+
+    isoflop_optimum   on parabolas whose minimum is known, in any order, with noise, upside down
+    fit_power_law     on exact power laws, and on noisy ones
+    PREDICTION        against a run on 2.7e12 FLOPs that was not used for any fit
+
+The lines of your grid are in runs/lessons/8-grid.jsonl: JSON with "budget", "n_params", "tokens",
+"loss" (nats per byte) and more. Without one of your own, read lessons/8_grid.jsonl, but leave out
+its lines with "budget": 2.7e12, since those are what is to be predicted.
+
+Once PREDICTION is written, make the run yourself. The choice of d_model is yours too: 48 is 96
+thousand parameters, 64 is 164, 80 is 252, 112 is 632 thousand. It takes about two minutes:
+
+    python -m lessons.scaling_runs --budget=2.7e12 --d_model=48
+
+Without such a run, the check uses the stored ones. Use NumPy as you like; the project's own modules
+cannot be imported here.
+"""
+
+
+def isoflop_optimum(sizes, losses):
+    """(size, loss) at the minimum of one IsoFLOP curve, two floats.
+
+    sizes, losses: lists of three or more numbers, one entry a run; the sizes are parameters, in
+    any order. Fit a parabola in the logarithm of the size to the losses, by least squares, and
+    return its lowest point. If the parabola has no lowest point, since it opens downwards, return
+    None.
+    """
+    raise NotImplementedError
+
+
+def fit_power_law(budgets, optima):
+    """(k, a), two floats, of the power law  optimum = k * budget ** a.
+
+    budgets, optima: lists of two or more positive numbers. The law minimizes the squares of the
+    differences between the logarithms of k * budget ** a and of the optima.
+    """
+    raise NotImplementedError
+
+
+# For 2.7e12 FLOPs: the size of the best model; its loss on the held-out files, in nats per byte;
+# and how far off the loss may be, up or down. The band may be at most 0.06 nats.
+PREDICTION = {"n_params": None, "loss": None, "band": None}
