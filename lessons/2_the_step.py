@@ -479,7 +479,7 @@ assert apart < 1e-4
 #
 # A step has four microbatches: one of code with about 500 tokens, and three of two import
 # lines each, which together have about 150. "Logged" is what the loop itself believes, with
-# its bug. The validation is separate code without the bug.
+# its bug. The validation is separate code without the bug, on text that no run has seen.
 
 # %%
 assert set(planted.CAUSES) == {

@@ -52,7 +52,7 @@ ranks = two_ranks.Ranks(2)
 for rank, found in enumerate(ranks(two_ranks.collectives)):
     for name, (before, after) in found.items():
         print(f"rank {rank}  {name:15} {before.tolist()} -> {after.tolist()}")
-    whole = [1.0 + 10**1, 2.0 + 20, 3.0 + 30, 4.0 + 40]  # the sum of [1, 2, 3, 4] and ten times it
+    whole = [11.0, 22.0, 33.0, 44.0]  # the sum of [1, 2, 3, 4] and ten times that
     assert found["all-gather"][1].tolist() == [1, 2, 11, 12]
     assert found["reduce-scatter"][1].tolist() == whole[2 * rank : 2 * rank + 2]
     assert found["all-reduce"][1].tolist() == whole
@@ -65,14 +65,14 @@ for rank, found in enumerate(ranks(two_ranks.collectives)):
 # An all-reduce is a reduce-scatter followed by an all-gather. Remember that: it explains
 # most of this lesson.
 #
-# What does it cost? In a ring, each of n ranks sends to the next one only. To gather S bytes,
-# every part must travel past n - 1 ranks, so each rank sends
+# What does it cost? In a ring, each of n ranks sends to the next one only. To gather S
+# bytes, every part must travel past n - 1 ranks, so each rank sends
 #
 #     all-gather, reduce-scatter   S (n - 1) / n bytes
 #     all-reduce                   2 S (n - 1) / n bytes
 #
-# That is nearly S, or 2 S, however many ranks there are. Here is such a ring in one process,
-# with the numbers counted.
+# That is nearly S, or 2 S, however many ranks there are. Here is such a ring in one
+# process, with the numbers counted.
 
 
 # %%
@@ -116,8 +116,9 @@ for n in (2, 4, 8):
 # ## 2. FULL_SHARD of one layer, by hand
 #
 # Data parallelism: each rank has rows of its own, and computes the gradient of their mean
-# loss. The mean of these gradients is the gradient of the whole batch. The plain way (DDP)
-# keeps all weights on every rank and all-reduces the gradients: n copies of the same numbers.
+# loss. The mean of these gradients is the gradient of the whole batch. The plain way
+# (DDP) keeps all weights on every rank and all-reduces the gradients: n copies of the
+# same numbers.
 #
 # FULL_SHARD, or ZeRO-3, keeps each number once. A rank has 1/n of the rows of W, makes W
 # whole just before it is used, and frees it again:
@@ -134,8 +135,8 @@ print(inspect.getsource(two_ranks.ShardedLinear))
 print(inspect.getsource(two_ranks.GatheredProduct))
 
 # %% [markdown]
-# It trains on two ranks, each with half of the rows, and beside it one process trains a plain
-# layer on all rows. (`train_sharded` in the same file is the loop.)
+# It trains on two ranks, each with half of the rows, and beside it one process trains a
+# plain layer on all rows. (`train_sharded` in the same file is the loop.)
 
 # %%
 generator = torch.Generator().manual_seed(0)
@@ -171,8 +172,8 @@ for kind, _, n_bytes in calls:
 assert [kind for kind, *_ in calls] == ["all-gather", "all-gather", "reduce-scatter"]
 
 # %% [markdown]
-# The hand-made layer and PyTorch's `fully_shard` do the same. What PyTorch adds is speed: it
-# gathers all weights of a block in one call, and gathers the next block while this one
+# The hand-made layer and PyTorch's `fully_shard` do the same. What PyTorch adds is speed:
+# it gathers all weights of a block in one call, and gathers the next block while this one
 # computes. The project's use of it is parallel.py::parallelize: one call for each block.
 # Here it trains the same layer on the same rows.
 
@@ -186,9 +187,9 @@ for losses, (weight,) in theirs:
 # %% [markdown]
 # ## 3. DDP and the ZeRO stages, on a real model
 #
-# Training with Adam keeps 16 bytes for each parameter: the fp32 weight, its gradient, and two
-# moments. The ZeRO stages say how much of that is cut over the n ranks of data parallelism.
-# Here is the table of parallel.py with the names of the paper:
+# Training with Adam keeps 16 bytes for each parameter: the fp32 weight, its gradient, and
+# two moments. The ZeRO stages say how much of that is cut over the n ranks of data
+# parallelism. Here is the table of parallel.py with the names of the paper:
 #
 #     mode            ZeRO   cut over ranks                      whole weights live
 #     DDP             0      nothing                             always
@@ -200,8 +201,9 @@ for losses, (weight,) in theirs:
 # gradients are reduced: DDP and ZERO1 add up whole ones, and reduce once a step. The other
 # two reduce after each microbatch, since they must not keep whole gradients.
 #
-# Measured: a small MPT on two ranks in fp32, four microbatches a step. `measured_step` trains
-# one step with fsdp_train.py::train_step under a mode that listens to PyTorch's operations.
+# Measured: a small MPT on two ranks in fp32, four microbatches a step. `measured_step`
+# trains one step with fsdp_train.py::train_step under a mode that listens to PyTorch's
+# operations.
 
 # %%
 SMALL = MPTConfig(
@@ -257,17 +259,18 @@ for name, in_W in EXPECTED.items():
         assert abs(measured[name][0][2][moment] / W_bytes - wanted) < 0.02, (name, moment)
 
 # %% [markdown]
-# Read it line by line. Between steps there are weights and two moments: 3 W whole, or 1.5 W
-# in halves. ZERO1 gathers 1 W of whole weights in the forward, and keeps that and 1 W of whole
-# gradients until the last microbatch. SHARD_GRAD_OP keeps only its half of the gradients
-# between microbatches, and gathers the weights again in each. FULL_SHARD frees each block after
-# its forward: only the embedding and the final norm stay whole. (In bf16 the gathered copies
-# are half as large. DDP goes through `fully_shard` here, too, which works on a copy of the
-# weights even if nothing is cut: a plain DDP in fp32 would keep 1 W less within a step.)
+# Read it line by line. Between steps there are weights and two moments: 3 W whole, or 1.5
+# W in halves. ZERO1 gathers 1 W of whole weights in the forward, and keeps that and 1 W
+# of whole gradients until the last microbatch. SHARD_GRAD_OP keeps only its half of the
+# gradients between microbatches, and gathers the weights again in each. FULL_SHARD frees
+# each block after its forward: only the embedding and the final norm stay whole. (In bf16
+# the gathered copies are half as large. DDP goes through `fully_shard` here, too, which
+# works on a copy of the weights even if nothing is cut: a plain DDP in fp32 would keep 1
+# W less within a step.)
 #
-# And what does the saving cost? Calls and bytes of one step. L blocks and the rest, which is
-# embedding and final norm, are L + 1 units that are gathered and reduced, each in one call;
-# k microbatches; P parameters.
+# And what does the saving cost? Calls and bytes of one step. L blocks and the rest, which
+# is embedding and final norm, are L + 1 units that are gathered and reduced, each in one
+# call; k microbatches; P parameters.
 
 
 # %%
@@ -340,13 +343,14 @@ for name in MODES:
     assert counted == predicted(name), name
 
 # %% [markdown]
-# The formulas of `collectives_of` give exactly what was counted. DDP and ZERO1 send the same:
-# an all-reduce is a reduce-scatter and an all-gather, and ZERO1 puts the update in between.
-# So its saving is free. SHARD_GRAD_OP and FULL_SHARD pay in each microbatch. FULL_SHARD's
-# second gather, in the backward, makes it 1.5 times as much as SHARD_GRAD_OP; here a bit
-# less, since the embedding stays whole between the passes.
+# The formulas of `collectives_of` give exactly what was counted. DDP and ZERO1 send the
+# same: an all-reduce is a reduce-scatter and an all-gather, and ZERO1 puts the update in
+# between. So its saving is free. SHARD_GRAD_OP and FULL_SHARD pay in each microbatch.
+# FULL_SHARD's second gather, in the backward, makes it 1.5 times as much as
+# SHARD_GRAD_OP; here a bit less, since the embedding stays whole between the passes.
 #
-# HYBRID_SHARD is FULL_SHARD inside of each node, and an all-reduce between nodes once a step.
+# HYBRID_SHARD is FULL_SHARD inside of each node, and an all-reduce between nodes once a
+# step.
 #
 # ## 4. One matmul pair, cut over two ranks
 #
@@ -361,9 +365,10 @@ for name in MODES:
 #     gelu(x W) = [gelu(x W_1), gelu(x W_2)]            whole columns: no sum is missing
 #     y         = gelu(x W_1) U_1 + gelu(x W_2) U_2     one all-reduce
 #
-# Rank i computes the i-th term. The other way round, W by rows first, x W would be a sum of
-# two terms before the GELU, and gelu(a + b) is not gelu(a) + gelu(b): two collectives. In the
-# backward it is the same: all ranks have read x, so its gradient is a sum of their shares.
+# Rank i computes the i-th term. The other way round, W by rows first, x W would be a sum
+# of two terms before the GELU, and gelu(a + b) is not gelu(a) + gelu(b): two collectives.
+# In the backward it is the same: all ranks have read x, so its gradient is a sum of their
+# shares.
 
 # %%
 print(inspect.getsource(two_ranks.column_then_row))
@@ -385,10 +390,11 @@ for rank, (y_2, dx_2, shape, calls) in enumerate(
     assert [kind for kind, *_ in calls] == ["all-reduce", "all-reduce"]
 
 # %% [markdown]
-# In attention the same pair is Wqkv, cut by whole heads, and out_proj. So a layer takes four
-# all-reduces for each microbatch, two forward and two backward, each of the size of the hidden
-# states: B T d numbers. And no computation is there to hide them, since the next matmul needs
-# the sum. Counted on the small model, with the embedding and the output layer cut as well:
+# In attention the same pair is Wqkv, cut by whole heads, and out_proj. So a layer takes
+# four all-reduces for each microbatch, two forward and two backward, each of the size of
+# the hidden states: B T d numbers. And no computation is there to hide them, since the
+# next matmul needs the sum. Counted on the small model, with the embedding and the output
+# layer cut as well:
 
 # %%
 counted = large_calls(measured["tp 2"][0][1])
@@ -400,20 +406,21 @@ assert counted == predicted("tp 2")
 assert counted["all-reduce"] == (4 * (4 * 4 + 2), n_bytes) and n_bytes == n_calls * stream
 
 # %% [markdown]
-# The real thing is tensor_parallel.py; `torchrun --nproc_per_node 2 tensor_parallel.py` shows
-# it. Keep tp inside of a node, where links are fast.
+# The real thing is tensor_parallel.py; `torchrun --nproc_per_node 2 tensor_parallel.py`
+# shows it. Keep tp inside of a node, where links are fast.
 #
 # ## 5. A pipeline
 #
-# A model is a chain of layers. Cut the chain into four stages, give each to a rank, and send a
-# batch through: rank 0 computes the first layers and sends the hidden states to rank 1, and
-# so on to rank 3, which computes the loss. The gradient comes back the same way. Each rank
-# holds about a quarter of the weights and of Adam's moments, and neighbours exchange little:
-# (B, T, d) numbers each way. But three of four ranks always wait.
+# A model is a chain of layers. Cut the chain into four stages, give each to a rank, and
+# send a batch through: rank 0 computes the first layers and sends the hidden states to
+# rank 1, and so on to rank 3, which computes the loss. The gradient comes back the same
+# way. Each rank holds about a quarter of the weights and of Adam's moments, and
+# neighbours exchange little: (B, T, d) numbers each way. But three of four ranks always
+# wait.
 #
-# So cut the batch into microbatches that follow each other. Time goes from left to right; a
-# digit is the forward of a microbatch, its backward is two letters (`aa` belongs to 0), since
-# it takes about twice as long; a dot is a rank that waits.
+# So cut the batch into microbatches that follow each other. Time goes from left to right;
+# a digit is the forward of a microbatch, its backward is two letters (`aa` belongs to 0),
+# since it takes about twice as long; a dot is a rank that waits.
 
 # %%
 command = [sys.executable, "pipeline.py", "--stages=4", "--microbatches=8"]
@@ -427,9 +434,9 @@ bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
 assert pipeline.bubble(stages, 8) - 0.01 < bubble_measured < 0.9
 
 # %% [markdown]
-# The dots are the bubble: (p - 1) / (n + p - 1) of the step, for p stages and n microbatches.
-# It was measured with processes that sleep where they would compute. Other programs on this
-# machine can only make it longer.
+# The dots are the bubble: (p - 1) / (n + p - 1) of the step, for p stages and n
+# microbatches. It was measured with processes that sleep where they would compute. Other
+# programs on this machine can only make it longer.
 #
 # The order is called 1F1B, one forward, one backward. Each line of the picture has three
 # phases, and pipeline.py::one_f_one_b has a loop for each:
@@ -438,8 +445,9 @@ assert pipeline.bubble(stages, 8) - 0.01 < bubble_measured < 0.9
 #     steady    a forward and a backward in turns
 #     drain     the backwards that are left, as many as the warm-up had forwards
 #
-# Why not all forwards first, then all backwards? The bubble would be the same. But each stage
-# would keep the activations of all n microbatches; here stage s keeps those of p - s.
+# Why not all forwards first, then all backwards? The bubble would be the same. But each
+# stage would keep the activations of all n microbatches; here stage s keeps those of p -
+# s.
 
 # %%
 print("Activations kept at once by stage 0 of 4, in microbatches; and the bubble:")
@@ -460,18 +468,19 @@ ranks.stop()
 # %% [markdown]
 # To see it train, in one process and in two stages (each about a minute on two CPU cores):
 #
-#     python fsdp_train.py configs/demo.py --max_steps=150 --precision=fp32 --run_dir=runs/whole
+#     python fsdp_train.py configs/demo.py --max_steps=150 --precision=fp32 \
+#         --run_dir=runs/whole
 #     torchrun --nproc_per_node 2 fsdp_train.py configs/demo.py --max_steps=150 \
 #         --precision=fp32 --run_dir=runs/stages --pp=2
 #     python -m lifecycle.plot runs/whole runs/stages --diff
 #
 # ## 6. MPT-7B on 64 devices
 #
-# The same formulas, for a model that matters: weights gathered in bf16, gradients reduced in
-# fp32, 512 sequences of 2048 tokens a step, one sequence a microbatch, activations recomputed.
-# Memory is planning/memory.py's, which the project's tests compare with real steps. The last
-# two lines cut the model over 8 ranks, and have 8 data-parallel ranks each, with ZERO1. A
-# middle stage sends to both of its neighbours.
+# The same formulas, for a model that matters: weights gathered in bf16, gradients reduced
+# in fp32, 512 sequences of 2048 tokens a step, one sequence a microbatch, activations
+# recomputed. Memory is planning/memory.py's, which the project's tests compare with real
+# steps. The last two lines cut the model over 8 ranks, and have 8 data-parallel ranks
+# each, with ZERO1. A middle stage sends to both of its neighbours.
 
 # %%
 BIG = MPTConfig(
@@ -519,11 +528,12 @@ assert min(total, key=total.get) == "pp 8, ZERO1"
 
 # %% [markdown]
 # Three things to take home. In bf16 ZERO1 sends even less than DDP, since it gathers bf16
-# weights where DDP sends fp32 sums a second time. FULL_SHARD sends ten times as much as ZERO1,
-# because there are eight microbatches: larger ones would need fewer. (On a fast network most of
-# it is hidden behind computation.) And a pipeline sends the least, so it may cross nodes; its
-# price is the bubble. Tensor parallelism sends six times as much as ZERO1, and hides none of
-# it. `python plan.py configs/mpt7b.py --device=mi250 --devices=64` weighs all that.
+# weights where DDP sends fp32 sums a second time. FULL_SHARD sends ten times as much as
+# ZERO1, because there are eight microbatches: larger ones would need fewer. (On a fast
+# network most of it is hidden behind computation.) And a pipeline sends the least, so it
+# may cross nodes; its price is the bubble. Tensor parallelism sends six times as much as
+# ZERO1, and hides none of it. `python plan.py configs/mpt7b.py --device=mi250
+# --devices=64` weighs all that.
 
 
 # %%
@@ -613,23 +623,27 @@ figure  # noqa: B018 (an editor shows it)
 #
 # The first check creates the file. The checker runs your functions on two ranks. With the
 # same rows on both, loss and weights must be those of one rank bit by bit; with different
-# rows, within 1e-6; and `fully_shard` must agree. A rank may keep half of each weight, and
-# the checker looks at the memory behind your tensors. Then come sizes that cannot be halved.
+# rows, within 1e-6; and `fully_shard` must agree. A rank may keep half of each weight,
+# and the checker looks at the memory behind your tensors. Then come sizes that cannot be
+# halved.
 #
 # ## Three questions
 #
-# 1. ZERO1 cuts weights and moments, and sends no more than DDP. Why does it need more memory
-#    in a step of four microbatches than SHARD_GRAD_OP, and when is it the better choice?
-# 2. With the global batch fixed, you double the microbatch size, so there are half as many
-#    microbatches. What happens to the bytes that FULL_SHARD, ZERO1, tp and pp send in a step?
+# 1. ZERO1 cuts weights and moments, and sends no more than DDP. Why does it need more
+#    memory in a step of four microbatches than SHARD_GRAD_OP, and when is it the better
+#    choice?
+# 2. With the global batch fixed, you double the microbatch size, so there are half as
+#    many microbatches. What happens to the bytes that FULL_SHARD, ZERO1, tp and pp send
+#    in a step?
 # 3. Two ranks see the same rows: why can the loss be equal bit by bit to that of one rank,
 #    and why is it only nearly equal if one rank has all the rows of both?
 #
 # ## Three more, on the pipeline
 #
-# 4. The bubble of four stages and eight microbatches is 27 %. From how many microbatches on is
-#    it smaller than 10 %? If the batch stays the same, do larger microbatches help?
-# 5. What is wrong with all forwards first, then all backwards, in a step of 32 microbatches?
+# 4. The bubble of four stages and eight microbatches is 27 %. From how many microbatches
+#    on is it smaller than 10 %? If the batch stays the same, do larger microbatches help?
+# 5. What is wrong with all forwards first, then all backwards, in a step of 32
+#    microbatches?
 # 6. The embedding is tied: stage 0 looks up the ids in it, the last stage makes the logits
 #    with it, and each gets a part of its gradient. How far apart are the losses of the two
 #    runs of section 5?
@@ -640,8 +654,8 @@ figure  # noqa: B018 (an editor shows it)
 #
 # - Rajbhandari, Rasley, Ruwase, He, ZeRO: Memory Optimizations Toward Training Trillion
 #   Parameter Models, 2019 (arXiv 1910.02054): the stages
-# - Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, 2023 (arXiv
-#   2304.11277)
+# - Zhao et al., PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel, 2023
+#   (arXiv 2304.11277)
 # - Shoeybi et al., Megatron-LM, 2019 (arXiv 1909.08053): the cut by columns, then by rows
 # - Huang et al., GPipe, 2018 (arXiv 1811.06965); Narayanan et al., Memory-Efficient
 #   Pipeline-Parallel DNN Training, 2020 (arXiv 2006.09503): 1F1B with a flush
@@ -655,20 +669,21 @@ figure  # noqa: B018 (an editor shows it)
 # %% [markdown]
 # ## Answers
 #
-# 1. It reduces gradients only once a step, so until then it adds up whole ones, and it keeps
-#    the gathered weights for all microbatches: 3.5 W against 2 W here. It is better whenever
-#    it fits, since it sends once a step what the others send in each microbatch.
-# 2. FULL_SHARD sends half as much: it gathers and reduces in each microbatch, whatever their
-#    size. ZERO1 sends the same: once a step. tp and pp send the same: half as many messages
-#    of twice the size. (The bubble of pp grows.)
-# 3. Both ranks then compute the same gradient g, and (g + g) / 2 is g exactly: adding a number
-#    to itself and halving change only the exponent. With different rows the sum over the rows
-#    is taken in another order, as two halves, and floating-point addition is rounded.
+# 1. It reduces gradients only once a step, so until then it adds up whole ones, and it
+#    keeps the gathered weights for all microbatches: 3.5 W against 2 W here. It is better
+#    whenever it fits, since it sends once a step what the others send in each microbatch.
+# 2. FULL_SHARD sends half as much: it gathers and reduces in each microbatch, whatever
+#    their size. ZERO1 sends the same: once a step. tp and pp send the same: half as many
+#    messages of twice the size. (The bubble of pp grows.)
+# 3. Both ranks then compute the same gradient g, and (g + g) / 2 is g exactly: adding a
+#    number to itself and halving change only the exponent. With different rows the sum
+#    over the rows is taken in another order, as two halves, and floating-point addition
+#    is rounded.
 # 4. (4 - 1) / (n + 4 - 1) is smaller than 0.1 from n = 28 on:
 #    `python pipeline.py --stages=4 --microbatches=28`. Larger microbatches make the bubble
 #    larger, since the batch has fewer of them.
-# 5. Stage 0 would keep the activations of 32 microbatches until their backwards. With 1F1B it
-#    keeps those of 4 at most, as many as there are stages:
+# 5. Stage 0 would keep the activations of 32 microbatches until their backwards. With
+#    1F1B it keeps those of 4 at most, as many as there are stages:
 #    `python pipeline.py --stages=4 --microbatches=32` prints it.
 # 6. Rounding: at most 1e-6 nats in 150 steps in fp32. Both stages get the sum of the two
 #    gradients (pipeline.py::sum_tied_gradients), and make the same update.

@@ -444,8 +444,8 @@ if SHORT:
     print("Left out, since it takes five launches: run this lesson without --short.")
 else:
     for run, its_parts in ((unmoved, [elastic.Part(1)]), (moved, parts)):
-        if elastic.finished(run, STEPS):
-            print(f"{run.name}: finished before, used again")
+        shutil.rmtree(run, ignore_errors=True)  # of another day, perhaps of another version
+        run.with_suffix(".log").unlink(missing_ok=True)
         elastic.supervise(run, FLAGS, its_parts, STEPS)
     elastic.check([unmoved, moved], STEPS)
     print("restarts:", plot.restart_labels(str(moved)))
@@ -466,13 +466,15 @@ if not SHORT:
     upper.plot(list(a), loss_of["a"], color="0.7", linewidth=4, label="1 rank, never interrupted")
     upper.plot(list(b), loss_of["b"], color="black", linewidth=0.8, label="moved")
     lower.semilogy(list(apart), [max(x, 1e-8) for x in apart.values()], "k.", markersize=3)
+    place = {"xycoords": upper.get_xaxis_transform(), "textcoords": "offset points"}
     for step, label in plot.restart_labels(str(moved)).items():
         for axes in (upper, lower):
             axes.axvline(step, color="0.4", linestyle=":", linewidth=1)
-        upper.annotate(label, (step, 1), xycoords=upper.get_xaxis_transform(), fontsize=9)
+        upper.annotate(label, (step, 1), xytext=(0, 4), fontsize=9, **place)
     upper.set_ylabel("training loss (nats per token)")
     upper.legend()
     lower.set_ylabel("difference (nats)")
+    lower.set_ylim(bottom=5e-9)
     lower.set_xlabel("step (a difference of zero is drawn at 1e-8)")
     figure.suptitle("One run on 1, 2, 4 and 1 ranks, and the same run on one")
     pictures.save(figure, "6-moved")

@@ -125,25 +125,26 @@ for budget in BUDGETS:
 for width in WIDTHS:
     assert loss_of[BUDGETS[2], width] < loss_of[BUDGETS[0], width], "more FLOPs, less loss"
 
+print()
 minima = scaling_fits.minima(rows)  # {budget: (size, loss)}
 assert list(minima) == list(BUDGETS), "each parabola opens upwards"
 for budget, (size, loss) in minima.items():
     tokens = scaling_runs.tokens_for(budget, size)
     print(
-        f"\nC = {budget:.0e}: minimum at {size:9,.0f} parameters, {loss:.3f} nats per byte"
-        f"\n{'':11} which is {tokens:,.0f} bytes, {tokens / size:.0f} per parameter", end=""
+        f"C = {budget:.0e}: minimum at {size:9,.0f} parameters, {loss:.3f} nats per byte"
+        f"\n{'':11} which is {tokens:,.0f} bytes, {tokens / size:.0f} per parameter"
     )
-print()
 
 # %% [markdown]
 # ## How sure is that?
 #
 # Two things could have come out differently. Another seed gives other initial weights and
 # another order of the data: the smallest budget was trained with two seeds, and the
-# difference between them is the noise of every point. And other held-out files would give
-# another loss. But all models read the same files: a file that is hard for one is hard for
-# all. So the choice of files moves all curves up or down together, and moves their minima
-# much less than their height.
+# difference between them is taken as the noise of every point. (Whether it is the same on
+# larger budgets, only more runs could say.) And other held-out files would give another
+# loss. But all models read the same files: a file that is hard for one is hard for all. So
+# the choice of files moves all curves up or down together, and their minima to the side
+# much less.
 #
 # The bootstrap does both: it draws the files again with replacement, the same for all runs,
 # adds the noise of a seed to each run, and repeats all fits. The middle 95 % of the results
@@ -239,10 +240,14 @@ assert abs(loss - real_loss) < 0.2, "a threefold extrapolation holds roughly"
 #
 # E is the floor, the second term what a finite model lacks, the third what finite data
 # lack. Five numbers from twelve cells: with alpha and beta given, the other three solve a
-# linear system, so a table of exponents is searched (scaling_fits.py::fit_surfaces). The
-# fit is close, and yet its numbers are loose: a lower E with smaller exponents draws nearly
-# the same surface over so small a range. Besiroglu et al. 2024 fitted Chinchilla's own
-# points again and found exponents outside of the published intervals.
+# linear system, so a table of exponents is searched (scaling_fits.py::fit_surfaces). Its
+# numbers are loose: a lower E with smaller exponents draws nearly the same surface over so
+# small a range. Besiroglu et al. 2024 fitted Chinchilla's own points again and found
+# exponents outside of the published intervals.
+#
+# Compare the residual with the noise of a seed. If it is much larger, the runs differ in
+# something that the surface does not know, and the intervals, which know only the noise of
+# seeds, are too narrow.
 
 # %%
 N = np.array([row["n_params"] for row in rows], dtype=float)
@@ -255,6 +260,10 @@ for name in ("E", "alpha", "beta"):
     low, high = middle([getattr(s, name) for s in surfaces])
     print(f"{name:>5} {getattr(surface, name):5.2f}   95 %: {low:5.2f} to {high:5.2f}")
 print(f"residual {residual:.4f} nats per byte; noise of a seed {deviation:.4f}")
+apart = losses - surface.loss(N, D)
+worst = int(np.abs(apart).argmax())
+where = f"{N[worst]:,.0f} parameters, C = {rows[worst]['budget']:.0e}"
+print(f"the largest, measured - fitted: {apart[worst]:+.3f}, at {where}")
 assert residual < 0.1
 
 smaller = np.array([row["budget"] < target for row in rows])
@@ -262,6 +271,7 @@ from_smaller = scaling_fits.fit_surface(N[smaller], D[smaller], losses[smaller])
 miss = from_smaller.loss(N[~smaller], D[~smaller]) - losses[~smaller]
 print("\nfitted to the two smaller budgets, it predicts the runs on the third;")
 print("predicted - measured, by size:", *(f"{value:+.3f}" for value in miss))
+print(f"root of the mean square: {math.sqrt((miss**2).mean()):.3f}")
 
 # %% [markdown]
 # ## Beside Chinchilla, and how far to trust tiny models
@@ -286,11 +296,16 @@ print(f"A uniform guess among 32,000 tokens: {math.log(32000):.1f}. A fit ends w
 assert far_off > 0.9 * math.log(32000)
 
 # %% [markdown]
-# What carries over from tiny models: that there is an optimum, that both N and D must grow,
-# that curves are flat near the minimum (half the best size costs little), and how to do it:
-# equal budgets, schedules that end with the run, error bars. What does not: the numbers.
-# Here a quarter to a half of N is embedding, the runs last hundreds of steps where warmup
-# and batch size weigh much, and learning rates were not tuned for each cell.
+# So 20 tokens per parameter is no law of nature: another unit of text gives another number,
+# and here, where D is in bytes, one of that size is a coincidence.
+#
+# What carries over from tiny models: that there is an optimum, that N and D must both grow,
+# and how to find out: equal budgets, schedules that end with the run, error bars. What does
+# not: the numbers. Here up to 40 % of N is embedding, most runs last some hundred steps, in
+# which warmup and batch size weigh much, and learning rates were not tuned for each cell.
+# And a small model learns some skills suddenly, such as copying from the context (Olsson et
+# al. 2022): a run that is just past such a step lies below a smooth curve, one that is just
+# before it above. Look for such points in the residuals before you believe an exponent.
 #
 # ## Does a better loss mean better answers?
 #
@@ -379,8 +394,7 @@ right.set_title("Loss and answers, with standard errors")
 for axes in (left, center, right):
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
-path = pictures.save(figure, "8-scaling")
-assert path.stat().st_size > 10_000
+pictures.save(figure, "8-scaling")
 
 # %% [markdown]
 # ## The exercise
@@ -419,6 +433,7 @@ assert path.stat().st_size > 10_000
 # - Porian et al. 2024, Resolving Discrepancies in Compute-Optimal Scaling of Language
 #   Models (2406.19146)
 # - Pearce and Song 2024, Reconciling Kaplan and Chinchilla Scaling Laws (2406.12907)
+# - Olsson et al. 2022, In-context Learning and Induction Heads (2209.11895)
 # - Sardana et al. 2023, Beyond Chinchilla-Optimal: Accounting for Inference in Language
 #   Model Scaling Laws (2401.00448)
 #

@@ -172,6 +172,15 @@ def need_update(name, new, i, weights, rows, xs, targets, case) -> None:
 # The parts
 
 
+def need_gather(answer, weight) -> None:
+    """`gather` must return this weight on both of two ranks."""
+    shape = tuple(weight.shape)
+    pieces = PerRank(pieces_of(weight, 2))
+    wholes = answer.call_on_ranks(2, "gather", pieces, shape, seconds=SECONDS)
+    for rank, whole in enumerate(wholes):
+        close(f"gather on rank {rank}", whole, weight, 0, f"a weight {shape}")
+
+
 def check_shard(answer):
     """shard: each of two ranks keeps its half of a weight, in memory of its own"""
     for shape in ((2, 1), (2, 2), (4, 3), (3, 4)):
@@ -186,9 +195,7 @@ def check_gather(answer):
     """gather: every rank gets the whole weight back"""
     for shape in ((2, 1), (2, 2), (4, 3), (3, 4)):
         weight = 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-        pieces = PerRank(pieces_of(weight, 2))
-        for rank, whole in enumerate(answer.call_on_ranks(2, "gather", pieces, shape, seconds=SECONDS)):
-            close(f"gather on rank {rank}", whole, weight, 0, f"a weight {shape}")
+        need_gather(answer, weight)
 
 
 def check_same_rows(answer):
@@ -233,9 +240,7 @@ def check_odd_sizes(answer):
         for rank, (piece,) in enumerate(by_rank):
             wanted = pieces_of(weight, 2)[rank]
             close(f"shard on rank {rank}", piece, wanted, 0, f"a weight {shape}, padded")
-        pieces = PerRank(pieces_of(weight, 2))
-        for rank, whole in enumerate(answer.call_on_ranks(2, "gather", pieces, shape, seconds=SECONDS)):
-            close(f"gather on rank {rank}", whole, weight, 0, f"a weight {shape}")
+        need_gather(answer, weight)
     compare(answer, [(5, 3), (1, 5)], 2, same_rows=False)
 
 
