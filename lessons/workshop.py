@@ -170,8 +170,8 @@ def check_and_report(path: Path, answer: Path) -> None:
     for title, result, message in check(path, answer):
         results.append(result)
         print(f"{result:>15}  {title}", flush=True)
-        for line in textwrap.wrap(message, 80):
-            print(f"{'':>15}  {line}", flush=True)
+        for line in message.splitlines():
+            print(textwrap.fill(line, 97, initial_indent=" " * 17, subsequent_indent=" " * 17))
     print()
     if {"wrong", "not written yet"} & set(results):
         print("python -m lessons check", path.name[0], "checks again.")
