@@ -19,16 +19,16 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import math  # noqa: E402
+import math
 
-import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import torch
+from matplotlib.figure import Figure
 
-import attention  # noqa: E402
-import flops  # noqa: E402
-import model  # noqa: E402
-from config import MPTConfig  # noqa: E402
-from lessons import pictures  # noqa: E402
+import attention
+import flops
+import model
+from config import MPTConfig
+from lessons import pictures
 
 torch.set_grad_enabled(False)  # nothing is trained here
 

@@ -19,20 +19,20 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import math  # noqa: E402
-from types import SimpleNamespace  # noqa: E402
+import math
+from types import SimpleNamespace
 
-import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import torch
+from matplotlib.figure import Figure
 
-import data  # noqa: E402
-import fsdp_train  # noqa: E402
-import loss  # noqa: E402
-import model as mpt  # noqa: E402
-import optim  # noqa: E402
-import processes  # noqa: E402
-from config import TrainConfig  # noqa: E402
-from lessons import answering, pictures, planted  # noqa: E402
+import data
+import fsdp_train
+import loss
+import model as mpt
+import optim
+import processes
+from config import TrainConfig
+from lessons import answering, pictures, planted
 
 # %% [markdown]
 # ## The loss of a token, and its gradient

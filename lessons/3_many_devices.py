@@ -23,20 +23,20 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import inspect  # noqa: E402
-import subprocess  # noqa: E402
-from dataclasses import replace  # noqa: E402
+import inspect
+import subprocess
+from dataclasses import replace
 
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
 
-import flops  # noqa: E402
-import model  # noqa: E402
-import pipeline  # noqa: E402
-from config import MPTConfig, TrainConfig  # noqa: E402
-from lessons import pictures, two_ranks  # noqa: E402
-from planning import memory  # noqa: E402
+import flops
+import model
+import pipeline
+from config import MPTConfig, TrainConfig
+from lessons import pictures, two_ranks
+from planning import memory
 
 # %% [markdown]
 # ## 1. Two ranks, three collectives

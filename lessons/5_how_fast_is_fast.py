@@ -19,24 +19,24 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import csv  # noqa: E402
-import statistics  # noqa: E402
-import time  # noqa: E402
-from dataclasses import replace  # noqa: E402
+import csv
+import statistics
+import time
+from dataclasses import replace
 
-import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import torch
+from matplotlib.figure import Figure
 
-import bench.flops  # noqa: E402
-import devices  # noqa: E402
-import flops  # noqa: E402
-import model  # noqa: E402
-import optim  # noqa: E402
-import parallel  # noqa: E402
-from config import MPTConfig, TrainConfig  # noqa: E402
-from lessons import pictures  # noqa: E402
-from planning import certainty, matmuls, search, step_time  # noqa: E402
-from planning.fleet import FleetArgs, fleet_of  # noqa: E402
+import bench.flops
+import devices
+import flops
+import model
+import optim
+import parallel
+from config import MPTConfig, TrainConfig
+from lessons import pictures
+from planning import certainty, matmuls, search, step_time
+from planning.fleet import FleetArgs, fleet_of
 
 # One core, and its processor seconds: other programs on this machine then disturb less.
 torch.set_num_threads(1)

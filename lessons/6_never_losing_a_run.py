@@ -24,29 +24,29 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import copy  # noqa: E402
-import inspect  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import os  # noqa: E402
-import shutil  # noqa: E402
-import signal  # noqa: E402
-import subprocess  # noqa: E402
-import tempfile  # noqa: E402
-import time  # noqa: E402
+import copy
+import inspect
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import numpy as np
+import torch
+from matplotlib.figure import Figure
 
-import checkpoint  # noqa: E402
-import data  # noqa: E402
-import model as mpt  # noqa: E402
-import optim  # noqa: E402
-from config import MPTConfig, TrainConfig  # noqa: E402
-from lessons import elastic, pictures  # noqa: E402
-from lifecycle import plot, runlog  # noqa: E402
-from storage import checkpoint_files  # noqa: E402
+import checkpoint
+import data
+import model as mpt
+import optim
+from config import MPTConfig, TrainConfig
+from lessons import elastic, pictures
+from lifecycle import plot, runlog
+from storage import checkpoint_files
 
 # %% [markdown]
 # ## 1. What a checkpoint must hold
@@ -548,9 +548,8 @@ for d in (1, 10, 60):
 # %% [markdown]
 # ## Answers
 #
-# 1. Hardly anybody: the loss jumps for some steps and comes back, so the final loss is a little
-#    worse than it could be. A log of the gradient norm and of the loss around each restart shows
-#    it, and so does the test of this lesson: restart a short run, and compare with one that was
+# 1. Hardly anybody: in part 1 the loss changed by less than it differs from one batch to the next.
+#    What finds it is the test of this lesson: restart a short run, and compare with one that was
 #    not restarted. Equal bit by bit is easier to judge than "about as good".
 # 2. The folder holds new pieces beside old ones, and an old list of them. It looks complete and
 #    loads without an error, and the model is a mixture that nobody trained. A missing checkpoint

@@ -21,16 +21,16 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import math  # noqa: E402
-import subprocess  # noqa: E402
+import math
+import subprocess
 
-import numpy as np  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+import numpy as np
+from matplotlib.figure import Figure
 
-import flops  # noqa: E402
-from evaluation.figures import accuracy  # noqa: E402
-from lessons import pictures, scaling_fits, scaling_runs  # noqa: E402
-from lessons.scaling_runs import BUDGETS, HELD_OUT, SEQ_LEN, WIDTHS, Cell  # noqa: E402
+import flops
+from evaluation.figures import accuracy
+from lessons import pictures, scaling_fits, scaling_runs
+from lessons.scaling_runs import BUDGETS, HELD_OUT, SEQ_LEN, WIDTHS, Cell
 
 # %% [markdown]
 # ## What a budget buys
@@ -302,7 +302,8 @@ assert far_off > 0.9 * math.log(32000)
 # What carries over from tiny models: that there is an optimum, that N and D must both grow,
 # and how to find out: equal budgets, schedules that end with the run, error bars. What does
 # not: the numbers. Here up to 40 % of N is embedding, most runs last some hundred steps, in
-# which warmup and batch size weigh much, and learning rates were not tuned for each cell.
+# which warmup and batch size weigh much, learning rates were not tuned for each cell, and
+# the sizes differ in shape: the two small ones have two layers, the two large ones three.
 # And a small model learns some skills suddenly, such as copying from the context (Olsson et
 # al. 2022): a run that is just past such a step lies below a smooth curve, one that is just
 # before it above. Look for such points in the residuals before you believe an exponent.
@@ -405,11 +406,13 @@ pictures.save(figure, "8-scaling")
 #
 #     isoflop_optimum(sizes, losses)    the minimum of a parabola in log size
 #     fit_power_law(budgets, optima)    k and a of a power law
-#     PREDICTION                        the size, the loss, and a band of at most 0.06 nats
+#     PREDICTION                        the size, the loss, and a band of at most 0.1 nats
 #
-# Fix the prediction first. Then make the run, with the width that comes nearest, and check:
+# There are several ways to extrapolate the loss: a power law through the minima, a line in
+# log C, the surface. The spread between them says more about the band than the noise of a
+# seed. Fix the prediction first. Then make the run, with the width that comes nearest, and check:
 #
-#     python -m lessons.scaling_runs --budget=2.7e12 --d_model=48
+#     python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
 #     python -m lessons check 8
 #
 # Without a run of your own, the check uses a stored one, and says so.

@@ -204,7 +204,7 @@ def run_to_the_kill(answer, writer: int, name: str, args, keywords, at: int | No
         changes.begin()
         function(*args, **keywords)
         changes.end()
-        reply = "done", changes.count
+        reply = "done", len(changes.names)
     except NotImplementedError as error:
         changes.end()
         reply = "todo", str(error)
@@ -218,11 +218,11 @@ def run_to_the_kill(answer, writer: int, name: str, args, keywords, at: int | No
 class Changes:
     """Counts this process's changes of files. Before number `at`, it kills the process.
 
-    count   changes so far
+    names   what each change so far is called: open, write, close, rename, ...
     """
 
     def __init__(self, at: int | None):
-        self.count, self.at, self.active, self.file = 0, at, False, None
+        self.names, self.at, self.active, self.file = [], at, False, None
         sys.addaudithook(self.hear)
 
     def begin(self) -> None:
@@ -238,7 +238,7 @@ class Changes:
     def hear(self, event: str, arguments: tuple) -> None:
         """Audit events: files opened for writing, and renames."""
         if self.active and (event in EVENTS or (event == "open" and opens_for_writing(arguments))):
-            self.before_a_change()
+            self.before_a_change(event.removeprefix("os."))
 
     def see(self, frame, event: str, function) -> None:
         """Calls of C functions, among them the methods of open files."""
@@ -248,20 +248,20 @@ class Changes:
         if isinstance(owner, io.IOBase) and name in WRITES and not owner.closed:
             if owner.writable() and owner.fileno() > 2:
                 self.file = owner
-                self.before_a_change()
+                self.before_a_change("close" if name == "__exit__" else name)
         elif getattr(owner, "__name__", "") == "posix" and name in SYSTEM_CALLS:
-            self.before_a_change()
+            self.before_a_change(name)
 
-    def before_a_change(self) -> None:
+    def before_a_change(self, name: str) -> None:
         """Count one. At the chosen one, cut the file that is being written, and die."""
-        if self.count == self.at:
+        if len(self.names) == self.at:
             self.end()
             if self.file is not None and not self.file.closed:
                 self.file.flush()
                 size = os.fstat(self.file.fileno()).st_size
                 os.ftruncate(self.file.fileno(), size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        self.count += 1
+        self.names.append(name)
 
 
 def opens_for_writing(arguments: tuple) -> bool:

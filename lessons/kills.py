@@ -30,30 +30,6 @@ def overwrite(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-class NamedChanges(Changes):
-    """Counts changes of files, kills before number `at`, and knows what each of them is called."""
-
-    def __init__(self, at: int | None):
-        self.name, self.names = "", []
-        super().__init__(at)
-
-    def hear(self, event: str, arguments: tuple) -> None:
-        """Audit events."""
-        self.name = event
-        super().hear(event, arguments)
-
-    def see(self, frame, event: str, function) -> None:
-        """Calls of C functions."""
-        self.name = getattr(function, "__name__", "")
-        super().see(frame, event, function)
-
-    def before_a_change(self) -> None:
-        """Write down its name, and count it."""
-        name = self.name.removeprefix("os.")
-        self.names.append({"__exit__": "close"}.get(name, name))
-        super().before_a_change()
-
-
 def names_of_changes(write, folder: Path) -> list[str]:
     """What the changes are called that `write(path, content)` makes."""
     reader, writer = os.pipe()
@@ -71,7 +47,7 @@ def names_of_changes(write, folder: Path) -> list[str]:
 
 def replace(write, folder: Path, at: int | None) -> Changes:
     """Replace the content of a file, and die before change `at`."""
-    changes = NamedChanges(at)
+    changes = Changes(at)
     changes.begin()
     write(folder / "file", NEW)
     changes.end()

@@ -15,7 +15,7 @@ its lines with "budget": 2.7e12, since those are what is to be predicted.
 Once PREDICTION is written, make the run yourself. The choice of d_model is yours too: 48 is 96
 thousand parameters, 64 is 164, 80 is 252, 112 is 632 thousand. It takes about two minutes:
 
-    python -m lessons.scaling_runs --budget=2.7e12 --d_model=48
+    python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
 
 Without such a run, the check uses the stored ones. Use NumPy as you like; the project's own modules
 cannot be imported here.
@@ -43,5 +43,6 @@ def fit_power_law(budgets, optima):
 
 
 # For 2.7e12 FLOPs: the size of the best model; its loss on the held-out files, in nats per byte;
-# and how far off the loss may be, up or down. The band may be at most 0.06 nats.
+# and how far off the loss may be, up or down: several ways to extrapolate disagree by more than
+# the noise of a seed. The band may be at most 0.1 nats.
 PREDICTION = {"n_params": None, "loss": None, "band": None}
