@@ -31,8 +31,8 @@ from lessons import pictures
 from lifecycle import runlog
 
 STEPS = 20 if SHORT else 150
-SMALL = "--d_model=64 --n_layers=2 --tokenizer=bytes --vocab_size=257 --warmup_steps=5".split()
-SIZE = SMALL if SHORT else []
+SMALL = "--d_model=64 --n_layers=2 --tokenizer=bytes --vocab_size=257"
+SIZE = f"{SMALL} --warmup_steps=5 --eval_tokens=20000".split() if SHORT else []
 RUNS = ROOT / "runs" / "lessons"
 
 # %% [markdown]

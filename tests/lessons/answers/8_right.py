@@ -8,7 +8,7 @@ def isoflop_optimum(sizes, losses):
     x = [math.log10(size) - center for size in sizes]
     moments = [sum(value**power for value in x) for power in range(5)]
     rows = [[moments[i + j] for j in range(3)] for i in range(3)]
-    right = [sum(y * value**i for value, y in zip(x, losses)) for i in range(3)]
+    right = [sum(y * value**i for value, y in zip(x, losses, strict=True)) for i in range(3)]
     r, q, p = solve(rows, right)
     if p <= 0:
         return None
@@ -17,14 +17,14 @@ def isoflop_optimum(sizes, losses):
 
 def solve(rows, right):
     """Gauss-Jordan elimination with pivots."""
-    rows = [[*row, y] for row, y in zip(rows, right)]
+    rows = [[*row, y] for row, y in zip(rows, right, strict=True)]
     for i in range(3):
         pivot = max(range(i, 3), key=lambda n: abs(rows[n][i]))
         rows[i], rows[pivot] = rows[pivot], rows[i]
         rows[i] = [value / rows[i][i] for value in rows[i]]
         for n in range(3):
             if n != i:
-                rows[n] = [a - rows[n][i] * b for a, b in zip(rows[n], rows[i])]
+                rows[n] = [a - rows[n][i] * b for a, b in zip(rows[n], rows[i], strict=True)]
     return [row[3] for row in rows]
 
 
@@ -32,7 +32,7 @@ def fit_power_law(budgets, optima):
     x = [math.log2(value) for value in budgets]
     y = [math.log2(value) for value in optima]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y))
+    covariance = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
     a = covariance / sum((value - mean_x) ** 2 for value in x)
     return 2 ** (mean_y - a * mean_x), a
 
