@@ -77,7 +77,7 @@ for width in WIDTHS:
 #
 # Processes are started from a file, so this cell runs `python -m lessons.scaling_runs`. It
 # writes a line of results for each run, and skips those that it finds there. Stop it when
-# you like, and run it again. With --short, it makes three very short runs, and the rest of
+# you like, and run it again. With --short, it makes two very short runs, and the rest of
 # the lesson reads lessons/8_grid.jsonl, the grid as it was trained once for this purpose.
 
 
@@ -153,8 +153,9 @@ for budget, (size, loss) in minima.items():
 # %%
 deviation = scaling_fits.seed_deviation(rows)
 draw = np.random.default_rng(8)
-samples = [scaling_fits.resampled(rows, deviation, draw) for _ in range(500)]
-same_files = [scaling_fits.resampled(rows, deviation, draw, files_too=False) for _ in range(500)]
+times = range(150 if SHORT else 500)
+samples = [scaling_fits.resampled(rows, deviation, draw) for _ in times]
+same_files = [scaling_fits.resampled(rows, deviation, draw, files_too=False) for _ in times]
 
 
 def middle(values):
@@ -410,7 +411,8 @@ pictures.save(figure, "8-scaling")
 #
 # There are several ways to extrapolate the loss: a power law through the minima, a line in
 # log C, the surface. The spread between them says more about the band than the noise of a
-# seed. Fix the prediction first. Then make the run, with the width that comes nearest, and check:
+# seed. Fix the prediction first. Then make the run, with the width that comes nearest, and
+# check:
 #
 #     python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
 #     python -m lessons check 8

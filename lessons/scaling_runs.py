@@ -9,7 +9,7 @@ questions of a task made from them, and adds a line to runs/lessons/8-grid.jsonl
 
     python -m lessons.scaling_runs                              the grid, several minutes
     python -m lessons.scaling_runs --budget=2.7e12 --d_model=64    one more cell
-    python -m lessons.scaling_runs --short                      three very short runs, for a look
+    python -m lessons.scaling_runs --short                      two very short runs, for a look
 
 A cell whose line is in the file is not trained again. The key of a line is a hash of its settings:
 change one, and it is another cell. Lines are written whole, so Ctrl-C and SIGTERM lose only the
@@ -315,7 +315,7 @@ class RunsArgs:
     budget: float = 0.0  # FLOPs of one more run; 0: the whole grid
     d_model: int = 0  # its width, one of SHAPES
     seed: int = 1  # its seed
-    short: bool = False  # three very short runs, in a file of their own
+    short: bool = False  # two very short runs, in a file of their own
     learning_rate: float = 0.0  # its peak learning rate; 0: the grid's
 
     def check(self) -> None:
@@ -336,7 +336,7 @@ def main(argv: list[str]) -> None:
         cells = [Cell(args.budget, args.d_model, args.seed, args.learning_rate)]
     path = SHORT if args.short else GRID
     if args.short:
-        cells = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:3]]
+        cells = [Cell(SHORT_BUDGET, width) for width in WIDTHS[:2]]
     rows = train_cells(cells, path)
     print(f"{path.relative_to(FOLDER.parent.parent)} has all {len(rows)}")
     if args.budget:
