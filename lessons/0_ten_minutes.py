@@ -6,7 +6,8 @@
 # rest of the workshop explains what happens inside.
 #
 # The textbook is fsdp_train.py, from `main` down, and configs/demo.py. You need nothing but
-# a terminal in the project's folder, in which `source .venv/bin/activate` was typed.
+# a terminal in the project's folder, in which `source .venv/bin/activate` was typed. It
+# shows words and output; for the code between them open lessons/0_ten_minutes.py.
 
 # %%
 import sys
@@ -18,7 +19,6 @@ sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 # %%
-import json
 import math
 import subprocess
 
@@ -44,9 +44,11 @@ RUNS = ROOT / "runs" / "lessons"
 #
 #     python fsdp_train.py configs/demo.py --max_steps=150 --run_dir=runs/lessons/0-base
 #
-# The next cell runs this command. Read what it says as it goes: the sizes of the model, the
-# device, the data, and then a line for each step. The loss of a step is the mean of
-# -log p(next token), in nats: how surprised the model was by the text that came.
+# The lesson runs it now (with --short: a smaller model, 20 steps). Read what it says: the
+# sizes of the model, the device, the data, and then a line for each step. The loss of a step
+# is the mean of -log p(next token), in nats: how surprised the model was by the text that
+# came. The validation loss is that of text which it never learns from. You need only these
+# two and `lr`, the learning rate. Later lessons explain the rest, and GLOSSARY.md every word.
 
 
 # %%
@@ -54,7 +56,9 @@ def train(name: str, *flags: str) -> Path:
     """Train the demo for STEPS steps with more flags. Returns the run folder."""
     folder = RUNS / name
     program = [sys.executable, "fsdp_train.py", "configs/demo.py", *SIZE, *flags]
-    program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}", "--expect="]
+    program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}"]
+    # No closing line about the whole demo, and no measurement of this machine's peak.
+    program += ["--expect=", "--peak_tflops=auto"]
     print("$ python", *program[1:], flush=True)
     done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
@@ -67,9 +71,9 @@ base = train("0-base")
 
 # %% [markdown]
 # If the new model found every token equally likely, the first loss would be -log(1 / V) =
-# log V. It is about a nat higher: the first logits are random numbers, and numbers of
-# variance s^2 cost s^2 / 2 nats. A run that starts far from there has a bug, or weights that
-# know something already. That is the first thing to look at in any run.
+# log V. It is about a nat higher: the new model's logits are random numbers with a variance
+# s^2 of about 2, and that raises the mean loss by s^2 / 2. A run that starts far from there
+# has a bug, or weights that know something already. Look at this first, in any run.
 
 # %%
 rows = [row for row in runlog.read(base) if "loss" in row]
@@ -90,15 +94,17 @@ assert last < first - 0.3
 #     launches.jsonl   each start: command, versions, devices, ranks
 #     metrics.jsonl    a line a step, and a line for each validation
 #     checkpoints/     weights and optimizer, from which the same command resumes
-#     tokenizer.json   what turns text into the ids that this model knows
+#     tokenizer.json   what turns text into the ids that this model knows; bytes need none
+#     lease.json       which process owns the folder: a second run would be refused
 
 # %%
 for path in sorted(base.iterdir()):
     print(f"  {path.name}{'/' * path.is_dir()}")
 launch = runlog.read_launches(base)[-1]
-print("\nlaunches.jsonl, the last line:")
-for name, value in list(launch.items())[:8]:
-    print(f"  {name:<12} {json.dumps(value)[:80]}")
+print("\nlaunches.jsonl, some of the last line:")
+for name in ("time", "first_step", "torch", "ranks", "device"):
+    print(f"  {name:<12} {launch.get(name)}")
+print(f"  {'command':<12} {launch['command'][:60]} ...")
 print("\nmetrics.jsonl, the last step:")
 for name in ("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"):
     print(f"  {name:<18} {rows[-1][name]}")
@@ -139,7 +145,7 @@ assert same_text
 
 
 # %%
-def running_mean(values: list[float], window: int = 10) -> list[float]:
+def running_mean(values: list[float], window: int = max(2, STEPS // 15)) -> list[float]:
     """The mean of each value and the ones before it, at most `window` of them."""
     windows = [values[max(0, i + 1 - window) : i + 1] for i in range(len(values))]
     return [sum(w) / len(w) for w in windows]
@@ -150,7 +156,7 @@ axes = figure.subplots()
 for label, series, style in (("lr 2e-3", rows, "-"), ("lr 8e-3", hot_rows, "--")):
     x = [row["tokens"] / 1000 for row in series]
     y = [row["loss"] for row in series]
-    axes.plot(x, y, color="0.75", linewidth=0.7)
+    axes.plot(x, y, style, color="0.7", linewidth=0.7)
     axes.plot(x, running_mean(y), style, color="black", label=label)
 axes.set(title="One setting changed", xlabel="thousand tokens", ylabel="loss (nats per token)")
 axes.legend()
@@ -165,13 +171,15 @@ pictures.save(figure, "0-two-rates")
 #
 # `python -m lessons check 0` makes lessons/mine/0_ten_minutes.py for you. It has three parts:
 #
-# 1. Predict, before you run anything: which of three learning rates diverges?
+# 1. Predict, before you run anything: which of three learning rates diverges, that is, ends
+#    above the loss it started with?
 # 2. Run all three, and write down the losses at which they end.
 # 3. Write a function that reads a run's losses from its metrics.jsonl.
 #
 # ## Three questions
 #
-# 1. The first step's learning rate is 0. Why, and what does the second step's tell you?
+# 1. The first step's learning rate is 0. Why? And what does the difference between the losses
+#    of steps 1 and 2 tell you?
 # 2. A run reports 5.0 nats per token with a vocabulary of 4,096, another 5.5 nats with one of
 #    50,000. Which model is better?
 # 3. You stop the run with Ctrl-C at step 80 and type the same command. What happens to the
@@ -198,6 +206,6 @@ pictures.save(figure, "0-two-rates")
 # 2. It cannot be told from these figures: they count nats per token, and the second model's
 #    tokens are longer. Divide by the bytes that a token stands for. `val_bits_per_byte` does
 #    that, and can be compared across tokenizers.
-# 3. Ctrl-C saves, so the run goes on at step 81 with the same order of text. The curve is the
-#    same as without the pause, bit for bit on the same ranks. metrics.jsonl has no step
-#    twice; launches.jsonl has a second line.
+# 3. Ctrl-C lets the step end and saves, so the run goes on at the next one with the same order
+#    of text. The curve is the same as without the pause, bit for bit on the same ranks.
+#    metrics.jsonl has no step twice; launches.jsonl has a second line.

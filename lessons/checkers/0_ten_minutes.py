@@ -19,7 +19,7 @@ def check_prediction(answer):
     guess = answer.value("DIVERGES")
     if guess is None:
         raise ToDo("DIVERGES is still None: predict first, then run")
-    need(guess in RUNS, f"DIVERGES is {guess!r}: it should be one of 2e-3, 2e-2 and 2e-1")
+    need(guess in RUNS, f"DIVERGES is {guess!r}: it should be a number, 2e-3, 2e-2 or 2e-1")
     if guess != 2e-1:
         raise Wrong(
             f"{guess:g} learns, though perhaps not well. Adam moves every weight by about the "
@@ -53,7 +53,8 @@ def compare_with_run(lr: float, loss: float, folder: Path) -> None:
     need(60 in by_step, f"runs/lessons/{folder.name} has not reached step 60: run it to its end")
     last = by_step[60]
     same = math.isnan(loss) if math.isnan(last) else abs(loss - last) <= 0.051 + 0.01 * last
-    need(same, f"--lr={lr:g} ended at {last:.2f} in runs/lessons/{folder.name}; you wrote {loss}")
+    where = f"the validation loss of runs/lessons/{folder.name}"
+    need(same, f"{where} ended at {last:.2f} with --lr={lr:g}; you wrote {loss}")
 
 
 def check_losses_of_a_file(answer):

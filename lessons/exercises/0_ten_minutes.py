@@ -1,13 +1,14 @@
 """Exercise of lesson 0: three learning rates.
 
-Part 1. Before you run anything: one of these three learning rates diverges. Write it down.
-Part 2. Run all three, each under half a minute on two CPU cores. Write down the validation loss at
-        which each ends, from its last lines or from metrics.jsonl. In bash:
+Part 1. Before you run anything: one of these three learning rates diverges, that is, its loss ends
+        above where it began. Write it down.
+Part 2. Run all three. Write down the validation loss at which each ends, from its last lines or
+        from metrics.jsonl. On two CPU cores that nothing else uses, a run takes half a minute.
 
-    flags="--max_steps=60 --warmup_steps=10"
-    python fsdp_train.py configs/demo.py $flags --lr=2e-3 --run_dir=runs/lessons/0-low
-    python fsdp_train.py configs/demo.py $flags --lr=2e-2 --run_dir=runs/lessons/0-middle
-    python fsdp_train.py configs/demo.py $flags --lr=2e-1 --run_dir=runs/lessons/0-high
+    alias short="python fsdp_train.py configs/demo.py --max_steps=60 --warmup_steps=10 --expect="
+    short --lr=2e-3 --run_dir=runs/lessons/0-low
+    short --lr=2e-2 --run_dir=runs/lessons/0-middle
+    short --lr=2e-1 --run_dir=runs/lessons/0-high
 
 Part 3. Write `losses`.
 
