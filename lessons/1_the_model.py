@@ -2,12 +2,14 @@
 # # Lesson 1. The model
 #
 # You will build an MPT from tensors alone: no nn.Module, one formula at a time, with the
-# shape of every tensor. At the end it runs beside the project's own model with the same
-# weights, and both give the same logits. Then you will see ALiBi as a picture, and count
-# the parameters of models up to MPT-7B.
+# shape of every tensor. Halfway you will see ALiBi as a picture. Then the whole model runs
+# beside the project's own with the same weights, and both give the same logits. At the
+# end you will count the parameters of models up to MPT-7B.
 #
-# Plan an hour. The textbook is model.py, with attention.py and flops.py; keep model.py
-# open beside this page. You need to know what a matrix product and a softmax are.
+# Plan an hour. Open lessons/1_the_model.py beside this page: the terminal shows its words
+# and output only, not its code. The textbook is model.py. attention.py and flops.py hold
+# the solution of the exercise: read them after your own work. You need to know what a
+# matrix product and a softmax are.
 
 # %%
 import sys
@@ -43,8 +45,10 @@ torch.set_grad_enabled(False)  # nothing is trained here
 #        vocabulary               L  layers, also called blocks
 #
 # All of them differ below, so a shape tells which dimension is which. The tokens are the
-# bytes of a text: V = 256. A model is a set of named tensors, and here they all are. Such a
-# model is the kind that was released as MPT-7B: with ALiBi, and without biases.
+# bytes of a text: V = 256. A model is a set of named tensors, and here they all are (block
+# 1 is like block 0). It has ALiBi and no biases, as the released MPT-7B does. The weights
+# of norms begin as ones; here they are drawn at random from 0.5 to 1.5, so that a norm that
+# forgets its weight gives other numbers.
 
 # %%
 B, T, H, D, L, V = 3, 10, 4, 6, 2, 256
@@ -58,7 +62,7 @@ model.init_weights(mpt, seed=0)
 weights = mpt.state_dict()  # {name: tensor}; the tensors are those of the model
 generator = torch.Generator().manual_seed(0)
 for name, tensor in weights.items():
-    if "norm" in name:  # they begin as ones: a norm that forgot its weight would not show
+    if "norm" in name:
         tensor.uniform_(0.5, 1.5, generator=generator)
 
 texts = [b"the cat is", b"a dog sees", b"to be seen"]
@@ -66,7 +70,7 @@ ids = torch.tensor([list(text) for text in texts])  # (B, T) int64
 for name, tensor in weights.items():
     if "blocks.1" not in name:
         print(f"{name:42} {tuple(tensor.shape)}")
-print(f"... and block 1 like block 0. The ids: {tuple(ids.shape)} = (B, T)")
+print(f"The ids: {tuple(ids.shape)} = (B, T)")
 assert ids.shape == (B, T)
 
 # %% [markdown]
@@ -77,8 +81,8 @@ assert ids.shape == (B, T)
 #
 #     x = wte[ids]                                         (B, T) -> (B, T, d)
 #
-# Row n of the table wte is the vector of token n. Looking rows up is the same as
-# multiplying one-hot vectors (B, T, V) by the table, without all the zeros.
+# Row n of the table wte (word token embedding) is the vector of token n. Looking rows up
+# is the same as multiplying one-hot vectors (B, T, V) by the table, without all the zeros.
 
 # %%
 wte = weights["transformer.wte.weight"]  # (V, d)
@@ -92,8 +96,8 @@ assert torch.equal(x[0, 0], x[0, 6])  # the two "t" of row 0
 
 # %% [markdown]
 # Nothing has told the model yet where a token stands: the same byte has the same vector
-# everywhere. (MPT's training recipes add a learned vector per position here; ALiBi does
-# not.)
+# everywhere. MPT's training recipes add a row of a second table here: wpe (word position
+# embedding, the learned vector of each position). With ALiBi there is none.
 #
 # ## Norm
 #
@@ -198,19 +202,6 @@ for head, slope in [("no ALiBi", 0.0), ("steepest", slopes[0]), ("flattest", slo
     print(f"{head:8}: the last query takes, in % " + "".join(f"{100 * t:5.0f}" for t in taken))
 
 # %% [markdown]
-# A softmax does not change if all its scores grow by the same number. So -slope * (i - j)
-# may be written as slope * j: for one query, slope * i is constant. attention.py uses that
-# for kernels that know no bias (`with_alibi_columns`).
-
-# %%
-scores = k[0, 0] @ q[0, 0, i] / math.sqrt(D)
-j = torch.arange(T)
-first = torch.softmax(scores - slopes[0] * (i - j), dim=0)
-second = torch.softmax(scores + slopes[0] * j, dim=0)
-print(f"largest difference of the two softmaxes: {(first - second).abs().max():.1e}")
-assert torch.allclose(first, second, atol=1e-6)
-
-# %% [markdown]
 # ## Any number of heads
 #
 # MPT-125M has 12 heads, which is no power of two. MPT then takes the slopes of the next
@@ -226,9 +217,8 @@ print(f"missing: {sorted(set(range(1, 17)) - {round(h.item()) for h in exponents
 assert torch.equal(of_12[:8], attention.alibi_slopes(8))
 
 # %% [markdown]
-# So heads 1 to 8 have the slopes of 8 heads. Heads 9 to 12 are half a step (a factor of
-# the square root of 2) steeper than heads 1 to 4: one is the steepest of all, three lie
-# between.
+# So heads 1 to 8 have the slopes of 8 heads. Head 9 is steeper than head 1 by the square
+# root of 2, and so the steepest of all; heads 10 to 12 lie between heads 1-2, 2-3 and 3-4.
 #
 # ## How far a head sees
 #
@@ -267,24 +257,28 @@ for slope, mean in zip(attention.alibi_slopes(8), measured[8], strict=True):
 
 # %% [markdown]
 # The products of random weights add noise, which lets the steep heads see a little further.
-# But it is the slopes that decide. Training can change that: with large q and k, a head can
-# overrule its slope.
+# The formula is for a text without end. A short one cuts the mean of the flattest head:
+# 1,024 tokens to about 234.5, while 4,096 give 255.5. So it is the slopes that decide.
+# Training can change that: with large q and k, a head can overrule its slope.
+#
+# In the picture, left: the 12-head crosses 1 to 8 lie on the circles, 9 to 12 start again
+# higher. Middle: measured points beside the slope's line. Right: what each of 12 heads
+# takes from a score; the solid lines are those of 8 heads, too.
 
 
 # %%
-def draw_biases(axes, n_heads):
-    """Each head's bias over the distance, a line with the head's number at its end."""
+def draw_biases(axes):
+    """The bias of each of 12 heads over the distance, a line with the head's number at its end."""
     end, lowest = 60, 7.7
-    for number, slope in enumerate(attention.alibi_slopes(n_heads).tolist(), 1):
+    for number, slope in enumerate(attention.alibi_slopes(12).tolist(), 1):
         style = "--" if number > 8 else "-"
         axes.plot([0, end], [0, -slope * end], style, color="black", linewidth=1)
         at = min(end, lowest / slope)
         offset = (4, -3) if at == end else (-9 if number < 10 else -14, -5)
         place = (at, -slope * at)
         axes.annotate(str(number), place, offset, textcoords="offset points", fontsize=8)
-    title = f"Bias on the scores, {n_heads} heads"
-    axes.set(xlim=(0, 64), ylim=(-8, 0.2), xlabel="distance i - j (tokens)")
-    axes.set(ylabel="bias -slope * (i - j)", title=title + " (dashed: 9 to 12)" * (n_heads > 8))
+    axes.set(xlim=(0, 66), ylim=(-8, 0.2), xlabel="distance i - j (tokens)")
+    axes.set(ylabel="bias -slope * (i - j)", title="Bias of 12 heads (dashed: 9 to 12)")
 
 
 def draw_slopes(axes):
@@ -312,13 +306,12 @@ def draw_distances(axes, measured):
     axes.legend(fontsize=8)
 
 
-figure = Figure(figsize=(11, 8), layout="constrained")
-panels = figure.subplots(2, 2)
-draw_slopes(panels[0, 0])
-draw_distances(panels[0, 1], measured)
-draw_biases(panels[1, 0], 8)
-draw_biases(panels[1, 1], 12)
-for axes in panels.flat:
+figure = Figure(figsize=(14, 4.8), layout="constrained")
+panels = figure.subplots(1, 3)
+draw_slopes(panels[0])
+draw_distances(panels[1], measured)
+draw_biases(panels[2])
+for axes in panels:
     axes.grid(alpha=0.3)
 figure.suptitle("ALiBi: each head lowers the scores of distant keys, at its own rate")
 pictures.save(figure, "1-alibi")
@@ -327,9 +320,10 @@ figure  # noqa: B018 (an editor shows it)
 # %% [markdown]
 # ## All queries, heads and rows
 #
-# Each query of each head of each row is on its own. Three loops say so; your exercise is
-# to do the same with a few products of whole tensors. Then the heads are put side by side
-# again and mixed by one more matrix:
+# Each query of each head of each row is on its own, so three loops compute them all (the
+# code is attention_by_loops in lessons/1_the_model.py). Your exercise is to do the same
+# with a few products of whole tensors. Then the heads are put side by side again and mixed
+# by one more matrix:
 #
 #     y = concat(heads) @ out_proj^T                       (B, H, T, D) -> (B, T, d)
 
@@ -475,9 +469,9 @@ for n_layers in (1, L):
 #
 # ## Counting parameters
 #
-# A parameter is one number of one weight. Count the tensors of the small model by part,
-# and compare with flops.py, which has the formulas. The real models need no memory to be
-# counted: on torch's "meta" device a tensor has a shape and no data.
+# A parameter is one number of one weight. Here are those of the small model by part,
+# counted from its tensors. The numbers of flops.py, which come from formulas, are the same.
+# wte is the word token embedding; wpe, the word position embedding, is empty with ALiBi.
 
 # %%
 PARTS = ["wte", "wpe", "Wqkv", "out_proj", "up_proj", "down_proj", "norms", "biases"]
@@ -493,47 +487,35 @@ def count_by_part(counted):
     return found
 
 
-def on_meta(cfg):
-    """A model whose tensors have shapes and no data."""
-    with torch.device("meta"):
-        return model.MPT(cfg)
-
-
 for part, n in count_by_part(mpt).items():
     print(f"{part:10} {n:>8,}")
-print(f"{'all':10} {sum(count_by_part(mpt).values()):>8,}")
-for part, n in count_by_part(mpt).items():
     assert flops.params_by_part(cfg)[part] == n, part
+print(f"{'all':10} {flops.n_params(cfg):>8,}")
 
 # %% [markdown]
 # Now the real sizes, in millions. The last column is MPT-7B as it was released: ALiBi, no
 # biases, V = 50,432. The sizes from 125M to 3B are of the same kind, with V = 50,368. "7B
 # recipe" is configs/mpt7b.py, MosaicML's training recipe: learned positions and biases.
+# Counting needs no memory: on torch's "meta" device a tensor has a shape and no data.
 
 # %%
-SIZES = {  # name: (d_model, heads, layers)
-    "125M": (768, 12, 12),
-    "350M": (1024, 16, 24),
-    "760M": (1536, 12, 24),
-    "1B": (2048, 16, 24),
-    "3B": (2560, 20, 32),
-    "7B": (4096, 32, 32),
-}
-
-
-def config_of(size, **settings):
-    """The settings of one of MPT's sizes."""
-    width, heads, layers = SIZES[size]
-    return MPTConfig(d_model=width, n_heads=heads, n_layers=layers, **settings)
-
-
 released = {"alibi": True, "no_bias": True}
-columns = {size: config_of(size, **released) for size in SIZES if size != "7B"}
-columns["7B recipe"] = config_of("7B")
-columns["MPT-7B"] = config_of("7B", **released, vocab_size=50432)
-counts = {name: count_by_part(on_meta(big)) for name, big in columns.items()}
+columns = {
+    "125M": MPTConfig(d_model=768, n_heads=12, n_layers=12, **released),
+    "350M": MPTConfig(d_model=1024, n_heads=16, n_layers=24, **released),
+    "760M": MPTConfig(d_model=1536, n_heads=12, n_layers=24, **released),
+    "1B": MPTConfig(d_model=2048, n_heads=16, n_layers=24, **released),
+    "3B": MPTConfig(d_model=2560, n_heads=20, n_layers=32, **released),
+    "7B recipe": MPTConfig(d_model=4096, n_heads=32, n_layers=32),
+    "MPT-7B": MPTConfig(d_model=4096, n_heads=32, n_layers=32, **released, vocab_size=50432),
+}
+with torch.device("meta"):
+    counts = {name: count_by_part(model.MPT(big)) for name, big in columns.items()}
 
-print(f"{'millions':10}" + "".join(f"{name:>11}" for name in columns))
+print(f"{'':10}" + "".join(f"{name:>11}" for name in columns))
+print(f"{'d_model':10}" + "".join(f"{big.d_model:11,}" for big in columns.values()))
+print(f"{'layers':10}" + "".join(f"{big.n_layers:11}" for big in columns.values()))
+print("parameters in millions:")
 for part in PARTS:
     print(f"{part:10}" + "".join(f"{counts[name][part] / 1e6:11,.2f}" for name in columns))
 totals = {name: sum(found.values()) for name, found in counts.items()}
@@ -561,8 +543,9 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 #
 # The first check creates the file. The checker puts your first two functions into
 # model.MPT in place of its own and runs it: the logits must stay the same to 1e-5. Your
-# count must be flops.py's for several models, among them MPT-7B. Loops like the ones above
-# would be right, but slow: try to do without.
+# count must be flops.py's for several models, among them MPT-7B. Loops (the code is
+# attention_by_loops in lessons/1_the_model.py) would be right, but slow: try to do without.
+# attention.py and flops.py hold a solution: read them when yours is right.
 #
 # ## Three questions
 #
@@ -585,7 +568,9 @@ assert all(flops.n_params(big) == totals[name] for name, big in columns.items())
 # - Haviv et al., Transformer Language Models without Positional Encodings Still Learn
 #   Positional Information, 2022 (arXiv 2203.16634): on question 3
 #
-# In the project: model.py from `class Attention` down, then attention.py.
+# In the project, after the exercise: model.py from `class Attention` down, attention.py and
+# flops.py. attention.py::with_alibi_columns writes -slope * (i - j) as slope * j: a softmax
+# does not change if all scores of a query grow by the same number, slope * i.
 
 # Scroll on for the answers.
 

@@ -252,26 +252,32 @@ def compare_count(answer, vocab_size, d_model, n_layers, ratio, rows, biases) ->
     try:
         equal("count_parameters", got, expected, case)
     except Wrong as error:
-        hint = count_hint(got, expected, cfg) if isinstance(got, int | float) else ""
+        is_number = isinstance(got, int | float) and math.isfinite(got)
+        hint = count_hint(got, expected, cfg) if is_number else ""
         raise Wrong(f"{error}{hint}") from None
 
 
 def count_hint(got, expected: int, cfg: MPTConfig) -> str:
-    """What may be wrong with a count; empty if it is none of the known mistakes."""
-    if isinstance(got, float) and got == expected:
+    """How far off a count is, and what may be wrong with it if it is a known mistake."""
+    if got == expected:
         return "\nthe value is right, but it must be an int"
     d, parts = cfg.d_model, flops.params_by_part(cfg)
+    norm = (1 if cfg.no_bias else 2) * d
     by_difference = {
         parts["wte"]: "a tied output layer is the embedding again, with no weight of its own",
-        -d if cfg.no_bias else -2 * d: "norm_f, after the last block, is a norm like the others",
+        -cfg.n_layers * norm: "each block has two norms",
+        -norm: "norm_f, after the last block, is a norm like the two in each block",
         -parts["norms"]: "the norms have weights too: two norms a block, and norm_f",
         -parts["out_proj"]: "each block has an out_proj after attention",
         -2 * parts["out_proj"]: "Wqkv gives q, k and v: its weight has 3 d rows",
         -parts["wpe"]: "the table of learned positions has a row of d numbers for each position",
         -parts["biases"]: "biases=True: each linear layer and each norm has one",
     }
+    size = abs(got - expected)
+    name = {d: " = d_model", parts["wte"]: " = vocab_size * d_model"}.get(size, "")
     hint = by_difference.get(got - expected)
-    return f"\n{got - expected:+,}: {hint}" if hint and got != expected else ""
+    amount = f"\n{size:,}{name} too {'many' if got > expected else 'few'}"
+    return f"{amount}: {hint}" if hint else amount
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ Write the three functions. `python -m lessons check 1` then checks
     both                in place of those of a small model.MPT: the same logits to 1e-5
     count_parameters    for small models, for MPT's sizes, and for MPT-7B
 
-Use PyTorch as you like; the project's own modules cannot be imported here.
+Use PyTorch as you like; the project's own modules cannot be imported here. attention.py and
+flops.py hold a solution: read them after your own work.
 """
 
 import torch
@@ -50,11 +51,12 @@ def count_parameters(
 ) -> int:
     """The number of parameters of an MPT with tied embeddings, an int.
 
-    The parts: wte; n_layers blocks, each with norm_1, Wqkv, out_proj, norm_2, up_proj, down_proj;
-    norm_f. There are as many heads of keys and values as of queries.
+    The parts: wte (word token embedding); n_layers blocks, each with norm_1, Wqkv, out_proj,
+    norm_2, up_proj, down_proj; norm_f. There are as many heads of keys and values as of queries.
 
     expansion_ratio     the hidden width of the feed-forward is int(d_model * expansion_ratio)
-    learned_positions   rows of the table of positions wpe; 0: no such table
+    learned_positions   rows of wpe (word position embedding, the learned vector of each
+                        position); 0: no such table
     biases              True: each linear layer has a bias as long as its output, and each norm
                         has one beside its weight
     """
