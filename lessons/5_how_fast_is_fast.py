@@ -6,8 +6,9 @@
 # at all (the roofline), and recompute what others published. Then an argument about "0.8
 # %" is settled, and you predict the speed of a fleet that you do not have.
 #
-# Plan an hour. The textbook is flops.py, with devices.py and planning/step_time.py; keep
-# flops.py open beside this page. You need lesson 1, or to know what is in a transformer.
+# Plan two hours; step_seconds and plan are the second. The textbook is flops.py, with
+# devices.py and planning/step_time.py; keep flops.py open beside this page. You need
+# lesson 1, or to know what is in a transformer.
 
 # %%
 import sys
@@ -99,6 +100,7 @@ assert abs(counted / step_by_hand - 1) < 1e-9
 #
 #     training FLOPs of a token = 6 N + 12 L d S         flops.py::train_flops_per_token
 #
+# (d: the width of all heads together; in MPT d_model.)
 # N also has biases, norms and positions, which are in no product: 0.4 % of N below. A
 # tied embedding is two things: as the input it is a lookup and costs nothing, as the
 # output it is a product. It counts once, which is right. (An untied input embedding does
@@ -109,7 +111,8 @@ mpt1b = replace(cfg, n_layers=L)
 N = flops.n_params(mpt1b)
 per_token = flops.train_flops_per_token(mpt1b)
 assert per_token == 6 * N + 12 * L * d * S
-print(f"MPT-1B: N = {N:,}, 6 N + 12 L d S = {per_token / 1e9:.3f} GFLOP a token,")
+print(f"MPT-1B (with learned positions and biases): N = {N:,},")
+print(f"6 N + 12 L d S = {per_token / 1e9:.3f} GFLOP a token, ", end="")
 print(f"{per_token / (3 * forward) - 1:.2%} above the products alone")
 assert 0 < per_token / (3 * forward) - 1 < 0.005
 
@@ -135,8 +138,8 @@ for length in (512, 2048, 8192, 32768):
 # Now something real: one core of this CPU, in fp32. What can it reach? A large matmul
 # does little else but multiply and add, so it sets the peak (devices.py::measure_peak
 # does the same for --peak_tflops=measure). Bandwidth: tensors that no cache can hold,
-# copied or added. (A processor usually reads memory before it writes to it, which is not
-# counted for the copy. So take the faster of both.)
+# copied or added. (The copy's target is read first, too, and that is not counted. The sum
+# writes over one of its inputs, so nothing is read unseen. Take the faster of both.)
 
 # %%
 turns = 3 if SHORT else 10
@@ -163,6 +166,7 @@ print(f"a copy reaches {copy / 1e9:.1f} GB/s, a sum of two tensors {add / 1e9:.1
 #
 #     HFU = 4/3 MFU with full checkpointing, else MFU               flops.py::hfu
 #
+# (4/3 is four forwards instead of three. It holds only if nothing is frozen.)
 # The project's model, loss and AdamW, with and without checkpointing:
 
 # %%
@@ -231,18 +235,20 @@ ADAMW, NORM = 14 / 28, 7 / (2 * 2)  # a norm of bf16
 intensities = {
     "matmul, 8192 tokens": matmul_intensity(T, d, 4 * d, 2),
     "matmul, 1 token (decoding)": matmul_intensity(1, d, 4 * d, 2),
-    "flash attention, S = 2048": 2 * S * S * D / (2 * 4 * S * D),
+    "flash attention": 2 * S * S * D / (2 * 4 * S * D),
     "attention, scores stored": 4 * S * S * D / (2 * (4 * S * D + 4 * S * S)),
     "LayerNorm": NORM,
     "AdamW": ADAMW,
 }
+# An MI250 here is one of the two dies of a card.
 kinds = [devices.by_name(name) for name in ("a100", "h100", "mi250")]
-print(f"{'FLOPs a byte':28}" + "".join(f"{kind.name:>16}" for kind in kinds))
 ridges = [kind.bf16_tflops * 1e3 / kind.bandwidth_gbs for kind in kinds]
-print(f"{'ridge':20}{'':8}" + "".join(f"{ridge:>16.0f}" for ridge in ridges))
+heads = "".join(f"{kind.name.split()[0]:>10}" for kind in kinds)
+print(f"{'operation (S = 2048)':28}{'FLOPs a byte':>14}{heads}")
 for name, intensity in intensities.items():
-    reach = "".join(f"{min(1, intensity / ridge):>10.1%} peak" for ridge in ridges)
-    print(f"{name:28} {reach} {intensity:>9.1f}")
+    reach = "".join(f"{min(1, intensity / ridge):>10.1%}" for ridge in ridges)
+    print(f"{name:28}{intensity:>14.1f}{reach}   of the peak")
+print(f"{'the ridge':42}" + "".join(f"{ridge:>10.0f}" for ridge in ridges) + "   FLOPs a byte")
 assert intensities["matmul, 8192 tokens"] > max(ridges)
 assert intensities["attention, scores stored"] < min(ridges)
 
@@ -283,8 +289,9 @@ for name, (intensity, rate) in points.items():
 assert points["AdamW"][1] < core_peak / 5
 
 # %%
-figure = Figure(figsize=(11, 4.6))
+figure = Figure(figsize=(12, 5))
 left, right = figure.subplots(1, 2)
+BELOW, ABOVE, UNDER = (8, -11), (8, 5), (4, -14)  # where a label stands, in points
 
 
 def draw(axes, first, peak, bandwidth, label, **style):
@@ -294,21 +301,36 @@ def draw(axes, first, peak, bandwidth, label, **style):
     axes.loglog([first, ridge, 4000], roof, label=f"{label}, ridge {ridge:.0f}", **style)
 
 
+def mark(axes, name, intensity, rate, offset):
+    """A hollow marker of the operation's kind, with its name beside it; rate in FLOP/s."""
+    marker = "o" if "matmul" in name else "s" if "attention" in name else "^"
+    axes.loglog(intensity, rate / 1e9, marker, color="black", fillstyle="none", markersize=9)
+    end = "right" if offset == UNDER else "left"
+    at = intensity, rate / 1e9
+    axes.annotate(name, at, offset, textcoords="offset points", fontsize=8, ha=end)
+
+
 draw(left, 0.05, core_peak, core_bandwidth, "one core, fp32", color="black")
-for (name, (intensity, rate)), marker in zip(points.items(), "osD^v", strict=True):
-    left.loglog(intensity, rate / 1e9, marker, color="0.35", markersize=8, label=name)
+upper = max("AdamW", "matmul, 1 token", key=lambda name: points[name][1])  # one intensity
+for name, (intensity, rate) in points.items():
+    offset = {"matmul 1024": UNDER, upper: ABOVE}.get(name, BELOW)
+    mark(left, name, intensity, rate, offset)
 left.set_title("This CPU: one core, measured")
 left.set_ylim(bottom=1, top=3 * core_peak / 1e9)
-styles = [("0.6", "-"), ("black", "-"), ("0.3", "--")]
+styles = [("black", "-"), ("0.6", "-"), ("0.3", "--")]
 for kind, (color, style) in zip(kinds, styles, strict=True):
     peak, bandwidth = kind.bf16_tflops * 1e12, kind.bandwidth_gbs * 1e9
     draw(right, 0.3, peak, bandwidth, kind.name, color=color, linestyle=style)
 a100 = kinds[0]
-for (name, intensity), marker in zip(intensities.items(), "os*D^v", strict=True):
+for name, intensity in intensities.items():
     rate = min(a100.bf16_tflops * 1e12, intensity * a100.bandwidth_gbs * 1e9)
-    right.loglog(intensity, rate / 1e9, marker, color="0.35", markersize=8, label=name)
+    offset = {"matmul, 8192 tokens": UNDER, "flash attention": ABOVE}.get(name, BELOW)
+    mark(right, name, intensity, rate, offset)
 right.set_title("Datasheets in bf16; the points are an A100's limits")
 for axes in (left, right):
+    for marker, kind in (("o", "matmul"), ("s", "attention"), ("^", "number by number")):
+        if axes is right or kind != "attention":
+            axes.loglog([], [], marker, color="black", fillstyle="none", label=kind)
     axes.set_xlabel("FLOPs a byte of memory")
     axes.set_ylabel("GFLOP/s")
     axes.grid(alpha=0.3)
@@ -370,13 +392,15 @@ for cards, tflops in devices.PUBLISHED_MI250.items():
     print(f"{cards:4} cards: {of_card:,.0f} tokens/s a card, {of_card / 2:,.0f} a device", end="")
     print(f", MFU {mfu:.1%}")
     assert abs(mfu - tflops / 362.1) < 1e-4
+of_card = devices.PUBLISHED_MI250[4] * 1e12 / flops.train_flops_per_token(m)
 wrong = flops.mfu(m, of_card, 1, gcd.bf16_tflops * 1e12)
-print(f"a card's tokens/s over the peak of one die: {wrong:.1%}, twice too much")
+print(f"4 cards: a card's tokens/s over the peak of one die, {wrong:.1%}: twice too much")
+print("A card (4 cards, S = 2048) does")
 
 for row in published:
     if row["model"] == "mpt-7b" and row["seq"] == "2048":
         ratio = devices.PUBLISHED_MI250[4] / float(row["tflops_per_gpu"])
-        print(f"a card does {ratio:.2f} times the work of an {row['gpu']}", end="")
+        print(f"    {ratio:.2f} times the work of an {row['gpu']}", end="")
         print(f" with checkpointing {row['act_ckpt']}")
 
 # %% [markdown]
@@ -419,14 +443,15 @@ claim = share(6 * n_405b)
 l_d_s = n_layers * width * 64
 argued = {
     "the claim: 6 N": claim,
-    "+ attention, 12 L d S": share(6 * n_405b + 12 * l_d_s),
-    "+ attention, causal": share(6 * n_405b + 6 * l_d_s),
+    "with attention, 12 L d S": share(6 * n_405b + 12 * l_d_s),
+    "with attention, causal": share(6 * n_405b + 6 * l_d_s),
     "no input embedding": share(6 * (n_405b - vocabulary * width)),
     "peak of the datasheet": share(6 * n_405b, peak=devices.by_name("mi300x").bf16_tflops * 1e12),
     "35 tokens/s": share(6 * n_405b, speed=35),
     "frozen weights: 4 N": share(4 * n_405b),
     "HFU if recomputed: 4 N + 2 N": share(6 * n_405b),
 }
+print(f"{'each alone, against the claim':30} {'share':>6} {'change':>7}")
 for name, value in argued.items():
     print(f"{name:30} {value:.3%} {value / claim - 1:+7.1%}")
 assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
@@ -436,7 +461,7 @@ assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
 # never computed (the adapters add 6 FLOPs for each of their few parameters, left out
 # here). 0.80 % is right under another name: the HFU of a run that recomputes everything.
 # All else moves it by at most 3 %. Attention is not worth an argument at this S and N.
-# For MPT-125M at S = 2048 it is 23 %.
+# For MPT-125M at S = 2048 attention is 23 % of the FLOPs.
 #
 # By either count, 99 % of the peak was not used. What could have taken so long? The least
 # time of such a step, by parts:
@@ -446,12 +471,12 @@ mi300x = devices.by_name("mi300x")
 tokens, bytes_of_weights = 16 * 64, 2 * n_405b
 reached = 8 * mi300x.bf16_tflops * 1e12 * mi300x.reachable
 link = step_time.Constants().link * mi300x.link_gbs * 1e9  # what collectives reach of it
-print(f"FLOPs, 4 N a token, at what matmuls reach:     {4 * n_405b * tokens / reached:6.2f} s")
 read = 2 * bytes_of_weights / (8 * mi300x.bandwidth_gbs * 1e9)
-print(f"weights in bf16 read twice from memory:        {read:6.2f} s")
 gathered = 2 * bytes_of_weights * 7 / 8 / link
-print(f"if sharded, gathered twice over the links:     {gathered:6.2f} s")
-print("the step:                                       30.00 s")
+print(f"{4 * n_405b * tokens / reached:5.2f} s  FLOPs, 4 N a token, at what matmuls reach")
+print(f"{read:5.2f} s  weights in bf16 read twice from memory, each device its eighth")
+print(f"{gathered:5.2f} s  if sharded, gathered twice over the links")
+print("30.00 s  the step")
 
 # %% [markdown]
 # With so few tokens a step, gathering weights would cost more than computing with them,
@@ -462,22 +487,24 @@ print("the step:                                       30.00 s")
 #
 # Turn it around: predict the speed before you rent the machines. planning/step_time.py
 # adds up the parts of a step. For one node, FULL_SHARD and no checkpointing they are
-# short enough to do by hand. Of n devices each has k microbatches of T tokens. N, L, d, S
+# short enough to do by hand. Each of G devices has K microbatches of T tokens. N, L, d, S
 # and V as before:
 #
 #     matmuls    6 N T / (reachable x peak) x (1 + 1.6e6 / (T d))
-#     attention  7 L d S T / (attention x peak)        causal: 2 forward, 5 backward
+#     attention  7 L d S T / (attention_share x peak)    causal: 2 forward, 5 backward
 #     memory     ((351 L d + 6 V) T + 30 N) / bandwidth      norms, logits; copies
-#     traffic    8 N (n - 1) / n / (0.7 x link)
+#     traffic    8 N (G - 1) / G / (0.7 x link)
 #     microbatch (compute^1.35 + traffic^1.35)^(1 / 1.35)
-#     step       k microbatches + 30 N / n / bandwidth       AdamW
+#     step       K x microbatch + 30 N / G / bandwidth       AdamW
 #
-# compute is the sum of the first three. peak, bandwidth and link are those of one device.
+# compute is the sum of the first three. peak, bandwidth and link are those of one device;
+# reachable and attention_share are the shares of its peak that matmuls and attention reach.
 # 1.6e6 / (T d): a small product leaves part of the device idle at its end. 351, 6 and 30
 # are bytes, fitted or counted. Traffic: each microbatch gathers the weights in bf16 twice
 # (2 N + 2 N bytes) and reduces gradients in fp32 (4 N); collectives reach 0.7 of a link.
-# Some of this hides behind computation: 1.35 says how much. The constants come from
-# `step_time.Constants`.
+# Some of this hides behind computation: 1.35 says how much. In `step_time.Constants` 0.7,
+# 1.35 and the two 30s are there as they stand; 1.6e6 and 351 follow from `tile` (2.4e6) and
+# `block_bytes` (460) for MPT's shapes and this trainer.
 #
 # MPT-7B on 8 A100 of 80 GB, microbatches of 6 sequences: the first two parts by hand,
 # then all parts as the planner has them.
@@ -491,23 +518,29 @@ fleet = fleet_of(FleetArgs(device="a100", devices=8))
 c = step_time.Constants()
 plan = search.evaluate(m, cfg, fleet, c, step_time.OURS)
 
-N, T, d = flops.n_params(m), 6 * 2048, 4096
-peak = 312e12
-of_matmuls = 6 * N * T / (0.87 * peak) * (1 + 1.6e6 / (T * d))
-of_attention = 7 * 32 * d * 2048 * T / (c.attention_a100 * peak)
-print(f"by hand: matmuls {of_matmuls:.3f} s, attention {of_attention:.3f} s\n")
+N, L, T, d = flops.n_params(m), 32, 6 * 2048, 4096
+peak, reachable, attention_share = 312e12, 0.87, c.attention_a100
+print(f"N = {N:,}, L = {L}, d = {d}, S = 2048, T = {T:,}, peak = {peak:.3g} FLOP/s,")
+print(f"reachable = {reachable}, attention_share = {attention_share}")
+of_matmuls = 6 * N * T / (reachable * peak) * (1 + 1.6e6 / (T * d))
+of_attention = 7 * L * d * 2048 * T / (attention_share * peak)
+print(f"by hand: matmuls {of_matmuls:.3f} s, attention {of_attention:.3f} s")
+in_products = L * 12 * d**2 + m.vocab_size * d
+print(f"{1 - in_products / N:.2%} of N (positions, biases, norms) are in no product. The planner")
+print("leaves them out, so its matmuls take less:\n")
 for name, value in plan.seconds.items():
     if value:
         print(f"{name:16} {value:7.3f} s {value / plan.seconds['step']:7.1%}")
-assert abs(of_matmuls / plan.seconds["matmuls"] - 1) < 0.02
+assert abs(of_matmuls * in_products / N / plan.seconds["matmuls"] - 1) < 0.001
 assert abs(of_attention / plan.seconds["attention"] - 1) < 0.001
 speed = plan.tokens_per_second / 8
 print(f"{speed:,.0f} tokens/s a device, MFU {plan.mfu:.1%}. LLM Foundry's trainer reached 4,641.")
 
 # %% [markdown]
 # How sure is it? Published runs of the same kind were this far from their predictions,
-# each predicted without its own model (planning/certainty.py). No plan is better than its
-# band. A rule of thumb with one constant share of the peak is worse
+# each predicted by constants fitted without the runs of that model (planning/certainty.py).
+# The planner's "8 in 10 of 70 published runs" is the middle 80 % of 70 such runs. No plan
+# is better than its band. A rule of thumb with one constant share of the peak is worse
 # (bench/results/planner.md):
 
 # %%
@@ -530,37 +563,17 @@ for name in ("a100", "h100", "mi250"):
 # ## A plan
 #
 # What you rent is a card for an hour. What you need is 20 tokens a parameter (Chinchilla,
-# lesson 8). MPT-1B, for 2 dollars an hour for an A100, and 1.50 for an MI250 card (prices
-# made up):
+# lesson 8):
 #
 #     days    = tokens / (tokens/s) / 86,400
 #     dollars = days x 24 x cards x price of a card
-
-# %%
-m = MODELS["1b"]
-tokens = 20 * flops.n_params(m)
-asked = search.LayoutArgs(tp=1, pp=1, sharding="FULL_SHARD", activation_checkpointing="none")
-cfg = TrainConfig(global_batch_size=512)
-print(f"MPT-1B, {tokens / 1e9:.1f}B tokens")
-for name, cards, price in (("a100", 8, 2.0), ("mi250", 4, 1.5)):
-    kind = devices.by_name(name)
-    fleet = fleet_of(FleetArgs(device=name, devices=cards * kind.per_card))
-    best = search.fastest(m, cfg, asked, fleet, c, step_time.OURS)
-    low, high, _ = certainty.band(m, best.cfg, fleet)
-    hours = best.hours(tokens)
-    size, memory = best.cfg.microbatch_size, best.share_of_memory
-    print(f"{cards} x {name}: microbatch {size}, {memory:.0%} of memory, MFU {best.mfu:.1%}")
-    print(f"    {best.tokens_per_second:,.0f} tokens/s, {hours / 24:.1f} days", end="")
-    dollars = hours * cards * price
-    print(f" ({hours / high / 24:.1f} to {hours / low / 24:.1f}), {dollars:,.0f} dollars")
-
-# %% [markdown]
+#
 # `python plan.py configs/mpt1b.py --device=mi250 --price=0.75` does all of it, over all
 # layouts. (Its price is that of a torch device.) A microbatch must fit into memory. By
 # hand, for FULL_SHARD without checkpointing, with 8 % of the device left free
 # (planning/memory.py counts exactly):
 #
-#     bytes of a device = 16 N / n + 32 L d T + 4 V d + about 2e9
+#     bytes of a device = 16 N / G + 32 L d T + 4 V d + about 2e9
 #
 # ## The exercise
 #

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from lessons import scaling_fits, scaling_runs
-from lessons.answers import ToDo, close, need
+from lessons.answers import Skipped, ToDo, close, need
 
 WIDEST = 0.1  # nats per byte
 FACTOR = 2  # between the predicted size and the one that the grid supports
@@ -54,8 +54,20 @@ def compare_power_law(answer, budgets: list, optima: list, case: str) -> None:
     shown = f"{case}, budgets {budgets}, optima {optima}"
     is_pair = isinstance(got, tuple | list) and len(got) == 2
     need(is_pair, f"fit_power_law: expected (k, a), got {got!r}, for {shown}")
+    shown += mix_up(got, k, a)
     close("a", got[1], a, 1e-4, shown)
     close("k", got[0], k, k * 1e-3, shown)
+
+
+def mix_up(got, k: float, a: float) -> str:
+    """A hint if the answer's pair is k and a swapped, or has log k for k; else nothing."""
+    log_k = math.log(k)
+    for pair in ((a, k), (a, log_k), (log_k, a)):
+        numbers = all(isinstance(value, int | float | np.number) for value in got)
+        if numbers and np.allclose(np.array(got, dtype=float), pair, rtol=1e-3, atol=1e-6):
+            is_log = f"{log_k:.4f} is log {k:.4g}: " if log_k in pair else ""
+            return f" ({is_log}are k and a swapped, or is k still a log?)"
+    return ""
 
 
 def check_prediction(answer):
@@ -64,8 +76,7 @@ def check_prediction(answer):
     size, loss, band = (predicted[key] for key in KEYS)
     need(band <= WIDEST, f"band: expected at most {WIDEST} nats, got {band:g}, which says little")
 
-    rows, held_out, source = find_runs()
-    print(f"{'':>15}  {source}")
+    rows, held_out, _ = find_runs()
     found = scaling_fits.minima(rows)
     k, a = scaling_fits.fit_power_law(list(found), [n for n, _ in found.values()])
     supported = k * scaling_runs.HELD_OUT**a
@@ -80,11 +91,23 @@ def check_prediction(answer):
     near = max(run["n_params"] / size, size / run["n_params"]) <= NEAREST
     nearest = f"the nearest run on this budget has {run['n_params']:,}"
     need(near, f"no run has about {size:,.0f} parameters, {nearest}: make one with {command}")
+    off = loss - run["loss"]
     need(
-        abs(run["loss"] - loss) <= band,
-        f"loss: the run with {run['n_params']:,} parameters ended at {run['loss']:.3f} nats per "
-        f"byte, outside of the predicted {loss:.3f} +- {band:.3f}",
+        abs(off) <= band,
+        f"The run: {run['n_params']:,} parameters, {run['loss']:.3f}. Your bet: {loss:g} +- {band:g}, "
+        f"{abs(off):.3f} too {'high' if off > 0 else 'low'}: the run lies outside of the band, and the "
+        "bet is lost.\nThat is a result, too. Leave the bet in the file as a comment, find out why it "
+        "was lost (python -m lessons 8 --answers), then change it: the next one is not blind.",
     )
+
+
+def check_whose_runs(answer):
+    """the runs that PREDICTION is compared with: your own"""
+    _, _, missing = find_runs()
+    if missing:
+        name = scaling_runs.GRID.name
+        reason = f"there is no {missing} in runs/lessons/{name}"
+        raise Skipped(f"compared with the stored runs, lessons/8_grid.jsonl: {reason}")
 
 
 def numbers(predicted) -> dict:
@@ -103,19 +126,18 @@ def numbers(predicted) -> dict:
 
 
 def find_runs() -> tuple[list[dict], list[dict], str]:
-    """(the grid, runs on the held-out budget, where they are from).
+    """(the grid, runs on the held-out budget, what the reader's own lack).
 
-    The reader's own if there is a whole grid and a run on that budget, else the stored ones.
+    The reader's own if they lack nothing: a whole grid and a run on that budget. Else the stored.
     """
     keys = {cell.key for cell in scaling_runs.grid()}
     own = scaling_runs.read(scaling_runs.GRID)
     own_grid = [row for row in own if row["key"] in keys]
     own_held_out = [row for row in own if row["budget"] == scaling_runs.HELD_OUT]
     if keys <= {row["key"] for row in own_grid} and own_held_out:
-        return own_grid, own_held_out, "compared with your runs, runs/lessons/8-grid.jsonl"
+        return own_grid, own_held_out, ""
     stored = scaling_runs.read(scaling_runs.STORED)
     grid = [row for row in stored if row["budget"] < scaling_runs.HELD_OUT]
     held_out = [row for row in stored if row["budget"] == scaling_runs.HELD_OUT]
     missing = "run on 2.7e12 FLOPs" if keys <= {row["key"] for row in own_grid} else "whole grid"
-    reason = f"there is no {missing} in runs/lessons/8-grid.jsonl"
-    return grid, held_out, f"compared with the stored runs, lessons/8_grid.jsonl: {reason}"
+    return grid, held_out, missing

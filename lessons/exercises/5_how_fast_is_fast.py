@@ -22,10 +22,11 @@ def training_flops(
 ) -> float:
     """FLOPs of training on one token.
 
-    n: parameters that take part in products. width: of all heads together.
+    n: parameters that take part in products (the lesson's N). width: of all heads together (its d).
     attention: "full" counts all S x S scores, "causal" half of them, "none" no attention.
     frozen: the n weights need no gradient of their own. Attention costs as much as ever.
-    recompute: count one more forward, of weights and attention, as HFU does.
+    recompute: one more forward, as HFU counts it: 2 n, and a third of the attention term. 4/3 holds
+    only if nothing is frozen.
     """
     raise NotImplementedError("training_flops")
 
@@ -92,8 +93,9 @@ def step_seconds(
 ) -> float:
     """Seconds of a training step on one node: FULL_SHARD, no activation checkpointing.
 
-    n: parameters. global_batch_size: sequences of a step on all devices together, a multiple of
-    devices x microbatch_size. microbatch_size: sequences of one device. device: one torch device,
+    n: parameters (the lesson's N). global_batch_size: sequences of a step on all devices together,
+    a multiple of devices x microbatch_size. microbatch_size: sequences of one device. devices: the
+    lesson's G. device: one torch device,
     {"peak_flops": FLOP/s, "reachable" and "attention": the shares of it that large matmuls and that
     attention reach, "bandwidth": bytes/s of its memory, "link": bytes/s to its neighbours}
     """
@@ -121,8 +123,9 @@ def plan() -> dict:
     """The plan, as a dictionary.
 
     "model"              a key of MODELS
-    "microbatch_size"    sequences of one device. It fits into 92 % of its memory, divides the 64
-                         sequences of a device, and is at most 5 % slower than the fastest such one
+    "microbatch_size"    sequences of one device. It fits into 92 % of its memory, divides 64, a
+                         device's share of the 512 (512 / 8), and is at most 5 % slower than the
+                         fastest such one
     "tokens_per_second"  of the node
     "tokens"             of the run: 20 for each parameter
     "days", "dollars"    of the run

@@ -2,7 +2,8 @@
 
 Write the two functions. Then use them on the grid that the lesson has trained to predict what the
 best model on 2.7e12 FLOPs is, three times the grid's largest budget, and what loss it reaches:
-fill in PREDICTION. `python -m lessons check 8` then checks
+fill in PREDICTION. Write your bet down before you check: the message names the run.
+`python -m lessons check 8` then checks
 
     isoflop_optimum   on parabolas whose minimum is known, in any order, with noise, upside down
     fit_power_law     on exact power laws, and on noisy ones
@@ -13,12 +14,13 @@ The lines of your grid are in runs/lessons/8-grid.jsonl: JSON with "budget", "n_
 its lines with "budget": 2.7e12, since those are what is to be predicted.
 
 Once PREDICTION is written, make the run yourself. The choice of d_model is yours too: 48 is 96
-thousand parameters, 64 is 164, 80 is 252, 112 is 632 thousand. It takes about two minutes:
+thousand parameters, 64 is 164, 80 is 252, 112 is 632 thousand. It takes some minutes:
 
     python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
 
-Without such a run, the check uses the stored ones. Use NumPy as you like; the project's own modules
-cannot be imported here.
+Your run counts only beside your own whole grid (python -m lessons.scaling_runs); after --short skip
+it, the stored runs are used. Use NumPy as you like; the project's own modules cannot be imported
+here.
 """
 
 
@@ -43,6 +45,7 @@ def fit_power_law(budgets, optima):
 
 
 # For 2.7e12 FLOPs: the size of the best model; its loss on the held-out files, in nats per byte;
-# and how far off the loss may be, up or down: several ways to extrapolate disagree by more than
-# the noise of a seed. The band may be at most 0.1 nats.
+# and how far off the loss may be, up or down. Several ways to extrapolate disagree by more than the
+# noise of a seed: take the whole spread between them, at most 0.1 nats. They share the same runs and
+# err together, so the truth may well lie outside of all of them.
 PREDICTION = {"n_params": None, "loss": None, "band": None}
