@@ -375,7 +375,11 @@ def test_the_report_names_whoever_does_not_reply_or_is_behind_or_does_not_wait()
 
 
 def started_before_and_after(world):
-    """`collectives_started`, then again after one more in the default group."""
+    """`collectives_started` with two new groups, and again after one collective in the default one.
+
+    Groups of other tests may be there already.
+    """
+    older = watchdog.collectives_started()
     background = processes.new_group(processes.TIMEOUT)
     pair = dist.new_group([0, 1])
     before = watchdog.collectives_started()
@@ -385,18 +389,19 @@ def started_before_and_after(world):
     for group in (background, pair):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
-    return before, after
+    return older, before, after
 
 
 def test_collectives_are_counted_in_each_group_of_the_main_thread(ranks):
     results = ranks(4)(started_before_and_after)
-    ((name, _), *_) = results[3][0].items()
-    for rank, (before, after) in enumerate(results):
+    for rank, (older, before, after) in enumerate(results):
+        default = next(iter(before))  # the oldest group
         grown = {key: after[key] - before[key] for key in after}
-        assert grown.pop(name) == 1  # the default group is the oldest
-        assert not any(grown.values())  # that of the pair; the background group is not among them
-        assert len(grown) == len(results[3][0]) - 1 + (rank < 2)
-    assert results[0][1] == results[1][1]
+        assert grown.pop(default) == 1
+        assert not any(grown.values())
+        new = after.keys() - older.keys()  # that of the pair; the background group is not counted
+        assert len(new) == (1 if rank < 2 else 0)
+    assert results[0][2].keys() - results[0][0] == results[1][2].keys() - results[1][0]
 
 
 # -------------------------------------------------------------------------------------------------
