@@ -14,6 +14,8 @@ from lessons import answers, workshop
 LESSONS = workshop.lesson_paths()
 ANSWERS = Path(__file__).parent / "answers"
 WRONG = sorted(ANSWERS.glob("*_wrong_*.py"))
+SLOW = ("4", "5")  # the last of each lesson's five
+EACH_WRONG = [pytest.param(p, marks=[pytest.mark.slow] * (p.stem[-1] in SLOW)) for p in WRONG]
 RIGHT = [workshop.HERE / "solutions" / path.name for path in LESSONS]
 RIGHT += sorted(ANSWERS.glob("*_right.py"))
 by_name = {"ids": lambda path: path.stem}
@@ -37,7 +39,7 @@ def lessons(*words, cwd=ROOT):
 # --- The exercises
 
 
-@pytest.mark.parametrize("answer", WRONG, **by_name)
+@pytest.mark.parametrize("answer", EACH_WRONG, **by_name)
 def test_a_wrong_answer_is_told_what_is_wrong(answer):
     found = list(workshop.check(of(answer), answer))
     messages = [message for _, result, message in found if result == "wrong"]
