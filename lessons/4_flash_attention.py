@@ -12,9 +12,9 @@
 #   4. a Triton kernel of thirty lines, run in Triton's interpreter, without a GPU
 #   5. the project's kernel: run, then compiled for an MI250 and an H100 that are not here
 #
-# An hour. Beside this lesson, open gpu_kernels/flash_attention.py: its docstring is the
-# algorithm, `forward_kernel` is the code. attention.py has the obvious version,
-# `reference_attention`.
+# An hour; the kernel of the exercise is for a second one. Beside this lesson, open
+# gpu_kernels/flash_attention.py: its docstring is the algorithm, `forward_kernel` is the
+# code. attention.py has the obvious version, `reference_attention`.
 
 # %%
 import sys
@@ -56,8 +56,7 @@ from lessons import pictures
 #     m = max_j s_j        p_j = exp(s_j - m)        out = sum_j p_j v_j / sum_j p_j
 #
 # Nothing changes, since exp(-m) cancels, and no p_j is larger than 1. But m is known only
-# after the last score. So the obvious program keeps all scores, and reads them three times:
-# for m, for the sum, and for the weighted mean.
+# after the last score. So the obvious program keeps all scores, and reads them again.
 
 # %%
 large = np.array([9_999.0, 10_000.0])
@@ -127,7 +126,7 @@ whole = pair(many)
 for cut in range(1, len(many)):
     assert np.allclose(join(pair(many[:cut]), pair(many[cut:])), whole, rtol=1e-12)
     assert np.allclose(join(pair(many[cut:]), pair(many[:cut])), whole, rtol=1e-12)
-print(f"12 scores: m = {whole[0]:.4f}, l = {whole[1]:.4f}; the same for every cut, in both orders")
+print(f"12 scores: m = {whole[0]:.4f}, l = {whole[1]:.4f}, for every cut, in both orders")
 
 # %% [markdown]
 # ## In NumPy: one query, its keys block by block
@@ -144,7 +143,8 @@ print(f"12 scores: m = {whole[0]:.4f}, l = {whole[1]:.4f}; the same for every cu
 #     out = o / l
 #
 # Between two blocks, the program holds m, l and o: D + 2 numbers, however many keys there
-# are.
+# are. If every score so far is -inf, exp(m - m') is exp(nan): decide what m' is
+# then. (In this cell no score is -inf. In the exercise some are.)
 
 # %%
 
@@ -205,8 +205,8 @@ for dtype, limit in ((np.float64, 1e-13), (np.float32, 1e-5), (np.float16, 2e-2)
 #
 # FlashAttention starts one program for each block of BLOCK_M queries. It reads its queries
 # once, walks over blocks of BLOCK_N keys, and writes its outputs once, with 4 bytes a row
-# for the backward (lse = m + log l). Causality helps: a block that lies in the future is
-# skipped, and only blocks that the diagonal crosses need a mask.
+# for the backward: m + log l, `lse` in the code. Causality helps: a block of scores that
+# lies in the future is skipped, and only blocks that the diagonal crosses need a mask.
 # gpu_kernels/flash_attention.py::visible_keys draws these borders. Below, BLOCK_M and
 # BLOCK_N are those of gpu_kernels/launch_table.py for an MI250.
 
@@ -260,13 +260,15 @@ for T in LENGTHS:
 # %% [markdown]
 # Both columns grow as T^2: in blocks, k and v are read again for each block of queries,
 #
-#     T / BLOCK_M blocks of queries, each reads half of 2 T D numbers:   T^2 * D / BLOCK_M
+#     T / BLOCK_M blocks of queries; each reads k and v, 2 T D numbers, and on average half
+#     of them:   T^2 * D / BLOCK_M
 #
 # where the obvious program moves 4 T^2 numbers. So it is 4 * BLOCK_M / D times less: more
-# queries in a block, fewer bytes. And most of these reads are cheap: k and v of one head (2
-# MB at 8,192 tokens) fit into the GPU's cache, which the T x T scores do not. What no cache
-# gives back is memory: the scores of one head at 32,768 tokens take 2 GB; in blocks, m +
-# log l takes 0.13 MB.
+# queries in a block, fewer bytes. Half of this factor is causality: the obvious program
+# computes and moves the future, too. Most of the reads in blocks are cheap: k and v of one
+# head (2 MB at 8,192 tokens) fit into the GPU's cache, which the T x T scores do not. What
+# no cache gives back is memory: the scores of one head at 32,768 tokens take 2 GB; in
+# blocks, m + log l takes 0.13 MB.
 #
 # Now divide by what the chips can do. Figures of devices.py: the peak of the matrix units
 # in bf16 and the speed of the memory; an MI250 is two devices, one of them counts here.
@@ -274,7 +276,8 @@ for T in LENGTHS:
 # %%
 T = 8192
 flops = 4 * D * T**2 / 2  # two matmuls, 2 operations a product; causality leaves half
-print(f"one head of {D}, {T:,} tokens, causal; microseconds at the peak of each")
+print(f"one head of {D}, {T:,} tokens, causal; microseconds at the peak of each. To multiply: half")
+print("of the scores; the obvious program multiplies all, twice as long.")
 print(f"{'':10} {'to multiply':>12} {'to move, obvious':>18} {'to move, in blocks':>20}")
 for name in ("mi250", "h100"):
     chip = devices.by_name(name)
@@ -322,10 +325,10 @@ def draw():
     blocks = [bytes_in_blocks(T) / MB for T in LENGTHS]
     scores = [T * T * BYTES / MB for T in LENGTHS]
     right.loglog(LENGTHS, obvious, "o-", color="black", label="moved, T x T scores in memory")
-    right.loglog(LENGTHS, scores, "o:", color="0.4", label="held: the T x T scores")
+    right.loglog(LENGTHS, scores, "D:", color="0.4", label="held: the T x T scores")
     right.loglog(LENGTHS, blocks, "s-", color="C1", label="moved, in blocks")
     held = [4 * T / MB for T in LENGTHS]
-    right.loglog(LENGTHS, held, "s:", color="C1", label="held, in blocks: lse")
+    right.loglog(LENGTHS, held, "^:", color="C0", label="held, in blocks: m + log l")
     right.set_xticks(LENGTHS, [f"{T:,}" for T in LENGTHS], fontsize=8)
     right.minorticks_off()
     right.set(xlabel="tokens T", ylabel="MB (bf16, one head)")
@@ -351,6 +354,11 @@ figure  # noqa: B018 (an editor shows it)
 #     tl.dot(a, b)                a product of two blocks, on the matrix units
 #     tl.max(s, 1), tl.sum(p, 1)  over each row
 #     tl.store(pointers, block)   the way back
+#     tl.full, tl.zeros           a block of one number; tl.trans(a) is the transposed block
+#     tl.where, tl.maximum        element by element, as in NumPy
+#
+# other=0.0 is what stands where the mask is false. input_precision="ieee" multiplies fp32
+# as fp32, not as TF32 (10 bits after the point). kernel[(n,)](...) starts n programs.
 #
 # A pointer plus a block of integers is a block of pointers. `k + j[:, None] * D + d[None,
 # :]` are the addresses of rows j and columns d of a matrix whose rows have D numbers.
@@ -376,8 +384,8 @@ print("\n".join(source.splitlines()[kernel.decorator_list[0].lineno - 1 : kernel
 # It runs the kernel above, then the project's: gpu_kernels/flash_attention.py through
 # `attention.attention(..., impl="triton")`, forward and backward, against
 # `attention.reference_attention` in float64. Triton has no version for macOS. There, the
-# lesson shows what was stored in lessons/4_triton.txt, and the first line of a part has the
-# versions.
+# lesson shows what was stored in lessons/4_triton.txt. The first line of each output names
+# the versions it was made with.
 
 # %%
 STORED = ROOT / "lessons" / "4_triton.txt"
@@ -435,9 +443,9 @@ show("interpreter")
 # them first.)
 #
 # The project's kernel has the same loop. What it adds: heads and sequences (a grid of
-# programs), any strides, ALiBi as a vector over the keys, packed documents, exp2 in place
-# of exp (a GPU has an instruction for it), and two loops, one for blocks without a mask and
-# one for the others.
+# programs), any strides, ALiBi (lesson 1) as a vector over the keys, several texts in one
+# row, exp2 in place of exp (a GPU has an instruction for it), and two loops, one for blocks
+# without a mask and one for the others.
 #
 # ## Compiled for an MI250 and an H100
 #
@@ -450,31 +458,30 @@ show("interpreter")
 #   shared memory   blocks of k and v lie there before the matrix units read them. A unit of
 #                   an MI250 has 64 KB, one of an H100 gives a block of threads 227 KB
 #
-# A block of threads does the work of one program. The last column says how many of them a
-# unit of the chip (a CU of AMD's, an SM of NVIDIA's) can hold at once. While one waits for
-# memory, another can compute.
+# One program runs on one block of threads ("block" is NVIDIA's word here; AMD says
+# workgroup). The last column says how many of them a unit of the chip (a CU of AMD's, an SM
+# of NVIDIA's) can hold at once. While one waits for memory, another can compute.
 
 # %%
 show("compiled")
 
 # %% [markdown]
 # One source, two chips, and different block sizes: that is what gpu_kernels/launch_table.py
-# is for. The last line (not with --short) shows why: with the blocks of an H100, the MI250
-# lacks registers (the compiler spills) and shared memory (the kernel could not start).
+# is for. With the H100's 128 x 128, heads of 64, the MI250 lacks registers (it takes all
+# 256 of a thread and spills 392 bytes) and shared memory (96 KB of 64: the kernel could not
+# start). These are the figures of lessons/4_triton.txt; without --short the last line above
+# has yours.
 #
 # More registers a thread mean fewer blocks of threads on a unit. That is a choice, not a
-# fault: a large block reads k and v less often, and several stages (blocks of k and v on
-# their way while another is multiplied) hide the memory from a single block of threads,
-# too. The H100's settings do that; the MI250's have one stage and rely on the second block.
+# fault: a large block of queries reads k and v less often, and several stages (blocks of k
+# and v on their way while another is multiplied) hide the memory from a single block of
+# threads, too. The H100's settings do that; the MI250's have one stage and rely on the
+# second block of threads. `python -m bench chips` prints this for every kernel and chip.
 #
-# `python -m bench chips` prints this for every kernel and chip, with the instructions of
-# the inner loop.
-#
-# What you have not seen: speed. The interpreter runs programs one after another, so it
-# shows no race between threads; a compiled kernel tells what limits it, not how long it
-# takes. The rows of launch_table.py are the largest blocks that compile without spilling
-# more than a few bytes; its docstring says whether any has been timed. Times need the GPU:
-# `python -m bench attention` there.
+# What you have not seen: speed. The interpreter shows no race between threads; a compiled
+# kernel tells what limits it, not how long it takes. The docstring of launch_table.py says
+# how its rows were chosen, and whether any has been timed. Times need the GPU: `python -m
+# bench attention` there.
 #
 # ## The exercise
 #
@@ -486,7 +493,7 @@ show("compiled")
 #       attention over an iterator of (k_block, v_block, bias_block); a bias may be -inf,
 #       for whole blocks, and for whole rows
 #   kernel, forward(q, k, v, slope, block_n)
-#       a Triton kernel for one block of queries, causal, with ALiBi
+#       a Triton kernel for one block of queries, causal, with ALiBi: for a second hour
 #
 # The first two are in NumPy. You get each block once, and the check counts the bytes that
 # you hold: all scores at once are too many. The kernel runs in the interpreter where
@@ -500,8 +507,8 @@ show("compiled")
 #      when?
 #   2. Twice as many queries in a block halve the reads of k and v. What do the figures of
 #      the compiled kernels say against BLOCK_M = 1,024?
-#   3. The backward needs the probabilities P again, T x T of them. What does the forward
-#      keep for it, and what does that cost?
+#   3. The backward needs the probabilities P = p / l again, T x T of them. What does the
+#      forward keep for it, and what does that cost?
 #
 # ## What to read next
 #
@@ -536,8 +543,9 @@ show("compiled")
 #    KB (65,536 registers of 4 bytes), those of a unit of an MI250 512 KB, for all blocks of
 #    threads together. The compiler would spill: with blocks of 128 queries, threads already
 #    take about 200 registers or more.
-# 3. lse = m + log l, one fp32 number a row. The backward computes S = q k^T again, block by
-#    block, and has P = exp(S - lse) at once, normalised and without a running maximum. That
-#    costs matmuls in place of memory: the formulas of the backward have four (dv, dP, dq,
-#    dk), and S makes five. The project's two kernels compute S and dP twice, so seven; in
-#    exchange no two programs add to the same number, and two runs are equal bit for bit.
+# 3. m + log l, one fp32 number a row. The backward computes S = scale * q k^T again, block
+#    by block, and has P = exp(S - (m + log l)) at once, normalised and without a running
+#    maximum. That costs matmuls in place of memory: the formulas of the backward have four
+#    (dv, dP, dq, dk), and S makes five. The project's two kernels compute S and dP twice,
+#    so seven; in exchange no two programs add to the same number, and two runs are equal
+#    bit for bit.

@@ -69,9 +69,9 @@ for width in WIDTHS:
 #
 # Each cell of that table is one run, plus the smallest budget again with another seed: 16.
 # A run is a fresh model, fsdp_train.py::train_step, AdamW, a short warmup, and a cosine
-# that ends with the run. That the schedule ends with the run
-# matters: a run that is read off in its middle, at a high learning rate, is worse than one
-# that was planned to end there. So each point of a curve is a run of its own.
+# that ends with the run. That the schedule ends with the run matters: a run that is read
+# off in its middle, at a high learning rate, is worse than one that was planned to end
+# there. So each point of a curve is a run of its own.
 #
 # The learning rate is 0.32 / d_model and the batch grows with sqrt(D). Both were chosen by
 # a few trials, not tuned for each cell. Keep that in mind: a size whose learning rate suits
@@ -239,7 +239,7 @@ top = best_run[target]
 print(f"fitted minimum:          {real_size:,.0f} parameters, {real_loss:.3f} nats")
 print(f"best run:                {top['n_params']:,} parameters, {top['loss']:.3f} nats")
 print(f"the size is off by a factor of {max(size / real_size, real_size / size):.2f}, the loss by")
-print(f"{loss - real_loss:+.3f} nats from the fit and by {loss - top['loss']:+.3f} from the best run")
+print(f"{loss - real_loss:+.3f} nats from the fit, {loss - top['loss']:+.3f} from the best run")
 assert abs(loss - real_loss) < 0.2, "a threefold extrapolation holds roughly"
 
 # %% [markdown]
@@ -257,7 +257,8 @@ assert abs(loss - real_loss) < 0.2, "a threefold extrapolation holds roughly"
 # exponents outside of the published intervals.
 #
 # To predict with the surface, put N and D into the formula. On a budget C, D follows from
-# the cost of a byte: D = C / (6 N + 12 L d S). C / (6 N) would be some 15 % too much here.
+# the cost of a byte: D = C / (6 N + 12 L d S). C / (6 N) would be 12 to 19 % too much
+# for the sizes below.
 #
 # Compare the residual with the noise of a seed. If it is much larger, the runs differ in
 # something that the surface does not know, and the intervals, which know only the noise of
@@ -513,11 +514,11 @@ pictures.save(figure, "8-scaling")
 # - The run nearest to the law's size, 164 thousand, came out below all three. The power law
 #   was too high here as in the rehearsal, by 0.06 nats: the loss fell faster than the law.
 # - The best of the three runs is smaller than the law's size: 96 thousand beat 164 thousand
-#   by 0.038 nats, some two and a half times the noise of a seed on the smallest budget. A
-#   parabola through the three has its minimum at 106 thousand. The 96 thousand also lay
-#   0.07 below its curve on 9e11: the size may owe that to its shape or its learning rate,
-#   or it has just learned something that its neighbours have not. More seeds, and tuned
-#   learning rates, would tell.
+#   by 0.038 nats, 1.7 times the noise of a difference of two runs (sqrt(2) x 0.015, from
+#   the smallest budget). A parabola through the three has its minimum at 106 thousand. The
+#   96 thousand also lay 0.07 below its curve on 9e11: the size may owe that to its shape or
+#   its learning rate, or it has just learned something that its neighbours have not. More
+#   seeds, and tuned learning rates, would tell.
 # - A bet of 1.578, the middle of the three, with half of their spread, 0.057, is lost: it
 #   ends at 1.521. With the whole spread, at most 0.1, it holds: it ends at 1.478. But that
 #   advice is not a blind one: the width was chosen after half of the spread had missed.

@@ -2,8 +2,8 @@
 
     python -m lessons                     the lessons, which are done, what is next
     python -m lessons 3                   lesson 3: its words, and what its code prints and draws
-    python -m lessons 3 --short           the same with fewer and smaller runs: under half a minute
-    python -m lessons 3 --answers         the answers to its three questions
+    python -m lessons 3 --short           the same with fewer and smaller runs: about half a minute
+    python -m lessons 3 --answers         the answers to its questions
     python -m lessons check 3             checks your answer, lessons/mine/3_many_devices.py
     python -m lessons check 3 --file=my.py    checks another file
 

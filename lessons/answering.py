@@ -7,7 +7,7 @@ it requests through a pipe:
     ("call", function, args, keywords)   the result of a function
     ("measure", ...)                     the same, and the most bytes that its tensors held at once
     ("kill", ..., at)                    the same in a copy of the process, which kills itself just
-                                         before its change of a file number `at`; None counts them
+                                         before its change of a file number `at`; None names them
     ("join", rank, size, store)          join other such processes through gloo
 
 It sends back ("done", result), ("todo", what is not written yet) or ("wrong", what happened).
@@ -25,13 +25,15 @@ import os
 import pickle
 import resource
 import signal
+import stat
 import sys
 import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITES = {"write", "writelines", "flush", "close", "truncate", "__exit__", "tofile"}
-SYSTEM_CALLS = {"write", "fsync", "fdatasync", "ftruncate"}  # of os; the rest is in EVENTS
+SYSTEM_CALLS = {"write", "fdatasync", "ftruncate"}  # of os; the rest is in EVENTS
+FSYNC = os.fsync
 EVENTS = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
@@ -173,7 +175,7 @@ def join(answer, rank: int, size: int, store: str) -> None:
 def kill(answer, name: str, args, keywords, at: int | None):
     """Call the function in a copy of this process that dies just before change `at` of a file.
 
-    Returns whether it died. With at=None: how many changes the function makes.
+    Returns whether it died. With at=None: what the changes are called that the function makes.
     """
     reader, writer = os.pipe()
     child = os.fork()
@@ -204,7 +206,7 @@ def run_to_the_kill(answer, writer: int, name: str, args, keywords, at: int | No
         changes.begin()
         function(*args, **keywords)
         changes.end()
-        reply = "done", len(changes.names)
+        reply = "done", changes.names
     except NotImplementedError as error:
         changes.end()
         reply = "todo", str(error)
@@ -218,7 +220,7 @@ def run_to_the_kill(answer, writer: int, name: str, args, keywords, at: int | No
 class Changes:
     """Counts this process's changes of files. Before number `at`, it kills the process.
 
-    names   what each change so far is called: open, write, close, rename, ...
+    names   what each change so far is called: open, write, close, rename, fsync file, ...
     """
 
     def __init__(self, at: int | None):
@@ -228,12 +230,21 @@ class Changes:
     def begin(self) -> None:
         """Count from here on."""
         self.active = True
+        os.fsync = self.fsync  # a profiler sees the call, but not of which file
         sys.setprofile(self.see)
 
     def end(self) -> None:
         """Count no longer."""
         sys.setprofile(None)
+        os.fsync = FSYNC
         self.active = False
+
+    def fsync(self, file) -> None:
+        """os.fsync, which is a change of a file, too: the kind of file is in its name."""
+        state = os.fstat(file if isinstance(file, int) else file.fileno())
+        kind = "file" if state.st_size else "empty file"  # if nothing was flushed before
+        self.before_a_change(f"fsync {'folder' if stat.S_ISDIR(state.st_mode) else kind}")
+        FSYNC(file)
 
     def hear(self, event: str, arguments: tuple) -> None:
         """Audit events: files opened for writing, and renames."""

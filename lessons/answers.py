@@ -91,7 +91,7 @@ class Answer:
     def call_until_killed(self, function: str, *args, at: int | None, seconds: float = SECONDS):
         """Call it in a process that kills itself just before its change of a file number `at`.
 
-        Returns whether that came to pass. With at=None: how many changes the function makes.
+        Returns whether that came to pass. With at=None: the names of the changes that it makes.
         """
         shown = f"{function}({describe(args, {})})"
         return self.ask(shown, seconds, "kill", function, args, {}, at)

@@ -36,11 +36,11 @@ def names_of_changes(write, folder: Path) -> list[str]:
     child = os.fork()
     if child == 0:
         changes = replace(write, folder, None)
-        os.write(writer, " ".join(changes.names).encode())
+        os.write(writer, "\n".join(changes.names).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        names = pipe.read().split()
+        names = pipe.read().splitlines()
     os.waitpid(child, 0)
     return names
 

@@ -129,7 +129,7 @@ def words(source: str) -> list[tuple[int, str]]:
     found = []
     pattern = re.compile(r"^# %% \[markdown\]\n((?:#.*\n?)*)", re.MULTILINE)
     for match in pattern.finditer(source):
-        text = re.sub(r"^# ?", "", match[1], flags=re.MULTILINE).strip()
+        text = re.sub(r"^# ?", "", match[1], flags=re.MULTILINE).strip("\n")
         found.append((source[: match.start()].count("\n") + 1, text))
     return found
 

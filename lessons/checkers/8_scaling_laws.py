@@ -63,8 +63,8 @@ def mix_up(got, k: float, a: float) -> str:
     """A hint if the answer's pair is k and a swapped, or has log k for k; else nothing."""
     log_k = math.log(k)
     for pair in ((a, k), (a, log_k), (log_k, a)):
-        numbers = all(isinstance(value, int | float | np.number) for value in got)
-        if numbers and np.allclose(np.array(got, dtype=float), pair, rtol=1e-3, atol=1e-6):
+        are_numbers = all(isinstance(value, int | float | np.number) for value in got)
+        if are_numbers and np.allclose(np.array(got, dtype=float), pair, rtol=1e-3, atol=1e-6):
             is_log = f"{log_k:.4f} is log {k:.4g}: " if log_k in pair else ""
             return f" ({is_log}are k and a swapped, or is k still a log?)"
     return ""
@@ -94,10 +94,10 @@ def check_prediction(answer):
     off = loss - run["loss"]
     need(
         abs(off) <= band,
-        f"The run: {run['n_params']:,} parameters, {run['loss']:.3f}. Your bet: {loss:g} +- {band:g}, "
-        f"{abs(off):.3f} too {'high' if off > 0 else 'low'}: the run lies outside of the band, and the "
-        "bet is lost.\nThat is a result, too. Leave the bet in the file as a comment, find out why it "
-        "was lost (python -m lessons 8 --answers), then change it: the next one is not blind.",
+        f"The run: {run['n_params']:,} parameters, {run['loss']:.3f}. Your bet: {loss:g} +- "
+        f"{band:g}, {abs(off):.3f} too {'high' if off > 0 else 'low'}: the run lies outside of the "
+        "band, and the bet is lost.\nThat is a result, too. Keep the bet as a comment, find out why "
+        "it was lost (python -m lessons 8 --answers), then change it: the next one is not blind.",
     )
 
 

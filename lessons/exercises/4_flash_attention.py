@@ -7,7 +7,8 @@ Write the three functions below, and the Triton kernel. Check them, as often as 
 What is checked: results equal to float64 within the dtype of the inputs, also for scores of 1e4 and
 -1e4, and for blocks that are masked altogether. The blocks come through an iterator, each of them
 once, and the check counts the bytes that you hold: one block of scores is fine, all are too many.
-The kernel runs in Triton's interpreter, on the CPU. Without Triton that part is skipped.
+The kernel is for a second hour. It runs in Triton's interpreter, on the CPU; without Triton that
+part is skipped.
 
 Only NumPy, torch and Triton: the project's own modules cannot be imported here.
 """

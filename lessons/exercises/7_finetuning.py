@@ -12,12 +12,13 @@ Throughout:
     x        (..., in): (N, in) or (B, T, in), float32, bfloat16 or float64
     W, bias  in the dtype of x
     A, B     in float32, or in float64 if x is; never in bfloat16
-    s        a float
+    s        a float, the argument `scale`
 
 Part 1. `forward`: y, without forming the (out, in) matrix s B A.
 Part 2. `backward`: the gradients of x, A and B, without computing the one of W.
 Part 3. `merge`: one plain weight. `unmerge`: W back, to within rounding.
-Part 4. `read_adapter`: the A, B and s of every layer from the files that PEFT writes.
+Part 4. `read_adapter`: the A, B and s of every layer from the files that PEFT writes. This part is
+        for a second hour.
 
 The checker compares results, shapes and dtypes, and the memory that parts 1 and 2 use. In part 4 it
 merges what you have read into a model, whose logits must equal those of the project's own reader.

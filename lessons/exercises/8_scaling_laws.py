@@ -46,6 +46,6 @@ def fit_power_law(budgets, optima):
 
 # For 2.7e12 FLOPs: the size of the best model; its loss on the held-out files, in nats per byte;
 # and how far off the loss may be, up or down. Several ways to extrapolate disagree by more than the
-# noise of a seed: take the whole spread between them, at most 0.1 nats. They share the same runs and
-# err together, so the truth may well lie outside of all of them.
+# noise of a seed: take the whole spread between them, at most 0.1 nats. They share the same runs
+# and err together, so the truth may well lie outside of all of them.
 PREDICTION = {"n_params": None, "loss": None, "band": None}

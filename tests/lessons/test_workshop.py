@@ -183,6 +183,14 @@ def save(path, text):
     with open(path + ".new", "w") as f:
         f.write(text)
     os.replace(path + ".new", path)
+def save_for_good(path, text):
+    with open(path, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    folder = os.open(os.path.dirname(path), os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
 def save_in_place(path, text):
     with open(path, "w") as f:
         f.write(text)
@@ -249,11 +257,20 @@ def test_ranks(odd):
     assert odd.call_on_ranks(2, "add_up", torch.ones(1))[0][0] == 2  # on new ranks
 
 
+def test_changes_of_files_have_names(odd, tmp_path):
+    def names(function):
+        return odd.call_until_killed(function, str(tmp_path / "file"), "the new text", at=None)
+
+    assert names("save_in_place") == ["open", "write", "close"]
+    assert names("save") == ["open", "write", "close", "rename"]
+    assert names("save_for_good") == "open,write,flush,fsync file,close,fsync folder".split(",")
+
+
 def test_kills(odd, tmp_path):
     """In place there is a moment with a part of the new text; with a rename there is none."""
     for function, may_tear in (("save", False), ("save_in_place", True)):
         path = tmp_path / function
-        n_changes = odd.call_until_killed(function, str(path), "the new text", at=None)
+        n_changes = len(odd.call_until_killed(function, str(path), "the new text", at=None))
         assert path.read_text() == "the new text"
         seen = set()
         for at in range(n_changes):
