@@ -96,8 +96,8 @@ def check_prediction(answer):
         abs(off) <= band,
         f"The run: {run['n_params']:,} parameters, {run['loss']:.3f}. Your bet: {loss:g} +- "
         f"{band:g}, {abs(off):.3f} too {'high' if off > 0 else 'low'}: the run lies outside of the "
-        "band, and the bet is lost.\nThat is a result, too. Keep the bet as a comment, find out why "
-        "it was lost (python -m lessons 8 --answers), then change it: the next one is not blind.",
+        "band, and the bet is lost.\nThat is a result, too. Keep the bet as a comment, find out "
+        "why it was lost (python -m lessons 8 --answers), then change it: the next is not blind.",
     )
 
 
