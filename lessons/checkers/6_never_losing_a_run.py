@@ -4,6 +4,7 @@ The naive checkpointer is taken from the stub, so that an answer may have change
 """
 
 import ast
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,7 +14,10 @@ from lessons.answers import Answer, ToDo, Wrong, need
 STUB = Path(__file__).parent.parent / "exercises" / Path(__file__).name
 CHANGES_OF_NAIVE = 6
 MOST_COPIES = 6  # bytes in the folder / bytes of one checkpoint
-SYNCS = {"fsync", "fdatasync", "sync", "O_SYNC", "O_DSYNC", "F_FULLFSYNC"}
+WRITES = {"write", "writelines", "tofile", "flush", "truncate", "ftruncate"}
+FILE_SYNCS = {"fsync file", "fdatasync"}
+FOLDER_SYNCS = {"fsync folder", "fdatasync"}
+OTHER_WAYS = {"O_SYNC", "O_DSYNC", "F_FULLFSYNC"}  # of waiting for the disk: no call shows them
 
 
 def check_kill_that_loses(answer):
@@ -96,7 +100,7 @@ class Run:
     def count(self) -> int:
         """Save, undisturbed. Returns how many changes of files that made."""
         step, state = self.next()
-        n = self.answer.call_until_killed("save", self.folder, step, state, at=None)
+        n = len(self.answer.call_until_killed("save", self.folder, step, state, at=None))
         self.returned, self.killed, self.step = (step, state), [], step
         need(n > 0, "save changed no file: write with open, os.write, os.replace, or the like")
         return n
@@ -268,16 +272,97 @@ def require_few(folder: str, one: int, case: str) -> None:
 
 
 def check_power_failure(answer):
-    """When save returns, the bytes are on disk"""
+    """When save returns, the bytes and the names of its files are on disk"""
     # No kill can show this: a killed process loses nothing that the operating system has taken.
-    tree = ast.parse(answer.path.read_text(encoding="utf-8"))
-    nodes = list(ast.walk(tree))
-    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    names |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    # So the order of the changes is checked, in two saves, before there is anything to remove.
     with tempfile.TemporaryDirectory() as folder:
-        answer.call("save", folder, 1, state_of(1))  # is it written at all?
+        for step in (1, 2):
+            before = contents(folder)
+            arguments = ("save", folder, step, state_of(step))
+            names = answer.call_until_killed(*arguments, at=None)
+            if waits_in_another_way(answer.path):
+                continue
+            after = contents(folder)
+            written = [name for name in after if after[name] and before.get(name) != after[name]]
+            made = [name for name in after if name not in before]
+            runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
+            shown = ", ".join(f"{name} (x{n})" if n > 1 else name for name, n in runs)
+            case = f"save number {step} does {shown}"
+            require_bytes_on_disk(names, sorted(written), case)
+            require_names_on_disk(names, sorted(made), case)
+
+
+def waits_in_another_way(path: Path) -> bool:
+    """Whether an answer uses O_SYNC, os.sync() or the like, or fsync by a name of its own."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes}
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "os"]
+    imported = {alias.name for node in imports for alias in node.names}
+    all_of_disk = any(ast.unparse(node) == "os.sync" for node in attributes)
+    return all_of_disk or bool(OTHER_WAYS & used or {"sync", "fsync", *OTHER_WAYS} & imported)
+
+
+def require_bytes_on_disk(names: list[str], written: list[str], case: str) -> None:
+    """Wrong unless each file is fsynced, after its last write and before it is renamed."""
+    if any(name in FILE_SYNCS for name in names):
+        last = last_of(names, {"rename", "link"})
+        early = names[: max(last, 0)]
+        need(
+            "open" not in early or syncs_its_writes(early),
+            f"{case}: the last rename comes before an fsync of what was written. After a power "
+            "failure the new name may lead to an empty file",
+        )
+        need(
+            syncs_its_writes(names),
+            f"{case}: its last write or flush comes after its last fsync of a file. After a power "
+            "failure these bytes may be missing although save had returned",
+        )
+        n = sum(name in FILE_SYNCS for name in names)
+        files = ", ".join(written[:4])
+        need(
+            n >= len(written),
+            f"{case}: it wrote {len(written)} files ({files}), but made {n} fsync of a file with "
+            "content. Each file needs its own, after a flush",
+        )
+        return
     need(
-        names & SYNCS,
-        "nothing in this file waits for the disk: no os.fsync. After a power failure the file may "
-        "be empty although save had returned, even after a rename",
+        "fsync empty file" not in names,
+        f"{case}: at the fsync the file was still empty, for the bytes were in Python's buffer. "
+        "flush() passes them to the operating system; only then can fsync wait for them",
     )
+    folder_only = "an fsync of the folder, which puts names on disk, but none of a file"
+    none = "nothing that waits for the disk: no os.fsync of a file"
+    found = folder_only if "fsync folder" in names else none
+    raise Wrong(
+        f"{case}: there is {found}. After a power failure the file may be empty although save had "
+        "returned, even after a rename"
+    )
+
+
+def require_names_on_disk(names: list[str], made: list[str], case: str) -> None:
+    """Wrong unless the folder is fsynced after the last rename, or after a file was made."""
+    last = last_of(names, {"rename", "link"})
+    if last >= 0:
+        need(
+            FOLDER_SYNCS & set(names[last + 1 :]),
+            f"{case}: there is no fsync of the folder after the last rename. After a power failure "
+            "the new name may be gone although save had returned",
+        )
+    elif made:
+        begin = names.index("open") if "open" in names else 0
+        need(
+            FOLDER_SYNCS & set(names[begin:]),
+            f"{case}: it made {made[0]}, but there is no fsync of the folder after that. After a "
+            "power failure the name may be gone, and with it the file",
+        )
+
+
+def last_of(names: list[str], kinds: set[str]) -> int:
+    """The number of the last change of these kinds; -1 if there is none."""
+    return max((number for number, name in enumerate(names) if name in kinds), default=-1)
+
+
+def syncs_its_writes(names: list[str]) -> bool:
+    """Whether an fsync of a file comes after the last write or flush among these changes."""
+    return bool(FILE_SYNCS & set(names[last_of(names, WRITES) + 1 :]))

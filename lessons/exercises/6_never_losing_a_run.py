@@ -14,13 +14,13 @@ A run of the checkpointer is a folder and two functions:
 How the checker kills. It counts the changes of files that a call makes: a file is opened for
 writing, written, flushed, closed, renamed, removed; os.fsync counts too. `naive_save` below makes
 six: number 0 is the first `open`, number 5 the last `close`. A kill at n stops the process just
-before number n. A file that is open then keeps only half of what was written to it so far, as after
-a power failure: that includes what Python still has in its buffer.
+before number n: the changes 0 to n - 1 are done, and n is not. A file that is open then keeps the
+first half of the bytes given to write(), flushed or not, as may happen in a power failure.
 
-Part 1. KILL_AT: a kill during the second `naive_save` after which `naive_load` fails, or returns
-    something that was never saved.
-Part 2. SILENT_KILL_AT: a kill after which `naive_load` returns without an error what was never
-    saved. This is the worse one: nobody notices.
+Part 1. KILL_AT: the number of the change before which a kill, during the second `naive_save`, makes
+    `naive_load` fail or return something that was never saved.
+Part 2. SILENT_KILL_AT: the number of the change before which a kill makes `naive_load` return,
+    without an error, what was never saved. This is the worse one: nobody notices.
 Part 3. Write `save` and `load` so that
 
     - whatever the moment of the kill, `load` returns the last save that had returned, or a complete
@@ -32,8 +32,9 @@ Part 3. Write `save` and `load` so that
       those that are not yours stay
     - the folder holds at most six times the bytes of one checkpoint, however many were saved and
       however many saves were killed
-    - after `save` has returned, a power failure loses nothing: the bytes are on disk, not only in
-      the memory of the operating system
+    - after `save` has returned, a power failure loses nothing: the bytes and the names of the files
+      are on disk, not only in the memory of the operating system. The order of its changes is
+      checked (section 4 of the lesson); O_SYNC, O_DSYNC and os.sync are accepted as well
 
 The standard library is enough: json, os, pathlib, zlib (crc32) or hashlib.
 """
@@ -66,7 +67,8 @@ def save(folder, step, state):
     """Save a checkpoint: it is complete and on disk when this returns.
 
     folder: path of an existing folder. step: int. state: dict of names and lists of floats.
-    Keeps at least the newest two good checkpoints, and not many more.
+    Keeps the checkpoint before this one, too, for the case that this one is damaged later, and
+    few others: at most six times the bytes of one.
     """
     raise NotImplementedError
 
