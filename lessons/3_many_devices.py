@@ -10,7 +10,7 @@
 #   5. a model cut into stages: pipeline parallelism, and its picture
 #   6. all of it counted for MPT-7B on 64 devices
 #
-# Plan an hour. The textbook is parallel.py (`parallelize`, and the table at its top), then
+# Plan 75 minutes. The textbook is parallel.py (`parallelize`, and the table at its top), then
 # tensor_parallel.py and pipeline.py. You need lesson 2, or to know what a gradient is.
 
 # %%
@@ -193,17 +193,19 @@ for losses, (weight,) in theirs:
 #
 #     mode            ZeRO   cut over ranks                      whole weights live
 #     DDP             0      nothing                             always
-#     ZERO1           1      weights, moments                    during a step
-#     SHARD_GRAD_OP   2      and gradients                       during a microbatch
-#     FULL_SHARD      3      and gradients                       while a block computes
+#     ZERO1           1      fp32 masters, moments               during a step
+#     SHARD_GRAD_OP   2      fp32 masters, moments, gradients    during a microbatch
+#     FULL_SHARD      3      the same                            while a block computes
+#
+# The masters are the weights that Adam updates; the whole weights are gathered from them.
 #
 # A step may have several microbatches, whose gradients are added up. Then it matters when
 # gradients are reduced: DDP and ZERO1 add up whole ones, and reduce once a step. The other
 # two reduce after each microbatch, since they must not keep whole gradients.
 #
 # Measured: a small MPT on two ranks in fp32, four microbatches a step. `measured_step`
-# trains one step with fsdp_train.py::train_step under a mode that listens to PyTorch's
-# operations.
+# trains one step with fsdp_train.py::train_step under a TorchDispatchMode, which sees each
+# operation, and counts collectives.
 
 # %%
 SMALL = MPTConfig(
@@ -246,6 +248,8 @@ print(f"{'':16}" + "".join(f"{moment:>24}" for moment in MOMENTS))
 for name in MODES:
     _, _, kept = measured[name][0]
     print(f"{name:16}" + "".join(f"{kept[moment] / W_bytes:22.2f} W" for moment in MOMENTS))
+    if name == "DDP":
+        print("    (through fully_shard; a plain DDP: 1 W less in columns 2 and 3)")
 
 root = (SMALL.vocab_size + 1) * SMALL.d_model * 4 / W_bytes  # embedding and final norm: stay whole
 EXPECTED = {
@@ -263,10 +267,9 @@ for name, in_W in EXPECTED.items():
 # W in halves. ZERO1 gathers 1 W of whole weights in the forward, and keeps that and 1 W
 # of whole gradients until the last microbatch. SHARD_GRAD_OP keeps only its half of the
 # gradients between microbatches, and gathers the weights again in each. FULL_SHARD frees
-# each block after its forward: only the embedding and the final norm stay whole. (In bf16
-# the gathered copies are half as large. DDP goes through `fully_shard` here, too, which
-# works on a copy of the weights even if nothing is cut: a plain DDP in fp32 would keep 1
-# W less within a step.)
+# each block after its forward: only the embedding and the final norm stay whole.
+# `fully_shard` works on a copy of the weights even if nothing is cut, as for DDP. In bf16
+# the gathered copies are half as large.
 #
 # And what does the saving cost? Calls and bytes of one step. L blocks and the rest, which
 # is embedding and final norm, are L + 1 units that are gathered and reduced, each in one
@@ -297,7 +300,7 @@ def collectives_of(m, cfg, ranks, gathered, reduced):
             found.append(("all-gather", dp, gathers * (L + 1) + again * L, n_bytes))
         reduction = "all-reduce" if cfg.sharding == "DDP" else "reduce-scatter"
         found.append((reduction, dp, reduces * (L + 1), reduces * P * reduced))
-    if cfg.tp > 1:  # four a layer, and one each for the embedding and the loss
+    if cfg.tp > 1:  # four a layer, two of the embedding
         calls = k * (4 * L + 2)
         found.append(("all-reduce", cfg.tp, calls, calls * stream))
     if cfg.pp > 1:  # hidden states or gradients to one neighbour, of a middle stage to two
@@ -349,9 +352,6 @@ for name in MODES:
 # FULL_SHARD's second gather, in the backward, makes it 1.5 times as much as
 # SHARD_GRAD_OP; here a bit less, since the embedding stays whole between the passes.
 #
-# HYBRID_SHARD is FULL_SHARD inside of each node, and an all-reduce between nodes once a
-# step.
-#
 # ## 4. One matmul pair, cut over two ranks
 #
 # Data parallelism gathers weights to where the rows are. Tensor parallelism leaves weights
@@ -393,8 +393,10 @@ for rank, (y_2, dx_2, shape, calls) in enumerate(
 # In attention the same pair is Wqkv, cut by whole heads, and out_proj. So a layer takes
 # four all-reduces for each microbatch, two forward and two backward, each of the size of
 # the hidden states: B T d numbers. And no computation is there to hide them, since the
-# next matmul needs the sum. Counted on the small model, with the embedding and the output
-# layer cut as well:
+# next matmul needs the sum. Two more are of the embedding, which is cut by its rows, the
+# vocabulary, and serves twice: a rank looks up only its own ids (forward, a sum of hidden
+# states), and computes only their logits (backward, a sum of gradients). Counted on the
+# small model:
 
 # %%
 counted = large_calls(measured["tp 2"][0][1])
@@ -406,8 +408,7 @@ assert counted == predicted("tp 2")
 assert counted["all-reduce"] == (4 * (4 * 4 + 2), n_bytes) and n_bytes == n_calls * stream
 
 # %% [markdown]
-# The real thing is tensor_parallel.py; `torchrun --nproc_per_node 2 tensor_parallel.py`
-# shows it. Keep tp inside of a node, where links are fast.
+# The real thing is tensor_parallel.py. Keep tp inside of a node, where links are fast.
 #
 # ## 5. A pipeline
 #
@@ -423,13 +424,15 @@ assert counted["all-reduce"] == (4 * (4 * 4 + 2), n_bytes) and n_bytes == n_call
 # since it takes about twice as long; a dot is a rank that waits.
 
 # %%
-command = [sys.executable, "pipeline.py", "--stages=4", "--microbatches=8"]
-if SHORT:
-    command[2:] = ["--stages=2", "--microbatches=8"]
+for stage, line in enumerate(pipeline.picture(4, 8)):
+    print(f"stage {stage}  {line}")
+print(f"bubble of 4 stages: {pipeline.bubble(4, 8):.3f} of the step\n")
+
+stages = 2 if SHORT else 4
+command = [sys.executable, "pipeline.py", f"--stages={stages}", "--microbatches=8"]
 print("python", *command[1:])
 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-print(done.stdout)
-stages = 2 if SHORT else 4
+print(done.stdout[done.stdout.index("kept, by stage") :])  # above it, the picture again
 bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
 assert pipeline.bubble(stages, 8) - 0.01 < bubble_measured < 0.9
 
@@ -466,13 +469,10 @@ assert ("send", tied // 4, tied) in measured["pp 2"][0][1]
 ranks.stop()
 
 # %% [markdown]
-# To see it train, in one process and in two stages (each about a minute on two CPU cores):
+# To see it train (about a minute on two CPU cores):
 #
-#     python fsdp_train.py configs/demo.py --max_steps=150 --precision=fp32 \
-#         --run_dir=runs/whole
 #     torchrun --nproc_per_node 2 fsdp_train.py configs/demo.py --max_steps=150 \
 #         --precision=fp32 --run_dir=runs/stages --pp=2
-#     python -m lifecycle.plot runs/whole runs/stages --diff
 #
 # ## 6. MPT-7B on 64 devices
 #
@@ -537,29 +537,6 @@ assert min(total, key=total.get) == "pp 8, ZERO1"
 
 
 # %%
-def draw_schedule(axes, p, n):
-    """The picture of pipeline.py, as bars: forwards light, backwards dark."""
-    for stage, line in enumerate(pipeline.picture(p, n)):
-        for column, letter in enumerate(line):
-            if letter == ".":
-                continue
-            is_forward = letter.isdigit()
-            color = "0.85" if is_forward else "0.5"
-            axes.barh(stage, 1, left=column, height=0.85, color=color, edgecolor=color)
-            if is_forward or line[column - 1] != letter:
-                number = letter if is_forward else str("abcdefghij".index(letter))
-                place = column + (0.5 if is_forward else 1)
-                axes.text(place, stage, number, ha="center", va="center", fontsize=8)
-                axes.plot([column] * 2, [stage - 0.42, stage + 0.42], color="white", linewidth=1.5)
-    axes.bar(0, 0, color="0.85", label="forward")
-    axes.bar(0, 0, color="0.5", label="backward")
-    axes.invert_yaxis()
-    axes.set(yticks=range(p), ylabel="stage", xlabel="time (forwards of a microbatch)")
-    share = f"white is the bubble, {pipeline.bubble(p, n):.0%}"
-    axes.set(title=f"1F1B: {p} stages, {n} microbatches; {share}")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-
-
 def draw_bubbles(axes):
     """The bubble over the microbatches of a step."""
     numbers = range(1, 65)
@@ -598,15 +575,14 @@ def draw_stacks(axes, stacks, title, label):
     axes.legend(fontsize=8)
 
 
-figure = Figure(figsize=(13, 9), layout="constrained")
-panels = figure.subplots(2, 2)
-draw_schedule(panels[0, 0], 4, 8)
-draw_bubbles(panels[0, 1])
+figure = Figure(figsize=(17, 5), layout="constrained")
+panels = figure.subplots(1, 3)
+draw_bubbles(panels[0])
 title = f"MPT-7B on {DEVICES} devices: "
-draw_stacks(panels[1, 0], in_memory, f"{title}what one keeps at the peak", "GB (10^9 bytes)")
-draw_stacks(panels[1, 1], in_traffic, f"{title}what one sends in a step", "GB (10^9 bytes)")
-panels[1, 0].axvline(64 * 2**30 / 1e9, color="black", linestyle=":")
-panels[1, 0].text(64 * 2**30 / 1e9, 5.45, " 64 GiB", fontsize=8)
+draw_stacks(panels[1], in_memory, f"{title}what one device keeps at the peak", "GB (10^9 bytes)")
+draw_stacks(panels[2], in_traffic, f"{title}what one device sends in a step", "GB (10^9 bytes)")
+panels[1].axvline(64 * 2**30 / 1e9, color="black", linestyle=":")
+panels[1].text(64 * 2**30 / 1e9, 5.45, " 64 GiB: one MI250 die", fontsize=8)
 pictures.save(figure, "3-many-devices")
 figure  # noqa: B018 (an editor shows it)
 
@@ -638,15 +614,13 @@ figure  # noqa: B018 (an editor shows it)
 # 3. Two ranks see the same rows: why can the loss be equal bit by bit to that of one rank,
 #    and why is it only nearly equal if one rank has all the rows of both?
 #
-# ## Three more, on the pipeline
+# ## Two more, on the pipeline
 #
 # 4. The bubble of four stages and eight microbatches is 27 %. From how many microbatches
 #    on is it smaller than 10 %? If the batch stays the same, do larger microbatches help?
-# 5. What is wrong with all forwards first, then all backwards, in a step of 32
-#    microbatches?
-# 6. The embedding is tied: stage 0 looks up the ids in it, the last stage makes the logits
-#    with it, and each gets a part of its gradient. How far apart are the losses of the two
-#    runs of section 5?
+# 5. The embedding is tied: stage 0 looks up the ids in it, the last stage makes the logits
+#    with it, and each gets a part of its gradient. What must the two stages send each
+#    other, and how often, so that both keep the same embedding? How many bytes is it here?
 #
 # `python -m lessons 3 --answers` has the answers.
 #
@@ -682,8 +656,6 @@ figure  # noqa: B018 (an editor shows it)
 # 4. (4 - 1) / (n + 4 - 1) is smaller than 0.1 from n = 28 on:
 #    `python pipeline.py --stages=4 --microbatches=28`. Larger microbatches make the bubble
 #    larger, since the batch has fewer of them.
-# 5. Stage 0 would keep the activations of 32 microbatches until their backwards. With
-#    1F1B it keeps those of 4 at most, as many as there are stages:
-#    `python pipeline.py --stages=4 --microbatches=32` prints it.
-# 6. Rounding: at most 1e-6 nats in 150 steps in fp32. Both stages get the sum of the two
-#    gradients (pipeline.py::sum_tied_gradients), and make the same update.
+# 5. Their gradients of it, once a step: 65,536 bytes each way, 256 x 64 fp32 numbers. Both
+#    add them up (pipeline.py::sum_tied_gradients) and make the same update. The weights
+#    never travel.

@@ -319,5 +319,15 @@ def what_happened(error: BaseException, path: str) -> str:
     return f"{text} (line {lines[-1]}: {linecache.getline(path, lines[-1]).strip()})"
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
+    """Say what this file is for."""
+    import program  # here: an answer's process must not import the project
+
+    program.arguments(argv)
     print(__doc__)
+
+
+if __name__ == "__main__":
+    import program
+
+    program.run(main)

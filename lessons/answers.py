@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy
 import torch
 
+import config
 from lessons import answering
 
 SECONDS = 20  # of the processor, for one call
@@ -272,5 +273,11 @@ def parts(checker) -> list[tuple[str, object]]:
     return [(inspect.getdoc(function).splitlines()[0], function) for function in functions]
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
+    """Say what this file is for."""
+    config.arguments(argv)
     print(__doc__)
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -8,6 +8,8 @@
 
 from pathlib import Path
 
+import config
+
 FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
 
 
@@ -19,5 +21,11 @@ def save(figure, name: str) -> None:
     print(f"[picture: {path.relative_to(FOLDER.parent.parent)}]")
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
+    """Say what this file is for."""
+    config.arguments(argv)
     print(__doc__)
+
+
+if __name__ == "__main__":
+    config.run(main)

@@ -41,7 +41,7 @@ CAUSES = {
     "gradients not zeroed": "the gradients of all steps so far add up",
     "mean of means": "the loss is the mean of the microbatches' means, however long they are",
     "schedule too fast": "the schedule's step is increased at each microbatch, not at each update",
-    "decay without rate": "the weight decay is not multiplied by the learning rate",
+    "decay without rate": "the weight decay, 0.1, is not multiplied by the learning rate",
     "labels not shifted": "each label is the token itself, not the one that follows",
 }
 MODEL = MPTConfig(
@@ -206,8 +206,11 @@ def describe(run: Run) -> str:
 
 
 HEADER = """\
-         logged   validation loss   gradient norm  change of weights    size of weights
-           loss    code imports    first    last  at 10%   50%    90%   first   last"""
+Losses in nats per token. Size of the weights and their change in a step: root mean squares,
+the change in thousandths, at 10 %, 50 %, 90 % of the steps.
+
+         logged   validation loss   gradient norm  change of the weights size of weights
+           loss    code imports    first    last    10 %   50 %   90 %   first   last"""
 
 
 def main(argv) -> None:

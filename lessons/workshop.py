@@ -211,4 +211,4 @@ def load(path: Path):
 
 
 if __name__ == "__main__":
-    print(__doc__)
+    config.run(main)

@@ -60,8 +60,8 @@ def check_memory(answer):
     need(
         peak <= of_all / 4,
         f"for hidden {describe_value(arguments[0])}, {v} entries and chunk = {chunk}, your tensors "
-        f"took {peak / 1e6:.1f} MB at once: expected at most {of_all / 4e6:.1f} MB. The logits of "
-        f"all tokens take {of_all / 1e6:.1f} MB, those of a chunk {of_chunk / 1e6:.2f} MB. "
+        f"took {peak / 1e6:.1f} MB at once: expected at most {of_all / 4e6:.1f} MB.\nThe logits of "
+        f"all tokens take {of_all / 1e6:.1f} MB, those of a chunk {of_chunk / 1e6:.2f} MB.\n"
         + ("Do all of them exist at once?" if peak >= of_all else "What is kept of each chunk?"),
     )
     compare_results(result, arguments, chunk, 1e-2, f"{n} tokens, V = {v}, chunk = {chunk}")
@@ -82,7 +82,7 @@ def check_bugs(answer):
             f"{', '.join(planted.CAUSES)}",
         )
     wrong = [
-        f"{letter} is not {bugs[letter]!r}: {HINTS[cause]}"
+        f"{letter} is not {bugs[letter]!r}:\n{HINTS[cause]}"
         for letter, cause in right.items()
         if bugs[letter] != cause
     ]
@@ -115,7 +115,11 @@ def exact(hidden, weight, labels) -> list:
 def compare(answer, n, v, chunk, dtype=torch.float64, tolerance=1e-9, scale=1.0, ignored=()):
     """Check one call of the answer, for n tokens and v entries of the vocabulary."""
     arguments = inputs(n, v, dtype, scale=scale, ignored=ignored)
-    got = answer.call("chunked_cross_entropy", *arguments, chunk)
+    try:
+        got = answer.call("chunked_cross_entropy", *arguments, chunk)
+    except Wrong as error:
+        hint = f"{IGNORE} is IGNORE: such a token does not count" if ignored else ""
+        raise Wrong(f"{error}\n{hint}".strip()) from None
     case = f"{n} tokens, V = {v}, chunk = {chunk}, {str(dtype).removeprefix('torch.')}"
     if scale > 1:
         case += f", logits up to {(arguments[0] @ arguments[1].T).abs().max():.0f}"
@@ -139,7 +143,7 @@ def compare_results(got, arguments, chunk: int, tolerance: float, case: str) -> 
         except Wrong as error:
             hints = mistakes(what, arguments, chunk)
             hint = next((hint for hint, value in hints if is_close(result, value, tolerance)), "")
-            raise Wrong(f"{error}{hint and '. ' + hint}") from None
+            raise Wrong(f"{error}\n{hint}".strip()) from None
 
 
 def is_close(got, value, tolerance: float) -> bool:

@@ -1,8 +1,9 @@
 """Checks exercise 3: two layers, sharded over ranks by hand.
 
 `python -m lessons check 3` runs the functions `check_...` one by one. The pieces travel through
-this process between the steps, so it sees what a rank keeps. Only the
-answer itself, on two ranks and on one, is compared bit by bit: all else has a tolerance.
+this process between the steps, so it sees what a rank keeps. Only the answer itself, on two ranks
+and on one, is compared bit by bit: all else has a tolerance. After a hang, or if `shard` is wrong,
+the other parts are skipped: they would say the same again.
 """
 
 import math
@@ -11,13 +12,17 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from lessons.answers import Answer, PerRank, Wrong, close, describe_value, need
+from lessons.answers import Answer, PerRank, Skipped, Wrong, close, describe_value, need
 
 EVEN = [(8, 4), (2, 8)]  # the shapes of W1 and W2
 TWO_RANKS = Path(__file__).parent.parent / "two_ranks.py"  # has fully_sharded
 LR, STEPS = 0.1, 4
 ROWS = 6  # of each rank
-SECONDS = 5  # of one call, so that two ranks that wait for each other are soon noticed
+SECONDS = 2  # of the processor, for one call: a hang then ends after 30 + 5 * 2 s of the clock
+HANG = (
+    "a rank waits in a collective that another rank does not call. Is one inside `if rank == 0`, "
+    "or are they in another order?"
+)
 
 
 def random(*shape, seed: int = 0) -> torch.Tensor:
@@ -63,6 +68,20 @@ def joined(pieces, shape) -> torch.Tensor:
 # Calling the answer
 
 
+def on_ranks(answer, size: int, function: str, *args) -> list:
+    """What it returns on each of `size` ranks. Skipped if an earlier part has said why not."""
+    reason = getattr(answer, "not_run", "")
+    if reason:
+        raise Skipped(f"not run: {reason}")
+    try:
+        return answer.call_on_ranks(size, function, *args, seconds=SECONDS)
+    except Wrong as error:
+        if "did not return" not in str(error):
+            raise
+        answer.not_run = f"`{function}` hangs, see above"
+        raise Wrong(f"{error}: {HANG}") from error
+
+
 def need_size(what: str, piece, numel: int, size: int) -> None:
     """A rank keeps 1/size of a weight of `numel` numbers, in memory of its own."""
     length = math.ceil(numel / size)
@@ -71,17 +90,27 @@ def need_size(what: str, piece, numel: int, size: int) -> None:
     case = f"{numel} numbers on {size} ranks"
     need(is_flat, f"{what}: expected float32 ({length},) for {case}, got {describe_value(piece)}")
     held = piece.untyped_storage().nbytes() // 4
-    view = f"{what}: it shows {length} numbers, but keeps a memory of {held} alive, for {case}"
-    need(held <= max(length, 1), f"{view}: a slice is a view of the whole, clone() copies it")
+    alive = f"all {held} numbers of the {'padded ' if held > numel else ''}weight stay alive"
+    view = f"{what}: the piece is a view: {alive}, though the piece has {length}"
+    need(held <= max(length, 1), f"{view}. `clone()` copies it")
 
 
 def sharded(answer, weights, size: int) -> list[list]:
-    """[the pieces of every weight, on rank 0, on rank 1, ...], each of the right size."""
+    """[the pieces of every weight, on rank 0, on rank 1, ...], each as `shard` promises it."""
     by_weight = []
     for weight in weights:
-        pieces = answer.call_on_ranks(size, "shard", weight, seconds=SECONDS)
-        for rank, piece in enumerate(pieces):
-            need_size(f"shard on rank {rank}", piece, weight.numel(), size)
+        pieces = on_ranks(answer, size, "shard", weight)
+        padded = ", padded" if weight.numel() % size else ""
+        case = f"a weight {tuple(weight.shape)} on {size} ranks{padded}"
+        try:
+            for rank, (piece, wanted) in enumerate(
+                zip(pieces, pieces_of(weight, size), strict=True)
+            ):
+                need_size(f"shard on rank {rank}", piece, weight.numel(), size)
+                close(f"shard on rank {rank}", piece, wanted, 0, case)
+        except Wrong:
+            answer.not_run = "`shard` is wrong"
+            raise
         by_weight.append(pieces)
     return [list(pieces) for pieces in zip(*by_weight, strict=True)]
 
@@ -98,7 +127,7 @@ def run(answer, weights, xs, targets, n_steps: int = STEPS) -> tuple[list, list]
     losses = []
     for _ in range(n_steps):
         given = PerRank(pieces), shapes, *rows, LR
-        results = answer.call_on_ranks(size, "step", *given, seconds=SECONDS)
+        results = on_ranks(answer, size, "step", *given)
         for rank, result in enumerate(results):
             is_pair = isinstance(result, tuple | list) and len(result) == 2
             is_pair = is_pair and isinstance(result[1], tuple | list) and len(result[1]) == 2
@@ -176,7 +205,7 @@ def need_gather(answer, weight) -> None:
     """`gather` must return this weight on both of two ranks."""
     shape = tuple(weight.shape)
     pieces = PerRank(pieces_of(weight, 2))
-    wholes = answer.call_on_ranks(2, "gather", pieces, shape, seconds=SECONDS)
+    wholes = on_ranks(answer, 2, "gather", pieces, shape)
     for rank, whole in enumerate(wholes):
         close(f"gather on rank {rank}", whole, weight, 0, f"a weight {shape}")
 
@@ -185,10 +214,7 @@ def check_shard(answer):
     """shard: each of two ranks keeps its half of a weight, in memory of its own"""
     for shape in ((2, 1), (2, 2), (4, 3), (3, 4)):
         weight = 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-        ((first,), (second,)) = sharded(answer, [weight], 2)
-        for rank, piece in enumerate((first, second)):
-            wanted = pieces_of(weight, 2)[rank]
-            close(f"shard on rank {rank}", piece, wanted, 0, f"a weight {shape}")
+        sharded(answer, [weight], 2)
 
 
 def check_gather(answer):
@@ -236,10 +262,7 @@ def check_odd_sizes(answer):
     """odd sizes: weights that cannot be cut evenly, on two ranks"""
     for shape in ((3, 1), (5, 3), (1, 1)):
         weight = 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-        by_rank = sharded(answer, [weight], 2)
-        for rank, (piece,) in enumerate(by_rank):
-            wanted = pieces_of(weight, 2)[rank]
-            close(f"shard on rank {rank}", piece, wanted, 0, f"a weight {shape}, padded")
+        sharded(answer, [weight], 2)
         need_gather(answer, weight)
     compare(answer, [(5, 3), (1, 5)], 2, same_rows=False)
 

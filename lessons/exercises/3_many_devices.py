@@ -25,7 +25,8 @@ Part 2. Weights of any size on any number of ranks. A weight of 15 numbers on tw
 
 `all_gather` and `reduce_scatter` are given, and dist.get_rank(), dist.get_world_size() and
 dist.all_reduce(x), which sums x over the ranks in place, are at hand. All ranks must call the same
-collectives in the same order: if a check stands still for a minute, one waits for the other.
+collectives in the same order. If one waits for a collective that another does not call, the check
+stands still for 40 seconds, then says so and runs no further part.
 """
 
 import torch
@@ -43,7 +44,11 @@ def all_gather(part: torch.Tensor) -> torch.Tensor:
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
     """Given. Part r of the sum over the ranks: (size * m,) on each rank -> (m,) on rank r."""
-    part = whole.new_empty(len(whole) // dist.get_world_size())
+    size = dist.get_world_size()
+    if len(whole) % size:
+        cut = f"{len(whole)} numbers cannot be cut into {size} equal parts"
+        raise ValueError(f"{cut}: pad the gradient as `shard` pads the weight")
+    part = whole.new_empty(len(whole) // size)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(part, whole.contiguous())
     return part

@@ -14,7 +14,11 @@ def all_gather(part):
 
 
 def reduce_scatter(whole):
-    part = whole.new_empty(len(whole) // dist.get_world_size())
+    size = dist.get_world_size()
+    if len(whole) % size:
+        cut = f"{len(whole)} numbers cannot be cut into {size} equal parts"
+        raise ValueError(f"{cut}: pad the gradient as `shard` pads the weight")
+    part = whole.new_empty(len(whole) // size)
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(part, whole.contiguous())
     return part
