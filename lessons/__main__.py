@@ -17,13 +17,5 @@ Exit status of a check: 0 if every part is right, 1 if not.
 import config
 from lessons import workshop
 
-
-def main(argv: list[str]) -> None:
-    """List the lessons, run one, or check an answer."""
-    if config.wants_help(argv):
-        config.show_help()
-    workshop.main(argv)
-
-
 if __name__ == "__main__":
-    config.run(main)
+    config.run(workshop.main)

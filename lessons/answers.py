@@ -18,7 +18,7 @@ Whatever the answer does wrong becomes a `Wrong`; its message says what was expe
 
 import inspect
 import math
-import multiprocessing
+import multiprocessing.connection
 import pickle
 import signal
 import tempfile
@@ -112,7 +112,7 @@ class Answer:
             process.send(seconds, "call", function, own, {})
             asked.append(f"{function}({describe(own, {})}) on rank {rank} of {size}")
         try:
-            return [p.receive(s, seconds) for p, s in zip(self.ranks[size], asked, strict=True)]
+            return received(self.ranks[size], asked, seconds)
         except (Wrong, ToDo):
             for process in self.ranks.pop(size):  # they may be in different collectives
                 process.stop()
@@ -129,6 +129,22 @@ class Answer:
             self.alone.stop()
             self.alone = None  # the next call gets a new one
             raise
+
+
+def received(processes: list, asked: list[str], seconds: float) -> list:
+    """What each process returns. The first failure counts: others may wait for that one in vain."""
+    results = {}
+    while len(results) < len(processes):
+        waiting = {p.pipe: rank for rank, p in enumerate(processes) if rank not in results}
+        limit = max(p.patience for p in processes) + 5 * seconds
+        ready = multiprocessing.connection.wait(list(waiting), limit)
+        if not ready:
+            first = min(waiting.values())
+            raise Died(f"{asked[first]} did not return in {limit:.0f} s")
+        for pipe in ready:
+            rank = waiting[pipe]
+            results[rank] = processes[rank].receive(asked[rank], seconds)
+    return [results[rank] for rank in range(len(processes))]
 
 
 class Died(Wrong):

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import re
 import shutil
+import signal
 import sys
 import textwrap
 from importlib.machinery import SourceFileLoader
@@ -31,6 +32,8 @@ ANSWERS = "# Scroll on for the answers."  # the line of a lesson from which on i
 
 def main(argv: list[str]) -> None:
     """Do what the arguments say. UserError if they say nothing that can be done."""
+    if config.wants_help(argv):
+        config.show_help()
     words = [word for word in argv if not word.startswith("-")]
     flags = [word for word in argv if word.startswith("-")]
     if not argv:
@@ -43,6 +46,8 @@ def main(argv: list[str]) -> None:
         if "--answers" in flags:
             print(answers_of(path))
         else:
+            # As Ctrl-C: a lesson then ends the runs that it has started.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
             run(path, short="--short" in flags)
     else:
         raise UserError(USAGE)
