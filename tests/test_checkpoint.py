@@ -42,7 +42,16 @@ META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint":
 
 
 SHARD_SIZE = {1: 1, 2: 2, 3: 3, 4: 2}  # of HYBRID_SHARD: global size -> shard_size
-EVERYWHERE = [(size, mode) for size in SHARD_SIZE for mode in MODES]
+EACH_MODE = [(1, "DDP"), (2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (3, "ZERO1"), (4, "HYBRID_SHARD")]
+EVERYWHERE = [
+    pytest.param(
+        (size, mode),
+        marks=pytest.mark.slow if (size, mode) in EACH_MODE else pytest.mark.long,
+        id=f"{size}-{mode}",
+    )
+    for size in SHARD_SIZE
+    for mode in MODES
+]
 
 
 def sharded(cfg, size, mode, **more):
@@ -179,8 +188,7 @@ def test_a_run_resumes_anywhere(ranks, tmp_path, source, targets):
     moves(ranks, tmp_path, source, targets)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("source", EVERYWHERE, ids=lambda source: f"{source[0]}-{source[1]}")
+@pytest.mark.parametrize("source", EVERYWHERE)
 def test_a_run_resumes_anywhere_from_everywhere(ranks, tmp_path, source):
     """From each of the 20 combinations of ranks and mode to each of the 20."""
     moves(ranks, tmp_path, source, dict.fromkeys(SHARD_SIZE, MODES))
