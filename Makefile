@@ -21,7 +21,7 @@ COUNT = import torch; n = torch.cuda.device_count(); print(max(r for r in (1, 2,
 RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
 OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
 LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
-# Slow tests mostly wait for processes to start: two files of them run at a time (pytest-xdist).
+# Many tests wait for processes to start: two files of them run at a time (pytest-xdist).
 TWO_FILES = -n 2 --dist loadfile
 
 .PHONY: help train finetune elastic bundle test test-all soak mutants lint setup setup-lessons setup-test
@@ -59,7 +59,7 @@ bundle: setup-lessons
 	$(PY) -m lessons.bundle bundle
 
 test: setup-test
-	$(PY) -m pytest -m "not slow and not long" $(ARGS)
+	$(PY) -m pytest -m "not slow and not long" $(TWO_FILES) $(ARGS)
 
 test-all: setup-test
 	$(PY) -m pytest -m "slow and not long" $(TWO_FILES) $(ARGS)

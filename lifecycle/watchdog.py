@@ -475,6 +475,8 @@ def collectives_started() -> dict[str, int]:
     found = {}
     with contextlib.suppress(AttributeError, RuntimeError):  # PyTorch calls both names its own
         for group, ranks in list(dist.distributed_c10d._world.pg_group_ranks.items()):
+            if group == dist.GroupMember.NON_GROUP_MEMBER:  # of a group without this rank
+                continue
             # In a background group the ranks wait in another thread. Stages send unequally often.
             if group.group_desc in (processes.BACKGROUND, processes.STAGES):
                 continue

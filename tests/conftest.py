@@ -34,6 +34,7 @@ TORCHRUN = [
     "--nproc_per_node",
 ]
 LIFE = 150  # calls after which ranks are replaced: checkpoints leave polling threads behind
+IDLE = 20  # seconds after which ranks end that no test calls: their threads poll all the time
 PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
 
 
@@ -45,7 +46,8 @@ class Ranks:
     """
 
     def __init__(self, size: int, **environment):
-        self.size, self.pipes, self.processes, self.calls = size, [], [], 0
+        self.size, self.pipes, self.processes = size, [], []
+        self.calls, self.last_call = 0, 0
         self.environment = {"OMP_NUM_THREADS": "1"} | environment
 
     def start(self) -> None:
@@ -83,10 +85,15 @@ class Ranks:
             if not succeeded:
                 failures.append(f"rank {rank}: {result}")
                 deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it in vain
+        self.last_call = time.monotonic()
         if failures:
             self.stop()  # the ranks may be in different collectives: the next call starts new ones
             raise AssertionError("\n".join(failures))
         return results
+
+    def stop_if_idle(self) -> None:
+        if time.monotonic() - self.last_call > IDLE:
+            self.stop()
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -161,12 +168,26 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def ranks():
-    """`ranks(n)`: the pool of n ranks (1 to 4, or 8), started when first called."""
-    pools = {}
-    yield lambda size: pools.setdefault(size, Ranks(size))
-    for pool in pools.values():
+def pools():
+    """The pools of ranks so far, by size."""
+    found = {}
+    yield found
+    for pool in found.values():
         pool.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks(pools):
+    """`ranks(n)`: the pool of n ranks (1 to 4, or 8), started when called."""
+    return lambda size: pools.setdefault(size, Ranks(size))
+
+
+@pytest.fixture(autouse=True)
+def idle_ranks_end(request, pools):
+    """Before each test that does not use them."""
+    if "ranks" not in request.fixturenames:
+        for pool in pools.values():
+            pool.stop_if_idle()
 
 
 @pytest.fixture(scope="session")
@@ -289,7 +310,25 @@ def clean_environment() -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# Where the time went
+# What failed, and where the time went
+
+
+class FailuresAtOnce:
+    """Names a test when it fails: a long run may be stopped before its summary."""
+
+    def __init__(self, terminalreporter):
+        self.terminal = terminalreporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})")
+
+
+def pytest_sessionstart(session):
+    """Not in xdist's workers, which have no terminal: the process that started them reports."""
+    plugins = session.config.pluginmanager
+    if terminal := plugins.get_plugin("terminalreporter"):
+        plugins.register(FailuresAtOnce(terminal))
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,6 +1,7 @@
 """checkpoint.py: complete or absent, saved while training continues, loaded on any ranks."""
 
 import contextlib
+import itertools
 import json
 import os
 import pickle
@@ -43,15 +44,6 @@ META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint":
 
 SHARD_SIZE = {1: 1, 2: 2, 3: 3, 4: 2}  # of HYBRID_SHARD: global size -> shard_size
 EACH_MODE = [(1, "DDP"), (2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (3, "ZERO1"), (4, "HYBRID_SHARD")]
-EVERYWHERE = [
-    pytest.param(
-        (size, mode),
-        marks=pytest.mark.slow if (size, mode) in EACH_MODE else pytest.mark.long,
-        id=f"{size}-{mode}",
-    )
-    for size in SHARD_SIZE
-    for mode in MODES
-]
 
 
 def sharded(cfg, size, mode, **more):
@@ -188,10 +180,17 @@ def test_a_run_resumes_anywhere(ranks, tmp_path, source, targets):
     moves(ranks, tmp_path, source, targets)
 
 
-@pytest.mark.parametrize("source", EVERYWHERE)
-def test_a_run_resumes_anywhere_from_everywhere(ranks, tmp_path, source):
+@pytest.mark.slow
+@pytest.mark.parametrize("size, mode", EACH_MODE)
+def test_three_ranks_resume_from_each_mode_in_each_mode(ranks, tmp_path, size, mode):
+    moves(ranks, tmp_path, (size, mode), {3: MODES})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size, mode", list(itertools.product(SHARD_SIZE, MODES)))
+def test_a_run_resumes_anywhere_from_everywhere(ranks, tmp_path, size, mode):
     """From each of the 20 combinations of ranks and mode to each of the 20."""
-    moves(ranks, tmp_path, source, dict.fromkeys(SHARD_SIZE, MODES))
+    moves(ranks, tmp_path, (size, mode), dict.fromkeys(SHARD_SIZE, MODES))
 
 
 @pytest.mark.parametrize(
@@ -654,7 +653,7 @@ def test_a_run_that_ends_with_nan_weights_does_not_publish_them(python, tiny_dat
     assert names(tmp_path / "other") == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_of_four_ranks_in_one_line(torchrun, tiny_data, tmp_path):
     out_of_space(lambda *args, **more: torchrun(4, *args, **more), tiny_data, tmp_path)
 

@@ -212,8 +212,13 @@ def test_four_ranks_on_two_hosts_shard_inside_a_host(hosts, tiny_data, tmp_path)
 LONGER = ["--max_steps=40", "--save_interval=10"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victims", [(1,), (0, 1)], ids=["second", "both"])
+@pytest.mark.parametrize(
+    "victims",
+    [
+        pytest.param((1,), marks=pytest.mark.slow, id="second"),
+        pytest.param((0, 1), marks=pytest.mark.long, id="both"),
+    ],
+)
 def test_a_host_is_killed_and_comes_back(hosts, tiny_data, tmp_path, victims):
     """torchrun's rendezvous is on the head. If that dies, both fail, and SLURM restarts both."""
     args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]

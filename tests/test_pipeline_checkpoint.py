@@ -123,8 +123,12 @@ def call_all(_, function, calls):
     return [function(None, *arguments) for arguments in calls]
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_each_of_ten_layouts_loads_in_three_others(ranks, tmp_path):
+@pytest.mark.parametrize(
+    "places",
+    [pytest.param([4], marks=pytest.mark.slow), pytest.param([1, 4, 7], marks=pytest.mark.long)],
+)
+def test_a_checkpoint_of_each_of_ten_layouts_loads_in_others(ranks, tmp_path, places):
+    """In those so many places further in LAYOUTS."""
     saves = [(name, str(tmp_path / name), MODELS[name]) for name in LAYOUTS]
     for job, wrong in on_ranks(ranks, save, saves):
         assert not any(wrong), job
@@ -138,7 +142,7 @@ def test_a_checkpoint_of_each_of_ten_layouts_loads_in_three_others(ranks, tmp_pa
     names = list(LAYOUTS)
     loads = []
     for number, saved in enumerate(names):
-        others = [names[(number + further) % len(names)] for further in (1, 4, 7)]
+        others = [names[(number + further) % len(names)] for further in places]
         loads += [(other, paths[saved], MODELS[saved]) for other in others]
     found = on_ranks(ranks, load_and_continue, loads)
     (wanted,) = ranks(1)(curves, [(TIED, RUN), (UNTIED, RUN)])

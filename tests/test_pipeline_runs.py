@@ -322,8 +322,13 @@ def test_the_stage_that_hangs_is_named_and_not_those_that_wait(started, tmp_path
     assert " hangs at fsdp_train.py, line " in line and line.count("rank") == 1, line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size, victim, stage", [(2, 0, 0), (4, 3, 1)])
+@pytest.mark.parametrize(
+    "size, victim, stage",
+    [
+        pytest.param(2, 0, 0, marks=pytest.mark.slow),
+        pytest.param(4, 3, 1, marks=pytest.mark.long),
+    ],
+)
 def test_a_stage_that_is_killed_is_named_and_the_next_start_goes_on(
     started,  # noqa: F811
     tmp_path,

@@ -138,11 +138,11 @@ def found(compilers, request):
     return lambda case: facts_of_chip(case[0])[name(case)]
 
 
-def in_tiers(cases, tiers):
-    """tiers: the marks of a case of one of the two usual chips, and of another."""
+def in_tiers(cases, chips, tiers):
+    """tiers: the marks of a case of one of these chips, and of another."""
     first, second = tiers
     return [
-        pytest.param(case, id=name(case), marks=first if case[0] in USUAL_CHIPS else second)
+        pytest.param(case, id=name(case), marks=first if case[0] in chips else second)
         for case in cases
     ]
 
@@ -164,12 +164,12 @@ def check(case, found):
     assert found["spilled"] <= allowed
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, ([], pytest.mark.slow)))
+@pytest.mark.parametrize("case", in_tiers(CASES, USUAL_CHIPS, ([], pytest.mark.slow)))
 def test_a_row_fits_its_chip(case, found):
     check(case, found(case))
 
 
-@pytest.mark.parametrize("case", in_tiers(MORE, (pytest.mark.slow, pytest.mark.long)))
+@pytest.mark.parametrize("case", in_tiers(MORE, ["gfx90a"], (pytest.mark.slow, pytest.mark.long)))
 def test_it_fits_with_every_feature(case, found):
     check(case, found(case))
 

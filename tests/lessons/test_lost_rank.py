@@ -9,9 +9,9 @@ from config import UserError
 from lessons import lost_rank
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stopped_rank_is_named_and_the_run_resumes(tmp_path):
-    """Really stopped; `kill` is run by tests/test_readme.py."""
+    """`kill`, which is quicker, is run by tests/test_readme.py."""
     done = launch([], tmp_path, ["stop", "--device=cpu"], program="lessons/lost_rank.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^step \d+: SIGSTOP to rank 1$", done.stdout, re.MULTILINE)

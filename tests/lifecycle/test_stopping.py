@@ -229,10 +229,10 @@ def workers(torchrun) -> list[int]:
 )
 def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_path, kills):
     """Each time one of the two ranks is killed; the curve is that of an undisturbed run."""
-    flags, run = [f"--max_steps={120 * kills + 20}", "--save_interval=10"], tmp_path / "run"
+    flags, run = [f"--max_steps={60 * kills + 20}", "--save_interval=10"], tmp_path / "run"
     job = restarting(*flags)
     for number in range(kills):
-        wait_for(lambda n=number + 1: launches(run) == n and steps_done(run) > 60 * n, 120)
+        wait_for(lambda n=number + 1: launches(run) == n and steps_done(run) > 30 * n, 120)
         os.kill(workers(job)[number % 2], signal.SIGKILL)
     assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
     assert launches(run) == kills + 1

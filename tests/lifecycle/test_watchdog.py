@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long  # its quick sibling: test_lines_of_the_root_and_of_rooms_are_named_and_no_others
 def test_a_rank_that_hangs_in_a_room_is_named_with_the_line(started, tmp_path):
     """The innermost line of ours counts, in whatever folder: not the loop that led there."""
     hangs = "(time.sleep(10**6) for _ in 'a')"
@@ -114,8 +114,14 @@ def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later
     assert f"rank 0 (process {job.processes[0].pid} on " in line and "rank 1" not in line
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size, stopped", [(2, 1), (2, 0), (4, 2)])
+@pytest.mark.parametrize(
+    "size, stopped",
+    [
+        pytest.param(2, 0, marks=pytest.mark.slow),
+        pytest.param(2, 1, marks=pytest.mark.long),
+        pytest.param(4, 2, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_stands_still_is_named(started, tmp_path, size, stopped):
     """SIGSTOP, as a machine that froze; rank 0 has the server through which the others talk."""
     job = started(size, *FOREVER, "--timeout_minutes=0.25")
@@ -257,24 +263,27 @@ def test_a_rank_without_a_sign_of_life_ends_the_others(sleepers, tmp_path, victi
         assert line.endswith(f"{words}. The last good checkpoint is step-7")
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_held_up_for_25_s_is_not_given_up(sleepers, tmp_path):
-    """Two are stopped, one of them with the server; the third keeps Python's lock from its threads.
-    Then one is killed in earnest, and all end: after 38 seconds, if nothing else is running."""
-    keep_lock = "ctypes.PyDLL(None).sleep(20)"
-    job = sleepers(3, body=f"rank == 2 and {keep_lock}; time.sleep(600)")
+@pytest.mark.parametrize(
+    "patience", [pytest.param(18, marks=pytest.mark.slow), pytest.param(30, marks=pytest.mark.long)]
+)
+def test_a_rank_that_is_held_up_is_not_given_up(sleepers, tmp_path, patience):
+    """Two are stopped for 5/6 of the time that a silence may last, one of them with the server; the
+    third keeps Python's lock from its threads. Then one is killed in earnest, and all end."""
+    keep_lock = f"ctypes.PyDLL(None).sleep({patience * 2 // 3})"
+    body = f"rank == 2 and {keep_lock}; time.sleep(600)"
+    job = sleepers(3, f", patience={patience}", body)
     job.send(signal.SIGSTOP, 1)
-    time.sleep(5)
+    time.sleep(patience / 6)
     job.send(signal.SIGSTOP, 0)
-    time.sleep(20)
+    time.sleep(patience * 2 / 3)
     job.send(signal.SIGCONT, 1)
-    time.sleep(5)
+    time.sleep(patience / 6)
     job.send(signal.SIGCONT, 0)
-    time.sleep(7)
+    time.sleep(patience / 4)
     assert job.status() is None and not errors(tmp_path)
     assert ended_by(job, 1, signal.SIGKILL, 90) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
-    assert line.startswith("error: no sign of life for 30 s: rank 1 (process ")
+    assert line.startswith(f"error: no sign of life for {patience} s: rank 1 (process ")
 
 
 @pytest.mark.slow
@@ -375,18 +384,19 @@ def test_the_report_names_whoever_does_not_reply_or_is_behind_or_does_not_wait()
 
 
 def started_before_and_after(world):
-    """`collectives_started` with two new groups, and again after one collective in the default one.
+    """`collectives_started` with three new groups, and again after a collective in the default one.
 
     Groups of other tests may be there already.
     """
     older = watchdog.collectives_started()
+    others = dist.new_group([2, 3])  # for ranks 0 and 1, PyTorch's record of it has no group
     background = processes.new_group(processes.TIMEOUT)
     pair = dist.new_group([0, 1])
     before = watchdog.collectives_started()
     dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(1), group=background)
     after = watchdog.collectives_started()
-    for group in (background, pair):
+    for group in (others, background, pair):
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.destroy_process_group(group)
     return older, before, after
@@ -394,14 +404,15 @@ def started_before_and_after(world):
 
 def test_collectives_are_counted_in_each_group_of_the_main_thread(ranks):
     results = ranks(4)(started_before_and_after)
-    for rank, (older, before, after) in enumerate(results):
+    for older, before, after in results:
         default = next(iter(before))  # the oldest group
         grown = {key: after[key] - before[key] for key in after}
         assert grown.pop(default) == 1
         assert not any(grown.values())
-        new = after.keys() - older.keys()  # that of the pair; the background group is not counted
-        assert len(new) == (1 if rank < 2 else 0)
-    assert results[0][2].keys() - results[0][0] == results[1][2].keys() - results[1][0]
+        new = after.keys() - older.keys()  # that of two ranks; the background group is not counted
+        assert len(new) == 1
+    new = [after.keys() - older.keys() for older, _, after in results]
+    assert new[0] == new[1] != new[2] == new[3]
 
 
 # -------------------------------------------------------------------------------------------------
