@@ -214,6 +214,7 @@ the change in thousandths, at 10 %, 50 %, 90 % of the steps.
 
 
 def main(argv) -> None:
+    """Print the curves of the step without a bug, and with each."""
     config.arguments(argv)
     text = Text()
     print(HEADER)

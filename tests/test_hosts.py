@@ -112,9 +112,9 @@ class Hosts:
         """The exit statuses of torchrun on both hosts."""
         return [self.running[number].wait(PATIENCE) for number in sorted(self.running)]
 
-    def says(self, number, words, seconds=60) -> bool:
+    def says(self, number, words) -> bool:
         """Wait until these words are in the host's log."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while words not in self.logs[number].read_text() and time.monotonic() < deadline:
             time.sleep(0.1)
         return words in self.logs[number].read_text()
@@ -177,9 +177,9 @@ def starts(run_dir) -> list[int]:
     return [json.loads(line)["first_step"] for line in lines]
 
 
-def step_reached(run_dir, step, seconds=60) -> bool:
+def step_reached(run_dir, step) -> bool:
     """Wait until metrics.jsonl has this step."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         rows = runlog.read(run_dir) if (run_dir / "metrics.jsonl").exists() else []
         if any(row["step"] >= step for row in rows):

@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from conftest import flags_for
+from conftest import PATIENCE, flags_for
 from test_slurm import SRUN, job  # noqa: F401 (a fixture)
 from test_stopping import FOREVER, load, poisoned, same, steps_of, train_here, wait_for
 from test_tensor_parallel_runs import assert_same_curve, tasks, train  # noqa: F401 (a fixture)
@@ -288,7 +288,7 @@ def slower_attention(world, seconds):
 
 
 def slow_rank_3(world):
-    return slower_attention(world, [0, 0, 0, 0.03])
+    return slower_attention(world, [0, 0, 0, 0.06])
 
 
 def slow_machine(world):
@@ -338,7 +338,7 @@ def test_a_stage_that_is_killed_is_named_and_the_next_start_goes_on(
 ):
     run = tmp_path / "run"
     first = started(size, *FOREVER, "--pp=2", "--save_interval=3")
-    wait_for(lambda: (run / "checkpoints/step-3/.metadata").exists(), 120)
+    wait_for(lambda: (run / "checkpoints/step-3/.metadata").exists())
     first.send(signal.SIGKILL, victim)
     assert first.wait(30)
     assert statuses(first).count(RESUME_ME) == size - 1
@@ -347,7 +347,7 @@ def test_a_stage_that_is_killed_is_named_and_the_next_start_goes_on(
     assert "lost another rank: " in line and f"No sign of life from {named}" in line, line
     last = steps_done(run)
     second = started(2, *FOREVER, f"--max_steps={last + 2}", "--pp=2")
-    assert second.wait(120) and second.status() == 0, (tmp_path / "log").read_text()
+    assert second.wait(PATIENCE) and second.status() == 0, (tmp_path / "log").read_text()
     assert sorted(steps_of(run)) == list(range(1, last + 3))
 
 

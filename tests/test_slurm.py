@@ -126,9 +126,9 @@ class Job:
         """The log."""
         return self.log.read_text()
 
-    def until(self, words, times=1, seconds=90) -> None:
+    def until(self, words, times=1) -> None:
         """Wait until the log has these words this many times."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while self.said().count(words) < times:
             assert time.monotonic() < deadline and self.process.poll() is None, self.said()
             time.sleep(0.05)

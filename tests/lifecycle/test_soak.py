@@ -182,7 +182,7 @@ def test_a_run_killed_again_and_again_is_the_same_bit_by_bit(tmp_path, tiny_data
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)]
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)]
 )
 def test_a_run_killed_and_moved_again_and_again_ends_the_same(tmp_path, tiny_data, kills):
     calm, killed = soak(tmp_path, tiny_data, [2, 4], kills)

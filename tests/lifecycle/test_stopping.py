@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, clean_environment, flags_for, rooms_on_path
+from conftest import PATIENCE, ROOT, TORCHRUN, clean_environment, flags_for, rooms_on_path
 
 import checkpoint
 import config
@@ -67,7 +67,7 @@ def steps_of(run_dir) -> dict:
     return {row["step"]: row for row in rows}
 
 
-def wait_for(condition, seconds=60) -> None:
+def wait_for(condition, seconds=PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -107,7 +107,7 @@ def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data,
     process.stdout.close()
     if number:
         process.send_signal(number)
-    assert process.wait(60) == status
+    assert process.wait(PATIENCE) == status
     newest = checkpoint.latest(tmp_path / "run")
     assert newest and sorted(steps_of(tmp_path / "run"))[-1] == checkpoint.number(newest)
 
@@ -121,7 +121,7 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     first = started(2, *flags)
     wait_for(lambda: steps_done(run) >= 3)
     first.send(number, 1)
-    assert first.wait(60)
+    assert first.wait(PATIENCE)
     assert [process.returncode for process in first.processes] == [stopping.RESUME_ME] * 2
     last = steps_done(run)
     assert checkpoint.latest(run).name == f"step-{last}"
@@ -145,7 +145,7 @@ def test_ctrl_c_saves_and_a_second_one_leaves_at_once(started, tmp_path):
     job = started(1, *FOREVER, "--save_interval=0")
     wait_for(lambda: steps_done(tmp_path / "run") >= 2)
     job.send(signal.SIGINT)
-    assert job.wait(60) and job.status() == 130
+    assert job.wait(PATIENCE) and job.status() == 130
     assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
     assert "Ctrl-C again exits immediately" in (tmp_path / "log").read_text()
 
@@ -164,7 +164,7 @@ def test_the_second_ctrl_c(tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.5)
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130  # the hash takes many minutes
+    assert process.wait(PATIENCE) == 130  # the hash takes many minutes
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def restarting(tmp_path, tiny_data):
     yield start
     for process in started:
         process.terminate()
-        process.wait(60)
+        process.wait(PATIENCE)
 
 
 def workers(torchrun) -> list[int]:
@@ -232,9 +232,9 @@ def test_torchrun_restarts_again_and_again(restarting, ranks, tiny_data, tmp_pat
     flags, run = [f"--max_steps={60 * kills + 20}", "--save_interval=10"], tmp_path / "run"
     job = restarting(*flags)
     for number in range(kills):
-        wait_for(lambda n=number + 1: launches(run) == n and steps_done(run) > 30 * n, 120)
+        wait_for(lambda n=number + 1: launches(run) == n and steps_done(run) > 30 * n)
         os.kill(workers(job)[number % 2], signal.SIGKILL)
-    assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert job.wait(PATIENCE) == 0, (tmp_path / "log").read_text()[-3000:]
     assert launches(run) == kills + 1
     ranks(2)(
         train_here, [f"--run_dir={tmp_path / 'straight'}", *FLAGS, *flags_for(tiny_data), *flags]
@@ -253,10 +253,10 @@ def test_torchrun_does_not_restart_what_was_warned_or_is_mistaken(restarting, tm
     job = restarting(*FOREVER)
     wait_for(lambda: steps_done(tmp_path / "run") >= 2)
     os.kill(workers(job)[1], signal.SIGUSR1)  # as the scripts in slurm/ do
-    assert job.wait(40) == 1 and launches(tmp_path / "run") == 1
+    assert job.wait(PATIENCE) == 1 and launches(tmp_path / "run") == 1
     assert checkpoint.latest(tmp_path / "run").name == f"step-{steps_done(tmp_path / 'run')}"
     job = restarting(*FOREVER, "--seed=2")  # of another order
-    assert job.wait(60) == 1
+    assert job.wait(PATIENCE) == 1
     lines = (tmp_path / "log").read_text().splitlines()
     assert sum(line.startswith("error:") for line in lines) == 1
 

@@ -7,7 +7,7 @@ from concurrent import futures
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, flags_for
+from conftest import PATIENCE, ROOT, flags_for
 from test_stopping import FLAGS, FOREVER, steps_of, wait_for
 from tqdm import tqdm
 
@@ -78,7 +78,7 @@ def test_a_rank_that_hangs_is_named_with_the_line(started, tmp_path):
     wait_for(
         lambda: (tmp_path / "run/metrics.jsonl").exists() and steps_done(tmp_path / "run") >= 7
     )
-    assert job.wait(120)
+    assert job.wait(PATIENCE)
     assert statuses(job) == [RESUME_ME] * 2
     line, *more = errors(tmp_path)
     assert not more
@@ -96,7 +96,7 @@ def test_a_rank_that_hangs_in_a_room_is_named_with_the_line(started, tmp_path):
     hangs = "(time.sleep(10**6) for _ in 'a')"
     stepping = f"(step, rank) == (3, 1) and tokenizer.train_bpe({hangs}, 300)"
     job = started(2, *FOREVER, "--timeout_minutes=0.3", stepping=stepping)
-    assert job.wait(200) and statuses(job) == [RESUME_ME] * 2
+    assert job.wait(PATIENCE) and statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert f"rank 1 (process {job.processes[1].pid} on " in line
     assert " hangs at text/tokenizer.py, line " in line and ", in train_bpe" in line
@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later
     stepping = """time.sleep(9 * (step == 4))
     if (step, rank) == (4, 0): fsdp_train.runlog.RunLog.row = lambda *_: time.sleep(10**6)"""
     job = started(2, *FOREVER, "--timeout_minutes=0.4", stepping=stepping)
-    assert job.wait(200) and statuses(job) == [RESUME_ME] * 2
+    assert job.wait(PATIENCE) and statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert f"rank 0 (process {job.processes[0].pid} on " in line and "rank 1" not in line
 
@@ -131,7 +131,7 @@ def test_a_rank_that_stands_still_is_named(started, tmp_path, size, stopped):
     job.send(signal.SIGSTOP, stopped)
     others = [process for rank, process in enumerate(job.processes) if rank != stopped]
     for process in others:
-        assert process.wait(60) == RESUME_ME
+        assert process.wait(PATIENCE) == RESUME_ME
     lines = errors(tmp_path)
     named = f"rank {stopped} (process {job.processes[stopped].pid} on "
     assert lines and all(f"{named}" in line and "does not reply" in line for line in lines)
@@ -163,7 +163,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     of an undisturbed run, with half of the microbatch."""
     run, flags = tmp_path / "run", ["--max_steps=9", "--save_interval=3", "--microbatch_size=4"]
     job = started(2, *flags, stepping=GREEDY)
-    assert job.wait(120)
+    assert job.wait(PATIENCE)
     assert statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
     assert (
@@ -172,7 +172,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     )
     first = steps_of(run)
     job = started(2, *flags, stepping=GREEDY)
-    assert job.wait(120) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
+    assert job.wait(PATIENCE) and statuses(job) == [0, 0], (tmp_path / "log").read_text()
     assert (
         "microbatch 2, not 4: out of memory at step 7 on rank 1" in (tmp_path / "log").read_text()
     )
@@ -180,7 +180,7 @@ def test_out_of_memory_halves_the_microbatch_of_the_next_start(started, tmp_path
     assert sorted(second) == list(range(1, 10)) and max(first) <= 6
     run.rename(tmp_path / "halved")
     job = started(2, *flags)
-    assert job.wait(120) and statuses(job) == [0, 0]
+    assert job.wait(PATIENCE) and statuses(job) == [0, 0]
     for step, row in steps_of(run).items():
         assert row["batch_hash"] == second[step]["batch_hash"]
         assert second[step]["loss"] == pytest.approx(row["loss"], rel=5e-6)
@@ -192,7 +192,7 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
     """An error on one rank alone, such as a damaged file, ends all with status 2 and one line."""
     reading = f"if (step, rank) == (5, {rank}): raise UserError('my shard is damaged')"
     job = started(2, *FOREVER, reading=reading)
-    assert job.wait(120)
+    assert job.wait(PATIENCE)
     assert statuses(job) == [2, 2]
     assert errors(tmp_path) == [f"{name}: my shard is damaged"]
 
@@ -230,7 +230,7 @@ def sleepers(tmp_path):
         places = {"root": str(ROOT), "folder": str(tmp_path)}
         program.write_text(SLEEPERS.format(**places, patience=patience, body=body))
         launches.append(Launch([], ranks, tmp_path / "log", program))
-        wait_for(lambda: len(list(tmp_path.glob("watched *"))) == ranks, 120)
+        wait_for(lambda: len(list(tmp_path.glob("watched *"))) == ranks)
         return launches[-1]
 
     yield start
@@ -290,7 +290,7 @@ def test_a_rank_that_is_held_up_is_not_given_up(sleepers, tmp_path, patience):
 def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers, tmp_path):
     """Rank 1 leaves at once, rank 0 after 14 s, rank 2 after 28 s: a silence may last 12 s."""
     job = sleepers(3, ", patience=12", body="time.sleep([14, 0, 28][rank])")
-    assert job.wait(120) and statuses(job) == [0] * 3
+    assert job.wait(PATIENCE) and statuses(job) == [0] * 3
     assert not errors(tmp_path)
     assert "TCPStore.cpp" not in (tmp_path / "log").read_text()  # nor does the store complain
 
@@ -300,7 +300,7 @@ def test_a_rank_that_has_published_its_status_is_not_taken_for_dead(sleepers, tm
     """It ends with status 2, and so do the others, though it is silent for some seconds before."""
     body = "if rank == 1: raise UserError('a mistake')\n        time.sleep(600)"
     job = sleepers(3, ", patience=12", body=body)
-    assert job.wait(90) and statuses(job) == [2] * 3
+    assert job.wait(PATIENCE) and statuses(job) == [2] * 3
     assert errors(tmp_path) == ["error on rank 1: a mistake"]
 
 
@@ -343,7 +343,7 @@ def test_a_rank_that_hangs_where_all_seem_to_wait_is_found_by_its_collectives(st
     hook = "y.register_hook(lambda _: time.sleep(10**6))"
     stepping = f"y = {hangs}; (step, rank) == (3, 1) and ({hook}, y.sum().backward())"
     job = started(3, *FOREVER, "--global_batch_size=6", "--timeout_minutes=0.3", stepping=stepping)
-    assert job.wait(200) and statuses(job) == [RESUME_ME] * 3
+    assert job.wait(PATIENCE) and statuses(job) == [RESUME_ME] * 3
     (line,) = errors(tmp_path)
     named = f"rank 1 (process {job.processes[1].pid} on "
     assert line.startswith(f"error: no step for 0.3 minutes: {named}")
