@@ -54,7 +54,7 @@ RUNS = ROOT / "runs" / "lessons"
 # %%
 def train(name: str, *flags: str) -> Path:
     """Train the demo for STEPS steps with more flags. Returns the run folder."""
-    folder = RUNS / name
+    folder = RUNS / (f"0-short-{name}" if SHORT else f"0-{name}")
     program = [sys.executable, "fsdp_train.py", "configs/demo.py", *SIZE, *flags]
     program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}"]
     # No closing line about the whole demo, and no measurement of this machine's peak.
@@ -67,7 +67,7 @@ def train(name: str, *flags: str) -> Path:
     return folder
 
 
-base = train("0-base")
+base = train("base")
 
 # %% [markdown]
 # If the new model found every token equally likely, the first loss would be -log(1 / V) =
@@ -127,7 +127,7 @@ assert tokens == STEPS * cfg.global_batch_size * m.max_seq_len
 # else stays, the order of the text too. So whatever differs comes from this one setting.
 
 # %%
-hot = train("0-hot", "--lr=8e-3")
+hot = train("hot", "--lr=8e-3")
 
 # %%
 hot_rows = [row for row in runlog.read(hot) if "loss" in row]
