@@ -5,7 +5,7 @@
 #                 and a kill -9: five minutes, one picture
 # make test       the quick tests: eight minutes on two CPU cores, after the set-up
 # make test-all   the slow tests, without the quick ones: 40 minutes
-# make soak       the long tests, without the others: one to two hours
+# make soak       the long tests, without the others: one to two hours, by estimate
 # make bundle     a folder from which others set up the workshop without a network
 # make mutants    107 planted bugs: the quick tests must find each
 # make lint       what ruff finds

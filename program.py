@@ -156,7 +156,7 @@ def run(main) -> None:
     except KeyboardInterrupt:
         status = 130
     status = flushed(status)
-    gc.freeze()  # the interpreter's last collection would look at every object of torch: 0.4 s
+    gc.freeze()  # the last garbage collection would visit every object of torch: half a second
     if status:
         sys.exit(status)
 

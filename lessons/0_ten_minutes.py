@@ -1,3 +1,8 @@
+"""Lesson 0. Ten minutes.
+
+`python -m lessons 0` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 0. Ten minutes
 #

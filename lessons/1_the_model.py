@@ -1,3 +1,8 @@
+"""Lesson 1. The model.
+
+`python -m lessons 1` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 1. The model
 #

@@ -1,3 +1,8 @@
+"""Lesson 2. The step.
+
+`python -m lessons 2` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 2. The step
 #
@@ -384,6 +389,7 @@ print(f"                                 {1.2e-4 / math.sqrt(2 / 4096):.4f} in M
 
 
 def mean(values):
+    """The mean of a list of numbers."""
     return sum(values) / len(values)
 
 

@@ -1,3 +1,8 @@
+"""Lesson 3. Many devices.
+
+`python -m lessons 3` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 3. Many devices
 #

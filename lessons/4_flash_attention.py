@@ -1,3 +1,8 @@
+"""Lesson 4. FlashAttention: attention without the T x T scores.
+
+`python -m lessons 4` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 4. FlashAttention: attention without the T x T scores
 #

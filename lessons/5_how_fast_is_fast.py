@@ -1,3 +1,8 @@
+"""Lesson 5. How fast is fast.
+
+`python -m lessons 5` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 5. How fast is fast
 #

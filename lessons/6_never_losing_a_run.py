@@ -1,3 +1,8 @@
+"""Lesson 6. Never losing a run.
+
+`python -m lessons 6` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 6. Never losing a run
 #

@@ -1,3 +1,8 @@
+"""Lesson 7. Finetuning.
+
+`python -m lessons 7` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 7. Finetuning
 #

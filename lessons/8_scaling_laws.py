@@ -1,3 +1,8 @@
+"""Lesson 8. Scaling laws at home.
+
+`python -m lessons 8` runs it; an editor that knows `# %%` runs it cell by cell.
+"""
+
 # %% [markdown]
 # # Lesson 8. Scaling laws at home
 #

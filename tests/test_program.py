@@ -152,7 +152,7 @@ def test_every_program_helps_complains_and_ends_quietly(name, forked):
     assert is_help(forked([name, "--help"]), name)
     wrong = forked([name, "--nonsense"])
     assert is_one_line(wrong), wrong
-    assert forked([name, "--help"], read=False) == (141, "", "")
+    assert forked([name, "-h"], read=False) == (141, "", "")
 
 
 NEED_ARGUMENTS = """

@@ -1,5 +1,6 @@
 """The workshop: every answer, right and wrong, and every lesson, run as a reader runs it."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +20,6 @@ EACH_WRONG = [pytest.param(p, marks=[pytest.mark.slow] * (p.stem[-1] in SLOW)) f
 RIGHT = [workshop.HERE / "solutions" / path.name for path in LESSONS]
 RIGHT += sorted(ANSWERS.glob("*_right.py"))
 by_name = {"ids": lambda path: path.stem}
-SHORT = pytest.param(["--short"], marks=pytest.mark.slow)
-FULL = pytest.param([], marks=pytest.mark.long)
 
 
 def of(answer: Path) -> Path:
@@ -76,19 +75,33 @@ def test_each_lesson_has_all_its_files():
 # --- The lessons
 
 
-@pytest.mark.parametrize("flags", [SHORT, FULL], ids=["short", "full"])
-@pytest.mark.parametrize("path", LESSONS, **by_name)
-def test_a_lesson_runs_to_its_end(path, flags):
-    """Each states its claims as assertions."""
+def run_to_its_end(path, *flags):
+    """Each lesson states its claims as assertions."""
     done = lessons(path.name[0], *flags)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "# Lesson" in done.stdout and "[picture: runs/lessons/" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", LESSONS, **by_name)
+def test_a_short_lesson_runs_to_its_end(path):
+    run_to_its_end(path, "--short")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", LESSONS, **by_name)
+def test_a_whole_lesson_runs_after_a_short_one(path):
+    """Whatever the short one left in runs/lessons/."""
+    run_to_its_end(path, "--short")
+    run_to_its_end(path)
 
 
 @pytest.mark.parametrize("path", LESSONS, **by_name)
 def test_a_lesson_has_an_exercise_questions_answers_and_papers(path):
     text = "\n".join(workshop.cells(path))
     assert f"python -m lessons check {path.name[0]}" in text
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert f"`python -m lessons {path.name[0]}` runs it" in docstring
     for heading in ("# Lesson", "## The exercise", "## Three questions", "## What to read next"):
         assert heading in text
     assert "## Answers" in workshop.answers_of(path)
