@@ -555,6 +555,10 @@ class Split:
         """The number of windows, n."""
         return int(self.first_window[-1])
 
+    def n_evaluated(self, eval_tokens: int) -> int:
+        """How many windows one evaluation reads: at most eval_tokens, and at least one window."""
+        return max(1, min(len(self), eval_tokens // self.seq_len))
+
     def windows(self, window_ids: np.ndarray) -> np.ndarray:
         """The tokens of these windows, (len(window_ids), seq_len + 1) int64.
 
@@ -750,8 +754,8 @@ def require_small(cfg: TrainConfig, summary: dict | None, folder: Path, row_form
         now += f", or --max_tokens={FIRST_SLICE} (a first slice: {FIRST_SLICE_COST})"
     require(
         few_tokens or few_bytes,
-        f"{state}, and the whole is too large, or of unknown size, to make when a run starts. To "
-        f"begin now add {now}. For all of it, prepare it first: {command}",
+        f"{state}, and all of it is too much, or of unknown size, to prepare while a run starts. "
+        f"To begin now, add to your command {now}. For all of it, first run: {command}",
     )
 
 

@@ -396,8 +396,8 @@ def peak_flops(setting: float | str, device, dtype) -> float | None:
     return tflops and tflops * 1e12
 
 
-def measure_peak(device, dtype) -> float:
-    """FLOP/s of the fastest of the square matmuls done in 0.4 s: what is reachable.
+def measure_peak(device, dtype, seconds: float = 0.4) -> float:
+    """FLOP/s of the fastest of the square matmuls done in so many seconds: what is reachable.
 
     That is less than a datasheet's peak.
     """
@@ -408,7 +408,7 @@ def measure_peak(device, dtype) -> float:
     b = torch.randn(n, n, device=device, dtype=dtype)
     best = float("inf")  # seconds
     start = time.perf_counter()
-    while time.perf_counter() - start < 0.4:
+    while time.perf_counter() - start < seconds:
         before = time.perf_counter()
         a @ b
         if device.type != "cpu":

@@ -320,7 +320,6 @@ for axes in panels:
     axes.grid(alpha=0.3)
 figure.suptitle("ALiBi: each head lowers the scores of distant keys, at its own rate")
 pictures.save(figure, "1-alibi")
-figure  # noqa: B018 (an editor shows it)
 
 # %% [markdown]
 # ## All queries, heads and rows

@@ -82,9 +82,9 @@ assert torch.allclose(by_torch, by_hand) and torch.allclose(grad_by_torch, grad_
 #
 # ## Without holding all logits
 #
-# MPT-7B has V = 50,368 entries. A microbatch of 8 rows of 2,048 tokens has N = 16,384: in
-# fp32 the logits take 16,384 * 50,368 * 4 bytes = 3.3 GB. Autograd keeps them until the
-# backward pass, and makes more tensors of their size.
+# The recipe of MPT-7B has V = 50,368 entries. A microbatch of 8 rows of 2,048 tokens has
+# N = 16,384: in fp32 the logits take 16,384 * 50,368 * 4 bytes = 3.3 GB. Autograd keeps
+# them until the backward pass, and makes more tensors of their size.
 #
 # But the gradient is known at once. So loss.py takes a chunk of tokens, computes their
 # logits, turns those into their gradient, multiplies

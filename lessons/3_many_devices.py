@@ -589,7 +589,6 @@ draw_stacks(panels[2], in_traffic, f"{title}what one device sends in a step", "G
 panels[1].axvline(64 * 2**30 / 1e9, color="black", linestyle=":")
 panels[1].text(64 * 2**30 / 1e9, 5.45, " 64 GiB: one MI250 die", fontsize=8)
 pictures.save(figure, "3-many-devices")
-figure  # noqa: B018 (an editor shows it)
 
 # %% [markdown]
 # ## The exercise

@@ -345,7 +345,6 @@ def draw():
 
 figure = draw()
 pictures.save(figure, "4-flash-attention")
-figure  # noqa: B018 (an editor shows it)
 
 # %% [markdown]
 # ## The same loop as a GPU kernel
@@ -359,7 +358,7 @@ figure  # noqa: B018 (an editor shows it)
 #     tl.dot(a, b)                a product of two blocks, on the matrix units
 #     tl.max(s, 1), tl.sum(p, 1)  over each row
 #     tl.store(pointers, block)   the way back
-#     tl.full, tl.zeros           a block of one number; tl.trans(a) is the transposed block
+#     tl.full, tl.zeros           a block filled with one number; tl.trans(a) transposes one
 #     tl.where, tl.maximum        element by element, as in NumPy
 #
 # other=0.0 is what stands where the mask is false. input_precision="ieee" multiplies fp32

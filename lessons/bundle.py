@@ -26,7 +26,7 @@ import install
 from config import require
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = (".venv", ".git", "runs", "data", "mine", "__pycache__", ".setup", ".*_cache")
+LEFT_OUT = (".git", "my", ".*_cache")  # beside what git ignores; my/ is where users put their text
 DATA = "stdlib-bpe-4096"  # the folder in data/ that configs/demo.py reads
 SETUP = """\
 #!/bin/sh
@@ -84,9 +84,11 @@ def write_setup(folder: Path) -> None:
 def copy_project(folder: Path) -> None:
     """Copy this folder, as it is now, without what each machine makes for itself."""
 
+    ignored = [line.strip("/").rpartition("/")[2] for line in install.lines(".gitignore")]
+
     def left_out(path, names):
         is_bundle = [name for name in names if Path(path, name).resolve() == folder]
-        return {*shutil.ignore_patterns(*LEFT_OUT)(path, names), *is_bundle}
+        return {*shutil.ignore_patterns(*LEFT_OUT, *ignored)(path, names), *is_bundle}
 
     shutil.rmtree(folder / "project", ignore_errors=True)
     shutil.copytree(ROOT, folder / "project", ignore=left_out)

@@ -1,9 +1,10 @@
 """Where the pictures of the lessons go: runs/lessons/.
 
-`python -m lessons 1` draws some. An editor shows the figure that a cell ends with.
+`python -m lessons 1` draws some.
 
     figure = Figure(figsize=(8, 4))       matplotlib.figure.Figure: no window, no hidden state
-    pictures.save(figure, "1-alibi")      writes runs/lessons/1-alibi.png and says so
+    pictures.save(figure, "1-alibi")      writes runs/lessons/1-alibi.png and says so; an editor
+                                          shows the picture below a cell that ends with this
 """
 
 from pathlib import Path
@@ -13,12 +14,13 @@ import config
 FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
 
 
-def save(figure, name: str) -> None:
-    """Write a matplotlib figure to runs/lessons/NAME.png, and print where it is."""
+def save(figure, name: str):
+    """Write a matplotlib figure to runs/lessons/NAME.png, print where it is, and return it."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{name}.png"
     figure.savefig(path, dpi=110, bbox_inches="tight")
     print(f"[picture: {path.relative_to(FOLDER.parent.parent)}]")
+    return figure
 
 
 def main(argv: list[str]) -> None:

@@ -12,7 +12,6 @@ Run `torchrun --nproc_per_node 2 -m lifecycle.reporter` to see two ranks agree.
 """
 
 import collections
-import datetime
 import math
 import time
 from dataclasses import dataclass
@@ -209,9 +208,10 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     n_microbatches = math.ceil(rows_per_rank / cfg.microbatch_size)
     bubble = f", {pipeline.bubble(cfg.pp, n_microbatches):.0%} bubble" if cfg.pp > 1 else ""
     draws = start.seed_to_draw(cfg) is not None
-    next_line = (
-        "initializing the weights, then a first evaluation" if draws else "reading the weights"
-    )
+    next_line = "initializing the weights" if draws else "reading the weights"
+    if start.step == 0:
+        n_tokens = dataset.val.n_evaluated(cfg.eval_tokens) * model_cfg.max_seq_len
+        next_line += f", then a first evaluation, of {n_tokens:,} tokens"
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention{', compiled blocks' * cfg.compile}",
@@ -222,7 +222,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
         f"{cfg.run_dir}: {describe_start(cfg, start)}",
-        planned_time(model_cfg, cfg, world, devices.identify(world.device), start.step),
+        planned_time(model_cfg, cfg, world, precision, peak, start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
         *team_warning(cfg, world),
@@ -232,15 +232,17 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     return "\n".join(lines)
 
 
-def planned_time(model_cfg: MPTConfig, cfg: TrainConfig, world, device, first_step: int) -> str:
-    """The time of a step and of the rest of the run, as planning predicts it.
+def planned_time(
+    model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, peak: float | None, first: int
+) -> str:
+    """The time of a step and of the steps from `first` on, as planning predicts it.
 
-    device: the row of devices.TABLE, or None. Only the run itself can tell for a device or layout
-    that planning does not know; then the line says where to look.
+    Planning knows accelerators in 16 bits. For others, and for layouts that it does not know, the
+    line has what one can say before the first step: see `least_time`.
     """
-    unknown = "time: the line of step 2 and each after it says how much is left"
-    if device is None or not device.bf16_tflops:
-        return unknown
+    device = devices.identify(world.device)
+    if precision == "fp32" or device is None or not device.bf16_tflops:
+        return least_time(model_cfg, cfg, world, precision, peak, first)
     from planning import certainty, search, step_time  # here, since a run on a CPU does without
     from planning.fleet import Fleet
 
@@ -249,14 +251,34 @@ def planned_time(model_cfg: MPTConfig, cfg: TrainConfig, world, device, first_st
         plan = search.evaluate(model_cfg, cfg, fleet, step_time.Constants(), step_time.OURS)
         slow, fast, _ = certainty.band(model_cfg, cfg, fleet)
     except config.UserError:  # planning cannot split the model in this way
-        return unknown
+        return least_time(model_cfg, cfg, world, precision, peak, first)
     seconds = plan.seconds["step"]
-    steps = cfg.max_steps - first_step
+    steps = cfg.max_steps - first
     left = [steps * seconds / factor for factor in (1, fast, slow)]
-    expected, shortest, longest = (datetime.timedelta(seconds=round(s)) for s in left)
+    expected, shortest, longest = map(runlog.duration, left)
     return (
         f"planned: {seconds:.3g} s a step, {expected} for {steps:,} steps, probably {shortest} to "
         f"{longest} (plan.py says why); the line of each step says how much is left"
+    )
+
+
+def least_time(
+    model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, peak: float | None, first: int
+) -> str:
+    """The least time of a step and of the steps from `first` on: their FLOPs at the peak.
+
+    Where no peak is known it times a matmul, for a tenth of a second. Every rank does so at the
+    same time, since they may share a machine.
+    """
+    dtype = parallel.DTYPES[precision]
+    rate = peak or world.global_size * devices.measure_peak(world.device, dtype, seconds=0.1)
+    tokens = cfg.global_batch_size * model_cfg.max_seq_len  # of a step
+    seconds = tokens * flops_per_token(model_cfg, cfg) / rate
+    steps = cfg.max_steps - first
+    return (
+        f"time: more than {seconds:.3g} s a step, {runlog.duration(steps * seconds)} for {steps:,} "
+        f"steps, which a matmul's {rate / 1e12:.3g} TFLOP/s would take; the line of step 2 and "
+        "each after it says how much is left"
     )
 
 

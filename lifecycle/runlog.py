@@ -329,14 +329,18 @@ def line(row: dict, max_steps: int) -> str:
     if "icl" in row:
         return "  ".join([head, *(task_line(*task) for task in row["icl"].items())])
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    seconds = (max_steps - row["step"]) * row["seconds"]
-    is_sensible = abs(seconds) < 1e12
-    left = datetime.timedelta(seconds=round(seconds)) if is_sensible else "unknown time"
+    left = duration((max_steps - row["step"]) * row["seconds"])
     return (
         f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
         f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  "
         f"{left} left"
     )
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people read them, such as 2 days, 3:04:05."""
+    is_sensible = abs(seconds) < 1e12
+    return str(datetime.timedelta(seconds=round(seconds))) if is_sensible else "unknown time"
 
 
 def task_line(name: str, figures: dict) -> str:

@@ -35,7 +35,7 @@ TORCHRUN = [
 ]
 LIFE = 150  # calls after which ranks are replaced: checkpoints leave polling threads behind
 IDLE = 20  # seconds after which ranks end that no test calls: their threads poll all the time
-PATIENCE = 240  # seconds that one function on all ranks, or one launched program, may take
+PATIENCE = 600  # seconds that one function on all ranks, or one launched program, may take
 
 
 class Ranks:

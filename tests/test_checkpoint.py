@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import flags_for
+from conftest import PATIENCE, flags_for
 from test_parallel import (
     MODEL,
     MODES,
@@ -270,7 +270,7 @@ def save_several(world, cfg, steps, wait=False):
     for step in steps:
         assert saver.settled()  # no save is in the background
         saver.save(step, model, optimizer, META)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while wait and not saver.settled():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -593,7 +593,7 @@ def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL)
     try:
-        folder, deadline = tmp_path / "run" / "checkpoints", time.monotonic() + 120
+        folder, deadline = tmp_path / "run" / "checkpoints", time.monotonic() + PATIENCE
 
         def saving():
             return any(folder.glob("*.tmp"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from conftest import PATIENCE
 
 import config
 from config import (
@@ -471,7 +472,7 @@ def test_a_file_that_loops_is_named(write):
     line = f"{path} is still running after 0.1 s: if it does not end, press Ctrl-C\n"
     assert looping.stderr.readline() == line
     looping.send_signal(signal.SIGINT)
-    assert looping.wait(30) == 130
+    assert looping.wait(PATIENCE) == 130
 
 
 def test_a_file_that_raises(write):

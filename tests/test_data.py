@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -323,7 +324,7 @@ def test_the_workers_of_a_killed_preparation_end_too(begun):
     """
     process, _, _ = begun
     process.kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=PATIENCE)
 
 
 def test_workers_change_no_byte(large_text, undisturbed, tmp_path):
@@ -591,7 +592,7 @@ def test_whoever_has_no_large_data_set_can_begin_at_once(tmp_path, dataset, on_t
         with open(tmp_path / "large.txt", "wb") as large:
             large.truncate(data.SMALL_BYTES + 1)
         dataset = str(tmp_path / "large.txt")
-    with pytest.raises(UserError, match="begin now add") as caught:
+    with pytest.raises(UserError, match="To begin now, add") as caught:
         open_or_prepare(settings_for(dataset, tmp_path / "made"))
     message = str(caught.value)
     assert "--dataset=stdlib --tokenizer=bpe-4096" in message
@@ -787,7 +788,7 @@ def test_prefetch_reads_the_next_step_meanwhile_and_no_more():
 
     batches = prefetch(make, range(5), torch.device("cpu"))
     next(batches)
-    assert begun[1].wait(20) and not begun[2].is_set()
+    assert begun[1].wait(PATIENCE) and not begun[2].is_set()
     batches.close()
 
 

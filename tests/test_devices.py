@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, clean_environment
+from conftest import PATIENCE, ROOT, clean_environment
 
 import config
 import devices
@@ -416,7 +416,8 @@ processes.run(main)
 def test_a_launch_beside_a_gpu_that_torch_cannot_use(dev, device, ranks, cuda, status, words):
     command = [sys.executable, "-c", LAUNCH, device, str(ranks)]
     env = clean_environment() | {"DEV": dev("nvidia0"), "CUDA": cuda}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    options = {"cwd": ROOT, "env": env, "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=PATIENCE, **options)
     assert done.returncode == status, done.stderr
     assert done.stdout == ("cpu\n" if status == 0 else "")
     assert done.stderr.startswith(words) and len(done.stderr.splitlines()) == bool(words)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, clean_environment, flags_for, launch
+from conftest import PATIENCE, ROOT, TORCHRUN, clean_environment, flags_for, launch
 
 import checkpoint
 import config
@@ -261,7 +261,7 @@ def test_more_steps_go_on_where_it_ended(python, finished, tmp_path):
 def kill_in_the_middle(command, cwd, first_step):
     """Start it, kill -9 all processes after `first_step` steps; the last step that it logged."""
     process = subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL)
-    metrics, deadline = cwd / "run" / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = cwd / "run" / "metrics.jsonl", time.monotonic() + PATIENCE
     try:
         while not (metrics.exists() and f'"step": {first_step},' in metrics.read_text()):
             assert process.poll() is None and time.monotonic() < deadline

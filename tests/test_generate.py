@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, clean_environment, flags_for, launch
+from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
 
 import checkpoint
 import generate as program
@@ -231,7 +231,7 @@ def test_control_c_stops_the_text_and_not_the_program(run):
         process.stdin.flush()
         assert process.stdout.read(40).startswith(b"river")  # it has begun
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(b"\n", timeout=60)
+        out, err = process.communicate(b"\n", timeout=PATIENCE)
         assert process.returncode == 0
         assert out.endswith(b"\n")
         assert b"tokens/s" in err

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import PATIENCE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -990,7 +991,7 @@ def test_srun_without_torchrun(tmp_path):
             subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         )
     for rank, process in enumerate(processes):
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         place = {"dp_replicate": 0, "dp_shard": rank}
         assert out.strip() == f"global rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"

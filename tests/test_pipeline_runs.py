@@ -315,7 +315,7 @@ def test_the_stage_that_hangs_is_named_and_not_those_that_wait(started, tmp_path
     stepping = "time.sleep(10**6 * ((step, rank) == (3, 1)))"
     flags = ["--n_layers=3", "--pp=3", "--timeout_minutes=0.2"]
     launch = started(3, *FOREVER, *flags, stepping=stepping)
-    assert launch.wait(200) and statuses(launch) == [RESUME_ME] * 3
+    assert launch.wait(PATIENCE) and statuses(launch) == [RESUME_ME] * 3
     (line,) = errors(tmp_path)
     named = f"stage 1, rank 1 (process {launch.processes[1].pid} on "
     assert line.startswith(f"error: no step for 0.2 minutes: {named}"), line
@@ -340,7 +340,7 @@ def test_a_stage_that_is_killed_is_named_and_the_next_start_goes_on(
     first = started(size, *FOREVER, "--pp=2", "--save_interval=3")
     wait_for(lambda: (run / "checkpoints/step-3/.metadata").exists())
     first.send(signal.SIGKILL, victim)
-    assert first.wait(30)
+    assert first.wait(PATIENCE)
     assert statuses(first).count(RESUME_ME) == size - 1
     (line,) = errors(tmp_path)
     named = f"stage {stage}, rank {victim} (process {first.processes[victim].pid} on "

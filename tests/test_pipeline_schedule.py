@@ -338,7 +338,7 @@ def test_after_ctrl_c_no_process_is_left():
         while len(children := children_of(process.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to all
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE) == 130
         while any(map(is_alive, children)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert children and not any(map(is_alive, children))

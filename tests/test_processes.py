@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, clean_environment
+from conftest import PATIENCE, ROOT, clean_environment
 from test_stopping import wait_for, workers
 
 import devices
@@ -65,14 +65,14 @@ def test_killed_ranks_do_not_count(connect, pool):
     store.set("old rank 1", "killed")
     store.set("old met", json.dumps({"signatures": {"1": "killed", "2": "killed"}, "missing": []}))
     second = meet(connect, pool, 2, 3)
-    wait_for(lambda: store.check(["old rank 2"]), 60)
+    wait_for(lambda: store.check(["old rank 2"]))
     first = meet(connect, pool, 0, 3)
-    wait_for(lambda: store.get("group") != b"old", 60)
+    wait_for(lambda: store.get("group") != b"old")
     name = store.get("group").decode()
-    wait_for(lambda: store.check([f"{name} rank 2"]), 60)
+    wait_for(lambda: store.check([f"{name} rank 2"]))
     store.set(f"{name} rank 2", "killed")  # rank 2 was killed after it signed, and starts again
     third = meet(connect, pool, 2, 3)
-    wait_for(lambda: store.get(f"{name} rank 2") != b"killed", 60)
+    wait_for(lambda: store.get(f"{name} rank 2") != b"killed")
     last = meet(connect, pool, 1, 3)
     assert first.result() == last.result() == third.result() == name
     assert not second.done()  # it does not take itself for the one that was admitted
@@ -152,7 +152,7 @@ def launched(tmp_path):
     for process in started:
         process.terminate()
         try:
-            process.wait(40)
+            process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             process.kill()
 
@@ -230,9 +230,7 @@ def test_ranks_end_with_torchrun(launched, tmp_path):
     wait_for(lambda: starts(tmp_path))
     ranks = workers(job)
     job.kill()
-    begin = time.monotonic()
-    wait_for(lambda: all(map(gone, ranks)), 20)
-    assert time.monotonic() - begin < 10
+    wait_for(lambda: all(map(gone, ranks)))
     assert any(
         f"ends, since torchrun (process {job.pid}) is gone" in line for line in errors(tmp_path)
     )
@@ -241,7 +239,7 @@ def test_ranks_end_with_torchrun(launched, tmp_path):
 def shell_of_a_rank(tmp_path, variables) -> int:
     """A rank alone, started by a shell that has left: its process number."""
     program = tmp_path / "program.py"
-    body = "open('steps', 'w').write(str(os.getpid())); time.sleep(60)"
+    body = "open('steps', 'w').write(str(os.getpid())); time.sleep(600)"
     program.write_text(
         f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport processes\n"
     )
@@ -265,7 +263,7 @@ def test_a_process_of_its_own_outlives_its_shell(tmp_path):
 def test_rank_0_does_not_come(launched, tmp_path):
     port = processes.free_port()
     job = launched(seconds=3, **torchrun_variables(1, 2, port))
-    assert job.wait(120) == 75
+    assert job.wait(PATIENCE) == 75
     (line,) = errors(tmp_path)
     assert line.startswith("error: rank 1 (process ") and f"localhost:{port}" in line
 
@@ -275,7 +273,7 @@ def test_a_port_that_is_taken_is_a_mistake(launched, tmp_path):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         job = launched(seconds=3, **torchrun_variables(0, 2, port))
-        assert job.wait(120) == 2
+        assert job.wait(PATIENCE) == 2
     (line,) = errors(tmp_path)
     assert f"port {port} on " in line and line.endswith("is in use: set MASTER_PORT to a free one")
 
@@ -295,8 +293,8 @@ def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, mom
         launched(seconds=8, ready=2, **steps[moment], **torchrun_variables(rank, 2, port))
         for rank in (0, 1)
     ]
-    assert jobs[1 - victim].wait(120) == 75, (tmp_path / "log").read_text()
-    assert jobs[victim].wait(120) == -signal.SIGKILL
+    assert jobs[1 - victim].wait(PATIENCE) == 75, (tmp_path / "log").read_text()
+    assert jobs[victim].wait(PATIENCE) == -signal.SIGKILL
     assert len(errors(tmp_path)) == 1
 
 
@@ -427,7 +425,7 @@ def test_a_spawned_process_ends_with_a_killed_parent(tmp_path):
     child = int(parent.stdout.readline())
     assert not gone(child)
     parent.kill()
-    wait_for(lambda: gone(child), 20)
+    wait_for(lambda: gone(child))
     parent.wait()
 
 

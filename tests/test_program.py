@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, rooms_on_path, words_of
+from conftest import PATIENCE, ROOT, rooms_on_path, words_of
 
 import program
 
@@ -88,7 +88,7 @@ def forked(tmp_path_factory):
 
     yield call
     process.stdin.close()
-    process.wait(60)
+    process.wait(PATIENCE)
     os.close(writer)
 
 

@@ -15,7 +15,7 @@ import sys
 from functools import cache
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import PATIENCE, ROOT, clean_environment
 
 from config import MPTConfig, TrainConfig, load
 from model import MPT
@@ -100,13 +100,13 @@ def shrunk(command: str) -> list[str]:
     return [sys.executable, *module, *words[1:], *flags]
 
 
-def run(command, folder, timeout=240) -> subprocess.CompletedProcess:
+def run(command, folder, timeout=PATIENCE) -> subprocess.CompletedProcess:
     """Run a command in a folder, without the variables of a launcher."""
     pipes = {"capture_output": True, "text": True}
     return subprocess.run(command, cwd=folder, env=clean_environment(), timeout=timeout, **pipes)
 
 
-def run_well(command, folder, timeout=240) -> str:
+def run_well(command, folder, timeout=PATIENCE) -> str:
     """Run a command that must exit with 0; its output."""
     done = run(command, folder, timeout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -409,7 +409,7 @@ def test_make_train_from_a_clone(copy, tmp_path):
     small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
     command = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"]
     for _ in range(2):
-        printed = run_well(command, project, timeout=600)
+        printed = run_well(command, project)
     expected = ["torchrun --rdzv-backend=c10d", "step 3/3", "validation loss"]
     for words in [*expected, "before training", "step-3", "Next"]:
         assert words in printed, words

@@ -389,7 +389,7 @@ def test_a_tensor_rank_that_is_killed_ends_all_and_the_next_start_goes_on(
     other = python(*flags, "--run_dir=run", "--max_steps=9")
     assert other.returncode == 2 and "is owned by process" in other.stderr
     first.send(signal.SIGKILL, 3)
-    assert first.wait(30)
+    assert first.wait(PATIENCE)
     statuses = [process.returncode for process in first.processes]
     assert statuses == [RESUME_ME] * 3 + [-signal.SIGKILL]
     lines = [x for x in (tmp_path / "log").read_text().splitlines() if x.startswith("error")]

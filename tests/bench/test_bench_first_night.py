@@ -239,7 +239,7 @@ def interrupt_at(folder, name) -> None:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE) == 130
     finally:
         process.kill()
     assert not processes_of(folder)

@@ -221,8 +221,12 @@ def share(world, cases):
 def measured(interpreted, request):
     """{name of a case: errors} of the cases of this session; two processes share them."""
     wanted = {item.name.partition("[")[2][:-1] for item in request.session.items}
-    first, second = interpreted(share, [case for case in CASES if name(case) in wanted])
-    return first | second
+    cases = [case for case in CASES if name(case) in wanted]
+    errors = {}
+    for begin in range(0, len(cases), 16):  # a call has a time limit, and all take minutes
+        first, second = interpreted(share, cases[begin : begin + 16])
+        errors |= first | second
+    return errors
 
 
 def marked(case):

@@ -41,13 +41,24 @@ def test_a_classroom_is_set_up_without_a_network(tmp_path):
     assert "Lesson 1 is solved" in done.stdout
 
 
-def test_the_project_is_copied_without_what_each_machine_makes(tmp_path):
+def test_the_project_is_copied_without_what_each_machine_makes(tmp_path, monkeypatch):
+    """All files that git has, and none that it ignores or that holds a user's text."""
+    project = tmp_path / "project"
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split() or ["fsdp_train.py", "Makefile", "lessons/exercises"]
     bundle.copy_project(tmp_path)
-    copied = {path.name for path in (tmp_path / "project").iterdir()}
-    assert {"fsdp_train.py", "lessons", "Makefile", "install.py"} <= copied
-    assert not copied & {".venv", ".git", "runs", "data"}
-    assert (tmp_path / "project" / "lessons" / "exercises").exists()
+    assert all((project / name).exists() for name in names if (ROOT / name).exists())
     bundle.copy_project(tmp_path)  # again, over the first
+
+    for name in ("my/private.txt", "machine.json", "lessons/mine/1_the_model.py", "runs/a/b"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("mine")
+    monkeypatch.setattr(bundle, "ROOT", project)
+    bundle.copy_project(tmp_path / "again")
+    copied = {path.name for path in (tmp_path / "again" / "project").rglob("*")}
+    assert "fsdp_train.py" in copied
+    left_out = {".venv", ".git", "runs", "data", "mine", "my", "machine.json", "__pycache__"}
+    assert not copied & left_out
 
 
 def test_another_version_of_python_is_refused_in_one_line(tmp_path):

@@ -43,7 +43,7 @@ def interrupt_second_run(folder, flags, cwd) -> None:
             time.sleep(0.01)
         assert len(pids(folder)) == 2
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130 and not pids(folder)
+        assert process.wait(PATIENCE) == 130 and not pids(folder)
     finally:
         process.kill()
 

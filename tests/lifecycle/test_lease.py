@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from conftest import flags_for
+from conftest import PATIENCE, flags_for
 from test_stopping import FLAGS, FOREVER, started, wait_for  # noqa: F401 (a fixture)
 
 from config import UserError
@@ -38,7 +38,7 @@ def test_a_live_runs_folder_is_refused(started, python, tiny_data, tmp_path):  #
     wait_for(lambda: steps_done(tmp_path / "run") > before + 1)
     assert first.status() is None
     first.send(signal.SIGKILL)
-    assert first.wait(10)
+    assert first.wait(PATIENCE)
     with taken(tmp_path / "run"):  # without waiting
         pass
 

@@ -192,21 +192,41 @@ def test_a_run_with_adapters_says_what_it_trains_and_counts_their_flops():
 
 
 @pytest.mark.parametrize("device", ["mi250", "h100", "a100-40gb"])
-def test_the_time_of_a_run_is_planned_before_it_starts(device):
+def test_the_time_of_a_run_is_planned_before_it_starts(device, monkeypatch):
     """On devices that planning knows; the figures are those of `python plan.py`."""
     m = MPTConfig(d_model=2048, n_heads=16, n_layers=24, max_seq_len=2048)
     cfg = TrainConfig(global_batch_size=64, microbatch_size=4, max_steps=1000)
     world = World(0, 8, 0, 8, torch.device("cpu"))
     row = devices.by_name(device)
-    line = reporter.planned_time(m, cfg, world, row, first_step=400)
+    monkeypatch.setattr(devices, "identify", lambda _: row)
+    line = reporter.planned_time(m, cfg, world, "bf16", None, first=400)
     seconds = search.evaluate(m, cfg, Fleet(row, 8, 8), Constants(), OURS).seconds["step"]
     assert f"planned: {seconds:.3g} s a step" in line
     assert f"{datetime.timedelta(seconds=round(600 * seconds))} for 600 steps, probably" in line
 
 
-def test_where_planning_knows_nothing_the_steps_say_how_long_it_takes():
-    m, cfg = MPTConfig(n_layers=3), TrainConfig(pp=2)
+@pytest.mark.parametrize(
+    "row, precision, tp",
+    [
+        (None, "bf16", 1),  # a CPU
+        ("h100", "fp32", 1),  # planning knows 16 bits
+        ("h100", "bf16", 3),  # which does not divide this model
+    ],
+)
+def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
+    row, precision, tp, monkeypatch
+):
+    monkeypatch.setattr(devices, "identify", lambda _: row and devices.by_name(row))
+    monkeypatch.setattr(devices, "measure_peak", lambda device, dtype, seconds: 1e12)
+    m, cfg = MPTConfig(n_layers=3), TrainConfig(pp=2, tp=tp, max_steps=90)
     world = World(0, 2, 0, 2, torch.device("cpu"))
-    for row in (None, devices.by_name("h100")):  # three layers and batch 8 do not fit the layout
-        line = reporter.planned_time(m, replace(cfg, tp=1 if row is None else 3), world, row, 0)
-        assert line == "time: the line of step 2 and each after it says how much is left"
+    n_flops = cfg.global_batch_size * m.max_seq_len * flops.train_flops_per_token(m)
+    for peak, rate in ((None, 2e12), (4e12, 4e12)):  # not known: that of two ranks is measured
+        line = reporter.planned_time(m, cfg, world, precision, peak, first=30)
+        assert line.startswith(f"time: more than {n_flops / rate:.3g} s a step, ")
+        left = datetime.timedelta(seconds=round(60 * n_flops / rate))
+        assert f" {left} for 60 steps, which a matmul's {rate / 1e12:g} TFLOP/s would" in line
+        assert line.endswith("the line of step 2 and each after it says how much is left")
+
+    endless = reporter.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
+    assert "unknown time for 1,000,000,000,000,000 steps" in endless

@@ -25,7 +25,7 @@ import time
 
 import pytest
 import torch
-from conftest import flags_for
+from conftest import PATIENCE, flags_for
 
 import checkpoint
 from lessons.elastic import Launch, finished, steps_done
@@ -68,7 +68,7 @@ class Soak:
             launch.send(signal.SIGKILL)
 
     def to_the_end(self, launch: Launch) -> None:
-        assert launch.wait(300) and launch.status() == 0, self.log.read_text()[-3000:]
+        assert launch.wait(PATIENCE) and launch.status() == 0, self.log.read_text()[-3000:]
 
     def kill(self, when: str, ranks: int) -> None:
         """Start it, kill it, end the other ranks, and look at what is left."""

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, clean_environment
+from conftest import PATIENCE, ROOT, clean_environment
 
 LINE = "runs/x: loading PyTorch\n"
 RIGHT = ["--run_dir=runs/x", "--max_steps=200"]
@@ -51,7 +51,7 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
     process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), **streams)
     assert process.stdout.readline() == LINE
     process.send_signal(number)
-    rest, errors = process.communicate(timeout=60)
+    rest, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, rest, errors) == (status, "", "")
     assert not any(tmp_path.iterdir())  # it had not begun
 
@@ -59,13 +59,13 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
 def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
     """A shell plays torchrun; the rank sleeps where it would import."""
     code = "import time; from lifecycle import stopping; stopping.begin(['--help']); "
-    code += "print('here', flush=True); time.sleep(60)"
+    code += "print('here', flush=True); time.sleep(600)"
     shell = ["sh", "-c", f'{sys.executable} -c "{code}" & wait']
     env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     parent = subprocess.Popen(shell, cwd=ROOT, env=env, **streams)
     assert parent.stdout.readline() == "here\n"
     parent.kill()
-    _, errors = parent.communicate(timeout=20)  # ends when the rank has closed its streams
+    _, errors = parent.communicate(timeout=PATIENCE)  # ends when the rank has closed its streams
     assert errors.startswith("error: rank 1 (process ")
     assert "torchrun" in errors

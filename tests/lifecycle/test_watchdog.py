@@ -145,8 +145,8 @@ def test_a_rank_that_was_killed_ends_the_others_at_once(started, tmp_path):
     )
     job.send(signal.SIGKILL, 1)
     begin = time.monotonic()
-    assert job.wait(10)
-    assert time.monotonic() - begin < 5 + watchdog.SIGN
+    assert job.wait(PATIENCE)
+    assert time.monotonic() - begin < 25  # silence would be noticed after 30 s
     assert statuses(job) == [RESUME_ME, -signal.SIGKILL]
     (line,) = errors(tmp_path)
     assert "rank 0 (process" in line and "lost another rank" in line

@@ -8,6 +8,7 @@ from concurrent import futures
 
 import pytest
 import torch
+from conftest import PATIENCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_decoder import TINY, model, random_ids
@@ -296,13 +297,13 @@ def test_texts_go_on_while_an_adapter_is_loaded(files):
     def slow_read(path):
         if path == second:
             begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(PATIENCE)
         return peft.read(path)
 
     decoder, bank = bank_on(mpt, n_slots=2, read=slow_read)
     with bank.in_use([first]):
         bank.acquire(second)
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE)
         during = written(decoder, mpt.cfg, ["to be", "a"], [first, BASE], temperature=0)
         assert not bank.is_loaded(second)
         with pytest.raises(KeyError):
@@ -324,13 +325,13 @@ def test_a_slot_is_filled_in_the_order_in_which_it_changes_hands():
     def slow_read(path):
         if path == "a":
             begun.set()
-            assert may_end.wait(60)
+            assert may_end.wait(PATIENCE)
         return IN_MEMORY[path]
 
     _, bank = bank_on(model(alibi=True), n_slots=1, rank=2, read=slow_read)
     bank.acquire("a")
     reading = bank.residents["a"].loading
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     bank.release("a")
     bank.acquire("b")
     futures.wait([bank.residents["b"].loading], timeout=0.2)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import rooms_on_path, words_of
+from conftest import PATIENCE, rooms_on_path, words_of
 
 from config import UserError
 from text import corpus
@@ -336,7 +336,7 @@ def run(*argv, **environment):
         env=rooms_on_path() | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
     )
 
 
