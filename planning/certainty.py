@@ -124,7 +124,7 @@ def band(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> tuple[float, float, st
         return low, high, text
     low /= launches
     longer = f"starting the kernels may take {launches:.1f} times as long as they run"
-    return low, high, f"{text}; {longer}, which is not in the model: it begins at {low:.0%}"
+    return low, high, f"{text}; {longer}, so it begins at {low:.0%}"
 
 
 def band_of(wanted: dict[str, str], rows: list[dict]) -> tuple[float, float, str]:
