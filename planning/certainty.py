@@ -143,7 +143,7 @@ def band_of(wanted: dict[str, str], rows: list[dict]) -> tuple[float, float, str
     few = f"too few runs with {', '.join(missing)} were compared"
     if sum(is_of(row, wanted) for row in rows) >= ENOUGH:
         few = f"the runs with {', '.join(missing)} were of too few models"
-    widened = f"the band is widened to {low:.0%} to {high:.0%}"
+    widened = f"widened to {low:.0%} to {high:.0%}"
     return low, high, f"{few}: {reached(factors, 'nearest runs')}; {widened}"
 
 
@@ -163,7 +163,7 @@ def reached(factors: list[float], runs: str) -> str:
         span = f"{min(factors) - 1:.0%} to {max(factors) - 1:.0%}"
         return f"all {n} {runs} were {span} faster than predicted"
     low, high = middle(factors)
-    return f"80% of the {n} {runs} reached {low:.0%} to {high:.0%} of the predicted tokens/s"
+    return f"80% of the {n} {runs} reached {low:.0%} to {high:.0%} of the prediction"
 
 
 def nearest(wanted: dict[str, str], rows: list[dict]) -> tuple[tuple[str, ...], list[float]]:

@@ -32,7 +32,7 @@ def test_a_kind_that_was_compared_has_a_narrow_band():
     factors = factors_of(certainty.kind_of(M, run(), Fleet(A100, 8)))
     tenths = statistics.quantiles(factors, n=10, method="inclusive")
     assert (low, high) == (min(tenths[0], 1), max(tenths[-1], 1))
-    assert f"reached {tenths[0]:.0%} to {tenths[-1]:.0%} of the predicted tokens/s" in sentence
+    assert f"reached {tenths[0]:.0%} to {tenths[-1]:.0%} of the prediction" in sentence
 
 
 def factors_of(kind: dict[str, str]) -> list[float]:
@@ -68,11 +68,11 @@ def test_the_band_holds_8_of_10_runs(tmp_path, monkeypatch):
     low, high, sentence = certainty.band(M, run(), Fleet(A100, 8))
     assert (low, high) == pytest.approx((0.84, 1.16))
     runs = "80% of the 21 published runs of this kind"
-    assert sentence == f"{runs} reached 84% to 116% of the predicted tokens/s"
+    assert sentence == f"{runs} reached 84% to 116% of the prediction"
     low, high, sentence = certainty.band(M, run(), Fleet(MI250, 8))
     assert (low, high) == pytest.approx((0.84**1.1, 1.16**1.1))
-    true = "80% of the 21 nearest runs reached 84% to 116% of the predicted tokens/s"
-    assert sentence.endswith(f"{true}; the band is widened to 83% to 118%")
+    true = "80% of the 21 nearest runs reached 84% to 116% of the prediction"
+    assert sentence.endswith(f"{true}; widened to 83% to 118%")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_the_band_holds_8_of_10_runs(tmp_path, monkeypatch):
         # The middle is on one side, but not all are far on it.
         (
             [0.80, 0.82, 0.84, 0.86, 0.88, 0.94],
-            "80% of the 6 {} reached 81% to 91% of the predicted tokens/s",
+            "80% of the 6 {} reached 81% to 91% of the prediction",
             (0.81, 1),
             (0.81**1.1, 1.15**1.1),
         ),
@@ -113,7 +113,7 @@ def test_what_is_told_is_what_runs_reached(
 
     low, high, sentence = certainty.band(M, run(), Fleet(MI250, 8))
     assert (low, high) == pytest.approx(of_nearest)
-    widened = f"the band is widened to {low:.0%} to {high:.0%}"
+    widened = f"widened to {low:.0%} to {high:.0%}"
     assert sentence.endswith(f": {words.format('nearest runs')}; {widened}")
 
 
