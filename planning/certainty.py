@@ -171,13 +171,19 @@ def nearest(wanted: dict[str, str], rows: list[dict]) -> tuple[tuple[str, ...], 
 
     Of all choices of parts, the one of the largest weight.
     """
+    rows_by_match = {}  # {the parts that rows share with the kind: these rows}
+    for row in rows:
+        match = frozenset(part for part in WEIGHTS if row[part] == wanted[part])
+        rows_by_match.setdefault(match, []).append(row)
+
     choices = []
     for n in range(len(WEIGHTS) + 1):
         choices += itertools.combinations(WEIGHTS, n)
     choices.sort(key=lambda parts: -sum(WEIGHTS[part] for part in parts))
 
     for parts in choices:
-        same = [row for row in rows if is_of(row, {part: wanted[part] for part in parts})]
+        groups = [group for match, group in rows_by_match.items() if match.issuperset(parts)]
+        same = list(itertools.chain.from_iterable(groups))
         if len(same) >= ENOUGH and len({row["model"] for row in same}) >= MODELS:
             return parts, [float(row["factor"]) for row in same]
     raise UserError(f"{RESIDUALS} has too few rows: run `python -m bench planner`")
