@@ -23,7 +23,8 @@ machine`, a table of `bench train`, or a file in which planning/calibrate.py has
 lines of a plan list what was assumed.
 
 Every figure that depends on the speed has an error band: how far published runs of this kind were
-from their predictions. A plan of a kind that was never compared says so (planning/certainty.py).
+from their predictions. A plan of a kind of which too few were published says so, and has a wider
+band (planning/certainty.py).
 Prices are yours, of one torch device for an hour. With several kinds of device, a flag has one
 value for all or one for each. `--json` prints any answer for programs.
 """

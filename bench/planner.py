@@ -265,8 +265,7 @@ divides its cost out.
 **Frontier**, models of GPT-3's shape: 175B on 1,024 GCDs of MI250X and 1T on 3,072, ZeRO-1 and full
 checkpointing, nodes of 8 GCDs with 100 GB/s. The figures are tokens/s a GCD over those of one
 replica of the model (64 and 512 GCDs) at the same global batch of about 8,000 sequences, in %, and
-seconds of a step with a microbatch of 1, as the launch scripts have it. By `planning/memory.py`,
-whose gradients are fp32, one replica alone would not fit into memory.
+seconds of a step with a microbatch of 1, as the launch scripts have it.
 
 {frontier}
 

@@ -544,7 +544,7 @@ print(f"{speed:,.0f} tokens/s a device, MFU {plan.mfu:.1%}. LLM Foundry's traine
 # %% [markdown]
 # How sure is it? Published runs of the same kind were this far from their predictions,
 # each predicted by constants fitted without the runs of that model (planning/certainty.py).
-# The planner's "8 in 10 of 70 published runs" is the middle 80 % of 70 such runs. No plan
+# The planner's "80% of the 70 published runs" is the middle 80 % of 70 such runs. No plan
 # is better than its band. A rule of thumb with one constant share of the peak is worse
 # (bench/results/planner.md):
 

@@ -240,7 +240,7 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
 
 
 def assumed_kernels(plan: Plan) -> list[str]:
-    """Whose attention, compiled blocks, fp8, and a speed that no matmuls reach."""
+    """Whose attention, compiled blocks, fp8, tiny kernels, and speeds that no matmuls reach."""
     device, cfg = plan.fleet.device, plan.cfg
     step = step_time.StepTime(plan.m, cfg, plan.fleet)
     lines = []
@@ -256,18 +256,57 @@ def assumed_kernels(plan: Plan) -> list[str]:
     if device.matmul_fp8_tflops:
         at = f"linear layers in fp8 at {device.matmul_fp8_tflops:g} TFLOP/s"
         lines.append(f"{at}: the trainer has no fp8, and no run in it was compared")
-    return lines + doubt(plan)
+        lines.append("MFU is a share of the bf16 peak, so in fp8 it may be more than 100%")
+    if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
+        start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
+        lines.append(f"the kernels of a block take {start}: that is not in the model")
+    return lines + doubtful_kernels(plan) + doubt(plan)
+
+
+def reachable_share(device: Device) -> float:
+    """The share of the bf16 peak that large matmuls reach, assumed if nobody has measured it."""
+    return device.reachable or step_time.Constants().reachable
+
+
+def doubtful_kernels(plan: Plan) -> list[str]:
+    """The lines about kernels that someone has set or measured faster than large matmuls are.
+
+    And about fp8 that is slower than bf16.
+    """
+    device = plan.fleet.device
+    reachable = reachable_share(device)
+    lines = []
+    if device.attention and device.attention > reachable:
+        share = f"attention at {device.attention:.0%} of the peak"
+        lines.append(f"DOUBTFUL: {share}, but large matmuls reach {reachable:.0%}")
+
+    fp8_tflops, in_bf16 = device.matmul_fp8_tflops, reachable * device.bf16_tflops
+    if not fp8_tflops:
+        return lines
+    if fp8_tflops > reachable * device.fp8_tflops:
+        share = f"fp8 matmuls at {fp8_tflops / device.fp8_tflops:.0%} of the fp8 peak"
+        lines.append(f"DOUBTFUL: {share}, but those in bf16 reach {reachable:.0%} of theirs")
+    if fp8_tflops < (1 - 1e-9) * in_bf16:
+        slower = f"fp8 matmuls at {fp8_tflops:g} TFLOP/s are slower than those in bf16"
+        lines.append(f"DOUBTFUL: {slower}, which reach {in_bf16:.0f}")
+    return lines
 
 
 def doubt(plan: Plan) -> list[str]:
-    """The line about a plan that is faster than large matmuls in bf16; none if it is not."""
+    """The line about a plan that is faster than large matmuls; none if it is not.
+
+    With fp8 than such matmuls at the same share of the fp8 peak: none can be faster.
+    """
     device = plan.fleet.device
-    peak = step_time.StepTime(plan.m, plan.cfg, plan.fleet).matmul_peak() / 1e12
-    if device.matmul_fp8_tflops or hardware_tflops(plan) <= peak:
+    reachable = reachable_share(device)
+    peak, name = device.bf16_tflops, "peak"
+    if device.matmul_fp8_tflops:
+        peak, name = device.fp8_tflops, "fp8 peak"
+    share = hardware_tflops(plan) / peak
+    if share <= reachable:
         return []
-    share = f"{hardware_tflops(plan) / device.bf16_tflops:.0%} of the peak"
-    reached = f"large matmuls reach {peak / device.bf16_tflops:.0%}"
-    return [f"DOUBTFUL: {share} (masked scores counted), but {reached}"]
+    reached = f"{share:.0%} of the {name} (masked scores counted)"
+    return [f"DOUBTFUL: {reached}, but large matmuls reach {reachable:.0%}"]
 
 
 def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
@@ -399,12 +438,15 @@ def summary_lines(plan: Plan, values: dict, args: PlanArgs) -> list[str]:
     run = f"{tokens_text(values['tokens'])}, --max_steps={values['max_steps']}"
     time = duration(values["days"], band["days"])
     power = energy(values["mwh"], band["mwh"]) if values["mwh"] else "energy n/a: set --watts"
+    mfu = f"MFU {values['mfu']:.1%}"
+    if plan.fleet.device.matmul_fp8_tflops:
+        mfu += " of the bf16 peak"
     cost = ""
     if args.price:
         cost = f", {money(values['cost'], band['cost'])} at {args.price:g} a device-hour"
     return [
         f"memory      {values['share_of_memory']:.0%} of {memory_gb}: {fits}",
-        f"speed       {speed}, {tflops}, MFU {values['mfu']:.1%} ({values['convention']})",
+        f"speed       {speed}, {tflops}, {mfu} ({values['convention']})",
         f"the run     {run}: {time}, {power}{cost}",
         f"certainty   {values['certainty']}",
     ]
@@ -453,8 +495,11 @@ def published_lines(plan: Plan, values: dict) -> list[str]:
     tflops = PUBLISHED_FRONTIER[shape]
     share = tflops / plan.fleet.device.bf16_tflops
     published = f"{tflops} TFLOP/s a GCD on Frontier, {share:.1%} of the peak (arXiv 2312.12705)"
-    again = hardware_tflops(plan)
-    ours = f"this plan: {values['tflops_per_device']:.1f}, or {again:.1f} with what is recomputed"
+    counted, again = values["tflops_per_device"], hardware_tflops(plan)
+    ours = f"this plan: {counted:.1f}"
+    if again > 1.001 * counted:
+        ours += f", or {again:.1f} with what is recomputed, as Megatron's programs count:"
+        ours += " we do not know which was published"
     return labelled("published", [published, ours])
 
 

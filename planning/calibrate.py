@@ -10,8 +10,9 @@
 Each run has its own pace: the one at which its prediction is right. Attention and network are what
 makes the paces of all runs most alike. The geometric mean of these paces is the machine's. What
 attention reaches is fitted only if runs that were left out are then predicted better; the network
-only if the runs on several nodes depend on it. A plan says what was measured and what still is
-assumed.
+only if the runs on several nodes depend on it. If a faster one would change nothing, since links or
+computation are what they wait for, then they show only how fast it is at least. A plan says what
+was measured and what still is assumed.
 
 `--save` keeps the measurements in one file, to which later ones can be added:
 
@@ -53,7 +54,8 @@ BETTER = 1.25
 # How far from the assumed value a fitted one may be: STEP to the power of -REACH to REACH.
 STEP = 1.02
 REACH = 96
-# The network is measured if at half of it a run on several nodes would be so much slower.
+# The network is measured if at half of it a run on several nodes would be so much slower, and at
+# twice what was found, so much faster.
 DEPENDS = 0.02
 
 
@@ -359,7 +361,8 @@ class Found:
     """What a fit has found."""
 
     attention: float | None  # share of the peak; None: not fitted
-    network_gbs: float | None  # None: not measured
+    network_gbs: float | None  # None: nothing is known of it
+    is_least: bool  # the network may be faster: these runs would not show it
     log_pace: float
 
 
@@ -405,7 +408,7 @@ class Fit:
         estimate, slope = 0.0, 1.0  # of log(seconds) over log(pace)
         last_estimate = last_error = None
         for _ in range(30):
-            rate = self.rate(i, Found(attention, network_gbs, estimate))
+            rate = self.rate(i, Found(attention, network_gbs, False, estimate))
             error = math.log(rate / self.runs[i].measured)
             if last_error is not None:
                 slope = max(0.1, (last_error - error) / (estimate - last_estimate))
@@ -421,7 +424,7 @@ class Fit:
         inside = [i for i in kept if not self.is_across[i]]
         across = [i for i in kept if self.is_across[i]]
         attention = self.attention and self.agreed_attention(inside or across)
-        network_gbs = None
+        network_gbs, is_least = None, False
         if inside and self.tells_the_network(across):
             # At the attention of all runs, which was computed already.
             paces = [self.log_pace(i, self.attention, None) for i in inside]
@@ -429,9 +432,11 @@ class Fit:
                 lambda gbs: paces + [self.log_pace(i, self.attention, gbs) for i in across],
                 self.fleet.network_gbs,
             )
+            if network_gbs:
+                is_least = not self.depend(across, network_gbs, 2 * network_gbs)
         used = kept if network_gbs or not inside else inside
         paces = [self.log_pace(i, attention, network_gbs) for i in used]
-        return Found(attention, network_gbs, statistics.fmean(paces))
+        return Found(attention, network_gbs, is_least, statistics.fmean(paces))
 
     def agreed(self, paces_at, start: float) -> float | None:
         """The value at which paces_at(value) are most alike; None: it is out of reach."""
@@ -456,10 +461,13 @@ class Fit:
         """Do these runs depend on the network, and is it not known already?"""
         if self.fleet.network_from not in ("assumed", "machine"):
             return False
-        half = self.fleet.network_gbs / 2
+        return self.depend(across, self.fleet.network_gbs / 2, self.fleet.network_gbs)
+
+    def depend(self, across: list[int], slow_gbs: float, fast_gbs: float) -> bool:
+        """Does one of these runs take longer at the slower of two networks?"""
         for i in across:
-            change = self.log_pace(i, self.attention, half)
-            change -= self.log_pace(i, self.attention, None)
+            change = self.log_pace(i, self.attention, slow_gbs)
+            change -= self.log_pace(i, self.attention, fast_gbs)
             if abs(change) > DEPENDS:
                 return True
         return False
@@ -504,8 +512,10 @@ def calibrated(found: Calibration, trainer: Trainer) -> Calibration:
     left_out = fit.left_out() if len(runs) > 1 else []
     if fitted.attention:
         fleet = replace(fleet, device=replace(fleet.device, attention=fitted.attention))
-    if fitted.network_gbs:
+    if fitted.network_gbs and not fitted.is_least:
         fleet = replace(fleet, network_gbs=fitted.network_gbs, network_from="measured")
+    elif fitted.network_gbs and fitted.network_gbs > fleet.network_gbs:
+        fleet = replace(fleet, network_gbs=fitted.network_gbs, network_from="at least")
     notes = (*notes_of(fit, fitted, left_out), *doubts(fit))
     fleet = replace(fleet, notes=(*fleet.notes, *notes))
     c = replace(c, pace=math.exp(fitted.log_pace))
@@ -519,6 +529,9 @@ def notes_of(fit: Fit, found: Found, left_out: list[float]) -> list[str]:
         lines[0] += f", {left_out_words(fit.runs, left_out)}"
     if found.attention:
         lines.append(f"attention at {found.attention:.0%} of the peak, fitted to these runs")
+    if found.is_least:
+        least = f"a network of at least {found.network_gbs:.3g} GB/s a node"
+        lines.append(f"runs on several nodes show only {least}: a faster one changes little")
     if any(fit.is_across) and not found.network_gbs:
         cause = "these runs hardly depend on it"
         if fit.fleet.network_from not in ("assumed", "machine"):

@@ -35,7 +35,7 @@ COLLISIONS = 0.03
 NODE_SIZE = 8  # torch devices of a node if nobody says
 DOUBTFUL_NETWORK = 3.0  # times a device's usual network: above that, it may be in Gb/s
 
-NetworkFrom = Literal["set", "machine", "measured", "assumed"]
+NetworkFrom = Literal["set", "machine", "measured", "at least", "assumed"]
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,7 @@ def network_words(fleet: Fleet, args: FleetArgs) -> str:
         "assumed": f"{gbs}: {each}, {source}: {fix}",
         "machine": f"{gbs}: {args.machine}'s, {links}, of which not all may arrive",
         "measured": f"{gbs}: measured",
+        "at least": f"{gbs}: at least so much was measured",
     }
     return words.get(fleet.network_from, "")
 

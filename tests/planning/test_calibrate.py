@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import plan
 from bench import train as bench_train
 from config import UserError
 from planning import calibrate, step_time
-from planning.fleet import Fleet, FleetArgs, fleet_of
+from planning.fleet import Fleet, FleetArgs, fleet_of, network_words
 from planning.step_time import Constants
 
 MI250 = devices.by_name("mi250")
@@ -194,6 +195,38 @@ def test_what_runs_on_two_nodes_measure(tmp_path):
     assert found.c.pace == pytest.approx(1.2, rel=0.01)
     for left_out, run in zip(found.left_out, found.runs, strict=True):
         assert left_out == pytest.approx(run.measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "truth, noise, assumed, of_plan, network_from",
+    [
+        # The links of an MI250 are as fast as the network that is assumed: nothing beyond it shows.
+        (100, 1.05, None, 100, "assumed"),
+        (400, 1.0, None, 100, "assumed"),
+        (400, 1.0, 40, 100, "at least"),
+        (37, 1.0, 40, 37, "measured"),
+        (60, 1.0, None, 60, "measured"),
+    ],
+)
+def test_a_network_that_is_fast_enough_is_not_measured(
+    tmp_path, truth, noise, assumed, of_plan, network_from
+):
+    """The runs on two nodes are slower with less, and no faster with more."""
+    of_noise = [1.0] * len(ONE_NODE) + [noise] * len(TWO_NODES)
+    fleet = Fleet(MI250, 16, 8, truth)
+    path = runs(tmp_path / "a.csv", fleet, Constants(), ONE_NODE + TWO_NODES, of_noise)
+    before = replace(ASSUMED, network_gbs=assumed or ASSUMED.network_gbs)
+    found, _ = calibrate.from_file(path, before, step_time.OURS)
+    assert found.network_gbs == pytest.approx(of_plan, rel=0.02)
+    assert found.network_from == network_from
+    told = [note for note in found.notes if "show only a network of at least" in note]
+    assert len(told) == (network_from != "measured")
+    if told:
+        least = float(re.search(r"at least ([0-9.]+) GB/s", told[0])[1])
+        assert least == pytest.approx(min(truth, 100), rel=0.1)
+    words = network_words(found, FleetArgs(device="mi250"))
+    assert words.endswith(": measured") == (network_from == "measured")
+    assert ("at least so much was measured" in words) == (network_from == "at least")
 
 
 def test_runs_on_one_node_measure_no_network(tmp_path):
