@@ -22,6 +22,7 @@ to see all splits side by side.
 """
 
 import bisect
+import copy
 import functools
 import itertools
 import math
@@ -287,10 +288,10 @@ class Split:
 
     def layout(self, recomputation: Recomputation, size: int) -> TrainConfig:
         """The config with this recomputation and microbatch."""
-        mode, every = recomputation
-        return replace(
-            self.cfg, activation_checkpointing=mode, recompute_every=every, microbatch_size=size
-        )
+        layout = copy.copy(self.cfg)  # a tenth of the time of dataclasses.replace
+        layout.activation_checkpointing, layout.recompute_every = recomputation
+        layout.microbatch_size = size
+        return layout
 
     def plan(self, recomputation: Recomputation, size: int) -> Plan:
         """The plan with this recomputation and microbatch."""
@@ -311,8 +312,8 @@ class Split:
         key = recomputation, i
         if key not in self.fitting:
             layout = self.layout(recomputation, self.sizes[i])
-            peak = memory.bytes_by_part(self.m, layout, self.fleet.devices)["peak"]
-            self.fitting[key] = peak <= room(self.fleet)
+            n = self.fleet.devices
+            self.fitting[key] = memory.fits(self.m, layout, n, room(self.fleet))
         return self.fitting[key]
 
     def least(self) -> list[tuple[Recomputation, int]]:
