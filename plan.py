@@ -50,8 +50,6 @@ def trainer(args: PlanArgs) -> step_time.Trainer:
 
 def fleet_and_constants(args: PlanArgs) -> tuple[Fleet, Constants]:
     """The devices and the constants of step_time.py, measured if --calibrate has a file."""
-    if args.calibrate and args.device in devices.THIS_MACHINE and not args.machine:
-        args = replace(args, device=calibrate.device_of(args.calibrate))
     fleet = fleet_of(args, interleave=args.interleave)
     if not args.calibrate:
         return fleet, Constants()
@@ -92,7 +90,8 @@ def require_one_question(args: PlanArgs, cfg: TrainConfig, files: list[str], giv
     """UserError if the settings contradict the question. given: names of the flags."""
     fix = "remove --precision=fp32"
     require(cfg.precision != "fp32", f"plans are for bf16, in which speeds were published: {fix}")
-    found_by_budget = [f"--{name}" for name in ("tokens", "max_steps") if name in given]
+    of_a_budget = ("tokens", "max_steps", *budget.SHAPE)
+    found_by_budget = [f"--{name}" for name in of_a_budget if name in given]
     all_train = not (args.budget and cfg.lora_rank)
     require(all_train, "--budget finds a model to train from scratch: remove --lora_rank")
     if args.budget and (files or found_by_budget):
@@ -122,6 +121,8 @@ def question(
     files = [text for text in argv if not text.startswith("-")]
     given = {flops.flag_name(text) for text in argv}
     require_one_question(args, cfg, files, given)
+    if args.calibrate and args.device in devices.THIS_MACHINE and not args.machine:
+        args = replace(args, device=calibrate.device_of(args.calibrate))
     if args.choose:
         left_open = [name for name in search.OPEN if name not in given]
         asked = replace(asked, **dict.fromkeys(left_open, "auto"))

@@ -11,7 +11,7 @@ a recipe's own layout.
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -20,7 +20,7 @@ import flops
 from config import MPTConfig, TrainConfig, require
 from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
 from planning import certainty, matmuls, memory, search, step_time
-from planning.budget import TOKENS_PER_PARAMETER, Training
+from planning.budget import SHAPE, TOKENS_PER_PARAMETER, Training
 from planning.fleet import UNKNOWN_LINK, FleetArgs, device_of, fleet_of, network_words
 from planning.search import Plan
 
@@ -553,8 +553,17 @@ def training_json(training: Training, args: PlanArgs) -> dict:
 
 
 def model_flags(m: MPTConfig) -> str:
-    """The flags of a model that budget.budget has shaped."""
-    return " ".join(f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers"))
+    """The flags of a model that budget.budget has shaped, with what the user set beside the shape.
+
+    Its attention is the trainer's choice: plans take any fused one for `sdpa`.
+    """
+    names = ["d_model", "n_heads", "n_layers"]
+    for field in fields(m):
+        is_set = getattr(m, field.name) != field.default
+        planned_as_fused = field.name == "attn_impl" and m.attn_impl == "sdpa"
+        if is_set and field.name not in SHAPE and not planned_as_fused:
+            names.append(field.name)
+    return " ".join(f"--{name}={getattr(m, name)}" for name in names)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from planning.search import LayoutArgs, Plan, fastest
 from planning.step_time import Constants, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
+SHAPE = ("d_model", "n_heads", "n_layers", "kv_n_heads")  # what `shape` sets
 
 # The widths that `budget` tries, the largest first.
 WIDTHS = [

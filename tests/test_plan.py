@@ -264,6 +264,24 @@ def test_a_budgets_flags_train_its_models(capsys):
     assert "Chinchilla's published fit (arXiv 2203.15556)" in out
 
 
+def test_a_budgets_flags_keep_what_the_user_set_of_the_model(capsys):
+    """All but its shape, which the budget finds."""
+    own = "--vocab_size=32000 --expansion_ratio=3 --alibi --no_bias --max_seq_len=1024 --qk_ln"
+    own += " --softmax_scale=0.1 --norm_type=layernorm --tie_word_embeddings=False"
+    argv = ["--device=h100", "--devices=8", "--budget=1", *own.split()]
+    out = printed(capsys, *argv)
+    found = planned(capsys, *argv)["trainings"]
+    (expected,) = config.load(own.split(), MPTConfig)
+    launches = [line for line in out.splitlines() if line.strip().startswith("--d_model")]
+    for launch, training in zip(launches, found, strict=True):
+        assert training["model"] in launch
+        m, _ = config.load(launch.split(), MPTConfig, TrainConfig)
+        shape = {name: getattr(m, name) for name in budget.SHAPE}
+        assert m == replace(expected, **shape)
+        assert flops.n_params(m) == training["n_params"]
+        assert "attn_impl" not in launch
+
+
 def test_the_budgets_program_takes_the_same_batch(capsys):
     """96 devices do not divide the config's 256 sequences."""
     fleet = ["--device=h100", "--devices=96"]
@@ -590,6 +608,10 @@ MISTAKES = [
     ("--device=mi250 --budget=0.0001", "0.0001 days on 8 x MI250 GCD are too few"),
     ("MPT7B --device=mi250 --budget=7", "--budget finds the model and its tokens: remove "),
     ("--device=mi250 --budget=7 --tokens=1e9", "remove --tokens"),
+    (
+        "--device=mi250 --budget=7 --n_heads=8 --kv_n_heads=2 --d_model=1024 --n_layers=3",
+        "finds the model and its tokens: remove --d_model --n_heads --n_layers --kv_n_heads",
+    ),
     (
         "--device=mi250 --devices=61 --budget=7 --global_batch_size=256",
         "global_batch_size 256 is not a",

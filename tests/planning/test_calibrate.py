@@ -289,6 +289,19 @@ def test_a_plan_takes_its_device_from_the_measurements(tmp_path, capsys):
     assert slower["tokens_per_second"] < found["tokens_per_second"]
 
 
+@pytest.mark.parametrize("question", ["--sweep_devices=8,16", "--budget=1"])
+@pytest.mark.parametrize("flags", [[], ["--price=1"]])
+def test_every_answer_takes_its_device_from_the_measurements(tmp_path, capsys, question, flags):
+    argv = [question, *flags, f"--calibrate={table(tmp_path / 'a.csv', 1.2)}"]
+    argv += [] if "budget" in question else [CONFIG]
+    answers = []
+    for device in ([], ["--device=mi250"]):
+        plan.main([*argv, *device])
+        answers.append(capsys.readouterr().out)
+    assert "MI250 GCD" in answers[0]
+    assert answers[0] == answers[1]
+
+
 def test_a_flag_is_stronger_than_a_measurement(tmp_path, capsys):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(machine(memory_gbs=1300)))
