@@ -152,8 +152,20 @@ def main(argv: list[str]) -> None:
         return show_budget(budget.budget(m, cfg, args.budget, *search_args), args)
     plans = search.best(m, cfg, *search_args, n=5)
     fixes = [] if plans[0].fits else search.what_fits(m, cfg, *search_args)
-    more = {"others": answer.others_json(plans), "would_fit": fixes}
-    below = answer.labelled("would fit", fixes) + answer.others_lines(plans)
+    ruled_out = search.ruled_out_by_batch(asked, plans[0])
+    simpler = answer.within_error(plans[0], search.simpler(plans, m, cfg, *search_args))
+    more = {
+        "others": answer.others_json(plans),
+        "would_fit": fixes,
+        "batch_rules_out_dp": ruled_out,
+        "simpler": answer.others_json([simpler])[0] if simpler else None,
+    }
+    below = [
+        *answer.labelled("would fit", fixes),
+        *answer.batch_lines(plans[0], ruled_out),
+        *answer.others_lines(plans),
+        *answer.simpler_lines(plans[0], simpler),
+    ]
     show_plan(plans[0], args, own, more, below)
 
 

@@ -502,6 +502,35 @@ def others_lines(plans: list[Plan]) -> list[str]:
     return ["", f"{choices}, {best}", *search.table(plans), ""]
 
 
+def within_error(plan: Plan, simpler: list[Plan]) -> Plan | None:
+    """The simplest plan that is slower by less than half the width of `plan`'s error band."""
+    low, high = rate_band(plan)
+    for other in simpler:
+        if plan.tokens_per_second - other.tokens_per_second < (high - low) / 2:
+            return other
+    return None
+
+
+def simpler_lines(plan: Plan, other: Plan | None) -> list[str]:
+    """The line about a simpler plan, from `within_error`."""
+    if other is None:
+        return []
+    slower = 1 - other.tokens_per_second / plan.tokens_per_second
+    split = f"tp {other.fleet.tp} pp {other.fleet.pp} {other.cfg.sharding}"
+    error = f"is {slower:.1%} slower, which is within the error: simpler"
+    return labelled("or simpler", [f"{split} {error}", flags(other)])
+
+
+def batch_lines(plan: Plan, ruled_out: list[int]) -> list[str]:
+    """The line about more data-parallel ranks, from search.ruled_out_by_batch."""
+    if not ruled_out:
+        return []
+    batch = plan.cfg.global_batch_size
+    fix = memory.nearest_batches(batch, {ruled_out[0]}).removeprefix("set ")
+    degrees = ", ".join(map(str, ruled_out))
+    return labelled("batch", [f"the batch rules out dp {degrees}: {fix} would not"])
+
+
 def others_json(plans: list[Plan]) -> list[dict]:
     """The plans of search.best in short."""
     return [

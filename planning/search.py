@@ -161,9 +161,7 @@ def model_splits(
     if asked.pp != "auto":
         m.check_stages(asked.pp)
 
-    tps = [asked.tp] if asked.tp != "auto" else tensor_ranks(m, asked, fleet)
-    pps = [asked.pp] if asked.pp != "auto" else stages(m, fleet)
-    splits = [(tp, pp) for tp, pp in itertools.product(tps, pps) if n % (tp * pp) == 0]
+    splits = device_splits(m, asked, fleet)
     require(splits, devices_do_not_split(n, asked))
 
     dp_of = {(tp, pp): n // (tp * pp) for tp, pp in splits}
@@ -175,6 +173,23 @@ def model_splits(
         m.check_adapters_fit(replace(cfg, tp=tp, pp=pp))  # says why
     splits = allowed
     return sorted(splits, key=lambda split: (split[0] * split[1], split[1]))
+
+
+def device_splits(m: MPTConfig, asked: LayoutArgs, fleet: Fleet) -> list[tuple[int, int]]:
+    """(tp, pp) that divide the model and the devices."""
+    tps = [asked.tp] if asked.tp != "auto" else tensor_ranks(m, asked, fleet)
+    pps = [asked.pp] if asked.pp != "auto" else stages(m, fleet)
+    pairs = itertools.product(tps, pps)
+    return [(tp, pp) for tp, pp in pairs if fleet.devices % (tp * pp) == 0]
+
+
+def ruled_out_by_batch(asked: LayoutArgs, plan: Plan) -> list[int]:
+    """More data-parallel ranks than the plan's, which its batch does not allow, the most first."""
+    possible = {
+        plan.fleet.devices // (tp * pp) for tp, pp in device_splits(plan.m, asked, plan.fleet)
+    }
+    batch = plan.cfg.global_batch_size
+    return sorted((dp for dp in possible if dp > plan.fleet.dp and batch % dp), reverse=True)
 
 
 def devices_do_not_split(n: int, asked: LayoutArgs) -> str:
@@ -480,6 +495,35 @@ def fastest(
 ) -> Plan:
     """The first of `best`."""
     return best(m, cfg, asked, fleet, c, trainer)[0]
+
+
+def simpler(
+    plans: list[Plan],
+    m: MPTConfig,
+    cfg: TrainConfig,
+    asked: LayoutArgs,
+    fleet: Fleet,
+    c: Constants,
+    trainer: Trainer,
+) -> list[Plan]:
+    """Plans that need less than the first of `plans`, as tp 1 and pp 1 do: the simplest first.
+
+    Of each set of dimensions the fastest in `plans`, and the fastest with tp 1 and pp 1.
+    """
+    known = plans[1:]
+    if asked.tp == asked.pp == "auto" and dimensions(plans[0]):
+        try:
+            alone = replace(asked, tp=1, pp=1)
+            known = [*known, fastest(m, cfg, alone, fleet, c, trainer)]
+        except UserError:  # it does not fit, or the batch rules it out
+            pass
+    known = [plan for plan in known if plan.fits and dimensions(plan) < dimensions(plans[0])]
+    return sorted(known, key=lambda plan: (dimensions(plan), -plan.tokens_per_second))
+
+
+def dimensions(plan: Plan) -> int:
+    """In how many ways the model is split: 0 to 2, by tensor ranks and by pipeline stages."""
+    return (plan.fleet.tp > 1) + (plan.fleet.pp > 1)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import config
 import flops
 import plan
 from config import MPTConfig, TrainConfig, UserError
-from planning import answer, budget, memory, picture
+from planning import answer, budget, certainty, memory, picture
 from planning.answer import PlanArgs
 
 ROOT = Path(__file__).parent.parent
@@ -313,6 +313,7 @@ MPT70B_ON_64 = """MPT70B --choose --device=h100 --devices=64 --network=100
     --global_batch_size=256""".replace("MPT70B", MPT70B)
 FRONTIER = f"{ROOT}/configs/frontier_175b.py"
 ON_FRONTIER = f"{FRONTIER} --choose --device=mi250x --devices=1024"
+WITH_STAGES = f"{ROOT}/configs/mpt13b.py --choose --device=h100 --devices=32 --network=50".split()
 
 
 @pytest.mark.parametrize(
@@ -354,6 +355,42 @@ def test_the_five_fastest_stand_below_the_plan(capsys):
     lines = printed(capsys, *question).splitlines()
     table = lines[lines.index(next(line for line in lines if line.startswith("the 5 "))) + 2 :]
     assert [int(row.split()[0].replace(",", "")) for row in table[:5]] == [round(r) for r in rates]
+
+
+def test_a_batch_that_rules_out_the_larger_degrees_names_better_ones(capsys):
+    question = [MPT7B, "--device=h100", "--devices=64"]
+    found = planned(capsys, *question, "--global_batch_size=1001")
+    assert found["layout"]["dp"] == 1 and found["batch_rules_out_dp"] == [64, 32, 16, 8, 4, 2]
+    out = printed(capsys, *question, "--global_batch_size=1001")
+    line = "the batch rules out dp 64, 32, 16, 8, 4, 2: --global_batch_size=960 or 1024 would not"
+    assert line in out
+    for batch in (960, 1024):
+        better = planned(capsys, *question, f"--global_batch_size={batch}")
+        assert better["tokens_per_second"] > 1.8 * found["tokens_per_second"]
+        assert better["layout"]["dp"] == 64 and better["batch_rules_out_dp"] == []
+    assert "rules out" not in printed(capsys, *question, "--global_batch_size=1024")
+    fixed = [*question, "--global_batch_size=1001", "--tp=8", "--pp=8"]
+    assert planned(capsys, *fixed)["batch_rules_out_dp"] == []
+
+
+@pytest.mark.parametrize("half_width", [0.1, 0.001])
+def test_a_simpler_layout_within_the_error_is_told_and_not_chosen(capsys, monkeypatch, half_width):
+    band = (1 - half_width, 1 + half_width, "a band of a test")
+    monkeypatch.setattr(certainty, "band", lambda m, cfg, fleet: band)
+    found = planned(capsys, *WITH_STAGES)
+    alone = planned(capsys, *WITH_STAGES, "--tp=1", "--pp=1")
+    assert found["tokens_per_second"] > alone["tokens_per_second"]
+    assert found["layout"]["pp"] > 1
+    lines = [line for line in printed(capsys, *WITH_STAGES).splitlines() if "simpler" in line]
+    if half_width < 0.01:
+        assert found["simpler"] is None and not lines
+        return
+    assert found["simpler"]["flags"] == alone["flags"]
+    slower = 1 - alone["tokens_per_second"] / found["tokens_per_second"]
+    (line,) = lines
+    assert f"is {slower:.1%} slower, which is within the error: simpler" in line
+    assert "tp 1 pp 1 " in line
+    assert "simpler" not in printed(capsys, *WITH_STAGES, "--tp=1", "--pp=1")
 
 
 @pytest.mark.slow
