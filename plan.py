@@ -175,8 +175,9 @@ def compare(kinds: list[list[str]]) -> None:
     kinds: the arguments for each of them.
     """
     offers = []
-    for argv in kinds:
-        m, cfg, asked, args, _ = question(argv)
+    questions = [question(argv) for argv in kinds]
+    differences = answer.differences([args for *_, args, _ in questions])
+    for (m, cfg, asked, args, _), unlike in zip(questions, differences, strict=True):
         require(not args.budget, "--budget plans for one kind of device: name one in --device")
         fleet, c = fleet_and_constants(args)
         m, cfg, args = with_defaults(m, cfg, args)
@@ -185,14 +186,15 @@ def compare(kinds: list[list[str]]) -> None:
             try:
                 sized = replace(fleet, devices=n)
                 plan = search.fastest(m, cfg, asked, sized, c, trainer(args))
-                offers.append(Offer(args, n, plan))
+                offers.append(Offer(args, n, plan, unlike=unlike))
             except UserError as error:
-                offers.append(Offer(args, n, problem=str(error)))
-        offers += [Offer(args, row["devices"], problem=row["problem"]) for row in problems]
+                offers.append(Offer(args, n, problem=str(error), unlike=unlike))
+        for row in problems:
+            offers.append(Offer(args, row["devices"], problem=row["problem"], unlike=unlike))
     require(any(offer.plan for offer in offers), offers[0].problem)
 
     if args.json:
-        print(json.dumps([offer.figures for offer in offers], indent=2))
+        print(json.dumps(answer.comparison_json(offers), indent=2))
     else:
         print(answer.comparison_text(offers))
     if args.plot:
@@ -204,11 +206,11 @@ def show_sweep(rows: list[dict], args: PlanArgs) -> None:
 
     Raises UserError if no number of devices can train the model.
     """
-    good = [row for row in rows if "problem" not in row]
+    good = answer.good_rows(rows)
     if not good:
         raise UserError(rows[0]["problem"])
     if args.json:
-        print(json.dumps([answer.sweep_json(row, args) for row in rows], indent=2))
+        print(json.dumps(answer.sweep_json(rows, args), indent=2))
     else:
         print(answer.sweep_text(rows, args))
     if args.plot and args.price:
@@ -231,7 +233,8 @@ def show_plan(plan: Plan, args: PlanArgs, own: Plan | None, more: dict, below: l
     more, below: what the JSON and the text have beside the plan's figures.
     """
     if args.json:
-        print(json.dumps({**answer.figures(plan, args), **more}, indent=2))
+        compared = {"your_layout": answer.comparison(plan, own)}
+        print(json.dumps({**answer.figures(plan, args), **compared, **more}, indent=2))
     else:
         print(answer.text(plan, args, own, below))
     if args.plot:

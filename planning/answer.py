@@ -113,6 +113,8 @@ def figures(plan: Plan, args: PlanArgs) -> dict:
         "tokens": tokens,
         "max_steps": math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
         "flags": flags(plan),
+        "published": published(plan, device_flops / 1e12),
+        "restarts": restarts(expected["days"]),
         "assumed": assumed(plan, args),
     }
 
@@ -332,9 +334,9 @@ def text(plan: Plan, args: PlanArgs, own: Plan | None = None, below: list[str] =
         *step_and_memory_lines(plan),
         "",
         *summary_lines(plan, values, args),
-        *published_lines(plan, values),
-        *restart_lines(values["days"]),
-        *comparison_lines(plan, own),
+        *published_lines(values["published"]),
+        *restart_lines(values["restarts"]),
+        *comparison_lines(comparison(plan, own)),
     ]
     if values["flags"]:
         lines.append(f"flags       {values['flags']}")
@@ -445,17 +447,32 @@ def rounded(x: float, digits: int = 3) -> str:
     return f"{short:,.0f}" if short >= 1e5 else f"{short:,g}"
 
 
-def published_lines(plan: Plan, values: dict) -> list[str]:
-    """The published speed of this shape on this device. values: of `figures`."""
+def published(plan: Plan, tflops: float) -> dict | None:
+    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
+
+    tflops: of a device, without what is recomputed.
+    """
     shape = plan.m.n_layers, plan.m.d_model
     if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
+        return None
+    return {
+        "tflops_per_device": PUBLISHED_FRONTIER[shape],
+        "share_of_peak": PUBLISHED_FRONTIER[shape] / plan.fleet.device.bf16_tflops,
+        "source": "arXiv 2312.12705",
+        "planned": tflops,
+        "planned_with_recomputation": hardware_tflops(plan),
+    }
+
+
+def published_lines(found: dict | None) -> list[str]:
+    """The lines of `published`."""
+    if found is None:
         return []
-    tflops = PUBLISHED_FRONTIER[shape]
-    share = tflops / plan.fleet.device.bf16_tflops
-    published = f"{tflops} TFLOP/s a GCD on Frontier, {share:.1%} of the peak (arXiv 2312.12705)"
-    again = hardware_tflops(plan)
-    ours = f"this plan: {values['tflops_per_device']:.1f}, or {again:.1f} with what is recomputed"
-    return labelled("published", [published, ours])
+    speed = f"{found['tflops_per_device']} TFLOP/s a GCD on Frontier"
+    share = f"{found['share_of_peak']:.1%} of the peak"
+    again = f"{found['planned_with_recomputation']:.1f} with what is recomputed"
+    ours = f"this plan: {found['planned']:.1f}, or {again}"
+    return labelled("published", [f"{speed}, {share} ({found['source']})", ours])
 
 
 def hardware_tflops(plan: Plan) -> float:
@@ -464,29 +481,48 @@ def hardware_tflops(plan: Plan) -> float:
     return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
 
 
-def restart_lines(days: float) -> list[str]:
-    """The job scripts that will have used their 50 restarts before the run ends."""
-    lines = []
-    for script, limit in JOB_DAYS.items():
-        if days > limit:
-            lines.append(f"{script} ends after 50 restarts, {limit:.3g} days: submit it again then")
-    return labelled("restarts", lines)
+def restarts(days: float) -> dict[str, float]:
+    """{job script: days that it runs} of those whose 50 restarts are used before the run ends."""
+    return {script: limit for script, limit in JOB_DAYS.items() if days > limit}
 
 
-def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
-    """How the settings as they are would do, if the plan changes them."""
+def restart_lines(scripts: dict[str, float]) -> list[str]:
+    """The lines of `restarts`."""
+    return labelled(
+        "restarts",
+        [
+            f"{script} ends after 50 restarts, {limit:.3g} days: submit it again then"
+            for script, limit in scripts.items()
+        ],
+    )
+
+
+def comparison(plan: Plan, own: Plan | None) -> dict | None:
+    """How the settings as they are would do; None if the plan does not change them."""
     if own is None:
-        return []
+        return None
     changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
-    settings = [f"{name}={getattr(own.cfg, name)}" for name in changed]
-    if not settings:
+    if not changed:
+        return None
+    return {
+        "settings": {name: getattr(own.cfg, name) for name in changed},
+        "fits": own.fits,
+        "tokens_per_second": own.tokens_per_second,
+        "gain": plan.tokens_per_second / own.tokens_per_second - 1,
+    }
+
+
+def comparison_lines(found: dict | None) -> list[str]:
+    """The line of `comparison`."""
+    if found is None:
         return []
+    settings = ", ".join(f"{name}={value}" for name, value in found["settings"].items())
     result = "DOES NOT FIT"
-    if own.fits:
-        gain = plan.tokens_per_second / own.tokens_per_second - 1
+    if found["fits"]:
+        gain = found["gain"]
         difference = f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-        result = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {difference}"
-    return [f"your layout {', '.join(settings)}: {result}"]
+        result = f"{found['tokens_per_second']:,.0f} tokens/s; this plan is {difference}"
+    return [f"your layout {settings}: {result}"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -599,17 +635,30 @@ def model_flags(m: MPTConfig) -> str:
 # A sweep
 
 
-def sweep_json(row: dict, args: PlanArgs) -> dict:
-    """A row of budget.sweep as JSON."""
-    if "problem" in row:
-        return row
-    strong, weak = row["efficiency"]
-    return {
-        "devices": row["devices"],
-        "efficiency": {"strong": strong, "weak": weak},
-        "strong": figures(row["strong"], args),
-        "weak": figures(row["weak"], args),
-    }
+def sweep_json(rows: list[dict], args: PlanArgs) -> list[dict]:
+    """The rows of budget.sweep as JSON."""
+    offers = {row["devices"]: Offer(args, row["devices"], row["strong"]) for row in good_rows(rows)}
+    found = []
+    for row in rows:
+        if "problem" in row:
+            found.append(row)
+            continue
+        strong, weak = row["efficiency"]
+        offer = offers[row["devices"]]
+        of_row = {
+            "devices": row["devices"],
+            "efficiency": {"strong": strong, "weak": weak},
+            "best": best_of(offer, list(offers.values())),
+            "strong": offer.figures,
+            "weak": figures(row["weak"], args),
+        }
+        found.append(of_row)
+    return found
+
+
+def good_rows(rows: list[dict]) -> list[dict]:
+    """The rows of budget.sweep that have plans."""
+    return [row for row in rows if "problem" not in row]
 
 
 def sweep_text(rows: list[dict], args: PlanArgs) -> str:
@@ -631,7 +680,7 @@ def sweep_text(rows: list[dict], args: PlanArgs) -> str:
         layout = layout_text(row["strong"])
         lines.append(f"{row['devices']:>8}  {strong}{weak}  {band:<26}{layout}")
 
-    offers = [Offer(args, row["devices"], row["strong"]) for row in rows if "strong" in row]
+    offers = [Offer(args, row["devices"], row["strong"]) for row in good_rows(rows)]
     largest = offers[-1].plan
     lines += ["", f"MFU: {matmuls.convention_of(largest.cfg)}"]
     if args.price:
@@ -706,13 +755,12 @@ class Offer:
     devices: int
     plan: Plan | None = None
     problem: str = ""  # why there is no plan
+    unlike: str = ""  # the settings that tell it from other kinds of this name and price
 
     @property
     def label(self) -> str:
-        """The kind, and its price if the user gave one."""
-        machine = f" of {self.args.machine}" if self.args.machine else ""
-        price = f" at {self.args.price:g}" if self.args.price else ""
-        return f"{device_of(self.args).name}{machine}{price}"
+        """The kind, its price if the user gave one, and what tells it from others."""
+        return kind_label(self.args) + self.unlike
 
     @cached_property
     def figures(self) -> dict:
@@ -721,6 +769,31 @@ class Offer:
             name = device_of(self.args).name
             return {"device": name, "devices": self.devices, "problem": self.problem}
         return figures(self.plan, self.args)
+
+
+def kind_label(args: PlanArgs) -> str:
+    """The name of a kind of device, and its price if the user gave one."""
+    machine = f" of {args.machine}" if args.machine else ""
+    price = f" at {args.price:g}" if args.price else ""
+    return f"{device_of(args).name}{machine}{price}"
+
+
+def differences(kinds: list[PlanArgs]) -> list[str]:
+    """For each kind, the settings that tell it from those with the same label: ", network 100"."""
+    found = []
+    for args in kinds:
+        alike = [other for other in kinds if kind_label(other) == kind_label(args)]
+        values = {name: [getattr(other, name) for other in alike] for name in OF_A_KIND}
+        names = [name for name in OF_A_KIND if len(set(values[name])) > 1]
+        found.append("".join(f", {name} {setting_text(getattr(args, name))}" for name in names))
+    return found
+
+
+def setting_text(value: float | str) -> str:
+    """A setting in a label. What is not set is the usual one."""
+    if not value:
+        return "as usual"
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def comparison_text(offers: list[Offer]) -> str:
@@ -772,18 +845,50 @@ def best_lines(offers: list[Offer]) -> list[str]:
     """Which is fastest, cheapest and takes the least energy; and whether the bands leave doubt."""
     lines = []
     for word, (name, written) in BEST.items():
-        known = [offer for offer in offers if offer.figures[name]]
-        if len(known) < len(offers):  # a kind without a price or watts: nothing to compare
+        best, rival, in_doubt = best_and_rival(offers, name)
+        if best is None:
             continue
-        best = min(known, key=lambda offer: offer.figures[name])
         text = f"{word:<12}{amount(best, name, written)}"
-        others = [offer for offer in known if offer.label != best.label]
-        if others:
-            rival = min(others, key=lambda offer: offer.figures[name])
-            in_doubt = rival.figures["band"][name][0] < best.figures["band"][name][1]
+        if rival:
             text += f"; {amount(rival, name, written)}{': the bands overlap' * in_doubt}"
         lines.append(text)
     return lines
+
+
+def best_and_rival(offers: list[Offer], name: str) -> tuple[Offer | None, Offer | None, bool]:
+    """The offer with the least of a figure, the best of other kinds, and whether bands overlap.
+
+    None if the figure is not known of all: there is nothing to compare without a price or watts.
+    """
+    if any(not offer.figures[name] for offer in offers):
+        return None, None, False
+    best = min(offers, key=lambda offer: offer.figures[name])
+    others = [offer for offer in offers if offer.label != best.label]
+    if not others:
+        return best, None, False
+    rival = min(others, key=lambda offer: offer.figures[name])
+    in_doubt = rival.figures["band"][name][0] < best.figures["band"][name][1]
+    return best, rival, in_doubt
+
+
+def best_of(offer: Offer, offers: list[Offer]) -> dict[str, dict]:
+    """What an offer is the best of all in, as JSON: {"fastest": {"bands_overlap": False}, ...}."""
+    found = {}
+    for word, (name, _) in BEST.items():
+        best, _, in_doubt = best_and_rival(offers, name)
+        if best is offer:
+            found[word] = {"bands_overlap": in_doubt}
+    return found
+
+
+def comparison_json(offers: list[Offer]) -> list[dict]:
+    """The figures of all offers, and which is the best in what."""
+    planned = [offer for offer in offers if offer.plan]
+    rows = []
+    for offer in offers:
+        best = {"best": best_of(offer, planned)} if offer.plan else {}
+        rows.append({"label": offer.label, **best, **offer.figures})
+    return rows
 
 
 def amount(offer: Offer, name: str, written: Callable[[float, list[float]], str]) -> str:
