@@ -673,6 +673,10 @@ MISTAKES = [
     ),
     ("MPT7B --plot", "which device?"),
     ("--plot --out=plan.foo", "--out=plan.foo: "),
+    (
+        "--plot --out=no/such/plan.png",
+        "--out=no/such/plan.png: there is no folder no/such: mkdir -p no/such, or name another",
+    ),
     ("MPT7B --device=mi250 --network=-1", "network must be 0 or more, not -1"),
     ("MPT7B --device=mi250 --interleave=0", "interleave must be at least 1, not 0"),
     ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
