@@ -30,6 +30,7 @@ value for all or one for each. `--json` prints any answer for programs.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import config
 import devices
@@ -99,6 +100,23 @@ def require_one_question(args: PlanArgs, cfg: TrainConfig, files: list[str], giv
         raise UserError(f"--budget finds the model and its tokens: remove {extra}")
 
 
+def require_one_length(m: MPTConfig, cfg: TrainConfig, args: PlanArgs) -> None:
+    """UserError if --tokens and --max_steps are two lengths of a run."""
+    batch = args.global_batch_size or budget.default_batch(cfg, args.devices)
+    steps = args.tokens / (batch * m.max_seq_len)
+    same = f"--tokens={args.tokens:g} are {steps:,.6g} steps of {batch} x {m.max_seq_len} tokens"
+    problem = f"{same}, not --max_steps={args.max_steps}: remove one of the two"
+    require(not args.tokens or abs(steps - args.max_steps) <= 1, problem)
+
+
+def require_calibration(args: PlanArgs) -> None:
+    """UserError if --calibrate names no file."""
+    kinds = "a machine.json of `bench machine`, or a file of planning.calibrate --save"
+    fix = f"name a table (.csv) of `bench train`, {kinds}"
+    problem = f"no file {args.calibrate!r} to calibrate with: {fix}"
+    require(not args.calibrate or Path(args.calibrate).is_file(), problem)
+
+
 def with_defaults(
     m: MPTConfig, cfg: TrainConfig, args: PlanArgs
 ) -> tuple[MPTConfig, TrainConfig, PlanArgs]:
@@ -116,11 +134,18 @@ def question(
     argv: list[str],
 ) -> tuple[MPTConfig, TrainConfig, LayoutArgs, PlanArgs, list[str]]:
     """The settings that argv asks about, and its config files. UserError if they contradict."""
+    for word in argv:
+        if flops.flag_name(word) == "devices" and "," in word:
+            fix = f"--sweep_devices={word.partition('=')[2]} plans for several"
+            raise UserError(f"{word}: expected one number, such as --devices=64; {fix}")
     classes = (MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
     files = [text for text in argv if not text.startswith("-")]
     given = {flops.flag_name(text) for text in argv}
     require_one_question(args, cfg, files, given)
+    if {"tokens", "max_steps"} <= given:
+        require_one_length(m, cfg, args)
+    require_calibration(args)
     if args.calibrate and args.device in devices.THIS_MACHINE and not args.machine:
         args = replace(args, device=calibrate.device_of(args.calibrate))
     if args.choose:
@@ -176,7 +201,9 @@ def compare(kinds: list[list[str]]) -> None:
     """
     offers = []
     questions = [question(argv) for argv in kinds]
-    differences = answer.differences([args for *_, args, _ in questions])
+    all_args = [args for *_, args, _ in questions]
+    answer.require_own_calibration(all_args)
+    differences = answer.differences(all_args)
     for (m, cfg, asked, args, _), unlike in zip(questions, differences, strict=True):
         require(not args.budget, "--budget plans for one kind of device: name one in --device")
         fleet, c = fleet_and_constants(args)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, UserError, require
 from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
 from planning import certainty, matmuls, memory, search, step_time
 from planning.budget import SHAPE, TOKENS_PER_PARAMETER, Training
@@ -718,7 +718,10 @@ def sweep_cells(plan: Plan, efficiency: float) -> str:
 
 
 def split_kinds(argv: list[str]) -> list[list[str]]:
-    """argv for each kind of device that it names. UserError if values for some of them lack."""
+    """argv for each kind of device that it names.
+
+    UserError if a name is empty, or values for some of them lack.
+    """
     lists = {}
     for word in argv:
         name = flops.flag_name(word)
@@ -730,6 +733,9 @@ def split_kinds(argv: list[str]) -> list[list[str]]:
 
     n = len(kinds[0])
     for word, values in lists.items():
+        if flops.flag_name(word) in KINDS:
+            empty = f"{word} has an empty name: remove the extra comma"
+            require(all(map(str.strip, values)), empty)
         fix = f"{n} kinds of device need one value, or {n}"
         require(len(values) == n, f"{word} has {len(values)} values: {fix}")
     return [[of_kind(word, lists, i) for word in argv] for i in range(n)]
@@ -787,6 +793,16 @@ def differences(kinds: list[PlanArgs]) -> list[str]:
         names = [name for name in OF_A_KIND if len(set(values[name])) > 1]
         found.append("".join(f", {name} {setting_text(getattr(args, name))}" for name in names))
     return found
+
+
+def require_own_calibration(kinds: list[PlanArgs]) -> None:
+    """UserError if different devices share one file of --calibrate."""
+    names = {device_of(args).name for args in kinds}
+    shared = kinds[0].calibrate
+    if shared and len(names) > 1 and all(args.calibrate == shared for args in kinds):
+        fix = f"--calibrate={shared}{',' * (len(kinds) - 1)}"
+        one = f"--calibrate={shared} was measured on one device, and you name {len(names)}"
+        raise UserError(f"{one}: give one for each, or none, between commas: {fix}")
 
 
 def setting_text(value: float | str) -> str:

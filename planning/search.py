@@ -156,7 +156,7 @@ def model_splits(
     Raises UserError if none divides the model and the batch.
     """
     n, interleave = fleet.devices, fleet.interleave
-    few = f"interleave {interleave} is more than n_layers {m.n_layers}"
+    few = f"interleave {interleave} is more than n_layers {m.n_layers}: set --interleave=1"
     require(interleave <= m.n_layers, few)
     if asked.pp != "auto":
         m.check_stages(asked.pp)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, blocks_of, require, stage_sizes
+from config import MPTConfig, TrainConfig, UserError, blocks_of, require, stage_sizes
 from devices import Device
 from planning import matmuls, memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
@@ -546,8 +546,12 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
 
     m.check_stages(fleet.pp)
     pieces = fleet.pp * fleet.interleave
-    enough = pieces <= m.n_layers
-    require(enough, f"pp x interleave = {pieces} pieces are more than n_layers {m.n_layers}")
+    if pieces > m.n_layers:
+        problem = f"pp x interleave = {pieces} pieces are more than n_layers {m.n_layers}"
+        fix = f"--interleave={m.n_layers // fleet.pp}"
+        if fleet.interleave <= m.n_layers:
+            fix += f" or --pp={m.n_layers // fleet.interleave}"
+        raise UserError(f"{problem}: set {fix}")
     m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
     return rows
 

@@ -79,6 +79,13 @@ def test_tokens_become_the_steps_to_set(capsys):
     assert planned(capsys, MPT7B, "--device=mi250", "--devices=64")["max_steps"] == 63900
 
 
+def test_tokens_and_steps_that_agree_are_no_contradiction(capsys):
+    """Steps are whole numbers; those of a config file give way to a flag."""
+    question = [MPT7B, "--device=mi250", "--tokens=1e9"]
+    assert planned(capsys, *question, "--max_steps=477")["max_steps"] == 477
+    assert planned(capsys, *question)["max_steps"] == 477
+
+
 def test_a_plan_says_what_the_config_as_it_is_would_give(capsys, tmp_path):
     """The gain is the ratio of two plans, one with the config's own layout.
 
@@ -685,11 +692,40 @@ MISTAKES = [
     ("MPT7B --device=h100 --fp8_tflops=3000", "the fp8 peak of H100 SXM is 1978.8 TFLOP/s"),
     ("MPT7B --device=h100 --attention_efficiency=35", "attention_efficiency must be at most 1"),
     ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be 0 or more, not -1"),
+    (
+        "MPT7B --device=h100 --devices=16 --tp=16",
+        "tp 16 is more than the 8 devices of a node: set --tp=8 or less, or --node_size to",
+    ),
+    (
+        "--d_model=3072 --n_heads=24 --device=h100 --devices=24 --global_batch_size=240 --tp=3",
+        "some tensor ranks would be on two nodes: tp can be 1, 2, 4, 8",
+    ),
+    (
+        "MPT7B --device=h100 --devices=36 --global_batch_size=36 --pp=18 --tp=1 --interleave=2",
+        "36 pieces are more than n_layers 32: set --interleave=1 or --pp=16",
+    ),
+    ("MPT7B --device=v100", "name another --device, such as mi250, a100 or h100"),
+    ("MPT7B --device=h100 --calibrate=nope.json", "name a table (.csv) of `bench train`, a mach"),
+    (
+        "MPT7B --device=h100 --devices=8,16",
+        "--devices=8,16: expected one number, such as --devices=64; --sweep_devices=8,16 plans",
+    ),
+    (
+        "MPT7B --device=h100,mi250 --calibrate=README.md",
+        "give one for each, or none, between commas: --calibrate=README.md,",
+    ),
+    ("MPT7B --device=h100,,mi250", "--device=h100,,mi250 has an empty name: remove the extra"),
+    ("MPT7B --machine=lumi,", "--machine=lumi, has an empty name: remove the extra comma"),
+    (
+        "MPT7B --device=h100 --tokens=1e9 --max_steps=500",
+        "are 476.837 steps of 1024 x 2048 tokens, not --max_steps=500: remove one of the two",
+    ),
 ]
 
 
 @pytest.mark.parametrize("flags, message", MISTAKES)
-def test_mistakes_are_told(flags, message):
+def test_mistakes_are_told(monkeypatch, flags, message):
+    monkeypatch.chdir(ROOT)
     files = {"MPT7B": MPT7B, "MPT70B": MPT70B}
     with pytest.raises(UserError) as error:
         plan.main([files.get(flag, flag) for flag in flags.split()])
