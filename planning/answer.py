@@ -355,9 +355,8 @@ def layout_lines(plan: Plan) -> list[str]:
     size = min(cfg.microbatch_size, rows)
     up_to = "up to " if rows % size else ""
     n_microbatches = math.ceil(rows / size)
-    batch = (
-        f"{fleet.dp} data-parallel ranks x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
-    )
+    ranks = counted(fleet.dp, "data-parallel rank")
+    batch = f"{ranks} x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
     in_groups = cfg.sharding_mode.over == "group"
     sharding = cfg.sharding + (f", shards of {cfg.shard_size}" if in_groups else "")
 
@@ -418,21 +417,36 @@ def span(band: list[float]) -> str:
     return f"({rounded(low)} to {rounded(high)})"
 
 
+def counted(n: float | str, unit: str) -> str:
+    """A number and its unit, in the singular or the plural: 1 day, 2 days."""
+    return f"{n} {unit}" if str(n) == "1" else f"{n} {unit}s"
+
+
 def tokens_text(tokens: float) -> str:
-    """134B tokens; below a billion 32.8M."""
+    """134B tokens; below a billion 32.8M, below a million all of them."""
+    if tokens < 1e6:
+        return counted(f"{tokens:,.0f}", "token")
     unit, letter = (1e9, "B") if tokens >= 1e9 else (1e6, "M")
     return f"{rounded(tokens / unit, 4)}{letter} tokens"
 
 
+# Units of time, {name: how many make a day}, the longest first.
+OF_A_DAY = {"day": 1, "hour": 24, "minute": 24 * 60, "second": 24 * 60 * 60}
+
+
 def duration(days: float, band: list[float]) -> str:
-    """The time of a run and its band as text: in hours if it is less than two days."""
-    factor, unit = (24, "hours") if days < 2 else (1, "days")
-    return f"{rounded(days * factor)} {unit} {span([end * factor for end in band])}"
+    """The time of a run and its band as text, in the longest unit of which it takes two or more."""
+    fitting = [unit for unit, n in OF_A_DAY.items() if days * n >= 2]
+    unit = fitting[0] if fitting else "second"
+    factor = OF_A_DAY[unit]
+    return f"{counted(rounded(days * factor), unit)} {span([end * factor for end in band])}"
 
 
 def energy(mwh: float, band: list[float]) -> str:
-    """The energy of a run and its band as text: in kWh if it is less than a MWh."""
+    """The energy of a run and its band as text, in MWh, kWh or Wh."""
     factor, unit = (1, "MWh") if mwh >= 1 else (1e3, "kWh")
+    if mwh < 1e-5:
+        factor, unit = 1e6, "Wh"
     return f"{rounded(mwh * factor)} {unit} {span([end * factor for end in band])}"
 
 
@@ -502,6 +516,8 @@ def comparison(plan: Plan, own: Plan | None) -> dict | None:
     if own is None:
         return None
     changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
+    if own.cfg.activation_checkpointing == "none" and "recompute_every" in changed:
+        changed.remove("recompute_every")  # of what is not recomputed
     if not changed:
         return None
     return {
@@ -584,13 +600,16 @@ def others_json(plans: list[Plan]) -> list[dict]:
 def budget_lines(trainings: list[Training], days: float) -> list[str]:
     """The models of budget.budget, their tokens, and the loss that Chinchilla's fit predicts."""
     lines = []
+    time = counted(f"{days:g}", "day")
     for label, training in zip(("budget", "or smaller"), trainings, strict=False):
         about = training_text(training)
-        if training is trainings[0]:
-            about = f"{days:g} days: {about}"
-        else:
+        if training is not trainings[0]:
             penalty = training.loss / trainings[0].loss - 1
-            about = f"half the parameters for as long: {about}, {penalty:+.1%}"
+            about = f"smaller, trained for longer: {about}, {penalty:+.1%}"
+        elif training.limited_by_memory:
+            about = f"{time}, not compute-optimal, memory limits it: {about}"
+        else:
+            about = f"{time}, compute-optimal: {about}"
         layout = flags(training.plan)
         launch = f"{model_flags(training.plan.m)} {layout} --max_steps={training.steps}"
         lines += labelled(label, [about, launch])
@@ -602,9 +621,9 @@ def budget_lines(trainings: list[Training], days: float) -> list[str]:
 def training_text(training: Training) -> str:
     """Parameters, tokens and predicted loss."""
     size = rounded(flops.n_params(training.plan.m) / 1e9)
-    tokens = f"{rounded(training.tokens / 1e9)}B tokens"
     each = f"{training.tokens_per_parameter:.1f} a parameter"
-    return f"{size}B parameters on {tokens}, {each}: predicted loss {training.loss:.3f}"
+    sizes = f"{size}B parameters on {tokens_text(training.tokens)}, {each}"
+    return f"{sizes}: predicted loss {training.loss:.3f}"
 
 
 def training_json(training: Training, args: PlanArgs) -> dict:
@@ -613,6 +632,7 @@ def training_json(training: Training, args: PlanArgs) -> dict:
         **figures(training.plan, replace(args, tokens=float(training.tokens))),
         "model": model_flags(training.plan.m),
         "tokens_per_parameter": training.tokens_per_parameter,
+        "limited_by_memory": training.limited_by_memory,
         "predicted_loss": training.loss,
     }
 

@@ -549,7 +549,7 @@ def nothing_fits(
     size = f"{flops.n_params(m) / 1e9:.3g}B parameters"
     problem = f"{size} do not fit {fleet.devices} x {fleet.device.name} in any layout you allow"
     split = f"tp {plan.fleet.tp} pp {plan.fleet.pp} {plan.cfg.sharding}"
-    mode = f"{plan.cfg.activation_checkpointing} checkpointing"
+    mode = f"{plan.cfg.activation_checkpointing} checkpointing".replace("none", "no")
     smallest = f"{split}, {mode}, microbatch {plan.cfg.microbatch_size} takes {too_much(plan)}"
     fix = " or ".join(what_fits(*question)) or "a smaller model or a shorter --max_seq_len"
     return f"{problem}: {smallest}. What would fit: {fix}"

@@ -275,5 +275,52 @@ def test_numbers_are_written_for_people():
     assert answer.rounded(0.70632) == "0.706"
     assert answer.tokens_text(32_768_000) == "32.77M tokens"
     assert answer.tokens_text(134e9) == "134B tokens"
+    assert answer.tokens_text(716_800) == "716,800 tokens"
     assert answer.duration(0.16, [0.13, 0.23]) == "3.84 hours (3.12 to 5.52)"
+    assert answer.duration(2, [1, 3]) == "2 days (1 to 3)"
+    minute = 1 / 24 / 60
+    assert answer.duration(60 * minute, [30 * minute, 90 * minute]) == "60 minutes (30 to 90)"
+    assert answer.duration(minute / 60, [minute / 60, minute / 30]) == "1 second (1 to 2)"
+    assert answer.duration(0.000116 / 24, [0, 1e-5]) == "0.418 seconds (0 to 0.864)"
     assert answer.energy(0.0029, [0.002, 0.004]) == "2.9 kWh (2 to 4)"
+    assert answer.energy(1.48e-7, [1e-7, 2e-7]) == "0.148 Wh (0.1 to 0.2)"
+
+
+def test_one_rank_and_one_day_are_singular(capsys):
+    one = printed(capsys, MPT7B, "--device=h100", "--devices=1", "--choose", "--lora_rank=8")
+    assert " = 1 data-parallel rank x " in one
+    assert " = 8 data-parallel ranks x " in printed(capsys, MPT7B, "--device=h100", "--choose")
+    assert "budget      1 day, " in printed(capsys, "--device=h100", "--budget=1")
+
+
+def test_how_often_is_no_setting_of_a_layout_that_recomputes_nothing(capsys, tmp_path):
+    """Recomputing every 8th block is chosen here; the config file recomputes none."""
+    path = tmp_path / "own.py"
+    path.write_text((CONFIGS / "mpt1b.py").read_text() + "activation_checkpointing = 'none'\n")
+    found = planned(capsys, str(path), "--device=4090", "--devices=8", "--choose")
+    assert found["layout"]["recompute_every"] > 1
+    settings = found["your_layout"]["settings"]
+    assert settings["activation_checkpointing"] == "none"
+    assert "recompute_every" not in settings
+
+
+def test_what_does_not_fit_without_recomputation_says_no_checkpointing():
+    flags = "--device=4090 --devices=8 --tp=1 --pp=1 --activation_checkpointing=none"
+    with pytest.raises(UserError, match=", no checkpointing, microbatch 1 takes "):
+        plan.main([MPT7B, *flags.split(), "--microbatch_size=auto"])
+
+
+def test_a_budget_says_which_answer_is_which_and_what_limits_it(capsys):
+    """Without sharding and recomputation, a week of 64 devices is more than what fits can use."""
+    fleet = ["--device=h100", "--devices=64", "--budget=7"]
+    layout = "--sharding=DDP --tp=1 --pp=1 --activation_checkpointing=none".split()
+    for flags, limited in (([], False), (layout, True)):
+        optimal, smaller = planned(capsys, *fleet, *flags)["trainings"]
+        assert (optimal["tokens_per_parameter"] > 24) == limited
+        assert (optimal["limited_by_memory"], smaller["limited_by_memory"]) == (limited, False)
+        lines = printed(capsys, *fleet, *flags).splitlines()
+        (first,) = [line for line in lines if line.startswith("budget")]
+        (second,) = [line for line in lines if line.startswith("or smaller")]
+        words = "not compute-optimal, memory limits it" if limited else "7 days, compute-optimal:"
+        assert words in first
+        assert "smaller, trained for longer: " in second
