@@ -12,7 +12,9 @@
 What a config file or a flag sets is kept. What is `auto` or not set (tp, pp, sharding, microbatch,
 activation checkpointing) is chosen: the fastest layout that fits, or with --simplest the fastest
 with the least tensor and pipeline parallelism. --choose leaves all of it open. The flags launch the
-plan; the table below it has the five fastest layouts, and what kinds of parallelism each needs.
+plan; the table below it has the five fastest layouts, and what kinds of parallelism each needs. A
+simpler one is named if it is slower by less than the error, and better batches if the batch rules
+out data-parallel ranks.
 Interleaved pipeline stages are planned only if you set --interleave: the trainer has none.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
