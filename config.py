@@ -190,11 +190,13 @@ class MPTConfig:
 
     def check_tensor_ranks(self, tp: int, sequence_parallel: bool) -> None:
         """Raise UserError if the model cannot be cut for `tp` tensor ranks."""
-        name, heads = "n_heads", self.n_heads
-        if heads % tp == 0:
-            name, heads = "kv_n_heads", self.n_kv_heads
-        fix = f"tp can be {', '.join(map(str, self.tensor_ranks))}"
-        require(tp in self.tensor_ranks, f"tp {tp} does not divide {name} {heads}: {fix}")
+        possible = self.tensor_ranks
+        if tp not in possible:
+            name, heads = "n_heads", self.n_heads
+            if heads % tp == 0:
+                name, heads = "kv_n_heads", self.n_kv_heads
+            fix = f"tp can be {', '.join(map(str, possible))}"
+            raise UserError(f"tp {tp} does not divide {name} {heads}: {fix}")
         if not sequence_parallel:
             return
         require(tp > 1, "sequence_parallel needs tensor ranks: set --tp=2")
@@ -252,6 +254,7 @@ def stage_sizes(n_layers: int, stages: int) -> list[int]:
     return [base + (stage in larger) for stage in range(stages)]
 
 
+@functools.cache
 def blocks_of(n_layers: int, stage: int, stages: int) -> range:
     """The blocks of a pipeline stage."""
     sizes = stage_sizes(n_layers, stages)

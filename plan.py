@@ -12,7 +12,9 @@
 What a config file or a flag sets is kept. What is `auto` or not set (tp, pp, sharding, microbatch,
 activation checkpointing) is chosen: the fastest layout that fits, or with --simplest the fastest
 with the least tensor and pipeline parallelism. --choose leaves all of it open. The flags launch the
-plan; the table below it has the five fastest layouts, and what kinds of parallelism each needs.
+plan; the table below it has the five fastest layouts, and what kinds of parallelism each needs. A
+simpler one is named if it is slower by less than the error, and better batches if the batch rules
+out data-parallel ranks.
 Interleaved pipeline stages are planned only if you set --interleave: the trainer has none.
 
 planning/search.py chooses, with the bytes of planning/memory.py and the seconds of
@@ -31,6 +33,7 @@ value for all or one for each. `--json` prints any answer for programs.
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import config
 import devices
@@ -51,8 +54,6 @@ def trainer(args: PlanArgs) -> step_time.Trainer:
 
 def fleet_and_constants(args: PlanArgs) -> tuple[Fleet, Constants]:
     """The devices and the constants of step_time.py, measured if --calibrate has a file."""
-    if args.calibrate and args.device in devices.THIS_MACHINE and not args.machine:
-        args = replace(args, device=calibrate.device_of(args.calibrate))
     fleet = fleet_of(args, interleave=args.interleave)
     if not args.calibrate:
         return fleet, Constants()
@@ -93,12 +94,30 @@ def require_one_question(args: PlanArgs, cfg: TrainConfig, files: list[str], giv
     """UserError if the settings contradict the question. given: names of the flags."""
     fix = "remove --precision=fp32"
     require(cfg.precision != "fp32", f"plans are for bf16, in which speeds were published: {fix}")
-    found_by_budget = [f"--{name}" for name in ("tokens", "max_steps") if name in given]
+    of_a_budget = ("tokens", "max_steps", *budget.SHAPE)
+    found_by_budget = [f"--{name}" for name in of_a_budget if name in given]
     all_train = not (args.budget and cfg.lora_rank)
     require(all_train, "--budget finds a model to train from scratch: remove --lora_rank")
     if args.budget and (files or found_by_budget):
         extra = " ".join(files + found_by_budget)
         raise UserError(f"--budget finds the model and its tokens: remove {extra}")
+
+
+def require_one_length(m: MPTConfig, cfg: TrainConfig, args: PlanArgs) -> None:
+    """UserError if --tokens and --max_steps are two lengths of a run."""
+    batch = args.global_batch_size or budget.default_batch(cfg, args.devices)
+    steps = args.tokens / (batch * m.max_seq_len)
+    same = f"--tokens={args.tokens:g} are {steps:,.6g} steps of {batch} x {m.max_seq_len} tokens"
+    problem = f"{same}, not --max_steps={args.max_steps}: remove one of the two"
+    require(not args.tokens or abs(steps - args.max_steps) <= 1, problem)
+
+
+def require_calibration(args: PlanArgs) -> None:
+    """UserError if --calibrate names no file."""
+    kinds = "a machine.json of `bench machine`, or a file of planning.calibrate --save"
+    fix = f"name a table (.csv) of `bench train`, {kinds}"
+    problem = f"no file {args.calibrate!r} to calibrate with: {fix}"
+    require(not args.calibrate or Path(args.calibrate).is_file(), problem)
 
 
 def with_defaults(
@@ -118,11 +137,20 @@ def question(
     argv: list[str],
 ) -> tuple[MPTConfig, TrainConfig, LayoutArgs, PlanArgs, list[str]]:
     """The settings that argv asks about, and its config files. UserError if they contradict."""
+    for word in argv:
+        if flops.flag_name(word) == "devices" and "," in word:
+            fix = f"--sweep_devices={word.partition('=')[2]} plans for several"
+            raise UserError(f"{word}: expected one number, such as --devices=64; {fix}")
     classes = (MPTConfig, TrainConfig, LayoutArgs, PlanArgs)
     m, cfg, asked, args = config.load(memory.with_base(argv), *classes)
     files = [text for text in argv if not text.startswith("-")]
     given = {flops.flag_name(text) for text in argv}
     require_one_question(args, cfg, files, given)
+    if {"tokens", "max_steps"} <= given:
+        require_one_length(m, cfg, args)
+    require_calibration(args)
+    if args.calibrate and args.device in devices.THIS_MACHINE and not args.machine:
+        args = replace(args, device=calibrate.device_of(args.calibrate))
     if args.choose:
         left_open = [name for name in search.OPEN if name not in given]
         asked = replace(asked, **dict.fromkeys(left_open, "auto"))
@@ -152,8 +180,20 @@ def main(argv: list[str]) -> None:
         return show_budget(budget.budget(m, cfg, args.budget, *search_args), args)
     plans = search.best(m, cfg, *search_args, n=5)
     fixes = [] if plans[0].fits else search.what_fits(m, cfg, *search_args)
-    more = {"others": answer.others_json(plans), "would_fit": fixes}
-    below = answer.labelled("would fit", fixes) + answer.others_lines(plans)
+    ruled_out = search.ruled_out_by_batch(asked, plans[0])
+    simpler = answer.within_error(plans[0], search.simpler(plans, m, cfg, *search_args))
+    more = {
+        "others": answer.others_json(plans),
+        "would_fit": fixes,
+        "batch_rules_out_dp": ruled_out,
+        "simpler": answer.others_json([simpler])[0] if simpler else None,
+    }
+    below = [
+        *answer.labelled("would fit", fixes),
+        *answer.batch_lines(plans[0], ruled_out),
+        *answer.others_lines(plans),
+        *answer.simpler_lines(plans[0], simpler),
+    ]
     show_plan(plans[0], args, own, more, below)
 
 
@@ -163,8 +203,11 @@ def compare(kinds: list[list[str]]) -> None:
     kinds: the arguments for each of them.
     """
     offers = []
-    for argv in kinds:
-        m, cfg, asked, args, _ = question(argv)
+    questions = [question(argv) for argv in kinds]
+    all_args = [args for *_, args, _ in questions]
+    answer.require_own_calibration(all_args)
+    differences = answer.differences(all_args)
+    for (m, cfg, asked, args, _), unlike in zip(questions, differences, strict=True):
         require(not args.budget, "--budget plans for one kind of device: name one in --device")
         fleet, c = fleet_and_constants(args)
         m, cfg, args = with_defaults(m, cfg, args)
@@ -173,14 +216,15 @@ def compare(kinds: list[list[str]]) -> None:
             try:
                 sized = replace(fleet, devices=n)
                 plan = search.fastest(m, cfg, asked, sized, c, trainer(args))
-                offers.append(Offer(args, n, plan))
+                offers.append(Offer(args, n, plan, unlike=unlike))
             except UserError as error:
-                offers.append(Offer(args, n, problem=str(error)))
-        offers += [Offer(args, row["devices"], problem=row["problem"]) for row in problems]
+                offers.append(Offer(args, n, problem=str(error), unlike=unlike))
+        for row in problems:
+            offers.append(Offer(args, row["devices"], problem=row["problem"], unlike=unlike))
     require(any(offer.plan for offer in offers), offers[0].problem)
 
     if args.json:
-        print(json.dumps([offer.figures for offer in offers], indent=2))
+        print(json.dumps(answer.comparison_json(offers), indent=2))
     else:
         print(answer.comparison_text(offers))
     if args.plot:
@@ -192,11 +236,11 @@ def show_sweep(rows: list[dict], args: PlanArgs) -> None:
 
     Raises UserError if no number of devices can train the model.
     """
-    good = [row for row in rows if "problem" not in row]
+    good = answer.good_rows(rows)
     if not good:
         raise UserError(rows[0]["problem"])
     if args.json:
-        print(json.dumps([answer.sweep_json(row, args) for row in rows], indent=2))
+        print(json.dumps(answer.sweep_json(rows, args), indent=2))
     else:
         print(answer.sweep_text(rows, args))
     if args.plot and args.price:
@@ -219,7 +263,8 @@ def show_plan(plan: Plan, args: PlanArgs, own: Plan | None, more: dict, below: l
     more, below: what the JSON and the text have beside the plan's figures.
     """
     if args.json:
-        print(json.dumps({**answer.figures(plan, args), **more}, indent=2))
+        compared = {"your_layout": answer.comparison(plan, own)}
+        print(json.dumps({**answer.figures(plan, args), **compared, **more}, indent=2))
     else:
         print(answer.text(plan, args, own, below))
     if args.plot:

@@ -11,16 +11,16 @@ a recipe's own layout.
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig, UserError, require
 from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
 from planning import certainty, matmuls, memory, search, step_time
-from planning.budget import TOKENS_PER_PARAMETER, Training
+from planning.budget import SHAPE, TOKENS_PER_PARAMETER, Training
 from planning.fleet import UNKNOWN_LINK, FleetArgs, device_of, fleet_of, network_words
 from planning.search import Plan
 
@@ -113,6 +113,8 @@ def figures(plan: Plan, args: PlanArgs) -> dict:
         "tokens": tokens,
         "max_steps": math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
         "flags": flags(plan),
+        "published": published(plan, device_flops / 1e12),
+        "restarts": restarts(expected["days"]),
         "assumed": assumed(plan, args),
     }
 
@@ -371,9 +373,9 @@ def text(plan: Plan, args: PlanArgs, own: Plan | None = None, below: list[str] =
         *step_and_memory_lines(plan),
         "",
         *summary_lines(plan, values, args),
-        *published_lines(plan, values),
-        *restart_lines(values["days"]),
-        *comparison_lines(plan, own),
+        *published_lines(values["published"]),
+        *restart_lines(values["restarts"]),
+        *comparison_lines(comparison(plan, own)),
     ]
     if values["flags"]:
         lines.append(f"flags       {values['flags']}")
@@ -392,9 +394,8 @@ def layout_lines(plan: Plan) -> list[str]:
     size = min(cfg.microbatch_size, rows)
     up_to = "up to " if rows % size else ""
     n_microbatches = math.ceil(rows / size)
-    batch = (
-        f"{fleet.dp} data-parallel ranks x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
-    )
+    ranks = counted(fleet.dp, "data-parallel rank")
+    batch = f"{ranks} x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
     in_groups = cfg.sharding_mode.over == "group"
     sharding = cfg.sharding + (f", shards of {cfg.shard_size}" if in_groups else "")
 
@@ -458,21 +459,36 @@ def span(band: list[float]) -> str:
     return f"({rounded(low)} to {rounded(high)})"
 
 
+def counted(n: float | str, unit: str) -> str:
+    """A number and its unit, in the singular or the plural: 1 day, 2 days."""
+    return f"{n} {unit}" if str(n) == "1" else f"{n} {unit}s"
+
+
 def tokens_text(tokens: float) -> str:
-    """134B tokens; below a billion 32.8M."""
+    """134B tokens; below a billion 32.8M, below a million all of them."""
+    if tokens < 1e6:
+        return counted(f"{tokens:,.0f}", "token")
     unit, letter = (1e9, "B") if tokens >= 1e9 else (1e6, "M")
     return f"{rounded(tokens / unit, 4)}{letter} tokens"
 
 
+# Units of time, {name: how many make a day}, the longest first.
+OF_A_DAY = {"day": 1, "hour": 24, "minute": 24 * 60, "second": 24 * 60 * 60}
+
+
 def duration(days: float, band: list[float]) -> str:
-    """The time of a run and its band as text: in hours if it is less than two days."""
-    factor, unit = (24, "hours") if days < 2 else (1, "days")
-    return f"{rounded(days * factor)} {unit} {span([end * factor for end in band])}"
+    """The time of a run and its band as text, in the longest unit of which it takes two or more."""
+    fitting = [unit for unit, n in OF_A_DAY.items() if days * n >= 2]
+    unit = fitting[0] if fitting else "second"
+    factor = OF_A_DAY[unit]
+    return f"{counted(rounded(days * factor), unit)} {span([end * factor for end in band])}"
 
 
 def energy(mwh: float, band: list[float]) -> str:
-    """The energy of a run and its band as text: in kWh if it is less than a MWh."""
+    """The energy of a run and its band as text, in MWh, kWh or Wh."""
     factor, unit = (1, "MWh") if mwh >= 1 else (1e3, "kWh")
+    if mwh < 1e-5:
+        factor, unit = 1e6, "Wh"
     return f"{rounded(mwh * factor)} {unit} {span([end * factor for end in band])}"
 
 
@@ -487,20 +503,35 @@ def rounded(x: float, digits: int = 3) -> str:
     return f"{short:,.0f}" if short >= 1e5 else f"{short:,g}"
 
 
-def published_lines(plan: Plan, values: dict) -> list[str]:
-    """The published speed of this shape on this device. values: of `figures`."""
+def published(plan: Plan, tflops: float) -> dict | None:
+    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
+
+    tflops: of a device, without what is recomputed.
+    """
     shape = plan.m.n_layers, plan.m.d_model
     if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
+        return None
+    return {
+        "tflops_per_device": PUBLISHED_FRONTIER[shape],
+        "share_of_peak": PUBLISHED_FRONTIER[shape] / plan.fleet.device.bf16_tflops,
+        "source": "arXiv 2312.12705",
+        "planned": tflops,
+        "planned_with_recomputation": hardware_tflops(plan),
+    }
+
+
+def published_lines(found: dict | None) -> list[str]:
+    """The lines of `published`."""
+    if found is None:
         return []
-    tflops = PUBLISHED_FRONTIER[shape]
-    share = tflops / plan.fleet.device.bf16_tflops
-    published = f"{tflops} TFLOP/s a GCD on Frontier, {share:.1%} of the peak (arXiv 2312.12705)"
-    counted, again = values["tflops_per_device"], hardware_tflops(plan)
+    speed = f"{found['tflops_per_device']} TFLOP/s a GCD on Frontier"
+    share = f"{found['share_of_peak']:.1%} of the peak"
+    counted, again = found["planned"], found["planned_with_recomputation"]
     ours = f"this plan: {counted:.1f}"
     if again > 1.001 * counted:
         ours += f", or {again:.1f} with what is recomputed, as Megatron's programs count:"
         ours += " we do not know which was published"
-    return labelled("published", [published, ours])
+    return labelled("published", [f"{speed}, {share} ({found['source']})", ours])
 
 
 def hardware_tflops(plan: Plan) -> float:
@@ -509,29 +540,50 @@ def hardware_tflops(plan: Plan) -> float:
     return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
 
 
-def restart_lines(days: float) -> list[str]:
-    """The job scripts that will have used their 50 restarts before the run ends."""
-    lines = []
-    for script, limit in JOB_DAYS.items():
-        if days > limit:
-            lines.append(f"{script} ends after 50 restarts, {limit:.3g} days: submit it again then")
-    return labelled("restarts", lines)
+def restarts(days: float) -> dict[str, float]:
+    """{job script: days that it runs} of those whose 50 restarts are used before the run ends."""
+    return {script: limit for script, limit in JOB_DAYS.items() if days > limit}
 
 
-def comparison_lines(plan: Plan, own: Plan | None) -> list[str]:
-    """How the settings as they are would do, if the plan changes them."""
+def restart_lines(scripts: dict[str, float]) -> list[str]:
+    """The lines of `restarts`."""
+    return labelled(
+        "restarts",
+        [
+            f"{script} ends after 50 restarts, {limit:.3g} days: submit it again then"
+            for script, limit in scripts.items()
+        ],
+    )
+
+
+def comparison(plan: Plan, own: Plan | None) -> dict | None:
+    """How the settings as they are would do; None if the plan does not change them."""
     if own is None:
-        return []
+        return None
     changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
-    settings = [f"{name}={getattr(own.cfg, name)}" for name in changed]
-    if not settings:
+    if own.cfg.activation_checkpointing == "none" and "recompute_every" in changed:
+        changed.remove("recompute_every")  # of what is not recomputed
+    if not changed:
+        return None
+    return {
+        "settings": {name: getattr(own.cfg, name) for name in changed},
+        "fits": own.fits,
+        "tokens_per_second": own.tokens_per_second,
+        "gain": plan.tokens_per_second / own.tokens_per_second - 1,
+    }
+
+
+def comparison_lines(found: dict | None) -> list[str]:
+    """The line of `comparison`."""
+    if found is None:
         return []
+    settings = ", ".join(f"{name}={value}" for name, value in found["settings"].items())
     result = "DOES NOT FIT"
-    if own.fits:
-        gain = plan.tokens_per_second / own.tokens_per_second - 1
+    if found["fits"]:
+        gain = found["gain"]
         difference = f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-        result = f"{own.tokens_per_second:,.0f} tokens/s; this plan is {difference}"
-    return [f"your layout {', '.join(settings)}: {result}"]
+        result = f"{found['tokens_per_second']:,.0f} tokens/s; this plan is {difference}"
+    return [f"your layout {settings}: {result}"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -545,6 +597,35 @@ def others_lines(plans: list[Plan]) -> list[str]:
     choices = f"the {len(plans)} fastest choices of tp, pp and sharding"
     best = "each with its fastest checkpointing and microbatch"
     return ["", f"{choices}, {best}", *search.table(plans), ""]
+
+
+def within_error(plan: Plan, simpler: list[Plan]) -> Plan | None:
+    """The simplest plan that is slower by less than half the width of `plan`'s error band."""
+    low, high = rate_band(plan)
+    for other in simpler:
+        if plan.tokens_per_second - other.tokens_per_second < (high - low) / 2:
+            return other
+    return None
+
+
+def simpler_lines(plan: Plan, other: Plan | None) -> list[str]:
+    """The line about a simpler plan, from `within_error`."""
+    if other is None:
+        return []
+    slower = 1 - other.tokens_per_second / plan.tokens_per_second
+    split = f"tp {other.fleet.tp} pp {other.fleet.pp} {other.cfg.sharding}"
+    error = f"is {slower:.1%} slower, which is within the error: simpler"
+    return labelled("or simpler", [f"{split} {error}", flags(other)])
+
+
+def batch_lines(plan: Plan, ruled_out: list[int]) -> list[str]:
+    """The line about more data-parallel ranks, from search.ruled_out_by_batch."""
+    if not ruled_out:
+        return []
+    batch = plan.cfg.global_batch_size
+    fix = memory.nearest_batches(batch, {ruled_out[0]}).removeprefix("set ")
+    degrees = ", ".join(map(str, ruled_out))
+    return labelled("batch", [f"the batch rules out dp {degrees}: {fix} would not"])
 
 
 def others_json(plans: list[Plan]) -> list[dict]:
@@ -564,13 +645,16 @@ def others_json(plans: list[Plan]) -> list[dict]:
 def budget_lines(trainings: list[Training], days: float) -> list[str]:
     """The models of budget.budget, their tokens, and the loss that Chinchilla's fit predicts."""
     lines = []
+    time = counted(f"{days:g}", "day")
     for label, training in zip(("budget", "or smaller"), trainings, strict=False):
         about = training_text(training)
-        if training is trainings[0]:
-            about = f"{days:g} days: {about}"
-        else:
+        if training is not trainings[0]:
             penalty = training.loss / trainings[0].loss - 1
-            about = f"half the parameters for as long: {about}, {penalty:+.1%}"
+            about = f"smaller, trained for longer: {about}, {penalty:+.1%}"
+        elif training.limited_by_memory:
+            about = f"{time}, not compute-optimal, memory limits it: {about}"
+        else:
+            about = f"{time}, compute-optimal: {about}"
         layout = flags(training.plan)
         launch = f"{model_flags(training.plan.m)} {layout} --max_steps={training.steps}"
         lines += labelled(label, [about, launch])
@@ -582,9 +666,9 @@ def budget_lines(trainings: list[Training], days: float) -> list[str]:
 def training_text(training: Training) -> str:
     """Parameters, tokens and predicted loss."""
     size = rounded(flops.n_params(training.plan.m) / 1e9)
-    tokens = f"{rounded(training.tokens / 1e9)}B tokens"
     each = f"{training.tokens_per_parameter:.1f} a parameter"
-    return f"{size}B parameters on {tokens}, {each}: predicted loss {training.loss:.3f}"
+    sizes = f"{size}B parameters on {tokens_text(training.tokens)}, {each}"
+    return f"{sizes}: predicted loss {training.loss:.3f}"
 
 
 def training_json(training: Training, args: PlanArgs) -> dict:
@@ -593,30 +677,53 @@ def training_json(training: Training, args: PlanArgs) -> dict:
         **figures(training.plan, replace(args, tokens=float(training.tokens))),
         "model": model_flags(training.plan.m),
         "tokens_per_parameter": training.tokens_per_parameter,
+        "limited_by_memory": training.limited_by_memory,
         "predicted_loss": training.loss,
     }
 
 
 def model_flags(m: MPTConfig) -> str:
-    """The flags of a model that budget.budget has shaped."""
-    return " ".join(f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers"))
+    """The flags of a model that budget.budget has shaped, with what the user set beside the shape.
+
+    Its attention is the trainer's choice: plans take any fused one for `sdpa`.
+    """
+    names = ["d_model", "n_heads", "n_layers"]
+    for field in fields(m):
+        is_set = getattr(m, field.name) != field.default
+        planned_as_fused = field.name == "attn_impl" and m.attn_impl == "sdpa"
+        if is_set and field.name not in SHAPE and not planned_as_fused:
+            names.append(field.name)
+    return " ".join(f"--{name}={getattr(m, name)}" for name in names)
 
 
 # --------------------------------------------------------------------------------------------------
 # A sweep
 
 
-def sweep_json(row: dict, args: PlanArgs) -> dict:
-    """A row of budget.sweep as JSON."""
-    if "problem" in row:
-        return row
-    strong, weak = row["efficiency"]
-    return {
-        "devices": row["devices"],
-        "efficiency": {"strong": strong, "weak": weak},
-        "strong": figures(row["strong"], args),
-        "weak": figures(row["weak"], args),
-    }
+def sweep_json(rows: list[dict], args: PlanArgs) -> list[dict]:
+    """The rows of budget.sweep as JSON."""
+    offers = {row["devices"]: Offer(args, row["devices"], row["strong"]) for row in good_rows(rows)}
+    found = []
+    for row in rows:
+        if "problem" in row:
+            found.append(row)
+            continue
+        strong, weak = row["efficiency"]
+        offer = offers[row["devices"]]
+        of_row = {
+            "devices": row["devices"],
+            "efficiency": {"strong": strong, "weak": weak},
+            "best": best_of(offer, list(offers.values())),
+            "strong": offer.figures,
+            "weak": figures(row["weak"], args),
+        }
+        found.append(of_row)
+    return found
+
+
+def good_rows(rows: list[dict]) -> list[dict]:
+    """The rows of budget.sweep that have plans."""
+    return [row for row in rows if "problem" not in row]
 
 
 def sweep_text(rows: list[dict], args: PlanArgs) -> str:
@@ -638,7 +745,7 @@ def sweep_text(rows: list[dict], args: PlanArgs) -> str:
         layout = layout_text(row["strong"])
         lines.append(f"{row['devices']:>8}  {strong}{weak}  {band:<26}{layout}")
 
-    offers = [Offer(args, row["devices"], row["strong"]) for row in rows if "strong" in row]
+    offers = [Offer(args, row["devices"], row["strong"]) for row in good_rows(rows)]
     largest = offers[-1].plan
     lines += ["", f"MFU: {matmuls.convention_of(largest.cfg)}"]
     if args.price:
@@ -676,7 +783,10 @@ def sweep_cells(plan: Plan, efficiency: float) -> str:
 
 
 def split_kinds(argv: list[str]) -> list[list[str]]:
-    """argv for each kind of device that it names. UserError if values for some of them lack."""
+    """argv for each kind of device that it names.
+
+    UserError if a name is empty, or values for some of them lack.
+    """
     lists = {}
     for word in argv:
         name = flops.flag_name(word)
@@ -688,6 +798,9 @@ def split_kinds(argv: list[str]) -> list[list[str]]:
 
     n = len(kinds[0])
     for word, values in lists.items():
+        if flops.flag_name(word) in KINDS:
+            empty = f"{word} has an empty name: remove the extra comma"
+            require(all(map(str.strip, values)), empty)
         fix = f"{n} kinds of device need one value, or {n}"
         require(len(values) == n, f"{word} has {len(values)} values: {fix}")
     return [[of_kind(word, lists, i) for word in argv] for i in range(n)]
@@ -713,13 +826,12 @@ class Offer:
     devices: int
     plan: Plan | None = None
     problem: str = ""  # why there is no plan
+    unlike: str = ""  # the settings that tell it from other kinds of this name and price
 
     @property
     def label(self) -> str:
-        """The kind, and its price if the user gave one."""
-        machine = f" of {self.args.machine}" if self.args.machine else ""
-        price = f" at {self.args.price:g}" if self.args.price else ""
-        return f"{device_of(self.args).name}{machine}{price}"
+        """The kind, its price if the user gave one, and what tells it from others."""
+        return kind_label(self.args) + self.unlike
 
     @cached_property
     def figures(self) -> dict:
@@ -728,6 +840,41 @@ class Offer:
             name = device_of(self.args).name
             return {"device": name, "devices": self.devices, "problem": self.problem}
         return figures(self.plan, self.args)
+
+
+def kind_label(args: PlanArgs) -> str:
+    """The name of a kind of device, and its price if the user gave one."""
+    machine = f" of {args.machine}" if args.machine else ""
+    price = f" at {args.price:g}" if args.price else ""
+    return f"{device_of(args).name}{machine}{price}"
+
+
+def differences(kinds: list[PlanArgs]) -> list[str]:
+    """For each kind, the settings that tell it from those with the same label: ", network 100"."""
+    found = []
+    for args in kinds:
+        alike = [other for other in kinds if kind_label(other) == kind_label(args)]
+        values = {name: [getattr(other, name) for other in alike] for name in OF_A_KIND}
+        names = [name for name in OF_A_KIND if len(set(values[name])) > 1]
+        found.append("".join(f", {name} {setting_text(getattr(args, name))}" for name in names))
+    return found
+
+
+def require_own_calibration(kinds: list[PlanArgs]) -> None:
+    """UserError if different devices share one file of --calibrate."""
+    names = {device_of(args).name for args in kinds}
+    shared = kinds[0].calibrate
+    if shared and len(names) > 1 and all(args.calibrate == shared for args in kinds):
+        fix = f"--calibrate={shared}{',' * (len(kinds) - 1)}"
+        one = f"--calibrate={shared} was measured on one device, and you name {len(names)}"
+        raise UserError(f"{one}: give one for each, or none, between commas: {fix}")
+
+
+def setting_text(value: float | str) -> str:
+    """A setting in a label. What is not set is the usual one."""
+    if not value:
+        return "as usual"
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def comparison_text(offers: list[Offer]) -> str:
@@ -779,18 +926,50 @@ def best_lines(offers: list[Offer]) -> list[str]:
     """Which is fastest, cheapest and takes the least energy; and whether the bands leave doubt."""
     lines = []
     for word, (name, written) in BEST.items():
-        known = [offer for offer in offers if offer.figures[name]]
-        if len(known) < len(offers):  # a kind without a price or watts: nothing to compare
+        best, rival, in_doubt = best_and_rival(offers, name)
+        if best is None:
             continue
-        best = min(known, key=lambda offer: offer.figures[name])
         text = f"{word:<12}{amount(best, name, written)}"
-        others = [offer for offer in known if offer.label != best.label]
-        if others:
-            rival = min(others, key=lambda offer: offer.figures[name])
-            in_doubt = rival.figures["band"][name][0] < best.figures["band"][name][1]
+        if rival:
             text += f"; {amount(rival, name, written)}{': the bands overlap' * in_doubt}"
         lines.append(text)
     return lines
+
+
+def best_and_rival(offers: list[Offer], name: str) -> tuple[Offer | None, Offer | None, bool]:
+    """The offer with the least of a figure, the best of other kinds, and whether bands overlap.
+
+    None if the figure is not known of all: there is nothing to compare without a price or watts.
+    """
+    if any(not offer.figures[name] for offer in offers):
+        return None, None, False
+    best = min(offers, key=lambda offer: offer.figures[name])
+    others = [offer for offer in offers if offer.label != best.label]
+    if not others:
+        return best, None, False
+    rival = min(others, key=lambda offer: offer.figures[name])
+    in_doubt = rival.figures["band"][name][0] < best.figures["band"][name][1]
+    return best, rival, in_doubt
+
+
+def best_of(offer: Offer, offers: list[Offer]) -> dict[str, dict]:
+    """What an offer is the best of all in, as JSON: {"fastest": {"bands_overlap": False}, ...}."""
+    found = {}
+    for word, (name, _) in BEST.items():
+        best, _, in_doubt = best_and_rival(offers, name)
+        if best is offer:
+            found[word] = {"bands_overlap": in_doubt}
+    return found
+
+
+def comparison_json(offers: list[Offer]) -> list[dict]:
+    """The figures of all offers, and which is the best in what."""
+    planned = [offer for offer in offers if offer.plan]
+    rows = []
+    for offer in offers:
+        best = {"best": best_of(offer, planned)} if offer.plan else {}
+        rows.append({"label": offer.label, **best, **offer.figures})
+    return rows
 
 
 def amount(offer: Offer, name: str, written: Callable[[float, list[float]], str]) -> str:

@@ -21,6 +21,7 @@ from planning.search import LayoutArgs, Plan, fastest
 from planning.step_time import Constants, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
+SHAPE = ("d_model", "n_heads", "n_layers", "kv_n_heads")  # what `shape` sets
 
 # The widths that `budget` tries, the largest first.
 WIDTHS = [
@@ -106,6 +107,7 @@ class Training:
 
     plan: Plan
     steps: int
+    limited_by_memory: bool = False  # a larger one would be the optimum, but does not fit
 
     @property
     def tokens(self) -> int:
@@ -179,7 +181,8 @@ def budget(
     """The best that the fleet can train in so many days: compute-optimal, and smaller for longer.
 
     The first is Chinchilla's optimum (2203.15556): the largest model that sees at least 20 tokens a
-    parameter. The second has half its parameters and sees more of them. Both take all the time.
+    parameter, or the largest found that fits if memory allows only smaller ones. The second has
+    half its parameters and sees more of them. Both take all the time.
 
     Each trial says how large a model its FLOP/s could train: the next one to try. Raises UserError
     if there is none.
@@ -187,7 +190,7 @@ def budget(
     setup = cfg, asked, fleet, c, trainer
     flops_of_run = 0.4 * fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400 * days
     n = math.sqrt(flops_of_run / 6 / TOKENS_PER_PARAMETER)
-    tried = []  # models
+    tried, too_large = [], []  # models
     trainings = []
     problem = UserError(
         f"{days:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
@@ -198,6 +201,7 @@ def budget(
             training = train_for(days, model, *setup)
         except UserError as error:
             problem = error
+            too_large.append(model)
             n *= 0.8
             continue
         if training.tokens_per_parameter >= TOKENS_PER_PARAMETER:
@@ -207,7 +211,11 @@ def budget(
     if not trainings:
         raise problem
     largest = max(trainings, key=lambda training: flops.n_params(training.plan.m))
-    half = model_of(flops.n_params(largest.plan.m) / 2, m)
+    n_params = flops.n_params(largest.plan.m)
+    far_from_optimum = largest.tokens_per_parameter > 1.2 * TOKENS_PER_PARAMETER
+    if far_from_optimum and any(flops.n_params(model) > n_params for model in too_large):
+        largest = replace(largest, limited_by_memory=True)
+    half = model_of(n_params / 2, m)
     return [largest, train_for(days, half, *setup)] if half else [largest]
 
 

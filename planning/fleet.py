@@ -98,13 +98,16 @@ class Fleet:
         divides = self.devices % replica == 0
         require(divides, f"devices {self.devices} is not a multiple of {split}")
         in_node = self.tp <= self.node_size
-        require(in_node, f"tp {self.tp} is more than the {self.node_size} devices of a node")
+        fix = f"set --tp={self.node_size} or less, or --node_size to what your nodes have"
+        require(in_node, f"tp {self.tp} is more than the {self.node_size} devices of a node: {fix}")
         in_one_node = self.devices <= self.node_size or self.node_size % self.tp == 0
         apart = "some tensor ranks would be on two nodes"
+        fix = f"tp can be {', '.join(map(str, divisors(self.node_size)))}"
         nodes = f"tp {self.tp} does not divide the {self.node_size} devices of a node"
-        require(in_one_node, f"{nodes}: {apart}")
+        require(in_one_node, f"{nodes}: {apart}: {fix}")
         no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
-        require(self.device.bf16_tflops, no_peak)
+        fix = "name another --device, such as mi250, a100 or h100 (python devices.py lists them)"
+        require(self.device.bf16_tflops, f"{no_peak}: {fix}")
 
     @property
     def dp(self) -> int:
@@ -138,6 +141,11 @@ class Fleet:
             network_gbs = self.network_gbs * self.share_of_network
             gbs = min(gbs, network_gbs * ranks_in_node / ranks_on_network)
         return gbs * 1e9
+
+
+def divisors(n: int) -> list[int]:
+    """The whole numbers that divide n."""
+    return [k for k in range(1, n + 1) if n % k == 0]
 
 
 @dataclass

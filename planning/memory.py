@@ -23,6 +23,7 @@ bench/results/memory.md compares these estimates with what real steps allocate.
 """
 
 import bisect
+import itertools
 import math
 import typing
 from dataclasses import dataclass, replace
@@ -439,6 +440,10 @@ class StepMemory:
         first = matmuls.first_backward(self.m, self.setup)
         # A later stage has a backward for the hidden states that it receives.
         self.has_backward = [number >= first or not self.is_first for number in self.blocks]
+        # Of the first i blocks: how many have a backward and are not recomputed.
+        both = zip(self.has_backward, self.recomputed, strict=True)
+        whole = (has_backward and not again for has_backward, again in both)
+        self.n_whole = list(itertools.accumulate(whole, initial=0))
 
         split = (precision, cfg.tp, cfg.sequence_parallel)
         small = self.tokens * kept_by_block(self.m, mode, *split)
@@ -546,10 +551,8 @@ class StepMemory:
         them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
         microbatches of a step.
         """
-        waiting = [
-            i for i in range(blocks_waiting) if self.has_backward[i] and not self.recomputed[i]
-        ]
-        scaled = self.width * self.n_scaled * len(waiting)
+        n_whole = self.n_whole[blocks_waiting]
+        scaled = self.width * self.n_scaled * n_whole
         if self.dp > 1:
             n_gathered = blocks_waiting if turn.reduces else self.n_layers
             if self.frees_weights:
@@ -557,7 +560,7 @@ class StepMemory:
             whole_block = self.n_block + self.n_adapters
             return self.width * (self.n_outside + whole_block * n_gathered) + scaled
         if self.width == 2:
-            with_copies = self.recomputed.count(False) if self.accumulates else len(waiting)
+            with_copies = self.recomputed.count(False) if self.accumulates else n_whole
             return 2 * self.n_cast * with_copies + scaled
         return scaled
 
@@ -764,15 +767,31 @@ def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
 def worst_stage(
     m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str
 ) -> tuple[int, dict[str, dict[str, int]]]:
-    """The pipeline stage with the highest peak, and its `StepMemory.moments`.
-
-    Stages in the middle have no more blocks than the second, and fewer microbatches in flight.
-    """
-    numbers = sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
-    stages = {n: StepMemory(m, cfg, ranks, precision, n).moments() for n in numbers}
+    """The pipeline stage with the highest peak, and its `StepMemory.moments`."""
+    stages = {n: StepMemory(m, cfg, ranks, precision, n).moments() for n in stages_to_compare(cfg)}
     peaks = {n: sum(largest(moments.values()).values()) for n, moments in stages.items()}
     stage = max(peaks, key=peaks.get)
     return stage, stages[stage]
+
+
+def stages_to_compare(cfg: TrainConfig) -> list[int]:
+    """The pipeline stages of which one has the highest peak.
+
+    Stages in the middle have no more blocks than the second, and fewer microbatches in flight.
+    """
+    return sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
+
+
+def fits(m: MPTConfig, cfg: TrainConfig, ranks: int, room: float, precision="bf16") -> bool:
+    """Is the peak of every stage at most `room` bytes? As `bytes_by_part` says, but sooner.
+
+    Arguments and errors as in `bytes_by_moment`.
+    """
+    for n in stages_to_compare(cfg):
+        moments = StepMemory(m, cfg, ranks, precision, n).moments()
+        if sum(largest(moments.values()).values()) > room:
+            return False
+    return True
 
 
 def bytes_by_moment(

@@ -16,7 +16,9 @@ Bands are the error bands of the prediction. Kinds differ in line and marker, no
 import itertools
 import math
 import sys
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import config
 import devices
@@ -40,24 +42,29 @@ SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memor
 # matplotlib
 
 
-def canvas(title: str | None = None, rows: int = 1):
-    """A figure, and its two pairs of axes in each row."""
+def canvas(title: str | None = None, rows: int = 1, footer_lines: int = 0):
+    """A figure with its two pairs of axes in each row, and with room for the lines below it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         fix = "pip install -r requirements-extra.txt"
         raise config.UserError(f"pictures need matplotlib: {fix}") from error
-    figure = Figure(figsize=(12, 4.5 if rows == 1 else 8.5), layout="constrained")
+    height = (4.5 if rows == 1 else 7.8) + 0.14 * footer_lines
+    figure = Figure(figsize=(12, height), layout="constrained")
     figure.suptitle(title)
     return figure, figure.subplots(rows, 2)
 
 
 def save(figure, path: str) -> None:
-    """Write the figure. UserError if the ending of the path is not that of a picture."""
+    """Write the figure. UserError if it cannot be written there, or is no kind of picture."""
+    folder = Path(path).parent
+    fix = f"mkdir -p {folder}, or name another --out"
+    require(folder.is_dir(), f"--out={path}: there is no folder {folder}: {fix}")
     try:
         figure.savefig(path, dpi=120)
-    except ValueError as error:
-        raise config.UserError(f"--out={path}: {config.one_line(error)}") from error
+    except (ValueError, OSError) as error:
+        fix = "name another --out, such as plan.png"
+        raise config.UserError(f"--out={path}: {config.one_line(error)}: {fix}") from error
     print(f"drawn: {path}", file=sys.stderr)
 
 
@@ -104,8 +111,16 @@ def scaling(rows: list[dict], path: str) -> None:
 # --------------------------------------------------------------------------------------------------
 # Time, cost and energy
 
+LINE = 175  # characters in a line of small text, as wide as the picture
 # Of one kind of device each: line, marker, colour. Dark to light, so that they differ in grey.
-STYLES = [("-", "o", "C0"), ("--", "s", "C1"), (":", "^", "C2"), ("-.", "D", "C4")]
+STYLES = [
+    ("-", "o", "C0"),
+    ("--", "s", "C1"),
+    (":", "^", "C2"),
+    ("-.", "D", "C4"),
+    ("-", "v", "C5"),
+    ("--", "P", "C3"),
+]
 
 
 def time_and_cost(offers: list[Offer], path: str) -> None:
@@ -116,7 +131,8 @@ def time_and_cost(offers: list[Offer], path: str) -> None:
     """
     planned = [offer for offer in offers if offer.plan]
     plan, values = planned[0].plan, planned[0].figures
-    figure, axes = canvas(rows=2)
+    footer = bands_lines(planned)
+    figure, axes = canvas(rows=2, footer_lines=len(footer))
 
     in_hours = all(offer.figures["days"] < 2 for offer in planned)
     unit, factor = ("hours", 24) if in_hours else ("days", 1)
@@ -140,9 +156,11 @@ def time_and_cost(offers: list[Offer], path: str) -> None:
     size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
     title = f"{size} on {answer.tokens_text(values['tokens'])}, predicted"
     title += "; prices are of a torch device for an hour" if has_price else ""
-    where = {"loc": "outside upper center", "ncols": len(names), "frameon": False}
+    width = 1.3 * max(map(len, names)) + 10  # of a name and its line, in characters of small text
+    columns = max(1, int(LINE / width))
+    where = {"loc": "outside upper center", "ncols": min(columns, len(names)), "frameon": False}
     figure.legend(kinds, names, title=title, title_fontsize="large", **where)
-    figure.supxlabel(bands_text(planned), fontsize="small")
+    figure.supxlabel("\n".join(footer), x=0.01, ha="left", fontsize="small")
     save(figure, path)
 
 
@@ -181,9 +199,12 @@ def draw_band(axes, x: list, y: list, ends: list, **style) -> None:
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 
-def bands_text(offers: list[Offer]) -> str:
+def bands_lines(offers: list[Offer]) -> list[str]:
     """What the bands mean, as the lines below a picture."""
-    return "\n".join(["bands: from the errors of published runs", *answer.certainty_lines(offers)])
+    lines = ["bands: from the errors of published runs"]
+    for sentence in answer.certainty_lines(offers):
+        lines += textwrap.wrap(sentence, LINE, subsequent_indent="    ")
+    return lines
 
 
 def mi250_fleet(cards: int) -> Fleet:

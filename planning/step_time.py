@@ -25,13 +25,14 @@ bench/results/planner.md has the errors.
 Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 """
 
+import copy
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, blocks_of, require, stage_sizes
+from config import MPTConfig, TrainConfig, UserError, blocks_of, require, stage_sizes
 from devices import Device
 from planning import matmuls, memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
@@ -157,24 +158,11 @@ class StepTime:
 
         self.microbatches = math.ceil(rows / cfg.microbatch_size)
         self.tokens = rows / self.microbatches * m.max_seq_len  # of a microbatch
+        self.traffic_of_block = self.block_traffic()  # bytes per token and d_model
+        self.n_params_by_part = flops.params_by_part(m)
 
         self.stage_sizes = stage_sizes(m.n_layers, fleet.pp)
-        self.stage = fleet.pp - 1 if stage is None else stage
-        self.is_first = self.stage == 0
-        self.is_last = self.stage == fleet.pp - 1
-        self.layers = self.stage_sizes[self.stage]
         self.setup = matmuls.setup_of(cfg)
-        self.n_params = self.params_of_stage() / fleet.tp  # of a rank, before sharding
-        self.n_trained = self.n_params
-        if cfg.lora_rank:
-            self.n_trained = cfg.lora_rank * sum(self.adapter_widths())
-            self.n_params += self.n_trained
-        # Blocks of this stage with a backward: below the first adapter there is none.
-        first = matmuls.first_backward(m, self.setup)
-        own = blocks_of(m.n_layers, self.stage, fleet.pp)
-        self.backward_layers = sum(i >= first for i in own)
-        self.is_lowest_backward = first in own
-
         self.mode = cfg.sharding_mode
         self.shard_ranks = min(fleet.dp, cfg.shard_ranks(fleet.dp, fleet.dp_ranks_per_node))
 
@@ -186,11 +174,30 @@ class StepTime:
         self.scores_again = self.matmuls_again
         if checkpointing == "selective" and trainer.repeats_scores:
             self.norms_again, self.scores_again = 0.0, share
+        self.set_stage(fleet.pp - 1 if stage is None else stage)
+
+    def set_stage(self, stage: int) -> None:
+        """Set what depends on the stage: its blocks and its parameters."""
+        m, cfg, fleet = self.m, self.cfg, self.fleet
+        self.stage = stage
+        self.is_first = stage == 0
+        self.is_last = stage == fleet.pp - 1
+        self.layers = self.stage_sizes[stage]
+        self.n_params = self.params_of_stage() / fleet.tp  # of a rank, before sharding
+        self.n_trained = self.n_params
+        if cfg.lora_rank:
+            self.n_trained = cfg.lora_rank * sum(self.adapter_widths())
+            self.n_params += self.n_trained
+        # Blocks of this stage with a backward: below the first adapter there is none.
+        first = matmuls.first_backward(m, self.setup)
+        own = blocks_of(m.n_layers, stage, fleet.pp)
+        self.backward_layers = len(range(max(first, own.start), own.stop))
+        self.is_lowest_backward = first in own
 
     def params_of_stage(self) -> float:
         """The parameters of the stage. Both ends have a tied embedding."""
         m = self.m
-        parts = flops.params_by_part(m)
+        parts = dict(self.n_params_by_part)
         outside = {name: parts.pop(name) for name in ("wte", "wpe", "lm_head")}
         n = sum(parts.values()) * self.layers / m.n_layers
         if self.is_first:
@@ -308,14 +315,10 @@ class StepTime:
         """Everything that reads and writes more than it computes.
 
         A third of a block's traffic is norms and residuals, which tensor parallelism divides only
-        if it is sequence parallel. The constants were fitted to MPT's usual shape; for other
-        shapes, traffic grows with the activations that a block keeps.
+        if it is sequence parallel.
         """
         m, c, tp = self.m, self.c, self.fleet.tp
-        usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
-        shape = sum(memory.saved_by_block(m).values()) / sum(memory.saved_by_block(usual).values())
-        residual = KEPT[self.trainer.residual_bytes]
-        traffic = c.block_bytes * shape * residual / KEPT[4] * (1 + self.norms_again / 3)
+        traffic = self.traffic_of_block * (1 + self.norms_again / 3)
         traffic *= self.trainer.block_traffic
         share = 1 / tp if self.cfg.sequence_parallel else 1 / 3 + 2 / 3 / tp
         layers = self.backward_layers + (self.layers - self.backward_layers) / 3  # forward alone
@@ -333,6 +336,21 @@ class StepTime:
         bandwidth = self.fleet.device.bandwidth_gbs * 1e9
         of_tokens = blocks + logits + self.adapter_bytes()
         return (self.tokens * of_tokens + copies) / bandwidth * c.pace
+
+    def block_traffic(self) -> float:
+        """Memory traffic of a block per token and d_model, if nothing is recomputed.
+
+        The constants were fitted to MPT's usual shape; for other shapes, traffic grows with the
+        activations that a block keeps.
+        """
+        m = self.m
+        shape = 1.0
+        if m.expansion_ratio != 4 or m.kv_n_heads or m.qk_ln or m.clip_qkv:
+            usual = replace(m, expansion_ratio=4, kv_n_heads=None, qk_ln=False, clip_qkv=None)
+            kept = sum(memory.saved_by_block(m).values())
+            shape = kept / sum(memory.saved_by_block(usual).values())
+        residual = KEPT[self.trainer.residual_bytes]
+        return self.c.block_bytes * shape * residual / KEPT[4]
 
     def adapter_bytes(self) -> float:
         """Memory traffic of the adapters of this stage per token, as counted on real operations.
@@ -472,7 +490,7 @@ class StepTime:
         return seconds + (self.stages() if self.trainer.hides_stages else 0.0)
 
     def kinds_of_stages(self) -> list[tuple["StepTime", int]]:
-        """[(a stage, how many are like it), ...], the slowest first."""
+        """[(a stage, how many are like it), ...]."""
         ends = (0, self.fleet.pp - 1)
         numbers = {}  # {(blocks, the end that it is): the first such stage}
         counts = Counter()
@@ -483,21 +501,22 @@ class StepTime:
 
         kinds = []
         for kind, number in numbers.items():
-            stage = StepTime(self.m, self.cfg, self.fleet, self.c, self.trainer, number)
+            stage = copy.copy(self)
+            stage.set_stage(number)
             kinds.append((stage, counts[kind]))
-        return sorted(kinds, key=lambda kind: -sum(kind[0].microbatch().values()))
+        return kinds
 
     def parts(self) -> dict[str, float]:
         """{part: seconds}; "step" is their sum. Work is that of the slowest stage."""
-        kinds = self.kinds_of_stages()
-        slowest = kinds[0][0]
-        microbatch = slowest.microbatch()
+        kinds = [(stage.microbatch(), stage, n) for stage, n in self.kinds_of_stages()]
+        kinds.sort(key=lambda kind: -sum(kind[0].values()))
+        microbatch, slowest, _ = kinds[0]
         parts = {name: self.microbatches * seconds for name, seconds in microbatch.items()}
 
         compute = sum(microbatch.values()) - microbatch["exposed traffic"]
         parts["exposed traffic"] += slowest.exposed_sums(compute)
 
-        on_all = sum(sum(stage.microbatch().values()) * n for stage, n in kinds)
+        on_all = sum(sum(seconds.values()) * n for seconds, _, n in kinds)
         parts["bubble"] = (on_all - sum(microbatch.values())) / self.fleet.interleave
         update_bytes = self.c.update_bytes * slowest.n_trained / self.shard_ranks
         parts["optimizer"] = update_bytes / (self.fleet.device.bandwidth_gbs * 1e9)
@@ -527,8 +546,12 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
 
     m.check_stages(fleet.pp)
     pieces = fleet.pp * fleet.interleave
-    enough = pieces <= m.n_layers
-    require(enough, f"pp x interleave = {pieces} pieces are more than n_layers {m.n_layers}")
+    if pieces > m.n_layers:
+        problem = f"pp x interleave = {pieces} pieces are more than n_layers {m.n_layers}"
+        fix = f"--interleave={m.n_layers // fleet.pp}"
+        if fleet.interleave <= m.n_layers:
+            fix += f" or --pp={m.n_layers // fleet.interleave}"
+        raise UserError(f"{problem}: set {fix}")
     m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
     return rows
 

@@ -14,7 +14,7 @@ import config
 import flops
 import plan
 from config import MPTConfig, TrainConfig, UserError
-from planning import answer, budget, memory, picture
+from planning import answer, budget, certainty, memory, picture
 from planning.answer import PlanArgs
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +77,13 @@ def test_tokens_become_the_steps_to_set(capsys):
     out = printed(capsys, MPT7B, "--device=mi250", "--devices=64", "--tokens=1e9")
     assert "1B tokens, --max_steps=477: " in out  # 1e9 / (1024 x 2048) = 476.8
     assert planned(capsys, MPT7B, "--device=mi250", "--devices=64")["max_steps"] == 63900
+
+
+def test_tokens_and_steps_that_agree_are_no_contradiction(capsys):
+    """Steps are whole numbers; those of a config file give way to a flag."""
+    question = [MPT7B, "--device=mi250", "--tokens=1e9"]
+    assert planned(capsys, *question, "--max_steps=477")["max_steps"] == 477
+    assert planned(capsys, *question)["max_steps"] == 477
 
 
 def test_a_plan_says_what_the_config_as_it_is_would_give(capsys, tmp_path):
@@ -264,6 +271,24 @@ def test_a_budgets_flags_train_its_models(capsys):
     assert "Chinchilla's published fit (arXiv 2203.15556)" in out
 
 
+def test_a_budgets_flags_keep_what_the_user_set_of_the_model(capsys):
+    """All but its shape, which the budget finds."""
+    own = "--vocab_size=32000 --expansion_ratio=3 --alibi --no_bias --max_seq_len=1024 --qk_ln"
+    own += " --softmax_scale=0.1 --norm_type=layernorm --tie_word_embeddings=False"
+    argv = ["--device=h100", "--devices=8", "--budget=1", *own.split()]
+    out = printed(capsys, *argv)
+    found = planned(capsys, *argv)["trainings"]
+    (expected,) = config.load(own.split(), MPTConfig)
+    launches = [line for line in out.splitlines() if line.strip().startswith("--d_model")]
+    for launch, training in zip(launches, found, strict=True):
+        assert training["model"] in launch
+        m, _ = config.load(launch.split(), MPTConfig, TrainConfig)
+        shape = {name: getattr(m, name) for name in budget.SHAPE}
+        assert m == replace(expected, **shape)
+        assert flops.n_params(m) == training["n_params"]
+        assert "attn_impl" not in launch
+
+
 def test_the_budgets_program_takes_the_same_batch(capsys):
     """96 devices do not divide the config's 256 sequences."""
     fleet = ["--device=h100", "--devices=96"]
@@ -295,6 +320,7 @@ MPT70B_ON_64 = """MPT70B --choose --device=h100 --devices=64 --network=100
     --global_batch_size=256""".replace("MPT70B", MPT70B)
 FRONTIER = f"{ROOT}/configs/frontier_175b.py"
 ON_FRONTIER = f"{FRONTIER} --choose --device=mi250x --devices=1024"
+WITH_STAGES = f"{ROOT}/configs/mpt13b.py --choose --device=h100 --devices=32 --network=50".split()
 
 
 @pytest.mark.parametrize(
@@ -336,6 +362,42 @@ def test_the_five_fastest_stand_below_the_plan(capsys):
     lines = printed(capsys, *question).splitlines()
     table = lines[lines.index(next(line for line in lines if line.startswith("the 5 "))) + 2 :]
     assert [int(row.split()[0].replace(",", "")) for row in table[:5]] == [round(r) for r in rates]
+
+
+def test_a_batch_that_rules_out_the_larger_degrees_names_better_ones(capsys):
+    question = [MPT7B, "--device=h100", "--devices=64"]
+    found = planned(capsys, *question, "--global_batch_size=1001")
+    assert found["layout"]["dp"] == 1 and found["batch_rules_out_dp"] == [64, 32, 16, 8, 4, 2]
+    out = printed(capsys, *question, "--global_batch_size=1001")
+    line = "the batch rules out dp 64, 32, 16, 8, 4, 2: --global_batch_size=960 or 1024 would not"
+    assert line in out
+    for batch in (960, 1024):
+        better = planned(capsys, *question, f"--global_batch_size={batch}")
+        assert better["tokens_per_second"] > 1.8 * found["tokens_per_second"]
+        assert better["layout"]["dp"] == 64 and better["batch_rules_out_dp"] == []
+    assert "rules out" not in printed(capsys, *question, "--global_batch_size=1024")
+    fixed = [*question, "--global_batch_size=1001", "--tp=8", "--pp=8"]
+    assert planned(capsys, *fixed)["batch_rules_out_dp"] == []
+
+
+@pytest.mark.parametrize("half_width", [0.1, 0.001])
+def test_a_simpler_layout_within_the_error_is_told_and_not_chosen(capsys, monkeypatch, half_width):
+    band = (1 - half_width, 1 + half_width, "a band of a test")
+    monkeypatch.setattr(certainty, "band", lambda m, cfg, fleet: band)
+    found = planned(capsys, *WITH_STAGES)
+    alone = planned(capsys, *WITH_STAGES, "--tp=1", "--pp=1")
+    assert found["tokens_per_second"] > alone["tokens_per_second"]
+    assert found["layout"]["pp"] > 1
+    lines = [line for line in printed(capsys, *WITH_STAGES).splitlines() if "simpler" in line]
+    if half_width < 0.01:
+        assert found["simpler"] is None and not lines
+        return
+    assert found["simpler"]["flags"] == alone["flags"]
+    slower = 1 - alone["tokens_per_second"] / found["tokens_per_second"]
+    (line,) = lines
+    assert f"is {slower:.1%} slower, which is within the error: simpler" in line
+    assert "tp 1 pp 1 " in line
+    assert "simpler" not in printed(capsys, *WITH_STAGES, "--tp=1", "--pp=1")
 
 
 @pytest.mark.slow
@@ -646,6 +708,10 @@ MISTAKES = [
     ("MPT7B --device=mi250 --budget=7", "--budget finds the model and its tokens: remove "),
     ("--device=mi250 --budget=7 --tokens=1e9", "remove --tokens"),
     (
+        "--device=mi250 --budget=7 --n_heads=8 --kv_n_heads=2 --d_model=1024 --n_layers=3",
+        "finds the model and its tokens: remove --d_model --n_heads --n_layers --kv_n_heads",
+    ),
+    (
         "--device=mi250 --devices=61 --budget=7 --global_batch_size=256",
         "global_batch_size 256 is not a",
     ),
@@ -669,6 +735,10 @@ MISTAKES = [
     ),
     ("MPT7B --plot", "which device?"),
     ("--plot --out=plan.foo", "--out=plan.foo: "),
+    (
+        "--plot --out=no/such/plan.png",
+        "--out=no/such/plan.png: there is no folder no/such: mkdir -p no/such, or name another",
+    ),
     ("MPT7B --device=mi250 --network=-1", "network must be 0 or more, not -1"),
     ("MPT7B --device=mi250 --interleave=0", "interleave must be at least 1, not 0"),
     ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
@@ -677,11 +747,40 @@ MISTAKES = [
     ("MPT7B --device=h100 --fp8_tflops=3000", "the fp8 peak of H100 SXM is 1978.8 TFLOP/s"),
     ("MPT7B --device=h100 --attention_efficiency=35", "attention_efficiency must be at most 1"),
     ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be 0 or more, not -1"),
+    (
+        "MPT7B --device=h100 --devices=16 --tp=16",
+        "tp 16 is more than the 8 devices of a node: set --tp=8 or less, or --node_size to",
+    ),
+    (
+        "--d_model=3072 --n_heads=24 --device=h100 --devices=24 --global_batch_size=240 --tp=3",
+        "some tensor ranks would be on two nodes: tp can be 1, 2, 4, 8",
+    ),
+    (
+        "MPT7B --device=h100 --devices=36 --global_batch_size=36 --pp=18 --tp=1 --interleave=2",
+        "36 pieces are more than n_layers 32: set --interleave=1 or --pp=16",
+    ),
+    ("MPT7B --device=v100", "name another --device, such as mi250, a100 or h100"),
+    ("MPT7B --device=h100 --calibrate=nope.json", "name a table (.csv) of `bench train`, a mach"),
+    (
+        "MPT7B --device=h100 --devices=8,16",
+        "--devices=8,16: expected one number, such as --devices=64; --sweep_devices=8,16 plans",
+    ),
+    (
+        "MPT7B --device=h100,mi250 --calibrate=README.md",
+        "give one for each, or none, between commas: --calibrate=README.md,",
+    ),
+    ("MPT7B --device=h100,,mi250", "--device=h100,,mi250 has an empty name: remove the extra"),
+    ("MPT7B --machine=lumi,", "--machine=lumi, has an empty name: remove the extra comma"),
+    (
+        "MPT7B --device=h100 --tokens=1e9 --max_steps=500",
+        "are 476.837 steps of 1024 x 2048 tokens, not --max_steps=500: remove one of the two",
+    ),
 ]
 
 
 @pytest.mark.parametrize("flags, message", MISTAKES)
-def test_mistakes_are_told(flags, message):
+def test_mistakes_are_told(monkeypatch, flags, message):
+    monkeypatch.chdir(ROOT)
     files = {"MPT7B": MPT7B, "MPT70B": MPT70B}
     with pytest.raises(UserError) as error:
         plan.main([files.get(flag, flag) for flag in flags.split()])

@@ -111,6 +111,8 @@ def test_kinds_beside_each_other_are_what_each_alone_is(capsys):
     kinds = [("h100", 2.5, 400), ("mi250", 1.2, 100)]
     for (device, price, network), row in zip(kinds, rows[1::2], strict=True):
         flags = [f"--device={device}", f"--price={price}", f"--network={network}"]
+        assert row.pop("label") == f"{row['device']} at {price}"
+        row.pop("best")
         assert row.items() <= planned(capsys, MPT7B, *flags, "--devices=16").items()
 
 
@@ -137,6 +139,58 @@ def test_a_table_of_kinds_says_which_is_best_and_where_bands_overlap(capsys, mon
         ]
         overlap = min(of_kind) / 0.8 > max(of_kind) / 1.1
         assert line.endswith("the bands overlap") == overlap
+
+
+def test_two_fleets_of_the_same_device_are_told_apart(capsys):
+    """By what differs; each keeps what it assumes."""
+    question = [MPT7B, "--device=h100,h100", "--sweep_devices=8,16", "--network=100,0"]
+    slow, usual = "H100 SXM, network 100", "H100 SXM, network as usual"
+    rows = planned(capsys, *question)
+    assert [row["label"] for row in rows] == [slow, slow, usual, usual]
+    out = printed(capsys, *question)
+    assert f"{usual}: network 400 GB/s a node" in out
+    assert "; " in next(line for line in out.splitlines() if line.startswith("fastest"))
+
+    many = [*question[:2], "--memory_gb=80,94", "--network=100,400", "--price=2,2"]
+    labels = [row["label"] for row in planned(capsys, *many)]
+    assert labels[0] == "H100 SXM at 2, network 100, memory_gb 80"
+    assert labels[1] == "H100 SXM at 2, network 400, memory_gb 94"
+    other_price = planned(capsys, *many[:2], "--price=2,3")
+    assert [row["label"] for row in other_price] == ["H100 SXM at 2", "H100 SXM at 3"]
+
+
+@pytest.mark.parametrize(
+    "kinds", ["--device=h100,mi250 --price=2.5,0.55", "--device=h100 --price=2"]
+)
+def test_json_says_which_is_best_as_the_text_does(capsys, monkeypatch, kinds):
+    monkeypatch.setattr(certainty, "band", band_of_a_test)
+    question = [MPT7B, *kinds.split(), "--sweep_devices=8,16"]
+    rows = planned(capsys, *question)
+    lines = printed(capsys, *question).splitlines()
+    for word in answer.BEST:
+        (line,) = [line for line in lines if line.startswith(word)]
+        (row,) = [row for row in rows if word in row["best"]]
+        figures = row.get("strong", row)
+        assert f"on {figures['devices']} x {figures['device']}" in line.split(";")[0]
+        assert row["best"][word]["bands_overlap"] == line.endswith("the bands overlap")
+
+
+def test_json_has_what_the_text_says_beside_the_plan(capsys):
+    """Published figures, restarts, and how the settings as they are would do."""
+    frontier = [str(CONFIGS / "frontier_175b.py"), "--device=mi250x", "--devices=1024"]
+    found = planned(capsys, *frontier, "--choose")
+    out = printed(capsys, *frontier, "--choose")
+    assert f"{found['published']['tflops_per_device']} TFLOP/s a GCD on Frontier" in out
+    assert f"this plan: {found['published']['planned']:.1f}, or " in out
+    assert found["published"]["planned"] == found["tflops_per_device"]
+    assert found["restarts"] == answer.JOB_DAYS
+    own = found["your_layout"]
+    assert own["settings"]["activation_checkpointing"] == "full" and own["fits"]
+    assert f": {own['tokens_per_second']:,.0f} tokens/s; this plan is {own['gain']:.0%} f" in out
+
+    plain = planned(capsys, MPT7B, "--device=h100", "--tokens=1e9")
+    assert plain["published"] is plain["your_layout"] is None
+    assert plain["restarts"] == {}
 
 
 def test_a_kind_that_cannot_hold_the_model_says_why_beside_the_other(capsys):
@@ -221,5 +275,52 @@ def test_numbers_are_written_for_people():
     assert answer.rounded(0.70632) == "0.706"
     assert answer.tokens_text(32_768_000) == "32.77M tokens"
     assert answer.tokens_text(134e9) == "134B tokens"
+    assert answer.tokens_text(716_800) == "716,800 tokens"
     assert answer.duration(0.16, [0.13, 0.23]) == "3.84 hours (3.12 to 5.52)"
+    assert answer.duration(2, [1, 3]) == "2 days (1 to 3)"
+    minute = 1 / 24 / 60
+    assert answer.duration(60 * minute, [30 * minute, 90 * minute]) == "60 minutes (30 to 90)"
+    assert answer.duration(minute / 60, [minute / 60, minute / 30]) == "1 second (1 to 2)"
+    assert answer.duration(0.000116 / 24, [0, 1e-5]) == "0.418 seconds (0 to 0.864)"
     assert answer.energy(0.0029, [0.002, 0.004]) == "2.9 kWh (2 to 4)"
+    assert answer.energy(1.48e-7, [1e-7, 2e-7]) == "0.148 Wh (0.1 to 0.2)"
+
+
+def test_one_rank_and_one_day_are_singular(capsys):
+    one = printed(capsys, MPT7B, "--device=h100", "--devices=1", "--choose", "--lora_rank=8")
+    assert " = 1 data-parallel rank x " in one
+    assert " = 8 data-parallel ranks x " in printed(capsys, MPT7B, "--device=h100", "--choose")
+    assert "budget      1 day, " in printed(capsys, "--device=h100", "--budget=1")
+
+
+def test_how_often_is_no_setting_of_a_layout_that_recomputes_nothing(capsys, tmp_path):
+    """Recomputing every 8th block is chosen here; the config file recomputes none."""
+    path = tmp_path / "own.py"
+    path.write_text((CONFIGS / "mpt1b.py").read_text() + "activation_checkpointing = 'none'\n")
+    found = planned(capsys, str(path), "--device=4090", "--devices=8", "--choose")
+    assert found["layout"]["recompute_every"] > 1
+    settings = found["your_layout"]["settings"]
+    assert settings["activation_checkpointing"] == "none"
+    assert "recompute_every" not in settings
+
+
+def test_what_does_not_fit_without_recomputation_says_no_checkpointing():
+    flags = "--device=4090 --devices=8 --tp=1 --pp=1 --activation_checkpointing=none"
+    with pytest.raises(UserError, match=", no checkpointing, microbatch 1 takes "):
+        plan.main([MPT7B, *flags.split(), "--microbatch_size=auto"])
+
+
+def test_a_budget_says_which_answer_is_which_and_what_limits_it(capsys):
+    """Without sharding and recomputation, a week of 64 devices is more than what fits can use."""
+    fleet = ["--device=h100", "--devices=64", "--budget=7"]
+    layout = "--sharding=DDP --tp=1 --pp=1 --activation_checkpointing=none".split()
+    for flags, limited in (([], False), (layout, True)):
+        optimal, smaller = planned(capsys, *fleet, *flags)["trainings"]
+        assert (optimal["tokens_per_parameter"] > 24) == limited
+        assert (optimal["limited_by_memory"], smaller["limited_by_memory"]) == (limited, False)
+        lines = printed(capsys, *fleet, *flags).splitlines()
+        (first,) = [line for line in lines if line.startswith("budget")]
+        (second,) = [line for line in lines if line.startswith("or smaller")]
+        words = "not compute-optimal, memory limits it" if limited else "7 days, compute-optimal:"
+        assert words in first
+        assert "smaller, trained for longer: " in second

@@ -322,6 +322,32 @@ def test_a_plan_takes_its_device_from_the_measurements(tmp_path, capsys):
     assert slower["tokens_per_second"] < found["tokens_per_second"]
 
 
+@pytest.mark.parametrize("question", ["--sweep_devices=8,16", "--budget=1"])
+@pytest.mark.parametrize("flags", [[], ["--price=1"]])
+def test_every_answer_takes_its_device_from_the_measurements(tmp_path, capsys, question, flags):
+    argv = [question, *flags, f"--calibrate={table(tmp_path / 'a.csv', 1.2)}"]
+    argv += [] if "budget" in question else [CONFIG]
+    answers = []
+    for device in ([], ["--device=mi250"]):
+        plan.main([*argv, *device])
+        answers.append(capsys.readouterr().out)
+    assert "MI250 GCD" in answers[0]
+    assert answers[0] == answers[1]
+
+
+def test_of_two_kinds_of_device_one_is_calibrated(tmp_path, capsys):
+    """As the message about a single file says: none between the commas is a kind without."""
+    path = table(tmp_path / "a.csv", 1.2)
+    kinds = [CONFIG, "--device=mi250,h100", "--devices=8", "--json"]
+    with pytest.raises(UserError, match="or none, between commas") as error:
+        plan.main([*kinds, f"--calibrate={path}"])
+    fix = str(error.value).rpartition(" ")[2]
+    plan.main([*kinds, fix])
+    with_file, without = json.loads(capsys.readouterr().out)
+    assert any("calibrated" in line for line in with_file["assumed"])
+    assert not any("calibrated" in line for line in without["assumed"])
+
+
 def test_a_flag_is_stronger_than_a_measurement(tmp_path, capsys):
     path = tmp_path / "machine.json"
     path.write_text(json.dumps(machine(memory_gbs=1300)))

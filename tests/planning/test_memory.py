@@ -858,3 +858,16 @@ def test_what_cannot_be_estimated_is_refused():
         peak(MID, run(ranks=8, sharding="HYBRID_SHARD"), 8)
     with pytest.raises(UserError, match="--attn_impl=sdpa"):
         peak(dataclasses.replace(MID, attn_impl="reference"), run())
+
+
+@pytest.mark.parametrize("tp, pp", [(1, 1), (2, 1), (1, 4), (2, 3)])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_step_fits_into_its_peak_but_not_into_less(tp, pp, mode):
+    m = MPTConfig(attn_impl="sdpa")
+    cfg = TrainConfig(
+        global_batch_size=48, microbatch_size=4, tp=tp, pp=pp, activation_checkpointing=mode
+    )
+    ranks = 2 * tp * pp
+    n_bytes = peak(m, cfg, ranks)
+    assert memory.fits(m, cfg, ranks, room=n_bytes)
+    assert not memory.fits(m, cfg, ranks, room=n_bytes - 1)

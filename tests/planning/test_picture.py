@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import plan
-from planning import picture
+from planning import certainty, picture
 
 ROOT = Path(__file__).parent.parent.parent
 MPT7B = str(ROOT / "configs/mpt7b.py")
@@ -34,6 +34,24 @@ def test_a_line_and_a_band_for_each_kind(tmp_path, monkeypatch, price):
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert [name.split(" at ")[0] for name in names] == ["H100 SXM", "MI250 GCD"]
     assert "runs" in figure.get_supxlabel()
+
+
+@pytest.mark.parametrize("kinds", ["--device=h100,mi250", "--device=h100,mi250,a100,4090,mi300x"])
+def test_all_text_is_inside_the_picture(monkeypatch, kinds):
+    """Long lines below it are wrapped, long legends have several rows."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: see requirements-extra.txt")
+    saved = []
+    monkeypatch.setattr(picture, "save", lambda figure, path: saved.append(figure))
+    band = (0.5, 1.1, "too few runs " * 15)
+    monkeypatch.setattr(certainty, "band", lambda m, cfg, fleet: band)
+    plan.main([MPT7B, kinds, "--sweep_devices=8,16", "--price=2.5", "--plot"])
+    (figure,) = saved
+    figure.draw_without_rendering()
+    for text in (figure._supxlabel, figure.legends[0]):
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert min(axes.get_window_extent().height for axes in figure.axes) > 200
 
 
 def test_memory_by_sharding_where_nodes_do_not_divide_the_ranks(monkeypatch):
