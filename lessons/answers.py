@@ -181,7 +181,10 @@ class Answer:
 
 
 def received(processes: list, asked: list[str], seconds: float) -> list:
-    """What each process returns. The first failure counts: others may wait for that one in vain."""
+    """What each process returns. The first failure counts: others may wait for that one in vain.
+
+    If several fail at a time, a process that ended comes first: the others failed because of it.
+    """
     results = {}
     while len(results) < len(processes):
         waiting = {p.pipe: rank for rank, p in enumerate(processes) if rank not in results}
@@ -190,9 +193,15 @@ def received(processes: list, asked: list[str], seconds: float) -> list:
         if not ready:
             first = min(waiting.values())
             raise TooSlow(f"{asked[first]} did not return in {limit:.0f} s")
+        failures = []
         for pipe in ready:
             rank = waiting[pipe]
-            results[rank] = processes[rank].receive(asked[rank], seconds)
+            try:
+                results[rank] = processes[rank].receive(asked[rank], seconds)
+            except (Wrong, ToDo) as error:
+                failures.append(error)
+        if failures:
+            raise next((error for error in failures if isinstance(error, Died)), failures[0])
     return [results[rank] for rank in range(len(processes))]
 
 

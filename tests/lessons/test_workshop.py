@@ -608,6 +608,19 @@ def test_ranks(odd):
     assert odd.call_on_ranks(2, "add_up", torch.ones(1))[0][0] == 2  # on new ranks
 
 
+def test_a_rank_that_ended_is_told_before_one_that_failed_because_of_it(odd):
+    """Both have failed when they are looked at; the first in the list is not the cause."""
+    processes = odd.started(2)
+    processes[0].send(20, "call", "crash", [1], {})
+    processes[1].send(20, "call", "leave", [], {})
+    for process in processes:
+        assert process.pipe.poll(60)
+    with pytest.raises(answers.Died, match="b ended the process"):
+        answers.received(processes, ["a", "b"], 20)
+    for process in processes:
+        process.stop()
+
+
 def test_changes_of_files_have_names(odd, tmp_path):
     def names(function):
         return odd.call_until_killed(function, str(tmp_path / "file"), "the new text", at=None)
