@@ -204,6 +204,41 @@ def test_what_waits_for_the_disk_is_observed(old, new, result, tmp_path):
     assert verdict("6", "check_power_failure", text, tmp_path)[0] == result
 
 
+CALL = (
+    "    kernel[(1,)](q, k, v, out, k.shape[0], q.shape[1] ** -0.5, slope, **sizes)\n    return out"
+)
+PLAIN = """
+    i, j = torch.arange(len(k))[-len(q) :, None], torch.arange(len(k))
+    scores = q @ k.T * q.shape[1] ** -0.5 - slope * (i - j)
+    return torch.softmax(scores.masked_fill(j > i, -float("inf")), -1) @ v
+"""
+BY_RUN = CALL.replace("[(1,)](q", ".run(q").replace("**sizes", "**sizes, grid=(1,), warmup=False")
+IN_FP32 = CALL.replace("v, out", "v, wide").replace("return out", "return wide.to(q.dtype)")
+
+
+@pytest.mark.parametrize(
+    "new, words",
+    [
+        (BY_RUN, ""),
+        (f"    wide = q.float()\n{IN_FP32}", ""),
+        (CALL.replace("    return out", PLAIN), "stay so when all that the kernel has written"),
+        (PLAIN, "no launch of a Triton kernel wrote anything"),
+    ],
+    ids=["run", "in fp32", "unused", "none"],
+)
+def test_a_result_comes_from_the_kernel_however_it_is_launched(new, words, tmp_path):
+    module = checker("4")
+    try:
+        module.skip_without_interpreter()
+    except answers.Skipped as error:
+        pytest.skip(str(error))
+    assert solution("4").count(CALL) == 1
+    (tmp_path / "answer.py").write_text(solution("4").replace(CALL, new))
+    with answers.Answer(tmp_path / "answer.py") as given:
+        result, message = workshop.judged(module.need_kernel, given)
+    assert (result == "wrong") == bool(words) and words in message, message
+
+
 def test_numbers_of_numpy_are_numbers(tmp_path):
     predicted = "\nPREDICTION = {name: np.float32(x) for name, x in PREDICTION.items()}\n"
     text = solution("8") + predicted + "PREDICTION['n_params'] = np.int64(156_000)\n"
