@@ -372,6 +372,7 @@ def clone(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_answer_beside_the_project_cannot_use_it_and_prints_little(clone):
     answer = clone / "my.py"
     answer.write_text(
