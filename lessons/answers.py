@@ -34,6 +34,7 @@ from lessons import answering
 
 SECONDS = 20  # of the processor, for one call
 STARTING = 120  # seconds of the clock until a process answers for the first time
+PATIENCE = 30  # the same later on
 
 
 class Wrong(Exception):
@@ -61,6 +62,8 @@ class Answer:
         self.path = Path(path).resolve()
         self.alone = None  # the process, from the first call on
         self.ranks = {}  # number of ranks: their processes
+        self.not_run = ""  # why the parts that follow are skipped
+        self.too_slow = 0  # calls that did not return in time
         self.folder = tempfile.TemporaryDirectory()
 
     def __enter__(self):
@@ -89,6 +92,12 @@ class Answer:
         shown = f"{function}({describe(args, keywords)})"
         return self.ask(shown, seconds, "measure", function, args, keywords)
 
+    def call_spoiled(self, function: str, *args, seconds: float = SECONDS) -> tuple:
+        """(What it returns if all that its Triton kernels write is overwritten; how many tensors
+        those have written)."""
+        shown = f"{function}({describe(args, {})})"
+        return self.ask(shown, seconds, "spoil", function, args, {})
+
     def call_until_killed(self, function: str, *args, at: int | None, seconds: float = SECONDS):
         """Call it in a process that kills itself just before its change of a file number `at`.
 
@@ -99,13 +108,14 @@ class Answer:
 
     def call_on_ranks(self, size: int, function: str, *args, seconds: float = SECONDS) -> list:
         """What it returns on each of `size` ranks. An argument `PerRank` differs between them."""
+        self.skip_if_hopeless()
         if size not in self.ranks:
-            self.ranks[size] = [Process(self.path) for _ in range(size)]
+            self.ranks[size] = self.started(size)
             store = f"{self.folder.name}/{uuid.uuid4()}"  # gloo makes this file
             for rank, process in enumerate(self.ranks[size]):
                 process.send(SECONDS, "join", rank, size, store)
             for process in self.ranks[size]:
-                process.receive("joining the other ranks", STARTING)
+                process.receive("joining the other ranks", SECONDS)
         asked = []
         for rank, process in enumerate(self.ranks[size]):
             own = [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
@@ -113,26 +123,68 @@ class Answer:
             asked.append(f"{function}({describe(own, {})}) on rank {rank} of {size}")
         try:
             return received(self.ranks[size], asked, seconds)
-        except (Wrong, ToDo):
+        except (Wrong, ToDo) as error:
             for process in self.ranks.pop(size):  # they may be in different collectives
                 process.stop()
+            self.count_if_slow(error)
             raise
 
     def ask(self, shown: str, seconds: float, *request):
         """The answer's reply to one request of answering.py."""
+        self.skip_if_hopeless()
         if self.alone is None:
-            self.alone = Process(self.path)
-        self.alone.send(seconds, *request)
+            (self.alone,) = self.started(1)
         try:
+            self.alone.send(seconds, *request)
             return self.alone.receive(shown, seconds)
-        except Died:
+        except Died as error:
             self.alone.stop()
             self.alone = None  # the next call gets a new one
+            self.count_if_slow(error)
             raise
+
+    def started(self, size: int) -> list:
+        """So many processes that have loaded the answer. If it cannot be loaded, that is said once.
+
+        Raises Wrong or ToDo then, and later parts are skipped.
+        """
+        processes = [Process(self.path) for _ in range(size)]
+        is_inside = self.path.is_relative_to(answering.ROOT)
+        name = self.path.relative_to(answering.ROOT) if is_inside else self.path
+        try:
+            for process in processes:
+                process.send(SECONDS, "load")
+            for process in processes:
+                process.receive(f"loading {name}", SECONDS)
+        except NotLoaded as error:
+            self.not_run = "the file cannot be loaded, see above"
+            raise Wrong(f"{name}, {error}") from None
+        except (Wrong, ToDo):
+            self.not_run = "the file cannot be loaded, see above"
+            raise
+        finally:
+            if self.not_run:
+                for process in processes:
+                    process.stop()
+        return processes
+
+    def skip_if_hopeless(self) -> None:
+        """Raise Skipped if an earlier part has shown why this one need not be tried."""
+        if self.not_run:
+            raise Skipped(f"not run: {self.not_run}")
+
+    def count_if_slow(self, error: Exception) -> None:
+        """The second call that takes too long is the last one."""
+        self.too_slow += isinstance(error, TooSlow)
+        if self.too_slow == 2:
+            self.not_run = "two calls took too long, see above"
 
 
 def received(processes: list, asked: list[str], seconds: float) -> list:
-    """What each process returns. The first failure counts: others may wait for that one in vain."""
+    """What each process returns. The first failure counts: others may wait for that one in vain.
+
+    If several fail at a time, a process that ended comes first: the others failed because of it.
+    """
     results = {}
     while len(results) < len(processes):
         waiting = {p.pipe: rank for rank, p in enumerate(processes) if rank not in results}
@@ -140,15 +192,29 @@ def received(processes: list, asked: list[str], seconds: float) -> list:
         ready = multiprocessing.connection.wait(list(waiting), limit)
         if not ready:
             first = min(waiting.values())
-            raise Died(f"{asked[first]} did not return in {limit:.0f} s")
+            raise TooSlow(f"{asked[first]} did not return in {limit:.0f} s")
+        failures = []
         for pipe in ready:
             rank = waiting[pipe]
-            results[rank] = processes[rank].receive(asked[rank], seconds)
+            try:
+                results[rank] = processes[rank].receive(asked[rank], seconds)
+            except (Wrong, ToDo) as error:
+                failures.append(error)
+        if failures:
+            raise next((error for error in failures if isinstance(error, Died)), failures[0])
     return [results[rank] for rank in range(len(processes))]
 
 
 class Died(Wrong):
     """The process of the answer ended, or was too slow."""
+
+
+class TooSlow(Died):
+    """The answer did not return in time."""
+
+
+class NotLoaded(Wrong):
+    """The file of the answer cannot be loaded. The message is "line 3: invalid syntax"."""
 
 
 class Process:
@@ -176,26 +242,29 @@ class Process:
         """The result of what was asked last. `shown` says in a message what that was."""
         try:
             if not self.pipe.poll(self.patience + 5 * seconds):
-                raise Died(f"{shown} did not return in {self.patience + 5 * seconds:.0f} s")
+                raise TooSlow(f"{shown} did not return in {self.patience + 5 * seconds:.0f} s")
             kind, result = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError) as error:
-            raise Died(f"{shown} {self.end(seconds)}") from error
+            raise self.death(shown, seconds) from error
         except (AttributeError, ImportError) as error:
             raise Wrong(f"{shown} returned something that cannot be read here: {error}") from error
-        self.patience = 30
+        self.patience = PATIENCE
         if kind == "todo":
             raise ToDo(result)
+        if kind == "not loaded":
+            raise NotLoaded(result)
         if kind == "wrong":
             raise Wrong(f"{shown}: {result}")
         return result
 
-    def end(self, seconds: float) -> str:
-        """How the process ended, in words."""
+    def death(self, shown: str, seconds: float) -> Died:
+        """How the process ended."""
         self.process.join(5)
         code = self.process.exitcode
         if code == -signal.SIGXCPU:
-            return f"was still computing after {seconds:g} s of the processor: does it end?"
-        return f"ended the process (exit code {code})"
+            limit = f"{seconds:g} s of the processor"
+            return TooSlow(f"{shown} was still computing after {limit}: does it end?")
+        return Died(f"{shown} ended the process (exit code {code})")
 
     def stop(self) -> None:
         """End it."""
@@ -225,6 +294,11 @@ def equal(what: str, got, expected, case: str = "") -> None:
     need(same_kind and got == expected, f"{expectation}, but got {shortened(got)}")
 
 
+def is_number(value) -> bool:
+    """Whether it is a number of Python or of NumPy, and no bool."""
+    return isinstance(value, int | float | numpy.number) and not isinstance(value, bool)
+
+
 def close(what: str, got, expected, tolerance: float, case: str = "") -> None:
     """`got` must be a number, array or tensor like `expected`, at most `tolerance` from it.
 
@@ -232,8 +306,7 @@ def close(what: str, got, expected, tolerance: float, case: str = "") -> None:
     """
     of_case = f", for {case}" if case else ""
     if isinstance(expected, int | float):
-        is_number = isinstance(got, int | float | numpy.number) and not isinstance(got, bool)
-        need(is_number, f"{what}: expected a number{of_case}, but got {shortened(got)}")
+        need(is_number(got), f"{what}: expected a number{of_case}, but got {shortened(got)}")
     else:
         kind = type(expected).__name__
         came = describe_value(got)
@@ -241,7 +314,9 @@ def close(what: str, got, expected, tolerance: float, case: str = "") -> None:
         expectation = describe_value(expected)
         need(came == expectation, f"{what}: expected {expectation}{of_case}, got {came}")
     got, expected = doubles(got), doubles(expected)
-    need(not numpy.isnan(got).any(), f"{what}: {numpy.isnan(got).sum()} values are NaN{of_case}")
+    n_nan = numpy.isnan(got).sum()
+    values = "1 value is" if n_nan == 1 else f"{n_nan} values are"
+    need(n_nan == 0, f"{what}: {values} NaN{of_case}")
     with numpy.errstate(invalid="ignore"):  # inf - inf
         apart = numpy.where(got == expected, 0, numpy.abs(got - expected))
     if not (apart <= tolerance).all():

@@ -5,7 +5,7 @@ import math
 import tempfile
 from pathlib import Path
 
-from lessons.answers import ToDo, Wrong, equal, need
+from lessons.answers import ToDo, Wrong, equal, is_number, need, shortened
 from lessons.pictures import FOLDER
 from lifecycle import runlog
 
@@ -19,11 +19,12 @@ def check_prediction(answer):
     guess = answer.value("DIVERGES")
     if guess is None:
         raise ToDo("DIVERGES is still None: predict first, then run")
-    need(guess in RUNS, f"DIVERGES is {guess!r}: it should be a number, 2e-3, 2e-2 or 2e-1")
+    is_one = is_number(guess) and guess in RUNS
+    need(is_one, f"DIVERGES is {shortened(guess)}: it should be a number, 2e-3, 2e-2 or 2e-1")
     if guess != 2e-1:
         raise Wrong(
             f"{guess:g} learns, though perhaps not well. Adam moves every weight by about the "
-            "learning rate in each step: compare that with the size of a weight, about 0.02"
+            "learning rate in each step: compare that with the size of a weight, about 0.08"
         )
 
 
@@ -36,8 +37,7 @@ def check_losses(answer):
         raise ToDo(f"FINAL_LOSSES lacks the run with --lr={missing[0]:g}")
     for lr, name in RUNS.items():
         loss = given[lr]
-        is_number = isinstance(loss, int | float) and not isinstance(loss, bool)
-        need(is_number, f"FINAL_LOSSES[{lr:g}] should be a number, not {loss!r}")
+        need(is_number(loss), f"FINAL_LOSSES[{lr:g}] should be a number, not {shortened(loss)}")
         if (FOLDER / name / "metrics.jsonl").exists():
             compare_with_run(lr, loss, FOLDER / name)
             continue
@@ -75,5 +75,14 @@ def check_losses_of_a_file(answer):
             path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
             expected = [(row["step"], row["loss"]) for row in rows if "loss" in row]
             got = answer.call("losses", str(path))
-            need(isinstance(got, list), f"losses: expected a list for {case}, but got {got!r}")
-            equal("losses", [tuple(pair) for pair in got], expected, f"a file with {case}")
+            compare_losses(got, expected, f"a file with {case}")
+
+
+def compare_losses(got, expected: list, case: str) -> None:
+    """Wrong unless these are the pairs (step, loss); a pair may be a list, too."""
+    need(isinstance(got, list), f"losses: expected a list for {case}, but got {shortened(got)}")
+    for pair in got:
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        came = f"expected a list of pairs (step, loss) for {case}, but {shortened(pair)} is in it"
+        need(is_pair and all(map(is_number, pair)), f"losses: {came}")
+    equal("losses", [tuple(pair) for pair in got], expected, case)

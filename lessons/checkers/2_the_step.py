@@ -77,7 +77,7 @@ def check_bugs(answer):
         raise ToDo(f"BUGS has no cause for {', '.join(missing)}")
     for letter in right:
         need(
-            bugs[letter] in planted.CAUSES,
+            isinstance(bugs[letter], str) and bugs[letter] in planted.CAUSES,
             f"BUGS: {letter} is {describe_value(bugs[letter])}, but expected one of "
             f"{', '.join(planted.CAUSES)}",
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from lessons.answers import Answer, PerRank, Skipped, Wrong, close, describe_value, need
+from lessons.answers import Answer, PerRank, Wrong, close, describe_value, need
 
 EVEN = [(8, 4), (2, 8)]  # the shapes of W1 and W2
 TWO_RANKS = Path(__file__).parent.parent / "two_ranks.py"  # has fully_sharded
@@ -69,10 +69,7 @@ def joined(pieces, shape) -> torch.Tensor:
 
 
 def on_ranks(answer, size: int, function: str, *args) -> list:
-    """What it returns on each of `size` ranks. Skipped if an earlier part has said why not."""
-    reason = getattr(answer, "not_run", "")
-    if reason:
-        raise Skipped(f"not run: {reason}")
+    """What it returns on each of `size` ranks."""
     try:
         return answer.call_on_ranks(size, function, *args, seconds=SECONDS)
     except Wrong as error:

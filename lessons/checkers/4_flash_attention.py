@@ -2,7 +2,6 @@
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 
-import ast
 import importlib.metadata
 import importlib.util
 import math
@@ -210,7 +209,7 @@ def check_kernel(answer):
             compare_kernel(answer, f"{case} ({dtype})", n_keys, block_n, slope, dtype, tolerance)
     case = "40 keys of width 16, blocks of 16, scores of several hundred"
     compare_kernel(answer, case, 40, 16, 0.0, torch.float32, 2e-5, large=True)
-    need(has_kernel(answer.path), "the file has no function with @triton.jit: forward must run one")
+    need_kernel(answer)
 
 
 def skip_without_interpreter() -> None:
@@ -225,24 +224,46 @@ def skip_without_interpreter() -> None:
 
 def compare_kernel(answer, case, n_keys, block_n, slope, dtype, tolerance, large=False) -> None:
     """One case with 16 queries. large: scores of several hundred, which fp32 holds exactly."""
-    n_queries, D = 16, 16 if large else 32
-    random = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(n, D, generator=random) for n in (n_queries, n_keys, n_keys))
+    q, k, v = queries_keys_values(16, n_keys, 16 if large else 32, seed=3)
     if large:
         q, k = ((16 * x).round() for x in (q, k))
     q, k, v = (x.to(dtype) for x in (q, k, v))
     got = answer.call("forward", q, k, v, slope, block_n)
+    exact = exact_forward(q, k, v, slope)
+    close("forward", got, exact.to(dtype), tolerance * exact.abs().max().item(), case)
 
+
+def queries_keys_values(n_queries: int, n_keys: int, D: int, seed: int) -> list:
+    """Random q (n_queries, D), k and v (n_keys, D)."""
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, D, generator=random) for n in (n_queries, n_keys, n_keys)]
+
+
+def exact_forward(q, k, v, slope: float) -> torch.Tensor:
+    """Causal attention with ALiBi in float64, (Tq, D)."""
+    n_queries, n_keys, D = len(q), len(k), q.shape[1]
     i = torch.arange(n_keys - n_queries, n_keys)[:, None]
     j = torch.arange(n_keys)
     scores = q.double() @ k.double().T * D**-0.5 - slope * (i - j)
     probs = torch.softmax(scores.masked_fill(j > i, -math.inf), dim=-1)
-    exact = probs @ v.double()
-    close("forward", got, exact.to(dtype), tolerance * exact.abs().max().item(), case)
+    return probs @ v.double()
 
 
-def has_kernel(path: Path) -> bool:
-    """Whether a function of the file is decorated with something called jit."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    return any("jit" in ast.unparse(line) for f in functions for line in f.decorator_list)
+def need_kernel(answer) -> None:
+    """Wrong unless the result comes from what a kernel writes: overwrite that, and it must change.
+
+    The inputs are new, so memory that torch uses again cannot hold the result already.
+    """
+    q, k, v = queries_keys_values(16, 32, 16, seed=4)
+    got, written = answer.call_spoiled("forward", q, k, v, 0.5, 16)
+    need(
+        written > 0,
+        "forward: the results are right, but no launch of a Triton kernel wrote anything: forward "
+        "must run your kernel",
+    )
+    is_the_same = torch.allclose(got.double(), exact_forward(q, k, v, 0.5), atol=1e-3)
+    need(
+        not is_the_same,
+        "forward: the results are right, and stay so when all that the kernel has written is "
+        "overwritten: return what the kernel computes",
+    )

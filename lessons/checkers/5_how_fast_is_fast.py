@@ -104,7 +104,8 @@ def check_roofline(answer: Answer):
 
 def check_palm(answer: Answer):
     """A published MFU: PaLM 540B"""
-    n, rate = 540.35e9, 238.3e3 / (6144 * 275e12)
+    n, speed = 540.35e9, 238.3e3
+    rate = speed / (6144 * 275e12)
     typical = {
         6 * n * rate: "that is 6 N without attention",
         (6 * n + 12 * 118 * 18432 * 2048) * rate: "its heads are 48 x 256 wide, not d_model",
@@ -112,27 +113,29 @@ def check_palm(answer: Answer):
         (8 * n + 16 * 118 * 12288 * 2048) * rate: "that counts recomputation, so it is an HFU",
     }
     published("palm_540b", answer, 0.462, typical)
+    follows_its_argument("palm_540b", answer, "tokens_per_second", speed, 2 * speed, 2.0)
 
 
 def check_mpt(answer: Answer):
     """A published MFU: MPT-1B on A100"""
-    m = mpt("mpt-1b")
-    right = flops.mfu(m, 20_513, 1, 312e12)
+    m, speed = mpt("mpt-1b"), 20_513
+    right = flops.mfu(m, speed, 1, 312e12)
     causal = flops.train_flops_per_token(m, "causal")
     typical = {
         right / 8: "20,513 tokens/s are of one GPU: the peak of one belongs to it",
         right * 8: "20,513 tokens/s are of one GPU, not an eighth",
         right * 4 / 3: "that counts recomputation, so it is an HFU",
-        6 * flops.n_params(m) * 20_513 / 312e12: "that is 6 N without attention",
-        causal * 20_513 / 312e12: "that counts half of the scores",
+        6 * flops.n_params(m) * speed / 312e12: "that is 6 N without attention",
+        causal * speed / 312e12: "that counts half of the scores",
     }
     published("mpt_1b", answer, 0.5986, typical)
+    follows_its_argument("mpt_1b", answer, "tokens_per_second", speed, speed / 2, 0.5)
 
 
 def check_gpt(answer: Answer):
     """A published MFU: Megatron-LM's GPT of 175B"""
-    d, n_layers, seq_len, vocab_size = 12288, 96, 2048, 51200
-    rate = 64 * seq_len / 13.75 / (64 * 312e12)
+    d, n_layers, seq_len, vocab_size, seconds = 12288, 96, 2048, 51200, 13.75
+    rate = 64 * seq_len / seconds / (64 * 312e12)
     blocks, logits, scores = 12 * n_layers * d**2, vocab_size * d, n_layers * d * seq_len
     again = 96 * n_layers * d**2 * (1 + seq_len / (6 * d) + vocab_size / (16 * n_layers * d))
     typical = {
@@ -144,10 +147,14 @@ def check_gpt(answer: Answer):
         (6 * blocks + 12 * scores) * rate: "the logits are missing: vocabulary x d_model weights",
     }
     published("gpt_175b", answer, 0.514, typical)
+    follows_its_argument("gpt_175b", answer, "seconds", seconds, 2 * seconds, 0.5)
 
 
 def published(function: str, answer: Answer, expected: float, typical: dict[float, str]) -> None:
-    """Compare the function's result with a published share. typical: {wrong result: why}."""
+    """Compare the function's result with a published share. typical: {wrong result: why}.
+
+    No message names the published share, or people would return it.
+    """
     try:
         compare_mfu(answer)
     except Wrong as error:  # two errors may cancel
@@ -155,13 +162,25 @@ def published(function: str, answer: Answer, expected: float, typical: dict[floa
     got = answer.call(function)
     close(function, got, 0.5, 1e9)  # a number
     is_percent = abs(got / 100 - expected) <= 5e-4 + 5e-5
-    need(not is_percent, f"{function}: {got:.4g} is a percentage; expected a share, {expected:.4g}")
+    need(not is_percent, f"{function}: {got:.4g} is a percentage; expected a share from 0 to 1")
     need(got <= 1, f"{function}: {got:.4g} is more than 1: are the devices in it?")
     if abs(got - expected) <= 5e-4 + 5e-5:  # published with one decimal of a percent, or two
         return
-    message = f"{function}: the published figure is {expected:.1%}, but got {got:.2%}"
     near = [why for wrong, why in typical.items() if abs(got - wrong) <= 5e-4]
-    need(False, f"{message}; {near[0]}" if near else message)
+    high = "high" if got > expected else "low"
+    hint = near[0] if near else "every raw number that you need is in its docstring"
+    raise Wrong(f"{function}: {got:.2%} is not the published figure, but too {high}; {hint}")
+
+
+def follows_its_argument(function, answer, name: str, usual, other, ratio: float) -> None:
+    """Wrong unless the result for another value of its argument is `ratio` times the usual one."""
+    got, first = answer.call(function, other), answer.call(function)
+    close(function, got, 0.5, 1e9, f"{name}={other:g}")  # a number
+    need(
+        abs(got / first - ratio) <= 1e-6,
+        f"{function}: {first:.2%} is right for {name}={usual:g}, so {name}={other:g} must give "
+        f"{ratio * first:.2%}, but got {got:.2%}: compute it from the argument",
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from lessons import scaling_fits, scaling_runs
-from lessons.answers import Skipped, ToDo, close, need
+from lessons.answers import Skipped, ToDo, close, is_number, need
 
 WIDEST = 0.1  # nats per byte
 FACTOR = 2  # between the predicted size and the one that the grid supports
@@ -63,7 +63,7 @@ def mix_up(got, k: float, a: float) -> str:
     """A hint if the answer's pair is k and a swapped, or has log k for k; else nothing."""
     log_k = math.log(k)
     for pair in ((a, k), (a, log_k), (log_k, a)):
-        are_numbers = all(isinstance(value, int | float | np.number) for value in got)
+        are_numbers = all(map(is_number, got))
         if are_numbers and np.allclose(np.array(got, dtype=float), pair, rtol=1e-3, atol=1e-6):
             is_log = f"{log_k:.4f} is log {k:.4g}: " if log_k in pair else ""
             return f" ({is_log}are k and a swapped, or is k still a log?)"
@@ -119,8 +119,7 @@ def numbers(predicted) -> dict:
         raise ToDo(f"fill in {', '.join(empty)} of PREDICTION")
     for key in KEYS:
         number = predicted[key]
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        good = is_number and 0 < number < math.inf
+        good = is_number(number) and 0 < number < math.inf
         need(good, f"PREDICTION[{key!r}]: expected a positive number, got {number!r}")
     return predicted
 
@@ -131,7 +130,7 @@ def find_runs() -> tuple[list[dict], list[dict], str]:
     The reader's own if they lack nothing: a whole grid and a run on that budget. Else the stored.
     """
     keys = {cell.key for cell in scaling_runs.grid()}
-    own = scaling_runs.read(scaling_runs.GRID)
+    own = scaling_runs.own_runs()
     own_grid = [row for row in own if row["key"] in keys]
     own_held_out = [row for row in own if row["budget"] == scaling_runs.HELD_OUT]
     if keys <= {row["key"] for row in own_grid} and own_held_out:

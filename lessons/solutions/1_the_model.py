@@ -1,6 +1,6 @@
 """A solution of exercise 1: ALiBi's slopes, causal attention, and an MPT's parameters.
 
-`python -m lessons check 1 --file lessons/solutions/1_the_model.py` checks it.
+`python -m lessons check 1 --file=lessons/solutions/1_the_model.py` checks it.
 """
 
 import math

@@ -13,7 +13,8 @@ BUGS = {
     "A": "labels not shifted",
     # The loss returns to ln(256) = 5.55, a uniform guess, because the weights shrink to 0.
     "B": "decay without rate",
-    # The imports count for three quarters, not for a fifth: they are learned better, code worse.
+    # The imports count for three quarters, not for less than a quarter: they are learned
+    # better, code worse.
     "C": "mean of means",
     # Learns as usual at first, then stops: in the middle of the run the weights do not change.
     "D": "schedule too fast",

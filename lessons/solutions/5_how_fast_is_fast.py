@@ -41,19 +41,19 @@ def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
     return min(peak_flops, intensity * bandwidth)
 
 
-def palm_540b() -> float:
+def palm_540b(tokens_per_second: float = 238.3e3) -> float:
     """PaLM's heads together are 48 x 256 = 12288 wide: less than its d_model of 18432."""
     per_token = training_flops(540.35e9, 118, 48 * 256, 2048)
-    return mfu(per_token, 238.3e3, 6144, 275e12)
+    return mfu(per_token, tokens_per_second, 6144, 275e12)
 
 
-def mpt_1b() -> float:
+def mpt_1b(tokens_per_second: float = 20_513) -> float:
     """The table has tokens/s of one GPU, so one device's peak belongs to it."""
     per_token = training_flops(1_315_950_592, 24, 2048, 2048)
-    return mfu(per_token, 20_513, 1, 312e12)
+    return mfu(per_token, tokens_per_second, 1, 312e12)
 
 
-def gpt_175b() -> float:
+def gpt_175b(seconds: float = 13.75) -> float:
     """Megatron's count is the same formula with another N: only what is in a product.
 
     72 B S L d^2 (1 + S / 6d + V / 12Ld), as the paper writes it, is 6 N + 12 L d S of each token
@@ -62,7 +62,7 @@ def gpt_175b() -> float:
     n_layers, d_model, vocab_size, seq_len = 96, 12288, 51200, 2048
     n = 12 * n_layers * d_model**2 + vocab_size * d_model
     per_token = training_flops(n, n_layers, d_model, seq_len)
-    return mfu(per_token, 64 * seq_len / 13.75, 64, 312e12)
+    return mfu(per_token, 64 * seq_len / seconds, 64, 312e12)
 
 
 def step_seconds(

@@ -1,6 +1,6 @@
 """A solution of exercise 7, with the thoughts behind it.
 
-    python -m lessons check 7 --file lessons/solutions/7_finetuning.py
+    python -m lessons check 7 --file=lessons/solutions/7_finetuning.py
 
 What a student should take away: B A x costs little if it is computed from the right, B (A x). The
 backward pass has the same property. And a weight that was rounded keeps only what its dtype can

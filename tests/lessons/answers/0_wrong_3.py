@@ -1,4 +1,7 @@
-"""Counts the rows instead of reading their steps."""
+"""Counts the rows instead of reading their steps.
+
+Refused by check_losses_of_a_file.
+"""
 
 import json
 

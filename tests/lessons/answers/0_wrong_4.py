@@ -1,4 +1,7 @@
-"""Expects a loss in every row."""
+"""Expects a loss in every row.
+
+Refused by check_losses_of_a_file.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Takes validation losses for training losses."""
+"""Takes validation losses for training losses.
+
+Refused by check_losses_of_a_file.
+"""
 
 import json
 

@@ -1,4 +1,7 @@
-"""Wrong: the slopes of 12 heads are 2^(-8 h / 12); MPT takes those of 16, reordered."""
+"""Wrong: the slopes of 12 heads are 2^(-8 h / 12); MPT takes those of 16, reordered.
+
+Refused by check_slopes_of_any_number, check_logits.
+"""
 
 import math
 

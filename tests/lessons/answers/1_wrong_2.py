@@ -1,4 +1,7 @@
-"""Wrong: the mask comes after the softmax, so the weights no longer sum to 1."""
+"""Wrong: the mask comes after the softmax, so the weights no longer sum to 1.
+
+Refused by check_attention, check_large_scores, check_attention_on_a_cache, check_logits.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Wrong: the bias has the wrong sign, so distant keys count more."""
+"""Wrong: the bias has the wrong sign, so distant keys count more.
+
+Refused by check_attention, check_large_scores, check_attention_on_a_cache, check_logits.
+"""
 
 import math
 

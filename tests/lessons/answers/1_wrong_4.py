@@ -1,4 +1,7 @@
-"""Wrong: on a cache, the mask begins at the first key (tril), not at the last Tq positions."""
+"""Wrong: on a cache, the mask begins at the first key (tril), not at the last Tq positions.
+
+Refused by check_attention_on_a_cache, check_logits.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Wrong: the count has an output layer of its own, though it is tied to the embedding."""
+"""Wrong: the count has an output layer of its own, though it is tied to the embedding.
+
+Refused by check_count_of_small_models, check_count_of_the_sizes_of_mpt.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Right numbers, but the logits of all tokens exist at once; only the rest is in chunks."""
+"""Right numbers, but the logits of all tokens exist at once; only the rest is in chunks.
+
+Refused by check_memory.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""The gradient of the weight is that of the last chunk: it is replaced, not added to."""
+"""The gradient of the weight is that of the last chunk: it is replaced, not added to.
+
+Refused by check_several_chunks, check_ignored_labels, check_large_logits, check_memory.
+"""
 
 import torch
 

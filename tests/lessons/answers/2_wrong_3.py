@@ -1,4 +1,7 @@
-"""Ignored tokens are left out of the loss, but not of the gradients."""
+"""Ignored tokens are left out of the loss, but not of the gradients.
+
+Refused by check_ignored_labels.
+"""
 
 import torch
 

@@ -1,4 +1,7 @@
-"""exp of the logits without taking out their maximum: large logits overflow."""
+"""exp of the logits without taking out their maximum: large logits overflow.
+
+Refused by check_large_logits.
+"""
 
 import torch
 

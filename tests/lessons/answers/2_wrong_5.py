@@ -1,4 +1,7 @@
-"""The code is right, but two of the five bugs are confused."""
+"""The code is right, but two of the five bugs are confused.
+
+Refused by check_bugs.
+"""
 
 import torch
 

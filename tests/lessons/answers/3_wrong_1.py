@@ -1,4 +1,8 @@
-"""Wrong: the gradients of the ranks are added up, not averaged."""
+"""Wrong: the gradients of the ranks are added up, not averaged.
+
+Refused by check_same_rows, check_different_rows, check_fully_shard, check_odd_sizes,
+check_three_ranks.
+"""
 
 import math
 

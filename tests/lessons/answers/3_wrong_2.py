@@ -1,4 +1,7 @@
-"""Wrong: a rank's own gradient, without the reduce-scatter."""
+"""Wrong: a rank's own gradient, without the reduce-scatter.
+
+Refused by check_different_rows, check_fully_shard, check_odd_sizes, check_three_ranks.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Wrong: the piece is a view, which keeps the whole weight in memory."""
+"""Wrong: the piece is a view, which keeps the whole weight in memory.
+
+Refused by check_shard.
+"""
 
 import math
 

@@ -1,4 +1,7 @@
-"""Wrong: the loss is that of a rank's own rows."""
+"""Wrong: the loss is that of a rank's own rows.
+
+Refused by check_different_rows, check_fully_shard, check_odd_sizes, check_three_ranks.
+"""
 
 import math
 

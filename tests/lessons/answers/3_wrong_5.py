@@ -1,4 +1,7 @@
-"""Wrong: nothing is padded, so odd sizes do not work."""
+"""Wrong: nothing is padded, so odd sizes do not work.
+
+Refused by check_odd_sizes.
+"""
 
 import math
 

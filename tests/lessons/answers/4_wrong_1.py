@@ -1,4 +1,7 @@
-"""Wrong: when the maximum grows, the sum l is rescaled, and the output o is not."""
+"""Wrong: when the maximum grows, the sum l is rescaled, and the output o is not.
+
+Refused by check_attention.
+"""
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 

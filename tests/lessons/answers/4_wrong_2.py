@@ -1,4 +1,7 @@
-"""Wrong: -inf minus -inf is NaN, in a block that is masked altogether before any other."""
+"""Wrong: -inf minus -inf is NaN, in a block that is masked altogether before any other.
+
+Refused by check_max_and_sum, check_attention.
+"""
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 

@@ -1,4 +1,7 @@
-"""Wrong: the results are right, but all scores are collected before the softmax."""
+"""Wrong: the results are right, but all scores are collected before the softmax.
+
+Refused by check_max_and_sum, check_attention.
+"""
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 

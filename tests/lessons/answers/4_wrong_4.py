@@ -1,4 +1,7 @@
-"""Wrong: the maximum starts at 0, so all terms of very negative scores underflow."""
+"""Wrong: the maximum starts at 0, so all terms of very negative scores underflow.
+
+Refused by check_max_and_sum, check_attention.
+"""
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 

@@ -1,4 +1,7 @@
-"""Wrong: a hidden key, or one beyond the last, gets the score 0, which still has weight exp(0)."""
+"""Wrong: a hidden key, or one beyond the last, gets the score 0, which still has weight exp(0).
+
+Refused by check_attention, check_kernel.
+"""
 
 # ruff: noqa: E741 (`l` is the name in the papers)
 

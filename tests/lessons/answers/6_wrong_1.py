@@ -1,4 +1,7 @@
-"""Counts the changes from one, so the kills come one change too late; the checkpointer is right."""
+"""Counts the changes from one, so the kills come one change too late; the checkpointer is right.
+
+Refused by check_kill_that_loses, check_silent_kill.
+"""
 
 import json
 import os

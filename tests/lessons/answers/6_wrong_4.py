@@ -1,4 +1,7 @@
-"""Makes room first: removes the old checkpoints before the new one is complete."""
+"""Makes room first: removes the old checkpoints before the new one is complete.
+
+Refused by check_fifty_kills, check_damage, check_nothing_piles_up.
+"""
 
 import json
 import os

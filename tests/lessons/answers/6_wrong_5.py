@@ -1,4 +1,7 @@
-"""Gives each temporary file a name of its own, and nobody removes those of killed saves."""
+"""Gives each temporary file a name of its own, and nobody removes those of killed saves.
+
+Refused by check_nothing_piles_up.
+"""
 
 import json
 import os

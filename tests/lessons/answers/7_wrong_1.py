@@ -1,4 +1,7 @@
-"""Forms W + s B A in the forward pass, which costs as much as another W."""
+"""Forms W + s B A in the forward pass, which costs as much as another W.
+
+Refused by check_memory_of_forward, check_memory_of_backward.
+"""
 
 import json
 import struct

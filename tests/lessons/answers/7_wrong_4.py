@@ -1,4 +1,7 @@
-"""Merges in the dtype of W: a small update is rounded before it is added."""
+"""Merges in the dtype of W: a small update is rounded before it is added.
+
+Refused by check_merge.
+"""
 
 import json
 import struct

@@ -1,4 +1,7 @@
-"""Ignores use_rslora: the update is too small by a factor of sqrt(r)."""
+"""Ignores use_rslora: the update is too small by a factor of sqrt(r).
+
+Refused by check_read_adapter, check_whole_model.
+"""
 
 import json
 import struct

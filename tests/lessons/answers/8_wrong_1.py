@@ -1,4 +1,7 @@
-"""Wrong: the parabola is fitted in the size, not in its logarithm."""
+"""Wrong: the parabola is fitted in the size, not in its logarithm.
+
+Refused by check_isoflop_optimum.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Wrong: the best of the sizes that were tried, in place of the lowest point of the curve."""
+"""Wrong: the best of the sizes that were tried, in place of the lowest point of the curve.
+
+Refused by check_isoflop_optimum.
+"""
 
 import numpy as np
 

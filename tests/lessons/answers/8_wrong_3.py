@@ -1,4 +1,7 @@
-"""Wrong: what np.polyfit returns is passed on: (a, log k) in place of (k, a)."""
+"""Wrong: what np.polyfit returns is passed on: (a, log k) in place of (k, a).
+
+Refused by check_fit_power_law.
+"""
 
 import numpy as np
 

@@ -1,4 +1,7 @@
-"""Wrong: the prediction is the loss on the largest budget of the grid: not extrapolated."""
+"""Wrong: the prediction is the loss on the largest budget of the grid: not extrapolated.
+
+Refused by check_prediction.
+"""
 
 import numpy as np
 

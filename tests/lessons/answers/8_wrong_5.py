@@ -1,4 +1,7 @@
-"""Wrong: a band so wide that it says nothing."""
+"""Wrong: a band so wide that it says nothing.
+
+Refused by check_prediction.
+"""
 
 import numpy as np
 
