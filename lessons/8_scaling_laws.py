@@ -37,6 +37,7 @@ import flops
 from evaluation.figures import accuracy
 from lessons import pictures, scaling_fits, scaling_runs
 from lessons.scaling_runs import BUDGETS, HELD_OUT, SEQ_LEN, WIDTHS, Cell
+from planning.budget import chinchilla_loss
 
 # %% [markdown]
 # ## What a budget buys
@@ -318,7 +319,7 @@ print(f"{'':34} {'here':>8} {'Chinchilla':>11}")
 print(f"{'exponent a from the curves':34} {a:8.2f} {0.49:11.2f}")
 print(f"{'exponent a from the surface':34} {G:8.2f} {0.28 / (0.34 + 0.28):11.2f}")
 print(f"{'D / N at the optimum':34} {tokens / size:8.0f} {20:11}   bytes here, tokens there")
-far_off = 1.69 + 406.4 / size**0.34 + 410.7 / tokens**0.28  # planning/budget.py::Training.loss
+far_off = chinchilla_loss(size, tokens)
 print(f"\nChinchilla's fit for N = {size:,.0f}, D = {tokens:,.0f}: {far_off:.1f} nats per token.")
 print(f"A uniform guess among 32,000 tokens: {math.log(32000):.1f}. A fit ends where its runs end.")
 assert far_off > 0.9 * math.log(32000)

@@ -121,8 +121,13 @@ class Training:
 
     @property
     def loss(self) -> float:
-        """Nats a token on Chinchilla's data, by its published fit (arXiv 2203.15556)."""
-        return 1.69 + 406.4 / flops.n_params(self.plan.m) ** 0.34 + 410.7 / self.tokens**0.28
+        """By Chinchilla's fit."""
+        return chinchilla_loss(flops.n_params(self.plan.m), self.tokens)
+
+
+def chinchilla_loss(n_params: float, tokens: float) -> float:
+    """Nats a token on Chinchilla's data, by its published fit (arXiv 2203.15556)."""
+    return 1.69 + 406.4 / n_params**0.34 + 410.7 / tokens**0.28
 
 
 def shape(d_model: int, m: MPTConfig) -> MPTConfig:
