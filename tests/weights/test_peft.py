@@ -15,9 +15,13 @@ from conftest import flags_for
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, overwrite, relative_error, shorten, tokens
 
 import checkpoint
+import generate
 import lora
 from config import LINEAR_LAYERS, TrainConfig, UserError
+from evaluation import zero_shot
+from evaluation.results import fingerprint
 from lifecycle import runlog
+from serving.decoder import Decoder
 from storage.checkpoint_files import read_metadata
 from weights import adapters, hf, load, peft, tensor_files
 
@@ -482,6 +486,63 @@ def test_merging_into_bf16_says_what_rounding_costs(tmp_path, capsys):
     assert said == pytest.approx(max(errors), rel=0.05) and said > 1e-5
     changed = re.search(r"changes the logits of 40 random ids by at most (\S+); the largest", out)
     assert 1e-4 < float(changed[1]) < 0.5
+
+
+@pytest.fixture(scope="module")
+def tuned_half(tmp_path_factory) -> Path:
+    """A run with adapters on a base that is stored in bf16."""
+    folder = tmp_path_factory.mktemp("half")
+    hf.export(build(CFG, dtype=torch.bfloat16), folder / "half")
+    name_tokenizer(folder / "half")
+    write(folder / "out", with_adapters(TUNE), TUNE)
+    peft.import_(folder / "out", folder / "run", str(folder / "half"))
+    return folder / "run"
+
+
+def test_a_model_that_computes_in_fp32_is_not_merged_into_bf16(tuned_half):
+    """The base is bf16. W + s B A is rounded to that only where the caller computes in it."""
+    base = hf.load_model(tuned_half.parent / "half", CPU).float()
+    adapter = with_adapters(TUNE)
+    wide, narrow = (
+        load.load_for_sampling(str(tuned_half), None, CPU, in_fp32=in_fp32)[0]
+        for in_fp32 in (True, False)
+    )
+    assert {param.dtype for param in narrow.parameters()} == {torch.bfloat16}
+    assert {param.dtype for param in wide.parameters()} == {torch.float32}
+    for name, layer in adapter.named_modules():
+        if hasattr(layer, "lora_A"):
+            exact = base.get_submodule(name).weight + lora.delta(layer)
+            torch.testing.assert_close(wide.get_submodule(name).weight, exact, rtol=0, atol=1e-6)
+            error = (narrow.get_submodule(name).weight - exact).abs().max()
+            assert error > 1e-5, name
+
+
+def evaluate(_, *argv):
+    zero_shot.main(list(argv))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_programs_merge_in_the_precision_that_they_compute_in(
+    precision, tuned_half, tmp_path, monkeypatch, ranks
+):
+    """generate.py, seen as it makes its decoder; evaluation, by the hash of its weights."""
+    model, _, _ = load.load_for_sampling(str(tuned_half), None, CPU, in_fp32=precision == "fp32")
+    decoded = []
+
+    def decoder(model, *rest):
+        decoded.append(fingerprint(model))
+        return Decoder(model, *rest)
+
+    monkeypatch.setattr(generate, "Decoder", decoder)
+    flag = f"--precision={precision}"
+    generate.main([str(tuned_half), "--prompt=a", "--max_new_tokens=1", flag])
+    assert decoded == [fingerprint(model)]
+
+    (tmp_path / "a.txt").write_text("some text")
+    files = [f"--tasks={tmp_path}/a.txt", f"--out={tmp_path}/out.json"]
+    ranks(1)(evaluate, str(tuned_half), *files, flag)
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["settings"]["weights"] == fingerprint(model)
 
 
 def test_merging_a_run_that_trained_norms_and_biases_too(tmp_path, capsys):
