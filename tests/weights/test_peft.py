@@ -228,6 +228,20 @@ def test_we_read_what_they_write(more, base, tmp_path):
     assert difference(ours, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("more", READ.values(), ids=READ)
+def test_they_read_what_we_write_again(more, base, tmp_path):
+    """The layers are those of the tensors, since the settings that were read name none."""
+    theirs = trained_by_them(base, tmp_path / "theirs", **more)
+    peft.write(tmp_path / "ours", peft.read(tmp_path / "theirs"))
+    again, faults = their_adapted(base, tmp_path / "ours")
+    assert not faults and difference(theirs, again) == 0
+    names, names_again = (
+        {name for name, _ in model.named_parameters() if ".default." in name}
+        for model in (theirs, again)
+    )
+    assert names == names_again
+
+
 def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
     theirs = trained_by_them(base, tmp_path / "out")
     path = tmp_path / "out" / peft.CONFIG_FILE
@@ -521,6 +535,7 @@ def evaluate(_, *argv):
     zero_shot.main(list(argv))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_programs_merge_in_the_precision_that_they_compute_in(
     precision, tuned_half, tmp_path, monkeypatch, ranks
