@@ -166,12 +166,13 @@ def base_at(path: Path, moved_to: str = "") -> Path:
     return Path(rank_zero_decides(lambda: base_of(init_from, meta))["base"])
 
 
-def base_of(path: str, meta: dict) -> dict:
+def base_of(path: str, meta: dict, is_training: bool = False) -> dict:
     """The model that adapters are trained on: its path, and a fingerprint of its weights.
 
     path: --init_from; of a run, its newest checkpoint counts. meta: that of a checkpoint of
     adapters, whose fingerprint must be the same, or empty. If the base run went on training, the
     checkpoint that was used is looked for where it was then. UserError if it is not there.
+    is_training: the program has --init_from, for the message.
     """
     expected = meta.get("base_fingerprint")
     base = Path(meta.get("base", path))
@@ -187,7 +188,10 @@ def base_of(path: str, meta: dict) -> dict:
         if fingerprint == expected or not expected:
             return {"base": str(found.absolute()), "base_fingerprint": fingerprint}
     problem = f"{path} does not hold the weights that the adapters were trained on"
-    raise UserError(f"{problem} ({base} then): put them there, or set --init_from to them")
+    fix = "run python -m weights.peft merge RUN OUT --init_from=PATH"
+    if is_training:
+        fix = "set --init_from to them"
+    raise UserError(f"{problem}; they were in {base}: put them there, or {fix}")
 
 
 def warn_if_it_may_go(base: str) -> None:
