@@ -132,6 +132,9 @@ def turns_of(row, template: "Template") -> list[Turn]:
         require(not row.get(key), f"it has {key}, which are not supported")
     if "messages" in row:
         require("weight" not in row, "it has a weight, which belongs to a message")
+        # A prompt alone may stay: data sets of the Hub repeat the first message there.
+        for key in RESPONSES:
+            require(key not in row, f"it has messages and {key}: remove one of them")
         return turns_of_messages(row["messages"], template)
 
     found = [key for key in RESPONSES if key in row]
@@ -208,7 +211,8 @@ def check_message(message: dict, name: str) -> None:
     require(isinstance(content, str), f"{name} has content {shown(content)}, expected text")
     check_weight(message, name)
     is_plain = role == "assistant" or "weight" not in message
-    require(is_plain, f"{name} is of {role}, which is never learned: remove its weight")
+    belongs = "a weight belongs to a message of the assistant"
+    require(is_plain, f"{name} is of {role}: {belongs}: remove it")
 
 
 def check_weight(values: dict, name: str) -> None:

@@ -68,7 +68,7 @@ def test_lines_of_llm_foundry(tmp_path):
         {"prompt": "2+2=", "response": "4"},
         "",
         {"prompt": "größe ", "completion": "3", "id": 7, "source": None},
-        {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER]},
+        {"messages": [{"role": "system", "content": "Be brief."}, USER, ANSWER], "prompt": "hi"},
     )
     chatml = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
     assert read(path) == [
@@ -119,9 +119,11 @@ BAD = {  # a line of a file -> what is said of it
     '{"messages": [{"role": "user", "content": [1]}]}': "message 1 has content list, expected",
     '{"messages": [{"role": "user", "content": "a", "name": "b"}]}': "message 1 has 'name', which",
     '{"messages": [{"role": "user", "content": "a"}]}': "the last message is of user, expected",
-    '{"messages": [{"role": "user", "content": "a", "weight": 0}]}': "message 1 is of user, which",
+    '{"messages": [{"role": "user", "content": "a", "weight": 0}]}': "message 1 is of user: a wei",
     '{"messages": [{"role": "assistant", "content": "a"}]}': "message 1 is of assistant, expected",
     '{"messages": [], "tools": [1]}': "it has tools, which are not supported",
+    '{"messages": [1], "response": "a"}': "it has messages and response: remove one of them",
+    '{"messages": [1], "completion": "a"}': "it has messages and completion: remove one of them",
     '{"messages": [1], "weight": 1}': "it has a weight, which belongs to a message",
     "[" * 10_000: "it is not a JSON object",
     '{"prompt": ' + "9" * 5000 + "}": "it is not a JSON object",
@@ -194,12 +196,35 @@ def test_whatever_a_line_holds_it_is_turns_or_a_user_error(row):
 @pytest.mark.parametrize("name", ["stdlib", "a.txt"])
 def test_text_has_no_prompts(tmp_path, name):
     path = name if name == "stdlib" else write_lines(tmp_path / name, "text")
-    assert "set --dataset='my/*.jsonl'" in error(read, path)
+    problem = f"{path} is no .jsonl file" if name == "a.txt" else "dataset=stdlib has no prompts"
+    message = error(read, path)
+    assert message.startswith(problem) and "set --dataset='my/*.jsonl'" in message
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
-    assert "is not UTF-8 text: byte 0xff at offset 12" in error(read, tmp_path)
+def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
+    good = b'{"prompt": "a", "response": "b"}\n'
+    content = [b"\xef\xbb\xbf\n", good, b'{"prompt": "\xff"}\n', b"{}\n", b"\xc3\n", b"a\0\n", good]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(content))
+    faults = error(read, tmp_path).removeprefix("examples that cannot be used: ").split("; ")
+    path = tmp_path / "a.jsonl"
+    assert faults[0] == f"{path}, line 3: it is not UTF-8 text: byte 0xff at offset 12"
+    assert faults[1].startswith(f"{path}, line 4: it has nothing")
+    assert faults[-2] == f"{path}, line 5: it is not UTF-8 text: byte 0xc3 at offset 0"
+    assert faults[-1] == f"{path}, line 6: it is not UTF-8 text: byte 0x00 at offset 1"
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
+def test_a_file_in_another_unicode_is_named_as_a_whole(tmp_path, encoding):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes('{"prompt": "a", "response": "b"}\n'.encode(encoding))
+    assert error(read, path).startswith(f"{path} is {encoding}, not UTF-8: convert it with iconv")
+
+
+@pytest.mark.parametrize("blank", ["", "\n", " \t\r\n", "\u3000\n"])
+def test_a_blank_line_after_a_byte_order_mark_is_skipped(tmp_path, blank):
+    line = '{"prompt": "a", "response": "b"}' if blank else ""
+    (tmp_path / "a.jsonl").write_text("\ufeff" + blank + line)
+    assert read(tmp_path) == [[Turn("a", "b")]] * bool(blank)
 
 
 # --- the Hub
