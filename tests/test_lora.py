@@ -77,7 +77,7 @@ def test_gradients_are_those_of_finite_differences(name):
     layer = dict([*block.attn.named_children(), *block.ffn.named_children()])[name]
     for param in (layer.lora_A, layer.lora_B):
         flat, grad = param.data.view(-1), param.grad.view(-1)
-        for i in range(0, len(flat), 7):
+        for i in range(len(flat)):
             value, losses = flat[i].item(), []
             for step in (1e-5, -1e-5):
                 flat[i] = value + step
@@ -276,7 +276,7 @@ def test_options_together_train_the_same_adapters(ranks):
 
 @pytest.mark.slow
 def test_bf16_adapters_train_the_same_on_two_ranks(ranks):
-    check(ranks, 2, [(MODEL, TUNE)], "bf16", of_loss=2e-3, of_norm=3e-2)
+    check(ranks, 2, [(MODEL, TUNE)], "bf16", of_loss=1e-3, of_norm=3e-2)
 
 
 @pytest.mark.slow
