@@ -258,8 +258,8 @@ def export(run, folder, base_model: str = "") -> None:
     write(folder, adapter)
     print(f"{folder}: adapters of rank {adapter.rank} for {adapter.base}")
     if not base_model and load.is_run(Path(adapter.base)):
-        others = f"python -m weights.hf export {adapter.base} BASE"
-        print(f"Others need this base as a folder: {others}, and here --base_model=BASE")
+        command = f"python -m weights.hf export {adapter.base} BASE"
+        print(f"To share it, export the base, {command}, then export again with --base_model=BASE")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:
     layers = layers_of[blocks[0]]
     is_regular = all(layers_of[block] == layers for block in blocks)
     is_last = blocks == list(range(blocks[0], cfg.n_layers))
-    problem = "a run has adapters on the same layers of its last blocks, this folder has not"
+    problem = "a run needs the same layers in each of its last blocks; this folder has other ones"
     fix = "merge it instead: python -m weights.peft merge"
     require(is_regular and is_last, f"{problem} (blocks {blocks[:8]}): {fix}")
     targets = ",".join(name for name in LINEAR_LAYERS if name in layers)
@@ -345,6 +345,7 @@ def merge(source, run_dir, base: str = "") -> None:
     source: a run with adapters, or a PEFT folder. base: of a PEFT folder, as for --init_from; of a
     run, where its base is now if it was moved.
     """
+    hf.require_free(Path(run_dir))  # first, since loading a large model takes minutes
     model, (name, file) = adapted_model(source, base)
     before = sample_logits(model)
     error = lora.merge(model)

@@ -406,7 +406,7 @@ def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path):
 @pytest.mark.parametrize(
     "other, message",
     [
-        ({"n_layers": 2}, "blocks.2.attn.Wqkv.lora_A is there, but only 2 blocks"),
+        ({"n_layers": 2}, "it changes .*blocks.2.attn.Wqkv.lora_A, and .*other has 2 blocks"),
         ({"d_model": 96}, r"Wqkv.lora_A is \(4, 48\), but \(4, 96\) would fit"),
         ({"expansion_ratio": 2}, r"up_proj.lora_B is \(192, 4\), but \(96, 4\) would fit"),
         ({"kv_n_heads": 1}, r"Wqkv.lora_B is \(144, 4\), but \(64, 4\) would fit"),
@@ -424,8 +424,11 @@ def test_an_adapter_of_another_base_is_one_line(other, message, sound, tmp_path)
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"layers_to_transform": [0, 1]}, r"this folder has not \(blocks \[0, 1\]\): merge it"),
-        ({"layers_to_transform": [0, 2]}, r"this folder has not \(blocks \[0, 2\]\)"),
+        (
+            {"layers_to_transform": [0, 1]},
+            r"this folder has other ones \(blocks \[0, 1\]\): merge it",
+        ),
+        ({"layers_to_transform": [0, 2]}, r"this folder has other ones \(blocks \[0, 2\]\)"),
         ({"target_modules": r".*(1\.attn\.Wqkv|2\.ffn\.up_proj)"}, r"\(blocks \[1, 2\]\)"),
     ],
 )
@@ -613,6 +616,7 @@ def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
         (["import", sound, "out"], "sound does not hold its base: set --init_from=runs/NAME"),
         (["import", run, "out", f"--init_from={base}"], "no adapter in .*run: expected adapter_c"),
         (["import", sound, run, f"--init_from={base}"], "run is there already"),
+        (["merge", sound, run, f"--init_from={base}"], "run is there already"),
         (["export", run, "out", f"--init_from={base}"], "a run names its base: remove --init_from"),
         (["merge", sound, "out", "--base_model=x"], "only export takes --base_model"),
         (["mend", sound, "out"], "'mend' is none of export, import, merge"),
@@ -621,6 +625,15 @@ def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             peft.main([str(word) for word in arguments])
         assert "\n" not in str(error.value)
+
+
+def test_the_place_of_a_merged_model_is_looked_at_before_the_model_is_loaded(
+    sound, base, tmp_path, monkeypatch
+):
+    hf.import_(base, tmp_path / "run")
+    monkeypatch.setattr(peft, "adapted_model", None)  # cannot be called
+    with pytest.raises(UserError, match="run is there already: name another folder"):
+        peft.merge(sound, tmp_path / "run", str(base))
 
 
 # --- with the trainer
