@@ -223,7 +223,7 @@ class MPTConfig:
     def check_adapters_fit(self, cfg: "TrainConfig") -> None:
         """Raise UserError unless the adapters that cfg asks for fit the model.
 
-        A rank too high, more blocks than the model has, an idle stage.
+        A rank too high, more blocks than the model has, an idle stage, biases where there are none.
         """
         rank, last_blocks = cfg.lora_rank, cfg.lora_last_blocks
         if not rank:
@@ -233,6 +233,9 @@ class MPTConfig:
             full = min(shapes[name])
             problem = f"lora_rank {rank} is no low rank for {name}, whose weight has rank {full}"
             require(rank < full, f"{problem}: lower it, or train all weights with --lora_rank=0")
+        trains_none = self.no_bias and "biases" in cfg.lora_train
+        nothing = f"lora_train={cfg.lora_train}: with no_bias the model has no biases"
+        require(not trains_none, f"{nothing}: remove them from it")
         few = f"lora_last_blocks {last_blocks} is more than n_layers {self.n_layers}"
         require(last_blocks <= self.n_layers, f"{few}: lower it")
         first_stage = blocks_of(self.n_layers, 0, cfg.pp)

@@ -114,16 +114,17 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
 
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(cfg, folder)
-    n_chunks, train_tokens = encode_dataset(cfg, folder, tokenizer, workers, row_format)
-    remove_shards_from(folder, n_chunks)
-    require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
-    if row_format:
-        require_learned_tokens(cfg, folder, max_seq_len)
-    require(
-        train_tokens > 0,
-        f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
-        "split it into several documents",
-    )
+    with progress(cfg.max_tokens) as bar:  # which an error clears, so that its line stands alone
+        n_chunks, train_tokens = encode_dataset(cfg, folder, tokenizer, workers, row_format, bar)
+        remove_shards_from(folder, n_chunks)
+        require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
+        if row_format:
+            require_learned_tokens(cfg, folder, max_seq_len)
+        require(
+            train_tokens > 0,
+            f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
+            "split it into several documents",
+        )
 
     summary = {
         "dataset": cfg.dataset,
@@ -161,7 +162,7 @@ def source_state(cfg: TrainConfig) -> dict[str, str]:
 
 
 def check_source(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:
-    """UserError if the files or the template of a chat are others than when it was prepared.
+    """UserError if the files or the template of a chat have changed since it was prepared.
 
     What is not on this machine is not checked: shards may have been copied without it.
     """
@@ -274,7 +275,8 @@ def file_of_base(cfg: TrainConfig, name: str) -> Path | None:
 def documents_of(cfg: TrainConfig, tokenizer=None):
     """The documents of a data set. An example of a chat is one, too: see `chat.examples`.
 
-    tokenizer: what will encode them. Without it they are plain text, from which one can learn.
+    tokenizer: what will encode them. Without it they are plain text, from which a tokenizer can be
+    trained.
     """
     if cfg.data_format == "text":
         return corpus.documents(cfg.dataset)
@@ -301,25 +303,27 @@ def first_texts(cfg: TrainConfig, n_characters: int) -> list[str]:
 
 
 def encode_dataset(
-    cfg: TrainConfig, folder: Path, tokenizer, workers: int, row_format
+    cfg: TrainConfig, folder: Path, tokenizer, workers: int, row_format, bar
 ) -> tuple[int, int]:
-    """Encode the chunks of a data set into shards. Returns (chunks, training tokens)."""
+    """Encode the chunks of a data set into shards. Returns (chunks, training tokens).
+
+    bar: shows the tokens so far, see `progress`.
+    """
     val_every = max(2, round(1 / cfg.val_fraction))  # 0.02: every 50th document
     # A row has examples of one chunk: the more there are to choose from, the fuller it gets.
     first_characters = corpus.CHUNK_CHARACTERS if row_format else corpus.FIRST_CHUNK_CHARACTERS
-    with progress(cfg.max_tokens) as bar:
-        chunks = counted(corpus.chunks(documents_of(cfg, tokenizer), first_characters), bar)
-        jobs = (
-            (folder, number, first_document, documents, val_every, tokenizer.name, row_format)
-            for number, first_document, documents in chunks
-        )
-        if workers <= 1:
-            return collect(map(encode_chunk, jobs), cfg.max_tokens, bar)
+    chunks = counted(corpus.chunks(documents_of(cfg, tokenizer), first_characters), bar)
+    jobs = (
+        (folder, number, first_document, documents, val_every, tokenizer.name, row_format)
+        for number, first_document, documents in chunks
+    )
+    if workers <= 1:
+        return collect(map(encode_chunk, jobs), cfg.max_tokens, bar)
 
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(workers, context, initializer=program.end_with_parent) as pool:
-            results = bounded_map(pool, encode_chunk, jobs, depth=2 * workers)
-            return collect(results, cfg.max_tokens, bar)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=program.end_with_parent) as pool:
+        results = bounded_map(pool, encode_chunk, jobs, depth=2 * workers)
+        return collect(results, cfg.max_tokens, bar)
 
 
 def bounded_map(pool, function, items, depth: int):
@@ -476,11 +480,16 @@ def require_learned_tokens(cfg: TrainConfig, folder: Path, max_seq_len: int) -> 
         headers = [Shard(path).header for path in shard_files(folder, name)]
         n_examples = sum(header["documents"] + header["dropped"] for header in headers)
         learned = sum(header["learned"] for header in headers)
-        problem = f"nothing to learn in the {n_examples:,} {name} examples"
-        fix = f"more examples, other --target_responses, or more than --max_seq_len={max_seq_len}"
-        if name == "val":
-            fix = f"more than --val_fraction={cfg.val_fraction} of the examples, {fix}"
-        require(learned > 0, f"{problem} of {folder}: it takes {fix}")
+        single = f"dataset={cfg.dataset!r} has one example only, and validation gets that one"
+        require(n_examples > 0, f"{single}: add others")
+
+        which = "last " if cfg.target_responses == "last" else ""
+        cause = f"every {which}response has weight 0, or lies beyond --max_seq_len={max_seq_len}"
+        fix = "Remove some of these weights, or raise max_seq_len"
+        if name == "val":  # training has something to learn
+            fix = f"Raise --val_fraction={cfg.val_fraction}, so that validation gets other examples"
+        problem = f"nothing to learn in the {n_examples:,} {name} examples: {cause}"
+        require(learned > 0, f"{problem}. {fix}")
 
 
 # --------------------------------------------------------------------------------------------------

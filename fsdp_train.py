@@ -324,7 +324,8 @@ def load_weights(start: resume.Start, cfg: TrainConfig, model, optimizer) -> dic
 
         path = start.init_from
         if cfg.lora_rank:
-            base = processes.rank_zero_decides(partial(load.base_of, path, start.meta))
+            find = partial(load.base_of, path, start.meta, is_training=True)
+            base = processes.rank_zero_decides(find)
             path = base["base"]
             if not start.checkpoint:
                 load.warn_if_it_may_go(path)

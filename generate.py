@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 import config
 import processes
 from config import UserError, require
@@ -98,13 +100,16 @@ def main(argv) -> None:
         interactive = interactive or sys.stdin.isatty()
 
     device = processes.pick_device("auto", 0, 1, 1)
-    model, tokenizer, name = load_for_sampling(run, cfg.step, device, cfg.tokenizer)
+    dtype = pick_dtype(cfg.precision, device)
+    model, tokenizer, name = load_for_sampling(
+        run, cfg.step, device, cfg.tokenizer, in_fp32=dtype == torch.float32
+    )
     require(
         tokenizer.vocab_size <= model.cfg.vocab_size,
         f"{tokenizer.name} has ids up to {tokenizer.vocab_size - 1}, but the vocabulary of {name} "
         f"ends at {model.cfg.vocab_size - 1}: set the --tokenizer that it was trained with",
     )
-    decoder = Decoder(model, tokenizer.vocab_size, pick_dtype(cfg.precision, device))
+    decoder = Decoder(model, tokenizer.vocab_size, dtype)
     used = list(dict.fromkeys(path for path in adapters if path != BASE))
     if used:  # then --step is not 0, and `name` is the path of the weights
         bank_for(decoder, used, min(len(used), cfg.batch_size), name)

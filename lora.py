@@ -69,7 +69,7 @@ def update(layer, x):
     x = F.dropout(x, layer.lora_dropout, layer.training)
     low = F.linear(x, layer.lora_A)  # (..., r)
     # B is scaled, not the product, since B is small; contiguous, since a CPU is slow at the
-    # gradient of a transposed one.
+    # gradient of a transposed matrix.
     return low @ (layer.lora_scale * layer.lora_B).T.contiguous()
 
 
@@ -171,7 +171,7 @@ def merge(model: MPT) -> float:
 
     The sum is computed in fp32 or wider and rounded to W's dtype. Works on a model that tensor
     parallelism has cut, not on one that FSDP has sharded. Returns the largest rounding error of an
-    element: 0 if W has the adapters' dtype: nothing is rounded further.
+    element: 0 if W has the adapters' dtype, since nothing is rounded.
     """
     error = 0.0
     for layer in model.modules():

@@ -220,10 +220,10 @@ def main(argv) -> None:
         lambda: icl_tasks.load(cfg.tasks, cfg.data, cfg.shots, cfg.seed, cfg.limit, delimiter)
     )
 
-    model, tokenizer, name = load.load_for_sampling(
-        run, cfg.step, world.device, cfg.tokenizer, team
-    )
     precision = pick_precision(cfg.precision, world.device)
+    model, tokenizer, name = load.load_for_sampling(
+        run, cfg.step, world.device, cfg.tokenizer, team, in_fp32=precision == "fp32"
+    )
     settings = {
         **asdict(cfg),
         "model": name,

@@ -142,9 +142,8 @@ class AdapterBank:
     def __init__(self, decoder: Decoder, n_slots: int, rank: int, layers, read=peft.adapter_at):
         self.rank = rank
         self.read = read
-        self.rows = (
-            None  # slots of the batch: (rows,) int64, an int if all agree, None for the base
-        )
+        # Slots of the batch: (rows,) int64, an int if all agree, None for the base.
+        self.rows = None
         self.residents = OrderedDict()  # path -> Resident, the least recently used first
         self.loaded = {BASE: 0}  # path -> slot, of those that rows may use
         self.free_slots = list(range(n_slots, 0, -1))
@@ -332,8 +331,8 @@ def bank_for(decoder: Decoder, paths: list[str], n_slots: int, base: str) -> Ada
     """
     found = Path(base)
     has_its_own = load.is_run(found) and checkpoint.adapter_settings(checkpoint.find(base))
-    twice = f"{base} has adapters itself, to which others would be added"
-    require(not has_its_own, f"{twice}: give its base, or merge it first")
+    twice = f"{base} has adapters already; --adapter needs their base"
+    require(not has_its_own, f"{twice}: give that, or merge it first")
     has_runs = any(load.is_run(Path(path)) for path in paths)
     fingerprint = load.fingerprint_of(Path(base)) if has_runs and Path(base).exists() else ""
     read = functools.partial(read_adapter, base=base, base_fingerprint=fingerprint)

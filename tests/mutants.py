@@ -247,6 +247,13 @@ MUTANTS = [
         "an example whose response is cut off stays, though nothing in it is learned",
     ),
     Mutant(
+        "text/packing.py",
+        "return sorted(rows)  # by",
+        "return rows  # by",
+        "text/test_packing.py",
+        "the first rows hold the longest examples, and an evaluation may read those alone",
+    ),
+    Mutant(
         "text/tokenizer.py",
         "text = text.replace(name, name[0] + MARK + name[1:])",
         "break",

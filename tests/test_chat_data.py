@@ -279,7 +279,7 @@ def test_a_lone_validation_example_that_is_dropped(make):
     rows = [{"prompt": "p" * 300, "response": "x"}] + [{"prompt": "a", "response": "b"}] * 9
     with pytest.raises(UserError, match="nothing to learn in the 1 val examples") as caught:
         prepare(make(rows), max_seq_len=SEQ_LEN)
-    assert "it takes more than --val_fraction=0.1 of the examples, more" in str(caught.value)
+    assert "Raise --val_fraction=0.1, so that validation gets other ex" in str(caught.value)
     prepare(make(rows, val_fraction=0.2), max_seq_len=SEQ_LEN)
 
 
@@ -298,7 +298,7 @@ def test_plain_text_still_takes_its_folder(make, tmp_path):
     "rows, message",
     [
         ([], "is empty"),
-        ([{"prompt": "a", "response": "b"}], "nothing to learn in the 0 train examples"),
+        ([{"prompt": "a", "response": "b"}], "one example only, and validation gets that one"),
         ([{"prompt": "a", "response": "b", "weight": 0}] * 20, "nothing to learn in the 18 train"),
         (
             [{"prompt": "a" * 128, "response": "b"}] * 20,
@@ -452,6 +452,22 @@ def test_preparing_says_what_was_cut_and_dropped(make, tmp_path):
     dropped = 54 - kept
     assert train.strip().startswith(f"{kept} examples") and dropped > 0
     assert f"examples cut to 128 tokens, {dropped} dropped, since" in train
+
+
+@pytest.mark.parametrize("responses, which", [("last", "last "), ("all", "")])
+def test_what_leaves_nothing_to_learn_is_one_line(make, responses, which):
+    """A progress bar would stand above it, if it was not cleared before the error."""
+    cfg = make([{"prompt": "a", "response": "b", "weight": 0}] * 20)
+    flags = [f"--{name}={getattr(cfg, name)}" for name in ("dataset", "tokenizer", "data_dir")]
+    flags += ["--data_format=chat", "--val_fraction=0.1", f"--max_seq_len={SEQ_LEN}"]
+    command = [sys.executable, ROOT / "data.py", *flags, f"--target_responses={responses}"]
+    done = subprocess.run(command, env=rooms_on_path(), capture_output=True, text=True)
+    assert done.returncode == 2
+    cause = f"every {which}response has weight 0, or lies beyond --max_seq_len=128"
+    assert done.stderr == (
+        f"error: nothing to learn in the 18 train examples: {cause}. "
+        "Remove some of these weights, or raise max_seq_len\n"
+    )
 
 
 SIZE = [f"--{name}={value}" for name, value in vars(MODEL).items() if value is not None]

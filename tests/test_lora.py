@@ -77,7 +77,7 @@ def test_gradients_are_those_of_finite_differences(name):
     layer = dict([*block.attn.named_children(), *block.ffn.named_children()])[name]
     for param in (layer.lora_A, layer.lora_B):
         flat, grad = param.data.view(-1), param.grad.view(-1)
-        for i in range(0, len(flat), 7):
+        for i in range(len(flat)):
             value, losses = flat[i].item(), []
             for step in (1e-5, -1e-5):
                 flat[i] = value + step
@@ -201,6 +201,14 @@ def test_settings_that_do_not_fit_the_model_are_refused(settings, message):
         SMALL.check_adapters_fit(replace(TUNE, **settings))
 
 
+@pytest.mark.parametrize("wants", ["biases", "norms,biases"])
+def test_biases_of_a_model_without_them_cannot_be_trained(wants):
+    cfg = replace(TUNE, lora_train=wants)
+    SMALL.check_adapters_fit(cfg)
+    with pytest.raises(UserError, match=f"lora_train={wants}: with no_bias the model has no bias"):
+        replace(SMALL, no_bias=True).check_adapters_fit(cfg)
+
+
 # --- The same curve on any grid of ranks
 
 
@@ -243,10 +251,12 @@ OPTIONS = {
 
 
 def possible(case):
-    """Token ranks need tensor ranks, and the first of two stages needs adapters."""
+    """Token ranks need tensor ranks, the first of two stages adapters, and some biases to train."""
     tp, pp = case.get("grid", (2, 1))
     splits_tokens = case.get("sequence_parallel") and tp == 1
-    return not (splits_tokens or (case.get("lora_last_blocks") and pp == 2))
+    is_idle = case.get("lora_last_blocks") and pp == 2
+    lacks_biases = case.get("no_bias") and "biases" in case.get("lora_train", "")
+    return not (splits_tokens or is_idle or lacks_biases)
 
 
 def of_case(case):
@@ -266,7 +276,7 @@ def test_options_together_train_the_same_adapters(ranks):
 
 @pytest.mark.slow
 def test_bf16_adapters_train_the_same_on_two_ranks(ranks):
-    check(ranks, 2, [(MODEL, TUNE)], "bf16", of_loss=2e-3, of_norm=3e-2)
+    check(ranks, 2, [(MODEL, TUNE)], "bf16", of_loss=1e-3, of_norm=3e-2)
 
 
 @pytest.mark.slow

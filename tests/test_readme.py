@@ -139,7 +139,7 @@ def copy(tmp_path_factory, tiny_text):
     # An adapter in a PEFT folder, which fits any model of these sizes, and in a run.
     settings = TrainConfig(init_from="any", lora_rank=2)
     write_random(folder / "runs/a", SMALL_CONFIG, settings, seed=0)
-    peft.import_(folder / "runs/a", folder / "runs/lora", base=str(folder / "mpt-7b"))
+    peft.import_(folder / "runs/a", folder / "runs/lora-demo", base=str(folder / "mpt-7b"))
     return folder
 
 
@@ -182,7 +182,7 @@ ELSEWHERE = {
     "make finetune": FINETUNED,
     "python -m lessons.finetuned runs/demo runs/lora-demo": FINETUNED,
     "python -m lessons.spectrum runs/lora-demo": FINETUNED,
-    "python -m weights.peft merge runs/lora runs/whole": "tests/weights/test_peft.py",
+    "python -m weights.peft merge runs/lora-demo runs/whole": "tests/weights/test_peft.py",
     "python fsdp_train.py configs/lora_demo.py": FINETUNED,
     "python -m bench first_night": "tests/bench/test_bench_first_night.py",
     "python -m gpu_kernels.flash_attention --tune": "it needs a GPU",

@@ -12,7 +12,7 @@ from test_program import run
 import checkpoint
 from config import UserError
 from lifecycle import runlog
-from weights import load
+from weights import load, peft
 
 MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
 BATCH = "--global_batch_size=8 --microbatch_size=2 --warmup_steps=1 --precision=fp32".split()
@@ -62,21 +62,33 @@ def test_a_jump_of_the_loss_is_skipped_from_an_earlier_checkpoint(train, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(train, tmp_path):
+def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(
+    train, python, tiny_data, tmp_path
+):
     """With --keep_every, or in a copy. Otherwise it may be deleted: then what is left says so."""
     train("--run_dir=runs/base", "--max_steps=2", "--schedule=constant")
-    train("--init_from=runs/base", "--lora_rank=2", "--run_dir=runs/lora", "--max_steps=2")
+    adapters = ["--lora_rank=2", "--run_dir=runs/lora", "--schedule=constant"]
+    train("--init_from=runs/base", *adapters, "--max_steps=2")
     shutil.copytree(tmp_path / "runs/base", tmp_path / "runs/kept")
     longer = ["--max_steps=6", "--schedule=constant", "--keep_last=1"]
     train("--run_dir=runs/kept", *longer, "--keep_every=2")
     assert (tmp_path / "runs/kept/checkpoints/step-2").exists()
 
     train("--run_dir=runs/base", *longer)
-    adapters = checkpoint.latest(tmp_path / "runs/lora")
-    with pytest.raises(UserError, match="does not hold the weights .* set --init_from to them"):
-        load.load_model(adapters, torch.device("cpu"))
-    step_2 = str(tmp_path / "runs/kept/checkpoints/step-2")
-    assert load.base_of(step_2, checkpoint.read_meta(adapters))["base"] == step_2
+    newest = checkpoint.latest(tmp_path / "runs/lora")
+    place = f"they were in {tmp_path}/runs/base/checkpoints/step-2: put them there, or"
+    merge = "python -m weights.peft merge RUN OUT --init_from=PATH"
+    with pytest.raises(UserError, match=f"does not hold the weights .*; {place} run {merge}$"):
+        load.load_model(newest, torch.device("cpu"))
+    step_2 = f"--init_from={tmp_path}/runs/kept/checkpoints/step-2"
+    peft.main(["merge", str(tmp_path / "runs/lora"), str(tmp_path / "runs/whole"), step_2])
+    load.load_model(checkpoint.find(str(tmp_path / "runs/whole")), torch.device("cpu"))
+
+    done = python(
+        *SMALL, *flags_for(tiny_data), "--init_from=runs/base", *adapters, "--max_steps=4"
+    )
+    assert done.returncode == 2 and done.stderr.endswith(f"{place} set --init_from to them\n")
+    train(step_2, *adapters, "--max_steps=4")
 
 
 @pytest.mark.slow

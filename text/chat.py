@@ -29,9 +29,13 @@ set --tokenizer.
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import jinja2  # torch requires it
+import jinja2.ext
+import jinja2.sandbox
 import numpy as np
 
 import config
@@ -128,6 +132,9 @@ def turns_of(row, template: "Template") -> list[Turn]:
         require(not row.get(key), f"it has {key}, which are not supported")
     if "messages" in row:
         require("weight" not in row, "it has a weight, which belongs to a message")
+        # A prompt alone may stay: data sets of the Hub repeat the first message there.
+        for key in RESPONSES:
+            require(key not in row, f"it has messages and {key}: remove one of them")
         return turns_of_messages(row["messages"], template)
 
     found = [key for key in RESPONSES if key in row]
@@ -204,7 +211,8 @@ def check_message(message: dict, name: str) -> None:
     require(isinstance(content, str), f"{name} has content {shown(content)}, expected text")
     check_weight(message, name)
     is_plain = role == "assistant" or "weight" not in message
-    require(is_plain, f"{name} is of {role}, which is never learned: remove its weight")
+    belongs = "a weight belongs to a message of the assistant"
+    require(is_plain, f"{name} is of {role}: {belongs}: remove it")
 
 
 def check_weight(values: dict, name: str) -> None:
@@ -219,10 +227,11 @@ def check_weight(values: dict, name: str) -> None:
 
 
 class Template:
-    """A chat template: messages -> text. It is Jinja, as in Hugging Face's tokenizers.
+    """A chat template: messages -> text. It is Jinja, with what transformers adds to it.
 
     source: the template. Templates come with models from other people, so it runs in Jinja's
-    sandbox, which gives it the messages and nothing else.
+    sandbox, which gives it the messages and nothing else. The date of today is refused
+    (`strftime_now`), and a template that asks whether it is there writes a date of its own.
     """
 
     def __init__(
@@ -237,17 +246,19 @@ class Template:
 
         Raises UserError if it is no template, or writes end-of-text between turns.
         """
-        import jinja2  # here, since most runs do without; torch requires it
-        import jinja2.sandbox
-
         self.source = source
         self.name = name
         self.special_tokens = special_tokens or {}
         self.reserved = reserved
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[Generation, "jinja2.ext.loopcontrols"],
         )
+        environment.filters["tojson"] = tojson
         environment.globals["raise_exception"] = refuse
+        today = "strftime_now would write another date every day: write a fixed date in its place"
+        environment.globals["strftime_now"] = jinja2.Undefined(today)
         try:
             self.template = environment.from_string(source)
         except jinja2.TemplateError as error:
@@ -275,6 +286,8 @@ class Template:
         try:
             text = self.template.render(
                 messages=messages,
+                tools=None,
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
@@ -286,6 +299,35 @@ class Template:
         inside = f"{self.name} writes {END_OF_TEXT} between turns"
         require(END_OF_TEXT not in text, f"{inside}: {fix}")
         return text
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: its content, unchanged.
+
+    With these tags a template says which text the assistant wrote. The roles say it here.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        """The block, in which a template may set variables of its own."""
+        line_number = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line_number)
+
+
+def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """The filter as transformers defines it: Jinja's own writes < and & as for HTML.
+
+    The mark in a message (`spelled_out`) is no text, so it stays as it is.
+    """
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+    if not ensure_ascii:
+        return text
+    not_ascii = rf"[^\x00-\x7e{tokenizers.MARK}]"  # JSON in ASCII spells out DEL, too
+    return re.sub(not_ascii, lambda match: json.dumps(match[0])[1:-1], text)
 
 
 def refuse(reason: str) -> None:

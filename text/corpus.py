@@ -251,31 +251,32 @@ def rows(dataset: str):
     """The rows of a data set of examples: (place, a row as `parsed` takes it).
 
     dataset: .jsonl files, or a data set on the Hub. place: file and line, for messages. Blank lines
-    are skipped. Raises UserError if a file is of another kind.
+    are skipped. Raises UserError if a file is of another kind, or UTF-16 or UTF-32.
     """
     fix = "set --dataset='my/*.jsonl', or a data set on the Hub"
     require(dataset != "stdlib", f"dataset=stdlib has no prompts and responses: {fix}")
     paths = files(dataset)
-    others = [path for path in paths if not path.endswith(".jsonl")]
-    require(not others, f"{others[:1]} is no .jsonl file: {fix}")
+    for path in paths:
+        require(path.endswith(".jsonl"), f"{path} is no .jsonl file: {fix}")
     if not paths:
         for number, row in enumerate(hub_rows(dataset), 1):
             yield f"{dataset}, row {number}", row
     for path in paths:
-        for number, line in enumerate(text_lines(path), 1):
-            if not line.isspace():
+        for number, line in enumerate(raw_lines(path), 1):
+            if line.decode(errors="replace").strip():
                 yield f"{path}, line {number}", line
 
 
 def parsed(row):
     """What a row holds: a line of JSON, or None if it is not JSON. A row of the Hub is parsed.
 
-    UserError if an object has a key twice, of which JSON would keep the last.
+    UserError if a line is not UTF-8, or an object has a key twice, of which JSON would keep the
+    last.
     """
-    if not isinstance(row, str):
+    if not isinstance(row, bytes):
         return row
     try:
-        return json.loads(row, object_pairs_hook=unique)
+        return json.loads(utf8(row, "it"), object_pairs_hook=unique)
     except UserError:
         raise
     except (ValueError, RecursionError):
@@ -292,6 +293,16 @@ def unique(pairs) -> dict:
     return values
 
 
+def raw_lines(path: str):
+    """The lines of a file that should be UTF-8, as bytes, each with its line break.
+
+    Without a byte order mark: that of another encoding is a UserError.
+    """
+    with file_reader.open_regular(path) as file:
+        for number, line in enumerate(file):
+            yield without_mark(line, path) if number == 0 else line
+
+
 def text_lines(path: str):
     """The lines of a UTF-8 file, each with its line break. Raises UserError as `decoded` does."""
     offset = 0
@@ -304,17 +315,33 @@ def text_lines(path: str):
 def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     """UTF-8 bytes -> text, without a byte order mark.
 
-    offset: where `raw` begins in the file. UserError names the first byte that is not UTF-8
-    or is zero (text has no zero bytes).
+    offset: where `raw` begins in the file. Raises UserError as `without_mark` and `utf8` do.
     """
     if offset == 0:
-        for mark, encoding in BYTE_ORDER_MARKS.items():
-            fix = f"convert it with iconv -f {encoding} -t UTF-8"
-            require(not raw.startswith(mark), f"{path} is {encoding}, not UTF-8: {fix}")
-        if raw.startswith(codecs.BOM_UTF8):
-            offset = len(codecs.BOM_UTF8)
-            raw = raw[offset:]
+        whole = raw
+        raw = without_mark(whole, path)
+        offset = len(whole) - len(raw)
+    try:
+        return utf8(raw, path, offset)
+    except UserError as error:
+        fix = "Convert it with iconv -f LATIN1 -t UTF-8 (or from its own encoding)"
+        raise UserError(f"{error}. {fix}") from error
 
+
+def without_mark(raw: bytes, path: str) -> bytes:
+    """The first bytes of a file without UTF-8's mark. UserError for that of another encoding."""
+    for mark, encoding in BYTE_ORDER_MARKS.items():
+        fix = f"convert it with iconv -f {encoding} -t UTF-8"
+        require(not raw.startswith(mark), f"{path} is {encoding}, not UTF-8: {fix}")
+    return raw.removeprefix(codecs.BOM_UTF8)
+
+
+def utf8(raw: bytes, name: str, offset: int = 0) -> str:
+    """UTF-8 bytes -> text.
+
+    name, offset: what holds them, and from where, for the UserError that names the first byte that
+    is not UTF-8 or is zero (text has no zero bytes).
+    """
     bad_offsets = [raw.find(b"\0")]  # -1: there is none
     try:
         text = raw.decode()
@@ -322,10 +349,8 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
         bad_offsets.append(error.start)
     bad = min((at for at in bad_offsets if at >= 0), default=None)
     if bad is not None:
-        raise UserError(
-            f"{path} is not UTF-8 text: byte 0x{raw[bad]:02x} at offset {offset + bad:,}. "
-            "Convert it with iconv -f LATIN1 -t UTF-8 (or from its own encoding)"
-        )
+        place = f"byte 0x{raw[bad]:02x} at offset {offset + bad:,}"
+        raise UserError(f"{name} is not UTF-8 text: {place}")
     return text
 
 

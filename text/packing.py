@@ -26,7 +26,10 @@ import config
 def pack(lengths: list[int], room: int) -> list[list[int]]:
     """The examples of each row: indices into `lengths`, in the order in which they were placed.
 
-    lengths: of each example, from 1 to `room`. Every example is in exactly one row.
+    lengths: of each example, from 1 to `room`. Every example is in exactly one row. Rows are in the
+    order of their longest examples in the data, not in the order in which they were begun: that is
+    from the longest to the shortest, and an evaluation that reads only the first rows would measure
+    the longest examples alone.
     """
     rows = []
     open_rows = []  # (free places, row) of the rows that are not full, sorted
@@ -41,7 +44,7 @@ def pack(lengths: list[int], room: int) -> list[list[int]]:
             rows.append([example])
         if free > length:
             bisect.insort(open_rows, (free - length, row))
-    return rows
+    return sorted(rows)  # by their first examples, which are their longest
 
 
 def pack_slowly(lengths: list[int], room: int) -> list[list[int]]:
@@ -58,7 +61,7 @@ def pack_slowly(lengths: list[int], room: int) -> list[list[int]]:
         row = min(fitting, key=lambda row: free[row])
         rows[row].append(example)
         free[row] -= length
-    return rows
+    return sorted(rows)
 
 
 def longest_first(lengths: list[int]) -> list[int]:

@@ -64,12 +64,13 @@ def check_fits(adapter: Adapter, cfg: MPTConfig, base) -> None:
         if not lora.is_adapter(name):
             continue
         block, layer, factor = (name.split(".")[i] for i in (2, 4, 5))
-        other = f"the adapter is not of {base}: {name}"
-        require(int(block) < cfg.n_layers, f"{other} is there, but only {cfg.n_layers} blocks")
+        other = f"the adapter is not of {base}"
+        too_deep = f"{other}: it changes {name}, and {base} has {cfg.n_layers} blocks"
+        require(int(block) < cfg.n_layers, too_deep)
         n_out, n_in = shapes[layer]
         wanted = (adapter.rank, n_in) if factor == "lora_A" else (n_out, adapter.rank)
         shape = tuple(tensor.shape)
-        require(shape == wanted, f"{other} is {shape}, but {wanted} would fit")
+        require(shape == wanted, f"{other}: {name} is {shape}, but {wanted} would fit")
 
 
 def demonstrate(argv) -> None:

@@ -158,8 +158,7 @@ def published(folder: Path):
     Raises UserError if the folder has content already, or cannot be written.
     """
     folder = folder.absolute()
-    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    require(is_free, f"{folder} is there already: name another folder, or remove it")
+    require_free(folder)
     staging = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
         staging.mkdir(parents=True)
@@ -172,6 +171,13 @@ def published(folder: Path):
         raise UserError(f"could not write {folder}: {reason_of(error)}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def require_free(folder: Path) -> None:
+    """UserError if a folder has content already, or is a file."""
+    is_free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    problem = f"{folder.absolute()} is there already"
+    require(is_free, f"{problem}: name another folder, or remove it")
 
 
 def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:

@@ -72,10 +72,13 @@ def settings_of(path) -> MPTConfig:
     return hf.settings_of(path)
 
 
-def load_model(path: Path, device: torch.device, team: Team | None = None) -> MPT:
+def load_model(
+    path: Path, device: torch.device, team: Team | None = None, in_fp32: bool = False
+) -> MPT:
     """The model of a checkpoint on one device, for sampling and evaluation.
 
-    If it holds adapters: their base, with the adapters merged into it.
+    If it holds adapters: their base, with the adapters merged into it. in_fp32: the caller will
+    compute in fp32, so the merged weights are not rounded to the dtype of a base in half precision.
 
     It needs no process group; where there is one, every rank calls it. team: tensor ranks, of which
     this one gets its part of the model; None: the whole. Raises UserError if the checkpoint is
@@ -84,6 +87,8 @@ def load_model(path: Path, device: torch.device, team: Team | None = None) -> MP
     checkpoint.require_sound(path)
     if checkpoint.adapter_settings(path):
         model = load_adapted(path, device, team)
+        if in_fp32:
+            model.float()
         lora.merge(model)
         return model
     cfg = checkpoint.settings(path)
@@ -161,12 +166,13 @@ def base_at(path: Path, moved_to: str = "") -> Path:
     return Path(rank_zero_decides(lambda: base_of(init_from, meta))["base"])
 
 
-def base_of(path: str, meta: dict) -> dict:
+def base_of(path: str, meta: dict, is_training: bool = False) -> dict:
     """The model that adapters are trained on: its path, and a fingerprint of its weights.
 
     path: --init_from; of a run, its newest checkpoint counts. meta: that of a checkpoint of
     adapters, whose fingerprint must be the same, or empty. If the base run went on training, the
     checkpoint that was used is looked for where it was then. UserError if it is not there.
+    is_training: the program has --init_from, for the message.
     """
     expected = meta.get("base_fingerprint")
     base = Path(meta.get("base", path))
@@ -182,7 +188,10 @@ def base_of(path: str, meta: dict) -> dict:
         if fingerprint == expected or not expected:
             return {"base": str(found.absolute()), "base_fingerprint": fingerprint}
     problem = f"{path} does not hold the weights that the adapters were trained on"
-    raise UserError(f"{problem} ({base} then): put them there, or set --init_from to them")
+    fix = "run python -m weights.peft merge RUN OUT --init_from=PATH"
+    if is_training:
+        fix = "set --init_from to them"
+    raise UserError(f"{problem}; they were in {base}: put them there, or {fix}")
 
 
 def warn_if_it_may_go(base: str) -> None:
@@ -214,13 +223,18 @@ def fingerprint_of(path: Path) -> str:
 
 
 def load_for_sampling(
-    path: str, step: int | None, device, tokenizer: str = "", team: Team | None = None
+    path: str,
+    step: int | None,
+    device,
+    tokenizer: str = "",
+    team: Team | None = None,
+    in_fp32: bool = False,
 ):
     """The model at a path, its tokenizer, and a name for it.
 
     step: of a run (None: the newest, 0: the untrained model).
     tokenizer: of a Hugging Face folder (empty: see `hf.name_of_tokenizer`).
-    team: as for `load_model`.
+    team, in_fp32: as for `load_model`.
     Raises UserError if there is no such model, or a flag does not apply to it.
     """
     require(step is None or step >= 0, f"step must be 0 or more, not {step}")
@@ -230,7 +244,7 @@ def load_for_sampling(
             not tokenizer,
             f"{path} is a run of this project, which has its tokenizer: remove --tokenizer",
         )
-        return load_from_run(found, step, device, team)
+        return load_from_run(found, step, device, team, in_fp32)
 
     require(step is None, f"{path} is a Hugging Face folder, which has no steps: remove --step")
     model = hf.load_model(found, device, team)
@@ -239,7 +253,7 @@ def load_for_sampling(
     return model, tokenizers.load(tokenizer_name, file), path
 
 
-def load_from_run(found: Path, step: int | None, device, team: Team | None):
+def load_from_run(found: Path, step: int | None, device, team: Team | None, in_fp32: bool = False):
     """The model, tokenizer and name that `load_for_sampling` returns for a run.
 
     found: a checkpoint of the run, loaded unless `step` asks for another one.
@@ -256,7 +270,7 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None):
         )
     is_base = untrained and checkpoint.adapter_settings(found)
     # This checks the checkpoint, so it comes first.
-    model = load_base(found, device, team) if is_base else load_model(found, device, team)
+    model = load_base(found, device, team) if is_base else load_model(found, device, team, in_fp32)
     meta = checkpoint.read_meta(found)
     try:
         tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))

@@ -189,7 +189,7 @@ def is_peft(path) -> bool:
 
 
 def write(folder, adapter: Adapter) -> None:
-    """Write an adapter as a PEFT folder.
+    """Write an adapter as a PEFT folder, for the layers that its tensors name.
 
     Its base should be the name under which others find it: a Hub name or a folder. Raises UserError
     if the folder has content already, or if the run trained more than adapters.
@@ -198,7 +198,6 @@ def write(folder, adapter: Adapter) -> None:
     extra = f"what was trained beside them (lora_train={settings.lora_train})"
     fix = "merge them: python -m weights.peft merge"
     require(not settings.lora_train, f"PEFT's files of adapters cannot hold {extra}: {fix}")
-    blocks = sorted({int(name.split(".")[2]) for name in adapter.tensors})
     alpha = settings.lora_alpha
     foreign = {
         "peft_type": "LORA",
@@ -208,10 +207,7 @@ def write(folder, adapter: Adapter) -> None:
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,  # PEFT writes whole numbers
         "use_rslora": settings.rslora,
         "lora_dropout": settings.lora_dropout,
-        # Without this list PEFT takes Wqkv alone on MPT, and drops the other tensors.
-        "target_modules": settings.adapted_layers,
-        "layers_to_transform": blocks if settings.lora_last_blocks else None,
-        "layers_pattern": "blocks" if settings.lora_last_blocks else None,
+        **targets_of(adapter),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -221,6 +217,33 @@ def write(folder, adapter: Adapter) -> None:
     with hf.published(Path(folder)) as staging:
         write_safetensors(staging / TENSOR_FILE, theirs)
         (staging / CONFIG_FILE).write_text(json.dumps(foreign, indent=2))
+
+
+def targets_of(adapter: Adapter) -> dict:
+    """The settings by which PEFT finds the layers of an adapter: these, and no others.
+
+    Without target_modules it would take Wqkv alone on MPT, and drop the other tensors.
+    """
+    layers_of = layers_by_block(adapter)
+    names = [name for name in LINEAR_LAYERS if name in set.union(*layers_of.values())]
+    if all(layers == set(names) for layers in layers_of.values()):
+        blocks = sorted(layers_of)
+        return {
+            "target_modules": names,
+            "layers_to_transform": blocks,
+            "layers_pattern": "blocks",
+        }
+    paths = dict.fromkeys(name.rpartition(".")[0] for name in adapter.tensors)
+    return {"target_modules": list(paths), "layers_to_transform": None, "layers_pattern": None}
+
+
+def layers_by_block(adapter: Adapter) -> dict[int, set[str]]:
+    """The layers of each block that has adapters, such as {2: {"Wqkv", "up_proj"}}."""
+    layers_of = {}
+    for name in adapter.tensors:
+        _, _, block, _, layer, _ = name.split(".")
+        layers_of.setdefault(int(block), set()).add(layer)
+    return layers_of
 
 
 def export(run, folder, base_model: str = "") -> None:
@@ -235,8 +258,8 @@ def export(run, folder, base_model: str = "") -> None:
     write(folder, adapter)
     print(f"{folder}: adapters of rank {adapter.rank} for {adapter.base}")
     if not base_model and load.is_run(Path(adapter.base)):
-        others = f"python -m weights.hf export {adapter.base} BASE"
-        print(f"Others need this base as a folder: {others}, and here --base_model=BASE")
+        command = f"python -m weights.hf export {adapter.base} BASE"
+        print(f"To share it, export the base, {command}, then export again with --base_model=BASE")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -272,15 +295,12 @@ def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:
 
     UserError if the layers are not the same ones in each of the last blocks.
     """
-    layers_of = {}
-    for name in adapter.tensors:
-        _, _, block, _, layer, _ = name.split(".")
-        layers_of.setdefault(int(block), set()).add(layer)
+    layers_of = layers_by_block(adapter)
     blocks = sorted(layers_of)
     layers = layers_of[blocks[0]]
     is_regular = all(layers_of[block] == layers for block in blocks)
     is_last = blocks == list(range(blocks[0], cfg.n_layers))
-    problem = "a run has adapters on the same layers of its last blocks, this folder has not"
+    problem = "a run needs the same layers in each of its last blocks; this folder has other ones"
     fix = "merge it instead: python -m weights.peft merge"
     require(is_regular and is_last, f"{problem} (blocks {blocks[:8]}): {fix}")
     targets = ",".join(name for name in LINEAR_LAYERS if name in layers)
@@ -325,6 +345,7 @@ def merge(source, run_dir, base: str = "") -> None:
     source: a run with adapters, or a PEFT folder. base: of a PEFT folder, as for --init_from; of a
     run, where its base is now if it was moved.
     """
+    hf.require_free(Path(run_dir))  # first, since loading a large model takes minutes
     model, (name, file) = adapted_model(source, base)
     before = sample_logits(model)
     error = lora.merge(model)

@@ -386,7 +386,7 @@ OTHER_MODELS = {
         {"d_model": 64},
         r"/foreign: the adapter is not of this model: .*A is \(4, 64\), but \(4, 32\) would fit",
     ),
-    "deeper": ({"n_layers": 3}, "transformer.blocks.2.* is there, but only 2 blocks"),
+    "deeper": ({"n_layers": 3}, "it changes transformer.blocks.2.*, and this model has 2 blocks"),
     "more heads": ({"kv_n_heads": 2}, r"Wqkv.lora_B is \(64, 4\), but \(96, 4\) would fit"),
 }
 

@@ -43,3 +43,12 @@ def test_rows_of_instructions_are_full(seed):
     lengths = np.clip(drawn.astype(int), 1, 2048).tolist()
     rows = packing.pack(lengths, 2048)
     assert sum(lengths) / (2048 * len(rows)) > 0.999
+
+
+def test_the_first_rows_hold_examples_of_every_length():
+    """An evaluation that reads a quarter of the rows measures what all of them hold."""
+    drawn = np.random.default_rng(0).lognormal(np.log(150), 0.8, 20_000)
+    lengths = np.clip(drawn.astype(int), 1, 2048)
+    rows = packing.pack(lengths.tolist(), 2048)
+    first = sum(rows[: len(rows) // 4], [])
+    assert lengths[first].mean() == pytest.approx(lengths.mean(), rel=0.05)

@@ -15,9 +15,13 @@ from conftest import flags_for
 from test_hf import LIKE_TRANSFORMERS, SMALL, build, overwrite, relative_error, shorten, tokens
 
 import checkpoint
+import generate
 import lora
 from config import LINEAR_LAYERS, TrainConfig, UserError
+from evaluation import zero_shot
+from evaluation.results import fingerprint
 from lifecycle import runlog
+from serving.decoder import Decoder
 from storage.checkpoint_files import read_metadata
 from weights import adapters, hf, load, peft, tensor_files
 
@@ -224,6 +228,20 @@ def test_we_read_what_they_write(more, base, tmp_path):
     assert difference(ours, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("more", READ.values(), ids=READ)
+def test_they_read_what_we_write_again(more, base, tmp_path):
+    """The layers are those of the tensors, since the settings that were read name none."""
+    theirs = trained_by_them(base, tmp_path / "theirs", **more)
+    peft.write(tmp_path / "ours", peft.read(tmp_path / "theirs"))
+    again, faults = their_adapted(base, tmp_path / "ours")
+    assert not faults and difference(theirs, again) == 0
+    names, names_again = (
+        {name for name, _ in model.named_parameters() if ".default." in name}
+        for model in (theirs, again)
+    )
+    assert names == names_again
+
+
 def test_null_is_the_default_for_them_and_for_us(base, tmp_path):
     theirs = trained_by_them(base, tmp_path / "out")
     path = tmp_path / "out" / peft.CONFIG_FILE
@@ -388,7 +406,7 @@ def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path):
 @pytest.mark.parametrize(
     "other, message",
     [
-        ({"n_layers": 2}, "blocks.2.attn.Wqkv.lora_A is there, but only 2 blocks"),
+        ({"n_layers": 2}, "it changes .*blocks.2.attn.Wqkv.lora_A, and .*other has 2 blocks"),
         ({"d_model": 96}, r"Wqkv.lora_A is \(4, 48\), but \(4, 96\) would fit"),
         ({"expansion_ratio": 2}, r"up_proj.lora_B is \(192, 4\), but \(96, 4\) would fit"),
         ({"kv_n_heads": 1}, r"Wqkv.lora_B is \(144, 4\), but \(64, 4\) would fit"),
@@ -406,8 +424,11 @@ def test_an_adapter_of_another_base_is_one_line(other, message, sound, tmp_path)
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"layers_to_transform": [0, 1]}, r"this folder has not \(blocks \[0, 1\]\): merge it"),
-        ({"layers_to_transform": [0, 2]}, r"this folder has not \(blocks \[0, 2\]\)"),
+        (
+            {"layers_to_transform": [0, 1]},
+            r"this folder has other ones \(blocks \[0, 1\]\): merge it",
+        ),
+        ({"layers_to_transform": [0, 2]}, r"this folder has other ones \(blocks \[0, 2\]\)"),
         ({"target_modules": r".*(1\.attn\.Wqkv|2\.ffn\.up_proj)"}, r"\(blocks \[1, 2\]\)"),
     ],
 )
@@ -484,6 +505,64 @@ def test_merging_into_bf16_says_what_rounding_costs(tmp_path, capsys):
     assert 1e-4 < float(changed[1]) < 0.5
 
 
+@pytest.fixture(scope="module")
+def tuned_half(tmp_path_factory) -> Path:
+    """A run with adapters on a base that is stored in bf16."""
+    folder = tmp_path_factory.mktemp("half")
+    hf.export(build(CFG, dtype=torch.bfloat16), folder / "half")
+    name_tokenizer(folder / "half")
+    write(folder / "out", with_adapters(TUNE), TUNE)
+    peft.import_(folder / "out", folder / "run", str(folder / "half"))
+    return folder / "run"
+
+
+def test_a_model_that_computes_in_fp32_is_not_merged_into_bf16(tuned_half):
+    """The base is bf16. W + s B A is rounded to that only where the caller computes in it."""
+    base = hf.load_model(tuned_half.parent / "half", CPU).float()
+    adapter = with_adapters(TUNE)
+    wide, narrow = (
+        load.load_for_sampling(str(tuned_half), None, CPU, in_fp32=in_fp32)[0]
+        for in_fp32 in (True, False)
+    )
+    assert {param.dtype for param in narrow.parameters()} == {torch.bfloat16}
+    assert {param.dtype for param in wide.parameters()} == {torch.float32}
+    for name, layer in adapter.named_modules():
+        if hasattr(layer, "lora_A"):
+            exact = base.get_submodule(name).weight + lora.delta(layer)
+            torch.testing.assert_close(wide.get_submodule(name).weight, exact, rtol=0, atol=1e-6)
+            error = (narrow.get_submodule(name).weight - exact).abs().max()
+            assert error > 1e-5, name
+
+
+def evaluate(_, *argv):
+    zero_shot.main(list(argv))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_programs_merge_in_the_precision_that_they_compute_in(
+    precision, tuned_half, tmp_path, monkeypatch, ranks
+):
+    """generate.py, seen as it makes its decoder; evaluation, by the hash of its weights."""
+    model, _, _ = load.load_for_sampling(str(tuned_half), None, CPU, in_fp32=precision == "fp32")
+    decoded = []
+
+    def decoder(model, *rest):
+        decoded.append(fingerprint(model))
+        return Decoder(model, *rest)
+
+    monkeypatch.setattr(generate, "Decoder", decoder)
+    flag = f"--precision={precision}"
+    generate.main([str(tuned_half), "--prompt=a", "--max_new_tokens=1", flag])
+    assert decoded == [fingerprint(model)]
+
+    (tmp_path / "a.txt").write_text("some text")
+    files = [f"--tasks={tmp_path}/a.txt", f"--out={tmp_path}/out.json"]
+    ranks(1)(evaluate, str(tuned_half), *files, flag)
+    saved = json.loads((tmp_path / "out.json").read_text())
+    assert saved["settings"]["weights"] == fingerprint(model)
+
+
 def test_merging_a_run_that_trained_norms_and_biases_too(tmp_path, capsys):
     """The merged model is the run's own. On a base in bf16 it is in fp32, as they were trained."""
     cfg = replace(SMALL, vocab_size=300, alibi=True, learned_pos_emb=False)
@@ -537,6 +616,7 @@ def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
         (["import", sound, "out"], "sound does not hold its base: set --init_from=runs/NAME"),
         (["import", run, "out", f"--init_from={base}"], "no adapter in .*run: expected adapter_c"),
         (["import", sound, run, f"--init_from={base}"], "run is there already"),
+        (["merge", sound, run, f"--init_from={base}"], "run is there already"),
         (["export", run, "out", f"--init_from={base}"], "a run names its base: remove --init_from"),
         (["merge", sound, "out", "--base_model=x"], "only export takes --base_model"),
         (["mend", sound, "out"], "'mend' is none of export, import, merge"),
@@ -545,6 +625,15 @@ def test_a_command_that_cannot_be_done_is_one_line(sound, base, tmp_path):
         with pytest.raises(UserError, match=message) as error:
             peft.main([str(word) for word in arguments])
         assert "\n" not in str(error.value)
+
+
+def test_the_place_of_a_merged_model_is_looked_at_before_the_model_is_loaded(
+    sound, base, tmp_path, monkeypatch
+):
+    hf.import_(base, tmp_path / "run")
+    monkeypatch.setattr(peft, "adapted_model", None)  # cannot be called
+    with pytest.raises(UserError, match="run is there already: name another folder"):
+        peft.merge(sound, tmp_path / "run", str(base))
 
 
 # --- with the trainer
