@@ -1,6 +1,7 @@
-# make train      watch a small MPT learn to write: two minutes on two CPU cores
+# make train      watch a small MPT learn to write: two to four minutes on two CPU cores
 #                 (ARGS="--lr=1e-3" to change a setting)
-# make finetune   adapters teach that model to answer questions: answers before and after, a minute
+# make finetune   adapters teach that model to answer questions: one or two minutes; prints answers
+#                 before and after
 # make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp
 #                 and a kill -9: five minutes, one picture
 # make test       the quick tests: eight minutes on two CPU cores, after the set-up

@@ -415,7 +415,8 @@ for kept, words in ((0, "before"), (settings.lora_rank, "after")):
 #
 #                                   exact answers   loss on the base's text
 #   the demo                                0.0 %                     4.729
-#   after 300 steps                        97.8 %                     5.565
+#   after 300 steps in bf16                97.8 %                     5.565
+#   in fp32, on another CPU                94.8 %                     5.931
 #
 # But the base is still there. Without the adapters it is the model that it was, bit by bit:
 
