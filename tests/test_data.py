@@ -578,7 +578,7 @@ def test_another_data_set_is_refused(make, tmp_path, function):
 def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path):
     """The message holds the command that prepares what this run asks for."""
     cfg = settings_for("allenai/c4:en", tmp_path / "my data", val_fraction=0.1)
-    with pytest.raises(UserError, match="prepare it first: python data.py ") as caught:
+    with pytest.raises(UserError, match="first run: python data.py ") as caught:
         open_or_prepare(cfg)
     argv = shlex.split(str(caught.value).partition("python data.py ")[2])
     assert load(argv, TrainConfig) == [cfg]
