@@ -564,10 +564,6 @@ class Split:
         """The number of windows, n."""
         return int(self.first_window[-1])
 
-    def n_evaluated(self, eval_tokens: int) -> int:
-        """How many windows one evaluation reads: at most eval_tokens, and at least one window."""
-        return max(1, min(len(self), eval_tokens // self.seq_len))
-
     def windows(self, window_ids: np.ndarray) -> np.ndarray:
         """The tokens of these windows, (len(window_ids), seq_len + 1) int64.
 
@@ -605,6 +601,11 @@ class Split:
             in_epoch = epochs == epoch
             window_ids[in_epoch] = permute(positions[in_epoch], len(self), seed, int(epoch))
         return self.windows(window_ids)
+
+
+def n_evaluated(split, eval_tokens: int) -> int:
+    """How many windows of a split one evaluation reads: eval_tokens at most, but one at least."""
+    return max(1, min(len(split), eval_tokens // split.seq_len))
 
 
 class Dataset:

@@ -271,7 +271,7 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
     With stages, each microbatch passes through all of them before the next one starts.
     """
     model.eval()
-    n_windows = val.n_evaluated(cfg.eval_tokens)
+    n_windows = data.n_evaluated(val, cfg.eval_tokens)
     sums = torch.zeros(2, device=world.device)  # loss, tokens
     for first in range(0, n_windows, world.dp_size * cfg.microbatch_size):
         first_of_rank = first + world.dp_rank * cfg.microbatch_size

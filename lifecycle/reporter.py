@@ -22,6 +22,7 @@ import torch.distributed as dist
 import attention
 import checkpoint
 import config
+import data
 import devices
 import flops
 import optim
@@ -210,7 +211,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     draws = start.seed_to_draw(cfg) is not None
     next_line = "initializing the weights" if draws else "reading the weights"
     if start.step == 0:
-        n_tokens = dataset.val.n_evaluated(cfg.eval_tokens) * model_cfg.max_seq_len
+        n_tokens = data.n_evaluated(dataset.val, cfg.eval_tokens) * model_cfg.max_seq_len
         next_line += f", then a first evaluation, of {n_tokens:,} tokens"
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
