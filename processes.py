@@ -127,7 +127,8 @@ def in_grid(world: World, tp: int, pp: int = 1) -> World:
     if tp * pp == 1:
         return world
     size = world.global_size
-    require(size % (tp * pp) == 0, grid_problem(size, tp, pp))
+    if size % (tp * pp) != 0:
+        raise UserError(grid_problem(size, tp, pp), on_all_ranks=True)
     grid = torch.arange(size).view(pp, -1, tp)
     pp_rank, dp_rank, tp_rank = (grid == world.global_rank).nonzero()[0].tolist()
     with in_time("connect the grid of ranks"):
