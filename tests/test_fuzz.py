@@ -568,7 +568,7 @@ def judge(name: str, path: Path, folder: Path) -> str:
         READERS[name][1](path, folder)
     except (UserError, OSError) as error:
         text = str(error)
-        if "\n" in text or len(text) > 1500:
+        if "\n" in text or len(text) > 3000:  # it may name 20 lines of a file, with their paths
             return f"not one line: {text[:300]!r}"
         if "weights_only=False" in text:
             return f"advises to run it: {text[:300]!r}"
