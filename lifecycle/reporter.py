@@ -277,9 +277,9 @@ def least_time(
     seconds = tokens * flops_per_token(model_cfg, cfg) / rate
     steps = cfg.max_steps - first
     return (
-        f"time: more than {seconds:.3g} s a step, {runlog.duration(steps * seconds)} for {steps:,} "
-        f"steps, which a matmul's {rate / 1e12:.3g} TFLOP/s would take; the line of step 2 and "
-        "each after it says how much is left"
+        f"time: at least {seconds:.3g} s a step, {runlog.duration(steps * seconds)} for {steps:,} "
+        f"steps, since a matmul reaches {rate / 1e12:.3g} TFLOP/s; the line of step 2 and each "
+        "after it says how much is left"
     )
 
 

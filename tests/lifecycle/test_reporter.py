@@ -223,9 +223,9 @@ def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
     n_flops = cfg.global_batch_size * m.max_seq_len * flops.train_flops_per_token(m)
     for peak, rate in ((None, 2e12), (4e12, 4e12)):  # not known: that of two ranks is measured
         line = reporter.planned_time(m, cfg, world, precision, peak, first=30)
-        assert line.startswith(f"time: more than {n_flops / rate:.3g} s a step, ")
+        assert line.startswith(f"time: at least {n_flops / rate:.3g} s a step, ")
         left = datetime.timedelta(seconds=round(60 * n_flops / rate))
-        assert f" {left} for 60 steps, which a matmul's {rate / 1e12:g} TFLOP/s would" in line
+        assert f" {left} for 60 steps, since a matmul reaches {rate / 1e12:g} TFLOP/s" in line
         assert line.endswith("the line of step 2 and each after it says how much is left")
 
     endless = reporter.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
