@@ -22,6 +22,8 @@ COUNT = import torch; n = torch.cuda.device_count(); print(max(r for r in (1, 2,
 RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
 OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
 LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
+# Threads that wait for each other sleep soon: see program.sleep_while_waiting.
+export GOMP_SPINCOUNT ?= 1000
 # Many tests wait for processes to start: two files of them run at a time (pytest-xdist).
 TWO_FILES = -n 2 --dist loadfile
 

@@ -50,7 +50,8 @@ from program import (  # noqa: F401
 )
 
 # Smallest and largest value of each number; whatever is outside is a typo.
-# Every number below has an entry. A fork may add settings without one: those need only be finite.
+# Every number of the trainer and the planner has an entry, and every figure of a calibration.
+# A fork may add settings without one: those need only be finite.
 RANGES = {
     name: (low, high)
     for low, high, names in [
@@ -76,6 +77,21 @@ RANGES = {
         (1e-30, 1, "adam_eps"),  # 0 would divide by 0 where the gradient is 0
         (0, 10**6, "clip_qkv grad_clip save_minutes shard_size"),
         (1e-3, 10**6, "timeout_minutes peak_tflops"),
+        # Planning.
+        (1, 10**6, "devices ranks nodes"),
+        (1, 10**4, "node_size interleave"),
+        (1e-3, 10**6, "network bandwidth memory_gb fp8_tflops"),  # GB/s, GB/s, GiB, TFLOP/s
+        (1e-3, 1, "attention_efficiency attention"),
+        (1, 10**18, "tokens"),
+        (1e-9, 10**9, "price"),
+        (1e-3, 10**6, "watts"),
+        (1e-6, 3650, "budget"),  # days
+        (1e-6, 10**15, "tokens_per_second"),
+        (1, 10**15, "n_params"),
+        (1, 2**20, "head_dim"),
+        (1, 10**9, "batch"),
+        (0, 2**24, "context window document"),
+        (1e-6, 10**9, "matmul_tflops memory_gbs collectives_gbs latency_us"),
     ]
     for name in names.split()
 }
@@ -462,12 +478,21 @@ def check_run_dir(run_dir: str) -> None:
 
 
 def check_ranges(settings) -> None:
-    """Raise UserError for the first number of a dataclass outside its range. NaN always is."""
+    """Raise UserError for the first number of a dataclass outside its range. NaN always is.
+
+    A default passes: 0 may stand for "not set".
+    """
     for name, value in vars(settings).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            low, high = RANGES.get(name, (-sys.float_info.max, sys.float_info.max))
-            expected_range = f"{name} must be from {shown(low)} to {shown(high)}"
-            require(low <= value <= high, f"{expected_range}, not {shown(value)}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and value != getattr(type(settings), name, None):
+            check_range(name, value)
+
+
+def check_range(name: str, number: float) -> None:
+    """Raise UserError if a number is outside the range that RANGES has for this name."""
+    low, high = RANGES.get(name, (-sys.float_info.max, sys.float_info.max))
+    expected_range = f"{name} must be from {shown(low)} to {shown(high)}"
+    require(low <= number <= high, f"{expected_range}, not {shown(number)}")
 
 
 def shown(value) -> str:

@@ -169,14 +169,7 @@ class FlopsArgs:
 
     def check(self) -> None:
         """UserError if a number is out of range."""
-        require(self.devices > 0, f"devices must be at least 1, not {self.devices}")
-        in_range = 0 <= self.tokens_per_second < 10**15
-        limits = "tokens_per_second must be from 0 to 1e15"
-        require(in_range, f"{limits}, not {self.tokens_per_second:g}")
-        for name in ("peak_tflops", "n_params"):
-            value = getattr(self, name)
-            if isinstance(value, int | float):
-                require(value > 0, f"{name} must be more than 0, not {value}")
+        config.check_ranges(self)
 
 
 @dataclass
@@ -191,8 +184,7 @@ class ShapeArgs:
 
     def check(self) -> None:
         """UserError if a number is negative, or something is missing for 12 L d S."""
-        for name, value in vars(self).items():
-            require(value >= 0, f"{name} must be at least 1, not {value}")
+        config.check_ranges(self)
         if not any(vars(self).values()):
             return
         required = {
@@ -224,8 +216,7 @@ class Recomputation:
 
     def check(self) -> None:
         """UserError if a number is out of range."""
-        every = self.recompute_every
-        require(every > 0, f"recompute_every must be at least 1, not {every}")
+        config.check_ranges(self)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,16 +327,20 @@ def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: Fl
 def doubt(figures: dict) -> str:
     """What is wrong with a speed above what the device reaches; empty if it is not. See `report`.
 
-    The convention counts masked scores, too, so very long sequences may be above it.
+    With long sequences that may be the masked half of attention, which 12 L d S counts as well.
     """
-    hfu, reachable = figures["hfu"], figures["reachable"]
+    hfu, reachable = figures["hfu"], figures["reachable"] or 1
+    if not hfu or hfu <= reachable:
+        return ""
+    causal = figures["conventions"].get("causal", figures)["hfu"]
+    if causal <= reachable:
+        masked = "that counts the masked half of attention, which kernels skip"
+        return f"{masked}: without it, as causal counts, HFU is {causal:.2%}"
     fix = "are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
-    if hfu and hfu > 1:
+    if hfu > 1:
         return f"that is above the peak: {fix}"
-    if hfu and reachable and hfu > reachable:
-        share = f"{hfu / reachable:.0%} of what large matmuls reach ({reachable:.0%} of the peak)"
-        return f"that is {share}: {fix}"
-    return ""
+    share = f"{hfu / reachable:.0%} of what large matmuls reach ({reachable:.0%} of the peak)"
+    return f"that is {share}: {fix}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -429,7 +424,8 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
     flags = [flag_name(text) for text in argv if text.startswith("-")]
     for flag in flags:
         if flag in CONVENTION_FLAGS:
-            command = f"python -m planning.conventions {shlex.join(argv)}"
+            words = frozen_size(argv) if has_size(argv) else argv
+            command = f"python -m planning.conventions {shlex.join(words)}"
             raise UserError(f"--{flag} is a flag of another program: {command}")
         if flag == "check":
             shape = {field.name for field in fields(MPTConfig)}
@@ -451,10 +447,21 @@ def refuse_model(argv: list[str], model_keys: set[str]) -> None:
 
     Attention's keys, those of ShapeArgs, may be set.
     """
+    if argv != frozen_size(argv):
+        command = f"python -m planning.conventions {shlex.join(frozen_size(argv))}"
+        raise UserError(f"--n_params has no layers to adapt, count its frozen weights: {command}")
     old_names = {old for old, new in config.RENAMED.items() if new in model_keys}
     keys = (model_keys | old_names) - {field.name for field in fields(ShapeArgs)}
     model = [text for text in argv if not text.startswith("-") or flag_name(text) in keys]
     require(not model, f"--n_params takes the place of a model: remove it or {' '.join(model)}")
+
+
+def frozen_size(argv: list[str]) -> list[str]:
+    """argv with --frozen in place of adapters: their own FLOPs, which need a model, are few."""
+    others = [text for text in argv if not flag_name(text).startswith("lora_")]
+    if len(others) == len(argv) or "--frozen" in argv:
+        return others
+    return [*others, "--frozen"]
 
 
 def has_size(argv: list[str]) -> bool:

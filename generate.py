@@ -20,6 +20,11 @@ How a token is drawn: serving/sampling.py. How the model is made fast: serving/d
 shown while a text grows: serving/stream.py. How adapters share a batch: serving/adapters.py.
 """
 
+import program
+
+if __name__ == "__main__":  # before PyTorch is imported
+    program.sleep_while_waiting()
+
 import collections
 import json
 import sys

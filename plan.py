@@ -76,18 +76,17 @@ def plan_of_settings(
         return None
 
 
-def device_counts(args: PlanArgs) -> tuple[list[int], list[dict]]:
-    """--sweep_devices: sorted, and a row with a "problem" for each word that is not a number."""
-    counts, problems = set(), []
-    for text in args.sweep_devices.split(","):
-        text = text.strip()
-        if text.isdecimal() and int(text):
-            counts.add(int(text))
-        else:
-            problems.append({"devices": text, "problem": "not a whole number above 0"})
-    needs = "--sweep_devices needs numbers above 0"
-    require(counts, f"{needs}: 8,16,64, not {args.sweep_devices!r}")
-    return sorted(counts), problems
+def device_counts(args: PlanArgs) -> list[int]:
+    """The numbers of --sweep_devices, sorted, or --devices alone. Raises UserError."""
+    if not args.sweep_devices:
+        return [args.devices]
+    counts = [config.parse_number(text) for text in args.sweep_devices.split(",")]
+    are_whole = all(isinstance(n, int) for n in counts)
+    example = "expected whole numbers, such as 8,16,64"
+    require(are_whole, f"--sweep_devices={config.shown(args.sweep_devices)}: {example}")
+    for n in counts:
+        config.check_range("devices", n)
+    return sorted(set(counts))
 
 
 def require_one_question(args: PlanArgs, cfg: TrainConfig, files: list[str], given: set) -> None:
@@ -174,8 +173,7 @@ def main(argv: list[str]) -> None:
 
     search_args = (asked, fleet, c, trainer(args))
     if args.sweep_devices:
-        counts, problems = device_counts(args)
-        return show_sweep(budget.sweep(m, cfg, counts, *search_args) + problems, args)
+        return show_sweep(budget.sweep(m, cfg, device_counts(args), *search_args), args)
     if args.budget:
         return show_budget(budget.budget(m, cfg, args.budget, *search_args), args)
     plans = search.best(m, cfg, *search_args, n=5)
@@ -211,16 +209,13 @@ def compare(kinds: list[list[str]]) -> None:
         require(not args.budget, "--budget plans for one kind of device: name one in --device")
         fleet, c = fleet_and_constants(args)
         m, cfg, args = with_defaults(m, cfg, args)
-        counts, problems = device_counts(args) if args.sweep_devices else ([args.devices], [])
-        for n in counts:
+        for n in device_counts(args):
             try:
                 sized = replace(fleet, devices=n)
                 plan = search.fastest(m, cfg, asked, sized, c, trainer(args))
                 offers.append(Offer(args, n, plan, unlike=unlike))
             except UserError as error:
                 offers.append(Offer(args, n, problem=str(error), unlike=unlike))
-        for row in problems:
-            offers.append(Offer(args, row["devices"], problem=row["problem"], unlike=unlike))
     require(any(offer.plan for offer in offers), offers[0].problem)
 
     if args.json:

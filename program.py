@@ -203,6 +203,17 @@ def print_error(words, head: str = "error") -> None:
 # A process among others
 
 
+def sleep_while_waiting() -> None:
+    """Before PyTorch is imported: its CPU threads go to sleep soon when they wait for each other.
+
+    They would poll for milliseconds, which is the time that the thread they wait for needs if other
+    programs use the cores: a step then takes ten times as long. 1,000 turns of polling are what
+    GNU's OpenMP takes by itself if it has more threads than cores.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def end_with_torchrun() -> None:
     """If torchrun started this process, watch torchrun, and end this process when it is gone.
 

@@ -3,6 +3,11 @@
 torchrun --nproc_per_node 4 -m evaluation runs/my1b --tasks=all --shots=5
 """
 
+import program
+
+if __name__ == "__main__":  # before PyTorch is imported
+    program.sleep_while_waiting()
+
 import processes
 from evaluation import zero_shot  # not in this file: spawned processes cannot import a __main__
 

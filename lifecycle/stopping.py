@@ -42,11 +42,14 @@ STATUS = {
 def begin(argv: list[str]) -> None:
     """Before PyTorch is imported: obey signals, exit if torchrun is killed, say what is loading.
 
+    And see `program.sleep_while_waiting`.
+
     Prints nothing if `argv` asks for help or is wrong: fsdp_train.main answers that.
     """
     for number in REQUESTS:
         signal.signal(number, exit_immediately)
     program.end_with_torchrun()
+    program.sleep_while_waiting()
     if config.rank() > 0 or config.wants_help(argv):
         return
     with contextlib.suppress(UserError, OSError):

@@ -73,10 +73,6 @@ class PlanArgs(FleetArgs):
     def check(self) -> None:
         """UserError if a number is out of range, or two questions are asked."""
         super().check()
-        require(self.interleave > 0, f"interleave must be at least 1, not {self.interleave}")
-        for name in ("tokens", "price", "watts", "budget"):
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} must be 0 or more, not {value}")
         one_question = not (self.budget and self.sweep_devices)
         require(one_question, "--budget and --sweep_devices are two questions: ask one")
 

@@ -129,7 +129,7 @@ def from_files(paths: list[str], fleet: Fleet, trainer: Trainer) -> Calibration:
                 given = with_node_size(given, whole_number("node_size", measured["node_size"]))
                 runs += runs_of_saved(measured, given.device)
                 share = measured["attention"]
-                attention = attention if share is None else positive("attention", share)
+                attention = attention if share is None else figure("attention", share)
                 machine = measured["machine"] or machine
             fleet, c = from_machine(machine, given) if machine else (given, c)
         except FAULTS as error:
@@ -207,17 +207,17 @@ def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
     nodes = whole_number("nodes", measured["nodes"])
     c = Constants()
 
-    tflops = positive("matmul_tflops", max(measured["matmul_tflops"]["bf16"].values()))
+    tflops = figure("matmul_tflops", max(measured["matmul_tflops"]["bf16"].values()))
     reachable = tflops / fleet.device.bf16_tflops
     share = f"matmuls at {reachable:.0%} of {fleet.device.name}'s peak"
     require(reachable <= 1, f"{share}: is --device right?")
-    memory_gbs = positive("memory_gbs", measured["memory_gbs"])
+    memory_gbs = figure("memory_gbs", measured["memory_gbs"])
 
     # Collectives reach c.link of a link's bandwidth, so the link has their speed / c.link.
     link_gbs = {}
     for group, collectives in measured["collectives_gbs"].items():
         fastest = max(collectives["all_gather"].values())
-        link_gbs[group] = positive("collectives_gbs", fastest) / c.link
+        link_gbs[group] = figure("collectives_gbs", fastest) / c.link
     in_node = link_gbs.get("node") or (link_gbs.get("all") if nodes == 1 else None)
 
     device = replace(
@@ -235,7 +235,7 @@ def from_machine(measured: dict, fleet: Fleet) -> tuple[Fleet, Constants]:
         fleet = replace(fleet, network_gbs=network_gbs, network_from="measured")
     if ranks == 1:
         return fleet, c
-    latency = positive("latency_us", measured["latency_us"]["all"]) * 1e-6
+    latency = figure("latency_us", measured["latency_us"]["all"]) * 1e-6
     return fleet, replace(c, hop=latency / (2 * (ranks - 1)))  # an all-reduce goes round twice
 
 
@@ -251,14 +251,21 @@ def machine_note(ranks: int, nodes: int) -> str:
 
 def whole_number(name: str, number) -> int:
     """`number` if it is a whole one above 0, or UserError."""
-    is_count = files.has_type(number, int) and number > 0
-    require(is_count, f"{name} must be at least 1, not {files.shown(number)}")
+    number = config.parse_number(number) if isinstance(number, str) else number
+    is_whole = files.has_type(number, int)
+    require(is_whole, f"{name} is {files.shown(number)}, expected a whole number")
+    config.check_range(name, number)
     return number
 
 
-def positive(name: str, number) -> float:
-    """`number` as a float, or UserError: else a bad figure would only show in an absurd plan."""
-    require(0 < float(number) < math.inf, f"{name} must be more than 0, not {number}")
+def figure(name: str, number) -> float:
+    """`number`, also as text, if it is in its range; or UserError.
+
+    Otherwise a bad figure would only show in an absurd plan.
+    """
+    number = config.parse_number(number) if isinstance(number, str) else number
+    require(files.has_type(number, float), f"{name} is {files.shown(number)}, expected a number")
+    config.check_range(name, number)
     return float(number)
 
 
@@ -271,9 +278,9 @@ def attention_of(measured: dict, device: devices.Device) -> float:
     rates = []
     for cell in measured["cells"]:
         if cell["contestant"] == OUR_KERNEL and not cell["missing"] and cell["length"] >= 1024:
-            rates.append(float(cell["forward + backward, TFLOP/s"]))
+            rates.append(figure("matmul_tflops", cell["forward + backward, TFLOP/s"]))
     require(rates, f"no figures of {OUR_KERNEL!r} over 1,024 tokens or more")
-    share = positive("forward + backward, TFLOP/s", statistics.median(rates)) / device.bf16_tflops
+    share = statistics.median(rates) / device.bf16_tflops
     require(share <= 1, f"attention at {share:.0%} of {device.name}'s peak: is --device right?")
     return share
 
@@ -318,9 +325,9 @@ def runs_of_table(rows: list[dict], path: str, device: devices.Device) -> list[R
 def run_of_row(row: dict, device: devices.Device) -> Run:
     """A row of a table. Raises UserError if it cannot be of this device."""
     require_same_device(row["device"], device)
-    measured = positive("tokens_per_second", row["tokens_per_second"])
-    nodes = int(row.get("nodes") or 0)
-    return Run(" ".join(flags_of(row)), int(row["ranks"]), nodes, measured)
+    measured = figure("tokens_per_second", row["tokens_per_second"])
+    nodes = whole_number("nodes", row["nodes"]) if row.get("nodes") else 0
+    return Run(" ".join(flags_of(row)), whole_number("ranks", row["ranks"]), nodes, measured)
 
 
 def flags_of(row: dict) -> list[str]:
@@ -346,8 +353,9 @@ def runs_of_saved(saved: dict, device: devices.Device) -> list[Run]:
     require_same_device(saved["device"], device)
     runs = []
     for values in saved["runs"]:
-        measured = positive("tokens_per_second", values["tokens_per_second"])
-        ranks, nodes = int(values["ranks"]), int(values["nodes"])
+        measured = figure("tokens_per_second", values["tokens_per_second"])
+        ranks = whole_number("ranks", values["ranks"])
+        nodes = whole_number("nodes", values["nodes"]) if values["nodes"] else 0
         runs.append(Run(str(values["flags"]), ranks, nodes, measured))
     return runs
 

@@ -34,9 +34,7 @@ class DecodeTimeArgs:
 
     def check(self) -> None:
         """UserError if a number is out of range."""
-        in_range = 0 < self.batch < 10**9
-        require(in_range, f"batch must be from 1 to a billion, not {config.shown(self.batch)}")
-        require(self.context >= 0, f"context must be 0 or more, not {self.context}")
+        config.check_ranges(self)
 
 
 def kv_bytes_per_token(m: MPTConfig, width: int = 2) -> int:

@@ -164,13 +164,7 @@ class FleetArgs:
 
     def check(self) -> None:
         """UserError if a number is out of range, or the machine is unknown."""
-        require(self.devices > 0, f"devices must be at least 1, not {self.devices}")
-        for name in "node_size network bandwidth memory_gb attention_efficiency fp8_tflops".split():
-            value = getattr(self, name)
-            require(0 <= value < math.inf, f"{name} must be 0 or more, not {value}")
-        share = self.attention_efficiency
-        fix = "0.35 is 35 % of the bf16 peak"
-        require(share <= 1, f"attention_efficiency must be at most 1, not {share:g}: {fix}")
+        config.check_ranges(self)
         if self.machine and self.machine not in MACHINES:
             near = difflib.get_close_matches(self.machine, MACHINES, n=3) or list(MACHINES)
             guess = f"did you mean {' or '.join(near)}?"

