@@ -234,12 +234,12 @@ def main(argv: list[str]) -> None:
     flags = [text for text in argv if text.startswith("-")]
     m, cfg, asked, args = config.load(flags, MPTConfig, TrainConfig, LayoutArgs, FleetArgs)
     usage = "usage: python -m planning.budget DAYS --device=h100 --devices=512"
-    config.require(len(numbers) == 1 and numbers[0].replace(".", "", 1).isdigit(), usage)
+    config.require(len(numbers) == 1, usage)
+    days = config.checked(config.parse_number(numbers[0]), float, "DAYS", "the command line")
+    config.check_range("budget", days)
     if "global_batch_size" not in map(flops.flag_name, flags):
         cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
-    for training in budget(
-        m, cfg, float(numbers[0]), asked, fleet_of(args), Constants(), step_time.OURS
-    ):
+    for training in budget(m, cfg, days, asked, fleet_of(args), Constants(), step_time.OURS):
         size = f"{flops.n_params(training.plan.m) / 1e9:.3g}B parameters"
         print(f"{size} on {training.tokens / 1e9:,.0f}B tokens: predicted loss {training.loss:.3f}")
 
