@@ -75,12 +75,15 @@ def test_program_takes_many_prompts(said, tmp_path):
     as_json = said(*twice, f"--prompts={tmp_path}/prompts.txt", "--json", "--batch_size=3")
     texts = [json.loads(line) for line in as_json.splitlines()]
     assert [text["prompt"] for text in texts] == ["a", "a", "the river", "ä tree"]
-    assert texts[0]["text"] != texts[1]["text"]  # the repeated prompt has the next seed
+    assert texts[0]["text"] != texts[1]["text"]  # of one prompt
     assert {text["tokens"] for text in texts} == {20}
     assert {text["end"] for text in texts} == {"max_new_tokens"}
 
     shown = said("--prompt=the river", "--precision=fp32").split("\n", 1)[1]
     assert shown.rstrip("\n") == "the river" + texts[2]["text"].rstrip("\n")
+    one_by_one = said("--prompt=the river", *twice, "--json", "--batch_size=1")
+    assert [json.loads(line) for line in one_by_one.splitlines()] == [texts[2], *texts[:2]]
+
     both = said(*twice)
     assert f"--- 1, max_new_tokens ---\na{texts[0]['text']}\n" in both
     assert f"\na{texts[1]['text']}\n" in both
