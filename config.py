@@ -378,7 +378,7 @@ class TrainConfig:
         require(not no_tasks, "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
         step_ranges(self.skip_steps)
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
-        require(self.schedule != "cosine" or self.warmup_steps < self.max_steps, steps)
+        require(self.warmup_steps < self.max_steps, steps)
         self.check_adapters()
         self.check_chat()
 

@@ -340,6 +340,8 @@ CONTRADICTIONS = {
     "--n_layers=0": "n_layers must be from 1 to 10,000, not 0",
     "--resid_pdrop=1": "resid_pdrop must be from 0 to 0.99, not 1.0",
     "--max_steps=50": "warmup_steps 100 must be below max_steps 50",
+    "--max_steps=100 --schedule=constant": "warmup_steps 100 must be below max_steps 100",
+    "--max_steps=50 --schedule=inv_sqrt": "warmup_steps 100 must be below max_steps 50",
     "--val_fraction=1": "val_fraction must be from 1e-09 to 0.5, not 1.0",
     "--lr=nan": "lr in the command line is nan, expected a number",
     "--grad_clip=-1": "grad_clip must be from 0 to 1,000,000, not -1.0",
