@@ -206,7 +206,8 @@ def as_json(text: Text) -> str:
     }
     if text.adapter != BASE:
         fields["adapter"] = text.adapter
-    return json.dumps(fields, ensure_ascii=False)
+    readable = getattr(sys.stdout, "encoding", "") == "utf-8"  # others may lack a character
+    return json.dumps(fields, ensure_ascii=not readable)
 
 
 def as_section(text: Text, number: int) -> str:
@@ -216,5 +217,4 @@ def as_section(text: Text, number: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     config.run(main)

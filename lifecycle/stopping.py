@@ -47,6 +47,7 @@ def begin(argv: list[str]) -> None:
     for number in REQUESTS:
         signal.signal(number, exit_immediately)
     program.end_with_torchrun()
+    program.escape_unprintable()
     if config.rank() > 0 or config.wants_help(argv):
         return
     with contextlib.suppress(UserError, OSError):

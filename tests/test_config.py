@@ -594,6 +594,27 @@ def test_a_config_file_may_hold_a_list(tmp_path):
         load([str(tmp_path / "b.py")], Texts)
 
 
+@pytest.mark.parametrize("cls", [Texts, MPTConfig, TrainConfig])
+@pytest.mark.parametrize("key", [*config.FOREIGN_NAMES, "weight_decay", "tp", "pp", "alibi_bias"])
+def test_a_program_suggests_only_its_own_keys(cls, key):
+    names = {field.name for field in dataclasses.fields(cls)}
+    if key in names:
+        return
+    with pytest.raises(UserError) as caught:
+        load([f"--{key}=1"], cls)
+    suggested = re.findall(r"did you mean '(\w+)'|(\w+)=", str(caught.value))
+    assert {word for words in suggested for word in words if word} <= names
+
+
+@pytest.mark.parametrize(
+    "word, ours",
+    [("q_proj", "Wqkv"), ("qkv_proj", "Wqkv"), ("o_proj", "out_proj"), ("gate_proj", "up_proj")]
+    + [("c_fc", "up_proj"), ("fc2", "down_proj"), ("all-linear", "all"), ("wqkv", "Wqkv")],
+)
+def test_a_layer_of_another_model_is_answered_with_ours(word, ours):
+    assert f"'{word}' is not known, did you mean '{ours}'?" in error(f"--lora_targets={word}")
+
+
 @pytest.mark.parametrize(
     "argv, meant",
     [

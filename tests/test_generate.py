@@ -89,6 +89,14 @@ def test_program_takes_many_prompts(said, tmp_path):
     assert f"\na{texts[1]['text']}\n" in both
 
 
+def test_every_flag_of_sampling_changes_the_text(said):
+    river = ["--prompt=the river", "--json", "--precision=fp32"]
+    text = json.loads(said(*river))["text"]
+    changed = "temperature=2 top_k=2 top_p=0.2 max_new_tokens=5 seed=2".split()
+    for flag in [*changed, f"stop={text[5]}"]:
+        assert json.loads(said(*river, f"--{flag}"))["text"] != text, flag
+
+
 def write_adapters(run, folder) -> tuple[str, str]:
     """Two PEFT folders for the model of a run, of other ranks and layers."""
     cfg = checkpoint.settings(checkpoint.find(str(run)))
