@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
@@ -87,6 +88,22 @@ def test_program_takes_many_prompts(said, tmp_path):
     both = said(*twice)
     assert f"--- 1, max_new_tokens ---\na{texts[0]['text']}\n" in both
     assert f"\na{texts[1]['text']}\n" in both
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_json_is_json_whatever_the_terminal_can_show(monkeypatch, encoding):
+    fields = {
+        "prompt": "ä 😀",
+        "text": "ł",
+        "new_tokens": 1,
+        "end": "stop string",
+        "adapter": "none",
+    }
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding, "backslashreplace"))
+    print(program.as_json(types.SimpleNamespace(**fields)), flush=True)
+    shown = json.loads(out.getvalue().decode(encoding))
+    assert (shown["prompt"], shown["text"]) == ("ä 😀", "ł")
 
 
 def test_every_flag_of_sampling_changes_the_text(said):
