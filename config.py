@@ -103,6 +103,14 @@ SLOW_FILE_SECONDS = 5  # a config file that runs longer is named on standard err
 
 # The linear layers of a block, in the order in which it computes them.
 LINEAR_LAYERS = ["Wqkv", "out_proj", "up_proj", "down_proj"]
+# Names of such layers in other models, and ours for the same thing.
+FOREIGN_LAYERS = {
+    "Wqkv": "q_proj k_proj v_proj qkv_proj qkv query_key_value c_attn",
+    "out_proj": "o_proj c_proj dense",
+    "up_proj": "gate_proj gate_up_proj c_fc fc1 fc_in dense_h_to_4h w1",
+    "down_proj": "fc2 fc_out dense_4h_to_h w2",
+    "all": "all-linear",
+}
 EXTRA_PARTS = ["norms", "biases"]  # what lora_train can add
 # These have no effect without lora_rank.
 ADAPTER_SETTINGS = "lora_alpha rslora lora_dropout lora_targets lora_last_blocks lora_train".split()
@@ -394,7 +402,7 @@ class TrainConfig:
         require(not no_tasks, "icl_interval needs tasks: set --icl_tasks=piqa, or a .jsonl")
         step_ranges(self.skip_steps)
         steps = f"warmup_steps {self.warmup_steps} must be below max_steps {self.max_steps}"
-        require(self.schedule != "cosine" or self.warmup_steps < self.max_steps, steps)
+        require(self.warmup_steps < self.max_steps, steps)
         self.check_adapters()
         self.check_chat()
 
@@ -460,7 +468,8 @@ def listed(name: str, text: str, known) -> list[str]:
             continue
         is_output = word in ("lm_head", "wte", "wpe", "embed_tokens")
         reason = "is an embedding or the output layer, which gets no adapter" * is_output
-        closest = difflib.get_close_matches(word, known, n=1)
+        closest = [name for name in known if word in FOREIGN_LAYERS.get(name, "").split()]
+        closest = closest or difflib.get_close_matches(word, known, n=1)
         hint = f"did you mean {closest[0]!r}? It can be" if closest else "expected"
         problem = f"{name}: {shown(word)} {reason or 'is not known'}"
         raise UserError(f"{problem}, {hint} {', '.join(known)}")
@@ -586,7 +595,7 @@ def unknown_key(key: str, value, source: str, names, lr: float) -> str:
     lr: the learning rate that the user has set, for the hint about weight_decay.
     """
     message = f"unknown key {key!r} in {source}"
-    if key == "weight_decay":
+    if key == "weight_decay" and "decoupled_weight_decay" in names:
         return f"{message}: {weight_decay_hint(value, lr)}"
     if key == "tp":
         return f"{message}: only fsdp_train.py and evaluation cut a model over ranks"
@@ -594,7 +603,7 @@ def unknown_key(key: str, value, source: str, names, lr: float) -> str:
         fix = ", use --tp here" if "tp" in names else ""
         return f"{message}: only fsdp_train.py cuts a model into stages{fix}"
     closest = difflib.get_close_matches(key, names, n=1)
-    if key in FOREIGN_NAMES:
+    if FOREIGN_NAMES.get(key) in names:
         closest = [FOREIGN_NAMES[key]]
     hint = f"did you mean {closest[0]!r}?" if closest else "see --help for the names"
     return f"{message}, {hint}"

@@ -58,7 +58,7 @@ class GenerateSettings:
     top_k: int = 50  # draw from this many of the likeliest tokens (0 = no limit)
     top_p: float = 1.0  # and from the fewest of them that together have this probability
     stop: list[str] = field(default_factory=list)  # a string that ends a text and is not shown
-    seed: int = 1  # when a prompt is repeated, its next text uses the next seed
+    seed: int = 1  # with the prompt and how often it came before, it decides the text
     batch_size: int = 8  # texts generated together
     json: bool = False  # print one JSON object per text and line
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
@@ -122,8 +122,8 @@ def main(argv) -> None:
     times_asked = collections.Counter()
 
     def new_text(prompt: str, adapter: str = adapters[0]) -> Text:
-        """A prompt that is repeated for the same adapter gets the next seed."""
-        seed = cfg.seed + times_asked[prompt, adapter]
+        """A prompt that is repeated for the same adapter gets another text."""
+        repeat = times_asked[prompt, adapter]
         times_asked[prompt, adapter] += 1
         return Text(
             prompt,
@@ -131,9 +131,10 @@ def main(argv) -> None:
             model.cfg,
             cfg.max_new_tokens,
             cfg.stop,
-            seed,
+            cfg.seed,
             adapter,
             cfg.special_tokens,
+            repeat,
         )
 
     if interactive:
@@ -210,7 +211,8 @@ def as_json(text: Text) -> str:
     }
     if text.adapter != BASE:
         fields["adapter"] = text.adapter
-    return json.dumps(fields, ensure_ascii=False)
+    readable = getattr(sys.stdout, "encoding", "") == "utf-8"  # others may lack a character
+    return json.dumps(fields, ensure_ascii=not readable)
 
 
 def as_section(text: Text, number: int) -> str:
@@ -220,5 +222,4 @@ def as_section(text: Text, number: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")
     config.run(main)

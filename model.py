@@ -381,7 +381,7 @@ def initial_weight(name, shape, cfg, seed):
 
 
 def seeded(seed: int, name: str) -> torch.Generator:
-    """A generator on the CPU for the values of the parameter `name`."""
+    """A generator on the CPU for the values that `name` names: each name has its own."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

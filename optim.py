@@ -23,6 +23,8 @@ import torch
 from config import TrainConfig, arguments, run
 
 ADAMW = "AdamW (exp_avg, exp_avg_sq, step)"  # kind_of the optimizer that build_optimizer returns
+# What learning_rate depends on, besides the step.
+RATE_SETTINGS = "lr schedule warmup_steps max_steps alpha_f lr_one_step_late".split()
 
 
 def build_optimizer(params, cfg: TrainConfig) -> torch.optim.Optimizer:
@@ -108,9 +110,10 @@ def cosine(t: int, cfg: TrainConfig) -> float:
 
 
 def inv_sqrt(t: int, cfg: TrainConfig) -> float:
-    """Linear to 1 over the warmup, then sqrt(warmup / t)."""
-    warmup = max(1, cfg.warmup_steps)
-    return min(t / warmup, math.sqrt(warmup / max(t, 1)))
+    """Linear to 1 over the warmup, then sqrt(warmup / t). Without one, as with one of 1 step."""
+    if t < cfg.warmup_steps:
+        return t / cfg.warmup_steps
+    return math.sqrt(max(1, cfg.warmup_steps) / max(1, t))
 
 
 SCHEDULES = {"cosine": cosine, "constant": constant, "inv_sqrt": inv_sqrt}

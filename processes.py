@@ -509,6 +509,7 @@ def run(main) -> None:
     """
     status = 0
     end_with_torchrun()
+    program.escape_unprintable()
     try:
         main(sys.argv[1:])
         if dist.is_initialized():

@@ -18,6 +18,7 @@ Run `python program.py A` to see a user error.
 
 import contextlib
 import gc
+import io
 import math
 import os
 import platform
@@ -138,6 +139,7 @@ def run(main) -> None:
     other exception is a bug and propagates.
     """
     status = 0
+    escape_unprintable()
     try:
         main(sys.argv[1:])
     except SystemExit as error:
@@ -159,6 +161,16 @@ def run(main) -> None:
     gc.freeze()  # the last garbage collection would visit every object of torch: half a second
     if status:
         sys.exit(status)
+
+
+def escape_unprintable() -> None:
+    """Print as \\xfc what standard output cannot hold, such as a name with an umlaut in ASCII.
+
+    A stream of which the caller has chosen the error handler stays as it is, as does standard
+    error, which escapes already.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def flushed(status):

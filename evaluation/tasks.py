@@ -12,10 +12,10 @@ is the model's answer:
 
 A .jsonl file has one JSON object per line, all of one kind. `gold` counts from 0.
 
-The wording is LLM Foundry's: every string is stripped, context = query + delimiter without its
-trailing space, continuation = " " + choice, and a newline follows each few-shot example. Tasks of
-the Hub also get lm-evaluation-harness's wording: nothing is stripped, and an empty line separates
-examples. A local file has one wording, which all scoring rules use.
+The wording is LLM Foundry's: every string is stripped, the delimiter comes between context and
+continuation, its trailing space is the continuation's, and a newline follows each few-shot example.
+Tasks of the Hub also get lm-evaluation-harness's wording: nothing is stripped, and an empty line
+separates examples. A local file has one wording, which all scoring rules use.
 
 Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
 the validation split of a folder that data.py made): which of four continuations is the real one?
@@ -91,7 +91,8 @@ def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Ta
     NAME.jsonl, searched before the Hub. shots: examples above each question. limit: keep only
     this many items (0: all). delimiter: between question and answer (empty: the task's own).
 
-    Raises UserError if a task is unknown, cannot be read or has a wrong line.
+    Raises UserError if a task is unknown, cannot be read or has a wrong line, and for shots or a
+    delimiter where there are no questions.
     """
     wanted = []
     for name in names.split(","):
@@ -101,6 +102,9 @@ def load(names: str, data="", shots=0, seed=0, limit=0, delimiter="") -> list[Ta
     loaded = [task.name for task in tasks]
     twice = sorted({name for name in loaded if loaded.count(name) > 1})
     require(not twice, f"tasks={names} names {', '.join(twice)} twice: results are kept by name")
+    are_texts = all(task.kind == "text" for task in tasks)
+    for name, value in {"shots": shots, "delimiter": delimiter}.items():
+        require(not (are_texts and value), f"{name} sets nothing for plain text: remove it")
     return tasks
 
 
@@ -227,20 +231,23 @@ def check(row: dict, where: str) -> None:
 def worded(row: dict, delimiter: str, strip: bool = True) -> Item:
     """A row as contexts and continuations.
 
-    strip: LLM Foundry's way. Without it only the delimiter's trailing space moves to the
-    continuation, since tokens begin with their space.
+    The delimiter's trailing space moves to the continuation, since tokens begin with their space.
+    strip: LLM Foundry's way, all texts of the row are stripped.
     """
+    bare = delimiter.rstrip(" ")
+    space = delimiter[len(bare) :]
 
     def clean(text):
         return text.strip() if strip else text
 
     if "choices" in row:
-        context = clean(row["query"]) + delimiter.rstrip()
-        continuations = [" " + clean(choice) for choice in row["choices"]]
-        return Item([context] * len(continuations), continuations, row["gold"])
-    contexts = [clean(text) for text in row.get("context_options") or [row["context"]]]
-    continuation = " " + clean(row["continuation"])
-    return Item(contexts, [continuation] * len(contexts), row.get("gold", 0))
+        continuations = [space + clean(choice) for choice in row["choices"]]
+        contexts = [clean(row["query"]) + bare] * len(continuations)
+    else:
+        options = row.get("context_options") or [row["context"]]
+        contexts = [clean(text) + bare for text in options]
+        continuations = [space + clean(row["continuation"])] * len(contexts)
+    return Item(contexts, continuations, row.get("gold", 0))
 
 
 def with_shots(items: list[Item], shots: int, separator: str, seed: int) -> list[Item]:

@@ -41,7 +41,7 @@ class EvalConfig:
 
     tasks: str = "all"  # names, .jsonl or .txt files, separated by commas; all: MosaicML's seven
     data: str = ""  # folder of NAME.jsonl, searched before the Hub
-    delimiter: str = ""  # before the answer, \n for a line break (empty = the task's, else a space)
+    delimiter: str = ""  # between question and answer, as in "\n" (empty = the task's, or a space)
     shots: int = 0  # solved examples above each question
     seed: int = 0  # of the choice of examples
     limit: int = 0  # use at most this many items of each task (0 = all)

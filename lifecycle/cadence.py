@@ -82,9 +82,12 @@ class Skips:
         parts = [part.strip() for text in texts for part in text.split(",")]
         self.text = ",".join(dict.fromkeys(filter(None, parts)))
         self.ranges = disjoint(config.step_ranges(self.text))
-        last_step = cfg.max_steps - 1
-        end = next((r.start for r in self.ranges if last_step in r), cfg.max_steps)
-        fix = f"set --max_steps={end}"
+        end = longer = cfg.max_steps
+        for r in reversed(self.ranges):
+            end = r.start if end - 1 in r else end
+        for r in self.ranges:
+            longer = r.stop + 1 if longer - 1 in r else longer
+        fix = f"set --max_steps={end if end > cfg.warmup_steps else longer}"
         require(end == cfg.max_steps, f"skip_steps skips the last step: {fix}")
 
     def steps(self, first: int, end: int):
@@ -118,6 +121,7 @@ class BadSteps:
         self.any_good_step = first_step > 0
         new_run_limit = min(cfg.max_bad_steps, cfg.max_steps)
         self.limit = cfg.max_bad_steps if self.any_good_step else new_run_limit
+        self.max_steps = cfg.max_steps
         self.in_a_row = 0
         self.first = 0  # the first of them, counted from 1
         self.last = None  # the last of them, and its figures in words
@@ -151,8 +155,10 @@ class BadSteps:
         """What to try after bad steps up to `last`."""
         if self.any_good_step:
             all_skips = [self.skips.text, f"{self.first}:{last + 1}"]
-            flag = f"--skip_steps={','.join(filter(None, all_skips))}"
-            return f"If other batches fail, too, lower --lr. To skip the steps above: {flag}"
+            flags = f"--skip_steps={','.join(filter(None, all_skips))}"
+            if last == self.max_steps:  # the last step cannot be skipped
+                flags += f" --max_steps={last + 1}"
+            return f"If other batches fail, too, lower --lr. To skip the steps above: {flags}"
         # Nothing has changed since the start, and the learning rate was never used.
         return (
             "No step was good, so it is not the batches: look at the weights that the run began "

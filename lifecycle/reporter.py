@@ -14,7 +14,7 @@ Run `torchrun --nproc_per_node 2 -m lifecycle.reporter` to see two ranks agree.
 import collections
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ import parallel
 import pipeline
 import processes
 from config import MPTConfig, TrainConfig
-from lifecycle import runlog
+from lifecycle import resume, runlog
 from lifecycle.cadence import BadSteps
 from model import MPT
 
@@ -190,7 +190,7 @@ def flops_per_token(model_cfg: MPTConfig, cfg: TrainConfig) -> float:
 def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak, dataset, start):
     """What is about to run, in eight lines, and a warning if planning does not know this model.
 
-    A run with adapters has one line more.
+    A run with adapters has one line more, as has one whose learning rate jumps.
     """
     n_params = flops.n_params(model_cfg)
     n_trained = trained_parameters(model_cfg, cfg)
@@ -223,6 +223,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
         f"{cfg.run_dir}: {describe_start(cfg, start)}",
+        *rate_note(cfg, start),
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
@@ -367,6 +368,33 @@ def describe_start(cfg: TrainConfig, start) -> str:
     if cfg.init_from:
         return f"starting from {cfg.init_from}"
     return "starting a new run"
+
+
+def rate_note(cfg: TrainConfig, start) -> list[str]:
+    """A line if other settings than the checkpoint's make the learning rate jump.
+
+    note: the checkpoint has max_steps 12 (here 200): the learning rate goes from 3.66e-04 to ...
+    """
+    if not 0 < start.step < cfg.max_steps:
+        return []
+    ours = asdict(cfg)
+    saved = {name: start.meta.get(name, ours[name]) for name in optim.RATE_SETTINGS}
+    there = replace(cfg, **saved)
+    last = optim.learning_rate(start.step - 1, there)
+    expected = optim.learning_rate(start.step, there)
+    first = optim.learning_rate(start.step, cfg)
+    if f"{first:.2e}" in (f"{last:.2e}", f"{expected:.2e}"):
+        return []
+
+    changed = ", ".join(resume.differing(optim.RATE_SETTINGS, saved, ours))
+    jump = f"the learning rate goes from {last:.2e} to {first:.2e} at step {start.step + 1}"
+    line = f"note: the checkpoint has {changed}: {jump}"
+    if start.step < there.max_steps:
+        return [line]
+    flags = f"--schedule=constant --warmup_steps=0 --lr={last:.2e}"
+    if cfg.decoupled_weight_decay:  # of which a step uses the share lr_t / lr
+        flags += f" --decoupled_weight_decay={cfg.decoupled_weight_decay * last / there.lr:.3g}"
+    return [f"{line}; to stay at {last:.2e}: {flags}"]
 
 
 def parameter_warning(model_cfg: MPTConfig) -> list[str]:

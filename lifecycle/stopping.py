@@ -50,6 +50,7 @@ def begin(argv: list[str]) -> None:
         signal.signal(number, exit_immediately)
     program.end_with_torchrun()
     program.sleep_while_waiting()
+    program.escape_unprintable()
     if config.rank() > 0 or config.wants_help(argv):
         return
     with contextlib.suppress(UserError, OSError):

@@ -7,23 +7,25 @@ Temperature 0 is greedy: it takes the likeliest token. top_k keeps the k likelie
 top_p keeps the smallest set of likeliest tokens whose probability is at least p (nucleus sampling:
 Holtzman et al., 2020). This is the order in which transformers applies them.
 
-Each text has its own seed and its own numbers u, so it does not depend on the other texts of its
-batch.
+Each text has its own numbers u, of the seed, its prompt and how often that came before. So prompts
+are drawn independently, and a text does not depend on the others, their order or its batch.
 
 Run `python -m serving.sampling` to see what temperature, top_k and top_p make of a distribution.
 """
 
 import torch
 
+from model import seeded
 from program import arguments, run
 
 
-def uniforms(seed: int, n: int) -> torch.Tensor:
+def uniforms(seed: int, prompt: list[int], repeat: int, n: int) -> torch.Tensor:
     """The n numbers in [0, 1) that draw the tokens of one text, (n,) fp32.
 
-    A larger n appends numbers and does not change the first ones.
+    prompt: its ids. repeat: which text of this prompt it is, 0 for the first. A larger n appends
+    numbers and does not change the first ones.
     """
-    return torch.rand(n, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(n, generator=seeded(seed, f"{repeat}:{prompt}"))
 
 
 def sample(logits, temperature=1.0, top_k=0, top_p=1.0, uniform=None):
@@ -83,7 +85,7 @@ def demonstrate(argv) -> None:
 
     print("the model's", *(f"{p:.2f}" for p in probs.tolist()))
     for settings in examples:
-        tokens = sample(logits, **settings, uniform=uniforms(1, len(logits)))
+        tokens = sample(logits, **settings, uniform=uniforms(1, [], 0, len(logits)))
         shares = torch.bincount(tokens, minlength=6) / len(tokens)
         row = " ".join(f"{share:.2f}" for share in shares.tolist())
         print(row, *(f"{name}={value}" for name, value in settings.items()))

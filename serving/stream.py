@@ -32,7 +32,7 @@ class Text:
     """A prompt and its continuation, which grows token by token.
 
     stops: strings that end the text and are not part of it. adapter: which one writes it, as
-    serving/adapters.py names them.
+    serving/adapters.py names them. repeat: which text of this prompt it is, 0 for the first.
 
     text        the continuation so far
     streamed    how many of its characters `add` has returned
@@ -49,6 +49,7 @@ class Text:
         seed: int = 1,
         adapter: str = BASE,
         special_tokens: bool = False,
+        repeat: int = 0,
     ):
         """Raises UserError if the prompt is longer than the learned positions.
 
@@ -69,7 +70,7 @@ class Text:
             f"the prompt has {self.n_prompt} tokens, but learned positions end at max_seq_len "
             f"{cfg.max_seq_len}: shorten it (ALiBi and RoPE have no such limit)",
         )
-        self.uniforms = uniforms(seed, max_new_tokens)  # they draw the tokens
+        self.uniforms = uniforms(seed, self.ids, repeat, max_new_tokens)  # they draw the tokens
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")  # keeps incomplete characters
         self.text = ""
         self.streamed = 0

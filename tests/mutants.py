@@ -284,8 +284,8 @@ MUTANTS = [
     # --- optimizer and step
     Mutant(
         "optim.py",
-        "return t / cfg.warmup_steps",
-        "return (t + 1) / cfg.warmup_steps",
+        "return t / cfg.warmup_steps\n    progress",
+        "return (t + 1) / cfg.warmup_steps\n    progress",
         "test_optim.py",
         "the warm-up ends a step early",
     ),

@@ -340,6 +340,8 @@ CONTRADICTIONS = {
     "--n_layers=0": "n_layers must be from 1 to 10,000, not 0",
     "--resid_pdrop=1": "resid_pdrop must be from 0 to 0.99, not 1.0",
     "--max_steps=50": "warmup_steps 100 must be below max_steps 50",
+    "--max_steps=100 --schedule=constant": "warmup_steps 100 must be below max_steps 100",
+    "--max_steps=50 --schedule=inv_sqrt": "warmup_steps 100 must be below max_steps 50",
     "--val_fraction=1": "val_fraction must be from 1e-09 to 0.5, not 1.0",
     "--lr=nan": "lr in the command line is nan, expected a number",
     "--grad_clip=-1": "grad_clip must be from 0 to 1,000,000, not -1.0",
@@ -590,6 +592,27 @@ def test_a_config_file_may_hold_a_list(tmp_path):
     (tmp_path / "b.py").write_text("prompt = ['a', 1]\n")
     with pytest.raises(UserError, match=r"prompt in .*b\.py is \['a', 1\], expected text"):
         load([str(tmp_path / "b.py")], Texts)
+
+
+@pytest.mark.parametrize("cls", [Texts, MPTConfig, TrainConfig])
+@pytest.mark.parametrize("key", [*config.FOREIGN_NAMES, "weight_decay", "tp", "pp", "alibi_bias"])
+def test_a_program_suggests_only_its_own_keys(cls, key):
+    names = {field.name for field in dataclasses.fields(cls)}
+    if key in names:
+        return
+    with pytest.raises(UserError) as caught:
+        load([f"--{key}=1"], cls)
+    suggested = re.findall(r"did you mean '(\w+)'|(\w+)=", str(caught.value))
+    assert {word for words in suggested for word in words if word} <= names
+
+
+@pytest.mark.parametrize(
+    "word, ours",
+    [("q_proj", "Wqkv"), ("qkv_proj", "Wqkv"), ("o_proj", "out_proj"), ("gate_proj", "up_proj")]
+    + [("c_fc", "up_proj"), ("fc2", "down_proj"), ("all-linear", "all"), ("wqkv", "Wqkv")],
+)
+def test_a_layer_of_another_model_is_answered_with_ours(word, ours):
+    assert f"'{word}' is not known, did you mean '{ours}'?" in error(f"--lora_targets={word}")
 
 
 @pytest.mark.parametrize(

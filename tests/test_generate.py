@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for, launch
@@ -75,15 +76,42 @@ def test_program_takes_many_prompts(said, tmp_path):
     as_json = said(*twice, f"--prompts={tmp_path}/prompts.txt", "--json", "--batch_size=3")
     texts = [json.loads(line) for line in as_json.splitlines()]
     assert [text["prompt"] for text in texts] == ["a", "a", "the river", "ä tree"]
-    assert texts[0]["text"] != texts[1]["text"]  # the repeated prompt has the next seed
+    assert texts[0]["text"] != texts[1]["text"]  # of one prompt
     assert {text["tokens"] for text in texts} == {20}
     assert {text["end"] for text in texts} == {"max_new_tokens"}
 
     shown = said("--prompt=the river", "--precision=fp32").split("\n", 1)[1]
     assert shown.rstrip("\n") == "the river" + texts[2]["text"].rstrip("\n")
+    one_by_one = said("--prompt=the river", *twice, "--json", "--batch_size=1")
+    assert [json.loads(line) for line in one_by_one.splitlines()] == [texts[2], *texts[:2]]
+
     both = said(*twice)
     assert f"--- 1, max_new_tokens ---\na{texts[0]['text']}\n" in both
     assert f"\na{texts[1]['text']}\n" in both
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_json_is_json_whatever_the_terminal_can_show(monkeypatch, encoding):
+    fields = {
+        "prompt": "ä 😀",
+        "text": "ł",
+        "new_tokens": 1,
+        "end": "stop string",
+        "adapter": "none",
+    }
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding, "backslashreplace"))
+    print(program.as_json(types.SimpleNamespace(**fields)), flush=True)
+    shown = json.loads(out.getvalue().decode(encoding))
+    assert (shown["prompt"], shown["text"]) == ("ä 😀", "ł")
+
+
+def test_every_flag_of_sampling_changes_the_text(said):
+    river = ["--prompt=the river", "--json", "--precision=fp32"]
+    text = json.loads(said(*river))["text"]
+    changed = "temperature=2 top_k=2 top_p=0.2 max_new_tokens=5 seed=2".split()
+    for flag in [*changed, f"stop={text[5]}"]:
+        assert json.loads(said(*river, f"--{flag}"))["text"] != text, flag
 
 
 def write_adapters(run, folder) -> tuple[str, str]:

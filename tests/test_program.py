@@ -28,6 +28,8 @@ def programs() -> dict:
 
 PROGRAMS = programs()
 
+ASCII_ONLY = rooms_on_path() | {"PYTHONIOENCODING": "ascii"}
+
 # Each case runs in a fork of one process that has imported torch: seconds instead of minutes.
 FORKS = """
 import gc, json, os, runpy, sys
@@ -66,14 +68,14 @@ def run(words, folder, read=True):
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory):
-    """`forked(words, read)` is `run` in a fork."""
+    """`forked(words, read)` is `run` in a fork, on a terminal that has ASCII only."""
     folder = tmp_path_factory.mktemp("programs")
     reader, writer = os.pipe()
     os.close(reader)
     our_modules = [*FOLDERS, *(path.stem for path in ROOT.glob("*.py"))]
     command = [sys.executable, "-c", f"NAMES = {our_modules}\n{FORKS}", str(writer)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    options = {"cwd": folder, "env": rooms_on_path(), "pass_fds": [writer]}
+    options = {"cwd": folder, "env": ASCII_ONLY, "pass_fds": [writer]}
     process = subprocess.Popen(command, **pipes, **options)
 
     def call(words, read=True):
@@ -121,6 +123,21 @@ def test_a_plan_whose_reader_has_left_ends_quietly(tmp_path):
 needs_dev_full = pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="only Linux has this device, which is always full"
 )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["program.py", "A", "runs/ü"],
+        ["-c", "from lifecycle import stopping; stopping.begin(['--run_dir=runs/ü'])"],
+    ],
+    ids=["program", "trainer"],
+)
+def test_a_name_that_the_terminal_cannot_show_is_escaped(command):
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=ASCII_ONLY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "") and "runs/\\xfc" in done.stdout
 
 
 @needs_dev_full

@@ -318,6 +318,31 @@ def test_no_module_variable_changes(path):
     assert not calls & {"exec", "eval"}
 
 
+def reads(node) -> set[str]:
+    """The attributes that code reads, other than in the methods that check settings."""
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("check"):
+        return set()
+    names = {node.attr} if isinstance(node, ast.Attribute) else set()
+    return names.union(*map(reads, ast.iter_child_nodes(node)))
+
+
+def test_every_setting_of_every_program_is_read():
+    """A flag that nothing reads does nothing. By files that name its class."""
+    names = set()
+    for path in FILES + DOORS:
+        for node in ast.walk(tree(path)):
+            is_load = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("load")
+            is_list = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "classes"
+            if is_load or is_list:
+                names |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    settings = [node for path in FILES + DOORS for node in classes(path) if node.name in names]
+    assert len(settings) > 30
+    for node in settings:
+        users = [tree(path) for path in FILES + DOORS if node.name in path.read_text("utf-8")]
+        fields = {line.target.id for line in node.body if isinstance(line, ast.AnnAssign)}
+        assert fields <= set().union(*map(reads, users)), node.name
+
+
 MAIN = "main"
 
 

@@ -1,5 +1,7 @@
 """evaluation/tasks.py, hub.py: wording, examples, rows of the Hub, tasks from a text, bad files."""
 
+import dataclasses
+import inspect
 import json
 import os
 import subprocess
@@ -346,11 +348,66 @@ def test_a_task_that_cannot_be_made_is_refused(tmp_path, flag):
     assert not (tmp_path / "a.jsonl").exists()
 
 
-def test_a_delimiter_of_ones_own(tmp_path):
-    path = tmp_path / "piqa_val.jsonl"
-    path.write_text(json.dumps({"query": "Question: a", "choices": ["b", "c"], "gold": 0}))
-    (plain,) = load(str(path))
-    (named,) = load(str(path), delimiter="\nAnswer: ")
-    assert plain.items[0].contexts[0] == "Question: a"
-    assert named.items[0].contexts[0] == "Question: a\nAnswer:"
-    assert plain.digest != named.digest
+KINDS = {
+    "choices": letters(4),
+    "schema": [
+        {"context_options": [f"Ann{i}", f"Joan{i}"], "continuation": "left.", "gold": 0}
+        for i in range(4)
+    ],
+    "context": [{"context": f"Once upon {i}", "continuation": "time"} for i in range(4)],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_flag_about_questions_changes_the_questions(tmp_path, kind):
+    path = write(tmp_path / "a.jsonl", *KINDS[kind])
+    changed = {"shots": 2, "seed": 5, "limit": 2, "delimiter": "\n"}
+    assert set(changed) == set(inspect.signature(load).parameters) - {"names", "data"}
+    for name, value in changed.items():
+        examples = {"shots": 1} if name == "seed" else {}
+        (plain,) = load(path, **examples)
+        (task,) = load(path, **examples, **{name: value})
+        assert task.digest != plain.digest, name
+
+
+@pytest.mark.parametrize("delimiter", ["\n", "\nAnswer: ", "\nAnswer:", " = ", "\t", " "])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_delimiter_of_ones_own(tmp_path, kind, delimiter):
+    """It stands between question and answer, also in examples; an answer begins with its space."""
+    path = write(tmp_path / "a.jsonl", *KINDS[kind])
+    (task,) = load(path, delimiter=delimiter)
+    (plain,) = load(path)
+    for item, bare in zip(task.items, plain.items, strict=True):
+        for i, (context, continuation) in enumerate(
+            zip(item.contexts, item.continuations, strict=True)
+        ):
+            answer = bare.continuations[i].removeprefix(" ")
+            assert context + continuation == bare.contexts[i] + delimiter + answer
+            assert continuation == " " * delimiter.endswith(" ") + answer
+    (shown,) = load(path, delimiter=delimiter, shots=1)
+    assert shown.items[0].contexts[0].count(delimiter.rstrip(" ")) >= 2
+
+
+def test_flags_of_questions_are_refused_for_a_text(tmp_path):
+    """Beside questions a text may stand."""
+    (tmp_path / "a.txt").write_text("some words")
+    questions = write(tmp_path / "a.jsonl", *letters(3))
+    for flag in ({"shots": 1}, {"delimiter": "\n"}):
+        with pytest.raises(UserError, match=f"{[*flag][0]} sets nothing for plain text: remove it"):
+            load(str(tmp_path / "a.txt"), **flag)
+    (tmp_path / "b.txt").write_text("some words")
+    assert len(load(f"{questions},{tmp_path / 'b.txt'}", shots=1)) == 2
+
+
+def test_every_flag_of_a_made_task_changes_it(tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(f"word{i}" for i in range(500)))
+    out = tmp_path / "out.jsonl"
+
+    def made(*flags):
+        icl_tasks.main([str(tmp_path / "a.txt"), str(out), "--n=7", *flags])
+        return out.read_text()
+
+    changed = {"n": 8, "seed": 1, "choices": 3, "context": 20, "length": 30}
+    assert set(changed) == {field.name for field in dataclasses.fields(icl_tasks.MakeConfig)}
+    texts = [made(), *(made(f"--{name}={value}") for name, value in changed.items())]
+    assert len(set(texts)) == len(texts)

@@ -1,10 +1,11 @@
 """lifecycle/cadence.py: what follows a step, which steps are skipped, and bad steps."""
 
+import re
 import signal
 
 import pytest
 
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, load
 from lifecycle import cadence
 from lifecycle.cadence import Cadence
 from lifecycle.reporter import StepConsensus
@@ -101,5 +102,33 @@ def test_skips_of_the_checkpoint_and_of_the_flags_add_up():
         TrainConfig(max_steps=100, skip_steps="7:9,3:5"), skips_of_checkpoint="3:5"
     )
     assert skips.text == "3:5,7:9" and list(skips.steps(0, 9)) == [0, 1, 4, 5, 8]
-    with pytest.raises(UserError, match="skips the last step: set --max_steps=98"):
-        cadence.Skips(TrainConfig(max_steps=100, skip_steps="99:101"), skips_of_checkpoint="")
+
+
+@pytest.mark.parametrize(
+    "text, warmup_steps, advised",
+    [
+        ("99:101", 10, 98),
+        ("90:96,96:101", 10, 89),
+        ("1:101", 0, 101),
+        ("8:101", 10, 101),
+        ("8:101,101:110,111:112", 10, 110),
+    ],
+)
+def test_a_run_does_not_end_with_a_skipped_step_and_the_advice_works(text, warmup_steps, advised):
+    settings = {"warmup_steps": warmup_steps, "skip_steps": text}
+    with pytest.raises(UserError, match=f"skips the last step: set --max_steps={advised}$"):
+        Cadence(TrainConfig(max_steps=100, **settings))
+    cfg = TrainConfig(max_steps=advised, **settings)
+    cfg.check()
+    assert max(Cadence(cfg).steps_from(0)) == advised - 1
+
+
+def test_the_flags_that_skip_bad_steps_are_accepted():
+    """Also where the run would end with them."""
+    for last in (99, 100):
+        cfg = TrainConfig(max_steps=100, warmup_steps=9)
+        bad = cadence.BadSteps(cfg, None, Cadence(cfg).skips, first_step=50)
+        bad.first = 60
+        flags = re.findall(r"--\S+", bad.advice(last))[1:]  # behind --lr
+        (advised,) = load(["--warmup_steps=9", "--max_steps=100", *flags], TrainConfig)
+        assert list(Cadence(advised).steps_from(58)) == [58, *range(last, max(100, last + 1))]

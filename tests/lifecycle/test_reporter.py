@@ -4,16 +4,19 @@ import datetime
 import math
 import re
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import config
 import devices
 import flops
+import optim
 from config import MPTConfig, TrainConfig
-from lifecycle import reporter
+from lifecycle import reporter, resume
 from lifecycle.cadence import Cadence
 from planning import matmuls, search
 from planning.fleet import Fleet
@@ -189,6 +192,46 @@ def test_a_run_with_adapters_says_what_it_trains_and_counts_their_flops():
     assert reporter.trained_parameters(m, plain) == n_params
     assert reporter.describe_adapters(plain, n_params, n_params) == []
     assert reporter.flops_per_token(m, plain) == flops.train_flops_per_token(m)
+
+
+SHORT = TrainConfig(max_steps=12, warmup_steps=2, lr=3e-3, decoupled_weight_decay=0.1)
+
+
+def resumed(step: int, *flags: str) -> tuple[TrainConfig, list[str]]:
+    """SHORT with other flags, and what is said where it resumes after `step`."""
+    (cfg,) = config.load([f"--{k}={v}" for k, v in asdict(SHORT).items()] + [*flags], TrainConfig)
+    start = resume.Start(Path("step"), {"step": step, **asdict(SHORT)}, "")
+    return cfg, reporter.rate_note(cfg, start)
+
+
+@pytest.mark.parametrize(
+    "step, flag, words",
+    [
+        (12, "max_steps=200", "max_steps 12 (here 200): the learning rate goes from 3.66e-04 to "),
+        (12, "max_steps=200", "to 2.98e-03 at step 13; to stay at 3.66e-04: --schedule="),
+        (9, "lr=1e-4", "lr 0.003 (here 0.0001): the learning rate goes from 1.23e-03 to 2.85e-05"),
+        (9, "schedule=constant", "schedule cosine (here constant): the learning rate goes from "),
+        (9, "max_steps=12", ""),  # nothing has changed
+        (9, "beta1=0.8", ""),
+        (12, "max_steps=12", ""),  # no step is left
+    ],
+)
+def test_a_learning_rate_that_jumps_where_a_run_resumes_is_noted(step, flag, words):
+    _, note = resumed(step, f"--{flag}")
+    assert len(note) == bool(words) and words in "".join(note)
+
+
+def test_the_flags_that_keep_the_learning_rate_do_so():
+    """And the weight decay of a step, of which each step uses the share lr_t / lr."""
+    longer = "--max_steps=200"
+    _, (note,) = resumed(12, longer)
+    cfg, again = resumed(12, longer, *re.findall(r"--\S+", note))
+    assert again == []
+    last = optim.learning_rate(11, SHORT)
+    for step in (12, 199):
+        assert optim.learning_rate(step, cfg) == pytest.approx(last, 0.01)
+    decay = SHORT.decoupled_weight_decay * last / SHORT.lr
+    assert cfg.decoupled_weight_decay == pytest.approx(decay, 0.01)
 
 
 @pytest.mark.parametrize("device", ["mi250", "h100", "a100-40gb"])

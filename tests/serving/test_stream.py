@@ -76,6 +76,20 @@ def test_the_seed_decides_the_text():
     assert written(seed=3, n=60)[:45] == written(seed=3)
 
 
+def test_each_text_is_drawn_by_numbers_of_its_own():
+    """A coin for each prompt falls on both sides, and no seed's second text is another's first."""
+    numbers = {}
+    for seed in (1, 2, 3):
+        for repeat in (0, 1, 2):
+            for prompt in (f"Question {i}: is it so?" for i in range(300)):
+                text = Text(prompt, BYTES, ALIBI, 4, seed=seed, repeat=repeat)
+                numbers[seed, repeat, prompt] = tuple(text.uniforms.tolist())
+    assert len(set(numbers.values())) == len(numbers)
+    for seed in (1, 2, 3):
+        coins = [u[0] < 0.5 for (s, repeat, _), u in numbers.items() if (s, repeat) == (seed, 0)]
+        assert len(coins) == 300 and 110 < sum(coins) < 190  # 150 +- 4.6 standard deviations
+
+
 def add_all(text, tokens):
     """What each token makes ready to show."""
     return [text.add(token) for token in tokens]
