@@ -29,7 +29,7 @@ TWO_FILES = -n 2 --dist loadfile
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-train: setup
+train: setup-lessons
 	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
 	$(PY) -m lifecycle.plot runs/demo
 	$(PY) generate.py runs/demo --prompt='def ' --step=0

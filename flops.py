@@ -24,7 +24,6 @@ with `--device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3`).
 """
 
 import json
-import shlex
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -429,12 +428,12 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
     flags = [flag_name(text) for text in argv if text.startswith("-")]
     for flag in flags:
         if flag in CONVENTION_FLAGS:
-            command = f"python -m planning.conventions {shlex.join(argv)}"
+            command = f"python -m planning.conventions {config.shell(*argv)}"
             raise UserError(f"--{flag} is a flag of another program: {command}")
         if flag == "check":
             shape = {field.name for field in fields(MPTConfig)}
             model = [text for text in argv if not text.startswith("-") or flag_name(text) in shape]
-            command = f"python -m bench flops {shlex.join(model) or 'configs/mpt1b.py'}"
+            command = f"python -m bench flops {config.shell(*model) or 'configs/mpt1b.py'}"
             raise UserError(f"--check is now a program of its own: {command}")
 
 
@@ -442,7 +441,7 @@ def refuse_adapters(argv: list[str]) -> None:
     """UserError if a config file sets lora_rank: it names the program that counts adapters."""
     for path in argv:
         if not path.startswith("-") and config.read_file(path).get("lora_rank"):
-            command = f"python -m planning.conventions {shlex.join(argv)}"
+            command = f"python -m planning.conventions {config.shell(*argv)}"
             raise UserError(f"{path} trains adapters, which another program counts: {command}")
 
 
