@@ -423,12 +423,21 @@ def flag_name(text: str) -> str:
     return text.lstrip("-").split("=")[0]
 
 
+def adapter_flags(argv: list[str]) -> list[str]:
+    """Those words of argv that set LoRA."""
+    return [text for text in argv if flag_name(text).startswith("lora_")]
+
+
 def refuse_other_programs_flags(argv: list[str]) -> None:
     """UserError that names the program which has this flag."""
     flags = [flag_name(text) for text in argv if text.startswith("-")]
     for flag in flags:
         if flag in CONVENTION_FLAGS:
-            command = f"python -m planning.conventions {config.shell(*argv)}"
+            words = argv
+            if has_size(argv) and adapter_flags(argv):
+                words = [text for text in argv if text not in adapter_flags(argv)]
+                words += [] if "frozen" in flags else ["--frozen"]
+            command = f"python -m planning.conventions {config.shell(*words)}"
             raise UserError(f"--{flag} is a flag of another program: {command}")
         if flag == "check":
             shape = {field.name for field in fields(MPTConfig)}
@@ -453,7 +462,9 @@ def refuse_model(argv: list[str], model_keys: set[str]) -> None:
     old_names = {old for old, new in config.RENAMED.items() if new in model_keys}
     keys = (model_keys | old_names) - {field.name for field in fields(ShapeArgs)}
     model = [text for text in argv if not text.startswith("-") or flag_name(text) in keys]
-    require(not model, f"--n_params takes the place of a model: remove it or {' '.join(model)}")
+    hint = ", and count adapters by --frozen" if adapter_flags(model) else ""
+    problem = f"--n_params takes the place of a model: remove it or {config.shell(*model)}"
+    require(not model, f"{problem}{hint}")
 
 
 def has_size(argv: list[str]) -> bool:
