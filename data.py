@@ -739,7 +739,7 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
         summary = read_summary(folder)
     require(
         fingerprint(folder) == summary["fingerprint"],
-        f"a shard is missing in {folder}: run data.py again, which makes it",
+        f"a shard is missing in {folder}: {prepare_command(cfg, folder, row_format)} makes it",
     )
     shards = [Shard(path) for path in shard_files(folder)]  # checks headers and sizes
     if sum(shard.ids.nbytes for shard in shards) <= HASH_BYTES:

@@ -107,10 +107,22 @@ def draw(path: str) -> None:
     picture.save(figure, path)
 
 
+TEXT = {"tokenizer": "bytes", "val_fraction": 0.1}
+
+
 def open_data(place, **more) -> None:
     """Open the tokens of the text."""
-    given = {"dataset": f"{place}/text.txt", "tokenizer": "bytes", "val_fraction": 0.1} | more
-    data.open_or_prepare(TrainConfig(**given, data_dir=f"{place}/tokens"), 32)
+    given = TEXT | {"dataset": f"{place}/text.txt", "data_dir": f"{place}/tokens"} | more
+    data.open_or_prepare(TrainConfig(**given), 32)
+
+
+def open_without_a_shard(place) -> None:
+    """Open the tokens after one of their files was removed."""
+    made = data.prepare(
+        TrainConfig(**TEXT, dataset=f"{place}/text.txt", data_dir=f"{place}/tokens")
+    )
+    (made / "train-00000.bin").unlink()
+    open_data(place)
 
 
 COMMANDS = {  # what is wrong -> (what says so, what works after its command)
@@ -135,6 +147,7 @@ COMMANDS = {  # what is wrong -> (what says so, what works after its command)
         lambda place: load.find("MERGED"),
     ),
     "much text": (open_data, open_data),
+    "a shard is gone": (open_without_a_shard, open_data),
     "a picture in no folder": (
         lambda place: draw(f"{place}/new/a.png"),
         lambda place: draw(f"{place}/new/a.png"),
