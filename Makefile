@@ -15,7 +15,7 @@
 # PYTHON=... chooses the Python below it. Default: the first python3 on the PATH, so an active
 # conda's or venv's.
 
-PYTHON ?= $(shell command -v python3 2>/dev/null || echo python)
+PYTHON ?= $(shell command -v python3 >/dev/null 2>&1 && echo python3 || echo python)
 PY = .venv/bin/python
 # One process for each GPU (CUDA or ROCm), if they divide the demo's batch of 8; without a GPU, two.
 COUNT = import torch; n = torch.cuda.device_count(); print(max(r for r in (1, 2, 4, 8) if r <= n) if n else 2)
@@ -31,7 +31,7 @@ TWO_FILES = -n 2 --dist loadfile
 help:
 	@sed -n '/^$$/q; s/^# \{0,1\}//p' Makefile
 
-train: setup
+train: setup-lessons
 	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
 	$(PY) -m lifecycle.plot runs/demo
 	$(PY) generate.py runs/demo --prompt='def ' --step=0
@@ -77,10 +77,10 @@ lint: setup-test
 	$(PY) -m ruff check .
 
 setup:
-	@$(PYTHON) install.py requirements.txt
+	@"$(PYTHON)" install.py requirements.txt
 
 setup-lessons:
-	@$(PYTHON) install.py requirements.txt requirements-extra.txt
+	@"$(PYTHON)" install.py requirements.txt requirements-extra.txt
 
 setup-test:
-	@$(PYTHON) install.py requirements.txt requirements-dev.txt requirements-extra.txt
+	@"$(PYTHON)" install.py requirements.txt requirements-dev.txt requirements-extra.txt

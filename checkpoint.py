@@ -584,7 +584,7 @@ def require_same_optimizer(path: Path, optimizer) -> None:
     current = kind_of(optimizer)
     if saved != current:
         what = f"{path} was saved with the optimizer {saved}, here it is {current}"
-        new_run = f"begin with --init_from={path} and another --run_dir"
+        new_run = f"begin with {config.shell(f'--init_from={path}')} and another --run_dir"
         raise UserError(f"{what}: continue with that one, or {new_run}", on_all_ranks=True)
 
 

@@ -37,6 +37,7 @@ from typing import Literal
 
 # Re-exported: a program that has settings imports these from here.
 from program import (  # noqa: F401
+    EXTRA,
     UserError,
     arguments,
     flushed,
@@ -45,6 +46,7 @@ from program import (  # noqa: F401
     rank,
     require,
     run,
+    shell,
     show_help,
     wants_help,
 )

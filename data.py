@@ -41,7 +41,6 @@ import multiprocessing
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 import threading
@@ -226,7 +225,7 @@ def check_made_for(cfg: TrainConfig, summary: dict, folder: Path, row_format) ->
     }
     for key, value in wanted.items():
         saved = made_with.get(key)
-        fix = f"set --{key}={config.one_line(saved)}, or another --data_dir"
+        fix = f"set {config.shell(f'--{key}={config.one_line(saved)}')}, or another --data_dir"
         problem = f"{folder} was made with --{key}={config.one_line(saved)}, not {value}"
         require(saved == value, f"{problem}: {fix}")
 
@@ -740,7 +739,7 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
         summary = read_summary(folder)
     require(
         fingerprint(folder) == summary["fingerprint"],
-        f"a shard is missing in {folder}: run data.py again, which makes it",
+        f"a shard is missing in {folder}: {prepare_command(cfg, folder, row_format)} makes it",
     )
     shards = [Shard(path) for path in shard_files(folder)]  # checks headers and sizes
     if sum(shard.ids.nbytes for shard in shards) <= HASH_BYTES:
@@ -775,7 +774,7 @@ def prepare_command(cfg: TrainConfig, folder: Path, row_format) -> str:
     flags = [f"--{name}={getattr(cfg, name)}" for name in names]
     flags += [f"--{name}={value}" for name, value in chat_settings(cfg, row_format).items()]
     flags.append(f"--data_dir={folder}")
-    return f"python data.py {shlex.join(flags)}"
+    return f"python data.py {config.shell(*flags)}"
 
 
 def prefetch(read_batch, steps, device):

@@ -24,7 +24,6 @@ with `--device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3`).
 """
 
 import json
-import shlex
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -425,12 +424,12 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
     for flag in flags:
         if flag in CONVENTION_FLAGS:
             words = frozen_size(argv) if has_size(argv) else argv
-            command = f"python -m planning.conventions {shlex.join(words)}"
+            command = f"python -m planning.conventions {config.shell(*words)}"
             raise UserError(f"--{flag} is a flag of another program: {command}")
         if flag == "check":
             shape = {field.name for field in fields(MPTConfig)}
             model = [text for text in argv if not text.startswith("-") or flag_name(text) in shape]
-            command = f"python -m bench flops {shlex.join(model) or 'configs/mpt1b.py'}"
+            command = f"python -m bench flops {config.shell(*model) or 'configs/mpt1b.py'}"
             raise UserError(f"--check is now a program of its own: {command}")
 
 
@@ -438,7 +437,7 @@ def refuse_adapters(argv: list[str]) -> None:
     """UserError if a config file sets lora_rank: it names the program that counts adapters."""
     for path in argv:
         if not path.startswith("-") and config.read_file(path).get("lora_rank"):
-            command = f"python -m planning.conventions {shlex.join(argv)}"
+            command = f"python -m planning.conventions {config.shell(*argv)}"
             raise UserError(f"{path} trains adapters, which another program counts: {command}")
 
 
@@ -448,12 +447,13 @@ def refuse_model(argv: list[str], model_keys: set[str]) -> None:
     Attention's keys, those of ShapeArgs, may be set.
     """
     if argv != frozen_size(argv):
-        command = f"python -m planning.conventions {shlex.join(frozen_size(argv))}"
+        command = f"python -m planning.conventions {config.shell(*frozen_size(argv))}"
         raise UserError(f"--n_params has no layers to adapt, count its frozen weights: {command}")
     old_names = {old for old, new in config.RENAMED.items() if new in model_keys}
     keys = (model_keys | old_names) - {field.name for field in fields(ShapeArgs)}
     model = [text for text in argv if not text.startswith("-") or flag_name(text) in keys]
-    require(not model, f"--n_params takes the place of a model: remove it or {' '.join(model)}")
+    problem = "--n_params takes the place of a model: remove it or"
+    require(not model, f"{problem} {config.shell(*model)}")
 
 
 def frozen_size(argv: list[str]) -> list[str]:

@@ -11,21 +11,23 @@ Python, and `rm -rf .venv` undoes it. A `.venv` that you made yourself is used w
 you put there: that is how to choose a build.
 
 Run `python install.py requirements.txt`. If `.venv` has all that this file asks for, it takes 0.2 s
-and calls no pip. The exit status is 0, or 2 with one line that says what to do.
+and calls no pip. A `.venv` of ours that no longer works is made anew; yours is never deleted. The
+exit status is 0, or 2 with one line that says what to do.
 
 Also starts on Python 3.6, to say that 3.10 is needed.
 """
 
+import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 VENV = os.path.join(ROOT, ".venv")
@@ -51,7 +53,8 @@ def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
     for name in files:
         if not os.path.isfile(os.path.join(ROOT, name)):
             stop(f"no requirement file {name!r} here: python install.py requirements.txt")
-    stamp = current_venv()
+    wait_for_other_makes()
+    stamp = current_venv(files)
     digests = {name: digest(name) for name in files}
     outdated = [name for name in files if stamp["installed"].get(name) != digests[name]]
     if outdated:
@@ -60,17 +63,35 @@ def main(files, dev="/dev", cpu_index=PYTORCH + "/cpu"):
         write_stamp(stamp)
 
 
-def current_venv():
-    """Make `.venv` unless it fits the Python in use. Returns its stamp."""
+def wait_for_other_makes():
+    """Let one process at a time set up this folder. The lock ends with this process."""
+    folder = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("another make is setting up .venv: waiting for it")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    except OSError:
+        pass  # a file system without locks
+
+
+def current_venv(files):
+    """Make `.venv` unless it works and fits the Python in use. Returns its stamp.
+
+    The stamp keeps the names of those files of which no package is gone.
+    """
     stamp = read_stamp()
+    lacking = in_venv(f"install.lacking({files})")
     is_active = os.path.realpath(sys.prefix) == os.path.realpath(VENV)
-    if not is_active:
+    if is_active or stamp["below"] == "yours":
+        if lacking is None:
+            stop("the Python of .venv does not start: remove .venv, then make again")
+    else:
         below = python_below()
-        fits = stamp["below"] == below and os.path.exists(PYTHON)
-        if stamp["below"] != "yours" and not fits:
-            stamp = make_venv(below)
-    if not os.path.exists(PYTHON):
-        stop(f"{PYTHON} does not exist: rm -rf {VENV}, then make again")
+        if stamp["below"] != below or lacking is None or "pip" in lacking:
+            return make_venv(below)
+    for name in lacking:
+        stamp["installed"].pop(name, None)
     return stamp
 
 
@@ -79,12 +100,16 @@ def install(files, stamp, dev, cpu_index):
     protected = in_venv("install.protected_packages()")
     if stamp["brought_torch"] is None:  # a `.venv` that the user made, seen for the first time
         stamp["brought_torch"] = "torch" in protected
-        if not in_venv("bool(install.importlib.util.find_spec('pip'))"):  # as uv makes them
-            subprocess.run([PYTHON, "-m", "ensurepip"], check=True)
+    if stamp["brought_torch"] and "torch" not in protected:
+        stop(".venv has lost the torch that it had: put it back, or remove .venv; then make again")
+    if "pip" in in_venv("install.lacking([])"):  # as uv makes them
+        run([PYTHON, "-m", "ensurepip"])
     if stamp["brought_torch"]:
         install_beside_torch(files, protected)
     else:
         install_tested(files, torch_index("torch" in protected, dev, cpu_index))
+    if in_venv(f"install.lacking({files})"):
+        stop("pip did nothing, and .venv still lacks packages: remove .venv, then make again")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -123,8 +148,32 @@ def protected_packages():
     return packages
 
 
+def lacking(files):
+    """What the Python in use lacks: "pip", and each requirement file of which a package is gone.
+
+    Lines that are for some systems only are not looked at.
+    """
+    from importlib import metadata
+
+    def is_here(name):
+        try:
+            metadata.version(name)
+        except Exception:  # not there, or damaged
+            return False
+        return name not in PROTECTED or bool(importlib.util.find_spec(name))
+
+    lacks = [] if importlib.util.find_spec("pip") else ["pip"]
+    for file in files:
+        names = [name_of(line) for line in lines(file) if ";" not in line]
+        if not all(map(is_here, names)):
+            lacks.append(file)
+    return lacks
+
+
 def make_venv(below):
     """A new `.venv` on the Python in use, over its packages if it has torch. Returns its stamp."""
+    if os.path.islink(VENV) and os.listdir(VENV):  # perhaps another checkout's
+        stop(f".venv is a link, and not made for {sys.executable}: remove .venv, then make again")
     torch = below["torch"]
     if torch:
         say(f".venv on top of torch {torch['version']} of {sys.prefix}, which stays as it is")
@@ -138,17 +187,22 @@ def make_venv(below):
         fix = f"sudo apt install python{python_version()}-venv, then make again"
         stop(f"{sys.executable} cannot make a .venv: {fix}")
 
-    shutil.rmtree(VENV, ignore_errors=True)
-    os.makedirs(VENV)
-    write_stamp({"below": None})  # in case this is interrupted
+    stamp = {"below": None, "brought_torch": bool(torch), "installed": {}}
+    os.makedirs(VENV, exist_ok=True)
+    write_stamp(stamp)  # first: if this is interrupted, the next make begins anew
+    for entry in list(os.scandir(VENV)):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        elif entry.path != STAMP:
+            os.remove(entry.path)
     command = [sys.executable, "-m", "venv", VENV]
     if pip_below:
         command.append("--without-pip")
-    subprocess.run(command, cwd="/", check=True)
+    run(command)
     if torch:
         show_packages(below["folders"])
         write_starters()
-    stamp = {"below": below, "brought_torch": bool(torch), "installed": {}}
+    stamp["below"] = below
     write_stamp(stamp)
     return stamp
 
@@ -199,7 +253,8 @@ def torch_index(has_torch, dev, cpu_index):
     if "kfd" in devices and not has_torch:
         stop(
             "an AMD GPU is here, no torch is, and PyPI's is for NVIDIA. Install the build that you "
-            f"want, then make again: {sys.executable} -m venv .venv && .venv/bin/pip install torch "
+            f"want, then make again: {shlex.quote(sys.executable)} -m venv .venv && "
+            ".venv/bin/pip install torch "
             f"--index-url {PYTORCH}/rocmX.Y (X.Y: see https://pytorch.org/get-started/locally; "
             "with `cpu` in place of `rocmX.Y` the GPU is not used)"
         )
@@ -208,6 +263,8 @@ def torch_index(has_torch, dev, cpu_index):
             say("SLURM and no GPU here, so a login node: taking PyPI's torch, built for NVIDIA")
             say("for AMD see ROCm in INSTALL.md")
         return None
+    import urllib.request  # slow to import, and rarely needed
+
     try:
         urllib.request.urlopen(cpu_index + "/torch/", timeout=5).close()
         return cpu_index
@@ -232,11 +289,19 @@ def install_beside_torch(files, protected):
 
 
 def in_venv(expression):
-    """The value of an expression in `.venv`'s Python, through JSON."""
+    """The value of an expression in `.venv`'s Python, through JSON. None if it does not start."""
     code = f"import importlib.metadata, install, json; print(json.dumps({expression}))"
-    command = [PYTHON, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    try:
+        return json.loads(subprocess.run([PYTHON, "-c", code], cwd=ROOT, **pipes).stdout)
+    except (OSError, ValueError):
+        return None
+
+
+def run(command):
+    """Run a command that must succeed."""
+    if subprocess.run(command, cwd="/").returncode:
+        stop(f"{shlex.join(command)} failed (above): fix it and make again")
 
 
 def pip(*arguments):
@@ -298,21 +363,28 @@ def digest(name):
 def read_stamp():
     """The stamp of `.venv`. Without one: a new stamp, of the user's own `.venv` or of none yet.
 
+    Without its stamp, or with a damaged one, a `.venv` may be the user's, and so counts as theirs.
+
     below: see `python_below`; "yours" for the user's own, None if it must be made.
     brought_torch: whether torch was there before we installed anything; None if not known yet.
     installed: requirement file -> its digest.
     """
-    if os.path.exists(STAMP):
+    is_none = not os.path.lexists(VENV) or (os.path.isdir(VENV) and not os.listdir(VENV))
+    stamp = {"below": None if is_none else "yours", "brought_torch": None, "installed": {}}
+    try:
         with open(STAMP) as f:
-            return json.load(f)
-    below = "yours" if os.path.exists(VENV) else None
-    return {"below": below, "brought_torch": None, "installed": {}}
+            written = json.load(f)
+    except (OSError, ValueError):
+        return stamp
+    is_whole = isinstance(written, dict) and isinstance(written.get("installed"), dict)
+    return written if is_whole and set(written) == set(stamp) else stamp
 
 
 def write_stamp(stamp):
-    """Write the stamp of `.venv`."""
-    with open(STAMP, "w") as f:
+    """Write the stamp of `.venv`, whole or not at all."""
+    with open(STAMP + ".new", "w") as f:
         json.dump(stamp, f, indent=2)
+    os.replace(STAMP + ".new", STAMP)
 
 
 def say(message):
@@ -332,3 +404,5 @@ if __name__ == "__main__":
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output is gone: exit quietly, as program.run does
         os._exit(141)
+    except OSError as error:  # no permission, a full disk
+        stop(str(error))

@@ -23,10 +23,14 @@ import math
 import os
 import platform
 import re
+import shlex
 import signal
 import sys
 import threading
 import time
+
+# How to install what requirements.txt leaves out: matplotlib for pictures, and `tokenizers`.
+EXTRA = "make setup-lessons (without make: pip install -r requirements-extra.txt)"
 
 RESUME_ME = 75  # exit status "start me again as I was"; EX_TEMPFAIL in sysexits.h
 
@@ -55,6 +59,11 @@ def require(condition: bool, message: str) -> None:
     """Raise `UserError(message)` unless the condition holds."""
     if not condition:
         raise UserError(message)
+
+
+def shell(*words) -> str:
+    """Words as a user types them into a shell: quoted where they hold spaces, quotes or a $."""
+    return shlex.join(map(str, words))
 
 
 def one_line(error: BaseException) -> str:
@@ -108,7 +117,7 @@ def command() -> str:
     """How this program is started: `python plan.py`, `python -m lifecycle.plot`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # set for `python -m`
     if spec is None:
-        return f"python {os.path.basename(sys.argv[0])}"
+        return f"python {shell(os.path.basename(sys.argv[0]))}"
     name = spec.name.removesuffix(".__main__")
     if name.startswith("bench."):
         name = name.replace(".", " ")  # bench/__main__.py starts it: python -m bench table

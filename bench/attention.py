@@ -399,7 +399,7 @@ def main(argv) -> None:
     tokens = args.tokens or default_tokens
     d_model = args.d_model or default_d_model
 
-    command = " ".join(["python -m bench attention", *argv])
+    command = f"python -m bench attention {config.shell(*argv)}".strip()
     about = versions(device)
     title = f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
     title = f"{title}, {datetime.date.today()}"
@@ -433,8 +433,7 @@ def main(argv) -> None:
     if importlib.util.find_spec("matplotlib"):
         draw(cells, matmul, title, path.with_suffix(".png"))
     else:
-        message = "no picture: it needs matplotlib, which is in requirements-extra.txt"
-        print(message, file=sys.stderr)
+        print(f"no picture: it needs matplotlib: {config.EXTRA}", file=sys.stderr)
 
 
 if __name__ == "__main__":

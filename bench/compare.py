@@ -50,7 +50,7 @@ def read(path: str) -> list[dict]:
     FIGURES are numbers; MAYBE are numbers or None. UserError if there is no such file, if it is of
     another kind, and if no row is ok.
     """
-    fix = f"python -m bench train CONFIG --out={path} makes one"
+    fix = f"python -m bench train CONFIG {config.shell(f'--out={path}')} makes one"
     require(Path(path).is_file(), f"no file {path!r}: {fix}")
     table = files.read_csv(path, COLUMNS, "a CSV of bench train")
     rows = []

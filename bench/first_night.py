@@ -105,7 +105,7 @@ def stages_of(folder: Path, facts: dict) -> list[Stage]:
     gpus = len(facts["gpus"])
     no_gpu = "" if gpus else "needs a GPU"
     one_gpu = "needs two GPUs" if gpus == 1 else ""  # without a GPU: two ranks on the CPU
-    out = shlex.quote(str(folder))
+    out = config.shell(folder)
     tune = "python -m gpu_kernels.flash_attention"
     attention = f"python -m bench attention --out={out}"
     generate = f"python -m bench generate --out={out}/generate.csv"
@@ -301,7 +301,7 @@ def learn_facts(folder: Path, hidden: dict) -> dict:
     """
     path, newest = folder / "facts.json", folder / "facts.new.json"
     log_path = folder / "stages" / "facts.log"
-    command = f"python -m bench facts {shlex.quote(str(newest))}"
+    command = f"python -m bench facts {config.shell(newest)}"
     with open(log_path, "wb") as log:
         code = run(command, log, STARTS_IN, hidden)
     last_line = log_path.read_text(errors="replace").strip().rpartition("\n")[2]

@@ -10,7 +10,6 @@ does not know, and so on a CPU.
 
 import contextlib
 import re
-import shlex
 from pathlib import Path
 
 import config
@@ -218,7 +217,7 @@ def write(folder: Path) -> None:
     """Write FOLDER/README.md. Raises UserError if facts.json or a state is missing or damaged."""
     facts = files.read_json(folder / "facts.json")
     states = read_states(folder)
-    parent, name = (shlex.quote(str(part)) for part in (folder.resolve().parent, folder.name))
+    parent, name = map(config.shell, (folder.resolve().parent, folder.name))
     page = PAGE.format(
         devices=", ".join(dict.fromkeys(gpu["name"] for gpu in facts["gpus"])) or "a CPU",
         machine="\n".join(machine_lines(facts, network_lines(folder))),

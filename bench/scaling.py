@@ -31,7 +31,7 @@ PUBLISHED_TEXT = (
 ONE_SIZE_TEXT = """
 Run that at more ranks, with the same global batch or the same sequences a rank: over nodes by
 `sbatch --nodes=4 slurm/scaling.sbatch CONFIG`, or on one machine, for N = 1, 2, 4, ..., by
-`torchrun --nproc_per_node N -m bench train CONFIG --out={path}`.
+`torchrun --nproc_per_node N -m bench train CONFIG {out}`.
 """
 
 
@@ -158,7 +158,7 @@ def main(argv: list[str]) -> None:
         size = f"{row['ranks']} ranks, global batch {row['global_batch_size']}"
         print(f"- One size only: {size}: {headline(row, rows)}")
     if alone:
-        print(ONE_SIZE_TEXT.format(path=csv_path))
+        print(ONE_SIZE_TEXT.format(out=config.shell(f"--out={csv_path}")))
     print(PUBLISHED_TEXT)
 
     if tables:
@@ -167,8 +167,7 @@ def main(argv: list[str]) -> None:
             draw(tables, path)
             print(f"\n{path}")
         except ImportError:
-            fix = ".venv/bin/pip install -r requirements-extra.txt"
-            print(f"\n(a picture needs matplotlib: {fix})")
+            print(f"\n(a picture needs matplotlib: {config.EXTRA})")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ import json
 import math
 import os
 import re
-import shlex
 import statistics
 import sys
 import tempfile
@@ -395,7 +394,7 @@ class Row:
 
         columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
-            "command": f"python -m bench train {shlex.join(argv)}",
+            "command": f"python -m bench train {config.shell(*argv)}",
             "status": "ok",
             "model": name,
             "n_params": flops.n_params(m),
@@ -637,7 +636,7 @@ def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> Non
 
 def how_measured(argv: list[str], args: BenchArgs) -> str:
     """The command, the versions and the method, in a few sentences."""
-    command = f"python -m bench train {shlex.join(argv)}"
+    command = f"python -m bench train {config.shell(*argv)}"
     return (
         f"`{command}`, {datetime.date.today()}, torch {torch.__version__}, median of "
         f"{args.rounds} turns of {args.steps} steps on random tokens. MFU: {flops.CONVENTION}; "

@@ -268,9 +268,10 @@ assert whole == on_two and whole != data.batch_hash(swapped, 0)
 STEPS = 120 if SHORT else 400
 EVERY = 20 if SHORT else 40
 FOLDER = pictures.FOLDER
-FLAGS = f"""
-    {ROOT}/configs/demo.py --d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64 --vocab_size=257
-    --tokenizer=bytes --max_tokens=500000 --data_dir={FOLDER}/6-data --device=cpu --precision=fp32
+FLAGS = [f"{ROOT}/configs/demo.py", f"--data_dir={FOLDER}/6-data"]
+FLAGS += f"""
+    --d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64 --vocab_size=257
+    --tokenizer=bytes --max_tokens=500000 --device=cpu --precision=fp32
     --lr=3e-3 --warmup_steps=20 --max_steps={STEPS} --eval_interval={STEPS} --eval_tokens=4000
     --save_interval={EVERY} --resume=auto --peak_tflops=auto --expect=
 """.split()

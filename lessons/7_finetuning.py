@@ -35,7 +35,6 @@ SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and fo
 import json
 import math
 import os
-import shlex
 import shutil
 import subprocess
 import textwrap
@@ -326,7 +325,7 @@ def train(recipe: str, run_dir: str, steps: int, *flags) -> None:
     tiny = TINY.split() if SHORT else []
     command = ["fsdp_train.py", recipe, *length, *flags, *fixed, *tiny]
     shown = textwrap.wrap(
-        f"$ python {shlex.join(command)}", 86, break_long_words=False, break_on_hyphens=False
+        f"$ python {config.shell(*command)}", 86, break_long_words=False, break_on_hyphens=False
     )
     print(" \\\n    ".join(shown), flush=True)
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True)

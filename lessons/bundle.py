@@ -26,7 +26,7 @@ import install
 from config import require
 
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = (".git", "my", ".*_cache")  # beside what git ignores; my/ is where users put their text
+LEFT_OUT = (".git", ".*_cache")  # beside what git ignores
 DATA = "stdlib-bpe-4096"  # the folder in data/ that configs/demo.py reads
 SETUP = """\
 #!/bin/sh
@@ -37,21 +37,22 @@ there=${1:?usage: sh setup.sh FOLDER}
 python=${PYTHON:-python3}
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 if [ "$version" != "VERSION" ]; then
-    echo "error: the wheels are for Python VERSION, $python is $version: install it, or name it" \\
-        "with PYTHON=pythonVERSION sh $0 $there" >&2
+    echo "error: the wheels are for Python VERSION, $python is $version: install it, or put" \\
+        "PYTHON=pythonVERSION before your command" >&2
     exit 2
 fi
-mkdir -p "$there"
-cp -R "$here/project/." "$there"
 mkdir -p "$there/data"
+there=$(cd "$there" && pwd)
+cp -R "$here/project/." "$there"
 cp -R "$here/data/." "$there/data"
 if [ -d "$here/tokenizers" ]; then
     cp -R "$here/tokenizers" "$there/data"
-    echo "for --tokenizer=gpt2: export TIKTOKEN_CACHE_DIR=$there/data/tokenizers"
+    echo 'for --tokenizer=gpt2, in this folder: export TIKTOKEN_CACHE_DIR="$PWD/data/tokenizers"'
 fi
+cd "$here" # pip takes "wheels" from here: a path with a space would be two for it
+export PIP_NO_INDEX=1 PIP_FIND_LINKS=wheels
+"$python" "$there/install.py" requirements.txt requirements-extra.txt
 cd "$there"
-export PIP_NO_INDEX=1 PIP_FIND_LINKS="$here/wheels"
-"$python" install.py requirements.txt requirements-extra.txt
 .venv/bin/python -m lessons
 """
 
@@ -73,7 +74,8 @@ def main(argv: list[str]) -> None:
     print(f"4 of 4: the demo's data -> {name}/data", flush=True)
     run(sys.executable, "data.py", "configs/demo.py", f"--data_dir={folder / 'data' / DATA}")
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{name} has {size / 1e6:,.0f} MB. On each laptop: sh {name}/setup.sh ~/workshop")
+    setup = config.shell(f"{name}/setup.sh")
+    print(f"{name} has {size / 1e6:,.0f} MB. On each laptop: sh {setup} ~/workshop")
 
 
 def write_setup(folder: Path) -> None:

@@ -118,7 +118,7 @@ def main(argv) -> None:
     spectra = {name: singular_values(layer).tolist() for name, layer in layers.items()}
     path = found.parent.parent / "spectrum.png"
     drawn = draw(spectra, shares, path)
-    print(path if drawn else "no picture: it needs matplotlib (requirements-extra.txt)")
+    print(path if drawn else f"no picture: it needs matplotlib: {config.EXTRA}")
 
 
 if __name__ == "__main__":

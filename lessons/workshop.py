@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         print(listing())
     elif words[:1] == ["check"] and len(words) == 2:
         path = lesson(words[1])
-        check_and_report(path, answer_path(path, flags))
+        check_and_report(path, answer_path(path, flags), config.shell(*words, *flags))
     elif len(words) == 1 and not set(flags) - {"--short", "--answers"}:
         path = lesson(words[0])
         if "--answers" in flags:
@@ -110,8 +110,7 @@ def run(path: Path, short: bool) -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        extra = ".venv/bin/pip install -r requirements-extra.txt"
-        raise UserError(f"the lessons draw with matplotlib: {extra}") from error
+        raise UserError(f"the lessons draw with matplotlib: {config.EXTRA}") from error
 
 
 class WithWords(SourceFileLoader):
@@ -169,8 +168,11 @@ def answer_path(path: Path, flags: list[str]) -> Path:
     return mine
 
 
-def check_and_report(path: Path, answer: Path) -> None:
-    """Print what is right and what is wrong with an answer. Exit status 1 unless all is right."""
+def check_and_report(path: Path, answer: Path, arguments: str) -> None:
+    """Print what is right and what is wrong with an answer. Exit status 1 unless all is right.
+
+    arguments: those that check it again.
+    """
     results = []
     for title, result, message in check(path, answer):
         results.append(result)
@@ -179,7 +181,7 @@ def check_and_report(path: Path, answer: Path) -> None:
             print(textwrap.fill(line, 97, initial_indent=" " * 17, subsequent_indent=" " * 17))
     print()
     if {"wrong", "not written yet"} & set(results):
-        print("python -m lessons check", path.name[0], "checks again.")
+        print("python -m lessons", arguments, "checks again.")
         raise SystemExit(1)
     if answer.resolve().parent == MINE.resolve():
         remember(path.stem)

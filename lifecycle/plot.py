@@ -451,7 +451,7 @@ def main(argv) -> None:
     if as_picture(runs, out, cfg.what, cfg.x):
         print(out)
     else:
-        print("(a picture needs matplotlib: .venv/bin/pip install -r requirements-extra.txt)")
+        print(f"(a picture needs matplotlib: {config.EXTRA})")
     for folder in folders:
         print(runlog.summary(folder, runlog.read_settings(folder).get("expect")))
     if cfg.diff:

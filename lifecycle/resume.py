@@ -202,7 +202,8 @@ def check_same(
     require(not differences, f"{path} is of another model: {', '.join(differences)}. {fix}")
 
     holds_adapters = bool(meta.get("lora_rank"))
-    begin = f"begin with --init_from={path.parent.parent} and another --run_dir"
+    base = config.shell(f"--init_from={path.parent.parent}")
+    begin = f"begin with {base} and another --run_dir"
     problem = f"{path} was {fingerprint}, not trained here"
     require(holds_adapters or not is_imported, f"{problem}: {begin}")
 

@@ -112,7 +112,8 @@ class RunLog:
         files.write_atomically(self.path, b"".join(map(json_line, kept)))
         self.size = self.path.stat().st_size
         # Last, so that nobody who sees this launch finds rows of the launch before it.
-        launch = {"command": " ".join(sys.argv), "first_step": first_step, **versions(), **launch}
+        command = config.shell(*sys.argv)
+        launch = {"command": command, "first_step": first_step, **versions(), **launch}
         add_line(folder / "launches.jsonl", launch)
 
     def say(self, text: str) -> None:

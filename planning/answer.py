@@ -861,7 +861,7 @@ def require_own_calibration(kinds: list[PlanArgs]) -> None:
     names = {device_of(args).name for args in kinds}
     shared = kinds[0].calibrate
     if shared and len(names) > 1 and all(args.calibrate == shared for args in kinds):
-        fix = f"--calibrate={shared}{',' * (len(kinds) - 1)}"
+        fix = config.shell(f"--calibrate={shared}{',' * (len(kinds) - 1)}")
         one = f"--calibrate={shared} was measured on one device, and you name {len(names)}"
         raise UserError(f"{one}: give one for each, or none, between commas: {fix}")
 

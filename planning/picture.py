@@ -47,8 +47,7 @@ def canvas(title: str | None = None, rows: int = 1, footer_lines: int = 0):
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        fix = "pip install -r requirements-extra.txt"
-        raise config.UserError(f"pictures need matplotlib: {fix}") from error
+        raise config.UserError(f"pictures need matplotlib: {config.EXTRA}") from error
     height = (4.5 if rows == 1 else 7.8) + 0.14 * footer_lines
     figure = Figure(figsize=(12, height), layout="constrained")
     figure.suptitle(title)
@@ -58,7 +57,7 @@ def canvas(title: str | None = None, rows: int = 1, footer_lines: int = 0):
 def save(figure, path: str) -> None:
     """Write the figure. UserError if it cannot be written there, or is no kind of picture."""
     folder = Path(path).parent
-    fix = f"mkdir -p {folder}, or name another --out"
+    fix = f"mkdir -p {config.shell(folder)}, or name another --out"
     require(folder.is_dir(), f"--out={path}: there is no folder {folder}: {fix}")
     try:
         figure.savefig(path, dpi=120)

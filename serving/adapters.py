@@ -45,6 +45,7 @@ import torch
 import torch.nn as nn
 
 import checkpoint
+import config
 import lora
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError, arguments, require, run
 from model import MPT, init_weights, seeded
@@ -286,7 +287,8 @@ class AdapterBank:
     def check(self, adapter: str, found: Adapter) -> None:
         """UserError unless an adapter fits this model and this bank."""
         extra = f"{adapter} has trained more than adapters (lora_train={found.settings.lora_train})"
-        fix = f"merge it: python -m weights.peft merge {adapter} MERGED"
+        words = config.shell(adapter)
+        fix = f"merge it: python -m weights.peft merge {words} MERGED"
         require(not found.settings.lora_train, f"{extra}: {fix}")
         try:
             peft.check_fits(found, self.cfg, "this model")

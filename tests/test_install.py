@@ -4,6 +4,7 @@ import functools
 import hashlib
 import http.server
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,12 @@ def main():
 
 if __name__ == "__main__":
     main()
+"""
+PROGRAM = """
+import os, sys
+
+print("ran", [os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+sys.exit("--fail" in sys.argv)
 """
 TORCH = {
     "torch/__init__.py": TORCH_INIT,
@@ -81,12 +88,13 @@ class Project:
     """A copy of the set-up with stand-in programs, run under a clean environment."""
 
     def __init__(self, folder, wheels):
-        self.folder = str(folder / "project")
+        self.folder = str(folder / "my project's $HOME")
         os.makedirs(self.folder + "/dev")
         for name in FILES:
             shutil.copy(os.path.join(install.ROOT, name), self.folder)
         for name in ("fsdp_train.py", "lifecycle/plot.py", "generate.py"):
-            self.write(name, "import sys; print('ran', sys.argv); sys.exit('--fail' in sys.argv)")
+            self.write(name, PROGRAM)
+        self.venv = pathlib.Path(self.folder, ".venv")
         self.log = self.folder + "/pip.log"
         self.env = {"PATH": os.environ["PATH"], "HOME": self.folder, "DEVICES": "0"}
         self.env |= {"PYTHONDONTWRITEBYTECODE": "1", "PIP_CONFIG_FILE": os.devnull}
@@ -136,6 +144,12 @@ def python(folder, versions=(), pip=False):
     return str(folder / "bin" / "python")
 
 
+@pytest.fixture(scope="module")
+def rocm(tmp_path_factory):
+    """A Python with pip and ROCm's torch."""
+    return python(tmp_path_factory.mktemp("rocm"), ROCM, pip=True)
+
+
 def put(folder, name, version):
     """Unpack a stand-in package into the Python in `folder`."""
     with zipfile.ZipFile(wheel(folder / "wheels", name, version)) as z:
@@ -168,7 +182,7 @@ def test_a_torch_that_is_there_is_used_and_stays_as_it_is(project, tmp_path):
     code = "import torch, triton, tiktoken; print(torch.__file__, triton.__file__)"
     where = project.run(".venv/bin/python", "-c", code)
     assert where.count(str(tmp_path / "rocm")) == 2
-    own = os.listdir(packages(tmp_path / "project" / ".venv"))
+    own = os.listdir(packages(project.venv))
     assert not [name for name in own if name.startswith(("torch", "triton", "tqdm"))]
 
     calls = project.pip_calls()
@@ -211,8 +225,7 @@ def test_without_torch_the_tested_versions_are_installed(project, tmp_path):
 
 @pytest.mark.slow
 def test_your_own_venv_is_used_with_its_torch(project, tmp_path):
-    yours = tmp_path / "project" / ".venv"
-    python(yours, ROCM)  # without pip, as uv makes them
+    python(project.venv, ROCM)  # without pip, as uv makes them
     # The user's settings ask pip for every newer version.
     project.env |= {"PIP_UPGRADE": "1", "PIP_UPGRADE_STRATEGY": "eager"}
     for _ in range(2):
@@ -236,8 +249,6 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
     ran = "ran ['fsdp_train.py', 'configs/demo.py', '--lr=1e-3']\n"
     assert project.run("sh", "-c", launch) == ran
     programs = [line.split("'")[1] for line in out.splitlines() if line.startswith("ran")]
-    folder = os.path.realpath(project.folder) + "/"  # python -m gives a whole path
-    programs = [name.removeprefix(folder) for name in programs]
     assert programs == ["fsdp_train.py", "lifecycle/plot.py", "generate.py", "generate.py"]
     assert "--nproc_per_node=2 " in project.make("train", python=below, DEVICES="3")
     assert "--nproc_per_node=8 " in project.make("train", python=below, DEVICES="16")
@@ -250,12 +261,75 @@ def test_make_train_prints_what_it_runs_and_stops_where_training_fails(project, 
 
 
 @pytest.mark.slow
-def test_pip_that_fails_is_not_taken_for_done(project, tmp_path):
-    below = python(tmp_path / "below", ROCM)
+def test_pip_that_fails_is_not_taken_for_done(project, rocm, tmp_path):
     project.env["PIP_FIND_LINKS"] = str(tmp_path)
     for _ in range(2):
-        assert "error: pip failed" in project.make("setup", python=below, status=2)
+        assert "error: pip failed" in project.make("setup", python=rocm, status=2)
     assert project.pip_calls() == 2
+
+
+def killed_while_the_venv_is_made(project, rocm):
+    kill = "os.kill(os.getpid(), 9)"
+    code = f"import os, install; install.run = lambda command: {kill}; install.make_venv("
+    project.run(rocm, "-c", code + "install.python_below())", status=-9)
+
+
+STAMP = "environment.json"
+BROKEN = {  # what happens to `.venv` -> how
+    "killed": killed_while_the_venv_is_made,
+    "no lib": lambda project, rocm: shutil.rmtree(project.venv / "lib"),
+    "a package removed": lambda project, rocm: [
+        shutil.rmtree(path) for path in packages(project.venv).glob("tiktoken*")
+    ],
+    "a stamp cut": lambda project, rocm: os.truncate(project.venv / STAMP, 20),
+    "an odd stamp": lambda project, rocm: (project.venv / STAMP).write_text("[]"),
+}
+
+
+@pytest.mark.slow
+def test_a_broken_venv_is_made_whole(project, rocm):
+    """The first time by two makes at once, of which one does the work."""
+    options = {"cwd": project.folder, "env": project.env, "stdout": subprocess.DEVNULL}
+    command = ["make", f"PYTHON={rocm}", "setup"]
+    makes = [subprocess.Popen(command, **options) for _ in range(2)]
+    assert [make.wait() for make in makes] == [0, 0] and project.pip_calls() == 1
+    for name, happens in BROKEN.items():
+        happens(project, rocm)
+        out = project.make("setup", python=rocm)
+        assert "Traceback" not in out, name
+        versions = project.versions("torch", "pytorch-triton-rocm", "tiktoken")
+        assert versions == ["2.9.0+rocm6.4", "3.5.0", "0.14.0"], name
+        assert project.make("setup", python=rocm) == "", name
+
+
+def linked_from_another_checkout(project):
+    os.makedirs(project.folder + "/other/bin")
+    stamp = '{"below": {"venv": "/other/.venv"}, "brought_torch": true, "installed": {}}'
+    project.write("other/environment.json", stamp)
+    project.venv.symlink_to("other")
+
+
+def with_a_python_that_is_gone(project):
+    os.makedirs(project.venv / "bin")
+    (project.venv / "bin/python").symlink_to("/gone/python")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda project: project.venv.symlink_to("/gone"),
+        lambda project: project.venv.write_text("a name"),
+        linked_from_another_checkout,
+        with_a_python_that_is_gone,
+    ],
+    ids=["link to nothing", "file", "link", "no python"],
+)
+def test_a_venv_that_is_not_ours_to_delete_is_one_line(project, make):
+    make(project)
+    before = contents(pathlib.Path(project.folder))
+    *_, line = project.run(sys.executable, "install.py", status=2).splitlines()
+    assert line.startswith("error: ") and line.endswith("remove .venv, then make again")
+    assert contents(pathlib.Path(project.folder)) == before
 
 
 NO_VENV = f"sudo apt install python{install.python_version()}-venv"

@@ -46,7 +46,7 @@ import numpy as np
 import regex  # comes with tiktoken; Python's own re does not know \p{L}
 import tiktoken
 
-from config import UserError, arguments, one_line, require, run
+from config import EXTRA, UserError, arguments, one_line, require, run
 from storage import files
 
 END_OF_TEXT = "<|endoftext|>"
@@ -290,8 +290,7 @@ def library_tokenizer(path: str, content: bytes):
     try:
         import tokenizers
     except ImportError as error:
-        fix = "pip install -r requirements-extra.txt"
-        raise UserError(f"{path} needs Hugging Face's package tokenizers: {fix}") from error
+        raise UserError(f"{path} needs Hugging Face's package tokenizers: {EXTRA}") from error
     try:
         parsed = json.loads(content)
         is_byte_level = "ByteLevel" in json.dumps(parsed["decoder"])

@@ -194,7 +194,7 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
     else:
         path = checkpoint.find(str(source))
         checkpoint.require_sound(path)
-        fix = f"python -m weights.peft export {source} {folder}, or merge them first"
+        fix = f"python -m weights.peft export {config.shell(source, folder)}, or merge them first"
         require(not checkpoint.adapter_settings(path), f"{source} holds adapters: {fix}")
         cfg = checkpoint.settings(path)
         metadata = read_metadata(path)

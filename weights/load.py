@@ -32,7 +32,7 @@ import lora
 import parallel
 import tensor_parallel
 from attention import function_of
-from config import MPTConfig, TrainConfig, UserError, arguments, require, run, say_once
+from config import MPTConfig, TrainConfig, UserError, arguments, require, run, say_once, shell
 from lifecycle.resume import different_functions
 from model import MPT
 from processes import rank_zero_decides
@@ -49,7 +49,7 @@ def find(path: str) -> Path:
     A run folder stands for its newest complete checkpoint.
     """
     folder = Path(path)
-    fix = f"import it first: python -m weights.hf import {path} runs/NAME"
+    fix = f"import it first: python -m weights.hf import {shell(path)} runs/NAME"
     require(not folder.is_file(), f"{path} is a file, not a folder: {fix}")
     is_hugging_face = (folder / "config.json").exists() and not is_run(folder)
     return folder if is_hugging_face else checkpoint.find(path)
@@ -201,7 +201,7 @@ def warn_if_it_may_go(base: str) -> None:
     """
     if is_run(Path(base)) and Path(base).name != "step-0":
         needed = f"the adapters need {base}, which --keep_last deletes if that run trains on"
-        say_once("note", f"{needed}: copy it, or merge them: python -m weights.peft merge")
+        say_once("note", f"{needed}: copy it, or merge them: python -m weights.peft merge RUN OUT")
 
 
 def fingerprint_of(path: Path) -> str:
@@ -338,7 +338,7 @@ def check_same_model(path, cfg: MPTConfig) -> None:
     """
     if is_run(Path(path)):
         holds_adapters = checkpoint.adapter_settings(checkpoint.find(str(path)))
-        fix = f"merge them first: python -m weights.peft merge {path} runs/merged"
+        fix = f"merge them first: python -m weights.peft merge {shell(path)} runs/merged"
         require(not holds_adapters, f"{path} holds adapters, not a whole model: {fix}")
     differences = different_functions(settings_of(path), cfg)
     problem = f"{path} is of another model: {', '.join(differences)}"

@@ -196,7 +196,7 @@ def write(folder, adapter: Adapter) -> None:
     """
     settings = adapter.settings
     extra = f"what was trained beside them (lora_train={settings.lora_train})"
-    fix = "merge them: python -m weights.peft merge"
+    fix = "merge them: python -m weights.peft merge RUN OUT"
     require(not settings.lora_train, f"PEFT's files of adapters cannot hold {extra}: {fix}")
     alpha = settings.lora_alpha
     foreign = {
@@ -258,7 +258,7 @@ def export(run, folder, base_model: str = "") -> None:
     write(folder, adapter)
     print(f"{folder}: adapters of rank {adapter.rank} for {adapter.base}")
     if not base_model and load.is_run(Path(adapter.base)):
-        command = f"python -m weights.hf export {adapter.base} BASE"
+        command = f"python -m weights.hf export {config.shell(adapter.base)} BASE"
         print(f"To share it, export the base, {command}, then export again with --base_model=BASE")
 
 
@@ -301,7 +301,7 @@ def placed(adapter: Adapter, cfg: MPTConfig) -> TrainConfig:
     is_regular = all(layers_of[block] == layers for block in blocks)
     is_last = blocks == list(range(blocks[0], cfg.n_layers))
     problem = "a run needs the same layers in each of its last blocks; this folder has other ones"
-    fix = "merge it instead: python -m weights.peft merge"
+    fix = "merge it instead: python -m weights.peft merge FOLDER OUT --init_from=BASE"
     require(is_regular and is_last, f"{problem} (blocks {blocks[:8]}): {fix}")
     targets = ",".join(name for name in LINEAR_LAYERS if name in layers)
     last_blocks = 0 if len(blocks) == cfg.n_layers else len(blocks)

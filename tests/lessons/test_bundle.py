@@ -25,7 +25,7 @@ def test_a_classroom_is_set_up_without_a_network(tmp_path):
     """A bundle, a laptop that reaches nothing, lesson 0 and the check of lesson 1."""
     if not shutil.which("unshare") or run(*ALONE, "true").returncode:
         pytest.skip("needs unshare, ip and network namespaces")
-    folder, there = tmp_path / "bundle", tmp_path / "workshop"
+    folder, there = tmp_path / "a stick's $name" / "bundle", tmp_path / "my workshop"
     made = run(sys.executable, "-m", "lessons.bundle", str(folder))
     assert made.returncode == 0, made.stderr
 

@@ -489,13 +489,14 @@ def test_a_check_makes_a_stub_and_remembers_what_is_solved(tmp_path, monkeypatch
     stub = workshop.HERE / "exercises" / lesson.name
     assert answer.read_text() == stub.read_text()
     with pytest.raises(SystemExit) as leaving:
-        workshop.check_and_report(lesson, answer)
+        workshop.check_and_report(lesson, answer, "check 1 '--file=my answer.py'")
     assert leaving.value.code == 1
+    assert "python -m lessons check 1 '--file=my answer.py' checks" in capsys.readouterr().out
     assert workshop.done() == {}
 
     answer.write_text((workshop.HERE / "solutions" / lesson.name).read_text())
     assert workshop.answer_path(lesson, []) == answer  # it is not overwritten
-    workshop.check_and_report(lesson, answer)
+    workshop.check_and_report(lesson, answer, "check 1")
     assert "Lesson 1 is solved" in capsys.readouterr().out
     assert workshop.done() == {lesson.stem: True}
     assert "done  1." in workshop.listing()

@@ -72,4 +72,4 @@ def test_without_matplotlib_one_line_says_what_to_install():
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
-    assert "pictures need matplotlib: pip install -r requirements-extra.txt" in line
+    assert "pictures need matplotlib: make setup-lessons" in line
