@@ -79,7 +79,7 @@ class RunLog:
         self.stop_signal = 0  # signal.SIGPIPE after the reader of our output has exited
         self.size = 0  # bytes of complete rows in the file
         self.unwritten = b""  # rows that could not be written yet
-        self.shown_at = -math.inf  # when the last row was printed
+        self.shown_at = -math.inf  # when the last step was printed
         self.ends = collections.deque(maxlen=WINDOW)  # (step, when it ended) of this launch
 
     def start(
@@ -151,16 +151,16 @@ class RunLog:
                 )
 
     def show(self, row: dict, always: bool) -> None:
-        """Print a row; unless `always`, only if none was printed in the last SCREEN_SECONDS.
+        """Print a row; a step, unless `always`, only SCREEN_SECONDS after the one printed before.
 
         The time left counts evaluations and saves, and not the first step, which starts slowly.
         """
-        now = time.monotonic()
         if "loss" in row:
+            now = time.monotonic()
             self.ends.append((row["step"], now))
-        if not always and now - self.shown_at < SCREEN_SECONDS:
-            return
-        self.shown_at = now
+            if not always and now - self.shown_at < SCREEN_SECONDS:
+                return
+            self.shown_at = now
         step_seconds = None
         if len(self.ends) > 1:
             (first, begin), (last, end) = self.ends[0], self.ends[-1]
