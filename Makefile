@@ -34,8 +34,8 @@ help:
 train: setup-lessons
 	$(LAUNCH) fsdp_train.py configs/demo.py $(ARGS)
 	$(PY) -m lifecycle.plot runs/demo
-	$(PY) generate.py runs/demo --prompt='def ' --step=0
-	$(PY) generate.py runs/demo --prompt='def '
+	$(PY) generate.py runs/demo --prompt='def __init__(self' --step=0
+	$(PY) generate.py runs/demo --prompt='def __init__(self'
 	@echo
 	@echo "The run is in runs/demo: its settings, metrics.jsonl, checkpoints, the curve. Next: your words, your text, stories."
 	@echo "  $(PY) generate.py runs/demo --prompt='def main('"

@@ -383,7 +383,7 @@ class TrainConfig:
     icl_interval: int = 0  # in-context learning: steps between runs of icl_tasks (0 = never)
     icl_tasks: str = ""  # zero-shot tasks: piqa,my/task.jsonl, ... see evaluation/tasks.py
     icl_limit: int = 0  # items of each task, at most (0 = all)
-    expect: str = ""  # what a good run ends with: printed beside the result
+    expect: str = ""  # what a good run ends with: printed beside the result of these settings
     # --- saving
     run_dir: str = "runs/mpt"  # folder of this run: settings, metrics, checkpoints
     save_interval: int = 500  # steps between checkpoints (0 = only the last)
@@ -571,6 +571,17 @@ FOREIGN_NAMES = {
 # either name, but not both at once. We write only the new one.
 RENAMED = {"checkpoint_every": "recompute_every"}
 
+# Settings that change how a run computes, reports and saves, and not what it learns: with other
+# values than a config file's, the result to which its `expect` refers is the same, up to chance.
+SAME_RESULT = set(
+    """
+    seed attn_impl data_dir microbatch_size device precision sharding tp sequence_parallel pp
+    shard_size activation_checkpointing recompute_every compile peak_tflops eval_interval
+    icl_interval icl_tasks icl_limit run_dir save_interval save_minutes keep_last keep_every resume
+    max_bad_steps timeout_minutes
+    """.split()
+)
+
 # Keys that a checkpoint saves beside its settings.
 OTHER_SAVED_KEYS = {"step", "data_fingerprint", "optimizer", "base", "base_fingerprint"}
 
@@ -658,8 +669,12 @@ def load(argv: list[str], *classes: type, takes: str | None = None) -> list:
     values = {}
     unknown_keys = []  # reported last, when lr is known: the hint about weight_decay uses it
     for path in words if takes is None else []:
+        before = dict(values)
         unknown_keys += add_file(path, hints, values)
+        drop_expectation(before, values)
+    before = dict(values)
     unknown_keys += add_flags(flags, hints, values)
+    drop_expectation(before, values)
     if unknown_keys:
         key, value, source, names = unknown_keys[0]
         lr = values.get("lr", TrainConfig.lr)
@@ -718,6 +733,17 @@ def add_flags(flags: list[str], hints: dict, values: dict) -> list[tuple]:
         value = checked(parse(text, hint), hint, key, source)
         values[key] = values.get(key, []) + value if hint == list[str] else value
     return unknown_keys
+
+
+def drop_expectation(before: dict, values: dict) -> None:
+    """Drop the `expect` of an earlier source if a later one has changed what a run ends with.
+
+    before, values: the settings without and with the later source.
+    """
+    settings = vars(MPTConfig()) | vars(TrainConfig()) | before
+    changed = {key for key in values.keys() & settings if values[key] != settings[key]}
+    if "expect" in before and "expect" not in changed and changed - SAME_RESULT:
+        del values["expect"]
 
 
 def join_values(argv: list[str], hints: dict) -> list[str]:

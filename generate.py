@@ -3,10 +3,11 @@
     python generate.py runs/demo --prompt="def main(" --max_new_tokens=200 --temperature=0.8
     python generate.py runs/demo --prompts=prompts.txt --stop=";" --json
     python generate.py path/to/mpt-7b --tokenizer=gpt2 --interactive
-    python generate.py runs/demo --adapter=runs/a --prompt="def " --adapter=none --prompt="class "
+    python generate.py runs/demo --adapter=runs/a --prompt="def f" --adapter=none --prompt="class"
 
 RUN is a run folder, one checkpoint in it, or a Hugging Face folder. --prompt, --stop and --adapter
-may be given several times. Without a prompt a new document begins.
+may be given several times. A prompt should not end with a space, which is the first character of
+the next token. Without a prompt a terminal asks for some, and elsewhere a new document begins.
 
 An adapter is a PEFT folder, or a run with --lora_rank, that was trained on RUN. One adapter writes
 all texts; of several, each writes the text of its prompt, in one batch (none: RUN itself).

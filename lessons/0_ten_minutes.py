@@ -50,10 +50,11 @@ RUNS = ROOT / "runs" / "lessons"
 #     python fsdp_train.py configs/demo.py --max_steps=150 --run_dir=runs/lessons/0-base
 #
 # The lesson runs it now (with --short: a smaller model, 20 steps). Read what it says: the
-# sizes of the model, the device, the data, and then a line for each step. The loss of a step
-# is the mean of -log p(next token), in nats: how surprised the model was by the text that
-# came. The validation loss is that of text which it never learns from. You need only these
-# two and `lr`, the learning rate. Later lessons explain the rest, and GLOSSARY.md every word.
+# sizes of the model, the device, the data, and then every two seconds the line of a step
+# (metrics.jsonl has all of them). The loss of a step is the mean of -log p(next token), in
+# nats: how surprised the model was by the text that came. The validation loss is that of text
+# which it never learns from. You need only these two and `lr`, the learning rate. Later
+# lessons explain the rest, and GLOSSARY.md every word.
 
 
 # %%
@@ -62,12 +63,10 @@ def train(name: str, *flags: str) -> Path:
     folder = RUNS / (f"0-short-{name}" if SHORT else f"0-{name}")
     program = [sys.executable, "fsdp_train.py", "configs/demo.py", *SIZE, *flags]
     program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}"]
-    # No closing line about the whole demo, and no measurement of this machine's peak.
-    program += ["--expect=", "--peak_tflops=auto"]
+    program += ["--peak_tflops=auto"]  # it is not measured here
     print("$ python", *program[1:], flush=True)
     done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.splitlines()
-    print("\n".join([*lines[:16], "  ...", *lines[-4:]]))
+    print(done.stdout, end="")
     assert done.returncode == 0, f"{name} failed: the lines above say why"
     return folder
 

@@ -273,7 +273,7 @@ FLAGS += f"""
     --d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64 --vocab_size=257
     --tokenizer=bytes --max_tokens=500000 --device=cpu --precision=fp32
     --lr=3e-3 --warmup_steps=20 --max_steps={STEPS} --eval_interval={STEPS} --eval_tokens=4000
-    --save_interval={EVERY} --resume=auto --peak_tflops=auto --expect=
+    --save_interval={EVERY} --resume=auto --peak_tflops=auto
 """.split()
 killed = FOLDER / "6-killed"
 log = FOLDER / "6-killed.log"

@@ -51,7 +51,7 @@ from lifecycle import plot, runlog
 ROOT = Path(__file__).parent.parent
 SETTINGS = """
     --run_dir=runs/elastic --device=cpu --precision=fp32 --max_steps=250 --eval_interval=50
-    --save_interval=20 --resume=auto --peak_tflops=auto --expect=
+    --save_interval=20 --resume=auto --peak_tflops=auto
 """.split()
 CLOSE = 0.03  # nats a token, between final validation losses
 

@@ -124,6 +124,7 @@ class Reporter:
             memory_gb=runlog.memory_gb(self.world.device),
         )
         agreed.bad_step = is_bad
+        is_followed = self.cadence.must_read_now(step + 1)  # by an evaluation or a save
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
         steps_taken = step + 1 - self.cadence.skips.before(step + 1)
         tokens_per_second = tokens / step_seconds
@@ -142,7 +143,8 @@ class Reporter:
                 "seconds": step_seconds,
                 "slowest_rank": agreed.slowest_rank,
                 "slowest_by": agreed.slowest_by,
-            }
+            },
+            always_shown=bool(is_bad or agreed.save or agreed.stop_signal or is_followed),
         )
         self.bad_steps.check()
         self.save_postponed = agreed.save and agreed.bad_step
@@ -211,14 +213,18 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
     draws = start.seed_to_draw(cfg) is not None
     next_line = "initializing the weights" if draws else "reading the weights"
     if start.step == 0:
-        n_tokens = data.n_evaluated(dataset.val, cfg.eval_tokens) * model_cfg.max_seq_len
-        next_line += f", then a first evaluation, of {n_tokens:,} tokens"
+        n_windows = data.n_evaluated(dataset.val, cfg.eval_tokens)
+        n_steps = math.ceil(n_windows / cfg.global_batch_size / 3)  # a forward is a third of a step
+        next_line += (
+            f", then a first evaluation of {n_windows * model_cfg.max_seq_len:,} tokens, which "
+            f"takes about as long as {n_steps:,} step{'s' * (n_steps > 1)}"
+        )
     lines = [
         f"MPT of {n_params:,} parameters, {model_cfg.n_layers} layers x {model_cfg.d_model}, "
         f"{implementation} attention{', compiled blocks' * cfg.compile}",
         *describe_adapters(cfg, n_trained, n_params),
         f"{device}, {describe_mesh(cfg)}, {precision} ({reason}), {speed}",
-        describe_data(dataset),
+        describe_data(dataset, cfg),
         f"batch {cfg.global_batch_size} sequences x {model_cfg.max_seq_len} = "
         f"{world.dp_size} data-parallel ranks x {rows_per_rank} in {n_microbatches} microbatches"
         f"{bubble}",
@@ -227,6 +233,7 @@ def describe_run(model_cfg: MPTConfig, cfg: TrainConfig, world, precision, peak,
         planned_time(model_cfg, cfg, world, precision, peak, start.step),
         checkpoint.space(cfg.run_dir, n_trained, cfg.keep_last),
         *parameter_warning(model_cfg),
+        *batch_warning(cfg, world, dataset),
         *team_warning(cfg, world),
         *stage_warnings(cfg, world, n_microbatches),
         next_line,
@@ -260,7 +267,7 @@ def planned_time(
     expected, shortest, longest = map(runlog.duration, left)
     return (
         f"planned: {seconds:.3g} s a step, {expected} for {steps:,} steps, probably {shortest} to "
-        f"{longest} (plan.py says why); the line of each step says how much is left"
+        f"{longest} (plan.py says why); the lines after step 1 say how much is left"
     )
 
 
@@ -279,15 +286,18 @@ def least_time(
     steps = cfg.max_steps - first
     return (
         f"time: at least {seconds:.3g} s a step, {runlog.duration(steps * seconds)} for {steps:,} "
-        f"steps, since a matmul reaches {rate / 1e12:.3g} TFLOP/s; the line of step 2 and each "
-        "after it says how much is left"
+        f"steps, since a matmul reaches {rate / 1e12:.3g} TFLOP/s; the lines after step 1 say how "
+        "much is left"
     )
 
 
-def describe_data(dataset) -> str:
-    """The folder, its tokens, and how prompts and responses became rows."""
+def describe_data(dataset, cfg: TrainConfig) -> str:
+    """The folder, its tokens, the epochs if there are several, how rows of a chat were made."""
     train = dataset.train
     words = train.describe_rows() if train.has_rows else f"{train.tokens:,} training tokens"
+    epochs = cfg.max_steps * cfg.global_batch_size / len(train)
+    if epochs > 1:
+        words += f"; the run makes {epochs:,.{1 if epochs < 10 else 0}f} epochs"
     return f"{dataset.folder}: {words}"
 
 
@@ -323,6 +333,17 @@ def describe_mesh(cfg: TrainConfig) -> str:
     if cfg.pp > 1:
         words += f", pp {cfg.pp}"
     return words
+
+
+def batch_warning(cfg: TrainConfig, world, dataset) -> list[str]:
+    """A line if the data has fewer windows than a batch, so that a step reads some repeatedly."""
+    n_windows, batch = len(dataset.train), cfg.global_batch_size
+    if batch <= n_windows:
+        return []
+    fitting = n_windows - n_windows % world.dp_size
+    fix = f"lower --global_batch_size to {fitting}, or use" if fitting else "use"
+    what = f"all {n_windows:,} windows" if n_windows > 1 else "the only window"
+    return [f"WARNING: a step reads {what} {batch / n_windows:.3g} times: {fix} more text"]
 
 
 def team_warning(cfg: TrainConfig, world) -> list[str]:

@@ -1,7 +1,8 @@
 """The run folder, which explains itself: what ran, where, with which settings, and what came of it.
 
     runs/demo/config.json      every setting, as resolved from defaults, files and flags
-    runs/demo/launches.jsonl   one line per launch: command, versions, devices, first step
+    runs/demo/launches.jsonl   one line per launch: command, versions, devices, first step, tokens
+                               of an epoch
     runs/demo/tokenizer.json   a copy of the data folder's; none for gpt2 and bytes
     runs/demo/metrics.jsonl    one row per step: step tokens loss lr grad_norm batch_hash skipped
                                tokens_per_second mfu memory_gb seconds slowest_rank slowest_by (the
@@ -29,6 +30,7 @@ import os
 import platform
 import resource
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -60,6 +62,8 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
     "val_bits_per_byte": float,
     "icl": dict,
 }
+SCREEN_SECONDS = 2  # between two steps on the screen, at least
+WINDOW = 500  # steps over which the time left is averaged; by default an evaluation is among them
 
 
 # -------------------------------------------------------------------------------------------------
@@ -75,6 +79,8 @@ class RunLog:
         self.stop_signal = 0  # signal.SIGPIPE after the reader of our output has exited
         self.size = 0  # bytes of complete rows in the file
         self.unwritten = b""  # rows that could not be written yet
+        self.shown_at = -math.inf  # when the last step was printed
+        self.ends = collections.deque(maxlen=WINDOW)  # (step, when it ended) of this launch
 
     def start(
         self,
@@ -121,8 +127,8 @@ class RunLog:
         if self.global_rank == 0:
             print(text, flush=True)
 
-    def row(self, row: dict) -> None:
-        """Append a row of metrics and print it.
+    def row(self, row: dict, always_shown: bool = True) -> None:
+        """Append a row of metrics, and print it unless it is one of many: see `show`.
 
         While the disk is full, rows are kept in memory and training continues. If the reader of our
         output has exited (Ctrl-C ends `| tee`, too), `stop_signal` asks the run to save and stop.
@@ -130,7 +136,7 @@ class RunLog:
         if self.global_rank > 0:
             return
         try:
-            self.say(line(row, self.cfg.max_steps))
+            self.show(row, always_shown)
         except BrokenPipeError:
             self.stop_signal = signal.SIGPIPE
             program.silence()
@@ -144,6 +150,23 @@ class RunLog:
                 self.say(
                     f"cannot write {self.path} now ({error.strerror}): its rows wait in memory"
                 )
+
+    def show(self, row: dict, always: bool) -> None:
+        """Print a row; a step, unless `always`, only SCREEN_SECONDS after the one printed before.
+
+        The time left counts evaluations and saves, and not the first step, which starts slowly.
+        """
+        if "loss" in row:
+            now = time.monotonic()
+            self.ends.append((row["step"], now))
+            if not always and now - self.shown_at < SCREEN_SECONDS:
+                return
+            self.shown_at = now
+        step_seconds = None
+        if len(self.ends) > 1:
+            (first, begin), (last, end) = self.ends[0], self.ends[-1]
+            step_seconds = (end - begin) / max(last - first, 1)
+        self.say(line(row, self.cfg.max_steps, step_seconds))
 
     def append(self, rows: bytes) -> None:
         """Append complete rows to those in the file. OSError if that fails."""
@@ -167,9 +190,13 @@ def add_line(path: Path, row: dict) -> None:
     files.write_atomically(path, before + json_line(row))
 
 
-def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | None) -> dict:
-    """What launches.jsonl says of this launch, besides command and versions."""
+def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | None, train) -> dict:
+    """What launches.jsonl says of this launch, besides command and versions.
+
+    train: the data.Split that is trained on.
+    """
     return {
+        "epoch_tokens": len(train) * train.seq_len,
         "ranks": world.global_size,
         "device": devices.describe(world.device),
         "precision": precision,
@@ -305,7 +332,8 @@ def read_launches(run_dir) -> list[dict]:
 
 def fault_of_launch(row: dict) -> str:
     """What is wrong with a row of launches.jsonl, "" if nothing."""
-    types = {"first_step": int, "ranks": (int, type(None)), "tp": int, "pp": int}
+    types = dict.fromkeys(("first_step", "tp", "pp", "epoch_tokens"), int)
+    types["ranks"] = (int, type(None))
     return files.wrong_type(row, types)
 
 
@@ -320,8 +348,11 @@ def read_settings(run_dir) -> dict:
 # Rows and runs in words
 
 
-def line(row: dict, max_steps: int) -> str:
-    """A row of metrics for people; a figure that is missing is nan."""
+def line(row: dict, max_steps: int, step_seconds: float | None = None) -> str:
+    """A row of metrics for people; a figure that is missing is nan.
+
+    step_seconds: how long a step takes, for the time that is left.
+    """
     row = collections.defaultdict(lambda: math.nan, row)
     head = f"step {row['step']:>{len(str(max_steps))}}/{max_steps}"
     if "val_loss" in row:
@@ -330,11 +361,13 @@ def line(row: dict, max_steps: int) -> str:
     if "icl" in row:
         return "  ".join([head, *(task_line(*task) for task in row["icl"].items())])
     mfu = "n/a" if row["mfu"] is None else f"{row['mfu']:.1%}"
-    left = duration((max_steps - row["step"]) * row["seconds"])
+    left = ""
+    if step_seconds is not None:
+        left = f"  {duration((max_steps - row['step']) * step_seconds)} left"
     return (
         f"{head}  loss {row['loss']:.4f}  lr {row['lr']:.2e}  grad norm {row['grad_norm']:.2f}  "
-        f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB  "
-        f"{left} left"
+        f"{row['tokens_per_second']:,.0f} tokens/s  MFU {mfu}  {row['memory_gb']:.1f} GB"
+        f"{left}"
     )
 
 
@@ -356,7 +389,7 @@ def task_line(name: str, figures: dict) -> str:
 
 
 def summary(run_dir: str, expect: str = "") -> str:
-    """Steps, first and last validation, what to expect, and damaged lines: at most four lines."""
+    """Steps, validations, overfitting, what to expect, damaged lines: at most five lines."""
     rows, bad = read_metrics(run_dir)
     steps = [row for row in rows if "loss" in row]
     evaluations = [row for row in rows if "val_loss" in row]
@@ -369,11 +402,37 @@ def summary(run_dir: str, expect: str = "") -> str:
             f"validation loss {first['val_loss']:.3f} -> {last['val_loss']:.3f} nats per token, "
             f"{first_bits:.3f} -> {last_bits:.3f} bits per byte"
         )
+        lines += overfitting(steps, evaluations, read_launches(run_dir))
     if expect:
         lines.append(f"to expect: {expect}")
     if bad:
         lines.append(damaged_lines(Path(run_dir) / "metrics.jsonl", bad))
     return "\n".join(lines)
+
+
+def overfitting(steps: list[dict], evaluations: list[dict], launches: list[dict]) -> list[str]:
+    """A line if the validation loss has risen by 2 % from its lowest, while that of training fell.
+
+    A training loss is the median of 20 steps.
+    """
+    best, last = min(evaluations, key=lambda row: row["val_loss"]), evaluations[-1]
+    losses_then = [row["loss"] for row in steps if row["step"] <= max(best["step"], 1)][-20:]
+    losses_now = [row["loss"] for row in steps][-20:]
+    if not losses_then or not last["val_loss"] > 1.02 * best["val_loss"]:  # false for NaN, too
+        return []
+    then, now = statistics.median(losses_then), statistics.median(losses_now)
+    if not now < then:
+        return []
+    words = (
+        f"overfitting: since step {best['step']} the validation loss has risen from "
+        f"{best['val_loss']:.3f} to {last['val_loss']:.3f}, while the training loss fell from "
+        f"{then:.3f} to {now:.3f}"
+    )
+    epoch_tokens = launches[-1].get("epoch_tokens", 0) if launches else 0
+    times_read = steps[-1].get("tokens", 0) // max(epoch_tokens, 1)
+    if epoch_tokens > 0 and times_read > 1:
+        words += f", on {epoch_tokens:,} tokens, each read {times_read:,} times"
+    return [f"{words}; more text, fewer steps or a smaller model prevent that"]
 
 
 def summary_of_steps(steps: list[dict]) -> str:
@@ -393,7 +452,9 @@ def main(argv) -> None:
     config.arguments(argv, "RUN_DIR")
     rows, settings = read(argv[0]), read_settings(argv[0])
     print(summary(argv[0], settings.get("expect")))
-    print(line(rows[-1], settings["max_steps"]) if rows else "no step is done yet")
+    seconds = [row["seconds"] for row in rows if "seconds" in row][-WINDOW:]
+    step_seconds = statistics.median(seconds) if seconds else None
+    print(line(rows[-1], settings["max_steps"], step_seconds) if rows else "no step is done yet")
 
 
 if __name__ == "__main__":

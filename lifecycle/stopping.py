@@ -55,7 +55,8 @@ def begin(argv: list[str]) -> None:
         return
     with contextlib.suppress(UserError, OSError):
         _, cfg = config.load(argv, MPTConfig, TrainConfig)
-        print(f"{cfg.run_dir}: loading PyTorch", flush=True)
+        next_ = "then checking data and checkpoints, which takes up to half a minute"
+        print(f"{cfg.run_dir}: loading PyTorch, {next_}", flush=True)
 
 
 def exit_immediately(number: int, frame=None) -> None:

@@ -189,6 +189,8 @@ def print_stream(decoder: Decoder, text: Text, speed: Speed, settings: dict) -> 
     for _, piece in write(decoder, [text], speed, **settings):
         print(piece, end="", flush=True)
     print(flush=True)
+    if not text.text:
+        print(f"no text: {text.end} came first; set another --seed or --prompt", file=sys.stderr)
     if text.end == "max_seq_len":
         print(f"ended at max_seq_len {text.max_ids}, where learned positions end", file=sys.stderr)
 

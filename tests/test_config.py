@@ -81,6 +81,31 @@ def test_defaults_then_files_then_flags(write):
     assert settings["run_dir"] == TrainConfig.run_dir
 
 
+@pytest.mark.parametrize(
+    "flags, kept",
+    [
+        ("", True),
+        ("--run_dir=r --pp=2 --microbatch_size=2 --precision=fp32 --attn_impl=sdpa", True),
+        ("--lr=2e-3 --dataset=stdlib", True),  # as in the file
+        ("--rope=false", True),  # the default
+        ("--lr=1e-3", False),
+        ("--max_steps=60", False),
+        ("--dataset=my/*.txt", False),
+        ("--n_layers=2", False),
+        ("other.py", False),
+        ("other.py --expect=another", True),
+    ],
+)
+def test_an_expected_result_is_that_of_the_settings_it_was_written_for(flags, kept, write):
+    """A file's `expect` goes when a later file or a flag decides otherwise how the run ends."""
+    demo = write('expect = "4.7"\nlr = 2e-3\nwarmup_steps = 5', "demo.py")
+    other = write("d_model = 64", "other.py")
+    words = [word.replace("other.py", other) for word in flags.split()]
+    _, cfg = load([demo, *words], MPTConfig, TrainConfig)
+    assert bool(cfg.expect) == kept
+    assert not config.SAME_RESULT - FIELDS.keys()
+
+
 def test_without_arguments_the_defaults():
     assert both() == {name: field.default for name, field in FIELDS.items()}
 

@@ -149,19 +149,16 @@ def test_tokens_and_mfu_are_what_one_computes_by_hand(first_run):
     folder, out = first_run
     printed = re.findall(r"step (\d)/6  loss ([\d.]+) .* ([\d,]+) tokens/s  MFU ([\d.]+)%", out)
     rows = [row for row in runlog.read(folder / "run") if "loss" in row]
-    assert len(printed) == len(rows) == 6
-    for (step, loss, speed, mfu), row in zip(printed, rows, strict=True):
+    shown = {int(step): figures for step, *figures in printed}
+    assert {1, 6} <= shown.keys() and [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    for row in rows:
         assert row["tokens"] == row["step"] * 8 * 32
         by_hand = 8 * 32 / row["seconds"]
         assert row["tokens_per_second"] == pytest.approx(by_hand, rel=1e-9)
         use = (6 * N_PARAMS + 12 * 2 * 32 * 32) * by_hand / (4 * 1e9)
         assert row["mfu"] == pytest.approx(use, rel=1e-6)
-        assert (int(step), loss, speed, mfu) == (
-            row["step"],
-            f"{row['loss']:.4f}",
-            f"{by_hand:,.0f}",
-            f"{use:.1%}"[:-1],
-        )
+        expected = [f"{row['loss']:.4f}", f"{by_hand:,.0f}", f"{use:.1%}"[:-1]]
+        assert shown.get(row["step"], expected) == expected
 
 
 def test_validation_is_given_in_bits_a_byte_as_well(first_run):

@@ -70,6 +70,13 @@ def test_a_special_token_in_a_prompt(said):
     assert json.loads(as_text)["text"] != json.loads(new_document)["text"]
 
 
+def test_an_empty_text_is_explained(said, run, capsys):
+    settings = ["--prompt=the river", "--temperature=0"]
+    text = json.loads(said(*settings, "--json"))["text"]
+    program.main([str(run), *settings, f"--stop={text[0]}"])
+    assert "no text: stop string came first; set another --seed or" in capsys.readouterr().err
+
+
 def test_program_takes_many_prompts(said, tmp_path):
     (tmp_path / "prompts.txt").write_text("the river\n\nä tree\n")
     twice = ["--prompt=a", "--prompt=a", "--precision=fp32"]

@@ -264,6 +264,14 @@ def test_every_command_is_of_a_kind_that_is_tested():
 # --- The form of README.md
 
 
+def test_no_prompt_of_ours_ends_with_a_space():
+    """A space is the first character of the next token: after "def " a model writes oddities."""
+    programs = "".join((ROOT / name).read_text() for name in ("Makefile", "generate.py"))
+    prompts = re.findall(r"""--prompt=(["'])(.*?)\1""", PAGES + FOLDER_PAGES + programs)
+    assert len(prompts) > 8
+    assert not [prompt for _, prompt in prompts if prompt.endswith(" ")]
+
+
 def test_the_readme_begins_with_the_two_commands_and_is_short():
     first = [line.split("  #")[0].strip() for line in BLOCKS[:2]]
     assert first == ["make train", "make test"]

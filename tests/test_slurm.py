@@ -19,6 +19,7 @@ import time
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
 
+from lessons.elastic import steps_done
 from lifecycle import runlog
 
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
@@ -130,6 +131,13 @@ class Job:
         """Wait until the log has these words this many times."""
         deadline = time.monotonic() + PATIENCE
         while self.said().count(words) < times:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said()
+            time.sleep(0.05)
+
+    def until_step(self, step, run_dir) -> None:
+        """Wait until the run in a folder has taken so many steps."""
+        deadline = time.monotonic() + PATIENCE
+        while steps_done(self.folder / run_dir) < step:
             assert time.monotonic() < deadline and self.process.poll() is None, self.said()
             time.sleep(0.05)
 
@@ -291,7 +299,7 @@ def test_a_real_run_is_warned_and_goes_on_as_if_it_had_not_been(job, script, tin
     job.submit(script, *args, "--run_dir=straight", edit=one_thread)
     assert job.end() == 0, job.said()
     job.submit(script, *args, "--run_dir=warned", edit=one_thread)
-    job.until("step  5/")
+    job.until_step(5, "warned")
     job.signal(signal.SIGUSR1)
     assert job.end() == 75 and job.requeued() == 1, job.said()
     job.submit(script, *args, "--run_dir=warned", edit=one_thread)

@@ -5,7 +5,7 @@ Part 1. Before you run anything: one of these three learning rates diverges, tha
 Part 2. Run all three. Write down the validation loss at which each ends, from its last lines or
         from metrics.jsonl. On two CPU cores that nothing else uses, a run takes half a minute.
 
-    alias short="python fsdp_train.py configs/demo.py --max_steps=60 --warmup_steps=10 --expect="
+    alias short="python fsdp_train.py configs/demo.py --max_steps=60 --warmup_steps=10"
     short --lr=2e-3 --run_dir=runs/lessons/0-low
     short --lr=2e-2 --run_dir=runs/lessons/0-middle
     short --lr=2e-1 --run_dir=runs/lessons/0-high

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import config
+import data
 import devices
 import flops
 import optim
@@ -131,11 +132,11 @@ class Lagging:
     def __init__(self, **settings):
         cfg = TrainConfig(max_steps=100, warmup_steps=0, max_bad_steps=9, **settings)
         self.cadence = Cadence(cfg)
-        self.rows = []
+        self.rows, self.always_shown = [], []
         self.signals = SimpleNamespace(stop_signal=0)
         timer = SimpleNamespace(take=lambda: lambda: 0.1)
         self.reporter = reporter.Reporter(
-            SimpleNamespace(row=lambda row: self.rows.append(row["step"]), stop_signal=0),
+            SimpleNamespace(row=self.row, stop_signal=0),
             MPTConfig(d_model=32, n_heads=2, n_layers=1),
             cfg,
             World(0, 1, 0, 1, torch.device("cpu")),
@@ -146,6 +147,10 @@ class Lagging:
             first_step=0,
         )
         self.reporter.lag = 1
+
+    def row(self, row, always_shown):
+        self.rows.append(row["step"])
+        self.always_shown += [row["step"]] * always_shown
 
     def take(self, step, loss=2.0, read_now=False):
         """Queue a step; what the ranks agreed on."""
@@ -171,6 +176,39 @@ def test_a_save_that_a_bad_step_postponed_comes_with_the_next_good_one(monkeypat
     agreed = run.take(1, loss=math.nan)
     assert run.rows == [1, 2] and not run.cadence.must_save(2, agreed)
     assert run.cadence.must_save(3, run.take(2)) and run.rows == [1, 2, 3]
+
+
+def test_a_step_after_which_something_happens_is_always_shown():
+    run = Lagging(eval_interval=4, save_interval=6)
+    run.reporter.lag = 0
+    for step in range(11):
+        run.signals.stop_signal = signal.SIGTERM if step == 10 else 0
+        run.take(step, loss=math.nan if step == 1 else 2.0)
+    assert run.rows == list(range(1, 12))
+    assert run.always_shown == [2, 4, 6, 8, 11]  # a bad step, two evaluations, a save, a signal
+
+
+def test_data_that_is_read_several_times_is_pointed_out(tiny_data):
+    """In an epoch that is usual; in a step it is not. What the warning advises ends it."""
+    dataset = data.Dataset(tiny_data, MPTConfig(max_seq_len=8192, vocab_size=257))
+    n = len(dataset.train)
+    assert n > 4
+
+    def lines(batch, dp_size, max_steps=1):
+        cfg = TrainConfig(global_batch_size=batch, max_steps=max_steps)
+        world = World(0, dp_size, 0, dp_size, torch.device("cpu"), 0, dp_size)
+        return reporter.describe_data(dataset, cfg), reporter.batch_warning(cfg, world, dataset)
+
+    assert "epochs" not in lines(n, 1)[0] and not lines(n, 1)[1]
+    assert lines(n, 1, max_steps=3)[0].endswith(" training tokens; the run makes 3.0 epochs")
+    assert lines(n, 1, max_steps=950)[0].endswith("the run makes 950 epochs")
+    for dp_size in (1, 4):
+        (line,) = lines(128 * n, dp_size)[1]
+        assert f"a step reads all {n} windows 128 times: lower --global_batch_size to " in line
+        fitting = int(re.search(r"size to (\d+),", line)[1])
+        assert fitting % dp_size == 0 and not lines(fitting, dp_size)[1]
+    (line,) = lines(2 * n, 2 * n)[1]
+    assert line.endswith("2 times: use more text")  # so many ranks have no smaller batch
 
 
 ADAPTED = TrainConfig(init_from="base", lora_rank=4, lora_last_blocks=1, lora_train="norms")
@@ -269,7 +307,7 @@ def test_where_planning_knows_nothing_a_matmul_says_how_long_it_takes_at_least(
         assert line.startswith(f"time: at least {n_flops / rate:.3g} s a step, ")
         left = datetime.timedelta(seconds=round(60 * n_flops / rate))
         assert f" {left} for 60 steps, since a matmul reaches {rate / 1e12:g} TFLOP/s" in line
-        assert line.endswith("the line of step 2 and each after it says how much is left")
+        assert line.endswith("the lines after step 1 say how much is left")
 
     endless = reporter.planned_time(m, replace(cfg, max_steps=10**15), world, precision, None, 0)
     assert "unknown time for 1,000,000,000,000,000 steps" in endless

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,15 +80,74 @@ def test_only_rank_zero_writes(tmp_path, capsys):
 
 
 def test_console_line_says_the_same_as_the_row():
-    line = runlog.line(row(40, mfu=0.4321, tokens_per_second=12345.6), max_steps=100)
+    shown = row(40, mfu=0.4321, tokens_per_second=12345.6)
+    line = runlog.line(shown, max_steps=100, step_seconds=2.0)
     assert line == (
         "step  40/100  loss 5.0000  lr 1.00e-03  grad norm 1.00  12,346 tokens/s  MFU 43.2%  "
         "0.1 GB  0:02:00 left"
     )
+    assert line.startswith(runlog.line(shown, 100)) and "left" not in runlog.line(shown, 100)
     assert "MFU n/a" in runlog.line(row(1, mfu=None), 100)
     assert runlog.line({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5}, 100) == (
         "step   0/100  validation loss 9.0000  3.500 bits per byte"
     )
+
+
+def test_the_screen_shows_a_step_every_two_seconds_and_how_long_the_rest_takes(
+    tmp_path, monkeypatch, capsys
+):
+    """100 steps of 0.2 or 0.4 s, in turns; the first one and the evaluation take 30 s and 4 s."""
+    log = opened(tmp_path)
+    capsys.readouterr()
+    now = 1000.0
+    monkeypatch.setattr(runlog, "time", SimpleNamespace(monotonic=lambda: now))
+    ends = {}
+    for step in range(1, 101):
+        now += 30 if step == 1 else 0.2 if step % 2 else 0.4
+        ends[step] = now
+        log.row(row(step), always_shown=step in (50, 100))
+        if step == 50:
+            now += 4
+            log.row({"step": step, "val_loss": 9.0, "val_bits_per_byte": 3.5})
+    assert steps_in(log.path) == [*range(1, 51), *range(50, 101)]
+
+    lines = capsys.readouterr().out.splitlines()
+    pattern = r"step +(\d+)/100  loss .* GB(?:  0:(\d\d):(\d\d) left)?"
+    shown = [match.groups() for line in lines if (match := re.fullmatch(pattern, line))]
+    assert [int(step) for step, *_ in shown][:2] == [1, 8] and shown[0][1] is None
+    assert {50, 100} <= {int(step) for step, *_ in shown} and 14 <= len(shown) <= 18
+    for step, minutes, seconds in shown[1:]:
+        to_come = ends[100] - ends[int(step)]
+        assert int(minutes) * 60 + int(seconds) == pytest.approx(to_come, abs=4.5), step
+
+
+@pytest.mark.parametrize(
+    "val, losses, epoch_tokens, words",
+    [
+        ([9.3, 4.72, 4.75], [9.0, 4.7, 4.6], 100, []),  # noise
+        ([9.0, 8.0, 9.5], [9.0, 8.0, 9.5], 100, []),  # it diverges
+        ([9.0, 4.0, math.nan], [9.0, 4.0, 1.0], 100, []),
+        ([9.06, 9.5, 10.41], [9.0, 3.0, 0.5], 323, ["since step 0 ", "from 9.060 to 10.410"]),
+        ([9.0, 4.0, 4.5], [9.0, 4.0, 1.0], 10, ["step 20 ", "10 tokens, each read 40 times"]),
+        ([9.0, 4.0, 4.5], [9.0, 4.0, 1.0], 10**6, ["step 20 ", "1.000; more text"]),
+        ([9.0, 4.0, 4.5], [9.0, 4.0, 1.0], None, ["step 20 ", "1.000; more text"]),
+    ],
+)
+def test_a_run_that_overfits_says_so_and_why(tmp_path, val, losses, epoch_tokens, words):
+    """Evaluated before, in the middle and at the end of 40 steps of ten tokens."""
+    log = opened(tmp_path)
+    for step in range(41):
+        if step:
+            loss = losses[min(step // 20, 1)] if step < 21 else losses[2]
+            log.row(row(step, loss=loss, tokens=10 * step))
+        if step % 20 == 0:
+            log.row({"step": step, "val_loss": val[step // 20], "val_bits_per_byte": 1.0})
+    launch = {"first_step": 0} | ({"epoch_tokens": epoch_tokens} if epoch_tokens else {})
+    (tmp_path / "run/launches.jsonl").write_text(json.dumps(launch))
+    lines = runlog.summary(str(tmp_path / "run")).splitlines()
+    found = [line for line in lines if line.startswith("overfitting: ")]
+    assert len(found) == bool(words)
+    assert all(word in found[0] for word in words)
 
 
 def test_bits_per_byte_of_uniform_bytes_is_eight():

@@ -7,7 +7,9 @@ import sys
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment
 
-LINE = "runs/x: loading PyTorch\n"
+LINE = (
+    "runs/x: loading PyTorch, then checking data and checkpoints, which takes up to half a minute\n"
+)
 RIGHT = ["--run_dir=runs/x", "--max_steps=200"]
 
 
