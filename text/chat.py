@@ -288,9 +288,9 @@ class Template:
             messages = [{"role": role, "content": ""} for role in roles]
             with contextlib.suppress(UserError):  # not every template takes every role
                 written += self.text(messages, add_generation_prompt=True)
-        # A word may stand in the source without being written: {{ message.content }}.
-        symbols = [name for name in others if not name.isalnum() and name in self.source]
-        used = [name for name in others if name in written or name in symbols]
+        # Not every branch was taken. A word in the source need not be text: {{ message.content }}.
+        in_source = {name for name in others if name in self.source and not name.isalnum()}
+        used = in_source | {name for name in others if name in written}
         for name in used:
             problem = f"{self.name} writes {name}, which other words can spell as well"
             require(others[name].exact, f'{problem}: set its "special" to true in tokenizer.json')
@@ -358,12 +358,12 @@ class Template:
         except BaseException:  # Ctrl-C: the next line would answer this request
             self.process.kill()
             raise
-        if not line:
+        if not line.endswith("\n"):
             last_words = end(self.process).strip().rpartition("\n")[2]
             limit = f"needs more than {SECONDS:g} s for a conversation: it is refused"
             too_slow = self.process.returncode == -signal.SIGPROF
             self.fault = f"{self.name} {limit if too_slow else f'fails: {last_words[:200]}'}"
-        require(line, self.fault)
+        require(not self.fault, self.fault)
         answer = json.loads(line)
         reason = " ".join(answer.get("error", "").replace(tokenizers.MARK, "").split())
         require(not reason, f"{self.name} {reason[:200]}")

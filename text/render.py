@@ -165,7 +165,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asks
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        least = MOST_BYTES if most == resource.RLIM_INFINITY else min(MOST_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (least, least))
     setup = json.loads(sys.stdin.readline())
 
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # of the processor, until SIGPROF
