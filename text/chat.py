@@ -29,7 +29,9 @@ set --tokenizer.
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +54,7 @@ ROLES = ("system", "user", "assistant", "tool")
 RESPONSES = ("response", "completion")
 MESSAGE_KEYS = ("role", "content", "weight")
 MOST_FAULTS = 20  # bad lines that one message names
+OLDEST_JINJA = "3.1.6"
 SECONDS = 5.0  # of the processor, in which a template writes a conversation; usual are 0.001
 
 CHATML = (
@@ -276,7 +279,8 @@ class Template:
         self.fault = ""
         self.process = None
         self.reserved = [END_OF_TEXT]
-        if source != CHATML:
+        if source != CHATML:  # ours
+            require_safe_jinja(name)
             self.text(SAMPLE)
         self.reserved = self.names_of_its_own(reserved) if reserved else [END_OF_TEXT]
 
@@ -341,7 +345,6 @@ class Template:
             "special_tokens": self.special_tokens,
             "mark": tokenizers.MARK,
             "seconds": SECONDS,
-            "is_foreign": self.source != CHATML,
         }
         self.answer(setup)
 
@@ -368,6 +371,15 @@ class Template:
         reason = " ".join(answer.get("error", "").replace(tokenizers.MARK, "").split())
         require(not reason, f"{self.name} {reason[:200]}")
         return answer
+
+
+def require_safe_jinja(name: str) -> None:
+    """UserError if the sandbox of the installed Jinja2 has holes. name: of the template."""
+    installed = importlib.metadata.version("jinja2")
+    numbers, oldest = (list(map(int, re.findall(r"\d+", v))) for v in (installed, OLDEST_JINJA))
+    needs = f"{name} needs Jinja2 {OLDEST_JINJA} or later"
+    problem = f"{needs} (in version {installed} a template can run any code)"
+    require(numbers >= oldest, f"{problem}: pip install 'jinja2>={OLDEST_JINJA}'")
 
 
 def end(process: subprocess.Popen) -> str:

@@ -14,7 +14,6 @@ follows them. `text/chat.py::Template` starts this process, one for each templat
         python -m text.render
 """
 
-import importlib.metadata
 import json
 import re
 import resource
@@ -24,9 +23,6 @@ import sys
 import jinja2  # torch requires it
 import jinja2.ext
 import jinja2.sandbox
-
-# Older sandboxes have holes through which a template runs any code.
-OLDEST_JINJA = "3.1.6"
 
 MOST_BYTES = 2**30  # of this process, on Linux
 # What a template may write: so much of its own, and so much for each character of a conversation
@@ -132,20 +128,8 @@ def reason_of(error: BaseException) -> str:
     return str(error)[:1000] or type(error).__name__
 
 
-def outdated(installed: str) -> str:
-    """Why the installed Jinja2 must not run a template of somebody else; "" if it may."""
-    numbers, oldest = (list(map(int, re.findall(r"\d+", v))) for v in (installed, OLDEST_JINJA))
-    if numbers >= oldest:
-        return ""
-    holes = f"in version {installed} a template can run any code"
-    return f"needs Jinja2 {OLDEST_JINJA} or later ({holes}): pip install 'jinja2>={OLDEST_JINJA}'"
-
-
 def started(setup: dict) -> tuple[Renderer | None, dict]:
     """The template of the first line, and the answer to it."""
-    old = setup.get("is_foreign") and outdated(importlib.metadata.version("jinja2"))
-    if old:
-        return None, {"error": old}
     try:
         return Renderer(setup), {}
     except Exception as error:  # jinja2.TemplateError, or Python's compiler gives up
@@ -166,8 +150,8 @@ def main() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     if sys.platform == "linux":
         _, most = resource.getrlimit(resource.RLIMIT_AS)
-        least = MOST_BYTES if most == resource.RLIM_INFINITY else min(MOST_BYTES, most)
-        resource.setrlimit(resource.RLIMIT_AS, (least, least))
+        limit = MOST_BYTES if most == resource.RLIM_INFINITY else min(MOST_BYTES, most)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     setup = json.loads(sys.stdin.readline())
 
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # of the processor, until SIGPROF

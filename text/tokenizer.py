@@ -82,8 +82,8 @@ PROBE = """
 import resource, sys, tokenizers
 if sys.platform == "linux":
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    least = 2**32 if most == resource.RLIM_INFINITY else min(2**32, most)
-    resource.setrlimit(resource.RLIMIT_AS, (least, least))
+    limit = 2**32 if most == resource.RLIM_INFINITY else min(2**32, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 words = "The quick brown fox, aged 42, doesn't jump over größe 世界 <|endoftext|>\\n\\t"
 runs = "".join(c * 300 for c in "aA1 .\\n\\t_-世") + "ab1 " * 100
 library = tokenizers.Tokenizer.from_file(sys.argv[1])

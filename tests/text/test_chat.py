@@ -472,7 +472,7 @@ def test_a_jinja_with_holes_is_refused(version, is_safe, tmp_path, monkeypatch):
     (tmp_path / "jinja2-1.dist-info").mkdir()
     about = tmp_path / "jinja2-1.dist-info" / "METADATA"
     about.write_text(f"Metadata-Version: 2.1\nName: Jinja2\nVersion: {version}\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     assert load_template("").text([USER]) == "<|im_start|>user\nhi<|im_end|>\n"
     if is_safe:
         Template(LLAMA_LIKE, "x", {"bos_token": ""})
