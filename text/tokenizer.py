@@ -272,7 +272,12 @@ class HuggingFaceTokenizer:
 
         So has "é", which spells the byte 0xE9. UserError unless it is special.
         """
-        found = [piece.id for piece in self.library.model.tokenize(token.content)]
+        try:
+            found = [piece.id for piece in self.library.model.tokenize(token.content)]
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # as in `encode`: the model cannot write it
+            return False
         if found != [token_id]:
             return False
         bytes_ = self.bytes_of[token_id]
