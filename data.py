@@ -281,7 +281,7 @@ def documents_of(cfg: TrainConfig, tokenizer=None):
         return corpus.documents(cfg.dataset)
     from text import chat
 
-    reserved = tokenizer.special_tokens if tokenizer else [tokenizers.END_OF_TEXT]
+    reserved = tokenizer.special_tokens if tokenizer else None
     examples = chat.examples(cfg.dataset, chat.load_template(cfg.chat_template, reserved))
     return examples if tokenizer else map(chat.plain_text, examples)
 

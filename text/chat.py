@@ -27,15 +27,18 @@ it will be learned, or `python -m text.chat` for one of ours. Both take bytes fo
 set --tokenizer.
 """
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import re
+import signal
+import subprocess
+import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-import jinja2  # torch requires it
-import jinja2.ext
-import jinja2.sandbox
 import numpy as np
 
 import config
@@ -45,12 +48,14 @@ from storage.files import shown
 from text import corpus
 from text import tokenizer as tokenizers
 from text.packing import fill_rows, pack
-from text.tokenizer import END_OF_TEXT
+from text.tokenizer import END_OF_TEXT, SpecialToken
 
 ROLES = ("system", "user", "assistant", "tool")
 RESPONSES = ("response", "completion")
 MESSAGE_KEYS = ("role", "content", "weight")
 MOST_FAULTS = 20  # bad lines that one message names
+OLDEST_JINJA = "3.1.6"
+SECONDS = 5.0  # of the processor, in which a template writes a conversation; usual are 0.001
 
 CHATML = (
     "{% for message in messages %}"
@@ -64,6 +69,12 @@ SAMPLE = [
     {"role": "assistant", "content": "4"},
     {"role": "user", "content": "And 3+3?"},
     {"role": "assistant", "content": "6"},
+]
+
+WITH_EACH_ROLE = [
+    ("user", "assistant"),
+    ("system", "user", "assistant"),
+    ("user", "assistant", "tool"),
 ]
 
 # --------------------------------------------------------------------------------------------------
@@ -97,7 +108,7 @@ def examples(dataset: str, template: "Template"):
             turns = turns_of(corpus.parsed(row), template)
         except UserError as error:
             faults.append(f"{place}: {error}")
-            if len(faults) > MOST_FAULTS:
+            if len(faults) > MOST_FAULTS or template.fault:
                 break
             continue
         if not faults:
@@ -157,20 +168,33 @@ def turns_of_messages(messages, template: "Template") -> list[Turn]:
         {"role": message["role"], "content": template.spelled_out(message["content"])}
         for message in messages
     ]
+    answers = [number for number, turn in enumerate(texts) if turn["role"] == "assistant"]
+    cuts = [cut for number in answers for cut in ((number, True), (number + 1, False))]
+    written = template.texts(texts, cuts)
     turns = []
     so_far = ""
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        asked = template.text(texts[:number], add_generation_prompt=True)
-        answered = template.text(texts[: number + 1])
+    for number, asked, answered in zip(answers, written[::2], written[1::2], strict=True):
+        if asked.startswith(so_far) and not answered.startswith(asked):
+            check_question(template.text(texts[:number]), asked, answered)
         continues = asked.startswith(so_far) and answered.startswith(asked)
         problem = "chat_template renders an earlier turn differently once another follows"
         require(continues, f"{problem}, so turns cannot be told apart")
-        read = asked[len(so_far) :]
-        turns.append(Turn(read, answered[len(asked) :], message.get("weight")))
+        weight = messages[number].get("weight")
+        turns.append(Turn(asked[len(so_far) :], answered[len(asked) :], weight))
         so_far = answered
     return turns
+
+
+def check_question(before: str, asked: str, answered: str) -> None:
+    """UserError if a template asks for an answer in words that it does not write before one.
+
+    before: the messages as text; asked: these with the request for an answer; answered: with one.
+    """
+    words = asked[len(before) :]
+    problem = f"what chat_template writes with add_generation_prompt, {words[-40:]!r}"
+    fix = "give --chat_template a file that writes the same before an answer"
+    is_same_start = asked.startswith(before) and answered.startswith(before)
+    require(not is_same_start, f"{problem}, does not precede an answer: {fix}")
 
 
 def checked_messages(messages) -> list[dict]:
@@ -229,9 +253,12 @@ def check_weight(values: dict, name: str) -> None:
 class Template:
     """A chat template: messages -> text. It is Jinja, with what transformers adds to it.
 
-    source: the template. Templates come with models from other people, so it runs in Jinja's
-    sandbox, which gives it the messages and nothing else. The date of today is refused
-    (`strftime_now`), and a template that asks whether it is there writes a date of its own.
+    Templates come with models from other people, so a process of its own runs it (text/render.py).
+    The date of today is refused (`strftime_now`), and a template that asks whether it is there
+    writes a date of its own.
+
+    reserved    the names of tokens that no message may write
+    fault       why its process has ended and no text can be had any more, "" if it has not
     """
 
     def __init__(
@@ -239,36 +266,45 @@ class Template:
         source: str,
         name: str,
         special_tokens: dict[str, str] | None = None,
-        reserved=(END_OF_TEXT,),
+        reserved: dict[str, SpecialToken] | None = None,
     ):
-        """name: for messages. special_tokens: such as eos_token, which the template may write.
-        reserved: the tokenizer's special tokens, which no message may write.
+        """source: the template. name: for messages. special_tokens: such as eos_token, which the
+        template may write. reserved: the tokenizer's `special_tokens`.
 
         Raises UserError if it is no template, or writes end-of-text between turns.
         """
         self.source = source
         self.name = name
         self.special_tokens = special_tokens or {}
-        self.reserved = reserved
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = refuse
-        today = "strftime_now would write another date every day: write a fixed date in its place"
-        environment.globals["strftime_now"] = jinja2.Undefined(today)
-        try:
-            self.template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"{name} is not a template: {config.one_line(error)}") from error
-        self.text(SAMPLE)
+        self.fault = ""
+        self.process = None
+        self.reserved = [END_OF_TEXT]
+        if source != CHATML:  # ours
+            require_safe_jinja(name)
+            self.text(SAMPLE)
+        self.reserved = self.names_of_its_own(reserved) if reserved else [END_OF_TEXT]
+
+    def names_of_its_own(self, tokens: dict[str, SpecialToken]) -> list[str]:
+        """Special tokens, and those among the other ones that the template writes itself."""
+        others = {name: token for name, token in tokens.items() if not token.special}
+        written = ""
+        for roles in WITH_EACH_ROLE if others else ():
+            messages = [{"role": role, "content": ""} for role in roles]
+            with contextlib.suppress(UserError):  # not every template takes every role
+                written += self.text(messages, add_generation_prompt=True)
+        # Not every branch was taken. A word in the source need not be text: {{ message.content }}.
+        in_source = {name for name in others if name in self.source and not name.isalnum()}
+        used = in_source | {name for name in others if name in written}
+        for name in used:
+            problem = f"{self.name} writes {name}, which other words can spell as well"
+            require(others[name].exact, f'{problem}: set its "special" to true in tokenizer.json')
+        return [name for name in tokens if name in used or name not in others]
 
     @property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the SHA-256 of all that determines the text of messages."""
-        content = json.dumps([self.source, self.special_tokens], sort_keys=True)
+        tokens = {name: text for name, text in self.special_tokens.items() if text}
+        content = json.dumps([self.source, tokens], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def spelled_out(self, content: str) -> str:
@@ -276,99 +312,106 @@ class Template:
         return tokenizers.spelled_out(content, self.reserved)
 
     def text(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        """The messages as text, without end-of-text around them, which is an id and no text.
+        """The text of all messages, see `texts`."""
+        return self.texts(messages, [(len(messages), add_generation_prompt)])[0]
+
+    def texts(self, messages: list[dict], cuts: list[tuple[int, bool]]) -> list[str]:
+        """For each cut (n, ask) the first n messages as text, without end-of-text around them,
+        which is an id and no text.
 
         messages: their content as `spelled_out` returns it, unless it is known.
-        add_generation_prompt: end with what precedes an answer. UserError if the template fails, or
-        writes end-of-text where the conversation goes on: here that id ends a text, and what comes
-        after it sees nothing of what was before.
+        ask: end with what precedes an answer. UserError if the template fails, or writes
+        end-of-text where the conversation goes on: here that id ends a text, and what comes after
+        it sees nothing of what was before.
         """
-        try:
-            text = self.template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
-        except Exception as error:  # whatever its author's code raises
-            reason = config.one_line(error).replace(tokenizers.MARK, "") or type(error).__name__
-            raise UserError(f"{self.name} fails: {reason}") from error
-        text = text.removeprefix(END_OF_TEXT).removesuffix(END_OF_TEXT)
+        if not self.process:
+            self.start()
+        texts = self.answer({"messages": messages, "cuts": cuts})["texts"]
+        texts = [text.removeprefix(END_OF_TEXT).removesuffix(END_OF_TEXT) for text in texts]
         fix = "give --chat_template a file without it"
         inside = f"{self.name} writes {END_OF_TEXT} between turns"
-        require(END_OF_TEXT not in text, f"{inside}: {fix}")
-        return text
+        require(not any(END_OF_TEXT in text for text in texts), f"{inside}: {fix}")
+        return texts
+
+    def start(self) -> None:
+        """Start the process of the template. UserError if it is no template."""
+        command = [sys.executable, "-m", "text.render"]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        root = Path(__file__).resolve().parent.parent
+        self.process = subprocess.Popen(command, cwd=root, text=True, **pipes)
+        weakref.finalize(self, end, self.process)
+        setup = {
+            "source": self.source,
+            "special_tokens": self.special_tokens,
+            "mark": tokenizers.MARK,
+            "seconds": SECONDS,
+        }
+        self.answer(setup)
+
+    def answer(self, request: dict) -> dict:
+        """What the process answers. UserError if that is an error, or the process has ended."""
+        require(not self.fault, self.fault)
+        line = ""
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            pass
+        except BaseException:  # Ctrl-C: the next line would answer this request
+            self.process.kill()
+            raise
+        if not line.endswith("\n"):
+            last_words = end(self.process).strip().rpartition("\n")[2]
+            limit = f"needs more than {SECONDS:g} s for a conversation: it is refused"
+            too_slow = self.process.returncode == -signal.SIGPROF
+            self.fault = f"{self.name} {limit if too_slow else f'fails: {last_words[:200]}'}"
+        require(not self.fault, self.fault)
+        answer = json.loads(line)
+        reason = " ".join(answer.get("error", "").replace(tokenizers.MARK, "").split())
+        require(not reason, f"{self.name} {reason[:200]}")
+        return answer
 
 
-class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: its content, unchanged.
-
-    With these tags a template says which text the assistant wrote. The roles say it here.
-    """
-
-    tags = {"generation"}
-
-    def parse(self, parser):
-        """The block, in which a template may set variables of its own."""
-        line_number = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body).set_lineno(line_number)
+def require_safe_jinja(name: str) -> None:
+    """UserError if the sandbox of the installed Jinja2 has holes. name: of the template."""
+    installed = importlib.metadata.version("jinja2")
+    numbers, oldest = (list(map(int, re.findall(r"\d+", v))) for v in (installed, OLDEST_JINJA))
+    needs = f"{name} needs Jinja2 {OLDEST_JINJA} or later"
+    problem = f"{needs} (in version {installed} a template can run any code)"
+    require(numbers >= oldest, f"{problem}: pip install 'jinja2>={OLDEST_JINJA}'")
 
 
-def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """The filter as transformers defines it: Jinja's own writes < and & as for HTML.
-
-    The mark in a message (`spelled_out`) is no text, so it stays as it is.
-    """
-    text = json.dumps(
-        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-    if not ensure_ascii:
-        return text
-    not_ascii = rf"[^\x00-\x7e{tokenizers.MARK}]"  # JSON in ASCII spells out DEL, too
-    return re.sub(not_ascii, lambda match: json.dumps(match[0])[1:-1], text)
+def end(process: subprocess.Popen) -> str:
+    """End the process of a template. Returns what it wrote about an error."""
+    process.kill()
+    return process.communicate()[1]
 
 
-def refuse(reason: str) -> None:
-    """What a template calls to refuse a conversation."""
-    raise UserError(reason)
-
-
-def load_template(path: str, reserved=(END_OF_TEXT,)) -> Template:
+def load_template(path: str, reserved: dict[str, SpecialToken] | None = None) -> Template:
     """The chat template at a path: ChatML if it is empty. reserved: as for `Template`.
 
     path: a folder with a Hugging Face tokenizer, its tokenizer_config.json, or a file that is a
-    template. UserError if there is none.
+    template. In each case the tokenizer_config.json there names eos_token and others. UserError if
+    there is none.
     """
     if not path:
         return Template(CHATML, "ChatML", reserved=reserved)
     given = Path(path)
     require(given.exists(), f"chat_template={path!r}: there is no such file or folder")
     if given.is_dir():
-        source, saved = template_in_folder(given)
-    elif given.suffix == ".json":
-        source, saved = template_in_json(given)
-    else:
-        source, saved = text_of(given), {}
-    return Template(source, f"chat_template {path}", special_tokens_of(saved), reserved)
+        alone = given / "chat_template.jinja"  # newer versions of transformers save it there
+        given = alone if alone.exists() else given / "tokenizer_config.json"
 
-
-def template_in_folder(folder: Path) -> tuple[str, dict]:
-    """The template of a tokenizer's folder, and what its tokenizer_config.json holds."""
-    settings = folder / "tokenizer_config.json"
-    alone = folder / "chat_template.jinja"  # newer versions save it there
-    if not alone.exists():
-        return template_in_json(settings)
-    return text_of(alone), files.read_json(settings) if settings.exists() else {}
-
-
-def template_in_json(settings: Path) -> tuple[str, dict]:
-    """The template in a tokenizer_config.json, and all that this holds. UserError without one."""
+    settings = given.with_name("tokenizer_config.json")
     saved = files.read_json(settings) if settings.exists() else {}
-    source = default_of(saved.get("chat_template"))
-    require(source, f"{settings} has no chat_template")
-    return source, saved
+    if given.suffix == ".json":
+        is_there = given.exists()
+        source = default_of(files.read_json(given).get("chat_template")) if is_there else None
+        require(source, f"{given} has no chat_template")
+    else:
+        source = text_of(given)
+    return Template(source, f"chat_template {path}", special_tokens_of(saved), reserved)
 
 
 def text_of(file: Path) -> str:
@@ -385,13 +428,13 @@ def default_of(templates) -> str | None:
 
 
 def special_tokens_of(saved: dict) -> dict[str, str]:
-    """bos_token, eos_token and others of tokenizer_config.json, as text."""
+    """bos_token, eos_token and others of tokenizer_config.json, as text; "" for null."""
     tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = saved.get(name)
+        token = saved.get(name, 0)
         text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            tokens[name] = text
+        if isinstance(text, str | None):
+            tokens[name] = text or ""
     return tokens
 
 
@@ -504,8 +547,8 @@ def main(argv) -> None:
     changes = np.flatnonzero(np.diff(ids >= 0)) + 1
     for part in np.split(ids, changes):
         label = "learned" if part[0] >= 0 else "read"
-        text = tokenizer.decode(np.maximum(part, ~part))
-        print(f"{label:8s} {text!r}\n{'':8s} {' '.join(map(str, part))}")
+        ids_of_part = np.maximum(part, ~part)
+        print(f"{label:8s} {tokenizer.decode(ids_of_part)!r}\n{'':8s}", *ids_of_part)
     learned = (ids >= 0).sum()
     print(f"{n_examples:,} examples; the first has {len(ids):,} tokens, {learned:,} learned")
 

@@ -55,6 +55,10 @@ END_OF_TEXT = "<|endoftext|>"
 # of a surrogate pair, which no text that UTF-8 can hold has.
 MARK = "\ud800"
 
+# What looks like this is a marker of a chat template, even if its file does not call it special
+# (DeepSeek does not): <|im_end|>, <｜User｜>.
+MARKER = re.compile(r"<[|\uff5c]\S+[|\uff5c]>")
+
 # GPT-2's split with possessive quantifiers (++): the same pieces, but no backtracking, so a million
 # spaces do not exhaust the stack.
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -77,7 +81,9 @@ MAX_WORD_CHARACTERS = 1000
 PROBE = """
 import resource, sys, tokenizers
 if sys.platform == "linux":
-    resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    limit = 2**32 if most == resource.RLIM_INFINITY else min(2**32, most)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 words = "The quick brown fox, aged 42, doesn't jump over größe 世界 <|endoftext|>\\n\\t"
 runs = "".join(c * 300 for c in "aA1 .\\n\\t_-世") + "ab1 " * 100
 library = tokenizers.Tokenizer.from_file(sys.argv[1])
@@ -92,14 +98,19 @@ PROBE_SECONDS = 15  # a usual tokenizer takes 0.02 s, and starting Python up to 
 
 @dataclass(frozen=True)
 class SpecialToken:
-    """A token with a name that no text encodes to: end-of-text, or `<|im_start|>` of a chat.
+    """A token with a name: end-of-text, or `<|im_start|>` of a chat.
 
     lstrip, rstrip: it takes the white space before it, or behind it.
+    special: no text encodes to it. Otherwise it was added as a word is, such as `<think>`: each
+    text that holds its name has its id.
+    exact: other spellings, as in capitals, never count as its name.
     """
 
     id: int
     lstrip: bool = False
     rstrip: bool = False
+    special: bool = True
+    exact: bool = True
 
 
 class Tokenizer:
@@ -108,7 +119,7 @@ class Tokenizer:
     name            `gpt2`, `bytes` or `bpe-N`
     tokens          the bytes of each id, in order
     eot             the id of end-of-text, the last one
-    special_tokens  their names -> `SpecialToken`; here end-of-text alone
+    special_tokens  names -> `SpecialToken`; here end-of-text alone
     vocab_size      the number of ids, with end-of-text
     fingerprint     equal for two tokenizers if they give equal ids for every text
 
@@ -157,7 +168,8 @@ class Tokenizer:
     @functools.cached_property
     def special_pattern(self) -> re.Pattern:
         """What finds the names of special tokens, of two that begin alike the longer one."""
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        names = [name for name, token in self.special_tokens.items() if token.special]
+        longest_first = sorted(names, key=len, reverse=True)
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def encode_special(self, text: str) -> np.ndarray:
@@ -179,8 +191,13 @@ class Tokenizer:
             if place % 2 == 1:
                 parts.append(np.array([self.special_tokens[piece].id], self.dtype))
             elif piece:
-                parts.append(self.encode(piece.replace(MARK, "")))
+                parts += map(self.encode, self.without_marks(piece))
         return np.concatenate(parts)
+
+    def without_marks(self, text: str) -> list[str]:
+        """`text` without marks, in pieces if a name that one of them divides would be an id."""
+        is_safe = all(token.special for token in self.special_tokens.values())
+        return [text.replace(MARK, "")] if is_safe else text.split(MARK)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`.
@@ -229,9 +246,12 @@ class HuggingFaceTokenizer:
         self.eot = self.library.token_to_id(END_OF_TEXT)
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which separates documents")
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
-        for i, token in self.library.get_added_tokens_decoder().items():
-            if token.special and len(token.content) > 1:  # a MARK fits into two characters
-                special = SpecialToken(i, token.lstrip, token.rstrip)
+        added = self.library.get_added_tokens_decoder()
+        for i, token in added.items():
+            is_exact = token.special or not (token.normalized and self.library.normalizer)
+            # A MARK fits into two characters. Runs of spaces are no names.
+            if len(token.content) > 1 and (token.special or token.content.strip()):
+                special = SpecialToken(i, token.lstrip, token.rstrip, token.special, is_exact)
                 self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.
@@ -243,6 +263,28 @@ class HuggingFaceTokenizer:
             i: b"".join(byte_of.get(character, character.encode()) for character in spelling)
             for i, spelling in spelling_of.items()
         }
+        for i, token in added.items():  # which are spelled as they are
+            if self.bytes_of[i] != token.content.encode() and not self.is_of_model(i, token):
+                self.bytes_of[i] = token.content.encode()
+
+    def is_of_model(self, token_id: int, token) -> bool:
+        """Does an added token have the id of other bytes, which the model gives them?
+
+        So has "é", which spells the byte 0xE9. UserError unless it is special.
+        """
+        try:
+            found = [piece.id for piece in self.library.model.tokenize(token.content)]
+        except (KeyboardInterrupt, SystemExit, MemoryError):
+            raise
+        except BaseException:  # as in `encode`: the model cannot write it
+            return False
+        if found != [token_id]:
+            return False
+        bytes_ = self.bytes_of[token_id]
+        problem = f"{self.path} adds {token.content[:20]!r} as the token of the bytes {bytes_[:9]}"
+        fix = "remove it from added_tokens"
+        require(token.special, f"{problem}, so text cannot be told from them: {fix}")
+        return True
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, (n,) uint16 or uint32.
@@ -261,6 +303,7 @@ class HuggingFaceTokenizer:
 
     special_pattern = Tokenizer.special_pattern
     encode_special = Tokenizer.encode_special
+    without_marks = Tokenizer.without_marks
     decode_bytes = Tokenizer.decode_bytes
     decode = Tokenizer.decode
 
@@ -295,7 +338,9 @@ def library_tokenizer(path: str, content: bytes):
         parsed = json.loads(content)
         is_byte_level = "ByteLevel" in json.dumps(parsed["decoder"])
         check_speed(path, parsed)
-        library = tokenizers.Tokenizer.from_str(content.decode())
+        for token in parsed.get("added_tokens", []):
+            token["special"] |= MARKER.fullmatch(token["content"]) is not None
+        library = tokenizers.Tokenizer.from_str(json.dumps(parsed))
     except (KeyboardInterrupt, SystemExit, UserError):
         raise
     except BaseException as error:  # errors have no class of their own; panics are no Exceptions

@@ -16,16 +16,18 @@
     python -m weights.peft merge runs/my-lora runs/merged          W + s B A: a run without adapters
     python -m weights.peft merge FOLDER runs/merged --init_from=BASE
 
-Which layers have adapters is read from the names of the tensors, since target_modules may be a
-list, whole paths or a pattern. A setting that would change what the model computes, and that
-lora.py does not have, is refused by its name (`ALLOWED`).
+Which layers have adapters is read from the names of the tensors. PEFT ignores the tensors of layers
+that target_modules and the settings beside it do not name: a file with any is refused. So is a
+setting that would change what the model computes, and that lora.py does not have (`ALLOWED`).
 """
 
 import json
 import re
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import regex  # comes with tiktoken; unlike re it can give up
 import torch
 
 import checkpoint
@@ -49,22 +51,29 @@ TENSOR_NAME = re.compile(
 
 # Of adapter_config.json: what must be there, what may, and the types.
 REQUIRED = {"peft_type": str, "r": int, "lora_alpha": float}
+NAMES = (str, list, type(None))  # a pattern, or a list of names
 OPTIONAL = {  # null is the same as none of it
+    "target_modules": NAMES,
+    "exclude_modules": NAMES,
+    "layers_to_transform": (int, list, type(None)),
+    "layers_pattern": NAMES,
     "use_rslora": (bool, type(None)),
     "lora_dropout": (float, type(None)),
     "base_model_name_or_path": (str, type(None)),
 }
-# These change nothing in what a stored adapter computes; the names of its tensors say which
-# modules it is for.
+SELECTION = ["target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"]
+# These change nothing in what a stored adapter computes.
 IGNORED = """
-    task_type auto_mapping revision peft_version inference_mode target_modules exclude_modules
-    layers_to_transform layers_pattern megatron_core runtime_config qalora_group_size
+    task_type auto_mapping revision peft_version inference_mode megatron_core runtime_config
+    qalora_group_size
 """.split()
 # Any other setting is accepted only with one of these values. Those of init_lora_weights leave the
 # base's weights unchanged; PiSSA, OLoRA and others change them.
 OFF = [None, False, [], {}, ""]
 ALLOWED = {"bias": ["none"], "init_lora_weights": [True, False, None, "gaussian", "orthogonal"]}
 
+PATTERN_SECONDS = 5.0  # for all layers; a usual pattern takes a millionth for one
+MOST_PATTERN = 1000  # characters
 
 # --------------------------------------------------------------------------------------------------
 # Reading
@@ -91,6 +100,7 @@ def read(folder) -> Adapter:
     require(has_tensors, f"{folder} has {CONFIG_FILE}, but no {TENSOR_FILE} beside it")
     tensors = mapped(folder / TENSOR_FILE)
     check_pairs(tensors, settings.lora_rank, folder)
+    check_named(tensors, foreign, source)
     return Adapter(settings, tensors, foreign.get("base_model_name_or_path") or "")
 
 
@@ -165,6 +175,79 @@ def check_pairs(tensors: dict[str, torch.Tensor], rank: int, folder: Path) -> No
         expected = f"({rank}, in)" if is_a else f"(out, {rank})"
         shape = tuple(tensor.shape)
         require(fits, f"{name} is {shape} in {folder}, expected {expected}, since r is {rank}")
+
+
+def check_named(tensors: dict[str, torch.Tensor], foreign: dict, source: Path) -> None:
+    """UserError unless an adapter_config.json names each layer for which there are tensors."""
+    selection = {name: foreign.get(name) for name in SELECTION}
+    for name, value in selection.items():
+        if isinstance(value, list):
+            kind = int if name == "layers_to_transform" else str
+            is_of_kind = all(isinstance(item, kind) for item in value)
+            require(is_of_kind, f"{source} is damaged ({name!r} is no list of {kind.__name__})")
+            selection[name] = frozenset(value)
+    deadline = time.monotonic() + PATTERN_SECONDS
+    for layer in dict.fromkeys(name.rpartition(".")[0] for name in tensors):
+        try:
+            named = is_named(layer, deadline, **selection)
+        except (ValueError, re.error, RecursionError, TimeoutError) as error:
+            reason = config.one_line(error)
+            raise UserError(f"{source} selects layers by a pattern that fails: {reason}") from error
+        given = "; ".join(f"{name} {json.dumps(foreign.get(name))[:60]}" for name in SELECTION)
+        problem = f"{source.parent} holds tensors for {layer}, which {CONFIG_FILE} does not name"
+        fix = "correct that file, or remove the tensors"
+        require(named, f"{problem}, so that PEFT ignores them: {fix} ({given})")
+
+
+def is_named(
+    layer: str,
+    deadline: float,
+    target_modules,
+    exclude_modules,
+    layers_to_transform,
+    layers_pattern,
+) -> bool:
+    """Does PEFT give a layer, such as transformer.blocks.0.attn.Wqkv, an adapter?
+
+    The settings are those of adapter_config.json, lists as sets. deadline: of `time.monotonic`, for
+    patterns. As `check_target_module_exists` in peft/tuners/tuners_utils.py. Raises what a pattern
+    may: re.error, ValueError, RecursionError, TimeoutError.
+    """
+    if exclude_modules and is_among(layer, exclude_modules, deadline):
+        return False
+    if isinstance(target_modules, str):
+        everything = target_modules.lower() == "all-linear"
+        return everything or matches(target_modules, layer, deadline)
+    if target_modules is None:
+        target_modules = {"Wqkv"}  # its default for MPT
+    if layer in target_modules or layers_to_transform in (None, frozenset()):
+        return is_among(layer, target_modules, deadline)
+
+    numbered = {layers_pattern} if isinstance(layers_pattern, str) else layers_pattern
+    blocks, number = "transformer.blocks", int(layer.split(".")[2])
+    ends = [rf"(?:.*\.)?{pattern}" for pattern in numbered or ()]
+    is_numbered = not ends or any(matches(end, blocks, deadline) for end in ends)
+    chosen = layers_to_transform
+    is_chosen = number in (chosen if isinstance(chosen, frozenset) else {chosen})
+    return is_numbered and is_chosen and is_among(layer, target_modules, deadline)
+
+
+def is_among(layer: str, names, deadline: float) -> bool:
+    """Is a layer named by a pattern for its path, or by a set of paths and of their ends?"""
+    if isinstance(names, str):
+        return matches(names, layer, deadline)
+    parts = layer.split(".")
+    return any(".".join(parts[first:]) in names for first in range(len(parts)))
+
+
+def matches(pattern: str, text: str, deadline: float) -> bool:
+    """Does a pattern of a stranger match a whole text? Raises as `is_named`."""
+    # Counted repetition, such as ((a{999}){999}){999}, can fill the memory.
+    is_small = "{" not in pattern and len(pattern) <= MOST_PATTERN
+    require(is_small, f"it has a {{ or over {MOST_PATTERN:,} characters: list the layers instead")
+    re.compile(pattern)  # PEFT's; regex knows more, such as recursion
+    left = max(deadline - time.monotonic(), 1e-6)
+    return regex.fullmatch(pattern, text, timeout=left) is not None
 
 
 def adapter_at(path) -> Adapter:

@@ -283,8 +283,49 @@ GENERATION_LIKE = (
     "    {%- endgeneration %} end\n{{ word }}\n"
     "    {%- else %}\n{{ m.content }}{% endif %}\n{% endfor %}"
 )
+# As those of four families: names that only some programs define are asked for, and not written.
+LLAMA_3_LIKE = (
+    "{{- bos_token }}{%- if not date is defined %}{%- set date = '26 Jul' %}{%- endif %}"
+    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{- '<|header|>system\n\n' }}{%- if builtin_tools is defined or tools is not none %}"
+    "{{- 'Environment\n' }}{%- endif %}{{- date + '\n' }}{{- system }}{{- '<|eot|>' }}"
+    "{%- for m in messages %}{%- if not (m.role == 'ipython' or 'tool_calls' in m) %}"
+    "{{- '<|header|>' + m['role'] + '\n\n' + m['content'] | trim + '<|eot|>' }}{%- endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|header|>assistant\n\n' }}{%- endif %}"
+)
+QWEN_LIKE = (
+    "{%- if tools %}{{- tools | tojson }}{%- endif %}"
+    "{%- set ns = namespace(last=messages|length - 1) %}"
+    "{%- for m in messages %}{%- if m.reasoning_content is string %}{{- m.reasoning_content }}"
+    "{%- endif %}{%- if m.tool_calls %}{%- for call in m.tool_calls %}{{- call.name }}"
+    "{%- endfor %}{%- endif %}{%- if loop.previtem and loop.previtem.role == m.role %}!{% endif %}"
+    "{{- '<|turn|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|turn|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
+    "{%- endif %}"
+)
+MISTRAL_LIKE = (
+    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{- bos_token }}"
+    "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{- raise_exception('roles must alternate') }}{%- endif %}{%- if m.role == 'user' %}"
+    "{%- if tools is not none and m == messages[-1] %}{{- '[TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' + m.content + '[/INST]' }}{%- elif m.tool_calls is defined %}{{- '[CALL]' }}"
+    "{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"
+)
+GEMMA_LIKE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% set role = 'model' %}"
+    "{% else %}{% set role = m.role %}{% endif %}{{ '<turn>' + role }}{{ ' first' if loop.first }}"
+    "{{ '\n' + (suffix or '') + m.content | trim + '</turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<turn>model' }}{{ '\n' if tools is none }}{% endif %}"
+)
 LIKE = {
     "ChatML": chat.CHATML,
+    "Llama 3": LLAMA_3_LIKE,
+    "Qwen": QWEN_LIKE,
+    "Mistral": MISTRAL_LIKE,
+    "Gemma": GEMMA_LIKE,
     "Zephyr": ZEPHYR_LIKE,
     "Llama": LLAMA_LIKE,
     "tools": TOOLS_LIKE,
@@ -301,8 +342,9 @@ def test_a_template_writes_what_transformers_writes(source):
     transformers = pytest.importorskip("transformers")
     library = pytest.importorskip("tokenizers")
     inner = library.Tokenizer(library.models.BPE())
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
-    ours = Template(source, "ours", {"bos_token": "<s>"})
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **tokens)
+    ours = Template(source, "ours", tokens)
     conversation = [SYMBOLS, *CONVERSATION[1:]]
     for n in (2, 4):
         for ask in (False, True):
@@ -329,7 +371,14 @@ def test_templates_are_found_where_tokenizers_have_them(tmp_path):
     (alone / "chat_template.jinja").write_text(simple)
     file = tmp_path / "own.txt"
     file.write_text(simple.replace("{{ eos_token }}", "</s>"))
+    beside = save(tmp_path / "beside", bos_token=None, **{"eos_token": "</s>"}) / "own.txt"
+    beside.write_text("{{ bos_token }}" + simple)
+    older = save(tmp_path / "older", **tokens) / "chat_template.json"
+    older.write_text(json.dumps({"chat_template": simple}))
     places = [
+        alone / "chat_template.jinja",
+        beside,
+        older,
         save(tmp_path / "one", chat_template=simple, **tokens),
         save(tmp_path / "several", chat_template=named, **tokens),
         tmp_path / "one" / "tokenizer_config.json",
@@ -355,7 +404,20 @@ def test_end_of_text_is_an_id_and_not_written_by_a_template(tmp_path):
     assert "writes <|endoftext|> between turns" in error(load_template, str(folder))
 
 
+FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
+MACRO = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(1) }}"
 BAD_TEMPLATES = {
+    "{{ eos_token }}": "fails: 'eos_token' is undefined",
+    "{{ 'a' ~ eso_token }}": "fails: 'eso_token' is undefined",
+    "{{ eso_token | trim }}": "fails: 'eso_token' is undefined",
+    "{{ tokens.eos }}": "fails: 'tokens' is undefined",
+    "{% for m in messages %}{{ m.contents }}{% endfor %}": "fails: 'dict object' has no attribute",
+    "{{ ''.__class__ }}": "fails: access to attribute '__class__' of 'str' object is unsafe",
+    FOREVER.replace("WORK", ""): "needs more than 0.5 s for a conversation: it is refused",
+    FOREVER.replace("WORK", "a"): "fails: it writes more than 100,440 characters",
+    "{{ 'a' * 10**12 }}": "fails: it needs more than 1 GB of memory",
+    MACRO: "fails: maximum recursion depth exceeded",
+    "{{" + "(" * 9999 + "1" + ")" * 9999 + "}}": "is not a template: maximum recursion depth",
     "{% for m in": "is not a template: ",
     "{{ ''.__class__.__mro__[1].__subclasses__() }}": "fails: access to attribute '__class__'",
     "{{ messages.append(1) }}": "fails: ",
@@ -367,8 +429,9 @@ BAD_TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("source", BAD_TEMPLATES)
-def test_a_template_of_a_stranger_that_fails_or_wants_more(tmp_path, source):
+@pytest.mark.parametrize("source", BAD_TEMPLATES, ids=range(len(BAD_TEMPLATES)))
+def test_a_template_of_a_stranger_that_fails_or_wants_more(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(chat, "SECONDS", 0.5)  # of the processor
     path = tmp_path / "own.jinja"
     path.write_text(source)
     assert f"chat_template {path} {BAD_TEMPLATES[source]}" in error(load_template, str(path))
@@ -388,6 +451,35 @@ def test_a_template_that_refuses_one_example_names_its_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
     message = error(read, path, Template(ZEPHYR_LIKE, "chat_template x"))
     assert f"{path}, line 2: chat_template x fails: no tools here; {path}, line 4: " in message
+
+
+def test_a_template_may_work_too_long_at_one_example_alone(tmp_path, monkeypatch):
+    """Its line is named, and the lines behind it are not tried: its process is gone."""
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
+    forever = "{% if messages | length > 4 %}" + FOREVER.replace("WORK", "") + "{% endif %}"
+    template = Template(forever + chat.CHATML, "chat_template x")
+    good, bad = {"messages": [USER, ANSWER]}, {"messages": CONVERSATION * 2}
+    path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
+    message = error(read, path, template)
+    assert message.endswith(f"{path}, line 2: {template.fault}") and message.count("line") == 1
+    assert template.fault.startswith("chat_template x needs more than 0.5 s")
+    assert error(template.text, [USER]) == template.fault
+
+
+@pytest.mark.parametrize("version, is_safe", [("3.1.5", False), ("3.1.6", True), ("3.10", True)])
+def test_a_jinja_with_holes_is_refused(version, is_safe, tmp_path, monkeypatch):
+    """Not for ChatML, which is ours."""
+    (tmp_path / "jinja2-1.dist-info").mkdir()
+    about = tmp_path / "jinja2-1.dist-info" / "METADATA"
+    about.write_text(f"Metadata-Version: 2.1\nName: Jinja2\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_template("").text([USER]) == "<|im_start|>user\nhi<|im_end|>\n"
+    if is_safe:
+        Template(LLAMA_LIKE, "x", {"bos_token": ""})
+    else:
+        needs = "chat_template x needs Jinja2 3.1.6 or later (in version 3.1.5 a template can run"
+        message = error(Template, LLAMA_LIKE, "chat_template x")
+        assert message.startswith(needs) and message.endswith("pip install 'jinja2>=3.1.6'")
 
 
 # --- special tokens
@@ -411,6 +503,7 @@ def chatml_tokenizer(tmp_path_factory):
     made.decoder = library.decoders.ByteLevel()
     wide = library.AddedToken(WIDE, lstrip=True, rstrip=True)
     made.add_special_tokens(["<|endoftext|>", *CHATML_TOKENS, wide])
+    made.add_tokens(["[INST]", "gut", "   "])  # not special, as a template's markers may be, too
     path = str(tmp_path_factory.mktemp("chatml") / "tokenizer.json")
     made.save(path)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=path, eos_token="<|endoftext|>")
@@ -479,7 +572,15 @@ def test_a_template_that_asks_for_the_date_of_today_writes_its_own():
 
 
 PIECES = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", WIDE, "<|im_", "start|>", "<", "|>"]
+PIECES += ["[INST]", "[", "INST]", "gut", "   "]
+INST = "{% for m in messages %}[INST]{{ m.content }}<|im_end|>{% endfor %}"
 CONTENT = st.lists(st.sampled_from([*PIECES, "a", " ", "\n", "\ud800", "😀"]), max_size=8)
+
+
+@pytest.fixture(scope="module")
+def templates(chatml_tokenizer):
+    ours, _ = chatml_tokenizer
+    return [Template(source, "x", reserved=ours.special_tokens) for source in (chat.CHATML, INST)]
 
 
 def text_of_turns(turns):
@@ -488,22 +589,43 @@ def text_of_turns(turns):
 
 @settings(deadline=None, max_examples=30)
 @given(CONTENT.map("".join), CONTENT.map("".join))
-def test_no_content_is_ever_a_special_token(chatml_tokenizer, asked, answered):
+def test_no_content_is_ever_a_token_of_the_template(chatml_tokenizer, templates, asked, answered):
+    """Neither a special token nor another one that the template writes."""
     ours, _ = chatml_tokenizer
-    ids_of_special = {token.id for token in ours.special_tokens.values()}
+    ids_of_special = {token.id for token in ours.special_tokens.values() if token.special}
     content = "".join(tokenizers.without_lone_surrogates(text) for text in (asked, answered))
-
-    template = Template(chat.CHATML, "x", reserved=ours.special_tokens)
-    pair = turns_of({"prompt": asked, "response": answered}, template)
-    ids = chat.encode(pair, ours, LAST)
-    ids = np.maximum(ids, ~ids)[:-1].tolist()
-    assert not ids_of_special.intersection(ids)
-    assert ours.decode(ids) == content == text_of_turns(pair)
-
     messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-    ids = ids_of(messages, template, ours)
-    names = [ours.decode([i]) for i in ids if i in ids_of_special]
-    assert names == CHATML_TOKENS * 2
+    for template, written in zip(templates, (CHATML_TOKENS, ["[INST]", "<|im_end|>"]), strict=True):
+        forbidden = ids_of_special | {ours.special_tokens[name].id for name in written}
+        pair = turns_of({"prompt": asked, "response": answered}, template)
+        ids = chat.encode(pair, ours, LAST)
+        ids = np.maximum(ids, ~ids)[:-1].tolist()
+        assert not forbidden.intersection(ids)
+        assert ours.decode(ids) == content == text_of_turns(pair)
+
+        ids = ids_of(messages, template, ours)
+        assert [ours.decode([i]) for i in ids if i in forbidden] == written * 2
+
+
+def test_added_tokens_that_a_template_does_not_write_are_ids_as_in_any_text(chatml_tokenizer):
+    ours, _ = chatml_tokenizer
+    template = Template(chat.CHATML, "x", reserved=ours.special_tokens)
+    ids = ids_of([{"role": "user", "content": "gut   [INST]"}, ANSWER], template, ours)
+    added = [ours.decode([i]) for i in ids if i > ours.special_tokens[WIDE].id]
+    assert added == ["gut", "   ", "[INST]"] and ours.encode("gut   [INST]").tolist()[-1] in ids
+
+
+def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_path):
+    """Here in small letters: no search for its name could find them all."""
+    library = pytest.importorskip("tokenizers")
+    ours, _ = chatml_tokenizer
+    made = library.Tokenizer.from_file(ours.path)
+    made.normalizer = library.normalizers.Lowercase()
+    made.save(str(tmp_path / "lower.json"))
+    names = tokenizers.load(str(tmp_path / "lower.json")).special_tokens
+    Template(chat.CHATML, "x", reserved=names)
+    message = error(lambda: Template(INST, "x", reserved=names))
+    assert message.startswith('x writes [INST], which other words can spell as well: set its "sp')
 
 
 def test_end_of_text_that_a_template_writes_after_some_message_is_refused():
@@ -519,6 +641,16 @@ def test_a_template_that_changes_earlier_turns_is_refused():
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     message = error(turns_of, {"messages": CONVERSATION}, Template(source, "x"))
     assert message.startswith("chat_template renders an earlier turn differently once")
+
+
+@pytest.mark.parametrize("words", ["<assistant><think>", "<model>"])
+def test_a_request_that_does_not_precede_an_answer_is_named(words):
+    """The turns before it are the same."""
+    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    asks = f"{{% if add_generation_prompt %}}{words}{{% endif %}}"
+    message = error(turns_of, {"messages": CONVERSATION}, Template(source + asks, "x"))
+    named = f"what chat_template writes with add_generation_prompt, '{words}', does not precede"
+    assert message.startswith(named)
 
 
 # --- turns -> ids
@@ -637,7 +769,7 @@ def test_an_example_is_shown_with_what_is_learned(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "read     '2+2='",
-        "         -51 -44 -51 -62",
+        "         50 43 50 61",
         "learned  '4<|endoftext|>'",
         "         52 256",
         "1 examples; the first has 6 tokens, 2 learned",

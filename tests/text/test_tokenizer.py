@@ -362,6 +362,64 @@ def test_patterns_of_others_work(tmp_path):
         assert loaded.decode(loaded.encode(text)) == text
 
 
+ADDED = st.tuples(
+    st.text("aé č<ß世Ġ|>", min_size=1, max_size=4),
+    st.booleans(),
+    st.fixed_dictionaries(
+        dict.fromkeys("normalized lstrip rstrip single_word".split(), st.booleans())
+    ),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    added=st.lists(ADDED, min_size=1, max_size=4),
+    pieces=st.lists(
+        st.sampled_from(["a", "é", " ", "č", "<", "世", "\n", 0, 1, 2, 3]), max_size=12
+    ),
+    composes=st.booleans(),
+)
+def test_added_tokens_decode_to_their_text(tmp_path_factory, added, pieces, composes):
+    """All text comes back but the white space that a token takes. A special one is not found."""
+    library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
+    path = tmp_path_factory.getbasetemp() / "added.json"
+    made = library.Tokenizer.from_file(theirs(path))
+    made.normalizer = library.normalizers.NFC() if composes else None
+    for name, special, flags in added:
+        token = library.AddedToken(name, special=special, **flags)
+        (made.add_special_tokens if special else made.add_tokens)([token])
+    made.save(str(path))
+    names = [name for name, _, _ in added]
+    text = "".join(p if isinstance(p, str) else names[p % len(names)] for p in pieces)
+    try:
+        loaded = load(str(path))
+    except UserError as error:  # a letter that is the spelling of a byte
+        assert "as the token of the bytes" in str(error) and set("éßčĠ").intersection(names)
+        return
+    for encode in (loaded.encode, loaded.encode_special):
+        decoded = loaded.decode(encode(text))
+        assert "".join(decoded.split()) == "".join(text.split())
+        strips = any(flags["lstrip"] or flags["rstrip"] for _, _, flags in added)
+        assert strips or decoded == text
+    special = {token.id for token in loaded.special_tokens.values() if token.special}
+    assert not special.intersection(loaded.encode(text).tolist())
+
+
+@pytest.mark.parametrize(
+    "name, is_marker", [("<|im_end|>", True), ("<｜User｜>", True), ("<b>", False)]
+)
+def test_a_marker_is_special_whatever_its_file_says(tmp_path, name, is_marker):
+    library = pytest.importorskip("tokenizers", reason="see requirements-extra.txt")
+    made = library.Tokenizer.from_file(theirs(tmp_path / "t.json"))
+    made.add_tokens([name])
+    made.save(str(tmp_path / "t.json"))
+    loaded = load(str(tmp_path / "t.json"))
+    token_id = made.token_to_id(name)
+    assert (token_id in loaded.encode(f"a{name}b")) != is_marker
+    a, b = loaded.encode("ab").tolist()
+    assert loaded.encode_special(f"a{name}b").tolist() == [a, token_id, b]
+
+
 FOREVER = r"[\s\S]{0,300}[\s\S]{0,300}(?<![\s\S])"  # 10 ms a character, whatever the text
 
 

@@ -322,7 +322,62 @@ def test_what_lora_py_lacks_is_refused_by_name(more, message, base, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A PEFT folder that nobody changes."""
+    folder = tmp_path_factory.mktemp("peft") / "sound"
+    write(folder, with_adapters(TUNE), TUNE, "base")
+    return folder
+
+
+QKV = "transformer.blocks.0.attn.Wqkv"
+SELECTED = [  # settings of a file that has tensors for all layers of blocks 0, 1, 2
+    {"target_modules": "all-linear"},
+    {"target_modules": r".*\.blocks\.[0-2]\.(attn|ffn)\.(Wqkv|\w+_proj)"},
+    {"target_modules": ["attn.Wqkv", "out_proj", "up_proj", "down_proj", "other"]},
+    {"layers_to_transform": [], "exclude_modules": ["proj", "lm_head"]},
+    {"layers_to_transform": [2, 1, 0], "layers_pattern": ["h", "transformer.blocks"]},
+    {"target_modules": ["Wqkv"]},
+    {"target_modules": None},
+    {"target_modules": r".*\.(?!up)\w+_proj"},
+    {"target_modules": [QKV, "up_proj"], "layers_to_transform": [7]},
+    {"layers_to_transform": [0]},
+    {"layers_to_transform": 1, "layers_pattern": "blocks"},
+    {"target_modules": [QKV, "up_proj"], "layers_to_transform": 0, "layers_pattern": "layers"},
+    {"exclude_modules": ["ffn.down_proj"]},
+    {"exclude_modules": r".*\.1\.attn\..*"},
+]
+
+
+@pytest.mark.parametrize("more", SELECTED, ids=range(len(SELECTED)))
+def test_tensors_that_peft_ignores_are_refused(more, sound, base, tmp_path):
+    """Those of layers that its settings do not name, whichever way they say it."""
+    shutil.copytree(sound, tmp_path / "out")
+    change_config(tmp_path / "out", layers_to_transform=None, layers_pattern=None)
+    change_config(tmp_path / "out", **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft reports each tensor that it ignores
+        theirs, _ = their_adapted(base, tmp_path / "out")
+    used = {name for name, _ in theirs.named_parameters() if ".default." in name}
+    stored = {f"base_model.model.{name}.default.weight" for name in peft.read(sound).tensors}
+    if used == stored:
+        assert len(peft.read(tmp_path / "out").tensors) == len(stored)
+        return
+    with pytest.raises(
+        UserError, match="holds tensors for transformer.*, which adapter_c"
+    ) as error:
+        peft.read(tmp_path / "out")
+    layer = str(error.value).split("tensors for ")[1].split(",")[0]
+    assert not any(layer in name for name in used)
+
+
 BROKEN_CONFIG = [
+    ({"target_modules": r"(.|.)*v(?<!v)"}, "selects layers by a pattern that fails: regex timed"),
+    ({"target_modules": "(a{999}){999}"}, "pattern that fails: it has a { or over 1,000 charact"),
+    ({"exclude_modules": "(" * 900}, "selects layers by a pattern that fails: "),
+    ({"target_modules": ["Wqkv", 1]}, r"is damaged \('target_modules' is no list of str\)"),
+    ({"layers_to_transform": ["0"]}, r"is damaged \('layers_to_transform' is no list of int\)"),
+    ({"layers_pattern": {"a": 1}}, r"is damaged \('layers_pattern' is dict\)"),
     ({"lora_bias": True}, "sets lora_bias to True, which lora.py does not have$"),
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
     ({"use_qalora": True}, "sets use_qalora to True"),
@@ -382,16 +437,9 @@ BROKEN_TENSORS = [
 BROKEN = [(lambda f, more=more: change_config(f, **more), text) for more, text in BROKEN_CONFIG]
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory) -> Path:
-    """A PEFT folder that nobody changes."""
-    folder = tmp_path_factory.mktemp("peft") / "sound"
-    write(folder, with_adapters(TUNE), TUNE, "base")
-    return folder
-
-
 @pytest.mark.parametrize("damage, message", BROKEN + BROKEN_TENSORS)
-def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path):
+def test_what_is_broken_is_one_line(damage, message, sound, base, tmp_path, monkeypatch):
+    monkeypatch.setattr(peft, "PATTERN_SECONDS", 0.2)
     shutil.copytree(sound, tmp_path / "out")
     damage(tmp_path / "out")
     with pytest.raises((UserError, OSError), match=message) as error:
