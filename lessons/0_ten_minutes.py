@@ -62,8 +62,9 @@ def train(name: str, *flags: str) -> Path:
     folder = RUNS / (f"0-short-{name}" if SHORT else f"0-{name}")
     program = [sys.executable, "fsdp_train.py", "configs/demo.py", *SIZE, *flags]
     program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}"]
-    # No closing line about the whole demo, and no measurement of this machine's peak.
-    program += ["--expect=", "--peak_tflops=auto"]
+    # No closing line about the whole demo, and no measurement of this machine's peak. A finished
+    # run of another day is kept as NAME-1.
+    program += ["--expect=", "--peak_tflops=auto", "--resume=again"]
     print("$ python", *program[1:], flush=True)
     done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     lines = done.stdout.splitlines()
