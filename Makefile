@@ -1,5 +1,6 @@
 # make train      watch a small MPT learn to write: two to four minutes on two CPU cores
-#                 (ARGS="--lr=1e-3" to change a setting)
+#                 (ARGS="--lr=1e-3" to change a setting; a finished run trains anew and is kept
+#                 with --resume=again)
 # make finetune   adapters teach that model to answer questions: one or two minutes; prints answers
 #                 before and after
 # make elastic    the same run on 1 rank, on 2, and moved 2 -> 4 -> 4 -> 1 with --tp and --pp

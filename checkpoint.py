@@ -98,6 +98,7 @@ class Checkpointer:
         # The background thread has a process group of its own, apart from training's collectives.
         self.group = processes.new_group(processes.TIMEOUT)
         self.stager = Stager(device)
+        self.reads_back = True  # until one that was read back is published
         self.pending = None  # (step, future) of the save in the background
         self.blocked_seconds = 0.0  # how long the last save blocked the training thread
         # torch 2.9 warns of its own code.
@@ -132,7 +133,7 @@ class Checkpointer:
         self.attempt(step, lambda: prepare(path, meta))
         future = dcp.async_save(
             state,
-            storage_writer=Writer(path),
+            storage_writer=Writer(path, self.reads_back),
             planner=SavePlanner(layout_of(model)),
             process_group=self.group,
             async_stager=self.stager,
@@ -168,6 +169,7 @@ class Checkpointer:
         sync(temporary)
         temporary.rename(path)
         sync(self.folder)  # now the new name survives a power failure
+        self.reads_back = False
         for old in complete(self.folder)[: -self.keep_last]:
             is_imported = number(old) == 0  # training saves its first after step 1
             for_good = self.keep_every and number(old) % self.keep_every == 0
@@ -236,11 +238,15 @@ class Stager(AsyncStager):
 
 
 class Writer(dcp.FileSystemWriter):
-    """DCP's writer, plus checksums: each rank computes those of its files while they are synced."""
+    """DCP's writer, plus checksums: each rank computes those of its files while they are synced.
 
-    def __init__(self, path: Path):
+    reads_back: also make sure that our own reader can read what was written.
+    """
+
+    def __init__(self, path: Path, reads_back: bool = True):
         # write_data syncs the files, and the tensors are in host memory already.
         super().__init__(path, sync_files=False, per_thread_copy_ahead=0)
+        self.reads_back = reads_back
 
     def write_data(self, plan, planner):
         """Write this rank's pieces, in the background thread.
@@ -275,6 +281,8 @@ class Writer(dcp.FileSystemWriter):
         for name in (".metadata", "meta.json"):
             checksums[name] = checksum(self.path / name)
         write_json(self.path / "checksums.json", checksums)
+        if self.reads_back:
+            checkpoint_files.read_back(self.path)
 
 
 class Pieces(torch.Tensor):

@@ -848,6 +848,8 @@ def similar_file(path: str) -> str:
 # --------------------------------------------------------------------------------------------------
 # Values
 
+# Texts that people write; of others, parts separated by commas may be paths.
+PROSE = ("prompt", "stop", "delimiter", "expect")
 NO_MATCH = object()  # what `convert` returns if nothing fits; None would be a value
 
 
@@ -888,13 +890,26 @@ def parse_number(text: str):
 def checked(value, hint, key: str, source: str):
     """`value` converted to the type `hint`. Raises UserError if it does not fit.
 
-    A whole float serves as an int (1e9), an int as a float, and choices ignore case.
+    A whole float serves as an int (1e9), an int as a float, choices ignore case, and ~ is the home
+    folder.
     """
     for option in alternatives(hint):
         converted = convert(value, option)
         if converted is not NO_MATCH:
-            return converted
+            return converted if key in PROSE else expanded(converted)
     raise UserError(f"{key} in {source} is {shown(value)}, expected {expected(hint)}")
+
+
+def expanded(value):
+    """A text, or a list of texts, with ~ replaced by the home folder, where a path begins with it.
+
+    A shell does so only at the beginning of a word, not in --run_dir=~/runs/demo.
+    """
+    if isinstance(value, list):
+        return [expanded(text) for text in value]
+    if not isinstance(value, str):
+        return value
+    return ",".join(os.path.expanduser(path) for path in value.split(","))
 
 
 def convert(value, option):

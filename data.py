@@ -63,6 +63,7 @@ from text.shards import (
     fingerprint,
     raise_file_limit,
     read_summary,
+    require_ours,
     shard_files,
     truncate_shard,
     write_ids,
@@ -403,6 +404,7 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
     for path in shard_files(folder):
         number = int(path.stem.split("-")[1])
         if number >= n_chunks:
+            require_ours(path)
             path.unlink()
 
 
@@ -439,7 +441,11 @@ def encode_chunk(job) -> tuple[Path, int]:
 
 
 def is_finished(path: Path, text_hash: str) -> bool:
-    """Does this shard exist, intact, made from this text by this tokenizer?"""
+    """Does this shard exist, intact, made from this text by this tokenizer?
+
+    UserError if another program's file has its name.
+    """
+    require_ours(path)
     try:
         shard = Shard(path)
         shard.check_hash()

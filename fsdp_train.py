@@ -67,6 +67,10 @@ def main(argv) -> None:
 
     # where to begin: at the newest sound checkpoint, or at step 0
     start = resume.find_start(model_cfg, cfg, dataset.fingerprint)
+    if start.step >= cfg.max_steps:
+        with lease:
+            find_base(start, cfg)
+            return log.say(resume.finished(start, model_cfg, cfg))
     precision = parallel.choose_precision(cfg, world.device, start.precision)
     cadence = Cadence(cfg, start.skip_steps)
     # From here on cfg has what the run really uses, whatever the settings left open.
@@ -318,21 +322,29 @@ def load_weights(start: resume.Start, cfg: TrainConfig, model, optimizer) -> dic
     A checkpoint of adapters lacks the weights of their base, which are loaded first. Returns what
     the next checkpoints will say of the base (nothing without adapters): see `load.base_of`.
     """
-    base = {}
-    if start.init_from and (cfg.lora_rank or not start.checkpoint):
+    base = find_base(start, cfg)
+    if start.init_from and (base or not start.checkpoint):
         from weights import load  # here, since most runs do without
 
-        path = start.init_from
-        if cfg.lora_rank:
-            find = partial(load.base_of, path, start.meta, is_training=True)
-            base = processes.rank_zero_decides(find)
-            path = base["base"]
-            if not start.checkpoint:
-                load.warn_if_it_may_go(path)
+        path = base.get("base", start.init_from)
+        if base and not start.checkpoint:
+            load.warn_if_it_may_go(path)
         load.init_from(model, path)
     if start.checkpoint:
         checkpoint.load(start.checkpoint, model, optimizer)
     return base
+
+
+def find_base(start: resume.Start, cfg: TrainConfig) -> dict:
+    """The base of a run with adapters, as of `load.base_of`; nothing for another. A collective."""
+    if not cfg.lora_rank:
+        return {}
+    from weights import load  # here, since most runs do without
+
+    fix = "set --init_from to them"
+    if start.step >= cfg.max_steps:
+        fix += ", or --resume=again to train anew"
+    return processes.rank_zero_decides(partial(load.base_of, start.init_from, start.meta, fix))
 
 
 def warn_if_slow(optimizer, log) -> None:

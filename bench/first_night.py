@@ -338,6 +338,7 @@ def main(argv: list[str]) -> None:
         if signal.getsignal(ending) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(ending, signal.default_int_handler)  # all as Ctrl-C
     folder = Path(args.out).absolute()
+    files.require_ours(folder, ["stages/*"], ["README.md", "facts.json"], "set another --out")
     (folder / "stages").mkdir(parents=True, exist_ok=True)
     with open(folder / "stages" / "lock", "w") as lock:
         require_alone(folder, lock)

@@ -19,7 +19,6 @@ lr = 2e-3
 warmup_steps = 50
 eval_interval = 175
 save_interval = 175
-resume = "again"  # continues if interrupted; if finished, starts anew and keeps the old run
 peak_tflops = "measure"
 expect = "validation loss 4.3 to 4.9 nats per token, 1.8 to 2.1 bits per byte, after 700 steps"
 run_dir = "runs/demo"

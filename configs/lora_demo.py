@@ -21,5 +21,4 @@ max_steps = 300
 lr = 1e-3
 warmup_steps = 20
 eval_interval = save_interval = 100
-resume = "again"  # as in configs/demo.py
 run_dir = "runs/lora-demo"

@@ -63,7 +63,8 @@ def train(name: str, *flags: str) -> Path:
     folder = RUNS / (f"0-short-{name}" if SHORT else f"0-{name}")
     program = [sys.executable, "fsdp_train.py", "configs/demo.py", *SIZE, *flags]
     program += [f"--max_steps={STEPS}", f"--run_dir={folder.relative_to(ROOT)}"]
-    program += ["--peak_tflops=auto"]  # it is not measured here
+    # The peak is not measured here. A finished run of another day is kept as NAME-1.
+    program += ["--peak_tflops=auto", "--resume=again"]
     print("$ python", *program[1:], flush=True)
     done = subprocess.run(program, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")

@@ -61,8 +61,11 @@ def main(argv: list[str]) -> None:
     """Make the bundle. What is in it already is used again."""
     (name,) = config.arguments(argv, "FOLDER")
     folder = Path(name).resolve()
-    files = folder.exists() and not (folder / "setup.sh").exists() and any(folder.iterdir())
-    require(not files, f"{name} has other files in it: name a new folder")
+    setup = folder / "setup.sh"
+    first_lines = SETUP.partition("set -eu")[0]
+    is_ours = setup.exists() and setup.read_text(errors="replace").startswith(first_lines)
+    is_free = is_ours or not folder.exists() or not any(folder.iterdir())
+    require(is_free, f"{name} has other files in it: name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     write_setup(folder)
     print(f"1 of 4: the project -> {name}/project", flush=True)

@@ -28,8 +28,8 @@ share the work. So batch_hash, of the tokens that a step saw, must be the same i
 another layout the numbers of a step are summed in another order, so they differ by rounding errors,
 which training amplifies like any other noise. The final validation losses must agree within 0.03.
 
-After an interruption, the same command continues. If all runs are finished already, it puts their
-folder aside and starts afresh, as `make train` does.
+After an interruption, the same command continues. If all runs are finished already, it compares
+and draws them again.
 """
 
 import itertools
@@ -245,15 +245,14 @@ def main(argv) -> None:
     _, cfg = config.load(flags, MPTConfig, TrainConfig)
     folder = Path(cfg.run_dir)
     runs = [folder / name for name in RUNS]
-    if all(finished(run, cfg.max_steps) for run in runs):
-        print(f"all runs were finished: put aside as {runlog.put_aside(cfg.run_dir)}")
-
     flags_file = folder / "flags.txt"
     folder.mkdir(parents=True, exist_ok=True)
     flags_before = flags_file.read_text().split("\n") if flags_file.exists() else flags
     fix = "give the same flags, or move it away"
     require(flags_before == flags, f"{folder} was started with other flags: {fix}")
     flags_file.write_text("\n".join(flags))
+    if all(finished(run, cfg.max_steps) for run in runs):
+        print("all runs are finished. To train them anew set another --run_dir")
 
     for run, parts in zip(runs, RUNS.values(), strict=True):
         supervise(run, flags, parts, cfg.max_steps)

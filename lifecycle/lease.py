@@ -51,8 +51,8 @@ class Lease:
 
     def take(self) -> None:
         """Own the folder, or raise UserError naming the owner."""
+        runlog.require_own_folder(self.run_dir)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        runlog.require_no_links(self.run_dir)
         self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             self.require_free()

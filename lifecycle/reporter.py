@@ -381,9 +381,6 @@ def more_microbatches(cfg: TrainConfig, world) -> str:
 
 def describe_start(cfg: TrainConfig, start) -> str:
     """Where the run begins, in a few words."""
-    if start.step >= cfg.max_steps:
-        fix = "to continue raise --max_steps, to start a new run set --resume=again"
-        return f"finished at step {start.step}; {fix}"
     if start.checkpoint:
         return f"resuming from {start.checkpoint}"
     if cfg.init_from:

@@ -7,6 +7,9 @@
 A checkpoint that cannot be used is renamed, so that its step can be saved again. It is never
 deleted. All ranks find the same checkpoint.
 
+The same command always goes on: --resume=CHECKPOINT begins there unless this run has saved a
+checkpoint since it did. A finished run says so and changes nothing; --resume=again moves it aside.
+
 Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run.
 """
 
@@ -30,6 +33,12 @@ from storage.checkpoint_files import read_meta
 SAME_MODEL = [f for f in MPTConfig.__dataclass_fields__ if not f.endswith("_pdrop")]
 SAME_RUN = ["seed", "global_batch_size"]
 SAME_ADAPTERS = "lora_rank lora_alpha rslora lora_targets lora_last_blocks lora_train".split()
+# What may change when a run is resumed, but would have made another run of a finished one.
+SAME_TRAINING = """
+    max_steps init_from precision emb_pdrop attn_pdrop resid_pdrop lora_dropout
+    lr schedule warmup_steps alpha_f lr_one_step_late beta1 beta2 adam_eps decoupled_weight_decay
+    grad_clip z_loss
+    """.split()
 
 
 @dataclass
@@ -80,13 +89,12 @@ def choose(cfg: TrainConfig) -> Path | None:
     UserError if cfg.resume names an unfit checkpoint, or is "never" and there is one.
     """
     decides = processes.rank_zero_decides
-    if was_restarted() and decides(lambda: latest(cfg.run_dir)):
-        cfg = replace(cfg, resume="auto")  # the first start has done what cfg.resume asked for
-    if cfg.resume not in ("auto", "again", "never"):
-        path = decides(lambda: named_checkpoint(cfg))
-        _, reason = why_unfit(path, cfg)
-        require(not reason, f"{path} {reason}: set --resume to another one")
-        return path
+    is_named = cfg.resume not in ("auto", "again", "never")
+    asked = cfg
+    if decides(lambda: has_gone_on(cfg)):
+        cfg = replace(cfg, resume="auto")
+    elif is_named:
+        return named_checkpoint(cfg)
     chosen, unfit = newest_fit(cfg)
     asks_again = chosen and cfg.resume == "again"
     begins_again = asks_again and decides(lambda: read_meta(chosen)["step"]) >= cfg.max_steps
@@ -99,6 +107,8 @@ def choose(cfg: TrainConfig) -> Path | None:
     for path, kind, reason in unfit:
         new_name = decides(functools.partial(checkpoint_files.put_aside, path, kind))
         lines.append(f"{path} {reason}: it is kept as {new_name}")
+    if is_named and not chosen:
+        chosen = named_checkpoint(asked)
     if begins_again:
         moved_to = decides(lambda: runlog.put_aside(cfg.run_dir))
         lines.append(f"the finished run is kept in {moved_to}")
@@ -150,14 +160,39 @@ def was_restarted() -> bool:
     return any(int(count) > 0 for count in counts)
 
 
+def has_gone_on(cfg: TrainConfig) -> bool:
+    """Has the run saved a checkpoint since a start did what cfg.resume asks for?
+
+    Then the same command, given again, means: go on.
+    """
+    if not latest(cfg.run_dir):
+        return False
+    starts = [launch for launch in runlog.read_launches(cfg.run_dir) if launch.get("resumed")]
+    # Earlier versions did not record what was asked for.
+    asked_for = [launch.get("resume", launch["resumed"]) for launch in starts]
+    is_named = cfg.resume not in ("auto", "again", "never")
+    return was_restarted() or (is_named and cfg.resume in asked_for)
+
+
 def named_checkpoint(cfg: TrainConfig) -> Path:
-    """The checkpoint that cfg.resume names. UserError if the run holds a later one."""
-    chosen = find(cfg.resume)
-    newest = next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
-    is_later = newest and number(newest) > read_meta(chosen)["step"]
-    problem = f"{cfg.run_dir} holds {newest}, which is later than {chosen}"
-    require(not is_later, f"{problem}: set another --run_dir")
-    return chosen
+    """The checkpoint that cfg.resume names. A collective.
+
+    UserError if it is unfit, or the run holds a later one.
+    """
+
+    def find_it():
+        chosen = find(cfg.resume)
+        newest = next(reversed(numbered(Path(cfg.run_dir) / "checkpoints")), None)
+        is_later = newest and number(newest) > read_meta(chosen)["step"]
+        problem = f"{cfg.run_dir} holds {newest}, which is later than {chosen}"
+        fix = "set --resume=auto to go on from there, or another --run_dir"
+        require(not is_later, f"{problem}: {fix}")
+        return chosen
+
+    path = processes.rank_zero_decides(find_it)
+    _, reason = why_unfit(path, cfg)
+    require(not reason, f"{path} {reason}: set --resume to another one")
+    return path
 
 
 def why_unfit(path: Path, cfg: TrainConfig) -> tuple[str, str]:
@@ -219,6 +254,20 @@ def check_same(
         differences.append(f"data {fingerprint} (here {data_fingerprint})")
     problem = f"{path} was trained on other data or in another order: {', '.join(differences)}"
     require(not differences, f"{problem}. {fix}")
+
+
+def finished(start: Start, model_cfg: MPTConfig, cfg: TrainConfig) -> str:
+    """What to say of a run that has all its steps. UserError if cfg would have made another one."""
+    anew = "set --resume=again, which keeps that run, or another --run_dir"
+    saved = asdict(model_cfg) | asdict(TrainConfig()) | start.meta
+    ours = asdict(model_cfg) | asdict(cfg)
+    if cfg.precision == "auto":
+        ours["precision"] = saved["precision"]
+    differences = differing(SAME_TRAINING, saved, ours)
+    problem = f"{start.checkpoint} is of another run: {', '.join(differences)}"
+    require(not differences, f"{problem}. To train anew {anew}")
+    done = f"{cfg.run_dir}: finished, {start.checkpoint} has all {cfg.max_steps} steps"
+    return f"{done}. For more of them raise --max_steps; to train anew {anew}"
 
 
 def differing(names: list[str], saved: dict, ours: dict) -> list[str]:

@@ -64,6 +64,9 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
 }
 SCREEN_SECONDS = 2  # between two steps on the screen, at least
 WINDOW = 500  # steps over which the time left is averaged; by default an evaluation is among them
+# What a run writes into its folder, beside the lease.
+OWN_FILES = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json".split()
+OWN_MARKS = ["lease.json", "launches.jsonl", "checkpoints/step-*/meta.json"]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -204,6 +207,7 @@ def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | No
         "pp": cfg.pp,
         "microbatch_size": cfg.microbatch_size,
         "skip_steps": cfg.skip_steps,
+        "resume": cfg.resume,
         "resumed": checkpoint and str(checkpoint),
     }
 
@@ -234,17 +238,18 @@ def bits_per_byte(loss: float, tokens: int, text_bytes: int) -> float:
     return loss * tokens / text_bytes / math.log(2)
 
 
-def require_no_links(run_dir) -> None:
-    """UserError if a file that a run reads or replaces in its folder is a link to another place.
+def require_own_folder(run_dir) -> None:
+    """UserError if a folder is not a run's and used for something else, or leads to another place.
 
-    `checkpoints` may be a link: people put checkpoints on a larger disk.
+    A file that a run reads or replaces there may not be a link. `checkpoints` may: people put
+    checkpoints on a larger disk.
     """
-    names = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json"
-    for name in names.split():
+    for name in (*OWN_FILES, "lease.json"):
         path = Path(run_dir) / name
         problem = f"{path} is a link, and a run changes nothing outside of its folder"
         fix = "move there what it points to, or set another --run_dir"
         config.require(not path.is_symlink(), f"{problem}: {fix}")
+    files.require_ours(run_dir, OWN_MARKS, OWN_FILES, "set another --run_dir")
 
 
 def keep_damaged(path: Path) -> Path:
@@ -259,15 +264,33 @@ def keep_damaged(path: Path) -> Path:
 
 
 def put_aside(run_dir: str) -> Path:
-    """Move a finished run to run_dir-1, -2, ..., so that a new one can start. The lease stays."""
+    """Move the files of a finished run to run_dir-1, -2, ..., so that a new one can start.
+
+    The lease stays, and whatever else is in the folder. UserError if they cannot be moved, as to
+    another disk; then all is as it was.
+    """
+    folder = Path(run_dir).resolve()  # if it is a link: beside its target, on the same disk
+    fix = "set another --run_dir"
+    checkpoints = folder / "checkpoints"
+    problem = f"{run_dir} is finished, and its checkpoints are linked to another place"
+    config.require(not checkpoints.is_symlink(), f"{problem}: {fix}")
+
     copy = 1
-    while (aside := Path(f"{Path(run_dir)}-{copy}")).exists():
+    while os.path.lexists(aside := Path(f"{folder}-{copy}")):
         copy += 1
+    own = [*folder.glob("metrics.jsonl.damaged*"), *(folder / name for name in OWN_FILES)]
+    moved = []
     aside.mkdir()
-    # The checkpoints last: they say that the run is finished.
-    for path in sorted(Path(run_dir).iterdir(), key=lambda path: path.name == "checkpoints"):
-        if path.name != "lease.json":
-            path.rename(aside / path.name)
+    try:
+        # The checkpoints last: they say that the run is finished.
+        for path in filter(os.path.lexists, [*own, checkpoints]):
+            moved.append((path.rename(aside / path.name), path))
+    except OSError as error:
+        for new_path, path in moved:
+            new_path.rename(path)
+        aside.rmdir()
+        problem = f"cannot move the finished run to {aside} ({error.strerror})"
+        raise UserError(f"{problem}: {fix}") from error
     return aside
 
 

@@ -97,7 +97,8 @@ class Signals:
 def leave(number: int, checkpointer, log) -> None:
     """End this rank as signal `number` asked, after its last save. Raises SystemExit."""
     checkpointer.finish()
-    log.say(f"stopping, as asked: {checkpointer.last_good()}. The same command resumes the run")
+    how = "The same command with --resume=auto" if log.cfg.resume == "never" else "The same command"
+    log.say(f"stopping, as asked: {checkpointer.last_good()}. {how} resumes the run")
     if number == signal.SIGUSR1:  # torchrun does not know of this warning, and would restart us
         program.end_torchrun()
     raise SystemExit(STATUS[number])

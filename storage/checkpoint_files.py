@@ -19,6 +19,7 @@ import io
 import math
 import os
 import pickle
+import platform
 import re
 import stat
 import zlib
@@ -198,6 +199,7 @@ class Table(dict):
 
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
+MEMORY_FORMATS = ["TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"]
 
 # Module -> the names that DCP's pickles use from it.
 KNOWN_NAMES = {
@@ -210,6 +212,7 @@ KNOWN_NAMES = {
         """.split(),
     "pathlib": ["PosixPath"],
     "pathlib._local": ["PosixPath"],  # Python 3.13
+    "builtins": ["getattr"],  # Python 3.11.0 to 3.11.3: an enum's member as getattr(class, name)
 }
 
 # Opcodes that only make plain data. Python's own unpickler handles them.
@@ -264,7 +267,13 @@ class Unpickler(pickle._Unpickler):
     def load_object(self):
         """A record with arguments, where a class or function would be called."""
         args = self.stack.pop()
-        self.stack[-1] = Record(self.stack[-1].name, args)
+        name = self.stack[-1].name
+        if name == "getattr":
+            cls, member = args
+            is_class = type(cls) is Record and (cls.name, cls.args) == ("_MEM_FORMAT_ENCODING", ())
+            require(is_class and member in MEMORY_FORMATS, "it gets an attribute of an object")
+            name, args = cls.name, (member,)
+        self.stack[-1] = Record(name, args)
 
     def load_state(self):
         """Keep an object's fields in its record."""
@@ -455,6 +464,29 @@ class Planner(DefaultLoadPlanner):
         target[last] = torch.load(value, weights_only=True)
 
 
+def read_back(path: Path) -> None:
+    """Raise UserError if a checkpoint that was just written could not be read again.
+
+    Other versions of Python and torch may write what this file does not know. Of the pieces it
+    reads those that are no tensors.
+    """
+    try:
+        read_meta(path)
+        metadata = read_metadata(path)
+        for index, location in metadata.storage_data.items():
+            if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
+                with files.open_regular(path / location.relative_path) as file:
+                    file.seek(location.offset)
+                    piece = file.read(location.length)
+                torch.load(io.BytesIO(piece), weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        versions = f"Python {platform.python_version()} and torch {torch.__version__}"
+        problem = f"what {versions} have written cannot be read again ({reason_of(error)})"
+        raise UserError(f"{problem}: use another version of them") from error
+
+
 def require_weights(path: Path, metadata: Metadata, weights: dict) -> None:
     """Raise UserError unless a checkpoint holds exactly the weights of a model, in these shapes.
 
@@ -499,6 +531,8 @@ def cause_of(error: BaseException) -> BaseException:
 def reason_of(error: BaseException) -> str:
     """The original error in one line, without torch's advice to set weights_only=False."""
     error = cause_of(error)
+    if isinstance(error, UserError):
+        return str(error)
     if "weights_only" not in str(error):
         return config.one_line(error) or type(error).__name__
     refused = re.search(r"GLOBAL (\S+)", str(error))

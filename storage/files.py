@@ -4,6 +4,7 @@
     read_json_lines   the good rows of a .jsonl file, and what is wrong with the bad ones
     read_csv          the rows of a table
     member            the path of a file that another file names: a plain name in the same folder
+    require_ours      a folder into which we write is empty, or ours already
     write_atomically  a file as a whole or not at all
 
 Nothing is used before it is checked. Two kinds of failure are kept apart:
@@ -213,6 +214,21 @@ def member(folder: Path, name, source) -> Path:
 
 # --------------------------------------------------------------------------------------------------
 # Writing
+
+
+def require_ours(folder, marks: list[str], writes: list[str], fix: str) -> None:
+    """UserError if a folder is used for something else, with which our files would mix.
+
+    marks: patterns; a folder of ours has a file of one of them. writes: the names that we write.
+    Files of other names may be there already, such as a log, and empty folders.
+    """
+    folder = Path(folder)
+    if not folder.is_dir() or any(any(folder.glob(mark)) for mark in marks):
+        return
+    for path in sorted(folder.iterdir()):
+        is_used = any(path.iterdir()) if path.is_dir() else path.name in writes
+        problem = f"{folder} is used for something else, it holds {path.name}"
+        require(not is_used, f"{problem}: {fix}")
 
 
 def write_atomically(path, content: bytes, writer: int | None = None) -> None:

@@ -253,6 +253,19 @@ def flags_for(folder) -> list[str]:
 
 
 @pytest.fixture
+def disk(tmp_path):
+    """A file system of 24 MB, which holds several checkpoints of a small model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
+    root_on_linux = sys.platform == "linux" and os.geteuid() == 0
+    if not root_on_linux or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
 def python(tmp_path):
     """`python(*args)` runs fsdp_train.py, or another `program`, as one process in tmp_path."""
     return lambda *args, **more: launch([], tmp_path, args, **more)

@@ -499,19 +499,6 @@ def test_staging_copies_into_the_same_memory_again():
     assert second["weight"].data_ptr() == address
 
 
-@pytest.fixture
-def disk(tmp_path):
-    """A file system of 24 MB, which holds several checkpoints of MODEL."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)]
-    root_on_linux = sys.platform == "linux" and os.geteuid() == 0
-    if not root_on_linux or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a file system")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @contextlib.contextmanager
 def filled(world, folder):
     """300 kB are free on the disk."""

@@ -15,6 +15,7 @@ import pytest
 from conftest import PATIENCE
 
 import config
+import generate
 from config import (
     RANGES,
     SHARDING_MODES,
@@ -295,6 +296,34 @@ GOOD = [
 def test_a_flag_is_read_as_the_type_of_its_field(key, text, value):
     parsed = both(f"--{key}={text}")[key]
     assert parsed == value and type(parsed) is type(value)
+
+
+PATHS = {  # what is typed, in a flag or a file -> what is meant
+    "run_dir": ("~/x", "/home/me/x"),
+    "dataset": ("~/my/*.txt", "/home/me/my/*.txt"),
+    "tokenizer": ("~/tokenizer.json", "/home/me/tokenizer.json"),
+    "icl_tasks": ("piqa,~/a.jsonl,~/b.jsonl", "piqa,/home/me/a.jsonl,/home/me/b.jsonl"),
+    "resume": ("runs/~/x", "runs/~/x"),
+    "expect": ("~/x", "~/x"),
+}
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_may_begin_at_home(key, write, monkeypatch):
+    """A shell leaves --run_dir=~/x as it is."""
+    monkeypatch.setenv("HOME", "/home/me")
+    typed, meant = PATHS[key]
+    for argv in ([f"--{key}={typed}"], [write(f"{key} = {typed!r}")]):
+        resolved = both(*argv)
+        assert resolved[key] == meant
+
+
+def test_a_prompt_is_no_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    argv = ["--prompt=~/x", "--stop=~", "--adapter=~/a", "--prompts=~/p"]
+    _, args = load(argv, generate.GenerateSettings, takes="")
+    assert (args.prompt, args.stop) == (["~/x"], ["~"])
+    assert (args.adapter, args.prompts) == (["/home/me/a"], "/home/me/p")
 
 
 def test_a_bool_flag_needs_no_value_and_others_do():

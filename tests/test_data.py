@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -371,6 +372,18 @@ def test_an_interrupted_preparation_makes_a_bad_shard_anew(make, damage, split):
     DAMAGE[damage](folder / f"{split}-00000.bin")
     (folder / f"{split}-00000.bin.tmp").write_bytes(b"half a shard")
     assert files(prepare(make(TEXTS))) == before
+
+
+@pytest.mark.parametrize("name", ["train-00000.bin", "val-00000.bin", "train-00007.bin"])
+def test_shards_of_another_program_are_left_as_they_are(make, tmp_path, name):
+    """They may have the same names, as the tokens of a large data set do."""
+    cfg = replace(make(TEXTS), data_dir=str(tmp_path / "theirs"))
+    (tmp_path / "theirs").mkdir()
+    theirs = np.arange(600, dtype=np.uint16).tobytes()
+    (tmp_path / "theirs" / name).write_bytes(theirs)
+    with pytest.raises(UserError, match=f"{name} is not a shard .*: set another --data_dir"):
+        prepare(cfg)
+    assert (tmp_path / "theirs" / name).read_bytes() == theirs
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

@@ -193,11 +193,16 @@ def test_the_run_folder_says_what_ran(first_run):
 
 
 def test_a_finished_run_is_left_as_it_is(python, finished, tmp_path):
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    before = contents(tmp_path)
     done = python(*finished)
     assert done.returncode == 0 and not done.stderr, done.stderr
-    assert "run: 6 steps, 1,536 tokens" in done.stdout and "tokens/s" not in done.stdout
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    assert "run: finished, run/checkpoints/step-6 has all 6 steps. " in done.stdout
+    assert "MPT of" not in done.stdout and contents(tmp_path) == before
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lease.json")
+    return {path: path.read_bytes() for path in files}
 
 
 @pytest.mark.slow
@@ -205,7 +210,7 @@ def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     done = python(*finished, "--resume=again", "--max_steps=4", "--lr=1e-3")
     assert done.returncode == 0, done.stderr
-    assert "the finished run is kept in run-1" in done.stdout
+    assert f"the finished run is kept in {tmp_path}/run-1" in done.stdout
     assert (tmp_path / "run-1" / "metrics.jsonl").read_text() == before
     assert checkpoint.latest(tmp_path / "run-1").name == "step-6"
     assert (
@@ -366,9 +371,10 @@ def test_a_mistake_is_one_line(python, tiny_data, mistake, parts):
             ["another model: d_model 32 (here 64), n_layers 2 (here 3)", "--run_dir"],
         ),
         (["--seed=1"], ["another order: seed 1337 (here 1)"]),
+        slowly(["--lr=1e-3"], ["another run: lr 0.0002 (here 0.001)", "--resume=again"]),
         slowly(["--resume=never"], ["run holds run/checkpoints/step-6", "--resume=auto"]),
     ],
-    ids=["model", "order", "never"],
+    ids=["model", "order", "another run", "never"],
 )
 def test_a_checkpoint_that_does_not_fit_is_one_line(python, finished, tmp_path, mistake, parts):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -57,7 +57,9 @@ def test_a_run_resumes_in_another_place_without_its_text(train, tiny_data, tmp_p
 def test_a_jump_of_the_loss_is_skipped_from_an_earlier_checkpoint(train, tmp_path):
     train("--run_dir=runs/demo", "--max_steps=6")
     source = ["--resume=runs/demo/checkpoints/step-2", "--skip_steps=4:6"]
-    train(*source, "--run_dir=runs/demo-2", "--max_steps=6")
+    command = [*source, "--run_dir=runs/demo-2", "--max_steps=6"]
+    train(*command)
+    assert "runs/demo-2/checkpoints/step-6 has all 6 steps" in train(*command)
     assert [step for step in losses(tmp_path / "runs/demo-2") if step > 2] == [3, 6]
 
 

@@ -36,6 +36,7 @@ from storage import files
 
 HEADER_BYTES = 4096
 FORMAT = "mpt-tokens-1"
+BEGIN = b'{"format": "mpt'
 DTYPES = ("uint16", "uint32", "int32")
 MAX_COUNT = 2**48  # the largest count that a header may state
 FIX = "delete it and run data.py again, which makes only what is missing"
@@ -112,6 +113,15 @@ def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
     """The shards of a data folder in order. Other files are ignored."""
     name = re.compile(rf"{split}-[0-9]+\.bin")
     return sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
+
+
+def require_ours(path: Path) -> None:
+    """UserError if a file that is there already, under the name of a shard, is not one of ours."""
+    if path.exists() and path.stat().st_size:
+        with files.open_regular(path) as file:
+            begin = file.read(len(BEGIN))
+        is_ours = begin == BEGIN or not any(begin)  # a power failure may leave zeros
+        require(is_ours, f"{path} is not a shard of this project: set another --data_dir")
 
 
 def fingerprint(folder: Path) -> str:

@@ -42,6 +42,8 @@ from text import tokenizer as tokenizers
 from weights import hf
 from weights.adapters import Adapter, check_fits, of_run
 
+MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
+
 
 def find(path: str) -> Path:
     """The Hugging Face folder or the checkpoint at a path. UserError if there is neither.
@@ -166,13 +168,13 @@ def base_at(path: Path, moved_to: str = "") -> Path:
     return Path(rank_zero_decides(lambda: base_of(init_from, meta))["base"])
 
 
-def base_of(path: str, meta: dict, is_training: bool = False) -> dict:
+def base_of(path: str, meta: dict, fix: str = MERGE_FROM) -> dict:
     """The model that adapters are trained on: its path, and a fingerprint of its weights.
 
     path: --init_from; of a run, its newest checkpoint counts. meta: that of a checkpoint of
     adapters, whose fingerprint must be the same, or empty. If the base run went on training, the
     checkpoint that was used is looked for where it was then. UserError if it is not there.
-    is_training: the program has --init_from, for the message.
+    fix: what else the user can do then.
     """
     expected = meta.get("base_fingerprint")
     base = Path(meta.get("base", path))
@@ -188,9 +190,6 @@ def base_of(path: str, meta: dict, is_training: bool = False) -> dict:
         if fingerprint == expected or not expected:
             return {"base": str(found.absolute()), "base_fingerprint": fingerprint}
     problem = f"{path} does not hold the weights that the adapters were trained on"
-    fix = "run python -m weights.peft merge RUN OUT --init_from=PATH"
-    if is_training:
-        fix = "set --init_from to them"
     raise UserError(f"{problem}; they were in {base}: put them there, or {fix}")
 
 
@@ -317,14 +316,17 @@ def init_from(model: MPT, path) -> None:
 def check_init_from(cfg: TrainConfig, model_cfg: MPTConfig) -> None:
     """UserError unless --init_from holds the weights of such a model: see `check_same_model`.
 
-    If it is gone, and this run has adapters already, the message says where their base was.
+    It may be gone if the run has checkpoints, which hold all weights. If this run has adapters, the
+    message says where their base was.
     """
     path = cfg.init_from
     if Path(path).exists():
         return check_same_model(path, model_cfg)
     fix = "give a run, one of its checkpoints, or a Hugging Face folder"
     newest = checkpoint.latest(cfg.run_dir)
-    if newest and cfg.lora_rank:
+    if newest and not cfg.lora_rank:
+        return
+    if newest:
         with suppress(UserError, KeyError):  # damaged, or not of adapters
             base = checkpoint.read_meta(newest)["base"]
             fix = f"the adapters in {cfg.run_dir} belong to {base}"
@@ -360,8 +362,11 @@ def tokenizer_of(path: Path) -> tuple[str, Path | None]:
 def check_same_tokenizer(path, name: str, file) -> None:
     """UserError if the weights at `path` were trained with other ids than those of a tokenizer.
 
-    name, file: of the tokenizer, as `tokenizers.load` takes them.
+    name, file: of the tokenizer, as `tokenizers.load` takes them. Nothing is checked if the weights
+    are gone: see `check_init_from`.
     """
+    if not Path(path).exists():
+        return
     their_name, their_file = tokenizer_of(Path(path))
     # There is only one gpt2 and one bytes. Others may differ under the same name.
     same_ids = their_name in ("gpt2", "bytes") and their_name == tokenizers.canonical(name)

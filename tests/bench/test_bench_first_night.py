@@ -113,9 +113,13 @@ def test_a_wrong_setting_is_one_line(tmp_path):
         first_night.chosen(stages, "tunableop")
     (tmp_path / "file").touch()
     wrong = {"--minutes=0": "minutes", f"--out={tmp_path}/file": "folder", "--sage=a": "'stage'"}
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    wrong[f"--out={tmp_path}/mine"] = "it holds README.md: set another --out"
     for flag, words in wrong.items():
         with pytest.raises(UserError, match=words):
             first_night.main([flag])
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
 
 
 def test_a_folder_has_one_night_at_a_time(tmp_path):

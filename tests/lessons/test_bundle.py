@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, clean_environment
 
 import install
+from config import UserError
 from lessons import bundle
 
 # A network namespace without any route; only 127.0.0.1 is there, as on a laptop in a train.
@@ -72,8 +73,13 @@ def test_another_version_of_python_is_refused_in_one_line(tmp_path):
     assert not (tmp_path / "there").exists()
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("mine")
-    done = run(sys.executable, "-m", "lessons.bundle", str(tmp_path))
-    assert done.returncode == 2 and "has other files in it" in done.stderr
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+@pytest.mark.parametrize("name", ["thesis.tex", "setup.sh"])
+def test_a_folder_with_other_files_is_refused(tmp_path, name):
+    """One with a setup.sh of its own, too: its project/ would be replaced."""
+    (tmp_path / name).write_text("#!/bin/sh\n# mine\n")
+    (tmp_path / "project").mkdir()
+    with pytest.raises(UserError, match="has other files in it"):
+        bundle.main([str(tmp_path)])
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "project"])
+    bundle.write_setup(tmp_path)
+    assert (tmp_path / "setup.sh").read_text().startswith(bundle.SETUP.partition("set -eu")[0])

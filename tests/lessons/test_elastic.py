@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE, flags_for, launch, rooms_on_path
+from test_checkpoint import made_up
 
 from config import UserError
 from lessons import elastic
@@ -112,7 +113,7 @@ def write_run(folder: Path, losses, final_val_loss, hashes) -> Path:
     folder.mkdir()
     rows = []
     for step, (loss, batch_hash) in enumerate(zip(losses, hashes, strict=True), 1):
-        rows.append({"step": step, "loss": loss, "batch_hash": batch_hash})
+        rows.append({"step": step, "tokens": step, "loss": loss, "batch_hash": batch_hash})
     rows.append({"step": len(rows), "val_loss": final_val_loss})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -134,6 +135,21 @@ def test_what_it_checks(tmp_path, capsys):
     longer = write_run(tmp_path / "long", [5, 4, 3, 3], 3.1, "xyzz")
     with pytest.raises(UserError, match="different tokens at 1 steps, the first is step 4"):
         elastic.check([a, longer], 4)
+
+
+def test_finished_runs_are_drawn_again_and_stay_where_they_are(tmp_path, capsys):
+    for name in elastic.RUNS:
+        (tmp_path / "all").mkdir(exist_ok=True)
+        run = write_run(tmp_path / "all" / name, [5, 4, 3], 3.1, "xyz")
+        (run / "config.json").write_text('{"max_steps": 3}')
+        made_up(run, 3)
+    handler = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        elastic.main([f"--run_dir={tmp_path / 'all'}", "--max_steps=3", "--warmup_steps=1"])
+        assert "all runs are finished. To train them anew set" in capsys.readouterr().out
+        assert (tmp_path / "all" / "elastic.png").exists()
+        assert {path.name for path in tmp_path.iterdir()} == {"all"}
+    signal.signal(signal.SIGTERM, handler)
 
 
 # (ranks, tp, pp) of each launch so far, the last step, the index of the part to run next

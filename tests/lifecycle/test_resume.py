@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from conftest import clean_environment, flags_for
 from test_checkpoint import FLAGS, META, SMALL, made_up, names, save_several
 from test_parallel import MODEL, RUN, build
@@ -27,7 +29,7 @@ import config
 import data
 import fsdp_train
 from config import MPTConfig, TrainConfig, UserError
-from lifecycle import resume
+from lifecycle import resume, runlog
 from storage import checkpoint_files
 
 # -------------------------------------------------------------------------------------------------
@@ -284,6 +286,87 @@ def test_a_restart_goes_on_whatever_the_first_start_was_asked(ranks, tmp_path, b
             newest = made_up(run, 9 if asked == "never" else 10)
             assert chosen(ranks, 1, cfg)[0].startswith("UserError: ")
         assert ranks(1)(choose_again, cfg, by) == [newest]
+
+
+def begun(run, asked, resumed):
+    """Write down that a start with --resume=`asked` began at `resumed`; None: not written yet."""
+    cfg = TrainConfig(resume=asked or "auto")
+    world = SimpleNamespace(global_size=1, device=torch.device("cpu"))
+    launch = runlog.launch_record(cfg, world, "fp32", resumed)
+    if asked is None:  # as earlier versions did
+        del launch["resume"]
+    Path(run).mkdir(exist_ok=True)
+    runlog.add_line(Path(run) / "launches.jsonl", launch)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_checkpoint_is_named_to_begin_there_and_not_to_go_back(ranks, tmp_path, recorded):
+    """The same command goes on from what it has saved since; or begins there if that is damaged."""
+    old, run = made_up(tmp_path / "old", 6), tmp_path / "run"
+    cfg = replace(RUN, run_dir=str(run), resume=str(old), max_steps=20)
+    assert chosen(ranks, 2, cfg) == (old, [])
+    begun(run, str(old) if recorded else None, old)
+    assert chosen(ranks, 2, cfg) == (old, [])  # nothing is saved yet
+    newer = [made_up(run, step) for step in (8, 10)]
+    assert chosen(ranks, 2, cfg) == (newer[1], [])
+    begun(run, "auto", newer[1])
+    for path in newer:
+        flip(path / "meta.json", 5)
+    answer, lines = chosen(ranks, 2, cfg)
+    assert answer == old and len(lines) == 2
+    assert all(line.endswith(", resuming from step-6") for line in lines)
+
+
+def test_a_run_does_not_go_on_where_it_was_asked_to_go_back(ranks, tmp_path):
+    """It has begun at step-6 once, as any start does; nobody had asked for that."""
+    earlier, newest = made_up(tmp_path / "run", 6), made_up(tmp_path / "run", 8)
+    begun(tmp_path / "run", "auto", earlier)
+    cfg = replace(RUN, run_dir=str(tmp_path / "run"), resume=str(earlier), max_steps=20)
+    answer, _ = chosen(ranks, 1, cfg)
+    problem = f"UserError: {tmp_path}/run holds {newest}, which is later than {earlier}: "
+    assert answer == problem + "set --resume=auto to go on from there, or another --run_dir"
+
+
+def settings_under(heading):
+    """The names of the settings in a group of TrainConfig, by the comments in its source."""
+    _, begins = config.comments_of(TrainConfig)
+    group, names = "", []
+    for field in fields(TrainConfig):
+        group = begins.get(field.name, group)
+        names += [field.name] * (group == heading)
+    return names
+
+
+# Another value of each setting that is no number.
+OTHERWISE = {
+    "schedule": "constant",
+    "lr_one_step_late": True,
+    "init_from": "b",
+    "precision": "fp32",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*settings_under("optimizer"), "max_steps", "init_from", "precision", "resid_pdrop"]
+)
+def test_a_finished_run_says_so_unless_it_would_be_another_one(name):
+    """What decides the weights at its end counts; how the ranks share the work does not."""
+    cfg = replace(RUN, max_steps=9)
+    meta = {"step": 9, **META, **asdict(cfg), "precision": "bf16"}
+    start = resume.Start(Path("a/checkpoints/step-9"), meta, "")
+    layout = {"sharding": "DDP", "tp": 2, "microbatch_size": "auto", "compile": True}
+    same = replace(cfg, **layout, keep_last=9, precision="auto")
+    line = resume.finished(start, MODEL, same)
+    assert "step-9 has all 9 steps" in line and "--max_steps" in line and "--resume=again" in line
+
+    changed = [MODEL, same]
+    which = name not in MODEL.__dict__
+    old = getattr(changed[which], name)
+    value = OTHERWISE[name] if name in OTHERWISE else type(old)(old / 2 or 0.5)
+    changed[which] = replace(changed[which], **{name: value})
+    problem = rf"another run: {name} .* \(here {value}\).*--resume=again"
+    with pytest.raises(UserError, match=problem):
+        resume.finished(start, *changed)
 
 
 def choose_again(world, cfg, by):

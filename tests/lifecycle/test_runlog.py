@@ -21,6 +21,7 @@ import torch
 import config
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import microbatch, plot, runlog
+from lifecycle.lease import Lease
 from storage import files
 
 
@@ -155,17 +156,76 @@ def test_bits_per_byte_of_uniform_bytes_is_eight():
     assert runlog.bits_per_byte(math.log(2**16), tokens=500, text_bytes=1000) == pytest.approx(8)
 
 
-def test_a_finished_run_is_put_aside_under_a_free_name(tmp_path):
-    """All but the lease, which is of whoever writes there now."""
-    run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "lease.json").touch()
-    for number in (1, 2):
-        (run / "metrics.jsonl").write_text(str(number))
-        assert runlog.put_aside(str(run)) == tmp_path / f"run-{number}"
-        assert [path.name for path in run.iterdir()] == ["lease.json"]
-        assert (tmp_path / f"run-{number}/metrics.jsonl").read_text() == str(number)
-    assert (tmp_path / "run-1/checkpoints").is_dir()
+def finished_run(folder):
+    """A run folder, in which are also a user's notes and another run."""
+    for name in ("checkpoints/step-4", "other/checkpoints", ".git"):
+        (folder / name).mkdir(parents=True)
+    for name in (*OURS, "metrics.jsonl.damaged", "notes.md"):
+        (folder / name).write_text(name)
+    return folder
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+OWN = {"checkpoints", "checkpoints/step-4", "metrics.jsonl.damaged"}
+NOT_OWN = {"lease.json", "notes.md", ".git", "other", "other/checkpoints"}
+
+
+@pytest.mark.parametrize("how", ["folder", "here", "link"])
+def test_of_a_finished_run_its_own_files_are_put_aside(tmp_path, monkeypatch, how):
+    """Under a free name beside it. The lease is of whoever writes there now."""
+    place = tmp_path / "disk"
+    finished_run(place / "run")
+    run_dir = str(place / "run")
+    if how == "here":
+        monkeypatch.chdir(run_dir)
+        run_dir = "."
+    if how == "link":
+        (tmp_path / "run").symlink_to(run_dir)
+        run_dir = str(tmp_path / "run")
+    assert runlog.put_aside(run_dir) == place / "run-1"
+    assert contents(place / "run-1") == OWN | set(OURS) - {"lease.json"}
+    assert contents(place / "run") == NOT_OWN
+    (place / "run/metrics.jsonl").write_text("2")
+    assert runlog.put_aside(run_dir) == place / "run-2"
+    assert contents(place / "run-2") == {"metrics.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"disk", "run"}
+
+
+def test_a_finished_run_that_cannot_be_moved_stays_as_it_is(tmp_path, disk):
+    """Its folder is a disk of its own; its checkpoints are linked to another place."""
+    linked = finished_run(tmp_path / "linked")
+    shutil.move(linked / "checkpoints", disk / "larger")
+    (linked / "checkpoints").symlink_to(disk / "larger")
+    finished_run(disk)
+    before = contents(tmp_path)
+    for run_dir, reason in ((disk, r"\(Invalid cross-device link\)"), (linked, "are linked")):
+        with pytest.raises(UserError, match=rf"{reason}.*: set another --run_dir$"):
+            runlog.put_aside(str(run_dir))
+        assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["config.json", ".git/HEAD", "my/text", "notes.md"])
+def test_a_folder_that_is_used_for_something_else_is_refused(tmp_path, name):
+    """A log may be there, and a place for checkpoints. Once a run begins there, it is a run's."""
+    folder = tmp_path / "folder"
+    (folder / name).parent.mkdir(parents=True)
+    (tmp_path / "larger").mkdir()
+    (folder / "checkpoints").symlink_to(tmp_path / "larger")
+    (folder / name).write_text("mine")
+    lease, before = Lease(str(folder)), contents(tmp_path)
+    if name == "notes.md":
+        with lease:
+            lease.take()
+        (folder / "config.json").touch()
+        runlog.require_own_folder(folder)
+        return
+    problem = f"{folder} is used for something else, it holds {name.partition('/')[0]}"
+    with pytest.raises(UserError, match=rf"{problem}: set another --run_dir"):
+        lease.take()
+    assert contents(tmp_path) == before
 
 
 def test_memory_is_that_of_this_process():
@@ -505,10 +565,10 @@ def test_a_run_refuses_links_to_other_places(tmp_path, name):
     """It would replace or copy what they point to. `checkpoints` may be on a larger disk."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "larger")
-    runlog.require_no_links(tmp_path / "run")
+    runlog.require_own_folder(tmp_path / "run")
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"{name} is a link, and a run changes nothing outside"):
-        runlog.require_no_links(tmp_path / "run")
+        runlog.require_own_folder(tmp_path / "run")
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

@@ -118,7 +118,7 @@ def test_a_run_whose_reader_has_left_saves_before_it_leaves(tmp_path, tiny_data,
 def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, number):
     """Status 75, a checkpoint of the last step, and resumed it equals an undisturbed run."""
     run, flags = tmp_path / "run", [*FOREVER, "--save_interval=0"]
-    first = started(2, *flags)
+    first = started(2, *flags, "--resume=never")  # so the same command would be refused
     wait_for(lambda: steps_done(run) >= 3)
     first.send(number, 1)
     assert first.wait(PATIENCE)
@@ -127,7 +127,7 @@ def test_a_signal_to_one_rank_saves_on_all(started, ranks, tiny_data, tmp_path, 
     assert checkpoint.latest(run).name == f"step-{last}"
     assert (
         f"stopping, as asked: The last good checkpoint is {run}/checkpoints/step-{last}. "
-        in (tmp_path / "log").read_text()
+        "The same command with --resume=auto resumes the run" in (tmp_path / "log").read_text()
     )
     assert lease.read_lease(run / "lease.json") is None
     end = [f"--max_steps={last + 3}", *FOREVER[1:]]

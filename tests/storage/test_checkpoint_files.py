@@ -1,7 +1,10 @@
 """storage/checkpoint_files.py: no program runs code in a checkpoint, or uses a damaged one."""
 
+import contextlib
+import enum
 import io
 import json
+import operator
 import os
 import pickle
 import random
@@ -12,13 +15,17 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from fractions import Fraction
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import flags_for, rooms_on_path, words_of
+from test_checkpoint import META
+from test_parallel import RUN, build
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -32,7 +39,13 @@ from torch.distributed.checkpoint.metadata import (
 import checkpoint
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT
-from storage.checkpoint_files import cause_of, find_damage, read_metadata, reason_of
+from storage.checkpoint_files import (
+    cause_of,
+    find_damage,
+    read_back,
+    read_metadata,
+    reason_of,
+)
 from weights import hf, load
 
 SMALL = MPTConfig(d_model=32, n_heads=4, n_layers=1, vocab_size=257, max_seq_len=16)
@@ -360,6 +373,109 @@ def test_a_pickle_of_another_kind_is_refused(tmp_path, name):
         read_metadata(tmp_path)
     assert time.process_time() - begin < 20
     assert peak_bytes() - before < 2**31
+
+
+# How versions of Python pickle a member of an enum, such as the memory format of each tensor.
+ENUM_FORMS = {
+    "to 3.10, from 3.11.4": lambda member, protocol: (type(member), (member.value,)),
+    "3.11.0 to 3.11.3": lambda member, protocol: (getattr, (type(member), member.name)),
+}
+
+
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])  # the latter: Python 3.13
+@pytest.mark.parametrize("form", ENUM_FORMS)
+def test_what_each_python_writes_is_read(sound, tmp_path, form, module, monkeypatch):
+    monkeypatch.setattr(enum.Enum, "__reduce_ex__", ENUM_FORMS[form])
+    path = save(tmp_path / "run/checkpoints/step-1", MPT(SMALL).state_dict())
+    content = (path / ".metadata").read_bytes()
+    assert (b"getattr" in content) == ("3.11.0" in form)
+    name = re.search(rb"\x8c.(pathlib\S*)\x94\x8c", content)
+    renamed = b"\x8c" + bytes([len(module)]) + module.encode() + b"\x94\x8c"
+    (path / ".metadata").write_bytes(content.replace(name[0], renamed))
+    seal(path)
+    assert verify(path) is None
+    read_back(path)
+    USES["sample"](tmp_path / "run", None)
+
+
+class Unreadable(torch.optim.SGD):
+    """Its settings hold an object that no checkpoint may hold."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["lr"] = Fraction(1, 8)
+
+
+def by_item(member, protocol):
+    """How no Python pickles a member of an enum, though all could read it."""
+    return operator.getitem, (type(member), member.name)
+
+
+def save_unreadable(world, cfg, what):
+    """The error of saving what our own reader refuses."""
+    model, optimizer = build(world, cfg)
+    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 1)
+    unknown = mock.patch.object(enum.Enum, "__reduce_ex__", by_item)
+    if what == "optimizer":
+        optimizer, unknown = Unreadable(model.parameters()), contextlib.nullcontext()
+    with pytest.raises(UserError) as error, unknown:
+        saver.save(1, model, optimizer, META)
+        saver.finish()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    [("enum", "refers to '_operator.getitem'"), ("optimizer", "would run fractions.Fraction")],
+)
+def test_a_run_ends_if_it_could_not_read_its_own_checkpoint(ranks, tmp_path, what, reason):
+    (text,) = ranks(1)(save_unreadable, replace(RUN, run_dir=str(tmp_path)), what)
+    assert text.startswith("could not save step 1: what Python ") and reason in text
+    assert text.endswith(". There is no checkpoint yet") and "\n" not in text
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+class Got:
+    """Pickled as a call of getattr."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return getattr, self.args
+
+
+FORMAT = type(TensorProperties().__getstate__()[3])  # the enum of memory formats
+MEMBER = "TORCH_CHANNELS_LAST"
+ATTRIBUTES = {  # -> the reason why they are refused, "" if they are not
+    "a member": (Got(FORMAT, MEMBER), ""),
+    "of a function": (Got(os.system, "__call__"), "refers to 'posix.system'"),
+    "of another class": (Got(torch.Size, MEMBER), "attribute"),
+    "of itself": (Got(getattr, MEMBER), "attribute"),
+    "of a text": (Got("os", MEMBER), "attribute"),
+    "of a member": (Got(Got(FORMAT, MEMBER), MEMBER), "attribute"),
+    "a dunder": (Got(FORMAT, "__class__"), "attribute"),
+    "a private one": (Got(FORMAT, "_member_map_"), "attribute"),
+    "a method": (Got(FORMAT, "mro"), "attribute"),
+    "dotted": (Got(FORMAT, f"{MEMBER}.name"), "attribute"),
+    "a number": (Got(FORMAT, 1), "attribute"),
+    "a list": (Got(FORMAT, [MEMBER]), "attribute"),
+    "with a default": (Got(FORMAT, "none", MEMBER), "ValueError"),
+    "of nothing": (Got(), "ValueError"),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_getattr_gets_only_the_member_of_an_enum(run, name, monkeypatch):
+    """Even where nobody reads what it gets: the memory format has no use here."""
+    attribute, reason = ATTRIBUTES[name]
+    state = TensorProperties().__getstate__()
+    state = (*state[:3], attribute, state[4])
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: state)
+    path = change(run / "checkpoints" / "step-5", lambda metadata: None)
+    refused = pytest.raises(UserError, match=rf"\.metadata cannot be trusted \(.*{reason}")
+    with refused if reason else contextlib.nullcontext():
+        assert verify(path) is None
 
 
 def test_a_known_module_admits_its_known_names_only(tmp_path):

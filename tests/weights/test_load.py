@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_checkpoint import made_up
 from test_hf import SMALL, build, empty, relative_error, same_weights, tokens
 
 import parallel
@@ -118,6 +119,18 @@ def test_another_model_is_refused(name, value, tmp_path):
         UserError, match=rf"of another model: .*{name} {getattr(SMALL, name)} \(here {value}\)"
     ):
         load.init_from(empty(replace(SMALL, **{name: value})), tmp_path / "theirs")
+
+
+def test_a_run_that_has_saved_needs_no_weights_to_start_from(tmp_path):
+    """They were read once. Of adapters they are the base, which each start reads."""
+    cfg = TrainConfig(init_from=str(tmp_path / "gone"), run_dir=str(tmp_path / "run"))
+    with pytest.raises(UserError, match="gone does not exist: give a run"):
+        load.check_init_from(cfg, SMALL)
+    made_up(tmp_path / "run", 4)
+    load.check_init_from(cfg, SMALL)
+    load.check_same_tokenizer(cfg.init_from, "bytes", None)
+    with pytest.raises(UserError, match="gone does not exist: give a run"):
+        load.check_init_from(replace(cfg, lora_rank=2), SMALL)
 
 
 def test_tokenizers_of_weights_are_compared(tmp_path):
