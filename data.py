@@ -627,6 +627,11 @@ class Dataset:
         problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}"
         require(n_ids <= model_cfg.vocab_size, f"{problem}: raise it")
 
+    @property
+    def epoch_tokens(self) -> int:
+        """Tokens of an epoch."""
+        return len(self.train) * self.train.seq_len
+
     def batches(self, steps, cfg: TrainConfig, world):
         """Yield (step, rows), rows (B, T + 1) on this rank's device, for each of the `steps`.
 

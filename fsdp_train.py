@@ -90,7 +90,7 @@ def main(argv) -> None:
     warn_if_slow(optimizer, log)
 
     # the record of the run, and what protects it
-    launch = runlog.launch_record(cfg, world, precision, start.checkpoint, dataset.train)
+    launch = runlog.launch_record(cfg, world, precision, start.checkpoint, dataset.epoch_tokens)
     log.start(model_cfg, cfg, launch, dataset.tokenizer_file, start.step)
     halve = partial(microbatch.halve, model_cfg, cfg, world, precision)
     guard = Guard(

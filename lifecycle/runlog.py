@@ -193,13 +193,12 @@ def add_line(path: Path, row: dict) -> None:
     files.write_atomically(path, before + json_line(row))
 
 
-def launch_record(cfg: TrainConfig, world, precision: str, checkpoint: Path | None, train) -> dict:
-    """What launches.jsonl says of this launch, besides command and versions.
-
-    train: the data.Split that is trained on.
-    """
+def launch_record(
+    cfg: TrainConfig, world, precision: str, checkpoint: Path | None, epoch_tokens: int
+) -> dict:
+    """What launches.jsonl says of this launch, besides command and versions."""
     return {
-        "epoch_tokens": len(train) * train.seq_len,
+        "epoch_tokens": epoch_tokens,
         "ranks": world.global_size,
         "device": devices.describe(world.device),
         "precision": precision,

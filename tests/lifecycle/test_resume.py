@@ -292,7 +292,7 @@ def begun(run, asked, resumed):
     """Write down that a start with --resume=`asked` began at `resumed`; None: not written yet."""
     cfg = TrainConfig(resume=asked or "auto")
     world = SimpleNamespace(global_size=1, device=torch.device("cpu"))
-    launch = runlog.launch_record(cfg, world, "fp32", resumed)
+    launch = runlog.launch_record(cfg, world, "fp32", resumed, epoch_tokens=9)
     if asked is None:  # as earlier versions did
         del launch["resume"]
     Path(run).mkdir(exist_ok=True)

@@ -413,7 +413,7 @@ def test_a_run_that_never_had_a_good_step_does_not_blame_its_batches(
         f"--max_steps={steps}",
         "--save_interval=1",
     ]
-    flags += ["--max_bad_steps=3", "--schedule=constant"]
+    flags += ["--max_bad_steps=3", "--schedule=constant", "--warmup_steps=0"]
     answers = ranks(2)(train_here, flags, poisoned_always)
     assert [status for status, *_ in answers] == [2, 2]
     message = answers[0][1]
