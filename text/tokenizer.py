@@ -48,6 +48,8 @@ import tiktoken
 
 from config import UserError, arguments, one_line, require, run
 from storage import files
+from text import tokenizer_json
+from text.tokenizer_json import BYTES, SPELLING
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -58,14 +60,6 @@ MARK = "\ud800"
 # GPT-2's split with possessive quantifiers (++): the same pieces, but no backtracking, so a million
 # spaces do not exhaust the stack.
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-
-# The 256 single bytes in GPT-2's order, printable ones first. Hugging Face's trainer numbers them
-# in the same order.
-BYTES = sorted(
-    (bytes([value]) for value in range(256)),
-    key=lambda byte: byte == b" " or not chr(byte[0]).isprintable(),
-)
-N_PRINTABLE = 188
 
 # Training a BPE ignores longer words, which no language needs: a merge takes time in proportion to
 # the word's length.
@@ -80,7 +74,7 @@ if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
 words = "The quick brown fox, aged 42, doesn't jump over größe 世界 <|endoftext|>\\n\\t"
 runs = "".join(c * 300 for c in "aA1 .\\n\\t_-世") + "ab1 " * 100
-library = tokenizers.Tokenizer.from_file(sys.argv[1])
+library = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
 library.no_padding()
 library.encode(words * 100 + runs, add_special_tokens=False)
 """
@@ -108,6 +102,7 @@ class Tokenizer:
     name            `gpt2`, `bytes` or `bpe-N`
     tokens          the bytes of each id, in order
     eot             the id of end-of-text, the last one
+    ends            the ids that end a generated text: eot, and those that a model's folder adds
     special_tokens  their names -> `SpecialToken`; here end-of-text alone
     vocab_size      the number of ids, with end-of-text
     fingerprint     equal for two tokenizers if they give equal ids for every text
@@ -121,6 +116,7 @@ class Tokenizer:
         self.name = name
         self.tokens = tokens
         self.eot = len(tokens)
+        self.ends = {self.eot}
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         self.vocab_size = len(tokens) + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
@@ -209,7 +205,9 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` that came with a model, used as a `Tokenizer`; it has no `tokens`, `save`.
 
     Only byte-level tokenizers are supported (MPT's and GPT-NeoX's are). `eot` need not be the
-    last id.
+    last id. A `vocab.json` serves as well, with its `merges.txt`.
+
+    content     the tokenizer.json
     """
 
     def __init__(self, name: str, path: str):
@@ -219,7 +217,9 @@ class HuggingFaceTokenizer:
         """
         self.name = name
         self.path = path
-        content = read(path)
+        is_pair = Path(path).name == tokenizer_json.VOCABULARY
+        content = tokenizer_json.of_pair(path, END_OF_TEXT) if is_pair else read(path)
+        self.content = content
         self.library = library_tokenizer(path, content)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
 
@@ -228,6 +228,7 @@ class HuggingFaceTokenizer:
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.eot = self.library.token_to_id(END_OF_TEXT)
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which separates documents")
+        self.ends = {self.eot}
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         for i, token in self.library.get_added_tokens_decoder().items():
             if token.special and len(token.content) > 1:  # a MARK fits into two characters
@@ -235,10 +236,7 @@ class HuggingFaceTokenizer:
                 self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.
-        byte_of = {
-            chr(byte[0]) if i < N_PRINTABLE else chr(256 + i - N_PRINTABLE): byte
-            for i, byte in enumerate(BYTES)
-        }
+        byte_of = {character: bytes([byte]) for byte, character in SPELLING.items()}
         self.bytes_of = {
             i: b"".join(byte_of.get(character, character.encode()) for character in spelling)
             for i, spelling in spelling_of.items()
@@ -318,9 +316,10 @@ def check_speed(path: str, parsed: dict) -> None:
     content = json.dumps(parsed)
     if not any(name in content for name in ("Regex", "Replace", "Prepend")):
         return
-    command = [sys.executable, "-c", PROBE, path]
+    command = [sys.executable, "-c", PROBE]
+    options = {"input": content.encode(), "capture_output": True, "timeout": PROBE_SECONDS}
     try:
-        process = subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS)
+        process = subprocess.run(command, **options)
     except subprocess.TimeoutExpired as error:
         problem = f"{path} needs more than {PROBE_SECONDS} s for some lines of text"
         raise UserError(f"{problem}: it is refused") from error
@@ -345,6 +344,8 @@ def canonical(name: str) -> str:
         return "bpe-4096"
     match = re.fullmatch(r"bpe-([0-9]{1,9})", name)
     if not match:
+        is_folder = os.path.isdir(name)
+        require(not is_folder, f"tokenizer {name!r} is a folder: name the tokenizer.json in it")
         close_names = difflib.get_close_matches(name, ["gpt2", "bytes", "bpe-4096"], n=1)
         hint = f", did you mean {close_names[0]!r}?" if close_names else ";"
         raise UserError(
