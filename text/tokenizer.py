@@ -48,8 +48,6 @@ import tiktoken
 
 from config import UserError, arguments, one_line, require, run
 from storage import files
-from text import tokenizer_json
-from text.tokenizer_json import BYTES, SPELLING
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -60,6 +58,19 @@ MARK = "\ud800"
 # GPT-2's split with possessive quantifiers (++): the same pieces, but no backtracking, so a million
 # spaces do not exhaust the stack.
 SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+# The 256 single bytes in GPT-2's order, printable ones first. Hugging Face's trainer numbers them
+# in the same order.
+BYTES = sorted(
+    (bytes([value]) for value in range(256)),
+    key=lambda byte: byte == b" " or not chr(byte[0]).isprintable(),
+)
+N_PRINTABLE = 188
+# The printable character with which a Hugging Face vocabulary spells each byte.
+SPELLING = {
+    byte[0]: chr(byte[0]) if i < N_PRINTABLE else chr(256 + i - N_PRINTABLE)
+    for i, byte in enumerate(BYTES)
+}
 
 # Training a BPE ignores longer words, which no language needs: a merge takes time in proportion to
 # the word's length.
@@ -191,6 +202,14 @@ class Tokenizer:
         """The text of `ids`. Bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode(errors="replace")
 
+    @property
+    def content(self) -> bytes:
+        """This tokenizer as Hugging Face's tokenizer.json, which gives equal ids."""
+        from text import tokenizer_json  # here, since training does without
+
+        spelled = ["".join(SPELLING[byte] for byte in token) for token in self.tokens]
+        return tokenizer_json.of_tokens(spelled, END_OF_TEXT)
+
     def save(self, path: str) -> None:
         """Write the tokens to `path` as JSON. The file is complete or not there."""
         saved = {
@@ -217,8 +236,11 @@ class HuggingFaceTokenizer:
         """
         self.name = name
         self.path = path
-        is_pair = Path(path).name == tokenizer_json.VOCABULARY
-        content = tokenizer_json.of_pair(path, END_OF_TEXT) if is_pair else read(path)
+        content = read(path)
+        if Path(path).name == "vocab.json":
+            from text import tokenizer_json  # here, since training does without
+
+            content = tokenizer_json.of_pair(path, END_OF_TEXT)
         self.content = content
         self.library = library_tokenizer(path, content)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]

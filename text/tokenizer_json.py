@@ -20,41 +20,24 @@ from config import UserError, arguments, require, run
 from storage import files
 from storage.files import shown
 
-# The 256 single bytes in GPT-2's order, printable ones first. Hugging Face's trainer numbers them
-# in the same order.
-BYTES = sorted(
-    (bytes([value]) for value in range(256)),
-    key=lambda byte: byte == b" " or not chr(byte[0]).isprintable(),
-)
-N_PRINTABLE = 188
-# How a vocabulary spells each byte.
-SPELLING = {
-    byte[0]: chr(byte[0]) if i < N_PRINTABLE else chr(256 + i - N_PRINTABLE)
-    for i, byte in enumerate(BYTES)
-}
-
 VOCABULARY = "vocab.json"
 MERGES = "merges.txt"
+LAST_LETTER = chr(256 + 67)  # 188 bytes are spelled as themselves, the other 68 from chr(256) on
 CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")  # other ones split text in another way
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
-def of_tokens(tokens: list[bytes], end_of_text: str) -> bytes:
-    """The tokenizer.json of our tokens, in the order of their ids; end-of-text is the last id."""
-    vocabulary = {spelled(token): i for i, token in enumerate(tokens)}
+def of_tokens(tokens: list[str], end_of_text: str) -> bytes:
+    """The tokenizer.json of our tokens, spelled, in the order of their ids; end-of-text is last."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
     return written(vocabulary, merges_of(tokens), {end_of_text: {"id": len(tokens)}})
 
 
-def spelled(token: bytes) -> str:
-    """A token as a vocabulary spells it."""
-    return "".join(SPELLING[byte] for byte in token)
-
-
-def merges_of(tokens: list[bytes]) -> list[str]:
+def merges_of(tokens: list[str]) -> list[str]:
     """All cuts of each token into two tokens, in the order of the tokens."""
     known = set(tokens)
     return [
-        f"{spelled(token[:cut])} {spelled(token[cut:])}"
+        f"{token[:cut]} {token[cut:]}"
         for token in tokens
         for cut in range(1, len(token))
         if token[:cut] in known and token[cut:] in known
@@ -74,19 +57,20 @@ def of_pair(path, end_of_text: str) -> bytes:
     require(kind in CLASSES, f"{folder} has a tokenizer of class {shown(kind)}: {fix}")
 
     vocabulary = files.read_json(path)
-    ids = list(vocabulary.values())
-    are_ids = all(type(i) is int and 0 <= i < 2**31 for i in ids) and len(set(ids)) == len(ids)
-    require(are_ids, f"{path} is damaged (it must give each token a whole number of its own)")
     try:
         added = added_tokens(folder, settings, vocabulary, end_of_text)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"the added tokens in {folder} are damaged: {fix}") from error
-    for name, token in added.items():
-        same_id = vocabulary.setdefault(name, token["id"]) == token["id"]
-        require(same_id, f"{folder} gives the added token {shown(name)} two ids: {fix}")
+    ids = [*vocabulary.values(), *(added[name]["id"] for name in added.keys() - vocabulary.keys())]
+    are_ids = all(type(i) is int and 0 <= i < 2**31 for i in ids) and len(set(ids)) == len(ids)
+    moved = [name for name in added if vocabulary.get(name, added[name]["id"]) != added[name]["id"]]
+    problem = "is damaged (each token must have a whole number of its own)"
+    require(are_ids and not moved, f"{path}, with the tokens that were added, {problem}: {fix}")
 
-    letters = set(SPELLING.values())
-    is_byte_level = all(letters.issuperset(token) for token in vocabulary.keys() - added.keys())
+    spelled = vocabulary.keys() - added.keys()
+    is_byte_level = all(
+        token and " " < min(token) <= max(token) <= LAST_LETTER for token in spelled
+    )
     require(is_byte_level, f"{path} is not of a byte-level tokenizer: no other kind is supported")
     lines = files.read_bytes(folder / MERGES, files.MAX_JSON).decode(errors="replace").split("\n")
     merges = [line.rstrip("\r") for line in lines if not line.startswith("#version")]
@@ -164,7 +148,7 @@ def written(vocabulary: dict, merges: list[str], added: dict, begins_with_space=
 def demonstrate(argv) -> None:
     """Print the vocabulary and the merges of a few tokens."""
     arguments(argv)
-    tokens = [b" ", b"a", b"b", b"c", b"ab", b"bc", b"abc", b" abc"]
+    tokens = "Ġ a b c ab bc abc Ġabc".split()
     made = json.loads(of_tokens(tokens, "<|endoftext|>"))
     print(*(f"{i:3}  {token}" for token, i in made["model"]["vocab"].items()), sep="\n")
     print("merges:", *made["model"]["merges"], sep="\n     ")

@@ -52,8 +52,10 @@ ATTENTION_KEYS = """
 OTHER_ATTENTION_KEYS = "attn_type kv_n_heads rope_impl rope_dail_config rope_hf_config".split()
 
 TOP = "the top level"
-HOMES = dict.fromkeys(MODEL_KEYS, TOP)
-HOMES |= dict.fromkeys(ATTENTION_KEYS + OTHER_ATTENTION_KEYS, "attn_config")
+HOMES = {
+    **dict.fromkeys(MODEL_KEYS, TOP),
+    **dict.fromkeys(ATTENTION_KEYS + OTHER_ATTENTION_KEYS, "attn_config"),
+}
 
 # Keys that change neither weights nor logits, or are read elsewhere in this file.
 IGNORED_KEYS = """

@@ -87,15 +87,8 @@ def is_ours(name: str, folder: Path) -> bool:
     if name.endswith(".json"):
         return False
     with suppress(UserError):
-        return content_of(tokenizers.load(name, folder / BPE_TOKENIZER)) == content
+        return tokenizers.load(name, folder / BPE_TOKENIZER).content == content
     return False
-
-
-def content_of(tokenizer) -> bytes:
-    """The tokenizer.json of any tokenizer."""
-    if isinstance(tokenizer, tokenizers.HuggingFaceTokenizer):
-        return tokenizer.content
-    return tokenizer_json.of_tokens(tokenizer.tokens, tokenizers.END_OF_TEXT)
 
 
 def why_unreadable(source: Path, settings: dict, named: str) -> str:
@@ -225,7 +218,7 @@ def export(path: Path, folder: Path) -> dict:
     name = checkpoint.read_meta(path)["tokenizer"]
     file = require_no_link(run_dir / TOKENIZER)
     tokenizer = tokenizers.load(name, file)
-    (folder / TOKENIZER).write_bytes(content_of(tokenizer))
+    (folder / TOKENIZER).write_bytes(tokenizer.content)
     if name.startswith("bpe"):
         shutil.copy(file, folder / BPE_TOKENIZER)
     copy_beside(run_dir / KEPT, folder)
