@@ -8,6 +8,7 @@
                                straggler's time outside collectives / that of the fastest rank),
                                and one per evaluation: step val_loss val_bits_per_byte,
                                or step icl {task: figures}
+    runs/demo/hugging_face/    of imported weights: what export writes again, such as end tokens
     runs/demo/checkpoints/     see checkpoint.py
     runs/demo/lease.json       which process owns the folder, see lifecycle/lease.py
     runs/demo/microbatch.json  the microbatch that fits, see lifecycle/microbatch.py
@@ -212,7 +213,7 @@ def require_no_links(run_dir) -> None:
     `checkpoints` may be a link: people put checkpoints on a larger disk.
     """
     names = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json lease.json"
-    for name in names.split():
+    for name in [*names.split(), "hugging_face"]:
         path = Path(run_dir) / name
         problem = f"{path} is a link, and a run changes nothing outside of its folder"
         fix = "move there what it points to, or set another --run_dir"

@@ -280,7 +280,7 @@ def write_checkpoint(path: Path, meta: dict, state: dict) -> None:
 class ImportSettings:
     """The flags of `import`."""
 
-    tokenizer: str = ""  # gpt2, bytes, bpe-N or a tokenizer.json (empty = theirs, else gpt2)
+    tokenizer: str = ""  # gpt2, bytes, bpe-N or a tokenizer.json (empty = theirs)
 
 
 def main(argv) -> None:

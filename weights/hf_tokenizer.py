@@ -236,12 +236,14 @@ def write_settings(folder: Path) -> None:
     """Write tokenizer_config.json in an exported folder, or change what is there: transformers is
     to take tokenizer.json as it is.
     """
-    end_of_text = tokenizers.END_OF_TEXT
-    settings = read_if_there(folder / SETTINGS) or {
-        "bos_token": end_of_text,
-        "eos_token": end_of_text,
+    settings = read_if_there(folder / SETTINGS)
+    elsewhere = read_if_there(folder / "special_tokens_map.json")
+    missing = {
+        "bos_token": tokenizers.END_OF_TEXT,
+        "eos_token": tokenizers.END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
     }
+    settings = {key: value for key, value in missing.items() if key not in elsewhere} | settings
     settings.pop("auto_map", None)  # code, which is not exported
     settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     split = files.read_json(folder / TOKENIZER).get("pre_tokenizer")
