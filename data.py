@@ -241,9 +241,8 @@ def make_tokenizer(cfg: TrainConfig, folder: Path):
     path = folder / "tokenizer.json"
 
     if name.endswith(".json") and not path.exists():
-        tokenizers.load(name)  # UserError if it is no tokenizer
         # Later runs read this copy: the original may be moved or changed.
-        shutil.copy(name, path)
+        path.write_bytes(tokenizers.load(name).content)
 
     of_base = file_of_base(cfg, name)
     if of_base and not path.exists():

@@ -330,6 +330,7 @@ def load_weights(start: resume.Start, cfg: TrainConfig, model, optimizer) -> dic
         if base and not start.checkpoint:
             load.warn_if_it_may_go(path)
         load.init_from(model, path)
+        processes.rank_zero_decides(partial(load.keep_generation, path, cfg.run_dir))
     if start.checkpoint:
         checkpoint.load(start.checkpoint, model, optimizer)
     return base

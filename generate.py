@@ -13,9 +13,10 @@ An adapter is a PEFT folder, or a run with --lora_rank, that was trained on RUN.
 all texts; of several, each writes the text of its prompt, in one batch (none: RUN itself).
 
 Several prompts form a batch: shorter ones are padded on the left, and attention ignores the
-padding. A text ends at end-of-text, before a stop string, or after max_new_tokens. With learned
-positions it ends at max_seq_len, too; ALiBi and RoPE have no such limit. At the end the program
-prints its speed and the share of the memory bandwidth that it used.
+padding. A text ends at end-of-text or another end that the Hugging Face folder names, before a stop
+string, or after max_new_tokens. With learned positions it ends at max_seq_len, too; ALiBi and RoPE
+have no such limit. At the end the program prints its speed and the share of the memory bandwidth
+that it used.
 
 How a token is drawn: serving/sampling.py. How the model is made fast: serving/decoder.py. What is
 shown while a text grows: serving/stream.py. How adapters share a batch: serving/adapters.py.
@@ -63,7 +64,7 @@ class GenerateSettings:
     batch_size: int = 8  # texts generated together
     json: bool = False  # print one JSON object per text and line
     step: int | None = None  # which checkpoint (none = the newest, 0 = untrained)
-    tokenizer: str = ""  # of a Hugging Face folder (empty = its tokenizer.json, else gpt2)
+    tokenizer: str = ""  # of a Hugging Face folder (empty = its own; gpt2 if it names none)
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the weights
 
     def check(self) -> None:

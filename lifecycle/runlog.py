@@ -9,6 +9,7 @@
                                straggler's time outside collectives / that of the fastest rank),
                                and one per evaluation: step val_loss val_bits_per_byte,
                                or step icl {task: figures}
+    runs/demo/hugging_face/    of imported weights: what export writes again, such as end tokens
     runs/demo/checkpoints/     see checkpoint.py
     runs/demo/lease.json       which process owns the folder, see lifecycle/lease.py
     runs/demo/microbatch.json  the microbatch that fits, see lifecycle/microbatch.py
@@ -65,7 +66,8 @@ COLUMNS = {  # of metrics.jsonl, with their types; each row has a step, and some
 SCREEN_SECONDS = 2  # between two steps on the screen, at least
 WINDOW = 500  # steps over which the time left is averaged; by default an evaluation is among them
 # What a run writes into its folder, beside the lease.
-OWN_FILES = "config.json launches.jsonl tokenizer.json metrics.jsonl microbatch.json".split()
+OWN_FILES = """config.json launches.jsonl tokenizer.json hugging_face metrics.jsonl
+    microbatch.json""".split()
 OWN_MARKS = ["lease.json", "launches.jsonl", "checkpoints/step-*/meta.json"]
 
 

@@ -82,7 +82,7 @@ class Text:
         A character of several bytes is shown when it is complete. Characters that may begin a stop
         string are held back.
         """
-        if token == self.tokenizer.eot:
+        if token in self.tokenizer.ends:
             self.end = "end of text"
         else:
             self.ids.append(token)

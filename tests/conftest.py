@@ -33,6 +33,10 @@ TORCHRUN = [
     "--rdzv-endpoint=localhost:0",
     "--nproc_per_node",
 ]
+# The name of vocab.bpe in tiktoken's cache: the SHA-1 of its address.
+VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
+BESIDE_THIS_PROJECT = ROOT.parent / "shared" / "data" / "tiktoken_cache"
+GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(BESIDE_THIS_PROJECT)
 LIFE = 150  # calls after which ranks are replaced: checkpoints leave polling threads behind
 IDLE = 20  # seconds after which ranks end that no test calls: their threads poll all the time
 PATIENCE = 600  # seconds that one function on all ranks, or one launched program, may take
@@ -206,6 +210,18 @@ def interpreted():
     pool = Ranks(2, TRITON_INTERPRET="1")
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """GPT-2's tokenizer. From then on the process can load it by its name."""
+    from text import tokenizer
+
+    if not os.path.isfile(os.path.join(GPT2_FILES, VOCAB_BPE)):
+        pytest.skip("set TIKTOKEN_CACHE_DIR to a folder that holds GPT-2's tokenizer files")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIKTOKEN_CACHE_DIR", GPT2_FILES)
+        return tokenizer.load("gpt2")
 
 
 @pytest.fixture(scope="module")

@@ -772,6 +772,20 @@ MUTANTS = [
         "rows may use an adapter that has lost its slot to another one",
     ),
     Mutant(
+        "weights/hf_tokenizer.py",
+        "found |= {key: value for key, value in saved.items() if value is not None}",
+        "",
+        "weights/test_hf_tokenizer.py",
+        "what a folder's generation_config.json names ends no text",
+    ),
+    Mutant(
+        "text/tokenizer_json.py",
+        "for cut in range(1, len(token))",
+        "for cut in range(len(token) - 1, len(token))",
+        "text/test_tokenizer_json.py",
+        "an exported tokenizer lacks merges, so other programs give other ids",
+    ),
+    Mutant(
         "serving/stream.py",
         "range(1, len(stop))",
         "range(1, len(stop) - 1)",

@@ -224,6 +224,9 @@ def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path)
     """A run with the weights of a finished one scores a task at steps 0, 2, 4 and at its end."""
     row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
     (tmp_path / "task.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    kept = "hugging_face/generation_config.json"  # as `weights.hf import` leaves it
+    (tmp_path / "run" / kept).parent.mkdir()
+    (tmp_path / "run" / kept).write_text('{"eos_token_id": [7, 9]}')
     more = [
         "--run_dir=second",
         "--init_from=run",
@@ -234,6 +237,7 @@ def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path)
     done = python(*finished, *more, "--icl_tasks=task.jsonl")
     assert done.returncode == 0, done.stderr
     assert "second: starting from run" in done.stdout and "chance 0.500" in done.stdout
+    assert json.loads((tmp_path / "second" / kept).read_text()) == {"eos_token_id": [7, 9]}
     rows = runlog.read(tmp_path / "second")
     assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 5]
     tasks = [(row["step"], row["icl"]["task"]) for row in rows if "icl" in row]

@@ -201,6 +201,14 @@ def their_tokenizer(folder):
     return folder / "tokenizer.json"
 
 
+def their_pair(folder):
+    """GPT-2's older pair of files."""
+    model = json.loads(their_tokenizer(folder).read_text())["model"]
+    (folder / "merges.txt").write_text("t h")
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    return folder / "vocab.json"
+
+
 def our_tokenizer(folder):
     from text import tokenizer
 
@@ -337,10 +345,17 @@ def read_weights(path, folder):
     hf.import_(source, folder / f"run-{time.time_ns()}", "bytes")
 
 
+def read_generation(path, folder):
+    from weights import hf_tokenizer
+
+    (folder / "config.json").write_text("{}")
+    hf_tokenizer.end_ids(hf_tokenizer.generation_of(folder))
+
+
 def read_tokenizer(path, folder):
     from text import tokenizer
 
-    name = str(path) if path.name == "tokenizer.json" else "bpe-270"
+    name = "bpe-270" if path.name == "bpe_tokenizer.json" else str(path)
     loaded = tokenizer.load(name, str(path))
     loaded.decode(loaded.encode(TEXT))
 
@@ -403,6 +418,7 @@ CONFIG = "_n = 4\nd_model = 16 * _n\nn_heads = 2\nlr = 1e-3\n"
 YAML = "d_model: 64\nn_heads: 2\nlr: 1e-3\n"
 LEASE = json.dumps({"host": "a", "pid": 3, "job": None, "beat": 2})
 RECORD = json.dumps([{"microbatch_size": 4, "reason": "fits", "circumstances": {"ranks": 2}}])
+GENERATION = json.dumps({"eos_token_id": [0, 2], "pad_token_id": 1, "top_k": 5})
 READERS = {  # name -> (maker, reader)
     "dataset.json": (dataset_json, read_data),
     "shard": (shard, read_data),
@@ -422,7 +438,9 @@ READERS = {  # name -> (maker, reader)
     "index.json": (hugging_face("model.safetensors.index.json"), read_weights),
     "pytorch_model.bin": (pickled("pytorch_model.bin"), read_weights),
     "composer.pt": (pickled("composer.pt"), read_weights),
+    "generation_config.json": (written("generation_config.json", GENERATION), read_generation),
     "tokenizer.json": (their_tokenizer, read_tokenizer),
+    "vocab.json": (their_pair, read_tokenizer),
     "bpe_tokenizer.json": (our_tokenizer, read_tokenizer),
     "task.jsonl": (written("task.jsonl", lines(*QUESTIONS)), read_task),
     "scores": (written("results.json.part-key-1", lines(*SCORES)), read_scores),

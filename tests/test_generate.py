@@ -291,6 +291,7 @@ def test_a_hugging_face_folder(said, run, tmp_path, monkeypatch):
     settings = json.loads((exported / "config.json").read_text())
     other = settings | {"tokenizer_name": "EleutherAI/gpt-neox-20b"}
     (exported / "config.json").write_text(json.dumps(other))
+    (exported / "tokenizer.json").unlink()
     # gpt2's ids must not take its place.
     with pytest.raises(UserError, match="was trained with the tokenizer EleutherAI/gpt-neox-20b"):
         said(*flags, run=exported)

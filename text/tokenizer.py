@@ -70,6 +70,11 @@ BYTES = sorted(
     key=lambda byte: byte == b" " or not chr(byte[0]).isprintable(),
 )
 N_PRINTABLE = 188
+# The printable character with which a Hugging Face vocabulary spells each byte.
+SPELLING = {
+    byte[0]: chr(byte[0]) if i < N_PRINTABLE else chr(256 + i - N_PRINTABLE)
+    for i, byte in enumerate(BYTES)
+}
 
 # Training a BPE ignores longer words, which no language needs: a merge takes time in proportion to
 # the word's length.
@@ -86,7 +91,7 @@ if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 words = "The quick brown fox, aged 42, doesn't jump over größe 世界 <|endoftext|>\\n\\t"
 runs = "".join(c * 300 for c in "aA1 .\\n\\t_-世") + "ab1 " * 100
-library = tokenizers.Tokenizer.from_file(sys.argv[1])
+library = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
 library.no_padding()
 library.encode(words * 100 + runs, add_special_tokens=False)
 """
@@ -119,6 +124,7 @@ class Tokenizer:
     name            `gpt2`, `bytes` or `bpe-N`
     tokens          the bytes of each id, in order
     eot             the id of end-of-text, the last one
+    ends            the ids that end a generated text: eot, and those that a model's folder adds
     special_tokens  names -> `SpecialToken`; here end-of-text alone
     vocab_size      the number of ids, with end-of-text
     fingerprint     equal for two tokenizers if they give equal ids for every text
@@ -132,6 +138,7 @@ class Tokenizer:
         self.name = name
         self.tokens = tokens
         self.eot = len(tokens)
+        self.ends = {self.eot}
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         self.vocab_size = len(tokens) + 1
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
@@ -212,6 +219,14 @@ class Tokenizer:
         """The text of `ids`. Bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return self.decode_bytes(ids).decode(errors="replace")
 
+    @property
+    def content(self) -> bytes:
+        """This tokenizer as Hugging Face's tokenizer.json, which gives equal ids."""
+        from text import tokenizer_json  # here, since training does without
+
+        spelled = ["".join(SPELLING[byte] for byte in token) for token in self.tokens]
+        return tokenizer_json.of_tokens(spelled, END_OF_TEXT)
+
     def save(self, path: str) -> None:
         """Write the tokens to `path` as JSON. The file is complete or not there."""
         saved = {
@@ -226,7 +241,9 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` that came with a model, used as a `Tokenizer`; it has no `tokens`, `save`.
 
     Only byte-level tokenizers are supported (MPT's and GPT-NeoX's are). `eot` need not be the
-    last id.
+    last id. A `vocab.json` serves as well, with its `merges.txt`.
+
+    content     the tokenizer.json
     """
 
     def __init__(self, name: str, path: str):
@@ -237,6 +254,11 @@ class HuggingFaceTokenizer:
         self.name = name
         self.path = path
         content = read(path)
+        if Path(path).name == "vocab.json":
+            from text import tokenizer_json  # here, since training does without
+
+            content = tokenizer_json.of_pair(path, END_OF_TEXT)
+        self.content = content
         self.library = library_tokenizer(path, content)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
 
@@ -245,6 +267,7 @@ class HuggingFaceTokenizer:
         self.dtype = np.uint16 if self.vocab_size <= 2**16 else np.uint32
         self.eot = self.library.token_to_id(END_OF_TEXT)
         require(self.eot is not None, f"{path} has no {END_OF_TEXT}, which separates documents")
+        self.ends = {self.eot}
         self.special_tokens = {END_OF_TEXT: SpecialToken(self.eot)}
         added = self.library.get_added_tokens_decoder()
         for i, token in added.items():
@@ -255,10 +278,7 @@ class HuggingFaceTokenizer:
                 self.special_tokens[token.content] = special
 
         # The vocabulary spells each byte as one printable character; other characters are text.
-        byte_of = {
-            chr(byte[0]) if i < N_PRINTABLE else chr(256 + i - N_PRINTABLE): byte
-            for i, byte in enumerate(BYTES)
-        }
+        byte_of = {character: bytes([byte]) for byte, character in SPELLING.items()}
         self.bytes_of = {
             i: b"".join(byte_of.get(character, character.encode()) for character in spelling)
             for i, spelling in spelling_of.items()
@@ -362,9 +382,10 @@ def check_speed(path: str, parsed: dict) -> None:
     content = json.dumps(parsed)
     if not any(name in content for name in ("Regex", "Replace", "Prepend")):
         return
-    command = [sys.executable, "-c", PROBE, path]
+    command = [sys.executable, "-c", PROBE]
+    options = {"input": content.encode(), "capture_output": True, "timeout": PROBE_SECONDS}
     try:
-        process = subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS)
+        process = subprocess.run(command, **options)
     except subprocess.TimeoutExpired as error:
         problem = f"{path} needs more than {PROBE_SECONDS} s for some lines of text"
         raise UserError(f"{problem}: it is refused") from error
@@ -389,6 +410,8 @@ def canonical(name: str) -> str:
         return "bpe-4096"
     match = re.fullmatch(r"bpe-([0-9]{1,9})", name)
     if not match:
+        is_folder = os.path.isdir(name)
+        require(not is_folder, f"tokenizer {name!r} is a folder: name the tokenizer.json in it")
         close_names = difflib.get_close_matches(name, ["gpt2", "bytes", "bpe-4096"], n=1)
         hint = f", did you mean {close_names[0]!r}?" if close_names else ";"
         raise UserError(

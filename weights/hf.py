@@ -5,7 +5,8 @@
 
 Names are the same everywhere (`transformer.blocks.0.attn.Wqkv.weight`; Composer puts `model.`
 before them). How tensors are stored in files, and how a rank reads its part of them, is in
-weights/tensor_files.py. What config.json means is in weights/hf_config.py.
+weights/tensor_files.py. What config.json means is in weights/hf_config.py, which tokenizer a folder
+has in weights/hf_tokenizer.py.
 """
 
 import contextlib
@@ -30,21 +31,25 @@ from storage import files
 from storage.checkpoint_files import read_metadata, reason_of
 from tensor_parallel import Team, cut, layout_of
 from text import tokenizer as tokenizers
-from weights.hf_config import check_format, config_from, config_to, lost_in_transformers
+from weights import hf_tokenizer
+from weights.hf_config import (
+    check_format,
+    config_from,
+    config_to,
+    foreign_settings,
+    lost_in_transformers,
+    warn_of_transformers,
+)
 from weights.tensor_files import (
     Stored,
     fill,
     locate,
-    nested,
-    read_pickle,
     same_values,
     weight_files,
     write_folder,
 )
 
 MAX_FILE_BYTES = 5 * 10**9  # of an exported file
-HF_TOKENIZER = "tokenizer.json"  # a tokenizer in Hugging Face's format
-BPE_TOKENIZER = "bpe_tokenizer.json"  # a bpe-N of this project
 
 # --------------------------------------------------------------------------------------------------
 # Reading
@@ -108,7 +113,9 @@ def settings_of(path) -> MPTConfig:
     path = Path(path)
     weight_files(path)  # first: is there anything at all
     settings, source = foreign_settings(path)
-    return config_from(settings, str(source))
+    cfg = config_from(settings, str(source))
+    warn_of_transformers(settings, cfg, str(source))
+    return cfg
 
 
 def load_model(path, device, team: Team | None = None) -> MPT:
@@ -127,24 +134,6 @@ def load_model(path, device, team: Team | None = None) -> MPT:
     model.to_empty(device=device)
     load_into(model, path)
     return model.eval()
-
-
-def foreign_settings(path: Path) -> tuple[dict, Path]:
-    """The content of config.json, and the file that it came from.
-
-    That is the config.json of a folder or beside a file, or else a Composer checkpoint, which may
-    hold the same settings.
-    """
-    config_path = path / "config.json" if path.is_dir() else path.parent / "config.json"
-    if path.is_dir() or config_path.exists():
-        return files.read_json(config_path), config_path
-
-    without_settings = f"{path} does not hold its model's settings: put its config.json beside it"
-    require(path.suffix == ".pt", without_settings)
-    keys = ["state", "integrations", "huggingface", "model", "config", "content"]
-    settings = nested(read_pickle(path), *keys)
-    require(isinstance(settings, dict), without_settings)
-    return settings, path
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,7 +202,7 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
     with published(Path(folder)) as staging:
         write_folder(staging, tensors, max_bytes, read)
         if path:
-            settings["tokenizer_name"] = copy_tokenizer(path, staging)
+            settings |= hf_tokenizer.export(path, staging)
         (staging / "config.json").write_text(json.dumps(settings, indent=2))
 
     lost = ", ".join(lost_in_transformers(cfg))
@@ -234,22 +223,6 @@ def weights_of(metadata) -> dict:
     return weights
 
 
-def copy_tokenizer(path: Path, folder: Path) -> str:
-    """Copy the tokenizer's file of a checkpoint, if it has one, into an exported folder.
-
-    Returns the name of the tokenizer for config.json. Raises UserError if the file is a link,
-    which in a run folder from someone else may lead anywhere.
-    """
-    name = checkpoint.read_meta(path)["tokenizer"]
-    file = path.parent.parent / "tokenizer.json"  # of the run folder
-    is_hugging_face = name.endswith(".json")
-    if is_hugging_face or name.startswith("bpe"):
-        require(not file.is_symlink(), f"{file} is a link: replace it with the file it points to")
-        tokenizers.load(name, file)  # UserError if it is damaged
-        shutil.copy(file, folder / (HF_TOKENIZER if is_hugging_face else BPE_TOKENIZER))
-    return HF_TOKENIZER if is_hugging_face else name
-
-
 # --------------------------------------------------------------------------------------------------
 # Import
 
@@ -257,16 +230,17 @@ def copy_tokenizer(path: Path, folder: Path) -> str:
 def import_(source, run_dir, tokenizer: str = "") -> None:
     """Write foreign weights, in their dtype, as a run folder with a checkpoint `step-0`.
 
-    tokenizer: the one that the model was trained with; empty: see `name_of_tokenizer`.
+    tokenizer: the one that the model was trained with; empty: see `hf_tokenizer.name_of`.
     Raises UserError if the weights or the tokenizer cannot be used.
     """
     source = Path(source)
     run_dir = Path(run_dir)
     cfg = settings_of(source)
-    name = tokenizer or name_of_tokenizer(source)
+    name = tokenizer or hf_tokenizer.name_of(source)
     if name.endswith(".json"):
         name = str(Path(name).absolute())
-    loaded = tokenizers.load(name, tokenizer_file(source, name))
+    file = hf_tokenizer.file_of(source, name)
+    loaded = tokenizers.load(name, file)
     require(
         loaded.vocab_size <= cfg.vocab_size,
         f"{name} has {loaded.vocab_size} ids, but the model's vocab_size is {cfg.vocab_size}: "
@@ -282,7 +256,8 @@ def import_(source, run_dir, tokenizer: str = "") -> None:
     with published(run_dir) as staging:
         model = load_model(source, "cpu")
         write_checkpoint(staging / "checkpoints" / "step-0", meta, {"model": model.state_dict()})
-        save_tokenizer(loaded.name, tokenizer_file(source, loaded.name), staging)
+        hf_tokenizer.save(loaded.name, file, staging)
+        hf_tokenizer.keep_generation(hf_tokenizer.generation_of(source), staging)
 
     n_params = sum(param.numel() for param in model.parameters())
     print(f"{run_dir}: {n_params:,} parameters")
@@ -301,55 +276,11 @@ def write_checkpoint(path: Path, meta: dict, state: dict) -> None:
         dcp.save(state, storage_writer=checkpoint.Writer(path), no_dist=True)
 
 
-def save_tokenizer(name: str, file: Path | None, run_dir: Path) -> None:
-    """Copy the file of a tokenizer into a new run folder; gpt2 and bytes have none.
-
-    name, file: as `tokenizers.load` takes them. Raises UserError if it is damaged or a link.
-    """
-    if name.endswith(".json") or name.startswith("bpe"):
-        file = Path(file or name)
-        require(not file.is_symlink(), f"{file} is a link: replace it with the file it points to")
-        tokenizers.load(name, file)
-        shutil.copy(file, run_dir / "tokenizer.json")
-
-
-def name_of_tokenizer(source: Path) -> str:
-    """The tokenizer of a foreign folder or file, as `tokenizers.load` takes it.
-
-    It is the path of a tokenizer.json beside the weights; or else what config.json names, if this
-    project has it (UserError if not); or else gpt2.
-    """
-    folder = source if source.is_dir() else source.parent
-    name = str(foreign_settings(source)[0].get("tokenizer_name") or "gpt2")
-    if (folder / HF_TOKENIZER).exists():
-        return str(folder / HF_TOKENIZER)
-    try:
-        # A stranger's config.json may name any file of this machine, so a path is never followed.
-        require(not name.endswith(".json"), "it is not beside the weights")
-        return tokenizers.canonical(name)
-    except UserError as error:
-        raise UserError(
-            f"{source} was trained with the tokenizer {name}: put its tokenizer.json there "
-            "(--tokenizer=gpt2 would load, but its ids stand for other words in this model)"
-        ) from error
-
-
-def tokenizer_file(source: Path, name: str) -> Path | None:
-    """The file beside foreign weights that `tokenizers.load` needs for a bpe-N.
-
-    None for a tokenizer.json: its name is its path.
-    """
-    if name.endswith(".json"):
-        return None
-    folder = source if source.is_dir() else source.parent
-    return folder / BPE_TOKENIZER
-
-
 @dataclass
 class ImportSettings:
     """The flags of `import`."""
 
-    tokenizer: str = ""  # gpt2, bytes, bpe-N or a tokenizer.json (empty = theirs, else gpt2)
+    tokenizer: str = ""  # gpt2, bytes, bpe-N or a tokenizer.json (empty = theirs)
 
 
 def main(argv) -> None:

@@ -12,8 +12,9 @@
     attn_uses_sequence_id
     in attn_config: attn_type kv_n_heads    kv_n_heads
     attn_impl init_config torch_dtype ...   ignored: they change neither weights nor logits
-    head_dim attention_bias                 must agree with the settings above
+    head_dim hidden_size ...                must agree with the settings above
     in ffn_config: ffn_hidden_size
+    one of the above in another place       refused, with the place where it counts
     any other                               refused by name, unless it is at rest: with its default
                                             value or another that changes no logits
 
@@ -34,9 +35,10 @@ import torch
 
 import config
 from attention import function_of
-from config import MPTConfig, UserError, require
+from config import MPTConfig, UserError, require, say_once
 from lifecycle.resume import norm_of
 from storage import files
+from weights.tensor_files import nested, read_pickle
 
 MODEL_KEYS = """
     d_model n_heads n_layers expansion_ratio max_seq_len vocab_size learned_pos_emb no_bias
@@ -46,15 +48,22 @@ ATTENTION_KEYS = """
     attn_pdrop clip_qkv qk_ln softmax_scale alibi alibi_bias_max rope rope_theta
     attn_uses_sequence_id
 """.split()
+# Read by `kv_heads` and `check_rope`.
+OTHER_ATTENTION_KEYS = "attn_type kv_n_heads rope_impl rope_dail_config rope_hf_config".split()
+
+TOP = "the top level"
+HOMES = {
+    **dict.fromkeys(MODEL_KEYS, TOP),
+    **dict.fromkeys(ATTENTION_KEYS + OTHER_ATTENTION_KEYS, "attn_config"),
+}
 
 # Keys that change neither weights nor logits, or are read elsewhere in this file.
 IGNORED_KEYS = """
     architectures auto_map model_type name _name_or_path transformers_version torch_dtype dtype
     tokenizer_name tokenizer_class use_cache verbose init_config init_device initializer_range
     loss_fn use_pad_tok_in_ffn bos_token_id eos_token_id pad_token_id sep_token_id attn_config
-    ffn_config attn_impl _attn_implementation_autoset attn_type kv_n_heads rope_impl
-    rope_dail_config rope_hf_config return_dict id2label label2id problem_type is_encoder_decoder
-    chunk_size_feed_forward output_attentions output_hidden_states
+    ffn_config attn_impl _attn_implementation_autoset return_dict id2label label2id problem_type
+    is_encoder_decoder chunk_size_feed_forward output_attentions output_hidden_states
 """.split()
 # How text is sampled, of which transformers 4 writes the defaults.
 SAMPLING_KEYS = """
@@ -82,8 +91,12 @@ OFF = [None, False, [], {}]
 # In these objects one setting decides. Queries are scaled by 1 + attn_scale x a function of their
 # position; torch's linear layer is the same with any other setting.
 DECIDES = {"attn_temperature_tuning": "attn_scale", "fc_type": "name"}
-# These say what other settings say already. See `check_restated`.
-RESTATED_KEYS = ["head_dim", "ffn_hidden_size", "attention_bias"]
+# These say what other settings say already, some in the words of other models. See
+# `check_restated`.
+RESTATED_KEYS = """
+    head_dim ffn_hidden_size attention_bias hidden_size num_hidden_layers num_attention_heads
+    num_key_value_heads intermediate_size max_position_embeddings
+""".split()
 
 # --------------------------------------------------------------------------------------------------
 # config.json -> MPTConfig
@@ -107,13 +120,10 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     require(are_objects, f"{source}: attn_config and ffn_config must be objects with settings")
 
     # The defaults of MPTConfig are those of LLM Foundry (MPTForCausalLM).
-    written_by_transformers = any(
-        isinstance(name, str) and name.startswith("Mpt") for name in architectures
-    )
-    values = {"no_bias": True, "alibi": True} if written_by_transformers else {}
-    values |= values_of(settings, MODEL_KEYS, source)
-    values |= values_of(attention, ATTENTION_KEYS, source)
-    values |= values_of(ffn, [], source)
+    values = {"no_bias": True, "alibi": True} if is_of_transformers(settings) else {}
+    values |= values_of(settings, TOP, source)
+    values |= values_of(attention, "attn_config", source)
+    values |= values_of(ffn, "ffn_config", source)
     check_rope(attention, values, source)
 
     cfg = MPTConfig(**values, kv_n_heads=kv_heads(attention, source))
@@ -126,25 +136,53 @@ def config_from(settings: dict, source: str = "config.json") -> MPTConfig:
     return cfg
 
 
-def values_of(group: dict, keys: list[str], source: str) -> dict:
-    """The values of `keys` in a group of settings, with their types checked.
+def foreign_settings(path: Path) -> tuple[dict, Path]:
+    """The content of config.json, and the file that it came from.
 
-    Raises UserError for any other key, unless it is ignored or its feature is turned off.
+    That is the config.json of a folder or beside a file, or else a Composer checkpoint, which may
+    hold the same settings.
+    """
+    config_path = path / "config.json" if path.is_dir() else path.parent / "config.json"
+    if path.is_dir() or config_path.exists():
+        return files.read_json(config_path), config_path
+
+    without_settings = f"{path} does not hold its model's settings: put its config.json beside it"
+    require(path.suffix == ".pt", without_settings)
+    keys = ["state", "integrations", "huggingface", "model", "config", "content"]
+    settings = nested(read_pickle(path), *keys)
+    require(isinstance(settings, dict), without_settings)
+    return settings, path
+
+
+def is_of_transformers(settings: dict) -> bool:
+    """Does a config.json name transformers' own MPT (MptForCausalLM), not LLM Foundry's?"""
+    architectures = settings.get("architectures") or []
+    return any(isinstance(name, str) and name.startswith("Mpt") for name in architectures)
+
+
+def values_of(group: dict, place: str, source: str) -> dict:
+    """The values of our settings in a group of settings, with their types checked.
+
+    place: of the group. Raises UserError for a setting that belongs to another place, and for any
+    other key, unless it is ignored or its feature is turned off.
     """
     types = typing.get_type_hints(MPTConfig)
     values = {}
     for key, value in group.items():
-        if key in keys:
-            require_scalar(value, key, source)
-            values[key] = config.checked(value, types[key], key, source)
+        home = HOMES.get(key)
+        if home == place:
+            if key not in OTHER_ATTENTION_KEYS:
+                require_scalar(value, key, source)
+                values[key] = config.checked(value, types[key], key, source)
         elif key not in IGNORED_KEYS + SAMPLING_KEYS + RESTATED_KEYS:
             if key in DECIDES and isinstance(value, dict):
                 value = value.get(DECIDES[key])
                 key = f"{key}.{DECIDES[key]}"
+            misplaced = f" at {place}, where nothing reads it: move it to {home}"
+            problem = misplaced if home else ", which this project's MPT does not have"
             require(
                 changes_nothing(key, value),
-                f"{source} sets {config.one_line(key)} to {files.shown(value)}, "
-                "which this project's MPT does not have",
+                f"{source} sets {config.one_line(key)} to {files.shown(value)}{problem}",
             )
     return values
 
@@ -157,11 +195,17 @@ def changes_nothing(key: str, value) -> bool:
 
 
 def check_restated(group: dict, cfg: MPTConfig, source: str) -> None:
-    """UserError if a width or bias that follows from `cfg` is set to something else."""
+    """UserError if a size or bias that follows from `cfg` is set to something else."""
     follows = {
         "head_dim": (cfg.head_dim, "d_model / n_heads"),
         "ffn_hidden_size": (cfg.hidden_dim, "d_model x expansion_ratio"),
         "attention_bias": (not cfg.no_bias, "the opposite of no_bias"),
+        "hidden_size": (cfg.d_model, "d_model"),
+        "num_hidden_layers": (cfg.n_layers, "n_layers"),
+        "num_attention_heads": (cfg.n_heads, "n_heads"),
+        "num_key_value_heads": (cfg.n_kv_heads, "n_heads, or kv_n_heads"),
+        "intermediate_size": (cfg.hidden_dim, "d_model x expansion_ratio"),
+        "max_position_embeddings": (cfg.max_seq_len, "max_seq_len"),
     }
     for key in RESTATED_KEYS:
         wanted, reason = follows[key]
@@ -283,7 +327,7 @@ def attn_type_of(cfg: MPTConfig) -> str:
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
-    """The settings, as `name=value`, that transformers' MptForCausalLM ignores or refuses.
+    """The settings that transformers' MptForCausalLM ignores or refuses, and what it computes with.
 
     LLM Foundry's code knows them all.
     """
@@ -293,15 +337,28 @@ def lost_in_transformers(cfg: MPTConfig) -> list[str]:
         emb_pdrop attn_pdrop resid_pdrop
     """.split()
     lost = [
-        f"{name}={getattr(cfg, name)}"
+        f"{name}={getattr(cfg, name)} (computes with {getattr(known, name)})"
         for name in names
         if getattr(cfg, name) != getattr(known, name)
     ]
     if cfg.learned_positions:
-        lost.append("learned_pos_emb=True")
+        lost.append("learned_pos_emb=True (computes with False)")
     if cfg.n_kv_heads != cfg.n_heads:
-        lost.append(f"kv_n_heads={cfg.kv_n_heads}")
+        lost.append(f"kv_n_heads={cfg.kv_n_heads} (computes with {cfg.n_heads})")
     return lost
+
+
+def warn_of_transformers(settings: dict, cfg: MPTConfig, source: str) -> None:
+    """Warn if transformers wrote a config.json, and ignores some of the settings in it.
+
+    A model that was trained there was trained without them.
+    """
+    by_transformers = is_of_transformers(settings) and "transformers_version" in settings
+    lost = ", ".join(lost_in_transformers(cfg))
+    if by_transformers and lost:
+        ignored = f"transformers wrote {source}, and its MptForCausalLM ignores {lost}"
+        fix = "if the model was trained in transformers, remove them from the file"
+        say_once("warning", f"{ignored}; here and in LLM Foundry they count: {fix}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from processes import rank_zero_decides
 from storage.checkpoint_files import checksum, read_checksums, read_metadata, require_weights
 from tensor_parallel import Team, layout_of
 from text import tokenizer as tokenizers
-from weights import hf
+from weights import hf, hf_tokenizer
 from weights.adapters import Adapter, check_fits, of_run
 
 MERGE_FROM = "run python -m weights.peft merge RUN OUT --init_from=PATH"
@@ -232,7 +232,7 @@ def load_for_sampling(
     """The model at a path, its tokenizer, and a name for it.
 
     step: of a run (None: the newest, 0: the untrained model).
-    tokenizer: of a Hugging Face folder (empty: see `hf.name_of_tokenizer`).
+    tokenizer: of a Hugging Face folder (empty: see `hf_tokenizer.name_of`).
     team, in_fp32: as for `load_model`.
     Raises UserError if there is no such model, or a flag does not apply to it.
     """
@@ -247,9 +247,10 @@ def load_for_sampling(
 
     require(step is None, f"{path} is a Hugging Face folder, which has no steps: remove --step")
     model = hf.load_model(found, device, team)
-    tokenizer_name = tokenizer or hf.name_of_tokenizer(found)
-    file = hf.tokenizer_file(found, tokenizer_name)
-    return model, tokenizers.load(tokenizer_name, file), path
+    name = tokenizer or hf_tokenizer.name_of(found)
+    loaded = tokenizers.load(name, hf_tokenizer.file_of(found, name))
+    loaded.ends |= hf_tokenizer.end_ids(generation_of(found))
+    return model, loaded, path
 
 
 def load_from_run(found: Path, step: int | None, device, team: Team | None, in_fp32: bool = False):
@@ -275,6 +276,7 @@ def load_from_run(found: Path, step: int | None, device, team: Team | None, in_f
         tokenizer = tokenizers.load(meta["tokenizer"], tokenizer_file(found))
     except UserError as error:
         raise UserError(f"the tokenizer in {found}/meta.json: {error}") from error
+    tokenizer.ends |= hf_tokenizer.end_ids(generation_of(found))
     if is_base:
         return model, tokenizer, "before finetuning"
     if untrained:
@@ -347,6 +349,21 @@ def check_same_model(path, cfg: MPTConfig) -> None:
     require(not differences, f"{problem}. Use the same settings")
 
 
+def generation_of(path: Path) -> dict:
+    """How the model at a path generates text, if it is from a Hugging Face folder; else empty.
+
+    path: as for `settings_of`.
+    """
+    if is_run(path):
+        return hf_tokenizer.kept_generation(checkpoint.find(str(path)).parent.parent)
+    return hf_tokenizer.generation_of(path)
+
+
+def keep_generation(base: str, run_dir: str) -> None:
+    """Keep in a new run how the model that it begins with generates text: which ids end it."""
+    hf_tokenizer.keep_generation(generation_of(Path(base)), Path(run_dir))
+
+
 def tokenizer_of(path: Path) -> tuple[str, Path | None]:
     """Name and file of the tokenizer of the model at a path, as `tokenizers.load` takes them.
 
@@ -355,8 +372,8 @@ def tokenizer_of(path: Path) -> tuple[str, Path | None]:
     if is_run(path):
         found = checkpoint.find(str(path))
         return checkpoint.read_meta(found)["tokenizer"], tokenizer_file(found)
-    name = hf.name_of_tokenizer(path)
-    return name, hf.tokenizer_file(path, name)
+    name = hf_tokenizer.name_of(path)
+    return name, hf_tokenizer.file_of(path, name)
 
 
 def check_same_tokenizer(path, name: str, file) -> None:
@@ -393,7 +410,7 @@ def demonstrate(argv) -> None:
         tokenizer = meta["tokenizer"]
     else:
         kind = "a Hugging Face folder"
-        tokenizer = hf.name_of_tokenizer(found)
+        tokenizer = hf_tokenizer.name_of(found)
     with torch.device("meta"):
         n_params = sum(param.numel() for param in MPT(cfg).parameters())
     print(f"{found}: {kind}")

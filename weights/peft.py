@@ -38,7 +38,7 @@ import parallel
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError, require
 from model import MPT
 from storage import files
-from weights import hf, load
+from weights import hf, hf_tokenizer, load
 from weights.adapters import Adapter, check_fits, of_run
 from weights.tensor_files import Stored, safetensors_layout, write_safetensors
 
@@ -367,7 +367,8 @@ def import_(folder, run_dir, base: str) -> None:
     with hf.published(Path(run_dir)) as staging:
         state = state_at_start(base_cfg, settings, adapter)
         hf.write_checkpoint(staging / "checkpoints" / "step-0", meta, state)
-        hf.save_tokenizer(name, file, staging)
+        hf_tokenizer.save(name, file, staging)
+        load.keep_generation(meta["base"], staging)
     named = config.one_line(adapter.base)
     author = f" Its author names the base {named}." if named else ""
     print(f"{run_dir}: adapters of rank {adapter.rank} on {meta['base']}.{author}")
@@ -438,7 +439,8 @@ def merge(source, run_dir, base: str = "") -> None:
         state = {"model": model.state_dict()}
         meta = meta_of(model.cfg, settings, source)
         hf.write_checkpoint(staging / "checkpoints" / "step-0", meta, state)
-        hf.save_tokenizer(name, file, staging)
+        hf_tokenizer.save(name, file, staging)
+        load.keep_generation(base if is_peft(source) else source, staging)
     n_params = sum(param.numel() for param in model.parameters())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     print(f"{run_dir}: {n_params:,} parameters, in {dtype}")

@@ -161,7 +161,8 @@ def read_header(path: Path) -> tuple[dict, int, int]:
         raise UserError(f"{not_safetensors}: {config.one_line(error)}") from error
     require(isinstance(header, dict), f"{not_safetensors}: its header is not a JSON object")
 
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
     is_valid = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     require(is_valid, f"{path} is damaged: __metadata__ must be an object of texts")
     return header, 8 + length, file_size
@@ -190,7 +191,7 @@ def refuse_constant(constant: str):
 def entry_of(path: Path, name: str, entry, data_start: int) -> Stored:
     """The tensor of one header entry. UserError unless its bytes match its shape and dtype."""
     where = f"{config.one_line(name)} in {path}"
-    is_complete = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
+    is_complete = isinstance(entry, dict) and {"dtype", "shape", "data_offsets"} <= set(entry)
     require(is_complete, f"{where} must have dtype, shape and data_offsets")
 
     dtype_name = entry["dtype"]

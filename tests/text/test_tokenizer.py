@@ -11,18 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, VOCAB_BPE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import UserError
 from text import tokenizer
 from text.tokenizer import BYTES, END_OF_TEXT, load, train_bpe
-
-# The name of vocab.bpe in tiktoken's cache: the SHA-1 of its address.
-VOCAB_BPE = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
-BESIDE_THIS_PROJECT = ROOT.parent / "shared" / "data" / "tiktoken_cache"
-GPT2_FILES = os.environ.get("TIKTOKEN_CACHE_DIR") or str(BESIDE_THIS_PROJECT)
 
 
 def stdlib(characters: int) -> list[str]:
@@ -39,15 +34,6 @@ def stdlib(characters: int) -> list[str]:
 @pytest.fixture(scope="module")
 def bpe():
     return train_bpe(stdlib(100_000), 512)
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    if not os.path.isfile(os.path.join(GPT2_FILES, VOCAB_BPE)):
-        pytest.skip("set TIKTOKEN_CACHE_DIR to a folder that holds GPT-2's tokenizer files")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TIKTOKEN_CACHE_DIR", GPT2_FILES)
-        return load("gpt2")
 
 
 @pytest.fixture(scope="module")

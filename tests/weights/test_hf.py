@@ -21,7 +21,7 @@ from model import MPT, init_weights
 from storage import checkpoint_files, files
 from tensor_parallel import WHOLE
 from text import tokenizer as tokenizers
-from weights import hf, hf_config, load, tensor_files
+from weights import hf, hf_config, hf_tokenizer, load, tensor_files
 
 CPU = torch.device("cpu")
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
@@ -186,6 +186,13 @@ def test_what_transformers_does_not_know_is_warned_of(name, tmp_path, capsys):
         works_there = False
     assert works_there == (not warning)
     assert works_there == (f"{name}={SETTINGS[name]}" not in warning)
+
+    # A folder that transformers wrote: which of these settings did it follow?
+    settings = json.loads((tmp_path / "out/config.json").read_text())
+    (tmp_path / "out/config.json").write_text(json.dumps(settings | {"transformers_version": "5"}))
+    hf.settings_of(tmp_path / "out")
+    words = f"transformers wrote {tmp_path}/out/config.json, and its MptForCausalLM ignores "
+    assert works_there == (words not in capsys.readouterr().err)
 
 
 def test_their_package_reads_our_safetensors(tmp_path):
@@ -413,7 +420,7 @@ def test_import_sample_and_export(tmp_path, capsys):
 def test_a_tokenizer_trained_here_goes_along(tmp_path):
     bpe = tokenizers.train_bpe(["the cat and the dog and the cat"] * 3, 260)
     hf.export(build(replace(SMALL, vocab_size=264)), tmp_path / "theirs")
-    bpe.save(tmp_path / "theirs" / hf.BPE_TOKENIZER)
+    bpe.save(tmp_path / "theirs" / hf_tokenizer.BPE_TOKENIZER)
     hf.import_(tmp_path / "theirs", tmp_path / "run", bpe.name)
     hf.export(tmp_path / "run", tmp_path / "back")
     hf.import_(tmp_path / "back", tmp_path / "again")

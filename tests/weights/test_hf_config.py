@@ -239,6 +239,8 @@ PLAIN_FFN = {"ffn_config": {"ffn_type": "mptmlp", "ffn_hidden_size": 4 * 4096, "
     [
         {"head_dim": None},
         {"head_dim": 128},
+        {"hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32},
+        {"num_key_value_heads": 32, "intermediate_size": 16384, "max_position_embeddings": 2048},
         {"attention_bias": None},
         {"attention_bias": False},  # no_bias is True in HUB_7B
         {"block_overrides": None},
@@ -331,6 +333,13 @@ TUNED = {"attn_temperature_tuning": {"floor_scale": 8192, "attn_scale": 0.1}}
         (like_hub(reuse_kv_x_layer_idx=-1), "reuse_kv_x_layer_idx to -1"),
         (like_hub(seq_parallel_world_size=2), "seq_parallel_world_size to 2"),
         (like_hub(head_dim=64), r"head_dim to 64, only 128 \(d_model / n_heads\)"),
+        (like_hub({"hidden_size": 64}), r"hidden_size to 64, only 4096 \(d_model\)"),
+        (like_hub({"num_hidden_layers": 2}), r"layers to 2, only 32 \(n_layers\)"),
+        (like_hub({"num_attention_heads": 2}), r"heads to 2, only 32 \(n_heads\)"),
+        (like_hub({"alibi": True}), "alibi to True at the top level, .*: move it to attn_config"),
+        (like_hub({"attn_type": "multiquery_attention"}), "top level, .*: move it to attn_config"),
+        (like_hub({"ffn_config": {"clip_qkv": 6}}), "at ffn_config, .*: move it to attn_config"),
+        (like_hub(logit_scale=0.5), "logit_scale to 0.5 at attn_config, .*: move it to the top"),
         (like_hub({"head_dim": 64}), r"head_dim to 64, only 128 \(d_model / n_heads\)"),
         (like_hub({"attention_bias": True}), "attention_bias to True, only false"),
         (like_hub({"no_bias": False, "attention_bias": False}), "attention_bias to False, only tr"),
@@ -369,7 +378,10 @@ def test_what_we_do_not_have_is_refused_by_name(settings, named):
 def test_dropouts_and_packing_are_warned_of():
     more = {"resid_pdrop": 0.1, "attn_uses_sequence_id": True}
     lost = hf_config.lost_in_transformers(replace(SMALL, **LIKE_TRANSFORMERS, **more))
-    assert lost == ["attn_uses_sequence_id=True", "resid_pdrop=0.1"]
+    assert [setting.split()[0] for setting in lost] == [
+        "attn_uses_sequence_id=True",
+        "resid_pdrop=0.1",
+    ]
 
 
 # --- settings and weights that the format lacks

@@ -14,7 +14,7 @@ import parallel
 from config import TrainConfig, UserError
 from model import MPT
 from text import tokenizer as tokenizers
-from weights import hf, load
+from weights import hf, hf_tokenizer, load
 
 # --- what is at a path
 
@@ -144,7 +144,7 @@ def test_tokenizers_of_weights_are_compared(tmp_path):
     settings = json.loads((tmp_path / "theirs/config.json").read_text())
     settings["tokenizer_name"] = "bpe-260"
     (tmp_path / "theirs/config.json").write_text(json.dumps(settings))
-    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf.BPE_TOKENIZER)
+    shutil.copy(tmp_path / "ours.json", tmp_path / "theirs" / hf_tokenizer.BPE_TOKENIZER)
     load.check_same_tokenizer(tmp_path / "theirs", "bpe-260", tmp_path / "ours.json")
     for name, file in (("bytes", None), ("bpe-260", tmp_path / "other.json")):
         message = f"was trained with the tokenizer bpe-260, whose ids are not those of {name}"

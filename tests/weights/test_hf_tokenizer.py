@@ -1,0 +1,306 @@
+"""weights/hf_tokenizer.py: which tokenizer a folder has, what goes along, what ends a text."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_hf import LIKE_TRANSFORMERS, SMALL, build, save_composer
+
+import generate
+from config import TrainConfig, UserError
+from serving.adapters import write_random
+from text import tokenizer as tokenizers
+from weights import hf, hf_config, hf_tokenizer, load, peft
+
+TEXT = "In 2023\n\n  and 12345 more, größe e\u0301 日本\t  "
+SHAPE = dict(d_model=64, n_heads=4, n_layers=1, max_seq_len=64, tie_word_embeddings=False)
+
+
+def chained(vocab_size: int, following: dict[int, int]):
+    """A model that writes after each token the one that `following` says."""
+    model = build(replace(SMALL, **SHAPE, vocab_size=vocab_size, **LIKE_TRANSFORMERS))
+    with torch.no_grad():
+        for block in model.transformer.blocks:
+            block.attn.out_proj.weight.zero_()
+            block.ffn.down_proj.weight.zero_()
+        model.transformer.norm_f.weight.fill_(1)
+        model.lm_head.weight.zero_()
+        for token, after in following.items():
+            model.lm_head.weight[after] = F.layer_norm(model.transformer.wte.weight[token], (64,))
+    return model
+
+
+def their_tokenizer(folder: Path) -> None:
+    """A tokenizer.json with its own split and special tokens, and all that belongs to it."""
+    library = pytest.importorskip("tokenizers")
+    split = library.pre_tokenizers.Split(library.Regex(r"\p{N}{1,3}|\s?\p{L}+|\s+|."), "isolated")
+    by_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made = library.Tokenizer(library.models.BPE())
+    made.pre_tokenizer = library.pre_tokenizers.Sequence([split, by_bytes])
+    made.decoder = library.decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_end|>"]
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT * 3, Path(__file__).read_text()], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "GPTNeoXTokenizer",
+        "eos_token": "<|im_end|>",
+        "auto_map": {"AutoTokenizer": ["theirs.Tokenizer", None]},
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+
+
+def trained_here(folder: Path) -> None:
+    """A bpe-N, as older exports have it."""
+    bpe = tokenizers.train_bpe([TEXT * 3, Path(__file__).read_text()], 300)
+    bpe.save(folder / hf_tokenizer.BPE_TOKENIZER)
+
+
+def pair(folder: Path) -> None:
+    """vocab.json and merges.txt; transformers knows from the settings which kind it is."""
+    bpe = tokenizers.train_bpe([TEXT * 3, Path(__file__).read_text()], 300)
+    model = json.loads(bpe.content)["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *model["merges"], ""]))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def begins_with_space(folder: Path) -> None:
+    """A tokenizer.json that puts a space before each text, and nothing beside it."""
+    pair(folder)
+    content = tokenizers.load(str(folder / "vocab.json")).content
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "tokenizer.json").write_bytes(content)
+
+
+def nothing(folder: Path) -> None:
+    """GPT-2's and bytes need no file."""
+
+
+KINDS = {  # --tokenizer, what writes the files of the folder, the one that is loaded
+    "bytes": ("bytes", nothing, ""),
+    "bpe": ("bpe-300", trained_here, hf_tokenizer.BPE_TOKENIZER),
+    "gpt2": ("gpt2", nothing, ""),
+    "theirs": ("", their_tokenizer, "tokenizer.json"),
+    "space": ("", begins_with_space, "tokenizer.json"),
+    "pair": ("", pair, "vocab.json"),
+}
+IM_END = 1
+
+
+def write_folder(folder: Path, kind: str):
+    """A Hugging Face folder of a kind. Its model writes "!" after "Hi", then its end.
+
+    Returns its tokenizer.
+    """
+    name, write_tokenizer, file = KINDS[kind]
+    folder.mkdir()
+    write_tokenizer(folder)
+    tokenizer = tokenizers.load(name or str(folder / file), folder / file)
+    hi, mark = (int(tokenizer.encode(text)[-1]) for text in ("Hi", "!"))
+    end = IM_END if kind == "theirs" else tokenizer.eot
+    vocab_size = tokenizer.vocab_size + 7
+    model = chained(vocab_size, {hi: mark, mark: end, end: hi})
+    hf.export(model, folder.with_name("weights"))
+    for path in folder.with_name("weights").iterdir():
+        shutil.copy(path, folder)
+    if kind == "theirs":
+        generation = {"eos_token_id": [tokenizer.eot, IM_END], "max_length": 40}
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return tokenizer
+
+
+def text_of(path, capsys) -> tuple[str, str]:
+    """What generate.py writes after "Hi", and why it ends."""
+    capsys.readouterr()
+    flags = "--prompt=Hi --temperature=0 --max_new_tokens=6 --json --precision=fp32".split()
+    generate.main([str(path), *flags])
+    written = json.loads(capsys.readouterr().out)
+    return written["text"], written["end"]
+
+
+def text_there(transformers, path) -> str:
+    """The same of transformers, with its tokenizer."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    ids = torch.tensor([tokenizer.encode("Hi")])
+    written = model.generate(ids, max_new_tokens=6, do_sample=False)
+    return tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    "kind", ["theirs", *(pytest.param(k, marks=pytest.mark.slow) for k in KINDS if k != "theirs")]
+)
+def test_an_export_is_to_transformers_what_the_run_is_here(kind, tmp_path, capsys, request):
+    """Equal ids, and texts that end, at end-of-text or at what the folder names."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "gpt2":
+        request.getfixturevalue("gpt2")  # skips if its files are not there
+    name, _, _ = KINDS[kind]
+    theirs, run, back = (tmp_path / name for name in ("theirs", "run", "back"))
+    ours = write_folder(theirs, kind)
+    hf.import_(theirs, run, name)
+    hf.export(run, back)
+
+    there = transformers.AutoTokenizer.from_pretrained(back)
+    assert there.encode(TEXT) == ours.encode(TEXT).tolist()
+    assert there.decode(there.encode(TEXT)).strip() == TEXT.strip()
+    assert there.eos_token == ("<|im_end|>" if kind == "theirs" else "<|endoftext|>")
+    assert text_there(transformers, back) == "!"
+    for path in (run, back) if name else (theirs, run, back):
+        assert text_of(path, capsys) == ("!", "end of text")
+
+    again = hf_tokenizer.name_of(back)
+    assert again == (name or str(back / "tokenizer.json"))
+    found = tokenizers.load(again, hf_tokenizer.file_of(back, again))
+    assert found.fingerprint == ours.fingerprint
+    if kind == "theirs":
+        assert there.chat_template
+        saved = [json.loads((p / "generation_config.json").read_text()) for p in (theirs, back)]
+        assert saved[0] == saved[1]
+        assert "auto_map" not in (back / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.slow
+def test_what_ends_a_text_stays_with_the_model(tmp_path, capsys):
+    """The ids of config.json serve as well. Adapters are put on, and merged."""
+    folder = tmp_path / "theirs"
+    ours = write_folder(folder, "theirs")
+    (folder / "generation_config.json").unlink()
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"eos_token_id": IM_END}))
+    assert text_of(folder, capsys) == ("!", "end of text")
+    hf.import_(folder, tmp_path / "run")
+    chosen = TrainConfig(init_from="any", lora_rank=2)
+    write_random(tmp_path / "adapter", hf.settings_of(folder), chosen, seed=0)
+    for base in (folder, tmp_path / "run"):
+        peft.import_(tmp_path / "adapter", tmp_path / f"on {base.name}", str(base))
+        peft.merge(tmp_path / f"on {base.name}", tmp_path / f"merged {base.name}")
+        for made in (f"on {base.name}", f"merged {base.name}"):
+            assert load.generation_of(tmp_path / made) == {"eos_token_id": IM_END}
+        _, tokenizer, _ = load.load_for_sampling(str(tmp_path / made), None, torch.device("cpu"))
+        assert tokenizer.ends == {ours.eot, IM_END}
+    hf.export(tmp_path / "merged run", tmp_path / "back")
+    assert (tmp_path / "back/chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("value", ["2", [0, None], -1, 2**40, True, {"a": 1}])
+def test_an_end_that_is_no_id_is_one_line(value, tmp_path):
+    folder = tmp_path / "theirs"
+    write_folder(folder, "bytes")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(
+        UserError, match="theirs sets eos_token_id to .*: expected a whole"
+    ) as error:
+        hf.import_(folder, tmp_path / "run", "bytes")
+    assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+def test_what_was_kept_is_not_followed_elsewhere(tmp_path):
+    """A run from someone else may hold links in place of files."""
+    write_folder(tmp_path / "theirs", "theirs")
+    hf.import_(tmp_path / "theirs", tmp_path / "run")
+    (tmp_path / "secret.json").write_text("{}")
+    kept = tmp_path / "run/hugging_face"
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        kept.joinpath(name).rename(tmp_path / name)
+        kept.joinpath(name).symlink_to(tmp_path / "secret.json")
+        with pytest.raises(UserError, match=f"{name} is a link: replace it"):
+            hf.export(tmp_path / "run", tmp_path / "out")
+        kept.joinpath(name).unlink()
+        kept.joinpath(name).write_bytes((tmp_path / name).read_bytes())
+    kept.rename(tmp_path / "kept")
+    kept.symlink_to(tmp_path / "kept")
+    with pytest.raises(UserError, match="hugging_face is a link: replace it"):
+        hf.export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+GPT2 = "gpt2"
+CLASS = {"tokenizer_class": "GPT2Tokenizer"}
+FOLDERS = {  # files of a folder, what config.json says -> its tokenizer, or the message
+    "nothing": ({}, {}, GPT2),
+    "class of GPT-2": ({}, CLASS, GPT2),
+    "named": ({}, {"tokenizer_name": "bytes"}, "bytes"),
+    "named, described": ({"tokenizer_config.json": CLASS}, {"tokenizer_name": GPT2}, GPT2),
+    "file": ({"tokenizer.json": {}}, {"tokenizer_name": GPT2}, "{folder}/tokenizer.json"),
+    "file and bytes": (
+        {"tokenizer.json": {}},
+        {"tokenizer_name": "bytes"},
+        "{folder}/tokenizer.json",
+    ),
+    "pair": ({"vocab.json": {}, "merges.txt": {}}, {"tokenizer_name": GPT2}, "{folder}/vocab.json"),
+    "unknown": ({}, {"tokenizer_name": "x/y\n"}, "was trained with the tokenizer x/y"),
+    "path": ({}, {"tokenizer_name": "/etc/x.json"}, "was trained with the tokenizer /etc/x.json"),
+    "SentencePiece": (
+        {"tokenizer.model": {}},
+        {"tokenizer_name": GPT2},
+        "in tokenizer.model, which",
+    ),
+    "half a pair": (
+        {"vocab.json": {}},
+        {},
+        "has its tokenizer in vocab.json, which cannot be read",
+    ),
+    "WordPiece": ({"vocab.txt": {}}, {}, "has its tokenizer in vocab.txt, which cannot be read"),
+    "described": (
+        {"tokenizer_config.json": CLASS},
+        {},
+        "tokenizer_config.json without its tokenizer",
+    ),
+    "class": ({}, {"tokenizer_class": "LlamaTokenizer"}, "a tokenizer of class 'LlamaTokenizer'"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_gpt2_is_for_a_folder_that_says_nothing_else(case, tmp_path, capsys):
+    names, settings, expected = FOLDERS[case]
+    for name, content in names.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    if " " not in expected:
+        assert hf_tokenizer.name_of(tmp_path) == expected.format(folder=tmp_path)
+        made_of = "its tokenizer is made of vocab.json and merges.txt"
+        assert (made_of in capsys.readouterr().err) == (case == "pair")
+        return
+    with pytest.raises(UserError, match=f"{expected}.*: put its tokenizer.json there") as error:
+        hf_tokenizer.name_of(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_composer_file_that_holds_a_tokenizer_is_not_gpt2s(tmp_path):
+    path = tmp_path / "ep0-ba7-rank0.pt"
+    held = {"model": {"config": {"content": hf_config.config_to(SMALL)}}}
+    save_composer(path, build(SMALL), integrations={"huggingface": held})
+    assert hf_tokenizer.name_of(path) == "gpt2"
+    held["tokenizer"] = {"tokenizer": {"file_extension": ".json", "content": {"model": 1}}}
+    save_composer(path, build(SMALL), integrations={"huggingface": held})
+    with pytest.raises(UserError, match="tokenizer that it holds: put its tokenizer.json there"):
+        hf_tokenizer.name_of(path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert hf_tokenizer.name_of(path) == str(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.slow
+def test_the_file_for_gpt2_is_known_without_gpt2s_files(gpt2, tmp_path, monkeypatch):
+    """Its checksum is in the code."""
+    (tmp_path / "tokenizer.json").write_bytes(gpt2.content)
+    (tmp_path / "config.json").write_text(json.dumps({"tokenizer_name": "gpt2"}))
+    monkeypatch.setattr(tokenizers, "load_gpt2", None)
+    assert hf_tokenizer.name_of(tmp_path) == "gpt2"
