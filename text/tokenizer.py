@@ -32,7 +32,6 @@ import hashlib
 import heapq
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -202,7 +201,7 @@ class Tokenizer:
             "fingerprint": self.fingerprint,
             "tokens": [token.decode("latin-1") for token in self.tokens],  # one character a byte
         }
-        files.write_atomically(path, json.dumps(saved).encode(), writer=os.getpid())
+        files.write_atomically(path, json.dumps(saved).encode())
 
 
 class HuggingFaceTokenizer:
