@@ -8,9 +8,10 @@ that is already on disk is skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
 
-Runs that start together prepare once: one holds prepare.lock, the others wait. On a file system
-without locks each makes the same files, under temporary names of its own. dataset.json says what
-the tokens were made from. A run that begins refuses them if that has changed.
+Runs that start together prepare once: one holds prepare.lock, the others wait, on other nodes too.
+On a file system without locks each makes the same files, under temporary names of its own (with
+--max_tokens, run data.py first there). dataset.json says what the tokens were made from. A run that
+begins refuses them if that has changed.
 
 Batches, at every step. A data set is n windows of tokens. Row r of the batch of step s is
 
@@ -163,7 +164,7 @@ def make_unfinished(cfg: TrainConfig, folder: Path, source: dict[str, str]) -> N
     summary = read_summary(folder)
     if not summary:
         return
-    of_other_text = says_its_text(summary) and not source.items() <= summary.items()
+    of_other_text = not is_older(summary) and not source.items() <= summary.items()
     if of_other_text and summary["tokenizer"].startswith("bpe"):
         (folder / "tokenizer.json").unlink(missing_ok=True)
     (folder / "dataset.json").unlink(missing_ok=True)
@@ -181,28 +182,37 @@ def is_prepared(cfg: TrainConfig, folder: Path, row_format) -> bool:
 def is_current(cfg: TrainConfig, summary: dict, folder: Path) -> bool:
     """Does a prepared folder hold what `cfg` asks for, made from the text as it is now?"""
     source_is_same = source_state(cfg).items() <= summary.items()
+    if is_older(summary):
+        source_is_same = corpus.sizes_hash(cfg.dataset) == summary["source"]
     shards_are_same = fingerprint(folder) == summary["fingerprint"]
     has_all = source_is_same and shards_are_same and has_enough(summary, cfg.max_tokens)
     return has_all and not tokenizer_changed(cfg, folder)
 
 
 def source_state(cfg: TrainConfig) -> dict[str, str]:
-    """Short hashes that change with the files of the data set, and with the chat template.
+    """Short hashes that change with the files of the data set, and with the chat template."""
+    source = {"source": text_state(cfg)}
+    if cfg.data_format == "text":
+        return source
+    from text import chat
+
+    return source | {"template": chat.load_template(cfg.chat_template).fingerprint}
+
+
+def text_state(cfg: TrainConfig) -> str:
+    """A short hash that changes with the files of the data set.
 
     Of a chat, every byte counts, however large it is: people correct it by hand.
     """
-    if cfg.data_format == "text":
-        return {"source": corpus.source_state(cfg.dataset, HASH_BYTES)}
-    from text import chat
-
-    template = chat.load_template(cfg.chat_template)
-    return {"source": corpus.content_hash(cfg.dataset), "template": template.fingerprint}
+    if cfg.data_format == "chat":
+        return corpus.content_hash(cfg.dataset)
+    return corpus.source_state(cfg.dataset, HASH_BYTES)
 
 
-def says_its_text(summary: dict) -> bool:
-    """Does a summary say from which text the tokens were made? Older ones of text do not."""
-    is_chat = "data_format" in summary
-    return is_chat or " " in summary["source"]  # "content 3f...": see `corpus.source_state`
+def is_older(summary: dict) -> bool:
+    """Does a summary know its text by names and sizes alone, as those of older versions do?"""
+    is_text = "data_format" not in summary
+    return is_text and " " not in summary["source"]  # "content 3f...": see `corpus.source_state`
 
 
 def tokenizer_changed(cfg: TrainConfig, folder: Path) -> bool:
@@ -216,16 +226,16 @@ def tokenizer_changed(cfg: TrainConfig, folder: Path) -> bool:
 def check_source(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:
     """UserError if the text, chat template or tokenizer changed after a folder was prepared.
 
-    A run that has begun goes on with the tokens that it began with, and says so. What is not on
-    this machine is not checked: shards may have been copied without it.
+    A run that has begun goes on with its tokens, and says so; so does one on a folder that an older
+    version made. What is not on this machine is not checked: shards may have been copied without
+    it.
     """
     changed = changed_sources(cfg, summary, folder, row_format)
     if not changed:
         return
     since = f"{' and '.join(changed)} changed after {folder} was made"
-    if has_begun(cfg):
-        note = f"note: {since}: this run goes on with the tokens that it began with"
-        print(note, file=sys.stderr, flush=True)
+    if has_begun(cfg) or is_older(summary):
+        print(f"note: {since}: this run takes the old tokens", file=sys.stderr, flush=True)
         return
     # Not prepared again here: a run that was trained on the old rows may want to go on with them.
     command = prepare_command(cfg, folder, row_format)
@@ -238,17 +248,11 @@ def check_source(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> N
 def changed_sources(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> list[str]:
     """The settings whose files are not those from which a folder was made."""
     changed = []
-    if corpus.is_here(cfg.dataset) and says_its_text(summary):
-        now = corpus.content_hash(cfg.dataset)
-        if not row_format:
-            now = corpus.source_state(cfg.dataset, HASH_BYTES)
+    if corpus.is_here(cfg.dataset):
+        now = corpus.sizes_hash(cfg.dataset) if is_older(summary) else text_state(cfg)
         if now != summary["source"]:
-            known_by = "sizes or times of " if now.startswith("times") else ""
+            known_by = "" if now.startswith("content") or row_format else "sizes or times of "
             changed.append(f"{known_by}dataset={cfg.dataset}")
-    elif corpus.is_here(cfg.dataset):
-        command = prepare_command(cfg, folder, row_format)
-        unknown = f"note: {folder} does not say from which text it was made"
-        print(f"{unknown}; if it may have changed: {command}", file=sys.stderr, flush=True)
     if row_format and (not cfg.chat_template or Path(cfg.chat_template).exists()):
         from text import chat
 

@@ -86,6 +86,16 @@ def test_program_takes_many_prompts(said, tmp_path):
     assert f"\na{texts[1]['text']}\n" in both
 
 
+def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+    path = tmp_path / "prompts.txt"
+    prompts = ["one\u2028still one", "two\x0cstill two", "three\x85\x1c\x0bstill", " four "]
+    path.write_bytes(("\ufeff" + "\r\n".join(prompts) + "\n\n").encode())
+    assert program.read_prompts(str(path)) == prompts
+    path.write_bytes("größe\n".encode("latin-1"))
+    with pytest.raises(UserError, match="is not UTF-8 text: byte 0xf6 at offset 2. .*iconv"):
+        program.read_prompts(str(path))
+
+
 def write_adapters(run, folder) -> tuple[str, str]:
     """Two PEFT folders for the model of a run, of other ranks and layers."""
     cfg = checkpoint.settings(checkpoint.find(str(run)))

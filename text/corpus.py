@@ -124,6 +124,12 @@ def source_state(dataset: str, most_bytes: int) -> str:
     return f"times {hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"
 
 
+def sizes_hash(dataset: str) -> str:
+    """What older versions wrote in place of `source_state`: it depends on names and sizes alone."""
+    sizes = [(path, os.path.getsize(path)) for path in files(dataset)]
+    return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16] if sizes else ""
+
+
 def content_hash(dataset: str) -> str:
     """A short hash of the names and the content of the files, all of which it reads.
 
