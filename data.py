@@ -108,22 +108,27 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
     """
     folder = data_dir(cfg)
     row_format = row_format_of(cfg, max_seq_len)
-    if is_prepared(cfg, folder, row_format):
+    if is_prepared(cfg, read_summary(folder), folder, row_format):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     with files.locked(folder / "prepare.lock", f"{folder} is being prepared") as is_alone:
-        if not is_prepared(cfg, folder, row_format):  # by the process that this one waited for
-            make_shards(cfg, folder, workers, row_format, is_alone)
+        summary = read_summary(folder)  # of the process that this one has waited for
+        if not is_prepared(cfg, summary, folder, row_format):
+            make_shards(cfg, summary, folder, workers, row_format, is_alone)
     return folder
 
 
-def make_shards(cfg: TrainConfig, folder: Path, workers: int, row_format, is_alone: bool) -> None:
+def make_shards(
+    cfg: TrainConfig, summary: dict | None, folder: Path, workers: int, row_format, is_alone: bool
+) -> None:
     """Make the shards of a folder that are missing or wrong, then its dataset.json.
 
-    is_alone: no other process makes them now, so temporary files are those of crashes.
+    summary: what dataset.json held. is_alone: no other process makes shards here now, so temporary
+    files are those of crashes.
     """
     source = source_state(cfg)  # of the text before it is read: an edit from now on is a change
-    make_unfinished(cfg, folder, source)
+    if summary:
+        make_unfinished(summary, folder, source)
     if ignored := corpus.left_out(cfg.dataset):
         print(f"dataset={cfg.dataset}{ignored}", file=sys.stderr, flush=True)
     tokenizer = make_tokenizer(cfg, folder)
@@ -155,24 +160,20 @@ def make_shards(cfg: TrainConfig, folder: Path, workers: int, row_format, is_alo
     files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
 
 
-def make_unfinished(cfg: TrainConfig, folder: Path, source: dict[str, str]) -> None:
+def make_unfinished(summary: dict, folder: Path, source: dict[str, str]) -> None:
     """Remove the summary of a folder in which more tokens are wanted, the text has changed, or a
     shard is missing. Shards that are still right are kept.
 
     A `bpe-N` that was trained on other text goes, too.
     """
-    summary = read_summary(folder)
-    if not summary:
-        return
     of_other_text = not is_older(summary) and not source.items() <= summary.items()
     if of_other_text and summary["tokenizer"].startswith("bpe"):
         (folder / "tokenizer.json").unlink(missing_ok=True)
     (folder / "dataset.json").unlink(missing_ok=True)
 
 
-def is_prepared(cfg: TrainConfig, folder: Path, row_format) -> bool:
+def is_prepared(cfg: TrainConfig, summary: dict | None, folder: Path, row_format) -> bool:
     """Does a folder hold what `cfg` asks for? UserError if it belongs to something else."""
-    summary = read_summary(folder)
     if not summary:
         return False
     check_made_for(cfg, summary, folder, row_format)
@@ -220,7 +221,8 @@ def tokenizer_changed(cfg: TrainConfig, folder: Path) -> bool:
     name = cfg.tokenizer
     if not (name.endswith(".json") and os.path.exists(name)):
         return False
-    return files.read_bytes(name) != files.read_bytes(folder / "tokenizer.json")
+    copy = folder / "tokenizer.json"
+    return not copy.exists() or files.read_bytes(name) != files.read_bytes(copy)
 
 
 def check_source(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:

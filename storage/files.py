@@ -261,14 +261,15 @@ def locked(path, state: str):
     waits, and what several processes do here at the same time must be harmless.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # NFS locks what it writes
+    is_locked = False
     try:
         is_locked = lock(file, state)
         if is_locked:
             os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         yield is_locked
+    finally:
         if is_locked:
             os.ftruncate(file, 0)
-    finally:
         os.close(file)  # and so unlocks it
 
 

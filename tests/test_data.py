@@ -729,6 +729,9 @@ def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
     assert "changed after" in capsys.readouterr().err
     (tmp_path / "docs.jsonl").unlink()
     assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
+    (tmp_path / "docs.jsonl").mkdir()  # a folder of that name, without text
+    assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
+    (tmp_path / "docs.jsonl").rmdir()
     cfg = make(TEXTS * 2)
     assert files(prepare(cfg)) == files(prepare(make(TEXTS * 2, "fresh"))) != before
 

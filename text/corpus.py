@@ -19,6 +19,7 @@ Run `python -m text.corpus stdlib` to see how many documents there are and how t
 import codecs
 import collections
 import csv
+import functools
 import glob
 import hashlib
 import json
@@ -67,6 +68,7 @@ def documents(dataset: str):
     """
     paths = files(dataset)
     if paths:
+        require_one_kind(dataset, paths)
         lossy = dataset == "stdlib"
         texts = (text for path in paths for text in file_documents(path, lossy))
     else:
@@ -104,8 +106,8 @@ def files(dataset: str) -> list[str]:
 
 
 def is_here(dataset: str) -> bool:
-    """Are files of this name on this machine?"""
-    return bool(os.path.exists(dataset) or glob.glob(dataset, recursive=True))
+    """Are files of this data set on this machine, where someone may change them?"""
+    return any(suffix_of(path) in SUFFIXES for path in matches(dataset))
 
 
 def source_state(dataset: str, most_bytes: int) -> str:
@@ -161,7 +163,7 @@ def local_files(dataset: str) -> list[str]:
     """The files that a path, a folder or a glob names, sorted.
 
     An empty list if `dataset` can only be the name of a Hub data set. UserError if it looks like a
-    path and no file matches, or if tables and other text match.
+    path and no file matches.
     """
     paths = [path for path in matches(dataset) if suffix_of(path) in SUFFIXES]
     name = dataset.partition(":")[0]
@@ -171,15 +173,20 @@ def local_files(dataset: str) -> list[str]:
     suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
     problem = f"dataset={dataset!r}: no {suffixes} file is there"
     require(paths or may_be_on_hub, problem + left_out(dataset))
+    return paths
 
-    # Beside text a table often lists its sources; beside a table a text often is its license.
+
+def require_one_kind(dataset: str, paths: list[str]) -> None:
+    """UserError if there are tables and other text.
+
+    Beside text a table often lists its sources; beside a table a text often is its license.
+    """
     tables = [path for path in paths if suffix_of(path) in TABLES]
     texts = [path for path in paths if suffix_of(path) not in TABLES]
     if tables and texts:
         both = f"tables ({tables[0]}) and other text ({texts[0]})"
         fix = f"{like(tables[0])} or {like(texts[0])}"
         raise UserError(f"dataset={dataset!r} holds {both}: name one kind, as in {fix}")
-    return paths
 
 
 def like(path: str) -> str:
@@ -196,9 +203,12 @@ def matches(dataset: str) -> list[str]:
         found = [dataset]
     else:
         found = [path for path in glob.glob(dataset, recursive=True) if not os.path.isdir(path)]
+    real_path = functools.cache(os.path.realpath)
     name_of = {}  # real path -> the name under which it is read, the shortest one
     for path in sorted(found, key=lambda path: (path.count(os.sep), path)):
-        name_of.setdefault(os.path.realpath(path), path)
+        folder, name = os.path.split(path)
+        real = real_path(path) if os.path.islink(path) else os.path.join(real_path(folder), name)
+        name_of.setdefault(real, path)
     return sorted(name_of.values())
 
 
@@ -394,7 +404,7 @@ def text_lines(path: str):
 
 
 def read_text(path: str) -> str:
-    """The content of a UTF-8 file, with "\n" at all ends of lines. UserError: see `decoded`."""
+    """The content of a UTF-8 file, in which a line feed ends each line. See `decoded`."""
     text = decoded(file_reader.read_bytes(path), path)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

@@ -333,6 +333,7 @@ def test_tables_beside_other_text_are_a_question(write, tmp_path):
     write("my $data/LICENSE.txt", "All rights reserved.")
     write("my $data/train.csv", "text\none\ntwo\n")
     message = error(tmp_path / "my $data")
+    assert len(corpus.files(str(tmp_path / "my $data"))) == 2  # folders of tokens may know both
     assert "tables (" in message and "train.csv) and other text (" in message
     flags = shlex.split(message.partition("as in ")[2])
     datasets = [flag.removeprefix("--dataset=") for flag in flags if flag != "or"]
