@@ -229,7 +229,7 @@ def test_a_lock_names_its_owner_and_ends_with_it(tmp_path, capfd):
 
             waiting = thread.submit(wait)
             said = ""
-            while "waiting" not in said and not waiting.done():
+            while not said.endswith("\n") and not waiting.done():
                 said += capfd.readouterr().err
                 time.sleep(0.01)
             assert not waiting.done()
