@@ -8,6 +8,11 @@ that is already on disk is skipped, so an interrupted preparation resumes.
 
     data/stdlib-bpe-4096/   dataset.json  tokenizer.json  train-00000.bin ...  val-00000.bin ...
 
+Runs that start together prepare once: one holds prepare.lock, the others wait, on other nodes too.
+On a file system without locks each makes the same files, under temporary names of its own (with
+--max_tokens, run data.py first there). dataset.json says what the tokens were made from. A run that
+begins refuses them if that has changed.
+
 Batches, at every step. A data set is n windows of tokens. Row r of the batch of step s is
 
     sample          = s * global_batch_size + r        counted from the start of the run
@@ -41,7 +46,6 @@ import multiprocessing
 import os
 import platform
 import re
-import shutil
 import sys
 import threading
 import time
@@ -70,7 +74,7 @@ from text.shards import (
 )
 
 BPE_CHARACTERS = 16 * 2**20  # the amount of text from which a BPE is trained
-HASH_BYTES = 2**30  # data sets up to this size are hashed whenever a run starts
+HASH_BYTES = 2**30  # texts, and shards, up to this size are hashed whenever a run starts
 
 # fsdp_train.py prepares a missing data set itself if it is within one of these limits.
 SMALL_TOKENS = 100_000_000
@@ -98,39 +102,55 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
 
     workers: processes that encode. The files do not depend on it.
     max_seq_len: tokens of a row of prompts and responses (data_format=chat). Text needs none.
+    If another process prepares the folder, this one waits for it.
     Raises UserError if the data set cannot be read or holds too little text, or if the folder
     belongs to another data set, tokenizer, validation fraction or data format.
     """
     folder = data_dir(cfg)
     row_format = row_format_of(cfg, max_seq_len)
-    summary = read_summary(folder)
-    if summary:
-        check_made_for(cfg, summary, folder, row_format)
-        if is_current(cfg, summary, folder):
-            return folder
-        # More tokens are wanted, the text has changed, or a shard is missing. Without its summary
-        # the folder counts as unfinished; shards that are still right are kept.
-        (folder / "dataset.json").unlink()
-
+    if is_prepared(cfg, read_summary(folder), folder, row_format):
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
+    with files.locked(folder / "prepare.lock", f"{folder} is being prepared") as is_alone:
+        summary = read_summary(folder)  # of the process that this one has waited for
+        if not is_prepared(cfg, summary, folder, row_format):
+            make_shards(cfg, summary, folder, workers, row_format, is_alone)
+    return folder
+
+
+def make_shards(
+    cfg: TrainConfig, summary: dict | None, folder: Path, workers: int, row_format, is_alone: bool
+) -> None:
+    """Make the shards of a folder that are missing or wrong, then its dataset.json.
+
+    summary: what dataset.json held. is_alone: no other process makes shards here now, so temporary
+    files are those of crashes.
+    """
+    source = source_state(cfg)  # of the text before it is read: an edit from now on is a change
+    if summary:
+        make_unfinished(summary, folder, source)
+    if ignored := corpus.left_out(cfg.dataset):
+        print(f"dataset={cfg.dataset}{ignored}", file=sys.stderr, flush=True)
     tokenizer = make_tokenizer(cfg, folder)
     with progress(cfg.max_tokens) as bar:  # which an error clears, so that its line stands alone
         n_chunks, train_tokens = encode_dataset(cfg, folder, tokenizer, workers, row_format, bar)
         remove_shards_from(folder, n_chunks)
         require(n_chunks > 0, f"dataset={cfg.dataset!r} is empty: no document has any text")
         if row_format:
-            require_learned_tokens(cfg, folder, max_seq_len)
+            require_learned_tokens(cfg, folder, row_format.max_seq_len)
         require(
             train_tokens > 0,
             f"dataset={cfg.dataset!r} has one document only, and validation gets that one: "
             "split it into several documents",
         )
+    if is_alone:
+        remove_leftovers(folder)
 
     summary = {
         "dataset": cfg.dataset,
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
-        **source_state(cfg),
+        **source,
         "max_tokens": cfg.max_tokens,
         "val_fraction": cfg.val_fraction,
         "train_tokens": train_tokens,
@@ -138,52 +158,121 @@ def prepare(cfg: TrainConfig, workers: int = 1, max_seq_len: int = 0) -> Path:
         **chat_settings(cfg, row_format),
     }
     files.write_atomically(folder / "dataset.json", json.dumps(summary, indent=2).encode())
-    return folder
+
+
+def make_unfinished(summary: dict, folder: Path, source: dict[str, str]) -> None:
+    """Remove the summary of a folder in which more tokens are wanted, the text has changed, or a
+    shard is missing. Shards that are still right are kept.
+
+    A `bpe-N` that was trained on other text goes, too.
+    """
+    of_other_text = not is_older(summary) and not source.items() <= summary.items()
+    if of_other_text and summary["tokenizer"].startswith("bpe"):
+        (folder / "tokenizer.json").unlink(missing_ok=True)
+    (folder / "dataset.json").unlink(missing_ok=True)
+
+
+def is_prepared(cfg: TrainConfig, summary: dict | None, folder: Path, row_format) -> bool:
+    """Does a folder hold what `cfg` asks for? UserError if it belongs to something else."""
+    if not summary:
+        return False
+    check_made_for(cfg, summary, folder, row_format)
+    return is_current(cfg, summary, folder)
 
 
 def is_current(cfg: TrainConfig, summary: dict, folder: Path) -> bool:
     """Does a prepared folder hold what `cfg` asks for, made from the text as it is now?"""
     source_is_same = source_state(cfg).items() <= summary.items()
+    if is_older(summary):
+        source_is_same = corpus.sizes_hash(cfg.dataset) == summary["source"]
     shards_are_same = fingerprint(folder) == summary["fingerprint"]
-    return source_is_same and shards_are_same and has_enough(summary, cfg.max_tokens)
+    has_all = source_is_same and shards_are_same and has_enough(summary, cfg.max_tokens)
+    return has_all and not tokenizer_changed(cfg, folder)
 
 
 def source_state(cfg: TrainConfig) -> dict[str, str]:
-    """Short hashes that change with the files of the data set, and with the chat template.
-
-    Of a chat, every byte counts: it is small, and people correct it by hand.
-    """
+    """Short hashes that change with the files of the data set, and with the chat template."""
+    source = {"source": text_state(cfg)}
     if cfg.data_format == "text":
-        return {"source": corpus.source_state(cfg.dataset)}
+        return source
     from text import chat
 
-    template = chat.load_template(cfg.chat_template)
-    return {"source": corpus.content_hash(cfg.dataset), "template": template.fingerprint}
+    return source | {"template": chat.load_template(cfg.chat_template).fingerprint}
+
+
+def text_state(cfg: TrainConfig) -> str:
+    """A short hash that changes with the files of the data set.
+
+    Of a chat, every byte counts, however large it is: people correct it by hand.
+    """
+    if cfg.data_format == "chat":
+        return corpus.content_hash(cfg.dataset)
+    return corpus.source_state(cfg.dataset, HASH_BYTES)
+
+
+def is_older(summary: dict) -> bool:
+    """Does a summary know its text by names and sizes alone, as those of older versions do?"""
+    is_text = "data_format" not in summary
+    return is_text and " " not in summary["source"]  # "content 3f...": see `corpus.source_state`
+
+
+def tokenizer_changed(cfg: TrainConfig, folder: Path) -> bool:
+    """Is a tokenizer.json that the settings name another one than its copy in the folder?"""
+    name = cfg.tokenizer
+    if not (name.endswith(".json") and os.path.exists(name)):
+        return False
+    if not (folder / "tokenizer.json").exists():
+        return True
+    copy = files.read_bytes(folder / "tokenizer.json")
+    # The second question is for a vocab.json, from which a tokenizer.json is made.
+    return files.read_bytes(name) != copy and tokenizers.load(name).content != copy
 
 
 def check_source(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:
-    """UserError if the files or the template of a chat have changed since it was prepared.
+    """UserError if the text, chat template or tokenizer changed after a folder was prepared.
 
-    What is not on this machine is not checked: shards may have been copied without it.
+    A run that has begun goes on with its tokens, and says so; so does one on a folder that an older
+    version made. What is not on this machine is not checked: shards may have been copied without
+    it.
     """
-    if not row_format:
+    changed = changed_sources(cfg, summary, folder, row_format)
+    if not changed:
         return
-    from text import chat
+    since = f"{' and '.join(changed)} changed after {folder} was made"
+    if has_begun(cfg) or is_older(summary):
+        print(f"note: {since}: this run takes the old tokens", file=sys.stderr, flush=True)
+        return
+    # Not prepared again here: a run that was trained on the old rows may want to go on with them.
+    command = prepare_command(cfg, folder, row_format)
+    raise UserError(
+        f"{since}: set another --data_dir, or make "
+        f"it again if no run on the old data has to resume: {command}"
+    )
 
+
+def changed_sources(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> list[str]:
+    """The settings whose files are not those from which a folder was made."""
     changed = []
-    if corpus.is_here(cfg.dataset) and corpus.content_hash(cfg.dataset) != summary["source"]:
-        changed.append(f"dataset={cfg.dataset}")
-    if not cfg.chat_template or Path(cfg.chat_template).exists():
+    if corpus.is_here(cfg.dataset):
+        now = corpus.sizes_hash(cfg.dataset) if is_older(summary) else text_state(cfg)
+        if now != summary["source"]:
+            known_by = "" if now.startswith("content") or row_format else "sizes or times of "
+            changed.append(f"{known_by}dataset={cfg.dataset}")
+    if row_format and (not cfg.chat_template or Path(cfg.chat_template).exists()):
+        from text import chat
+
         template = chat.load_template(cfg.chat_template)
         if template.fingerprint != summary.get("template"):
             changed.append(f"chat_template={cfg.chat_template}")
-    # Not prepared again here: a run that was trained on the old rows may want to go on with them.
-    command = prepare_command(cfg, folder, row_format)
-    require(
-        not changed,
-        f"{' and '.join(changed)} changed after {folder} was made: set another --data_dir, or make "
-        f"it again if no run on the old data has to resume: {command}",
-    )
+    if tokenizer_changed(cfg, folder):
+        changed.append(f"tokenizer={cfg.tokenizer}")
+    return changed
+
+
+def has_begun(cfg: TrainConfig) -> bool:
+    """Does a run have a checkpoint to go on from, or name one?"""
+    names_one = cfg.resume not in ("auto", "again", "never")
+    return names_one or any(Path(cfg.run_dir).glob("checkpoints/step-[1-9]*"))
 
 
 def row_format_of(cfg: TrainConfig, max_seq_len: int):
@@ -240,13 +329,13 @@ def make_tokenizer(cfg: TrainConfig, folder: Path):
     name = tokenizers.canonical(cfg.tokenizer)
     path = folder / "tokenizer.json"
 
-    if name.endswith(".json") and not path.exists():
-        # Later runs read this copy: the original may be moved or changed.
-        path.write_bytes(tokenizers.load(name).content)
+    if name.endswith(".json") and (os.path.exists(name) or not path.exists()):
+        # Later runs read this copy: the original may be moved.
+        files.write_atomically(path, tokenizers.load(name).content)
 
     of_base = file_of_base(cfg, name)
     if of_base and not path.exists():
-        shutil.copy(of_base, path)
+        files.write_atomically(path, files.read_bytes(of_base))
 
     if name.startswith("bpe") and not path.exists():
         print(f"training a tokenizer ({name}) on {cfg.dataset} ...", file=sys.stderr, flush=True)
@@ -407,6 +496,13 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
             path.unlink()
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files that killed preparations left."""
+    for path in folder.glob("*.tmp"):
+        if re.match(r"((train|val)-[0-9]+\.bin|(dataset|tokenizer)\.json)\.", path.name):
+            path.unlink(missing_ok=True)
+
+
 def encode_chunk(job) -> tuple[Path, int]:
     """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
@@ -531,7 +627,8 @@ class Split:
             self.check_rows()
             self.learned = self.count("learned")
 
-        windows_in_shard = [max(0, s.header["tokens"] - 1) // seq_len for s in self.shards]
+        sizes = [shard.header["tokens"] for shard in self.shards]
+        windows_in_shard = [max(0, size - 1) // seq_len for size in sizes]
         self.first_window = np.cumsum([0, *windows_in_shard])  # of each shard; at the end, n
 
         fix = "lower --max_seq_len"
@@ -539,8 +636,8 @@ class Split:
             fix += ", or raise --val_fraction and set another --data_dir"
         require(
             len(self) > 0,
-            f"max_seq_len {seq_len} is longer than the {split} data in {folder} "
-            f"({self.tokens:,} tokens): {fix}",
+            f"max_seq_len {seq_len} needs {seq_len + 1:,} tokens in one file, and the longest of "
+            f"the {len(sizes)} {split} files in {folder} has {max(sizes):,}: {fix}",
         )
 
     def count(self, name: str) -> int:
@@ -743,7 +840,8 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
     if summary:
         check_made_for(cfg, summary, folder, row_format)
         check_source(cfg, summary, folder, row_format)
-    if not summary or (cfg.max_tokens and not has_enough(summary, cfg.max_tokens)):
+        check_max_tokens(cfg, summary, folder, row_format)
+    if not summary or not has_enough(summary, cfg.max_tokens):
         require_small(cfg, summary, folder, row_format)
         prepare(cfg, max_seq_len=max_seq_len)
         summary = read_summary(folder)
@@ -756,6 +854,22 @@ def open_or_prepare(cfg: TrainConfig, max_seq_len: int = 0) -> Path:
         for shard in shards:
             shard.check_hash()
     return folder
+
+
+def check_max_tokens(cfg: TrainConfig, summary: dict, folder: Path, row_format) -> None:
+    """UserError if all tokens are wanted and a folder holds only the first ones. A note if it holds
+    more than are wanted: one folder serves runs of different length.
+    """
+    n_tokens = summary["train_tokens"]
+    command = prepare_command(cfg, folder, row_format)
+    require(
+        cfg.max_tokens or has_enough(summary, 0),
+        f"{folder} holds only the first {n_tokens:,} training tokens: set --max_tokens={n_tokens}, "
+        f"or make the rest if no run on these has to resume: {command}",
+    )
+    if 0 < cfg.max_tokens < n_tokens:
+        more = f"{folder} holds {n_tokens:,} training tokens, more than --max_tokens"
+        print(f"note: {more}: this run reads all of them", file=sys.stderr, flush=True)
 
 
 def require_small(cfg: TrainConfig, summary: dict | None, folder: Path, row_format) -> None:
@@ -783,6 +897,8 @@ def prepare_command(cfg: TrainConfig, folder: Path, row_format) -> str:
     names = ("dataset", "tokenizer", "max_tokens", "val_fraction")
     flags = [f"--{name}={getattr(cfg, name)}" for name in names]
     flags += [f"--{name}={value}" for name, value in chat_settings(cfg, row_format).items()]
+    if cfg.init_from:  # which may have the tokenizer
+        flags.append(f"--init_from={cfg.init_from}")
     flags.append(f"--data_dir={folder}")
     return f"python data.py {config.shell(*flags)}"
 

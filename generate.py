@@ -31,7 +31,6 @@ import collections
 import json
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -43,6 +42,7 @@ from serving.adapters import BASE, bank_for
 from serving.decoder import Decoder, pick_dtype
 from serving.speed import Speed
 from serving.stream import Text, print_stream, write
+from text import corpus
 from weights.load import load_for_sampling
 
 
@@ -151,8 +151,8 @@ def main(argv) -> None:
 
 
 def read_prompts(path: str) -> list[str]:
-    """The prompts in a file, one per line. Raises UserError if it has none."""
-    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    """The prompts in a UTF-8 file, one per line. Raises UserError if it has none."""
+    lines = (line.removesuffix("\n").removesuffix("\r") for line in corpus.text_lines(path))
     prompts = [line for line in lines if line]
     require(prompts, f"no prompt in {path}: write one per line")
     return prompts

@@ -113,8 +113,8 @@ def load_one(name: str, data: str, shots: int, seed: int, limit: int, delimiter:
     path = local_file(name, data)
     name = path.stem if path else name
     name = ALIASES.get(name, name)
-    if path and path.suffix == ".txt":
-        text = path.read_text(encoding="utf-8", errors="replace")
+    if path and path.suffix.lower() == ".txt":
+        text = corpus.read_text(path)
         require(text.strip(), f"{path} is empty")
         return Task(name, "text", [], [], text)
     if not path:
@@ -147,7 +147,7 @@ def require_known(name: str) -> None:
 
 def local_file(name: str, data: str) -> Path | None:
     """The file that a task's name means, or None if it can only be on the Hub."""
-    if name.endswith((".jsonl", ".txt")):
+    if name.lower().endswith((".jsonl", ".txt")):
         where = f", neither here nor in {data}" if data else ""
         for path in (Path(name), Path(data, name)):
             if path.is_file():
@@ -174,11 +174,11 @@ def read_hub(name: str) -> list[dict]:
 def read_jsonl(path: Path) -> list[dict]:
     """The rows of a file, checked. Raises UserError with the number of the line."""
     rows = []
-    for number, line in enumerate(files.read_bytes(path).split(b"\n"), 1):
+    for number, line in enumerate(corpus.text_lines(path), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
-        row = files.parse_json(line, where)
+        row = files.parse_json(line.encode(), where)
         check(row, where)
         rows.append(row)
         first_kind = kind_of(rows[0], where)

@@ -56,6 +56,8 @@ def replace(write, folder: Path, at: int | None) -> Changes:
 
 def found_after(write, folder: Path, at: int) -> str:
     """What is in the file after a kill before change `at`: old, new, or what else."""
+    for left in folder.iterdir():
+        left.unlink()
     path = folder / "file"
     path.write_bytes(OLD)
     child = os.fork()

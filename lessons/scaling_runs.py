@@ -231,7 +231,7 @@ def prepare() -> None:
     folder = data.prepare(Cell(BUDGETS[0], WIDTHS[0]).train)
     rows = tasks.continuations(tasks.text_of(str(folder)), **QUESTIONS)
     content = "".join(json.dumps(row) + "\n" for row in rows)
-    files.write_atomically(questions_file(), content.encode(), writer=os.getpid())
+    files.write_atomically(questions_file(), content.encode())
 
 
 def read(path: Path) -> list[dict]:
@@ -258,7 +258,7 @@ def add(path: Path, row: dict) -> None:
     """Add a line to a grid: the file is replaced as a whole."""
     lines = [json.dumps(known) for known in [*read(path), row]]
     content = "".join(line + "\n" for line in lines)
-    files.write_atomically(path, content.encode(), writer=os.getpid())
+    files.write_atomically(path, content.encode())
 
 
 def train_cells(cells: list[Cell], path: Path = GRID) -> list[dict]:

@@ -75,7 +75,7 @@ def fit(
         return asked
     size = search(model_cfg, cfg, world, precision, train_step)
     reason = "the largest that fits"
-    processes.rank_zero_decides(lambda: write(cfg, circumstances, size, reason, world.global_rank))
+    processes.rank_zero_decides(lambda: write(cfg, circumstances, size, reason))
     return size
 
 
@@ -91,7 +91,7 @@ def halve(
     require(cfg.microbatch_size > 1, f"{reason}: {HELP}")
     half = cfg.microbatch_size // 2
     circumstances = circumstances_of(model_cfg, cfg, world, precision)
-    write(cfg, circumstances, half, reason, world.global_rank)
+    write(cfg, circumstances, half, reason)
     return half
 
 
@@ -149,14 +149,14 @@ def fault(record) -> str:
     return "" if size > 0 else f"'microbatch_size' is {size}"
 
 
-def write(cfg: TrainConfig, circumstances: dict, size: int, reason: str, global_rank: int) -> None:
+def write(cfg: TrainConfig, circumstances: dict, size: int, reason: str) -> None:
     """Replace the record of these circumstances. Several ranks may write at the same time."""
     path = Path(cfg.run_dir, RECORD)
     record = {"microbatch_size": size, "reason": reason, "circumstances": circumstances}
     others = [old for old in read(path) if old["circumstances"] != circumstances]
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps([*others, record], indent=2)
-    files.write_atomically(path, text.encode(), writer=global_rank)
+    files.write_atomically(path, text.encode())
 
 
 # -------------------------------------------------------------------------------------------------

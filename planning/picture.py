@@ -13,6 +13,7 @@ With a price, or with several kinds of device, that draws time, cost and energy 
 Bands are the error bands of the prediction. Kinds differ in line and marker, not in colour alone.
 """
 
+import io
 import itertools
 import math
 import sys
@@ -29,6 +30,7 @@ from planning import answer, certainty, memory, step_time
 from planning.answer import Offer
 from planning.fleet import Fleet
 from planning.step_time import Constants
+from storage import files
 
 # The run of devices.PUBLISHED_MI250, MPT-7B at a global batch of 1536. MosaicML's posts do not
 # give the microbatch: configs/mpt7b_mi250.py takes 3 without recomputation, and that fits.
@@ -60,7 +62,9 @@ def save(figure, path: str) -> None:
     fix = f"mkdir -p {config.shell(folder)}, or name another --out"
     require(folder.is_dir(), f"--out={path}: there is no folder {folder}: {fix}")
     try:
-        figure.savefig(path, dpi=120)
+        picture = io.BytesIO()
+        figure.savefig(picture, format=Path(path).suffix[1:].lower() or "png", dpi=120)
+        files.write_atomically(path, picture.getvalue())
     except (ValueError, OSError) as error:
         fix = "name another --out, such as plan.png"
         raise config.UserError(f"--out={path}: {config.one_line(error)}: {fix}") from error

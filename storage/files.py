@@ -6,6 +6,7 @@
     member            the path of a file that another file names: a plain name in the same folder
     require_ours      a folder into which we write is empty, or ours already
     write_atomically  a file as a whole or not at all
+    locked            one process at a time, and the others wait
 
 Nothing is used before it is checked. Two kinds of failure are kept apart:
 
@@ -16,12 +17,17 @@ Nothing is used before it is checked. Two kinds of failure are kept apart:
 Run `python -m storage.files runs/demo/config.json` to check a file.
 """
 
+import contextlib
 import csv
+import fcntl
 import io
 import json
 import math
 import os
+import platform
+import secrets
 import stat
+import sys
 from pathlib import Path
 
 import config
@@ -231,19 +237,17 @@ def require_ours(folder, marks: list[str], writes: list[str], fix: str) -> None:
         require(not is_used, f"{problem}: {fix}")
 
 
-def write_atomically(path, content: bytes, writer: int | None = None) -> None:
+def write_atomically(path, content: bytes) -> None:
     """Write a file as a whole or not at all: readers find the old content or the new one.
 
-    writer: a rank or process id, if several may write this file at the same time.
+    Several processes, on several machines, may do so at once: each has a temporary file of its own.
     If writing fails (a full disk), no part of it stays, and the OSError names the file. The mode
-    is that of an ordinary new file. If `path` or the temporary file is a link, as in a folder
-    that someone else prepared, the link is replaced, never followed.
+    is that of an ordinary new file. If `path` is a link, as in a folder that someone else prepared,
+    the link is replaced, never followed.
     """
     path = Path(path)
-    ending = ".tmp" if writer is None else f".{writer}.tmp"
-    temporary = path.with_name(path.name + ending)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # from a crash, or a link
         write_and_rename(temporary, content, path)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
@@ -260,6 +264,44 @@ def write_and_rename(temporary: Path, content: bytes, path: Path) -> None:
     except BaseException:  # Ctrl-C too
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def locked(path, state: str):
+    """While one process is in this block, others wait at its beginning, and print `state`.
+
+    path: a file that stays; while it is locked it names the owner. The kernel holds the lock, so it
+    ends with the process, after kill -9 too. NFS passes it on to other machines.
+
+    Yields True; or False where the file system has no locks (some mounts of Lustre). Then nobody
+    waits, and what several processes do here at the same time must be harmless.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)  # NFS locks what it writes
+    is_locked = False
+    try:
+        is_locked = lock(file, state)
+        if is_locked:
+            os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        yield is_locked
+    finally:
+        if is_locked:
+            os.ftruncate(file, 0)
+        os.close(file)  # and so unlocks it
+
+
+def lock(file: int, state: str) -> bool:
+    """Lock an open file; wait if another process has it. False if this file system has no locks."""
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(file, 300, 0).decode(errors="replace") or "another process"
+            print(f"{state} by {config.one_line(owner)}: waiting", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        os.ftruncate(file, 0)  # what a killed owner left
+    except OSError:
+        return False
+    return True
 
 
 def main(argv: list[str]) -> None:

@@ -262,7 +262,7 @@ MUTANTS = [
     ),
     Mutant(
         "data.py",
-        'changed.append(f"dataset={cfg.dataset}")',
+        'changed.append(f"{known_by}dataset={cfg.dataset}")',
         "pass",
         "test_chat_data.py",
         "a run goes on with rows made from a chat as it was before it was edited",

@@ -71,6 +71,7 @@ def make(tmp_path):
         path = tmp_path / "chat.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         usual = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)}
+        usual["run_dir"] = str(tmp_path / "run")
         return TrainConfig(dataset=str(path), data_format="chat", **(usual | more))
 
     return make

@@ -1,10 +1,14 @@
 """data.py: shards are complete or not there, and a batch depends on the seed and the step alone."""
 
 import contextlib
+import dataclasses
+import errno
+import fcntl
 import hashlib
 import itertools
 import json
 import os
+import platform
 import random
 import re
 import shlex
@@ -14,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +32,7 @@ from hypothesis import strategies as st
 import data
 from config import TrainConfig, UserError, load
 from data import Split, open_or_prepare, permute, prefetch, prepare, read_summary
-from text import shards
+from text import corpus, shards
 from text import tokenizer as tokenizers
 from text.shards import HEADER_BYTES, Shard
 
@@ -46,6 +51,7 @@ def make(tmp_path):
         path = tmp_path / "docs.jsonl"
         path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
         usual = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)}
+        usual["run_dir"] = str(tmp_path / "run")
         return TrainConfig(dataset=str(path), **(usual | settings))
 
     return make
@@ -210,8 +216,34 @@ def test_more_tokens_later_equal_more_tokens_at_once(make):
     assert steps == fresh and steps[0] != steps[1] != steps[2]
 
 
-def test_fewer_tokens_later_change_nothing(make):
+def test_fewer_tokens_later_change_nothing_and_a_run_says_so(make, capsys):
     assert files(prepare(make(TEXTS))) == files(prepare(make(TEXTS, max_tokens=1000)))
+    folder = open_or_prepare(make(TEXTS, max_tokens=1000))
+    tokens = read_summary(folder)["train_tokens"]
+    said = (
+        f"note: {folder} holds {tokens:,} training tokens, more than --max_tokens: this run reads"
+    )
+    assert said in capsys.readouterr().err
+
+
+def test_a_run_that_asks_for_all_tokens_does_not_take_the_first_ones(make):
+    """Nor does it make the rest: a run on these tokens may have to resume. Both fixes work."""
+    folder = prepare(make(TEXTS, max_tokens=1000))
+    before = files(folder)
+    with pytest.raises(
+        UserError, match="only the first 1,000 training .*max_tokens=1000,"
+    ) as caught:
+        open_or_prepare(make(TEXTS))
+    assert open_or_prepare(make(TEXTS, max_tokens=1000)) == folder and files(folder) == before
+    run_command(caught.value)
+    assert open_or_prepare(make(TEXTS)) == folder
+    assert files(folder) == files(prepare(make(TEXTS, "fresh")))
+
+
+def run_command(message):
+    """What `python data.py`, the command that a message ends with, does."""
+    (cfg,) = load(shlex.split(str(message).partition("python data.py ")[2]), TrainConfig)
+    return prepare(cfg)
 
 
 def test_a_run_that_asks_for_more_tokens_gets_them(make):
@@ -300,22 +332,53 @@ def begun(large_text, tmp_path):
 
 
 def test_a_killed_preparation_goes_on_where_it_was(begun, undisturbed):
-    """kill -9 after the first shard; the second run makes the rest, byte for byte."""
+    """kill -9 after the first shard; another one, which waits, makes the rest, byte for byte."""
     process, command, folder = begun
+    process.send_signal(signal.SIGSTOP)
+    first = folder / "train-00000.bin"
+    assert first.exists() and not (folder / "dataset.json").exists(), "stopped too late"
+    before = first.stat()
+    waiting = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    owner = f"process {process.pid} on {platform.node()}"
+    assert waiting.stderr.readline() == f"{folder} is being prepared by {owner}: waiting\n"
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    first = folder / "train-00000.bin"
-    assert first.exists() and not (folder / "dataset.json").exists(), "killed too late"
-    before = first.stat()
 
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    output, errors = waiting.communicate(timeout=120)
+    assert waiting.returncode == 0, errors
     assert files(folder) == undisturbed  # and no .tmp file is left
     after = first.stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)  # made once
     tokens = Split(folder, "train", 64).tokens
     line = rf"^train  {tokens:,} tokens  646 documents  .* windows of 64  "
-    assert re.search(line, result.stdout, re.MULTILINE)
+    assert re.search(line, output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_runs_that_start_together_share_one_preparation(make, monkeypatch, locks):
+    """Each gets whole shards. Without locks of the file system, too."""
+    if not locks:
+
+        def no_locks(file, operation):
+            raise OSError(errno.ENOSYS, "Function not implemented")
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    alone = files(prepare(make(TEXTS, "alone", tokenizer="bpe-300")))
+    for attempt in range(5):
+        cfg = make(TEXTS, f"shared-{attempt}", tokenizer="bpe-300")
+        start = threading.Barrier(4)
+
+        def prepare_one(cfg=cfg, start=start):
+            start.wait()
+            folder = open_or_prepare(cfg)
+            return Split(folder, "train", 16).tokens
+
+        with ThreadPoolExecutor(4) as runs:
+            results = [runs.submit(prepare_one) for _ in range(4)]
+            assert len({result.result() for result in results}) == 1
+        assert files(cfg.data_dir) == alone
 
 
 def test_the_workers_of_a_killed_preparation_end_too(begun):
@@ -588,6 +651,104 @@ def test_another_data_set_is_refused(make, tmp_path, function):
         function(settings_for(tmp_path / "other.txt", folder))
 
 
+def tokenizer_of(words):
+    """The content of a tokenizer.json whose first merge is that of these two letters."""
+    library = pytest.importorskip("tokenizers")
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    names = ["<|endoftext|>", *alphabet, words]
+    vocab = {name: number for number, name in enumerate(names)}
+    made = library.Tokenizer(library.models.BPE(vocab, [tuple(words)]))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return made.to_str().encode()
+
+
+@pytest.mark.parametrize(
+    "change", ["more text", "other letters", "other letters, same time", "json"]
+)
+def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys, change):
+    """It is refused, the advice works, and a run that began before goes on as it was."""
+    name = "bytes"
+    changed, content = tmp_path / "docs.jsonl", None
+    if change == "json":
+        changed, name = tmp_path / "own.json", str(tmp_path / "own.json")
+        changed.write_bytes(tokenizer_of("or"))
+        content = tokenizer_of("en")
+    cfg = make(TEXTS, tokenizer=name)
+    folder = open_or_prepare(cfg)
+    before, time_before = files(folder), changed.stat().st_mtime_ns
+    if change == "more text":
+        content = changed.read_bytes() * 2
+    elif change != "json":
+        content = changed.read_bytes().replace(b"number", b"Nummer")
+    changed.write_bytes(content)
+    if change == "other letters, same time":
+        os.utime(changed, ns=(time_before, time_before))
+
+    setting = f"tokenizer={name}" if change == "json" else f"dataset={cfg.dataset}"
+    with pytest.raises(UserError, match=f"^{setting} changed after {folder} was made: ") as caught:
+        open_or_prepare(cfg)
+    assert files(folder) == before
+    (tmp_path / "run/checkpoints/step-2").mkdir(parents=True)
+    assert open_or_prepare(cfg) == folder and files(folder) == before
+    assert f"note: {setting} changed after {folder} was made" in capsys.readouterr().err
+
+    shutil.rmtree(tmp_path / "run")
+    run_command(caught.value)
+    assert open_or_prepare(cfg) == folder
+    fresh = dataclasses.replace(cfg, data_dir=str(tmp_path / "fresh"))
+    assert files(folder) == files(prepare(fresh)) != before
+
+
+def test_a_bpe_of_other_text_is_trained_again(make, tmp_path):
+    folder = prepare(make(TEXTS, tokenizer="bpe-300"))
+    other = ["zebra quiz " * 50] * 3
+    assert files(prepare(make(other, tokenizer="bpe-300"))) == files(
+        prepare(make(other, "fresh", tokenizer="bpe-300"))
+    )
+    assert Split(folder, "train", 8).tokens
+
+
+def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
+    """A copy of it looks like a change; data.py then finds that all shards are right."""
+    monkeypatch.setattr(data, "HASH_BYTES", 0)
+    cfg = make(TEXTS)
+    folder = open_or_prepare(cfg)
+    before = files(folder)
+    os.utime(cfg.dataset, (1, 1))
+    with pytest.raises(UserError, match="^sizes or times of dataset=.* changed after") as caught:
+        open_or_prepare(cfg)
+    run_command(caught.value)
+    assert open_or_prepare(cfg) == folder
+    after = files(folder)
+    assert after.pop("dataset.json") != before.pop("dataset.json") and after == before
+    monkeypatch.setattr(corpus, "content_hash", None)  # so that nothing can read it
+    assert open_or_prepare(cfg) == folder
+
+
+def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
+    """Older folders know names and sizes alone: a note, and data.py makes what has changed."""
+    cfg = make(TEXTS)
+    folder = open_or_prepare(cfg)
+    older = read_summary(folder) | {"source": corpus.sizes_hash(cfg.dataset)}
+    (folder / "dataset.json").write_text(json.dumps(older))
+    before = files(folder)
+    capsys.readouterr()
+    assert open_or_prepare(cfg) == prepare(cfg) == folder and files(folder) == before
+    assert capsys.readouterr().err == ""
+    cfg = make(TEXTS * 2)
+    assert open_or_prepare(cfg) == folder and files(folder) == before
+    assert "changed after" in capsys.readouterr().err
+    (tmp_path / "docs.jsonl").unlink()
+    assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
+    (tmp_path / "docs.jsonl").mkdir()  # a folder of that name, without text
+    assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
+    (tmp_path / "docs.jsonl").rmdir()
+    cfg = make(TEXTS * 2)
+    assert files(prepare(cfg)) == files(prepare(make(TEXTS * 2, "fresh"))) != before
+
+
 def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path):
     """The message holds the command that prepares what this run asks for."""
     cfg = settings_for("allenai/c4:en", tmp_path / "my data", val_fraction=0.1)
@@ -717,9 +878,22 @@ def test_a_sequence_longer_than_the_data(make):
         ("train", "lower --max_seq_len$"),
         ("val", "lower .*, or raise .* another --data_dir$"),
     ):
-        message = f"max_seq_len 100000 is longer than the {name} data .*: {fix}"
-        with pytest.raises(UserError, match=message):
-            Split(folder, name, 100_000)
+        longest = Shard(folder / f"{name}-00000.bin").header["tokens"]
+        for max_seq_len in (longest, 100_000):  # a window has one token more
+            message = f"{max_seq_len + 1:,} tokens in one file, .* has {longest:,}: {fix}"
+            with pytest.raises(UserError, match=f"^max_seq_len {max_seq_len} needs {message}"):
+                Split(folder, name, max_seq_len)
+        assert len(Split(folder, name, longest - 1)) == 1
+
+
+def test_shards_that_are_too_short_each_are_not_added_up(tmp_path):
+    about = {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""}
+    for number in range(6):
+        path = tmp_path / f"val-{number:05d}.bin"
+        shards.write_ids(path, np.arange(20 + number, dtype=np.uint16), about)
+    message = "needs 33 tokens in one file, and the longest of the 6 val files in .* has 25:"
+    with pytest.raises(UserError, match=message):
+        Split(tmp_path, "val", 32)
 
 
 # --- the permutation

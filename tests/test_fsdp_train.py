@@ -356,7 +356,7 @@ def assert_one_line(done, *parts):
         (["--vocab_size=256"], ["vocab_size 256 is less than the 257 ids", "raise it"]),
         slowly(
             ["--max_seq_len=100000"],
-            ["max_seq_len 100000 is longer than the train data", "lower --max_seq_len"],
+            ["max_seq_len 100000 needs 100,001 tokens in one file", "lower --max_seq_len"],
         ),
         slowly(["--tokenizer=bpe-300"], ["was made with --tokenizer=bytes, not bpe-300"]),
         slowly(["--resume=nowhere"], ["no checkpoint in 'nowhere'"]),

@@ -121,6 +121,16 @@ def test_every_flag_of_sampling_changes_the_text(said):
         assert json.loads(said(*river, f"--{flag}"))["text"] != text, flag
 
 
+def test_a_prompt_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+    path = tmp_path / "prompts.txt"
+    prompts = ["one\u2028still one", "two\x0cstill two", "three\x85\x1c\x0bstill", " four "]
+    path.write_bytes(("\ufeff" + "\r\n".join(prompts) + "\n\n").encode())
+    assert program.read_prompts(str(path)) == prompts
+    path.write_bytes("größe\n".encode("latin-1"))
+    with pytest.raises(UserError, match="is not UTF-8 text: byte 0xf6 at offset 2. .*iconv"):
+        program.read_prompts(str(path))
+
+
 def write_adapters(run, folder) -> tuple[str, str]:
     """Two PEFT folders for the model of a run, of other ranks and layers."""
     cfg = checkpoint.settings(checkpoint.find(str(run)))

@@ -4,8 +4,11 @@
     notes.txt, 'my/*.jsonl', dir  local .txt, .jsonl, .parquet, .csv, .tsv and .py files, sorted
     allenai/c4:en                 a data set (and subset) of the Hugging Face Hub, streamed
 
-Text must be UTF-8. A byte order mark is dropped. Anything else is an error that names the file and
-the byte.
+Each real file is read once, even if links lead to it. `left_out` names what is not read.
+
+All text that people give to this project is read by `read_text` or line by line (`text_lines`,
+`raw_lines`), tasks and prompts too. It must be UTF-8. A byte order mark is dropped. Anything else
+is an error that names the file, the byte and the fix. A line ends at a line feed, nowhere else.
 
 To add a file format (.xml, say): write a generator of its documents, as `jsonl_documents` is,
 call it in `file_documents`, and add the suffix to SUFFIXES. Nothing else in the project changes.
@@ -16,6 +19,7 @@ Run `python -m text.corpus stdlib` to see how many documents there are and how t
 import codecs
 import collections
 import csv
+import functools
 import glob
 import hashlib
 import json
@@ -25,10 +29,11 @@ import sysconfig
 from pathlib import Path
 
 import config
-from config import UserError, require
+from config import UserError, require, shell
 from storage import files as file_reader
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".csv", ".tsv", ".py")
+TABLES = (".csv", ".tsv")
 
 # Suffixes of files that are not supported. A name with one is a missing file, not a data set of the
 # Hub.
@@ -42,6 +47,10 @@ BYTE_ORDER_MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+
+# Filters that mend a file. A mark is left out by iconv -f UTF-16, and dropped here otherwise.
+TO_UTF8 = "iconv -f {} -t UTF-8"
+TO_NO_ZEROS = r"tr -d '\000'"
 
 # About 16 kB of text that ends at a blank line, or else at the end of a line.
 PIECE = r"(?s).{1,16384}(?:.{0,16384}?\n\s*\n|.*?\n|.*\Z)"
@@ -58,6 +67,7 @@ def documents(dataset: str):
     """
     paths = files(dataset)
     if paths:
+        require_one_kind(dataset, paths)
         lossy = dataset == "stdlib"
         texts = (text for path in paths for text in file_documents(path, lossy))
     else:
@@ -95,15 +105,28 @@ def files(dataset: str) -> list[str]:
 
 
 def is_here(dataset: str) -> bool:
-    """Are files of this name on this machine?"""
-    return bool(os.path.exists(dataset) or glob.glob(dataset, recursive=True))
+    """Are files of this data set on this machine, where someone may change them?"""
+    return any(suffix_of(path) in SUFFIXES for path in matches(dataset))
 
 
-def source_state(dataset: str) -> str:
-    """A short hash of the names and sizes of the files, to notice that the text has changed.
+def source_state(dataset: str, most_bytes: int) -> str:
+    """A few letters that change with the files of a data set. Empty for one of the Hub.
 
-    Empty for a data set on the Hub, which is assumed not to change.
+    Of up to `most_bytes` they depend on the content: "content 3f...". Reading 300 GB whenever a run
+    starts would take longer than the start. So of more they depend on names, sizes and times of
+    change: "times 3f...". Then an edit that keeps sizes and times goes unnoticed, and a copy of the
+    files with other times looks like a change; data.py finds out and keeps what is right. A second
+    is the finest time that copies of files keep.
     """
+    paths = files(dataset)
+    if sum(map(os.path.getsize, paths)) <= most_bytes:
+        return f"content {content_hash(dataset)}" if paths else ""
+    about = [(path, os.path.getsize(path), int(os.path.getmtime(path))) for path in paths]
+    return f"times {hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"
+
+
+def sizes_hash(dataset: str) -> str:
+    """What older versions wrote in place of `source_state`: it depends on names and sizes alone."""
     sizes = [(path, os.path.getsize(path)) for path in files(dataset)]
     return hashlib.sha256(repr(sizes).encode()).hexdigest()[:16] if sizes else ""
 
@@ -141,26 +164,84 @@ def local_files(dataset: str) -> list[str]:
     An empty list if `dataset` can only be the name of a Hub data set. UserError if it looks like a
     path and no file matches.
     """
-    exists = os.path.exists(dataset)
-    if os.path.isdir(dataset):
-        pattern = os.path.join(glob.escape(dataset), "**", "*")
-    elif exists:
-        pattern = glob.escape(dataset)  # a [ in the name of an existing file is no glob
-    else:
-        pattern = dataset
-    matches = sorted(glob.glob(pattern, recursive=True))
-    paths = [path for path in matches if path.endswith(SUFFIXES) and not os.path.isdir(path)]
-
-    # Beside text files, a table usually describes them (a list of sources, licenses).
-    texts = [path for path in paths if not path.endswith((".csv", ".tsv"))]
-    paths = texts or paths
-
+    paths = [path for path in matches(dataset) if suffix_of(path) in SUFFIXES]
     name = dataset.partition(":")[0]
     has_file_suffix = name.lower().endswith(SUFFIXES + OTHER_SUFFIXES)
+    exists = os.path.exists(dataset)
     may_be_on_hub = re.fullmatch(HUB_NAME, name) and not has_file_suffix and not exists
     suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-    require(paths or may_be_on_hub, f"dataset={dataset!r}: no {suffixes} file is there")
+    problem = f"dataset={dataset!r}: no {suffixes} file is there"
+    require(paths or may_be_on_hub, problem + left_out(dataset))
     return paths
+
+
+def require_one_kind(dataset: str, paths: list[str]) -> None:
+    """UserError if there are tables and other text.
+
+    Beside text a table often lists its sources; beside a table a text often is its license.
+    """
+    tables = [path for path in paths if suffix_of(path) in TABLES]
+    texts = [path for path in paths if suffix_of(path) not in TABLES]
+    if tables and texts:
+        both = f"tables ({tables[0]}) and other text ({texts[0]})"
+        fix = f"{like(tables[0])} or {like(texts[0])}"
+        raise UserError(f"dataset={dataset!r} holds {both}: name one kind, as in {fix}")
+
+
+def like(path: str) -> str:
+    """The flag that names the files beside one that have its suffix."""
+    pattern = os.path.join(os.path.dirname(path), "*" + os.path.splitext(path)[1])
+    return shell(f"--dataset={pattern}")
+
+
+def matches(dataset: str) -> list[str]:
+    """All files that a path, a folder or a glob names, of any kind, sorted. Each real file once."""
+    if os.path.isdir(dataset):
+        found = files_below(dataset)
+    elif os.path.exists(dataset):  # a [ in the name of an existing file is no glob
+        found = [dataset]
+    else:
+        found = [path for path in glob.glob(dataset, recursive=True) if not os.path.isdir(path)]
+    real_path = functools.cache(os.path.realpath)
+    name_of = {}  # real path -> the name under which it is read, the shortest one
+    for path in sorted(found, key=lambda path: (path.count(os.sep), path)):
+        folder, name = os.path.split(path)
+        real = real_path(path) if os.path.islink(path) else os.path.join(real_path(folder), name)
+        name_of.setdefault(real, path)
+    return sorted(name_of.values())
+
+
+def files_below(folder: str) -> list[str]:
+    """The files in a folder and in those below it, but for hidden ones.
+
+    Links to folders are followed, except into one that was entered already: a link may lead up.
+    """
+    entered = {os.path.realpath(folder)}
+    found = []
+    for place, inner, names in os.walk(folder, followlinks=True):
+        visible = sorted(name for name in inner if not name.startswith("."))
+        inner.clear()
+        for name in visible:
+            real = os.path.realpath(os.path.join(place, name))
+            if real not in entered:
+                entered.add(real)
+                inner.append(name)
+        found += [os.path.join(place, name) for name in names if not name.startswith(".")]
+    return found
+
+
+def left_out(dataset: str) -> str:
+    """What a message adds about files that are not read: " (left out: 2 .md, 1 .gz)"; else ""."""
+    suffixes = [suffix_of(path) for path in ([] if dataset == "stdlib" else matches(dataset))]
+    counts = collections.Counter(suffix for suffix in suffixes if suffix not in SUFFIXES)
+    most = counts.most_common(9)
+    named = ", ".join(f"{n:,} {suffix or 'without a suffix'}" for suffix, n in most)
+    return f" (left out: {named})" if named else ""
+
+
+def suffix_of(path: str) -> str:
+    """The suffix of a file in lower case, such as ".txt"."""
+    return os.path.splitext(path)[1].lower()
 
 
 def file_documents(path: str, lossy: bool = False):
@@ -170,18 +251,18 @@ def file_documents(path: str, lossy: bool = False):
     .txt: the parts between <|endoftext|>; without that, pieces of about 16 kB.
     lossy: replace what is not UTF-8 with U+FFFD; else that is a UserError, as is a damaged file.
     """
-    if path.endswith(".parquet"):
+    suffix = suffix_of(path)
+    if suffix == ".parquet":
         yield from parquet_documents(path)
-    elif path.endswith(".jsonl"):
+    elif suffix == ".jsonl":
         yield from jsonl_documents(path)
-    elif path.endswith((".csv", ".tsv")):
+    elif suffix in TABLES:
         yield from table_documents(path)
     elif lossy:
         yield Path(path).read_text(encoding="utf-8", errors="replace")
     else:
-        text = decoded(file_reader.read_bytes(path), path)
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-        if path.endswith(".py"):
+        text = read_text(path)
+        if suffix == ".py":
             yield text
         elif "<|endoftext|>" in text:
             parts = (part.strip() for part in text.split("<|endoftext|>"))
@@ -213,8 +294,13 @@ def parquet_documents(path: str):
 
 
 def jsonl_documents(path: str):
-    """The field `text` of each line of a .jsonl file. Raises UserError naming the line."""
+    """The field `text` of each line of a .jsonl file, but for blank ones.
+
+    Raises UserError naming the line.
+    """
     for number, line in enumerate(text_lines(path), 1):
+        if not line.strip():
+            continue
         try:
             text = json.loads(line)["text"]
             if not isinstance(text, str | None):
@@ -231,7 +317,7 @@ def table_documents(path: str):
     A quoted field may hold line breaks. Raises UserError naming the line.
     """
     csv.field_size_limit(2**31 - 1)  # bytes; the default, 128 kB, is shorter than many documents
-    delimiter = "\t" if path.endswith(".tsv") else ","
+    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
     rows = csv.reader(text_lines(path), delimiter=delimiter, strict=True)
     try:
         names = next(rows, [])
@@ -257,7 +343,7 @@ def rows(dataset: str):
     require(dataset != "stdlib", f"dataset=stdlib has no prompts and responses: {fix}")
     paths = files(dataset)
     for path in paths:
-        require(path.endswith(".jsonl"), f"{path} is no .jsonl file: {fix}")
+        require(suffix_of(path) == ".jsonl", f"{path} is no .jsonl file: {fix}")
     if not paths:
         for number, row in enumerate(hub_rows(dataset), 1):
             yield f"{dataset}, row {number}", row
@@ -276,7 +362,11 @@ def parsed(row):
     if not isinstance(row, bytes):
         return row
     try:
-        return json.loads(utf8(row, "it"), object_pairs_hook=unique)
+        text = utf8(row, "it")
+    except UserError as error:
+        raise UserError(f"{error}: correct the line, or convert the file") from error
+    try:
+        return json.loads(text, object_pairs_hook=unique)
     except UserError:
         raise
     except (ValueError, RecursionError):
@@ -312,10 +402,17 @@ def text_lines(path: str):
             offset += len(line)
 
 
+def read_text(path: str) -> str:
+    """The content of a UTF-8 file, in which a line feed ends each line. See `decoded`."""
+    text = decoded(file_reader.read_bytes(path), path)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
 def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     """UTF-8 bytes -> text, without a byte order mark.
 
-    offset: where `raw` begins in the file. Raises UserError as `without_mark` and `utf8` do.
+    offset: where `raw` begins in the file. Raises UserError as `without_mark` and `utf8` do, with
+    the command that converts the file.
     """
     if offset == 0:
         whole = raw
@@ -324,16 +421,40 @@ def decoded(raw: bytes, path: str, offset: int = 0) -> str:
     try:
         return utf8(raw, path, offset)
     except UserError as error:
-        fix = "Convert it with iconv -f LATIN1 -t UTF-8 (or from its own encoding)"
+        encoding = utf16_of(raw)
+        require(not encoding, wrong_encoding(path, encoding))
+        fix = "Convert it; from Latin-1 with " + in_place(TO_UTF8.format("LATIN1"), path)
+        if b"\0" in raw:
+            fix = "If it is text, remove its zero bytes: " + in_place(TO_NO_ZEROS, path)
         raise UserError(f"{error}. {fix}") from error
 
 
 def without_mark(raw: bytes, path: str) -> bytes:
     """The first bytes of a file without UTF-8's mark. UserError for that of another encoding."""
     for mark, encoding in BYTE_ORDER_MARKS.items():
-        fix = f"convert it with iconv -f {encoding} -t UTF-8"
-        require(not raw.startswith(mark), f"{path} is {encoding}, not UTF-8: {fix}")
+        require(not raw.startswith(mark), wrong_encoding(path, encoding))
     return raw.removeprefix(codecs.BOM_UTF8)
+
+
+def utf16_of(raw: bytes) -> str:
+    """UTF-16LE or UTF-16BE if these bytes look like its text, without a mark; else ""."""
+    zeros = [raw[first::2].count(0) for first in (0, 1)]  # of most letters, one of the two bytes
+    for few, many, encoding in ((0, 1, "UTF-16LE"), (1, 0, "UTF-16BE")):
+        if zeros[many] > max(3, len(raw) / 4) and zeros[few] < len(raw) / 20:
+            return encoding
+    return ""
+
+
+def wrong_encoding(path: str, encoding: str) -> str:
+    """What a message says of a file in another encoding."""
+    command = in_place(TO_UTF8.format(encoding), path)
+    return f"{path} is {encoding}, not UTF-8: convert it with {command}"
+
+
+def in_place(command: str, path: str) -> str:
+    """The shell command that changes a file by a filter."""
+    old, new = shell(path), shell(f"{path}.new")
+    return f"{command} < {old} > {new} && mv {new} {old}"
 
 
 def utf8(raw: bytes, name: str, offset: int = 0) -> str:
@@ -396,7 +517,7 @@ def main(argv) -> None:
     require(n_documents > 0, f"dataset={dataset!r} holds no document")
     print(
         f"{dataset}: {n_documents:,} documents, {n_characters:,} characters; "
-        f"the last begins {text[:60]!r}"
+        f"the last begins {text[:60]!r}{left_out(dataset)}"
     )
 
 

@@ -133,9 +133,13 @@ def fingerprint(folder: Path) -> str:
 def read_summary(folder: Path) -> dict | None:
     """dataset.json of a data folder, or None if there is none. UserError if it is damaged."""
     path = Path(folder) / "dataset.json"
-    if not os.path.lexists(path):
+    fix = f"delete {path.parent} and prepare the data again"
+    try:
+        return files.read_json(path, dict, SUMMARY, fix)
+    except FileNotFoundError:
+        if os.path.lexists(path):  # a link to nothing
+            raise
         return None
-    return files.read_json(path, dict, SUMMARY, f"delete {path.parent} and prepare the data again")
 
 
 def raise_file_limit() -> None:

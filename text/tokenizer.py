@@ -234,7 +234,7 @@ class Tokenizer:
             "fingerprint": self.fingerprint,
             "tokens": [token.decode("latin-1") for token in self.tokens],  # one character a byte
         }
-        files.write_atomically(path, json.dumps(saved).encode(), writer=os.getpid())
+        files.write_atomically(path, json.dumps(saved).encode())
 
 
 class HuggingFaceTokenizer:

@@ -60,6 +60,31 @@ def test_a_name_is_looked_for_in_the_data_folder_and_gets_its_delimiter(tmp_path
     assert tasks[3].text == "some words"
 
 
+LATIN_1 = "größe and so on\n".encode("latin-1")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "A.TXT", "a.jsonl"])
+def test_a_task_that_is_not_utf8_is_refused_with_the_fix(tmp_path, name):
+    """As training refuses it: U+FFFD in its place would be scored."""
+    path = tmp_path / name
+    path.write_bytes(LATIN_1)
+    message = f"{path} is not UTF-8 text: byte 0xf6 at offset 2. .*iconv -f LATIN1"
+    with pytest.raises(UserError, match=message):
+        load(str(path))
+
+
+def test_a_task_is_the_text_that_training_reads(tmp_path):
+    """Without a byte order mark, with one kind of line ends; no line ends at U+2028."""
+    text = "one\u2028still one\ntwo\x0c\x85\n"
+    (tmp_path / "a.txt").write_bytes(("\ufeff" + text.replace("\n", "\r\n")).encode())
+    (task,) = load(str(tmp_path / "a.txt"))
+    assert task.text == text
+    row = json.dumps(ICE | {"query": "a\u2028\x85b"}, ensure_ascii=False)
+    (tmp_path / "b.jsonl").write_bytes(f"\ufeff{row}\r\n\r\n{row}".encode())
+    (task,) = load(str(tmp_path / "b.jsonl"))
+    assert [item.contexts[0] for item in task.items] == ["a\u2028\x85b"] * 2
+
+
 def letters(n):
     """n different questions."""
     return [{"query": f"Q{i}", "choices": [f"yes{i}", f"no{i}"], "gold": i % 2} for i in range(n)]

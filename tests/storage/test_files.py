@@ -1,9 +1,14 @@
 """storage/files.py: wrong content is kept apart from files that cannot be read; atomic writes."""
 
 import os
+import platform
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from conftest import PATIENCE, ROOT
 
 from config import UserError
 from storage import files
@@ -177,15 +182,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
         assert (caught.value.errno, caught.value.filename) == (28, str(path))
 
 
-@pytest.mark.parametrize("writer, name", [(None, "a.json.tmp"), (3, "a.json.3.tmp")])
-def test_a_leftover_of_a_crash_is_replaced_and_a_link_is_not_followed(tmp_path, writer, name):
+def test_a_link_is_replaced_and_not_followed(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    for left in (lambda path: path.write_text("half"), lambda path: path.symlink_to(precious)):
-        left(tmp_path / name)
-        files.write_atomically(tmp_path / "a.json", b"new", writer)
-        assert sorted(os.listdir(tmp_path)) == ["a.json", "precious"]
-        assert (tmp_path / "a.json").read_bytes() == b"new" and precious.read_text() == "mine"
+    (tmp_path / "a.json").symlink_to(precious)
+    files.write_atomically(tmp_path / "a.json", b"new")
+    assert (tmp_path / "a.json").read_bytes() == b"new" and precious.read_text() == "mine"
+    assert not (tmp_path / "a.json").is_symlink()
 
 
 def test_several_writers_at_once(tmp_path):
@@ -195,9 +198,43 @@ def test_several_writers_at_once(tmp_path):
 
     def write(writer):
         for _ in range(20):
-            files.write_atomically(path, contents[writer], writer)
+            files.write_atomically(path, contents[writer])
             assert path.read_bytes() in contents
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, range(4)))
     assert os.listdir(tmp_path) == ["a"]
+
+
+HOLD = """
+import sys, time
+from storage import files
+with files.locked(sys.argv[1], "it is held"):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_lock_names_its_owner_and_ends_with_it(tmp_path, capfd):
+    """kill -9 frees it. Nothing of the owner stays in the file."""
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLD, path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as holder:
+        holder.stdout.readline()
+        with ThreadPoolExecutor(1) as thread:
+
+            def wait():
+                with files.locked(path, "it is held") as is_locked:
+                    return is_locked, path.read_bytes()
+
+            waiting = thread.submit(wait)
+            said = ""
+            while not said.endswith("\n") and not waiting.done():
+                said += capfd.readouterr().err
+                time.sleep(0.01)
+            assert not waiting.done()
+            holder.kill()
+            is_locked, content = waiting.result(PATIENCE)
+    assert said == f"it is held by process {holder.pid} on {platform.node()}: waiting\n"
+    assert is_locked and content == f"process {os.getpid()} on {platform.node()}".encode()
+    assert path.read_bytes() == b""

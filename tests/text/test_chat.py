@@ -207,10 +207,11 @@ def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"".join(content))
     faults = error(read, tmp_path).removeprefix("examples that cannot be used: ").split("; ")
     path = tmp_path / "a.jsonl"
-    assert faults[0] == f"{path}, line 3: it is not UTF-8 text: byte 0xff at offset 12"
+    fix = "correct the line, or convert the file"
+    assert faults[0] == f"{path}, line 3: it is not UTF-8 text: byte 0xff at offset 12: {fix}"
     assert faults[1].startswith(f"{path}, line 4: it has nothing")
-    assert faults[-2] == f"{path}, line 5: it is not UTF-8 text: byte 0xc3 at offset 0"
-    assert faults[-1] == f"{path}, line 6: it is not UTF-8 text: byte 0x00 at offset 1"
+    assert faults[-2] == f"{path}, line 5: it is not UTF-8 text: byte 0xc3 at offset 0: {fix}"
+    assert faults[-1] == f"{path}, line 6: it is not UTF-8 text: byte 0x00 at offset 1: {fix}"
 
 
 @pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])

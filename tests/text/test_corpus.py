@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -100,7 +102,6 @@ BAD = {  # content, the byte that the message names, its offset
     "cut in a letter": ("größe".encode()[:3], "0xc3", 2),
     "zip": (b"PK\x03\x04\x14\0\0\0\x08\xf3", "0x00", 5),
     "png": (b"\x89PNG\r\n\x1a\n\0\0", "0x89", 0),
-    "UTF-16 without a mark": ("text\n".encode("utf-16-le"), "0x00", 1),
     "far behind": (b"line\n" * 100_000 + b"\xff", "0xff", 500_000),
 }
 
@@ -113,21 +114,52 @@ def test_what_is_not_utf8_is_named_with_its_place(write, bad, suffix):
     before = good_lines.get(suffix, b"")
     content, byte, offset = BAD[bad]
     mark = content[:3] if content.startswith(b"\xef\xbb\xbf") else b""
-    path = write(f"a.{suffix}", mark + before + content[len(mark) :])
+    path = write(f"my $folder/it's a.{suffix}", mark + before + content[len(mark) :])
 
     place = f"byte {byte} at offset {offset + len(before):,}"
     message = error(path)
     if suffix == "jsonl" and message.startswith(f"{path}, line 2: expected one JSON"):
         return  # its line ends before the bad byte
-    assert message.startswith(f"{path} is not UTF-8 text: {place}. Convert it with iconv")
+    assert message.startswith(f"{path} is not UTF-8 text: {place}. ")
+    while "UTF-8" in message:
+        message = after_its_command(message, path)
+    if bad == "Latin-1" and suffix in ("txt", "py"):
+        assert list(documents(path)) == ["one\ntwo\ncafé noir\n"]
 
 
-@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
+def after_its_command(message, path):
+    """The message after the command in this one was run; "" if the file can be read then."""
+    command = re.search("(iconv|tr) .*", message)[0]
+    before = Path(path).read_bytes()
+    subprocess.run(["sh", "-c", command], check=True, stderr=subprocess.DEVNULL)
+    assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
+    assert Path(path).read_bytes() != before
+    try:
+        list(documents(path))
+    except UserError as next_error:
+        return str(next_error)
+    return ""
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32", "UTF-16-LE", "UTF-16-BE"])
 @pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
 def test_another_unicode_is_named(write, encoding, suffix):
-    path = write(f"a.{suffix}", "text\n".encode(encoding))
-    fix = f"convert it with iconv -f {encoding} -t UTF-8"
-    assert error(path) == f"{path} is {encoding}, not UTF-8: {fix}"
+    """With its mark or without, and the command of the message converts it."""
+    content = {"txt": "größe, and so on", "csv": "text\ngröße", "jsonl": lines("größe, and more")}
+    before = list(documents(write(f"$it's/a.{suffix}", content[suffix])))
+    path = write(f"$it's/a.{suffix}", content[suffix].encode(encoding))
+    message = error(path)
+    name = encoding.replace("16-", "16")
+    assert message.startswith(f"{path} is {name}, not UTF-8: convert it with iconv -f {name} -t")
+    assert after_its_command(message, path) == ""
+    assert list(documents(path)) == before
+
+
+def test_zero_bytes_in_a_text_are_no_other_unicode(write):
+    path = write("a.txt", b"a\0b and others")
+    assert "remove its zero bytes: tr " in error(path)
+    assert after_its_command(error(path), path) == ""
+    assert list(documents(path)) == ["ab and others"]
 
 
 def test_a_byte_order_mark_is_no_text(write):
@@ -241,7 +273,8 @@ def test_jsonl_and_parquet_hold_one_document_a_row(write, tmp_path):
 
 def test_empty_documents_are_left_out(write, tmp_path):
     texts = ["one", "", None, "two"]
-    assert list(documents(write("a.jsonl", lines(*texts)))) == ["one", "two"]
+    blank = "\n \r\n".join(lines(text) for text in texts) + "\n"
+    assert list(documents(write("a.jsonl", blank))) == ["one", "two"]
     assert list(documents(write_parquet(tmp_path / "a.parquet", text=texts))) == ["one", "two"]
 
 
@@ -280,11 +313,46 @@ def test_folders_and_globs_are_read_in_sorted_order(write, tmp_path):
     write("a.jsonl", lines("a"))
     write("sub/c.py", "c = 1\n\nd = 2\n")
     write("d.md", "left out")
-    write("e.csv", "name,license\na,MIT\n")
+    write("F.TXT", "f")
     write_parquet(tmp_path / "aa.parquet", text=["aa"])
-    assert list(documents(str(tmp_path))) == ["a", "aa", "b", "c = 1\n\nd = 2\n"]
+    assert list(documents(str(tmp_path))) == ["f", "a", "aa", "b", "c = 1\n\nd = 2\n"]
     assert list(documents(f"{tmp_path}/*.txt")) == ["b"]
     assert list(documents(f"{tmp_path}/[ab].*")) == ["a", "b"]
+
+
+def test_what_is_left_out_is_named(write, tmp_path):
+    for name in ("a.txt", "b.jsonl.gz", "sub/c.md", "sub/d.md", "LICENSE", ".hidden.md"):
+        write(name, "text")
+    assert corpus.left_out(str(tmp_path)) == " (left out: 2 .md, 1 without a suffix, 1 .gz)"
+    assert corpus.left_out(f"{tmp_path}/*.txt") == corpus.left_out("stdlib") == ""
+    assert error(f"{tmp_path}/*.gz").endswith("file is there (left out: 1 .gz)")
+
+
+def test_tables_beside_other_text_are_a_question(write, tmp_path):
+    """A license beside a table is not the data, nor is a list of sources beside texts."""
+    write("my $data/LICENSE.txt", "All rights reserved.")
+    write("my $data/train.csv", "text\none\ntwo\n")
+    message = error(tmp_path / "my $data")
+    assert len(corpus.files(str(tmp_path / "my $data"))) == 2  # folders of tokens may know both
+    assert "tables (" in message and "train.csv) and other text (" in message
+    flags = shlex.split(message.partition("as in ")[2])
+    datasets = [flag.removeprefix("--dataset=") for flag in flags if flag != "or"]
+    assert [list(documents(dataset)) for dataset in datasets] == [
+        ["one", "two"],
+        ["All rights reserved."],
+    ]
+
+
+def test_each_real_file_is_read_once(write, tmp_path):
+    """Links to a folder above, of which each doubles the paths, and to another file."""
+    write("here/a.txt", "a")
+    write("here/sub/b.txt", "b")
+    write("there/c.txt", "c")
+    for name, target in (("0", "."), ("self", "."), ("sub/up", ".."), ("linked", "../there")):
+        (tmp_path / "here" / name).symlink_to(target)
+    (tmp_path / "here/also.txt").symlink_to("a.txt")
+    assert list(documents(str(tmp_path / "here"))) == ["a", "c", "b"]
+    assert list(documents(f"{tmp_path}/here/*.txt")) == ["a"]
 
 
 def test_a_name_with_brackets_is_a_name_where_it_exists(write):
@@ -298,9 +366,7 @@ def test_nothing_there(tmp_path, name):
     assert "no .txt, .jsonl, .parquet, .csv, .tsv or .py file is there" in error(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    "name", ["my/stories.md", "stories", "stories.json", "stories.TXT", "my/stories.txt.gz"]
-)
+@pytest.mark.parametrize("name", ["my/stories.md", "stories", "stories.json", "my/stories.txt.gz"])
 def test_a_file_of_another_kind_is_never_sought_on_the_hub(write, tmp_path, monkeypatch, name):
     write(name, "text")
     monkeypatch.chdir(tmp_path)
