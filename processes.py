@@ -98,10 +98,9 @@ def start(
     timeout: of one collective, given by a program whose own watchdog acts earlier. Then that
     watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
-    env = os.environ
-    env |= slurm_variables()
-    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    rank, size, local_rank, local_size = program.place()
+    if size > 1 and "RANK" not in os.environ:  # srun started this process
+        os.environ |= slurm_variables(rank, size, local_rank, local_size)
     join_freed_gpu_memory()
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
@@ -305,9 +304,10 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
     if size == 1:
         dist.init_process_group(store=dist.HashStore(), **group)
         return
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    known = host and port.isdigit()
-    require(known, "MASTER_ADDR and MASTER_PORT must be set: set them, or start with torchrun")
+    host, port = os.environ.get("MASTER_ADDR"), program.number("MASTER_PORT", 0)
+    known = host and 0 < port < 2**16
+    problem = f"MASTER_ADDR={host or ''} and MASTER_PORT={port} are no address of rank 0"
+    require(known, f"{problem}: set both, or start with torchrun")
     with in_time(f"connect to all other ranks at {host}:{port}"):
         deadline = time.monotonic() + MEETING
         try:
@@ -412,22 +412,19 @@ def in_time(what: str):
         timer.cancel()
 
 
-def slurm_variables() -> dict[str, str]:
-    """What torchrun would set, if srun started this process; else nothing.
+def slurm_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """What torchrun would set, for a process that srun started: see `program.place`.
 
     Raises UserError if the first node cannot be determined.
     """
     env = os.environ
-    if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", 1)) == 1:
-        return {}
-    size, nodes = env["SLURM_NTASKS"], int(env.get("SLURM_NNODES", 1))
     # Below 32768, where Linux begins to hand out ports of its own choice.
-    port = 20000 + int(env.get("SLURM_JOB_ID", 0)) % 12000
+    port = 20000 + program.number("SLURM_JOB_ID", 0) % 12000
     return {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(int(size) // nodes),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": env.get("MASTER_ADDR") or slurm_first_host(),
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),
     }
@@ -611,13 +608,12 @@ def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
 def demonstrate(argv) -> None:
     """Print how long this rank took to meet the others."""
     config.arguments(argv)
-    require("RANK" in os.environ, "one process is alone: torchrun --nproc_per_node 2 processes.py")
+    rank, size, _, _ = program.place()
+    require(size > 1, "one process is alone: torchrun --nproc_per_node 2 processes.py")
     begin = time.monotonic()
-    join("gloo", config.rank(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=MEETING))
-    print(f"{whoami(config.rank())} met all in {time.monotonic() - begin:.1f} s", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    join("gloo", rank, size, timedelta(seconds=MEETING))
+    print(f"{whoami(rank)} met all in {time.monotonic() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
-    config.run(demonstrate)
+    run(demonstrate)
