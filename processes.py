@@ -3,6 +3,7 @@
     start         a rank learns who it is, picks its device and joins the others
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there, and agree on a random name for this start
+    name_silent_ranks    a thread, from then on: it ends the run if a rank stands still
     join          later keys in the store, such as gloo's addresses, have that name as their prefix
     spawn         starts processes on this machine that are ranks of their own
     run           calls a program's main and ends the rank with an exit status, whatever happens
@@ -43,6 +44,9 @@ from program import RESUME_ME, end, end_with_torchrun, out_of_memory, whoami
 
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
+REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
+LEFT = -(2**40)  # makes a rank's count negative: it gives no more signs of life
+SHOWN = 8  # of many silent ranks, as many as a node has are named
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 DUPLICATE_GPU = "Duplicate GPU detected"  # an error of NCCL
 # Descriptions of groups whose operations the watchdog does not compare:
@@ -82,6 +86,7 @@ class World:
     pp_size: int = 1
     pp_group: dist.ProcessGroup | None = None  # None: this rank alone
     timeout: timedelta = TIMEOUT  # of a collective
+    watched: threading.Event | None = None  # set by a watchdog: `name_silent_ranks` ends
 
     def __post_init__(self):
         if self.dp_size is None:
@@ -98,23 +103,23 @@ def start(
     timeout: of one collective, given by a program whose own watchdog acts earlier. Then that
     watchdog deals with failed collectives of NCCL, too; else NCCL ends the process.
     """
-    env = os.environ
-    env |= slurm_variables()
-    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_rank, local_size = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", 1))
+    rank, size, local_rank, local_size = program.place()
+    if size > 1 and "RANK" not in os.environ:  # srun started this process
+        os.environ |= slurm_variables(rank, size, local_rank, local_size)
     join_freed_gpu_memory()
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
+    watched = None
     if not dist.is_initialized():  # a benchmark calls this once for each of its rows
         if timeout:
             quiet_nccl(timeout)
-        join(backend, rank, size, timeout or TIMEOUT)
+        watched = join(backend, rank, size, timeout or TIMEOUT)
         if device.type == "cuda" and size > 1:
             require_own_gpus(identity(device))
     if device.type == "cpu":
         keep_freed_memory()
-    world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
-    return in_grid(world, tp, pp)
+    limits = {"timeout": timeout or TIMEOUT, "watched": watched}
+    return in_grid(World(rank, size, local_rank, local_size, device, **limits), tp, pp)
 
 
 def in_grid(world: World, tp: int, pp: int = 1) -> World:
@@ -295,36 +300,43 @@ def keep_freed_memory() -> None:
 # Meeting
 
 
-def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
+def join(backend: str, rank: int, size: int, timeout: timedelta) -> threading.Event:
     """init_process_group for this rank of `size`. `timeout`: of one collective.
 
-    If the ranks do not meet in time, this one ends with RESUME_ME and a line. Raises UserError if
-    the address is missing or taken.
+    Returns the event that ends `name_silent_ranks`. If the ranks do not meet in time, this one ends
+    with RESUME_ME and a line. Raises UserError if the address is missing or taken.
     """
+    watched = threading.Event()
     group = {"backend": backend, "rank": rank, "world_size": size, "timeout": timeout}
     if size == 1:
         dist.init_process_group(store=dist.HashStore(), **group)
-        return
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    known = host and port.isdigit()
-    require(known, "MASTER_ADDR and MASTER_PORT must be set: set them, or start with torchrun")
-    with in_time(f"connect to all other ranks at {host}:{port}"):
-        deadline = time.monotonic() + MEETING
-        try:
-            store = open_store(host, int(port), rank)
-            name = meet(store, rank, size, deadline)
-        except dist.DistError as error:
-            why = config.one_line(error)
-            config.print_error(f"{whoami(rank)} cannot meet the others at {host}:{port}: {why}")
-            raise SystemExit(RESUME_ME) from error
+        return watched
+    host, port = os.environ.get("MASTER_ADDR"), program.number("MASTER_PORT", 0)
+    known = host and 0 < port < 2**16
+    problem = f"MASTER_ADDR={host or ''} and MASTER_PORT={port} are no address of rank 0"
+    require(known, f"{problem}: set both, or start with torchrun")
+    where = f"{host}:{port}"
+    try:
+        # Later than `meet`, which knows more, even if rank 0 is a whole meeting late.
+        with in_time(f"meet the others at {where}", 3 * MEETING):
+            store = open_store(host, port, rank)
+            name = meet(store, rank, size, MEETING)
+            signs = open_store(host, port, rank)  # the main thread may long wait at the other one
+    except dist.DistError as error:
+        why = config.one_line(error)
+        config.print_error(f"{whoami(rank)} cannot meet the others at {where}: {why}")
+        raise SystemExit(RESUME_ME) from error
+    arguments = dist.PrefixStore(name, signs), where, rank, size, watched
+    threading.Thread(target=name_silent_ranks, args=arguments, daemon=True).start()
+    with in_time(f"connect to all other ranks at {where}"):
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
+    return watched
 
 
 def open_store(host: str, port: int, rank: int) -> dist.Store:
     """torchrun's store if it shares one, else rank 0 serves one. UserError if its port is taken."""
-    of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = rank == 0 and not of_torchrun
+    serves = rank == 0 and not torchrun_serves()
     patience = timedelta(seconds=MEETING)
     options = {"timeout": patience, "wait_for_workers": False, "multi_tenant": serves}
     try:
@@ -336,24 +348,34 @@ def open_store(host: str, port: int, rank: int) -> dist.Store:
         raise
 
 
-def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
+def torchrun_serves() -> bool:
+    """Is the store that of torchrun, rather than of rank 0?"""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def meet(store: dist.Store, rank: int, size: int, patience: float) -> str:
     """Wait for all ranks; returns the name of this start. If one is missing: a line, SystemExit.
 
     Rank 0 draws the name. The others sign in under it, each with a random signature, and rank 0
     publishes the signatures. A rank trusts a name only if its own signature is published under it.
     So one that has read the name of an earlier start, or whose place a killed process had taken,
     waits for the next name.
+
+    patience: seconds that rank 0 waits. The others wait longer, from its last name on: only rank 0
+    knows who is missing.
     """
     signature = uuid.uuid4().hex
     if rank == 0:
-        publish_meeting(store, signature, size, deadline)
+        publish_meeting(store, signature, size, patience)
         return signature
     signed_name = None
+    deadline = time.monotonic() + 1.25 * patience
     while time.monotonic() < deadline:
         name = store.get("group").decode() if store.check(["group"]) else None
         if name != signed_name:
             store.set(f"{name} rank {rank}", signature)
             signed_name = name
+            deadline = time.monotonic() + 1.25 * patience
         if name and store.check([f"{name} met"]):
             meeting = json.loads(store.get(f"{name} met"))
             if meeting["signatures"].get(str(rank)) == signature:
@@ -361,29 +383,103 @@ def meet(store: dist.Store, rank: int, size: int, deadline: float) -> str:
                     raise SystemExit(RESUME_ME)  # rank 0 prints who
                 return name
         time.sleep(POLL)
-    where = f"{store.host}:{store.port}"
-    config.print_error(f"{whoami(rank)} waited {MEETING} s at {where}, but rank 0 did not answer")
+    waited = f"{whoami(rank)} waited {1.25 * patience:g} s at {store.host}:{store.port}"
+    config.print_error(f"{waited}, but rank 0 does not answer")
     raise SystemExit(RESUME_ME)
 
 
-def publish_meeting(store: dist.Store, name: str, size: int, deadline: float) -> None:
+def publish_meeting(store: dist.Store, name: str, size: int, patience: float) -> None:
     """Rank 0's part of `meet`."""
     store.set("group", name)
     keys = {rank: f"{name} rank {rank}" for rank in range(1, size)}
+    deadline = time.monotonic() + patience
     while not store.check(list(keys.values())) and time.monotonic() < deadline:
         time.sleep(POLL)
     present = [rank for rank in keys if store.check([keys[rank]])]
     signatures = {rank: store.get(keys[rank]).decode() for rank in present}
     missing = [rank for rank in keys if rank not in signatures]
+    if missing:  # said before the others read it: they end, and torchrun then ends this rank
+        names = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
+        waited = f"{whoami(0)} waited {patience:g} s at {store.host}:{store.port}"
+        config.print_error(f"{waited} for {len(missing)} of {size} ranks: {names}")
     store.set(f"{name} met", json.dumps({"signatures": signatures, "missing": missing}))
-    if not missing:
+    if missing:
+        time.sleep(10 * POLL)  # until the others have read it: the server may be in this process
+        raise SystemExit(RESUME_ME)
+
+
+class SignsOfLife:
+    """How long this rank has seen no change in the counts of others.
+
+    Each rank counts in a store, every `interval` seconds. A count, not a time of day: machines'
+    clocks differ. Rank 0 looks at all others and these look at rank 0, so the work of a rank stays
+    small.
+    """
+
+    def __init__(self, global_rank: int, global_size: int, interval: float = 1):
+        ranks = range(1, global_size) if global_rank == 0 else [0]
+        self.interval = interval
+        self.counts = dict.fromkeys(ranks, 0)
+        self.silence = dict.fromkeys(ranks, 0.0)  # seconds
+        self.last_look = time.monotonic()
+
+    def look(self, counts: dict[int, int] | None, now: float) -> None:
+        """Note the counts of the others, None if the store does not reply. now: monotonic."""
+        # If more time has passed than that, this rank itself was held up, and perhaps the store.
+        longest = self.interval + (REPLY_TIMEOUT if counts is None else 1)
+        seconds = min(now - self.last_look, longest)
+        self.last_look = now
+        before, self.counts = self.counts, counts or self.counts
+        for rank, count in self.counts.items():
+            alive = count != before[rank] or count < 0
+            self.silence[rank] = 0.0 if alive else self.silence[rank] + seconds
+
+    def gone(self, patience: float) -> list[int]:
+        """The ranks without a sign of life for so many seconds."""
+        return [rank for rank, seconds in self.silence.items() if seconds >= patience]
+
+
+def name_silent_ranks(store: dist.Store, where: str, rank: int, size: int, watched) -> None:
+    """A thread, from the meeting on: if another rank stands still, name it and end this one.
+
+    Otherwise the ranks would wait for the timeout of a collective. `watched` is set in the training
+    loop, where the watchdog names ranks, twice as fast. store: only this thread uses it.
+    """
+    patience = MEETING / 2
+    signs = SignsOfLife(rank, size, interval=patience / 6)
+    try:
+        store.set(f"name {rank}", whoami(rank))
+        while not (gone := signs.gone(patience)):
+            if watched.wait(signs.interval):
+                store.add(f"count {rank}", LEFT)
+                return
+            with contextlib.ExitStack() as limit:
+                if not torchrun_serves():  # it may stand still for long, as after Ctrl-Z
+                    limit.enter_context(in_time(f"reach rank 0 at {where}", patience))
+                store.add(f"count {rank}", 1)
+                counts = {other: store.add(f"count {other}", 0) for other in signs.counts}
+                if store.check(["over"]):  # rank 0 has said why
+                    os._exit(config.flushed(RESUME_ME))
+            signs.look(counts, time.monotonic())
+        keys = {other: f"name {other}" for other in gone[:SHOWN]}
+        names = [
+            store.get(key).decode() if store.check([key]) else f"rank {other}"
+            for other, key in keys.items()
+        ]
+        config.print_error(silence_of(names, len(gone), patience))
+        if rank == 0:
+            store.set("over", "")
+            time.sleep(signs.interval + 3)  # until the others have read it
+    except dist.DistError:  # the server has ended: collectives will fail as well
         return
-    time.sleep(10 * POLL)  # until the others have read it: the server may be in this process
-    names = ", ".join(map(str, missing[:20])) + ", ..." * (len(missing) > 20)
-    where = f"{store.host}:{store.port}"
-    absent = f"{len(missing)} of {size} ranks: {names}"
-    config.print_error(f"{whoami(0)} waited {MEETING} s at {where} for {absent}")
-    raise SystemExit(RESUME_ME)
+    os._exit(config.flushed(RESUME_ME))
+
+
+def silence_of(names: list[str], number: int, patience: float) -> str:
+    """What to say of so many ranks without a sign of life, of which the first have these names."""
+    more = f" and {number - SHOWN} more ranks" * (number > SHOWN)
+    silent = ", ".join(names) + more
+    return f"no sign of life for {patience:g} s: {silent} died, stopped, or cannot be reached"
 
 
 def new_group(timeout: timedelta) -> dist.ProcessGroup:
@@ -396,14 +492,16 @@ def new_group(timeout: timedelta) -> dist.ProcessGroup:
 
 
 @contextlib.contextmanager
-def in_time(what: str):
+def in_time(what: str, seconds: float | None = None):
     """Limits what all ranks do together: if it takes too long, prints a line, ends this process.
 
     A rank that waits for the address of a dead one would do so until the timeout of a collective.
+    seconds: later than whatever knows more; if not given, than `name_silent_ranks`.
     """
+    seconds = seconds or MEETING + 5
     me = whoami(config.rank())
-    words = f"{me} could not {what} in {MEETING} s: a rank or the network is gone"
-    timer = threading.Timer(MEETING + 5, end, [words])  # later than `meet`, which knows more
+    words = f"{me} could not {what} in {seconds:g} s: a rank or the network is gone"
+    timer = threading.Timer(seconds, end, [words])
     timer.daemon = True
     timer.start()
     try:
@@ -412,22 +510,19 @@ def in_time(what: str):
         timer.cancel()
 
 
-def slurm_variables() -> dict[str, str]:
-    """What torchrun would set, if srun started this process; else nothing.
+def slurm_variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[str, str]:
+    """What torchrun would set, for a process that srun started: see `program.place`.
 
     Raises UserError if the first node cannot be determined.
     """
     env = os.environ
-    if "RANK" in env or "SLURM_PROCID" not in env or int(env.get("SLURM_NTASKS", 1)) == 1:
-        return {}
-    size, nodes = env["SLURM_NTASKS"], int(env.get("SLURM_NNODES", 1))
     # Below 32768, where Linux begins to hand out ports of its own choice.
-    port = 20000 + int(env.get("SLURM_JOB_ID", 0)) % 12000
+    port = 20000 + program.number("SLURM_JOB_ID", 0) % 12000
     return {
-        "RANK": env["SLURM_PROCID"],
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(int(size) // nodes),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": env.get("MASTER_ADDR") or slurm_first_host(),
         "MASTER_PORT": env.get("MASTER_PORT") or str(port),
     }
@@ -612,13 +707,12 @@ def dp_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
 def demonstrate(argv) -> None:
     """Print how long this rank took to meet the others."""
     config.arguments(argv)
-    require("RANK" in os.environ, "one process is alone: torchrun --nproc_per_node 2 processes.py")
+    rank, size, _, _ = program.place()
+    require(size > 1, "one process is alone: torchrun --nproc_per_node 2 processes.py")
     begin = time.monotonic()
-    join("gloo", config.rank(), int(os.environ["WORLD_SIZE"]), timedelta(seconds=MEETING))
-    print(f"{whoami(config.rank())} met all in {time.monotonic() - begin:.1f} s", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    join("gloo", rank, size, timedelta(seconds=MEETING))
+    print(f"{whoami(rank)} met all in {time.monotonic() - begin:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
-    config.run(demonstrate)
+    run(demonstrate)

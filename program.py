@@ -85,9 +85,65 @@ def memory_line(error: BaseException) -> str:
     return f"out of memory ({one_line(error)}): {fix}"
 
 
+# --------------------------------------------------------------------------------------------------
+# The launcher's variables
+
+OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+OF_SRUN = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_LOCALID")
+OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def place() -> tuple[int, int, int, int]:
+    """(global rank, global size, local rank, local size), as torchrun or srun set them.
+
+    (0, 1, 0, 1) without a launcher. UserError if the variables do not fit together, or tell that
+    this process was meant to be one of several.
+    """
+    env = os.environ
+    if "RANK" in env:
+        names = OF_TORCHRUN
+        found = number("RANK"), number("WORLD_SIZE", 1)
+        found += number("LOCAL_RANK", 0), number("LOCAL_WORLD_SIZE", 1)
+    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env:
+        names = OF_SRUN
+        size = number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS", 1))
+        nodes = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
+        if size == 1:
+            return 0, 1, 0, 1
+        found = number("SLURM_PROCID"), size, number("SLURM_LOCALID"), size // max(1, nodes)
+    else:
+        # A batch script has SLURM_PROCID, too. In a shell of salloc one may well try something.
+        of_batch = ("SLURM_NTASKS",) if "SLURM_PROCID" in env else ()
+        for name in ("WORLD_SIZE", *of_batch, *OF_MPI):
+            require(number(name, 1) == 1, f"{name}={env.get(name)}: start with srun or torchrun")
+        return 0, 1, 0, 1
+    rank, size, local_rank, local_size = found
+    shown = ", ".join(f"{name}={env[name]}" for name in names if name in env)
+    fits_here = local_rank < local_size <= size or "LOCAL_WORLD_SIZE" not in env
+    fits = rank < size and fits_here
+    problem = f"the environment has {shown}, which is no place among ranks"
+    require(fits, f"{problem}: unset them, or start with srun or torchrun")
+    return found
+
+
+def number(name: str, default: int | None = None) -> int:
+    """A whole number that a launcher has put into the environment. UserError if it is none."""
+    text = os.environ.get(name, default)
+    require(text is not None, f"{name} is not set: start with srun or torchrun")
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    require(value >= 0, f"{name}={text!r} is no whole number: unset it, or start with torchrun")
+    return value
+
+
 def rank() -> int:
-    """The global rank of this process, as torchrun or SLURM set it; 0 if there is only one."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    """The global rank of this process, by `place`; 0 if that is an error, so that it is printed."""
+    try:
+        return place()[0]
+    except UserError:
+        return 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,9 +200,11 @@ def show_help(settings: str = "") -> None:
 def run(main) -> None:
     """Call `main(argv)`, then exit with a status from the table above.
 
-    Rank 0 prints the line of a UserError or OSError, and any rank that it is out of memory. Any
-    other exception is a bug and propagates.
+    A UserError or OSError is one line, and so is a lack of memory. Any other exception is a bug and
+    propagates. The program is no rank, whatever a launcher has left in the environment.
     """
+    for name in (*OF_TORCHRUN, *OF_SRUN, *OF_MPI):
+        os.environ.pop(name, None)  # nor are the processes that it starts
     status = 0
     escape_unprintable()
     try:
@@ -156,8 +214,7 @@ def run(main) -> None:
     except BrokenPipeError:
         status = 141
     except (UserError, OSError) as error:  # OSError: a full disk, a missing permission
-        if rank() == 0:
-            print_error(error)
+        print_error(error)
         status = 2
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
@@ -257,12 +314,12 @@ def watch_parent(parent: int) -> None:
 
 def end_torchrun() -> None:
     """Stop torchrun, so that it does not restart this rank. Does nothing without --max-restarts."""
-    env = os.environ
-    restarts_done = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-    restarts_left = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restarts_done
-    parent = os.getppid()
-    if restarts_left > 0 and env["LOCAL_RANK"] == "0" and parent > 1:
-        os.kill(parent, signal.SIGTERM)
+    with contextlib.suppress(UserError):  # it is about another error that this process ends
+        restarts_done = number("TORCHELASTIC_RESTART_COUNT", 0)
+        restarts_left = number("TORCHELASTIC_MAX_RESTARTS", 0) - restarts_done
+        parent = os.getppid()
+        if restarts_left > 0 and number("LOCAL_RANK") == 0 and parent > 1:
+            os.kill(parent, signal.SIGTERM)
 
 
 def end_with_parent() -> None:

@@ -43,11 +43,7 @@ def main(argv: list[str]) -> None:
     benchmark = importlib.import_module(f"bench.{name}")
     # --help and usage lines come from the docstring and the name of the main module.
     sys.modules["__main__"] = benchmark
-    if name not in OF_MANY_RANKS:
-        return benchmark.main(arguments)
-    import processes  # and torch with it
-
-    processes.run(lambda _: benchmark.main(arguments))
+    benchmark.main(arguments)
 
 
 def listing() -> str:
@@ -60,4 +56,9 @@ def listing() -> str:
 
 
 if __name__ == "__main__":
-    config.run(main)
+    if sys.argv[1:2] and sys.argv[1] in OF_MANY_RANKS:
+        import processes  # and torch with it
+
+        processes.run(main)
+    else:
+        config.run(main)

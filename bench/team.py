@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import config
 import processes
+import program
 
 KILLED = "killed (out of memory?)"
 
@@ -133,8 +134,7 @@ class Launched:
 
 def launched() -> int:
     """How many processes torchrun or srun has started; 0: none, or only this one."""
-    started_by_srun = os.environ.get("SLURM_NTASKS", 0) if "SLURM_PROCID" in os.environ else 0
-    size = int(os.environ.get("WORLD_SIZE", started_by_srun))
+    _, size, _, _ = program.place()
     return size if size > 1 else 0
 
 

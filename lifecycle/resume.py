@@ -14,7 +14,6 @@ Run `python -m lifecycle.resume runs/demo` to check all checkpoints of a run.
 """
 
 import functools
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import attention
 import config
 import processes
+import program
 from checkpoint import find, latest, number, numbered, verify
 from config import MPTConfig, TrainConfig, UserError, require, step_ranges
 from lifecycle import runlog
@@ -156,8 +156,8 @@ def require_not_imported(run_dir: str) -> None:
 
 def was_restarted() -> bool:
     """Did torchrun or SLURM start this program before, with the same command?"""
-    counts = [os.environ.get(f"{by}_RESTART_COUNT", 0) for by in ("TORCHELASTIC", "SLURM")]
-    return any(int(count) > 0 for count in counts)
+    counts = [program.number(f"{by}_RESTART_COUNT", 0) for by in ("TORCHELASTIC", "SLURM")]
+    return any(counts)
 
 
 def has_gone_on(cfg: TrainConfig) -> bool:

@@ -39,14 +39,13 @@ import processes
 import program
 import tensor_parallel
 from config import UserError
+from processes import LEFT, REPLY_TIMEOUT, SHOWN, SignsOfLife
 from program import RESUME_ME, out_of_memory, whoami
 
 ROOT = Path(__file__).parent.parent
 TORCH = Path(torch.__file__).parent
 SILENCE = 30  # seconds without a sign of life after which a rank counts as gone
-REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
 SIGN = 2.5  # seconds in which a living rank counts up: it does so every second
-LEFT = -(2**40)  # makes a rank's count negative: it has left the training loop
 WAITS = "waits"
 WAITS_FOR_STAGE = "waits for a stage"
 WAITING = ("distributed", "cuda", "autograd")  # folders of torch in which a main thread waits
@@ -143,35 +142,6 @@ class StragglerTimer:
         return seconds
 
 
-class SignsOfLife:
-    """How long this rank has seen no change in the counts of others.
-
-    Each rank counts seconds in the store. A count, not a time of day: machines' clocks differ.
-    Rank 0 looks at all others and these look at rank 0, so the work of a rank stays small.
-    """
-
-    def __init__(self, global_rank: int, global_size: int):
-        ranks = range(1, global_size) if global_rank == 0 else [0]
-        self.counts = dict.fromkeys(ranks, 0)
-        self.silence = dict.fromkeys(ranks, 0.0)  # seconds
-        self.last_look = time.monotonic()
-
-    def look(self, counts: dict[int, int] | None, now: float) -> None:
-        """Note the counts of the others, None if the store does not reply. now: monotonic."""
-        # If more time has passed than that, this rank itself was held up, and perhaps the store.
-        longest = 1 + REPLY_TIMEOUT if counts is None else 2
-        seconds = min(now - self.last_look, longest)
-        self.last_look = now
-        before, self.counts = self.counts, counts or self.counts
-        for rank, count in self.counts.items():
-            alive = count != before[rank] or count < 0
-            self.silence[rank] = 0.0 if alive else self.silence[rank] + seconds
-
-    def gone(self, patience: float) -> list[int]:
-        """The ranks without a sign of life for so many seconds."""
-        return [rank for rank, seconds in self.silence.items() if seconds >= patience]
-
-
 class Watchdog:
     """A context around the training loop, on every rank.
 
@@ -219,6 +189,8 @@ class Watchdog:
         self.heartbeat()
         self.signs_of_life = SignsOfLife(self.world.global_rank, self.world.global_size)
         threading.Thread(target=self.run, daemon=True).start()
+        if self.world.watched:
+            self.world.watched.set()
         return self
 
     def heartbeat(self) -> None:
@@ -234,6 +206,7 @@ class Watchdog:
             if self.known_peer_status is not None:
                 # The main thread may notice by itself, and the failing rank wants to print why.
                 time.sleep(REPLY_TIMEOUT + 3)
+                self.wait_for_readers(REPLY_TIMEOUT)
                 end(self.known_peer_status)
             if gone := self.signs_of_life.gone(self.patience):
                 self.report_gone(gone)
@@ -276,8 +249,9 @@ class Watchdog:
 
     def note_status(self, status: str) -> None:
         """The exit status that a failing rank has published, "" if no rank has failed."""
-        if status:
+        if status and self.known_peer_status is None:
             self.known_peer_status = int(status)
+            self.leave_store()
 
     def peer_exit_status(self) -> int | None:
         """The exit status that a failing rank has published; None if no rank has failed."""
@@ -285,21 +259,27 @@ class Watchdog:
             self.note_status(*self.read("status"))
         return self.known_peer_status
 
+    def is_first_to_report(self) -> bool:
+        """Whether no other rank says why the run ends. Of two such reports the second is wrong: it
+        names ranks that no longer reply because of the first."""
+        with contextlib.suppress(*STORE_LOST):
+            return self.query(lambda: self.store.add("reports", 1)) == 1
+        return True
+
     def report_gone(self, ranks: list[int]) -> None:
         """Name the ranks that give no sign of life, and end this one and the others."""
         self.reports = True
-        missed = f"no sign of life for {self.patience:g} s"
         if self.world.global_rank > 0:
+            missed = f"no sign of life for {self.patience:g} s"
             self.print_problem(f"{missed}: {self.name_of_rank_0} does not reply")
             end(RESUME_ME)
-        shown = ranks[:8]  # those of a node
-        names = [f"rank {rank}" for rank in shown]
-        with contextlib.suppress(*STORE_LOST):
-            names = self.read(*(f"name {rank}" for rank in shown))
-        more = f" and {len(ranks) - 8} more ranks" * (len(ranks) > 8)
-        silent = ", ".join(names) + more
-        self.print_problem(f"{missed}: {silent} died, stopped, or cannot be reached")
-        self.publish_exit_status(RESUME_ME)
+        if self.is_first_to_report():
+            shown = ranks[:SHOWN]
+            names = [f"rank {rank}" for rank in shown]
+            with contextlib.suppress(*STORE_LOST):
+                names = self.read(*(f"name {rank}" for rank in shown))
+            self.print_problem(processes.silence_of(names, len(ranks), self.patience))
+        self.publish_exit_status(RESUME_ME, SILENCE, gone=ranks)
         end(RESUME_ME)
 
     def report_hang(self) -> None:
@@ -310,22 +290,43 @@ class Watchdog:
         self.reports = True
         reply = json.dumps([current_line(), collectives_started()])
         ranks = range(self.world.global_size)
+        silent = []
         try:
             self.query(lambda: self.store.set("hang", "reported"))
             self.query(lambda: self.store.set(f"reply {self.world.global_rank}", reply))
-            time.sleep(REPLY_TIMEOUT)
-            replies = self.read(*(f"reply {rank}" for rank in ranks))
+            replies = self.replies()
             names = self.read(*(f"name {rank}" for rank in ranks))
         except STORE_LOST:  # rank 0 serves the store
-            reporting_rank = self.world.global_rank
-            problems = [f"{self.name_of_rank_0} does not reply"]
+            problems, is_reporter = [f"{self.name_of_rank_0} does not reply"], True
         else:
-            reporting_rank = min(rank for rank in ranks if replies[rank])
             problems = hang_problems(names, [reply and json.loads(reply) for reply in replies])
-        if self.world.global_rank == reporting_rank:
+            silent = [rank for rank in ranks if not replies[rank]]
+            lowest = min(rank for rank in ranks if replies[rank])
+            is_reporter = lowest == self.world.global_rank and self.is_first_to_report()
+        if is_reporter:
             self.print_problem(f"no step for {self.minutes:g} minutes: {'; '.join(problems)}")
-        self.wait_for_readers()
+            self.publish_exit_status(RESUME_ME, SILENCE, gone=silent)
+        else:
+            self.wait_for_status()
         end(RESUME_ME)
+
+    def replies(self) -> list[str]:
+        """What each rank replies to "hang"; "" of those that do not within some seconds."""
+        keys = [f"reply {rank}" for rank in range(self.world.global_size)]
+        deadline = time.monotonic() + 2 * REPLY_TIMEOUT
+        while "" in (found := self.read(*keys)) and time.monotonic() < deadline:
+            if self.peer_exit_status() is not None:
+                break  # some rank has said why already
+            time.sleep(0.2)
+        return found
+
+    def wait_for_status(self) -> None:
+        """Give the rank that reports why the run ends some seconds to do so, and to publish the
+        exit status: when a rank ends, its launcher may end all others."""
+        deadline = time.monotonic() + 3 * REPLY_TIMEOUT
+        while self.peer_exit_status() is None and time.monotonic() < deadline:
+            time.sleep(0.2)
+        self.wait_for_readers(REPLY_TIMEOUT)
 
     def print_problem(self, problem: str) -> None:
         """Print why the run ends, and which checkpoint is the last good one."""
@@ -339,9 +340,13 @@ class Watchdog:
         try:
             self.tell_others(error)
         finally:
-            with contextlib.suppress(*STORE_LOST):  # rank 0 may be gone already
-                self.query(lambda: self.store.add(f"count {self.world.global_rank}", LEFT))
+            self.leave_store()
             self.closed.set()
+
+    def leave_store(self) -> None:
+        """Let rank 0, which serves the store, end without waiting for this rank."""
+        with contextlib.suppress(*STORE_LOST):  # rank 0 may be gone already
+            self.query(lambda: self.store.add(f"count {self.world.global_rank}", LEFT))
 
     def tell_others(self, error: BaseException | None) -> None:
         """Publish the exit status for what this rank failed with. Raises SystemExit if others need
@@ -367,7 +372,8 @@ class Watchdog:
         status = self.peer_exit_status()
         if status is None:  # this rank is the first to fail
             status = RESUME_ME
-            config.print_error(f"{self.name} {problem}. {self.last_good()}")
+            if self.is_first_to_report():
+                config.print_error(f"{self.name} {problem}. {self.last_good()}")
             self.publish_exit_status(status, wait=2 if processes.is_lost(error) else REPLY_TIMEOUT)
         raise SystemExit(status) from error
 
@@ -402,25 +408,29 @@ class Watchdog:
             self.publish_exit_status(2)
             raise
 
-    def publish_exit_status(self, status: int, wait: float = REPLY_TIMEOUT) -> None:
-        """Tell the other ranks to exit with `status`. wait: seconds for them to read it."""
+    def publish_exit_status(self, status: int, wait: float = REPLY_TIMEOUT, gone=()) -> None:
+        """Tell the other ranks to exit with `status`. wait: seconds for them to read it; those that
+        are gone will not."""
         with contextlib.suppress(*STORE_LOST):
             self.query(lambda: self.store.set("status", str(status)))
-        self.wait_for_readers(wait)
+        self.wait_for_readers(wait, gone)
 
-    def others_left(self) -> bool:
-        """On rank 0: are the other ranks past the training loop? Then none needs the store."""
+    def others_left(self, gone=()) -> bool:
+        """On rank 0: are the other ranks past the training loop, or know that they have to end?
+        Then none needs the store. gone: ranks that do not count."""
         if self.world.global_rank > 0 or self.world.global_size == 1:
             return True
+        others = [rank for rank in self.signs_of_life.counts if rank not in gone]
         with contextlib.suppress(*STORE_LOST):
-            counts = self.read(*(f"count {rank}" for rank in self.signs_of_life.counts))
+            counts = self.read(*(f"count {rank}" for rank in others)) if others else []
             return all(int(count) < 0 for count in counts)
         return True
 
-    def wait_for_readers(self, seconds: float = REPLY_TIMEOUT) -> None:
-        """Keep rank 0 alive until the others have read from its store."""
-        if self.world.global_rank == 0 and self.world.global_size > 1:
-            time.sleep(seconds)
+    def wait_for_readers(self, seconds: float, gone=()) -> None:
+        """Keep rank 0 alive until the others have read from its store, at most so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not self.others_left(gone) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def hang_problems(names: list[str], replies: list) -> list[str]:

@@ -333,7 +333,7 @@ def rooms_on_path() -> dict:
 def clean_environment() -> dict:
     """The environment without the variables of a launcher, one thread for each process."""
     prefixes = "RANK WORLD_SIZE LOCAL_ GROUP_ ROLE_ MASTER_ SLURM_ TORCHELASTIC_".split()
-    prefixes.append("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+    prefixes += ["OMPI_", "PMI_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
     kept = {k: v for k, v in os.environ.items() if not k.startswith(tuple(prefixes))}
     return kept | {"OMP_NUM_THREADS": "1"}
 

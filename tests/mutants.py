@@ -737,8 +737,8 @@ MUTANTS = [
     ),
     Mutant(
         "program.py",
-        "            print_error(error)\n        status = 2",
-        "            print_error(error)\n        status = 1",
+        "        print_error(error)\n        status = 2",
+        "        print_error(error)\n        status = 1",
         "test_program.py",
         "a user error ends with the exit status of a bug",
     ),

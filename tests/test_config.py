@@ -212,7 +212,8 @@ def test_an_old_name_in_a_file_works_and_is_noted_once(notes, write):
 
 
 def test_only_rank_0_notes_an_old_name(notes, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert both("--checkpoint_every=2")["recompute_every"] == 2 and notes() == ""
 
 

@@ -363,13 +363,6 @@ def test_a_number_that_makes_no_pipeline_is_a_user_error(flags, words):
         pipeline.demonstrate(flags)
 
 
-def test_under_torchrun_it_refuses(monkeypatch):
-    """Each rank would start ranks of its own."""
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(UserError, match="run it without torchrun"):
-        pipeline.demonstrate([])
-
-
 @pytest.mark.slow
 def test_a_user_error_is_one_line_and_status_2():
     done = run_program("--stages=0")

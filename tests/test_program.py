@@ -53,6 +53,10 @@ for line in sys.stdin:
 """
 
 
+# What a pod of a cluster or a job of SLURM has in every shell: programs without ranks do not care.
+LEFT_BEHIND = {"RANK": "1", "WORLD_SIZE": "", "SLURM_PROCID": "1", "SLURM_NTASKS": "x"}
+
+
 def run(words, folder, read=True):
     """A program as a user starts it: (exit status, output, errors).
 
@@ -61,7 +65,8 @@ def run(words, folder, read=True):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *words_of(words[0]), *words[1:]]
-    options = {"cwd": folder, "env": rooms_on_path(), "stderr": subprocess.PIPE, "text": True}
+    env = rooms_on_path() | LEFT_BEHIND
+    options = {"cwd": folder, "env": env, "stderr": subprocess.PIPE, "text": True}
     done = subprocess.run(command, stdout=subprocess.PIPE if read else writer, **options)
     os.close(writer)
     return done.returncode, done.stdout or "", done.stderr
@@ -298,3 +303,70 @@ def test_waiting_threads_sleep_soon(words):
     command = [sys.executable, *words.split(), "--help"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert "GOMP_SPINCOUNT = '1000'" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------
+# The launcher's variables
+
+
+def environment(text: str) -> dict[str, str]:
+    """The variables in "NAME=value ..."; {S} is short for SLURM."""
+    return dict(word.split("=") for word in text.replace("{S}", "SLURM").split())
+
+
+STEP = "{S}_STEP_ID=0 {S}_PROCID=3 {S}_LOCALID=1 {S}_NTASKS=4 {S}_NNODES=2"
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ("", (0, 1, 0, 1)),
+        ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", (3, 4, 1, 2)),
+        ("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1", (3, 4, 1, 1)),  # a launcher of one's own
+        (f"RANK=0 WORLD_SIZE=2 {STEP} OMPI_COMM_WORLD_SIZE=x", (0, 2, 0, 1)),  # torchrun in a step
+        (STEP, (3, 4, 1, 2)),
+        ("{S}_STEP_ID=0 {S}_PROCID=0 {S}_NTASKS=4 {S}_STEP_NUM_TASKS=1", (0, 1, 0, 1)),
+        ("{S}_PROCID=1", (0, 1, 0, 1)),  # left in a shell
+        ("{S}_NTASKS=4", (0, 1, 0, 1)),  # a shell of salloc
+        ("LOCAL_RANK=3 LOCAL_WORLD_SIZE=x MASTER_PORT=", (0, 1, 0, 1)),
+        ("RANK=", "RANK=''"),
+        ("RANK=1", "RANK=1"),
+        ("RANK=-1 WORLD_SIZE=2", "RANK='-1'"),
+        ("RANK=4 WORLD_SIZE=4", "RANK=4, WORLD_SIZE=4"),
+        ("RANK=0 WORLD_SIZE=two", "WORLD_SIZE='two'"),
+        ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2", "LOCAL_RANK=2"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4"),
+        ("WORLD_SIZE=4", "WORLD_SIZE=4: start with srun or torchrun"),
+        ("{S}_PROCID=0 {S}_LOCALID=0 {S}_NTASKS=4", "SLURM_NTASKS=4: start with srun or torchrun"),
+        ("OMPI_COMM_WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2: start with srun or torchrun"),
+        ("PMI_SIZE=", "PMI_SIZE=''"),
+        ("{S}_STEP_ID=0 {S}_PROCID=0 {S}_NTASKS=2", "SLURM_LOCALID is not set"),
+        (f"{STEP} {{S}}_STEP_NUM_TASKS=", "SLURM_STEP_NUM_TASKS=''"),
+        (f"{STEP} {{S}}_STEP_NUM_TASKS=3", "SLURM_PROCID=3"),
+    ],
+)
+def test_a_rank_knows_its_place_or_names_the_variable(monkeypatch, variables, expected):
+    """(global rank, global size, local rank, local size); words: those of the error."""
+    monkeypatch.setattr(os, "environ", environment(variables))
+    if isinstance(expected, tuple):
+        assert program.place() == expected and program.rank() == expected[0]
+        return
+    with pytest.raises(program.UserError) as raised:
+        program.place()
+    assert expected in str(raised.value) and "start with" in str(raised.value)
+    assert program.rank() == 0  # and prints it
+
+
+def test_a_program_without_ranks_is_none_and_starts_none(monkeypatch, capsys):
+    """Whatever else it sets, a launcher may have left these."""
+    seen = []
+
+    def main(argv):
+        seen.append((program.place(), [name for name in os.environ if "RANK" in name]))
+        raise program.UserError("a mistake")
+
+    monkeypatch.setattr(os, "environ", environment(f"RANK=1 WORLD_SIZE=2 LOCAL_RANK=x {STEP}"))
+    with pytest.raises(SystemExit, match="2"):
+        program.run(main)
+    assert seen == [((0, 1, 0, 1), [])]
+    assert capsys.readouterr().err == "error: a mistake\n"

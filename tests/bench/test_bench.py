@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import PATIENCE, ROOT, rooms_on_path
 
-from bench.__main__ import NAMES
+from bench.__main__ import NAMES, OF_MANY_RANKS
 
 
 @pytest.mark.parametrize("words", [(), ("trian",)])
@@ -34,6 +34,12 @@ def test_the_list_has_every_file_with_its_first_line(python):
         assert path.stem in NAMES
         first_line = ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
         assert f"  {path.stem:<13} {first_line}\n" in listed + "\n"
+
+
+def test_the_door_knows_which_benchmarks_are_ranks():
+    """Those end by processes.run; program.run would make each process of torchrun one alone."""
+    ends = {name: (ROOT / "bench" / f"{name}.py").read_text().split("\n")[-2] for name in NAMES}
+    assert {name for name, end in ends.items() if "processes.run" in end} == set(OF_MANY_RANKS)
 
 
 IMPORTS = """

@@ -203,7 +203,7 @@ def test_one_rank_with_a_mistake_does_not_leave_the_others_waiting(started, tmp_
 # Each rank runs `body` inside the watchdog's context.
 SLEEPERS = """
 import ctypes, os, sys, time
-sys.path.insert(0, {root!r})
+sys.path.insert(0, "{root}")
 import processes
 from config import UserError
 from lifecycle.watchdog import Watchdog
@@ -211,8 +211,8 @@ from lifecycle.watchdog import Watchdog
 def main(argv):
     world = processes.start("cpu")
     rank = world.global_rank
-    last_good = lambda: "The last good checkpoint is step-7"
-    with Watchdog(world, 60, last_good, None{patience}):
+    last_good = lambda: time.sleep({disk}) or "The last good checkpoint is step-7"
+    with Watchdog(world, {minutes}, last_good, None{patience}):
         open({folder!r} + f"/watched {{rank}}", "w").close()
         {body}
 
@@ -225,10 +225,10 @@ def sleepers(tmp_path):
     """`sleepers(ranks, ...)` launches SLEEPERS, and returns when all are watched."""
     launches = []
 
-    def start(ranks, patience="", body="time.sleep(600)"):
+    def start(ranks, patience="", body="time.sleep(600)", minutes=60, disk=0):
         program = tmp_path / "program.py"
-        places = {"root": str(ROOT), "folder": str(tmp_path)}
-        program.write_text(SLEEPERS.format(**places, patience=patience, body=body))
+        settings = {"patience": patience, "body": body, "minutes": minutes, "disk": disk}
+        program.write_text(SLEEPERS.format(root=ROOT, folder=str(tmp_path), **settings))
         launches.append(Launch([], ranks, tmp_path / "log", program))
         wait_for(lambda: len(list(tmp_path.glob("watched *"))) == ranks)
         return launches[-1]
@@ -248,19 +248,37 @@ def ended_by(job, victim, number, seconds) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim, words", [(1, "cannot be reached"), (0, "does not reply")])
-def test_a_rank_without_a_sign_of_life_ends_the_others(sleepers, tmp_path, victim, words):
+def test_without_rank_0_the_others_name_it(sleepers, tmp_path):
     job = sleepers(3, ", patience=10")
-    assert ended_by(job, victim, signal.SIGKILL, 90) == [RESUME_ME] * 2
-    pid = job.processes[victim].pid
-    named = f"error: no sign of life for 10 s: rank {victim} (process {pid} on"
+    assert ended_by(job, 0, signal.SIGKILL, 90) == [RESUME_ME] * 2
     lines = errors(tmp_path)
-    assert len(lines) == (1 if victim else 2)  # without rank 0 they cannot agree who says it
+    assert len(lines) == 2  # they cannot agree who says it
     complaints = (tmp_path / "log").read_text().count("TCPStore.cpp")
     assert complaints <= 2  # of the store, with a C++ traceback: once on each rank
+    named = f"error: no sign of life for 10 s: rank 0 (process {job.processes[0].pid} on"
     for line in lines:
         assert line.startswith(named)
-        assert line.endswith(f"{words}. The last good checkpoint is step-7")
+        assert line.endswith("does not reply. The last good checkpoint is step-7")
+
+
+@pytest.mark.slow
+def test_once_a_rank_is_named_no_other_report_follows(sleepers, tmp_path):
+    """Rank 1 is killed. While rank 0 waits for the disk before it names it, the step is overdue for
+    rank 3, too, which then finds that rank 0 does not reply; and rank 2 is held up for longer than
+    others take to end."""
+    job = sleepers(4, ", patience=10", minutes=0.2, disk=4)
+    job.send(signal.SIGKILL, 1)
+    time.sleep(5)
+    job.send(signal.SIGSTOP, 2)
+    wait_for(lambda: errors(tmp_path))
+    time.sleep(6)
+    job.send(signal.SIGCONT, 2)
+    assert ended_by(job, 1, signal.SIGKILL, 40) == [RESUME_ME] * 3
+    (line,) = errors(tmp_path)
+    pid = job.processes[1].pid
+    assert line.startswith(f"error: no sign of life for 10 s: rank 1 (process {pid} on")
+    assert line.endswith("cannot be reached. The last good checkpoint is step-7")
+    assert "TCPStore.cpp" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -305,7 +323,7 @@ def test_a_rank_that_has_published_its_status_is_not_taken_for_dead(sleepers, tm
 
 
 def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something():
-    signs = watchdog.SignsOfLife(0, 3)
+    signs = processes.SignsOfLife(0, 3)
     now = signs.last_look
     for second in range(1, 41):
         signs.look({1: second, 2: 0}, now + second)
@@ -321,7 +339,7 @@ def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something()
 
 
 def test_a_rank_looks_at_rank_0_alone_and_waits_for_its_store():
-    signs = watchdog.SignsOfLife(999, 1000)
+    signs = processes.SignsOfLife(999, 1000)
     now = signs.last_look
     signs.look({0: 1}, now + 1)
     for number in range(1, 6):  # each look takes 6 seconds, since the store does not reply
