@@ -296,7 +296,7 @@ def describe_data(dataset, cfg: TrainConfig) -> str:
     train = dataset.train
     words = train.describe_rows() if train.has_rows else f"{train.tokens:,} training tokens"
     epochs = cfg.max_steps * cfg.global_batch_size / len(train)
-    if epochs > 1:
+    if epochs >= 1.05:
         words += f"; the run makes {epochs:,.{1 if epochs < 10 else 0}f} epochs"
     return f"{dataset.folder}: {words}"
 
