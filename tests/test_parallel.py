@@ -978,6 +978,7 @@ def test_srun_without_torchrun(tmp_path):
         if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
     }
     slurm = {
+        "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
         "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_JOB_ID": str(port - 20000),
