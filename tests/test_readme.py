@@ -177,6 +177,7 @@ FINETUNED = "tests/lessons/test_finetuned.py"
 ELSEWHERE = {
     "make elastic": "tests/lessons/test_elastic.py",
     "make bundle": "tests/lessons/test_bundle.py",
+    "make setup-lessons": "make train begins with it: tests/test_install.py",
     "python -m lessons 3": "tests/lessons/test_workshop.py",
     "python -m lessons check 3": "tests/lessons/test_workshop.py",
     "make finetune": FINETUNED,
