@@ -24,7 +24,9 @@ RANKS = $(eval RANKS := $(shell $(PY) -c "$(COUNT)"))$(RANKS)
 OMP_NUM_THREADS ?= $(shell $(PY) -c "import os; print(max(1, os.cpu_count() // $(RANKS)))")
 LAUNCH = OMP_NUM_THREADS=$(OMP_NUM_THREADS) .venv/bin/torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 --nproc_per_node=$(RANKS)
 # Threads that wait for each other sleep soon: see program.sleep_while_waiting.
+ifndef OMP_WAIT_POLICY
 export GOMP_SPINCOUNT ?= 1000
+endif
 # Many tests wait for processes to start: two files of them run at a time (pytest-xdist).
 TWO_FILES = -n 2 --dist loadfile
 

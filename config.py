@@ -771,6 +771,7 @@ def filled(cls: type, values: dict):
     """A checked instance of a dataclass, from those of `values` that are its fields."""
     names = {field.name for field in dataclasses.fields(cls)}
     instance = cls(**{name: value for name, value in values.items() if name in names})
+    check_ranges(instance)
     if hasattr(instance, "check"):
         instance.check()
     return instance

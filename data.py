@@ -67,7 +67,7 @@ from text.shards import (
     fingerprint,
     raise_file_limit,
     read_summary,
-    require_ours,
+    require_shard,
     shard_files,
     truncate_shard,
     write_ids,
@@ -182,9 +182,9 @@ def is_prepared(cfg: TrainConfig, summary: dict | None, folder: Path, row_format
 
 def is_current(cfg: TrainConfig, summary: dict, folder: Path) -> bool:
     """Does a prepared folder hold what `cfg` asks for, made from the text as it is now?"""
-    source_is_same = source_state(cfg).items() <= summary.items()
-    if is_older(summary):
-        source_is_same = corpus.sizes_hash(cfg.dataset) == summary["source"]
+    older = is_older(summary)
+    source = {"source": corpus.sizes_hash(cfg.dataset)} if older else source_state(cfg)
+    source_is_same = source.items() <= summary.items()
     shards_are_same = fingerprint(folder) == summary["fingerprint"]
     has_all = source_is_same and shards_are_same and has_enough(summary, cfg.max_tokens)
     return has_all and not tokenizer_changed(cfg, folder)
@@ -271,8 +271,11 @@ def changed_sources(cfg: TrainConfig, summary: dict, folder: Path, row_format) -
 
 def has_begun(cfg: TrainConfig) -> bool:
     """Does a run have a checkpoint to go on from, or name one?"""
-    names_one = cfg.resume not in ("auto", "again", "never")
-    return names_one or any(Path(cfg.run_dir).glob("checkpoints/step-[1-9]*"))
+    names = [path.name for path in Path(cfg.run_dir).glob("checkpoints/step-[1-9]*")]
+    steps = [int(name[5:]) for name in names if name[5:].isdecimal()]
+    if cfg.resume == "again" and max(steps, default=0) >= cfg.max_steps:
+        return False  # a finished run, which will be put aside
+    return bool(names) or cfg.resume not in ("auto", "again", "never")
 
 
 def row_format_of(cfg: TrainConfig, max_seq_len: int):
@@ -492,7 +495,7 @@ def remove_shards_from(folder: Path, n_chunks: int) -> None:
     for path in shard_files(folder):
         number = int(path.stem.split("-")[1])
         if number >= n_chunks:
-            require_ours(path)
+            require_shard(path)
             path.unlink()
 
 
@@ -540,7 +543,7 @@ def is_finished(path: Path, text_hash: str) -> bool:
 
     UserError if another program's file has its name.
     """
-    require_ours(path)
+    require_shard(path)
     try:
         shard = Shard(path)
         shard.check_hash()
@@ -863,7 +866,7 @@ def check_max_tokens(cfg: TrainConfig, summary: dict, folder: Path, row_format) 
     n_tokens = summary["train_tokens"]
     command = prepare_command(cfg, folder, row_format)
     require(
-        cfg.max_tokens or has_enough(summary, 0),
+        cfg.max_tokens or has_enough(summary, 0) or has_begun(cfg),
         f"{folder} holds only the first {n_tokens:,} training tokens: set --max_tokens={n_tokens}, "
         f"or make the rest if no run on these has to resume: {command}",
     )

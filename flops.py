@@ -166,10 +166,6 @@ class FlopsArgs:
     n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
 
-    def check(self) -> None:
-        """UserError if a number is out of range."""
-        config.check_ranges(self)
-
 
 @dataclass
 class ShapeArgs:
@@ -182,8 +178,7 @@ class ShapeArgs:
     max_seq_len: int = 0  # S
 
     def check(self) -> None:
-        """UserError if a number is negative, or something is missing for 12 L d S."""
-        config.check_ranges(self)
+        """UserError if something is missing for 12 L d S."""
         if not any(vars(self).values()):
             return
         required = {
@@ -212,10 +207,6 @@ class Recomputation:
 
     activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
     recompute_every: int = 1  # in every k-th block
-
-    def check(self) -> None:
-        """UserError if a number is out of range."""
-        config.check_ranges(self)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -74,10 +74,7 @@ class GenerateSettings:
             sampling_ok and self.max_new_tokens >= 1,
             "temperature, top_k must be 0 or more, top_p in (0, 1], max_new_tokens 1 or more",
         )
-        require(
-            0 <= self.seed < 2**62 and self.batch_size > 0,
-            "seed must be 0 or more (below 2^62), batch_size 1 or more",
-        )
+        require(self.batch_size > 0, "batch_size must be 1 or more")
         require(self.max_new_tokens <= 10**7, "max_new_tokens is at most 10,000,000")
         require(all(self.stop), "a stop string is empty")
         require(
@@ -213,7 +210,8 @@ def as_json(text: Text) -> str:
     }
     if text.adapter != BASE:
         fields["adapter"] = text.adapter
-    readable = getattr(sys.stdout, "encoding", "") == "utf-8"  # others may lack a character
+    encoding = getattr(sys.stdout, "encoding", "") or ""
+    readable = encoding.lower() in ("utf-8", "utf8")  # others may lack a character
     return json.dumps(fields, ensure_ascii=not readable)
 
 

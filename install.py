@@ -78,7 +78,7 @@ def wait_for_other_makes():
 def current_venv(files):
     """Make `.venv` unless it works and fits the Python in use. Returns its stamp.
 
-    The stamp keeps the names of those files of which no package is gone.
+    A requirement file of which a package is gone is dropped from the stamp, so pip runs again.
     """
     stamp = read_stamp()
     lacking = in_venv(f"install.lacking({files})")
@@ -109,7 +109,7 @@ def install(files, stamp, dev, cpu_index):
     else:
         install_tested(files, torch_index("torch" in protected, dev, cpu_index))
     if in_venv(f"install.lacking({files})"):
-        stop("pip did nothing, and .venv still lacks packages: remove .venv, then make again")
+        stop(f"pip ran, and .venv still lacks packages of {' '.join(files)}: see its lines above")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -143,7 +143,10 @@ def protected_packages():
         if spec and spec.origin:
             # ROCm's triton is in the package pytorch-triton-rocm.
             package = metadata.packages_distributions().get(name, [name])[0]
-            version = metadata.version(package)
+            try:
+                version = metadata.version(package)
+            except metadata.PackageNotFoundError:  # half of it was removed
+                continue
             packages[name] = {"file": spec.origin, "version": version, "package": package}
     return packages
 
@@ -293,8 +296,9 @@ def in_venv(expression):
     code = f"import importlib.metadata, install, json; print(json.dumps({expression}))"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     try:
-        return json.loads(subprocess.run([PYTHON, "-c", code], cwd=ROOT, **pipes).stdout)
-    except (OSError, ValueError):
+        output = subprocess.run([PYTHON, "-c", code], cwd=ROOT, **pipes).stdout
+        return json.loads(output.splitlines()[-1])  # a .pth file may print lines of its own
+    except (OSError, ValueError, IndexError):
         return None
 
 

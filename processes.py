@@ -361,8 +361,8 @@ def meet(store: dist.Store, rank: int, size: int, patience: float) -> str:
     So one that has read the name of an earlier start, or whose place a killed process had taken,
     waits for the next name.
 
-    patience: seconds that rank 0 waits. The others wait longer, from its last name on: only rank 0
-    knows who is missing.
+    patience: seconds that rank 0 waits. The others wait 1.25 times as long, counted from when they
+    last saw a new name: only rank 0 knows who is missing.
     """
     signature = uuid.uuid4().hex
     if rank == 0:
@@ -466,7 +466,8 @@ def name_silent_ranks(store: dist.Store, where: str, rank: int, size: int, watch
             store.get(key).decode() if store.check([key]) else f"rank {other}"
             for other, key in keys.items()
         ]
-        config.print_error(silence_of(names, len(gone), patience))
+        if store.add("reports", 1) == 1:
+            config.print_error(silence_of(names, len(gone), patience))
         if rank == 0:
             store.set("over", "")
             time.sleep(signs.interval + 3)  # until the others have read it

@@ -114,8 +114,9 @@ def place() -> tuple[int, int, int, int]:
     else:
         # A batch script has SLURM_PROCID, too. In a shell of salloc one may well try something.
         of_batch = ("SLURM_NTASKS",) if "SLURM_PROCID" in env else ()
+        fix = "start with srun or torchrun; one process alone: unset it, or srun -n 1"
         for name in ("WORLD_SIZE", *of_batch, *OF_MPI):
-            require(number(name, 1) == 1, f"{name}={env.get(name)}: start with srun or torchrun")
+            require(number(name, 1) == 1, f"{name}={env.get(name)}: {fix}")
         return 0, 1, 0, 1
     rank, size, local_rank, local_size = found
     shown = ", ".join(f"{name}={env[name]}" for name in names if name in env)
@@ -284,8 +285,8 @@ def print_error(words, head: str = "error") -> None:
 def sleep_while_waiting() -> None:
     """Before PyTorch is imported: its CPU threads go to sleep soon when they wait for each other.
 
-    They would poll for milliseconds, which is the time that the thread they wait for needs if other
-    programs use the cores: a step then takes ten times as long. 1,000 turns of polling are what
+    By default a waiting thread polls for milliseconds. On a busy machine that takes the core from
+    the thread it waits for, and a step takes ten times as long. 1,000 turns of polling are what
     GNU's OpenMP takes by itself if it has more threads than cores.
     """
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -9,6 +9,11 @@ command. `python data.py`, `python checkpoint.py` and `python generate.py` print
 of reading, of saving and of decoding.
 """
 
+import program
+
+if __name__ == "__main__":  # before PyTorch is imported, as fsdp_train.py does
+    program.sleep_while_waiting()
+
 import ast
 import difflib
 import importlib

@@ -13,9 +13,9 @@ is the model's answer:
 A .jsonl file has one JSON object per line, all of one kind. `gold` counts from 0.
 
 The wording is LLM Foundry's: every string is stripped, the delimiter comes between context and
-continuation, its trailing space is the continuation's, and a newline follows each few-shot example.
-Tasks of the Hub also get lm-evaluation-harness's wording: nothing is stripped, and an empty line
-separates examples. A local file has one wording, which all scoring rules use.
+continuation, and a newline follows each few-shot example. A space that ends the delimiter belongs
+to the continuation. Tasks of the Hub also get lm-evaluation-harness's wording: nothing is stripped,
+and an empty line separates examples. A local file has one wording, which all scoring rules use.
 
 Run `python -m evaluation.tasks notes.txt guess.jsonl --n=500` to make a task from any text (or from
 the validation split of a folder that data.py made): which of four continuations is the real one?

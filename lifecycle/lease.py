@@ -61,6 +61,7 @@ class Lease:
             raise
         self.write(self.me)
         self.heartbeat.start()
+        runlog.remove_leftovers(self.run_dir)
 
     def require_free(self) -> None:
         """Lock the file if possible. UserError if another run owns the folder."""

@@ -165,13 +165,17 @@ def has_gone_on(cfg: TrainConfig) -> bool:
 
     Then the same command, given again, means: go on.
     """
-    if not latest(cfg.run_dir):
+    newest = latest(cfg.run_dir)
+    if not newest:
         return False
-    starts = [launch for launch in runlog.read_launches(cfg.run_dir) if launch.get("resumed")]
+    if cfg.resume in ("auto", "again", "never"):
+        return was_restarted()
     # Earlier versions did not record what was asked for.
-    asked_for = [launch.get("resume", launch["resumed"]) for launch in starts]
-    is_named = cfg.resume not in ("auto", "again", "never")
-    return was_restarted() or (is_named and cfg.resume in asked_for)
+    launches = runlog.read_launches(cfg.run_dir)
+    firsts = [row.get("first_step", 0) for row in launches if row.get("resume") == cfg.resume]
+    if was_restarted() and not firsts:
+        firsts = [number(find(cfg.resume))]
+    return any(number(newest) > first for first in firsts)
 
 
 def named_checkpoint(cfg: TrainConfig) -> Path:
@@ -263,9 +267,12 @@ def finished(start: Start, model_cfg: MPTConfig, cfg: TrainConfig) -> str:
     ours = asdict(model_cfg) | asdict(cfg)
     if cfg.precision == "auto":
         ours["precision"] = saved["precision"]
+    if cfg.lora_rank:  # its base may have moved: `load.base_of` has compared the weights
+        ours["init_from"] = saved["init_from"]
     differences = differing(SAME_TRAINING, saved, ours)
-    problem = f"{start.checkpoint} is of another run: {', '.join(differences)}"
-    require(not differences, f"{problem}. To train anew {anew}")
+    if differences:
+        problem = f"{start.checkpoint} is of another run: {', '.join(differences)}"
+        raise UserError(f"{problem}. To train anew {anew}", on_all_ranks=True)
     done = f"{cfg.run_dir}: finished, {start.checkpoint} has all {cfg.max_steps} steps"
     return f"{done}. For more of them raise --max_steps; to train anew {anew}"
 

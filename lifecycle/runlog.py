@@ -250,7 +250,15 @@ def require_own_folder(run_dir) -> None:
         problem = f"{path} is a link, and a run changes nothing outside of its folder"
         fix = "move there what it points to, or set another --run_dir"
         config.require(not path.is_symlink(), f"{problem}: {fix}")
-    files.require_ours(run_dir, OWN_MARKS, OWN_FILES, "set another --run_dir")
+    fix = "set another --run_dir (logs of a launcher belong beside it)"
+    files.require_ours(run_dir, OWN_MARKS, OWN_FILES, fix)
+
+
+def remove_leftovers(run_dir) -> None:
+    """Remove the temporary files of processes that were killed while they wrote."""
+    for name in OWN_FILES:
+        for path in Path(run_dir).glob(f"{name}.*.tmp"):
+            path.unlink()
 
 
 def keep_damaged(path: Path) -> Path:

@@ -71,7 +71,7 @@ class PlanArgs(FleetArgs):
     json: bool = False  # print JSON
 
     def check(self) -> None:
-        """UserError if a number is out of range, or two questions are asked."""
+        """UserError if two questions are asked."""
         super().check()
         one_question = not (self.budget and self.sweep_devices)
         require(one_question, "--budget and --sweep_devices are two questions: ask one")

@@ -278,11 +278,12 @@ def attention_of(measured: dict, device: devices.Device) -> float:
     rates = []
     for cell in measured["cells"]:
         if cell["contestant"] == OUR_KERNEL and not cell["missing"] and cell["length"] >= 1024:
-            rates.append(figure("matmul_tflops", cell["forward + backward, TFLOP/s"]))
+            column = "forward + backward, TFLOP/s"
+            rates.append(figure(column, cell[column]))
     require(rates, f"no figures of {OUR_KERNEL!r} over 1,024 tokens or more")
     share = statistics.median(rates) / device.bf16_tflops
     require(share <= 1, f"attention at {share:.0%} of {device.name}'s peak: is --device right?")
-    return share
+    return figure("attention", share)
 
 
 def with_attention(fleet: Fleet, share: float | None) -> Fleet:

@@ -32,10 +32,6 @@ class DecodeTimeArgs:
     batch: int = 1  # sequences at a time
     context: int = 0  # tokens of each that are in the cache (0 = max_seq_len)
 
-    def check(self) -> None:
-        """UserError if a number is out of range."""
-        config.check_ranges(self)
-
 
 def kv_bytes_per_token(m: MPTConfig, width: int = 2) -> int:
     """Bytes of one token's keys and values in all layers. width: bytes of a number, 2 for bf16.

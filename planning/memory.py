@@ -50,10 +50,6 @@ class MemoryArgs:
     ranks: int = 1  # global ranks, each with one device: data-parallel x tp x pp
     device: str = "auto"  # mi250, h100-nvl, ...: show the largest microbatch that it can hold
 
-    def check(self) -> None:
-        """UserError if a number is out of range."""
-        config.check_ranges(self)
-
 
 def with_base(argv: list[str]) -> list[str]:
     """argv with a base for the adapters that it asks for: a run needs one, no plan reads it."""

@@ -59,11 +59,12 @@ def canvas(title: str | None = None, rows: int = 1, footer_lines: int = 0):
 def save(figure, path: str) -> None:
     """Write the figure. UserError if it cannot be written there, or is no kind of picture."""
     folder = Path(path).parent
+    require(Path(path).suffix, f"--out={path}: name a picture, such as plan.png")
     fix = f"mkdir -p {config.shell(folder)}, or name another --out"
     require(folder.is_dir(), f"--out={path}: there is no folder {folder}: {fix}")
     try:
         picture = io.BytesIO()
-        figure.savefig(picture, format=Path(path).suffix[1:].lower() or "png", dpi=120)
+        figure.savefig(picture, format=Path(path).suffix[1:].lower(), dpi=120)
         files.write_atomically(path, picture.getvalue())
     except (ValueError, OSError) as error:
         fix = "name another --out, such as plan.png"

@@ -72,10 +72,6 @@ class LayoutArgs:
     sequence_parallel: AutoBool = "auto"  # with tp: cut the tokens between layers, too
     simplest: bool = False  # the least tensor and pipeline parallelism with which the model fits
 
-    def check(self) -> None:
-        """UserError if a number is out of range."""
-        config.check_ranges(self)
-
     @property
     def is_open(self) -> bool:
         """Is anything left to choose, beside what is chosen only if something else is?"""

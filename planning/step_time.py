@@ -574,10 +574,6 @@ class SplitArgs:
 
     interleave: int = 1  # pieces of the model on each stage; the trainer has one
 
-    def check(self) -> None:
-        """UserError if it is out of range."""
-        config.check_ranges(self)
-
 
 def main(argv: list[str]) -> None:
     """Print the seconds of a step by part for the config files and flags in argv."""

@@ -321,7 +321,7 @@ def read_lease(path, folder):
 def read_microbatch(path, folder):
     from lifecycle import microbatch
 
-    microbatch.write(train_config(folder), {"ranks": 1}, 4, "fits", 0)
+    microbatch.write(train_config(folder), {"ranks": 1}, 4, "fits")
 
 
 def read_checkpoint(path, folder):

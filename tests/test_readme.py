@@ -414,15 +414,16 @@ def test_the_glossary_has_forty_terms_of_two_lines_each_with_its_file():
 
 @pytest.mark.slow
 def test_make_train_from_a_clone(copy, tmp_path):
-    """With the torch that is installed, and a short run; twice: the second makes a new run."""
+    """With the torch that is installed, and a short run; again: that is finished, and stays."""
     project = tmp_path / "project"
     shutil.copytree(copy, project, ignore=shutil.ignore_patterns("runs", "data"))
     small = "--max_steps=3 --warmup_steps=1 --eval_tokens=256 --max_tokens=20000"
     command = ["make", "train", f"PYTHON={sys.executable}", f"ARGS={small}"]
-    for _ in range(2):
-        printed = run_well(command, project)
+    printed = run_well(command, project)
     expected = ["torchrun --rdzv-backend=c10d", "step 3/3", "validation loss"]
     for words in [*expected, "before training", "step-3", "Next"]:
         assert words in printed, words
     assert os.path.exists(project / "runs/demo/loss.png") or "needs matplotlib" in printed
-    assert os.path.exists(project / "runs/demo-1/metrics.jsonl")
+    metrics = (project / "runs/demo/metrics.jsonl").read_bytes()
+    assert "runs/demo: finished" in run_well(command, project)
+    assert (project / "runs/demo/metrics.jsonl").read_bytes() == metrics

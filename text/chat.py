@@ -186,7 +186,7 @@ def turns_of_messages(messages, template: "Template") -> list[Turn]:
 
 
 def check_question(before: str, asked: str, answered: str) -> None:
-    """UserError if a template asks for an answer in words that it does not write before one.
+    """UserError if the generation prompt of a template is not how its answers begin.
 
     before: the messages as text; asked: these with the request for an answer; answered: with one.
     """
@@ -292,7 +292,7 @@ class Template:
             messages = [{"role": role, "content": ""} for role in roles]
             with contextlib.suppress(UserError):  # not every template takes every role
                 written += self.text(messages, add_generation_prompt=True)
-        # Not every branch was taken. A word in the source need not be text: {{ message.content }}.
+        # Branches that were not taken may write it, too. Plain words may be names of variables.
         in_source = {name for name in others if name in self.source and not name.isalnum()}
         used = in_source | {name for name in others if name in written}
         for name in used:

@@ -184,13 +184,14 @@ def require_one_kind(dataset: str, paths: list[str]) -> None:
     texts = [path for path in paths if suffix_of(path) not in TABLES]
     if tables and texts:
         both = f"tables ({tables[0]}) and other text ({texts[0]})"
-        fix = f"{like(tables[0])} or {like(texts[0])}"
+        fix = f"{like(tables[0], dataset)} or {like(texts[0], dataset)}"
         raise UserError(f"dataset={dataset!r} holds {both}: name one kind, as in {fix}")
 
 
-def like(path: str) -> str:
-    """The flag that names the files beside one that have its suffix."""
-    pattern = os.path.join(os.path.dirname(path), "*" + os.path.splitext(path)[1])
+def like(path: str, dataset: str) -> str:
+    """The flag that names the files of a data set that have the suffix of one of them."""
+    folder = os.path.join(dataset, "**") if os.path.isdir(dataset) else os.path.dirname(path)
+    pattern = os.path.join(folder, "*" + os.path.splitext(path)[1])
     return shell(f"--dataset={pattern}")
 
 

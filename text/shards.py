@@ -115,13 +115,14 @@ def shard_files(folder: Path, split: str = "(train|val)") -> list[Path]:
     return sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
 
 
-def require_ours(path: Path) -> None:
+def require_shard(path: Path) -> None:
     """UserError if a file that is there already, under the name of a shard, is not one of ours."""
     if path.exists() and path.stat().st_size:
         with files.open_regular(path) as file:
             begin = file.read(len(BEGIN))
         is_ours = begin == BEGIN or not any(begin)  # a power failure may leave zeros
-        require(is_ours, f"{path} is not a shard of this project: set another --data_dir")
+        fix = "remove it, or set another --data_dir"
+        require(is_ours, f"{path} is not a shard of this project: {fix}")
 
 
 def fingerprint(folder: Path) -> str:

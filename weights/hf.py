@@ -200,9 +200,9 @@ def export(source, folder, max_bytes: int = MAX_FILE_BYTES) -> None:
         return chosen
 
     with published(Path(folder)) as staging:
-        write_folder(staging, tensors, max_bytes, read)
-        if path:
+        if path:  # before the weights: this may fail, and they take minutes
             settings |= hf_tokenizer.export(path, staging)
+        write_folder(staging, tensors, max_bytes, read)
         (staging / "config.json").write_text(json.dumps(settings, indent=2))
 
     lost = ", ".join(lost_in_transformers(cfg))

@@ -327,7 +327,7 @@ def attn_type_of(cfg: MPTConfig) -> str:
 
 
 def lost_in_transformers(cfg: MPTConfig) -> list[str]:
-    """The settings that transformers' MptForCausalLM ignores or refuses, and what it computes with.
+    """The settings that transformers' MptForCausalLM ignores or refuses, each with its own value.
 
     LLM Foundry's code knows them all.
     """

@@ -360,8 +360,16 @@ def generation_of(path: Path) -> dict:
 
 
 def keep_generation(base: str, run_dir: str) -> None:
-    """Keep in a new run how the model that it begins with generates text: which ids end it."""
-    hf_tokenizer.keep_generation(generation_of(Path(base)), Path(run_dir))
+    """Keep in a new run how the model that it begins with generates text: which ids end it, its
+    chat template and the names of special tokens.
+    """
+    path = Path(base)
+    hf_tokenizer.keep_generation(generation_of(path), Path(run_dir))
+    if is_run(path):
+        beside = checkpoint.find(base).parent.parent / hf_tokenizer.KEPT
+    else:
+        beside = hf_tokenizer.folder_of(path)
+    hf_tokenizer.copy_beside(beside, Path(run_dir) / hf_tokenizer.KEPT)
 
 
 def tokenizer_of(path: Path) -> tuple[str, Path | None]:

@@ -22,6 +22,7 @@ setting that would change what the model computes, and that lora.py does not hav
 """
 
 import json
+import math
 import re
 import time
 from dataclasses import asdict, dataclass, replace
@@ -242,9 +243,10 @@ def is_among(layer: str, names, deadline: float) -> bool:
 
 def matches(pattern: str, text: str, deadline: float) -> bool:
     """Does a pattern of a stranger match a whole text? Raises as `is_named`."""
-    # Counted repetition, such as ((a{999}){999}){999}, can fill the memory.
-    is_small = "{" not in pattern and len(pattern) <= MOST_PATTERN
-    require(is_small, f"it has a {{ or over {MOST_PATTERN:,} characters: list the layers instead")
+    # Counted repetition, such as ((a{999}){999}){999}, can fill the memory; \d{1,2} cannot.
+    counts = [int(n) for n in re.findall(r"[{,](\d{1,9})", pattern)]
+    is_small = math.prod(n + 1 for n in counts) <= MOST_PATTERN and len(pattern) <= MOST_PATTERN
+    require(is_small, "it is too long, or repeats too much: list the layers instead")
     re.compile(pattern)  # PEFT's; regex knows more, such as recursion
     left = max(deadline - time.monotonic(), 1e-6)
     return regex.fullmatch(pattern, text, timeout=left) is not None

@@ -293,19 +293,19 @@ def begun(run, asked, resumed):
     cfg = TrainConfig(resume=asked or "auto")
     world = SimpleNamespace(global_size=1, device=torch.device("cpu"))
     launch = runlog.launch_record(cfg, world, "fp32", resumed, epoch_tokens=9)
+    launch["first_step"] = int(resumed.name.removeprefix("step-"))
     if asked is None:  # as earlier versions did
         del launch["resume"]
     Path(run).mkdir(exist_ok=True)
     runlog.add_line(Path(run) / "launches.jsonl", launch)
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_a_checkpoint_is_named_to_begin_there_and_not_to_go_back(ranks, tmp_path, recorded):
+def test_a_checkpoint_is_named_to_begin_there_and_not_to_go_back(ranks, tmp_path):
     """The same command goes on from what it has saved since; or begins there if that is damaged."""
     old, run = made_up(tmp_path / "old", 6), tmp_path / "run"
     cfg = replace(RUN, run_dir=str(run), resume=str(old), max_steps=20)
     assert chosen(ranks, 2, cfg) == (old, [])
-    begun(run, str(old) if recorded else None, old)
+    begun(run, str(old), old)
     assert chosen(ranks, 2, cfg) == (old, [])  # nothing is saved yet
     newer = [made_up(run, step) for step in (8, 10)]
     assert chosen(ranks, 2, cfg) == (newer[1], [])
@@ -316,11 +316,17 @@ def test_a_checkpoint_is_named_to_begin_there_and_not_to_go_back(ranks, tmp_path
     assert answer == old and len(lines) == 2
     assert all(line.endswith(", resuming from step-6") for line in lines)
 
+    other = tmp_path / "other"
+    made_up(other, 4)  # of an earlier start
+    begun(other, str(old), old)
+    assert chosen(ranks, 2, replace(cfg, run_dir=str(other))) == (old, [])
 
-def test_a_run_does_not_go_on_where_it_was_asked_to_go_back(ranks, tmp_path):
+
+@pytest.mark.parametrize("asked", ["auto", None])
+def test_a_run_does_not_go_on_where_it_was_asked_to_go_back(ranks, tmp_path, asked):
     """It has begun at step-6 once, as any start does; nobody had asked for that."""
     earlier, newest = made_up(tmp_path / "run", 6), made_up(tmp_path / "run", 8)
-    begun(tmp_path / "run", "auto", earlier)
+    begun(tmp_path / "run", asked, earlier)
     cfg = replace(RUN, run_dir=str(tmp_path / "run"), resume=str(earlier), max_steps=20)
     answer, _ = chosen(ranks, 1, cfg)
     problem = f"UserError: {tmp_path}/run holds {newest}, which is later than {earlier}: "

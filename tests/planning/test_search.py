@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import config
 import devices
 from config import SHARDING_MODES, MPTConfig, TrainConfig, UserError, stage_sizes
 from planning import budget, memory, search, step_time
@@ -220,7 +221,7 @@ def test_adapters_that_leave_the_first_stage_idle_are_not_cut_into_stages():
 @pytest.mark.parametrize("name", ["tp", "pp", "microbatch_size", "recompute_every"])
 def test_a_layout_is_of_whole_numbers_above_0(name):
     with pytest.raises(UserError, match=f"{name} must be from 1 to .*, not 0"):
-        LayoutArgs(**{name: 0}).check()
+        config.load([f"--{name}=0"], LayoutArgs)
 
 
 def test_the_program_prints_all_layouts_the_fastest_first(capsys):
