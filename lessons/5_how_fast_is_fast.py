@@ -291,7 +291,7 @@ with torch.no_grad():
 for name, (intensity, rate) in points.items():
     roof = min(core_peak, intensity * core_bandwidth)
     print(f"{name:18} {intensity:7.2f} FLOPs a byte {rate / 1e9:6.1f} of {roof / 1e9:5.1f} GFLOP/s")
-assert ADAMW < core_peak / core_bandwidth  # left of the ridge: memory is its limit
+assert core_peak / core_bandwidth > ADAMW  # left of the ridge: memory is its limit
 
 # %%
 figure = Figure(figsize=(12, 5))

@@ -148,13 +148,22 @@ def kept_generation(run_dir: Path) -> dict:
 
 
 def with_valid_ids(generation: dict, source: Path) -> dict:
-    """The argument. UserError if its special ids are no ids; eos_token_id may be a list of them."""
-    for key in SPECIAL_IDS:
-        value = generation.get(key, 0)
-        ids = value if isinstance(value, list) and key == "eos_token_id" else [value]
-        are_ids = all(type(i) is int and 0 <= i < 2**31 for i in ids)
-        require(are_ids, f"{source} sets {key} to {shown(value)}: expected a whole number")
-    return generation
+    """`generation` without special ids that are none, as a pad_token_id of -1.
+
+    eos_token_id may be a list of ids; UserError if it is no id.
+    """
+    ends = generation.get("eos_token_id", 0)
+    are_ids = all(map(is_id, ends if isinstance(ends, list) else [ends]))
+    problem = f"{source} sets eos_token_id to {shown(ends)}"
+    require(are_ids, f"{problem}: expected a whole number, 0 or more")
+    others = [key for key in SPECIAL_IDS if key != "eos_token_id" and key in generation]
+    wrong = [key for key in others if not is_id(generation[key])]
+    return {key: value for key, value in generation.items() if key not in wrong}
+
+
+def is_id(value) -> bool:
+    """Can this be the id of a token?"""
+    return type(value) is int and 0 <= value < 2**31
 
 
 def end_ids(generation: dict) -> set[int]:
@@ -192,7 +201,7 @@ def save(name: str, file: Path | None, run_dir: Path) -> None:
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Copy the files that describe a tokenizer, as far as they are there."""
+    """Copy the files that describe a tokenizer, as far as they are there. UserError for a link."""
     if source.name == KEPT:
         require_no_link(source)
     found = [source / name for name in BESIDE if (source / name).exists()]

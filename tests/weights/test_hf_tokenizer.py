@@ -212,6 +212,22 @@ def test_an_end_that_is_no_id_is_one_line(value, tmp_path):
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
 
 
+def test_a_run_that_begins_with_a_folder_keeps_what_describes_its_tokenizer(tmp_path):
+    folder = tmp_path / "theirs"
+    write_folder(folder, "theirs")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(settings | {"pad_token_id": -1}))
+    hf.import_(folder, tmp_path / "run")
+    for base in (folder, tmp_path / "run"):
+        begun = tmp_path / f"on {base.name}"
+        begun.mkdir()
+        load.keep_generation(str(base), str(begun))
+        kept = {path.name: path.read_text() for path in (begun / "hugging_face").iterdir()}
+        for name in ("chat_template.jinja", "tokenizer_config.json"):
+            assert kept[name] == (folder / name).read_text()
+        assert "pad_token_id" not in json.loads(kept["generation_config.json"])
+
+
 def test_what_was_kept_is_not_followed_elsewhere(tmp_path):
     """A run from someone else may hold links in place of files."""
     write_folder(tmp_path / "theirs", "theirs")
