@@ -301,8 +301,15 @@ def test_a_rank_that_dies_before_the_loop_ends_the_other(launched, tmp_path, mom
 STOPS = "os.environ['RANK'] == '{victim}' and os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment, victim", [("before", 1), ("signed in", 2), ("connected", 0)])
+@pytest.mark.parametrize(
+    "moment, victim",
+    [
+        pytest.param("before", 1, marks=pytest.mark.slow),
+        pytest.param("signed in", 2, marks=pytest.mark.long),
+        pytest.param("connected", 2, marks=pytest.mark.slow),
+        pytest.param("connected", 0, marks=pytest.mark.long),
+    ],
+)
 def test_a_rank_that_stands_still_before_the_loop_is_named(launched, tmp_path, moment, victim):
     """Rank 0 comes later than the others, who wait for it nevertheless: it knows who is missing."""
     stop = STOPS.format(victim=victim)
