@@ -107,7 +107,7 @@ def test_a_rank_that_hangs_between_steps_is_named_though_the_others_notice_later
     """Rank 0 hangs where it writes the row of a step that took 9 s. For the others that step is
     over: their own patience would last 9 s longer."""
     stepping = """time.sleep(9 * (step == 4))
-    if (step, rank) == (4, 0): fsdp_train.runlog.RunLog.row = lambda *_: time.sleep(10**6)"""
+    if (step, rank) == (4, 0): fsdp_train.runlog.RunLog.row = lambda *_, **__: time.sleep(10**6)"""
     job = started(2, *FOREVER, "--timeout_minutes=0.4", stepping=stepping)
     assert job.wait(PATIENCE) and statuses(job) == [RESUME_ME] * 2
     (line,) = errors(tmp_path)
