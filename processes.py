@@ -3,7 +3,7 @@
     start         a rank learns who it is, picks its device and joins the others
     open_store    a key-value server (PyTorch's TCPStore): torchrun's, or else one in rank 0
     meet          all ranks sign in there, and agree on a random name for this start
-    name_silent_ranks    a thread, from then on: it ends the run if a rank stands still
+    RollCall      a thread, from then on: it ends the run if a rank stands still
     join          later keys in the store, such as gloo's addresses, have that name as their prefix
     spawn         starts processes on this machine that are ranks of their own
     run           calls a program's main and ends the rank with an exit status, whatever happens
@@ -45,7 +45,6 @@ from program import RESUME_ME, end, end_with_torchrun, out_of_memory, whoami
 MEETING = 120  # seconds in which all ranks have to meet
 POLL = 0.1  # seconds between two looks into the store
 REPLY_TIMEOUT = 5  # seconds in which a thread of a living rank replies
-LEFT = -(2**40)  # makes a rank's count negative: it gives no more signs of life
 SHOWN = 8  # of many silent ranks, as many as a node has are named
 TIMEOUT = timedelta(minutes=60)  # of one collective: a rank that waits longer fails
 DUPLICATE_GPU = "Duplicate GPU detected"  # an error of NCCL
@@ -86,7 +85,6 @@ class World:
     pp_size: int = 1
     pp_group: dist.ProcessGroup | None = None  # None: this rank alone
     timeout: timedelta = TIMEOUT  # of a collective
-    watched: threading.Event | None = None  # set by a watchdog: `name_silent_ranks` ends
 
     def __post_init__(self):
         if self.dp_size is None:
@@ -109,17 +107,16 @@ def start(
     join_freed_gpu_memory()
     device = pick_device(device_type, local_rank, local_size, size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"  # nccl is RCCL on ROCm
-    watched = None
     if not dist.is_initialized():  # a benchmark calls this once for each of its rows
         if timeout:
             quiet_nccl(timeout)
-        watched = join(backend, rank, size, timeout or TIMEOUT)
+        join(backend, rank, size, timeout or TIMEOUT)
         if device.type == "cuda" and size > 1:
             require_own_gpus(identity(device))
     if device.type == "cpu":
         keep_freed_memory()
-    limits = {"timeout": timeout or TIMEOUT, "watched": watched}
-    return in_grid(World(rank, size, local_rank, local_size, device, **limits), tp, pp)
+    world = World(rank, size, local_rank, local_size, device, timeout=timeout or TIMEOUT)
+    return in_grid(world, tp, pp)
 
 
 def in_grid(world: World, tp: int, pp: int = 1) -> World:
@@ -300,17 +297,16 @@ def keep_freed_memory() -> None:
 # Meeting
 
 
-def join(backend: str, rank: int, size: int, timeout: timedelta) -> threading.Event:
+def join(backend: str, rank: int, size: int, timeout: timedelta) -> None:
     """init_process_group for this rank of `size`. `timeout`: of one collective.
 
-    Returns the event that ends `name_silent_ranks`. If the ranks do not meet in time, this one ends
-    with RESUME_ME and a line. Raises UserError if the address is missing or taken.
+    If the ranks do not meet in time, this one ends with RESUME_ME and a line. Raises UserError if
+    the address is missing or taken.
     """
-    watched = threading.Event()
     group = {"backend": backend, "rank": rank, "world_size": size, "timeout": timeout}
     if size == 1:
         dist.init_process_group(store=dist.HashStore(), **group)
-        return watched
+        return
     host, port = os.environ.get("MASTER_ADDR"), program.number("MASTER_PORT", 0)
     known = host and 0 < port < 2**16
     problem = f"MASTER_ADDR={host or ''} and MASTER_PORT={port} are no address of rank 0"
@@ -321,17 +317,15 @@ def join(backend: str, rank: int, size: int, timeout: timedelta) -> threading.Ev
         with in_time(f"meet the others at {where}", 3 * MEETING):
             store = open_store(host, port, rank)
             name = meet(store, rank, size, MEETING)
-            signs = open_store(host, port, rank)  # the main thread may long wait at the other one
+            own_store = open_store(host, port, rank)  # at the other one the main thread may wait
     except dist.DistError as error:
         why = config.one_line(error)
         config.print_error(f"{whoami(rank)} cannot meet the others at {where}: {why}")
         raise SystemExit(RESUME_ME) from error
-    arguments = dist.PrefixStore(name, signs), where, rank, size, watched
-    threading.Thread(target=name_silent_ranks, args=arguments, daemon=True).start()
+    RollCall(dist.PrefixStore(name, own_store), where, rank, size).start()
     with in_time(f"connect to all other ranks at {where}"):
         store.set_timeout(timeout)
         dist.init_process_group(store=dist.PrefixStore(name, store), **group)
-    return watched
 
 
 def open_store(host: str, port: int, rank: int) -> dist.Store:
@@ -439,41 +433,71 @@ class SignsOfLife:
         return [rank for rank, seconds in self.silence.items() if seconds >= patience]
 
 
-def name_silent_ranks(store: dist.Store, where: str, rank: int, size: int, watched) -> None:
-    """A thread, from the meeting on: if another rank stands still, name it and end this one.
+class RollCall(threading.Thread):
+    """From the meeting on: if a rank gives no sign of life, name it and end all others.
 
-    Otherwise the ranks would wait for the timeout of a collective. `watched` is set in the training
-    loop, where the watchdog names ranks, twice as fast. store: only this thread uses it.
+    Without this thread they would wait for the timeout of a collective. In the training loop the
+    watchdog takes over, which notices it in half of the time.
     """
-    patience = MEETING / 2
-    signs = SignsOfLife(rank, size, interval=patience / 6)
-    try:
-        store.set(f"name {rank}", whoami(rank))
-        while not (gone := signs.gone(patience)):
-            if watched.wait(signs.interval):
-                store.add(f"count {rank}", LEFT)
-                return
-            with contextlib.ExitStack() as limit:
-                if not torchrun_serves():  # it may stand still for long, as after Ctrl-Z
-                    limit.enter_context(in_time(f"reach rank 0 at {where}", patience))
-                store.add(f"count {rank}", 1)
-                counts = {other: store.add(f"count {other}", 0) for other in signs.counts}
-                if store.check(["over"]):  # rank 0 has said why
-                    os._exit(config.flushed(RESUME_ME))
-            signs.look(counts, time.monotonic())
-        keys = {other: f"name {other}" for other in gone[:SHOWN]}
-        names = [
-            store.get(key).decode() if store.check([key]) else f"rank {other}"
-            for other, key in keys.items()
-        ]
-        if store.add("reports", 1) == 1:
-            config.print_error(silence_of(names, len(gone), patience))
-        if rank == 0:
-            store.set("over", "")
-            time.sleep(signs.interval + 3)  # until the others have read it
-    except dist.DistError:  # the server has ended: collectives will fail as well
-        return
-    os._exit(config.flushed(RESUME_ME))
+
+    def __init__(self, store: dist.Store, where: str, rank: int, size: int):
+        """store: only this thread uses it. where: its address."""
+        super().__init__(daemon=True)
+        self.store, self.where, self.rank = store, where, rank
+        self.patience = MEETING / 2
+        self.signs = SignsOfLife(rank, size, interval=self.patience / 12)
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        """Until `end_roll_call`, or until another rank is silent."""
+        with contextlib.suppress(dist.DistError):  # no server: collectives will fail as well
+            self.store.set(f"name {self.rank}", whoami(self.rank))
+            while not self.ended.wait(self.signs.interval):
+                # If the server stands still, so does rank 0. torchrun may, as after Ctrl-Z.
+                words = f"no sign of life for {self.patience:g} s: rank 0 at {self.where} is silent"
+                timer = threading.Timer(self.patience, self.leave, [words])
+                timer.daemon = True
+                if not torchrun_serves():
+                    timer.start()
+                self.exchange()
+                timer.cancel()
+                if self.store.check(["over"]):  # another rank says why
+                    self.leave()
+                if gone := self.signs.gone(self.patience):
+                    names = [self.name(rank) for rank in gone[:SHOWN]]
+                    is_first = self.store.add("over", 1) == 1
+                    self.leave(silence_of(names, len(gone), self.patience) * is_first)
+
+    def exchange(self) -> None:
+        """Give a sign of life, and look at those of others."""
+        self.store.add(f"count {self.rank}", 1)
+        counts = {rank: self.store.add(f"count {rank}", 0) for rank in self.signs.counts}
+        self.signs.look(counts, time.monotonic())
+
+    def name(self, rank: int) -> str:
+        """A rank in words, as it has published them."""
+        key = f"name {rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else f"rank {rank}"
+
+    def leave(self, words: str = "") -> None:
+        """End this process, with a line if no other rank has one.
+
+        When the first one ends, collectives of the others fail. So each waits until all know, and
+        its main thread has no say.
+        """
+        if words:
+            config.print_error(words)
+        config.flushed(RESUME_ME)
+        program.silence()
+        time.sleep(self.signs.interval + 3)
+        os._exit(RESUME_ME)
+
+
+def end_roll_call() -> None:
+    """From now on other ranks may end before this one."""
+    for thread in threading.enumerate():
+        if isinstance(thread, RollCall):
+            thread.ended.set()
 
 
 def silence_of(names: list[str], number: int, patience: float) -> str:
@@ -497,7 +521,7 @@ def in_time(what: str, seconds: float | None = None):
     """Limits what all ranks do together: if it takes too long, prints a line, ends this process.
 
     A rank that waits for the address of a dead one would do so until the timeout of a collective.
-    seconds: later than whatever knows more; if not given, than `name_silent_ranks`.
+    seconds: later than whatever knows more; if not given, than `RollCall`.
     """
     seconds = seconds or MEETING + 5
     me = whoami(config.rank())
@@ -607,9 +631,13 @@ def run(main) -> None:
     end_with_torchrun()
     program.escape_unprintable()
     try:
-        main(sys.argv[1:])
+        try:
+            main(sys.argv[1:])
+            if dist.is_initialized():
+                dist.barrier()
+        finally:
+            end_roll_call()
         if dist.is_initialized():
-            dist.barrier()
             dist.destroy_process_group()
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)

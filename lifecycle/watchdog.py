@@ -39,13 +39,14 @@ import processes
 import program
 import tensor_parallel
 from config import UserError
-from processes import LEFT, REPLY_TIMEOUT, SHOWN, SignsOfLife
+from processes import REPLY_TIMEOUT, SHOWN, SignsOfLife
 from program import RESUME_ME, out_of_memory, whoami
 
 ROOT = Path(__file__).parent.parent
 TORCH = Path(torch.__file__).parent
 SILENCE = 30  # seconds without a sign of life after which a rank counts as gone
 SIGN = 2.5  # seconds in which a living rank counts up: it does so every second
+LEFT = -(2**40)  # makes a rank's count negative: it has left the training loop
 WAITS = "waits"
 WAITS_FOR_STAGE = "waits for a stage"
 WAITING = ("distributed", "cuda", "autograd")  # folders of torch in which a main thread waits
@@ -189,8 +190,7 @@ class Watchdog:
         self.heartbeat()
         self.signs_of_life = SignsOfLife(self.world.global_rank, self.world.global_size)
         threading.Thread(target=self.run, daemon=True).start()
-        if self.world.watched:
-            self.world.watched.set()
+        processes.end_roll_call()
         return self
 
     def heartbeat(self) -> None:
