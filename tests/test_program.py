@@ -57,15 +57,15 @@ for line in sys.stdin:
 LEFT_BEHIND = {"RANK": "1", "WORLD_SIZE": "", "SLURM_PROCID": "1", "SLURM_NTASKS": "x"}
 
 
-def run(words, folder, read=True):
+def run(words, folder, read=True, variables=LEFT_BEHIND):
     """A program as a user starts it: (exit status, output, errors).
 
-    read=False: the reader of its output is gone.
+    read=False: the reader of its output is gone. variables: of a launcher.
     """
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *words_of(words[0]), *words[1:]]
-    env = rooms_on_path() | LEFT_BEHIND
+    env = rooms_on_path() | variables
     options = {"cwd": folder, "env": env, "stderr": subprocess.PIPE, "text": True}
     done = subprocess.run(command, stdout=subprocess.PIPE if read else writer, **options)
     os.close(writer)

@@ -96,7 +96,7 @@ def test_a_base_that_trains_on_keeps_the_checkpoint_of_its_adapters(
 @pytest.mark.slow
 def test_a_trainer_whose_reader_has_left_ends_quietly(tiny_data, tmp_path):
     words = ["fsdp_train.py", *SMALL, *flags_for(tiny_data), "--max_steps=3", "--run_dir=unread"]
-    status, _, printed = run(words, tmp_path, read=False)
+    status, _, printed = run(words, tmp_path, read=False, variables={})
     assert status == 141 and "Traceback" not in printed and "error" not in printed, printed
 
 
