@@ -722,7 +722,7 @@ MUTANTS = [
         "of a lost rank, a living one is said to give no sign of life",
     ),
     Mutant(
-        "lifecycle/watchdog.py",
+        "processes.py",
         " or count < 0",
         "",
         "lifecycle/test_watchdog.py",
