@@ -24,6 +24,8 @@ import jinja2  # torch requires it
 import jinja2.ext
 import jinja2.sandbox
 
+import program
+
 MOST_BYTES = 2**30  # of this process, on Linux
 # What a template may write: so much of its own, and so much for each character of a conversation
 # (JSON in ASCII spells one with up to 12).
@@ -144,15 +146,19 @@ def answered(renderer: Renderer, request: dict) -> dict:
         return {"error": f"fails: {reason_of(error)}"}
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Answer each line of the input. The system ends this process where it exceeds its limits."""
+    program.arguments(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that asks
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     if sys.platform == "linux":
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         limit = MOST_BYTES if most == resource.RLIM_INFINITY else min(MOST_BYTES, most)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    setup = json.loads(sys.stdin.readline())
+    first_line = sys.stdin.readline()
+    if not first_line:
+        return
+    setup = json.loads(first_line)
 
     signal.setitimer(signal.ITIMER_PROF, setup["seconds"])  # of the processor, until SIGPROF
     renderer, answer = started(setup)
@@ -163,4 +169,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)
