@@ -42,6 +42,7 @@ for line in sys.stdin:
     words, out, err = json.loads(line)
     child = os.fork()
     if child == 0:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that reads its input ends
         os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT) if out else int(sys.argv[1]), 1)
         os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
         sys.argv = words[1:] if words[0] == "-m" else words
