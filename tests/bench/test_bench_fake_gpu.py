@@ -494,7 +494,7 @@ def test_every_kind_of_model_runs_there(logs, case):
 
 
 def test_bad_input_is_one_clear_line(monkeypatch):
-    with pytest.raises(UserError, match="ranks must be at least 1, not 0"):
+    with pytest.raises(UserError, match="ranks must be from 1 to 1,000,000, not 0"):
         fake_gpu.main(["--ranks=0"])
     with pytest.raises(UserError, match="before torch is imported"):
         import torch  # noqa: F401

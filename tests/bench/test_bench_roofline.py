@@ -485,7 +485,7 @@ def test_a_night_that_does_not_fit_is_one_clear_line(night, tmp_path):
         (["--device=h1000"], "no accelerator 'h1000' in devices.py, did you mean h100"),
         ([], "which device"),
         (["configs/nowhere.py", "--device=h100"], "no config file 'configs/nowhere.py'"),
-        (["--device=h100", "--ranks=0"], "ranks must be at least 1, not 0"),
+        (["--device=h100", "--ranks=0"], "ranks must be from 1 to 1,000,000, not 0"),
         (["--device=h100", "--top=-1"], "top must be 0 or more"),
         (["--device=h100", "--attention_share=2"], "attention_share must be from 0 to 1, not 2"),
         (["--device=h100", "--microbatch_size=auto"], "microbatch_size=auto"),
