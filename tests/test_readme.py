@@ -123,6 +123,8 @@ def copy(tmp_path_factory, tiny_text):
     shutil.copy(folder / "my/0.txt", folder / "my/notes.txt")
     examples = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(200)]
     (folder / "my/chat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in examples))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    (folder / "my/chat.jinja").write_text(template)
 
     run_well(shrunk("python fsdp_train.py configs/demo.py"), folder)
     names = ("base", "hot", "sdpa", "rope", "elastic/one", "elastic/two", "elastic/moved")
