@@ -278,6 +278,23 @@ def print_error(words, head: str = "error") -> None:
         print(f"{head}: {words}\n", end="", file=sys.stderr, flush=True)
 
 
+def table(heads, rows) -> str:
+    """Lines of a table for people: columns as wide as their widest cell, two spaces apart.
+
+    heads: a text per column. rows: a cell per column, text or what str makes of it. A column that
+    holds numbers, with or without a unit ("12.5 GB/s"), is aligned to the right.
+    """
+    rows = [[str(cell) for cell in row] for row in rows]
+    columns = list(zip(heads, *rows, strict=True))
+    lines = [""] * (len(rows) + 1)
+    for column in columns:
+        width = max(map(len, column))
+        numeric = all(cell[:1] in "+-.0123456789" for cell in column[1:])
+        for number, cell in enumerate(column):
+            lines[number] += (cell.rjust(width) if numeric else cell.ljust(width)) + "  "
+    return "\n".join(line.rstrip() for line in lines)
+
+
 # --------------------------------------------------------------------------------------------------
 # A process among others
 

@@ -371,3 +371,12 @@ def test_a_program_without_ranks_is_none_and_starts_none(monkeypatch, capsys):
         program.run(main)
     assert seen == [((0, 1, 0, 1), [])]
     assert capsys.readouterr().err == "error: a mistake\n"
+
+
+def test_a_table_aligns_words_to_the_left_and_numbers_to_the_right():
+    rows = [["ours", 1234, "1.5 GB"], ["transformers", 12, "-"]]
+    assert program.table(["name", "tokens/s", "memory"], rows).splitlines() == [
+        "name          tokens/s  memory",
+        "ours              1234  1.5 GB",
+        "transformers        12       -",
+    ]
