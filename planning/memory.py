@@ -1,38 +1,52 @@
-"""The memory of one training step, part by part, in closed form: does a run fit before it starts?
+"""The memory of one training step in closed form: does a run fit before it starts?
 
-    state        4 weights + 4 gradients + 8 Adam's moments = 16 bytes a parameter,
-                 divided by the ranks that share it
-    activations  tokens x layers x the bytes that a block keeps for its backward; in bf16 with
-                 a hidden width of 4 d_model: 32 x d_model without activation checkpointing,
-                 22 x d_model with selective, 2 x d_model with full
-    loss         the gradient of the output weight W in fp32, one chunk of logits at a time
-    adapters     (lora.py) 16 bytes a parameter of theirs, and for each frozen weight of a matrix 2
-                 in bf16, else 4, without gradient and moments. Activations hardly shrink: a frozen
-                 layer does not keep its input, but its adapter does. Blocks below the first adapter
-                 keep nothing
+Whatever is in memory during a step is a row: part, bytes, first moment, last moment. A moment takes
+the sum of its rows, and the fullest moment is the peak. A step of two blocks, N parameters, on one
+rank:
 
-A step passes through moments (points in time, not Adam's moments): the forward of the loss, its
-backward, each block's backward, the update. Each has its own sum of parts; the largest sum is the
-peak. The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no
-dropout, and the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or
-mps, or tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and
-network buffers come on top.
+                                              loss     loss     block 1  block 0  embedding
+    part         bytes                       forward backward backward backward backward update
+
+    weights      4 N                        |----------------------------------------------------|
+    moments      8 N, of Adam               |----------------------------------------------------|
+    activations  32 d_model x tokens, of 1  |-------------------------|
+                 and of block 0             |----------------------------------|
+    copies       2 a weight, in bf16, of 1  |-------------------------|
+                 and of block 0             |----------------------------------|
+    loss         a chunk of logits          |-------|
+                 4 W, the output's gradient |---------------------------------------------|
+    workspace    of each block's backward                     |-------|--------|----------|
+    gradients    4 a weight, of block 1                                |-------------------------|
+                 of block 0                                             |------------------------|
+                 of all other weights                                                     |------|
+
+Ranks divide the state (16 N in all) and gather copies; tensor parallelism cuts each layer; a
+pipeline gives each rank some blocks, and the activations of several microbatches. Activation
+checkpointing keeps 22 d_model per token ("selective") or 2 d_model ("full") instead of 32. With
+adapters (lora.py) they alone train: 2 bytes of each frozen weight of a matrix in bf16, else 4,
+without gradient or moments. A frozen layer does not keep its input, but its adapter does.
+
+The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no dropout, and
+the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or
+tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and network
+buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
 """
 
 import bisect
-import itertools
 import math
 import typing
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import config
 import devices
 import flops
 from config import Checkpointing, MPTConfig, TrainConfig, blocks_of, require
 from planning import matmuls
+from program import table
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
 GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
@@ -41,6 +55,19 @@ COLUMNS = 4096  # of the output weight's gradient, computed at once, as in loss.
 # (about 1 GB), the buffers of NCCL or RCCL, and fragmentation. By this estimate all microbatches
 # of LLM Foundry's 142 published runs on 8 GPUs fit: the fullest takes 0.87.
 ROOM = 0.92
+
+FROZEN = "frozen weights"  # only with adapters
+WEIGHTS = "weights, fp32"
+GRADIENTS = "gradients, fp32"
+MOMENTS = "Adam's moments, fp32"
+COPIES = "copies of the weights"
+ACTIVATIONS = "blocks' activations"
+LOSS = "final norm and loss"
+WORKSPACE = "backward's workspace"
+PARTS = (FROZEN, WEIGHTS, GRADIENTS, MOMENTS, COPIES, ACTIVATIONS, LOSS, WORKSPACE)
+
+LOSS_FORWARD, LOSS_BACKWARD = 0, 1  # the first moments; `Rank` numbers those that follow
+Row = tuple[str, float, int, int]  # part, bytes, first moment, last moment
 
 
 @dataclass
@@ -71,9 +98,8 @@ def norm_width(m: MPTConfig, precision: str) -> int:
 # What tensor parallelism divides
 
 
-@dataclass(frozen=True)
-class Widths:
-    """The widths of one tensor rank: its part of what tensor_parallel.py cuts.
+class Widths(typing.NamedTuple):
+    """Heads, columns of q, k and v, hidden units and rows of the vocabulary of one tensor rank.
 
     Where a width does not divide, those of the last rank, which has the largest part.
     """
@@ -276,479 +302,6 @@ def nearest_batches(batch: int, possible_dp: set[int]) -> str:
     return f"set --global_batch_size={nearest}"
 
 
-# --------------------------------------------------------------------------------------------------
-# One step on one rank
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A microbatch whose backward runs, and what is in memory meanwhile."""
-
-    waiting_bytes: int  # activations of other microbatches, which later stages have not sent back
-    adds: bool  # earlier microbatches have left their gradients
-    reduces: bool  # the data-parallel ranks reduce the gradients
-
-
-class StepMemory:
-    """Bytes of a training step on one rank of pipeline stage `stage`.
-
-    Without a pipeline, in the last microbatch of the step. With one, at each moment in that
-    microbatch (see `turns`) which takes the most.
-    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if they do not
-    divide the model or the batch, and for settings that have no formula here.
-
-    tp  As tensor_parallel.py does it: heads, hidden width and vocabulary are divided by cfg.tp.
-        Norms, positions, the biases of out_proj and down_proj and the inputs of norms and linear
-        layers are whole on every rank. With cfg.sequence_parallel the inputs of norms and the
-        residual stream are divided, too. The chunks of the loss have about tp times as many rows.
-    pp  As pipeline.py does it. The blocks of a stage are those of `config.blocks_of`. Beside the
-        activations of its own microbatch it keeps those that later stages have not sent back; the
-        first stage keeps cfg.pp microbatches in all. The first stage has the embeddings; the last
-        has the final norm, the loss and its own copy of a tied embedding. Hidden states and
-        gradients on their way to other stages take up to three residual streams.
-
-    With several data-parallel ranks the model is under fully_shard.
-
-    With cfg.lora_rank, lora.py's adapters train, and the model's own matrices are frozen.
-    """
-
-    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
-        self.shard_ranks, rows = layout(m, cfg, ranks)
-        require_countable(m, cfg)
-
-        self.m = m
-        self.has_adapters = cfg.lora_rank > 0
-        self.adapted_layers = cfg.adapted_layers if self.has_adapters else []
-        self.setup = matmuls.setup_of(cfg)
-        self.dp = ranks // (cfg.tp * cfg.pp)  # data-parallel ranks
-        self.tp = cfg.tp
-        self.pp = cfg.pp
-        self.is_sequence_parallel = cfg.sequence_parallel
-        self.part = widths(m, cfg.tp)
-        self.width = width(precision)
-        self.on_gpu = cfg.device not in ("cpu", "mps")
-        self.has_loss_kernel = self.on_gpu and cfg.tp == 1
-        self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
-        self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
-        self.is_first = stage == 0
-        self.is_last = stage == cfg.pp - 1
-        self.is_tied = m.tie_word_embeddings
-        self.blocks = blocks_of(m.n_layers, stage, cfg.pp)
-        self.n_layers = len(self.blocks)
-        self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
-        self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
-        self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
-        # The share of the tokens that a rank has between the layers is 1 / this.
-        self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1
-        self.message_bytes = self.residual_bytes // self.parts_of_tokens  # to another stage
-
-        self.accumulates = rows > cfg.microbatch_size  # over several microbatches
-        self.count_parameters()
-        self.count_trained(cfg)
-        self.count_activations(cfg, precision)
-        # The gradient of W has W's dtype.
-        self.head_grad_width = self.width if self.dp > 1 else 4
-        self.turns = self.list_turns(cfg, rows, stage)
-
-    def count_parameters(self) -> None:
-        """Set numbers of parameters on this rank: of an embedding, a block, outside blocks.
-
-        Adapters are not among them. The embedding has the size of the weight that the loss
-        multiplies with (W in loss.py).
-        """
-        m, part = self.m, self.part
-        d = m.d_model
-        has_bias = 0 if m.no_bias else 1
-
-        self.n_embedding = part.vocab * d
-        has_own_head = self.pp > 1 or not m.tie_word_embeddings
-        self.n_outside = 0
-        if self.is_first:
-            self.n_outside += self.n_embedding + flops.params_by_part(m)["wpe"]
-        if self.is_last:
-            self.n_outside += (self.n_embedding if has_own_head else 0) + d * (1 + has_bias)
-
-        columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
-        rows = part.q + part.hidden  # of out_proj, down_proj
-        self.norm_channels = 2 * d + (part.q + part.kv if m.qk_ln else 0)  # of a block
-        self.linear_biases = (columns + 2 * d) * has_bias  # of a block
-        norms = self.norm_channels * (1 + has_bias)
-        self.n_block = (columns + rows) * d + self.linear_biases + norms
-
-    def count_trained(self, cfg: TrainConfig) -> None:
-        """Set what trains and what is frozen on this rank.
-
-        trained: parameters of each block that train. trained_outside: of those outside blocks.
-        n_adapters: of a block that has any. n_scaled: of B's that the graph keeps, times the scale,
-        beside those. n_cast: parameters of a block that autocast casts to bf16. n_frozen,
-        frozen_bytes: of all frozen weights. n_trained, n_params: in all.
-        """
-        self.trained = [self.n_block] * self.n_layers
-        self.trained_outside = self.n_outside
-        self.n_adapters = 0
-        self.n_scaled = 0
-        self.n_frozen, self.frozen_bytes = 0, 0
-        self.n_cast = self.n_block
-        if self.has_adapters:
-            self.count_adapters(cfg)
-        self.n_trained = self.trained_outside + sum(self.trained)
-        self.n_params = self.n_trained + self.n_frozen
-
-    def count_adapters(self, cfg: TrainConfig) -> None:
-        """`count_trained` for a run with adapters."""
-        d = self.m.d_model
-        ends = adapter_ends(self.m, self.tp)
-        n_a = cfg.lora_rank * sum(ends[name][0] for name in cfg.adapted_layers)
-        n_b = cfg.lora_rank * sum(ends[name][1] for name in cfg.adapted_layers)
-        self.n_adapters = n_a + n_b
-        # The graph keeps B times the scale. Where autocast casts it, that is the copy of B.
-        casts = self.width == 2 and self.dp == 1 and not self.accumulates
-        self.n_scaled = 0 if casts else n_b
-        vectors = self.trained_vectors(cfg, self.norm_channels, self.linear_biases)
-        with_adapters = matmuls.adapted_blocks(self.m, self.setup)
-        self.trained = [self.n_adapters * (i in with_adapters) + vectors for i in self.blocks]
-        norm_f = d if self.is_last else 0
-        self.trained_outside = self.trained_vectors(cfg, norm_f, 0)
-
-        has_bias = 0 if self.m.no_bias else 1
-        vectors_of_block = self.norm_channels * (1 + has_bias) + self.linear_biases
-        self.n_cast = self.n_adapters + vectors_of_block
-        # Norms and biases stay fp32; matrices are stored as the matmuls take them.
-        n_vectors = self.n_layers * vectors_of_block + norm_f * (1 + has_bias)
-        n_matrices = self.n_outside + self.n_layers * self.n_block - n_vectors
-        frozen_vectors = n_vectors - self.n_layers * vectors - self.trained_outside
-        self.n_frozen = n_matrices + frozen_vectors
-        self.frozen_bytes = self.width * n_matrices + 4 * frozen_vectors
-
-    def trained_vectors(self, cfg: TrainConfig, norm_channels: int, linear_biases: int) -> int:
-        """Of norms with this many channels and of these biases: the parameters that train."""
-        norm_biases = 0 if self.m.no_bias else norm_channels
-        n = 0
-        if "norms" in cfg.lora_train:
-            n += norm_channels + norm_biases
-        if "biases" in cfg.lora_train:
-            n += linear_biases + norm_biases * ("norms" not in cfg.lora_train)
-        return n
-
-    def count_activations(self, cfg: TrainConfig, precision: str) -> None:
-        """Set which blocks have a backward and which are recomputed, and the bytes that each keeps
-        for its backward, and has computed again just before it."""
-        mode = cfg.activation_checkpointing
-        self.recomputed = [
-            mode != "none" and number % cfg.recompute_every == 0 for number in self.blocks
-        ]
-        first = matmuls.first_backward(self.m, self.setup)
-        # A later stage has a backward for the hidden states that it receives.
-        self.has_backward = [number >= first or not self.is_first for number in self.blocks]
-        # Of the first i blocks: how many have a backward and are not recomputed.
-        both = zip(self.has_backward, self.recomputed, strict=True)
-        whole = (has_backward and not again for has_backward, again in both)
-        self.n_whole = list(itertools.accumulate(whole, initial=0))
-
-        split = (precision, cfg.tp, cfg.sequence_parallel)
-        small = self.tokens * kept_by_block(self.m, mode, *split)
-        saved, products = self.tokens * kept_by_block(self.m, "none", *split), 0
-        # With "selective", the output of down_proj is kept, but nothing needs it.
-        unneeded = self.residual_bytes if mode == "selective" else 0
-        self.kept_bytes = []
-        self.again_bytes = []
-        for i, again in enumerate(self.recomputed):
-            if self.has_adapters:
-                saved, products = self.saved_by_own_block(i, cfg, precision)
-            kept = small + (products if mode == "selective" else 0) if again else saved
-            self.kept_bytes.append(kept * self.has_backward[i])
-            self.again_bytes.append(saved - kept + unneeded if again else 0)
-
-    def saved_by_own_block(self, i: int, cfg: TrainConfig, precision: str) -> tuple[int, int]:
-        """Bytes that this stage's i-th block keeps beside adapters if it is not recomputed, and how
-        many of them are products with the A of adapters."""
-        with_adapters = self.blocks[i] in matmuls.adapted_blocks(self.m, self.setup)
-        adapted = cfg.adapted_layers if with_adapters else []
-        # The first block with a backward passes no gradient on.
-        passes_on = not self.is_first or True in self.has_backward[:i]
-        needs_gradient = passes_on or matmuls.trains_vectors(self.m, self.setup)
-        saved = saved_beside_adapters(self.m, cfg, adapted, precision, needs_gradient)
-        return self.tokens * sum(saved.values()), self.tokens * saved["products with A"]
-
-    def list_turns(self, cfg: TrainConfig, rows: int, stage: int) -> list[Turn]:
-        """The microbatches in whose backward the peak of a stage may be.
-
-        In the first, as many are in flight as ever, but there are no gradients yet. In the second
-        there are. In the last, data-parallel ranks reduce them, but nothing else is in flight.
-        """
-        size = min(cfg.microbatch_size, rows)
-        n = math.ceil(rows / size)
-        numbers = {n - 1} if cfg.pp == 1 else {0, min(1, n - 1), n - 1}
-        turns = []
-        for number in sorted(numbers):
-            rows_left = rows - number * size
-            rows_in_flight = min((cfg.pp - stage) * size, rows_left)  # no more than the batch has
-            other_tokens = max(0, rows_in_flight - size) * self.m.max_seq_len
-            waiting_bytes = sum(self.kept_bytes) * other_tokens // self.tokens
-            reduces = self.dp > 1 and (number == n - 1 or not self.reduces_late)
-            turns.append(Turn(waiting_bytes, number > 0, reduces))
-        return turns
-
-    def head_grad_bytes(self, turn: Turn) -> int:
-        """Bytes of the gradient of W in the backward of the blocks.
-
-        It waits for the gradient of a tied embedding, or to be reduced over the ranks. On one rank
-        without them it is added to .grad directly.
-        """
-        is_shared = self.is_tied and self.pp == 1
-        added_directly = turn.adds and self.dp == 1 and not is_shared
-        waits = self.is_last and not added_directly and not self.has_adapters
-        return self.head_grad_width * self.n_embedding if waits else 0
-
-    def messages(self, turn: Turn, receives_gradient: bool = False) -> int:
-        """Bytes on their way to other stages, or kept until the next ones replace them.
-
-        The hidden states that went to the next stage, the gradient that went to the one before for
-        the last microbatch, and in blocks before the last the gradient that came from the next.
-        """
-        n = 0 if self.is_last else 1
-        n += 1 if receives_gradient and not self.is_last else 0
-        n += 1 if turn.adds and not self.is_first else 0
-        return n * self.message_bytes
-
-    def parts_at(
-        self,
-        turn: Turn,
-        blocks_kept: int,
-        params_done: int,
-        copies: int,
-        loss: int = 0,
-        workspace: float = 0,
-    ) -> dict[str, int]:
-        """{part: bytes} at one moment.
-
-        blocks_kept: how many blocks still keep their activations. params_done: how many parameters
-        have the gradient of this microbatch. copies, loss, workspace: bytes of these parts.
-        """
-        waiting = 4 if self.reduces_late else 4 / self.shard_ranks  # whole ones, or shards
-        done = 4 / self.shard_ranks if turn.reduces else waiting
-        gradients = done * params_done
-        gradients += waiting * (self.n_trained - params_done) if turn.adds else 0
-        frozen = {"frozen weights": self.frozen_bytes // self.shard_ranks}
-        return {
-            **(frozen if self.has_adapters else {}),
-            "weights, fp32": 4 * self.n_trained // self.shard_ranks,
-            "gradients, fp32": round(gradients),
-            "Adam's moments, fp32": 8 * self.n_trained // self.shard_ranks,
-            "copies of the weights": copies,
-            "blocks' activations": sum(self.kept_bytes[:blocks_kept]) + turn.waiting_bytes,
-            "final norm and loss": loss,
-            "backward's workspace": round(workspace),
-        }
-
-    def copies(self, turn: Turn, blocks_waiting: int, gathered: int = 0) -> int:
-        """Bytes of weights beside the sharded fp32 ones.
-
-        blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
-        gathered at this moment, if it frees blocks after use; else it has gathered them all, and
-        keeps those of the other blocks, too, until the gradients are reduced.
-        On one data-parallel rank: bf16 copies for blocks that are not recomputed. Autocast makes
-        them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
-        microbatches of a step.
-        """
-        n_whole = self.n_whole[blocks_waiting]
-        scaled = self.width * self.n_scaled * n_whole
-        if self.dp > 1:
-            n_gathered = blocks_waiting if turn.reduces else self.n_layers
-            if self.frees_weights:
-                n_gathered = min(gathered, blocks_waiting)
-            whole_block = self.n_block + self.n_adapters
-            return self.width * (self.n_outside + whole_block * n_gathered) + scaled
-        if self.width == 2:
-            with_copies = self.recomputed.count(False) if self.accumulates else n_whole
-            return 2 * self.n_cast * with_copies + scaled
-        return scaled
-
-    def loss_forward(self, turn: Turn) -> dict[str, int]:
-        """Bytes by part while one chunk of logits after another is computed."""
-        in_bf16 = self.width == 2
-        copies = self.copies(turn, self.n_layers)
-        gathers = not (self.reduces_late and turn.adds)  # else an earlier microbatch has gathered
-        if self.shard_ranks > 1 and gathers:  # the last one's buffer is kept until the next one
-            copies += self.width * (self.n_block + self.n_adapters)
-        elif self.dp == 1 and in_bf16 and not self.has_adapters:  # the loss makes its own copy of W
-            copies += 2 * self.n_embedding
-
-        # norm_f's input and output, what is gathered of that, and the gradient for it. The loss
-        # makes a bf16 copy of an fp32 output.
-        inputs = 2 * self.norm_bytes // self.parts_of_tokens + self.residual_bytes
-        if self.is_sequence_parallel or self.norm_bytes > self.residual_bytes:
-            inputs += self.residual_bytes
-        # As large as the embedding: the gradient of W in fp32. A frozen W has none.
-        gradient = 0 if self.has_adapters else 4 * self.n_embedding
-        loss = inputs + gradient + self.chunk_bytes()
-        return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
-
-    def chunk_rows(self) -> int:
-        """Tokens in a chunk of the loss, as in loss.py."""
-        rows = max(1, CHUNK_BYTES // (4 * self.part.vocab))
-        rows -= rows % 128 if rows > 128 else 0
-        if self.on_gpu:
-            rows = max(rows, GPU_ROWS)
-        return min(rows, self.tokens)
-
-    def chunk_bytes(self) -> int:
-        """Bytes of a chunk of the loss, where it takes the most."""
-        rows = self.chunk_rows()
-        logits = rows * self.part.vocab
-        if self.has_loss_kernel:
-            return self.width * logits  # the logits, which become their gradient
-
-        # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
-        # their gradient, and its products with W and x.
-        first = (6 if self.width == 2 else 4) * logits
-        products = rows + (0 if self.has_adapters else min(self.part.vocab, COLUMNS))
-        return max(first, self.width * (logits + self.m.d_model * products))
-
-    def loss_backward(self, turn: Turn) -> dict[str, int]:
-        """Bytes by part while the gradients of x and of W are multiplied by the incoming gradient.
-
-        First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then
-        W's: with the product, and a bf16 copy of one of them if it is bf16.
-        """
-        copies_of_x = 5 if self.width == 2 else 2
-        during_x = copies_of_x * self.residual_bytes
-        bytes_each = 10 if self.head_grad_width == 2 else 8
-        during_w = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
-        if not self.has_adapters:
-            during_x += self.head_grad_width * self.n_embedding
-            during_w += bytes_each * self.n_embedding
-        loss = self.norm_bytes // self.parts_of_tokens + max(during_x, during_w)
-        copies = self.copies(turn, self.n_layers, 1)
-        return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
-
-    def block_backward(self, i: int, turn: Turn) -> dict[str, int]:
-        """Bytes by part in the backward of this stage's i-th block.
-
-        The workspace peaks either at the block's first matmuls, those of down_proj, while its input
-        is still alive, or when the block's gradients are reduced.
-        """
-        # down_proj's backward: the gradients of x, of GELU's output and of the weight. Sequence
-        # parallelism first gathers that of x for all tokens: in parts, which then are joined. A
-        # frozen weight has none, but GELU's output has a second one, by way of the adapter.
-        # (Without an adapter, GELU's input has one, and its output was not kept.)
-        rows = self.tokens if self.has_adapters else self.m.d_model
-        hidden_and_weight = self.width * (self.tokens + rows) * self.part.hidden
-        gradient = self.residual_bytes // self.parts_of_tokens
-        in_matmuls = gradient + hidden_and_weight
-        if self.is_sequence_parallel:
-            in_matmuls = gradient + self.residual_bytes
-            in_matmuls += max(hidden_and_weight, self.residual_bytes)
-        copies = self.copies(turn, i + 1, 2)  # the next block is gathered meanwhile
-        if self.recomputed[i]:
-            in_matmuls += self.again_bytes[i]
-            if "up_proj" in self.adapted_layers and "down_proj" not in self.adapted_layers:
-                # up_proj takes more while it is computed again: its product, the update, their sum.
-                in_matmuls += self.residual_bytes
-            copies += 2 * self.n_cast if self.dp == 1 and self.width == 2 else 0
-            copies += self.width * self.n_scaled
-
-        at_the_end = 0
-        if turn.reduces:  # gradients are copied into one fp32 buffer, kept until the next block's
-            in_matmuls += 4 * self.trained[i + 1] if i + 1 < self.n_layers else 0
-            bytes_each = self.width + 4
-            if self.reduces_late and turn.adds:  # fp32 ones already, and the weights are freed
-                bytes_each = 4 - self.width
-            at_the_end = bytes_each * self.trained[i] - self.kept_bytes[i]
-        elif self.dp > 1:  # they stay, and become fp32 one after another
-            bytes_each = self.width if turn.adds else 4
-            at_the_end = bytes_each * self.trained[i] - self.kept_bytes[i]
-
-        params_done = sum(self.trained[i + 1 :])
-        final_norm = 0
-        if self.is_last and i + 1 == self.n_layers:
-            # norm_f's backward comes before: its input, and the gradients of its output and input.
-            # With tensor parallelism all ranks sum the second, which takes a copy.
-            final_norm = 2 * self.norm_bytes // self.parts_of_tokens
-            final_norm += 2 * self.residual_bytes if self.is_sequence_parallel else self.norm_bytes
-        workspace = max(in_matmuls, at_the_end, final_norm)
-        workspace += self.messages(turn, receives_gradient=i + 1 < self.n_layers)
-        head = self.head_grad_bytes(turn)
-        return self.parts_at(turn, i + 1, params_done, copies, head, workspace)
-
-    def embedding_backward(self, turn: Turn) -> dict[str, int]:
-        """Bytes by part while the two gradients of a tied embedding are added.
-
-        Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes
-        a copy. With several data-parallel ranks the gradients of all weights outside blocks are
-        then reduced.
-        """
-        copies = self.copies(turn, 0)
-        head = self.head_grad_bytes(turn)
-        workspace = 0
-        if self.is_first:
-            gradient = self.head_grad_width * self.tokens * self.m.d_model
-            workspace = self.head_grad_width * self.n_embedding + gradient
-            if self.tp > 1:
-                of_own_tokens = gradient // self.tp if self.is_sequence_parallel else 0
-                workspace = max(workspace, 2 * gradient + of_own_tokens)
-        if turn.reduces:
-            workspace += 4 * self.n_block  # the buffer of the first block's gradients
-            # Gradients, the fp32 buffer that is reduced, and its result.
-            bytes_each = self.width + 4 + 4 / self.shard_ranks
-            reduction = bytes_each * self.n_outside - head - copies
-            workspace = max(workspace, reduction)
-        elif self.dp > 1 and not turn.adds:  # gradients become fp32
-            workspace = max(workspace, (self.width + 4) * self.n_outside - head)
-        workspace += self.messages(turn, receives_gradient=True)
-        params_done = sum(self.trained)
-        return self.parts_at(turn, 0, params_done, copies, head, workspace)
-
-    def update(self, workspace: int = 0) -> dict[str, int]:
-        """Bytes by part when all microbatches are done."""
-        parts = self.parts_at(self.turns[-1], 0, self.n_trained, 0, workspace=workspace)
-        return {**parts, "blocks' activations": 0}
-
-    def blocks_to_compare(self) -> list[int]:
-        """This stage's blocks whose backward may take the most: a few stand for all.
-
-        From one block to the next of the same kind, the bytes of a backward grow or shrink evenly,
-        so the first or the last of a kind takes the most. The very first block is a case of its
-        own: nothing is gathered for a block before it. Hence the second of each kind, too.
-        """
-        kinds = {}
-        for i, has_backward in enumerate(self.has_backward):
-            if has_backward:
-                next_trained = self.trained[i + 1] if i + 1 < self.n_layers else None
-                kept = self.recomputed[i], self.kept_bytes[i], self.again_bytes[i]
-                kinds.setdefault((*kept, self.trained[i], next_trained), []).append(i)
-        return sorted({i for alike in kinds.values() for i in (*alike[:2], alike[-1])})
-
-    def moments(self) -> dict[str, dict[str, int]]:
-        """{moment: {part: bytes}} in step order, with only the largest of the block backwards."""
-        moments = {}
-        if self.is_last:
-            moments["loss forward"] = largest(self.loss_forward(turn) for turn in self.turns)
-            moments["loss backward"] = largest(self.loss_backward(turn) for turn in self.turns)
-
-        backwards = {}
-        for i in self.blocks_to_compare():
-            backward = largest(self.block_backward(i, turn) for turn in self.turns)
-            backwards[f"block {self.blocks[i]} backward"] = backward
-        name = max(backwards, key=lambda name: sum(backwards[name].values()))
-        moments[name] = backwards[name]
-
-        is_end = (self.is_first or self.is_last) and not self.has_adapters  # else they are frozen
-        if is_end:
-            name = "embedding backward" if self.is_first else "head reduced"
-            moments[name] = largest(self.embedding_backward(turn) for turn in self.turns)
-        if is_end and self.is_tied and self.pp > 1:  # the other end's gradient is added
-            gradient = 4 * self.n_embedding // self.shard_ranks
-            moments["tied gradients"] = self.update(workspace=gradient)
-        moments["update"] = self.update()
-        return moments
-
-
-def largest(moments: typing.Iterable[dict[str, int]]) -> dict[str, int]:
-    """The moment, {part: bytes}, with the most bytes in all."""
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
 def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
     """UserError for settings whose memory has no formula here."""
     fix = "set --microbatch_size=NUMBER here"
@@ -761,17 +314,591 @@ def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers
+# One rank
 
 
-def worst_stage(
-    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str
-) -> tuple[int, dict[str, dict[str, int]]]:
-    """The pipeline stage with the highest peak, and its `StepMemory.moments`."""
-    stages = {n: StepMemory(m, cfg, ranks, precision, n).moments() for n in stages_to_compare(cfg)}
-    peaks = {n: sum(largest(moments.values()).values()) for n, moments in stages.items()}
-    stage = max(peaks, key=peaks.get)
-    return stage, stages[stage]
+class Rank:
+    """One rank of pipeline stage `stage`: its part of the model, of the batch and of the step.
+
+    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With several data-parallel ranks
+    the model is under fully_shard. Raises UserError if the ranks do not divide the model or the
+    batch, and for settings that have no formula here.
+
+    tp  As tensor_parallel.py does it: heads, hidden width and vocabulary are divided by cfg.tp.
+        Norms, positions, the biases of out_proj and down_proj and the inputs of norms and linear
+        layers are whole on every rank. With cfg.sequence_parallel the inputs of norms and the
+        residual stream are divided, too.
+    pp  As pipeline.py does it: the first stage has the embeddings; the last has the final norm, the
+        loss and its own copy of a tied embedding.
+    """
+
+    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
+        self.shard_ranks, self.rows = layout(m, cfg, ranks)
+        require_countable(m, cfg)
+
+        self.m, self.cfg, self.precision, self.stage = m, cfg, precision, stage
+        self.dp = ranks // (cfg.tp * cfg.pp)
+        self.part = widths(m, cfg.tp)
+        self.width = width(precision)
+        self.is_first = stage == 0
+        self.is_last = stage == cfg.pp - 1
+        self.blocks = blocks_of(m.n_layers, stage, cfg.pp)
+        self.has_adapters = cfg.lora_rank > 0
+        self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
+        self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
+
+        self.microbatch = min(cfg.microbatch_size, self.rows)  # sequences
+        self.accumulates = self.rows > self.microbatch  # over several microbatches
+        self.tokens = self.microbatch * m.max_seq_len
+        self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1  # between the layers
+        self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
+        self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
+        # The gradient of the output weight W has W's dtype.
+        self.head_grad_width = self.width if self.dp > 1 else 4
+
+        self.count_parameters()
+        self.count_activations()
+        self.number_moments()
+
+    def count_parameters(self) -> None:
+        """Set how many parameters this rank has, which of them train, and the frozen ones' bytes.
+
+        n_embedding: of W, the weight that the loss multiplies with. n_block, n_outside: of a block,
+        and outside blocks. trained: of each block. n_cast: of a block, cast to bf16 by autocast.
+        """
+        m, part, d = self.m, self.part, self.m.d_model
+        has_bias = 0 if m.no_bias else 1
+
+        self.n_embedding = part.vocab * d
+        has_own_head = self.cfg.pp > 1 or not m.tie_word_embeddings
+        embeddings = 0
+        if self.is_first:
+            embeddings += self.n_embedding + flops.params_by_part(m)["wpe"]
+        if self.is_last:
+            embeddings += self.n_embedding * has_own_head
+
+        columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
+        rows = part.q + part.hidden  # of out_proj, down_proj
+        matrices = (columns + rows) * d
+        # Weights of norms, their biases, and biases of linear layers.
+        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)
+        of_block = norms, norms * has_bias, (columns + 2 * d) * has_bias
+        norm_f = d * self.is_last, d * self.is_last * has_bias, 0
+
+        self.n_block = self.n_cast = matrices + sum(of_block)
+        self.n_outside = self.trained_outside = embeddings + sum(norm_f)
+        self.trained = [self.n_block] * len(self.blocks)
+        self.n_adapters = self.n_scaled = self.frozen_bytes = 0
+        if self.has_adapters:
+            self.count_adapters(embeddings, matrices, of_block, norm_f)
+        self.n_trained = self.trained_outside + sum(self.trained)
+
+    def count_adapters(self, embeddings, matrices, of_block, norm_f) -> None:
+        """What trains is A and B of the adapters, and norms and biases if cfg.lora_train says so.
+
+        n_adapters: of a block that has any. n_scaled: of B's that the graph keeps, times the scale.
+        of_block, norm_f: (norms' weights, norms' biases, other biases).
+        """
+        cfg = self.cfg
+        ends = [adapter_ends(self.m, cfg.tp)[name] for name in cfg.adapted_layers]
+        n_b = cfg.lora_rank * sum(written for _, written in ends)
+        self.n_adapters = cfg.lora_rank * sum(read for read, _ in ends) + n_b
+        # Where autocast casts B times the scale, the copy is what the graph keeps.
+        casts = self.width == 2 and self.dp == 1 and not self.accumulates
+        self.n_scaled = 0 if casts else n_b
+
+        vectors = trained_vectors(cfg.lora_train, *of_block)
+        adapted = matmuls.adapted_blocks(self.m, matmuls.setup_of(cfg))
+        self.trained = [self.n_adapters * (i in adapted) + vectors for i in self.blocks]
+        self.trained_outside = trained_vectors(cfg.lora_train, *norm_f)
+
+        # Norms and biases stay fp32; matrices are stored as the matmuls take them.
+        self.n_cast = self.n_adapters + sum(of_block)
+        n_blocks = len(self.blocks)
+        frozen_matrices = embeddings + n_blocks * matrices
+        frozen_vectors = n_blocks * (sum(of_block) - vectors) + sum(norm_f) - self.trained_outside
+        self.frozen_bytes = self.width * frozen_matrices + 4 * frozen_vectors
+
+    def count_activations(self) -> None:
+        """Set which of this rank's blocks have a backward and which are recomputed.
+
+        And the bytes that each keeps for its backward, and has computed again just before it.
+        """
+        m, cfg = self.m, self.cfg
+        setup = matmuls.setup_of(cfg)
+        first = matmuls.first_backward(m, setup)
+        adapted = matmuls.adapted_blocks(m, setup)
+        vectors_train = matmuls.trains_vectors(m, setup)
+        mode, every = cfg.activation_checkpointing, cfg.recompute_every
+
+        self.has_backward, self.recomputed, self.kept, self.again = [], [], [], []
+        known = {}  # blocks of a kind keep the same
+        for number in self.blocks:
+            # A later stage has a backward for the hidden states that it receives.
+            has_backward = number >= first or not self.is_first
+            # The first block with a backward passes no gradient on.
+            input_has_gradient = number > first or not self.is_first or vectors_train
+            recomputed = mode != "none" and number % every == 0
+            kind = recomputed, number in adapted, input_has_gradient
+            if kind not in known:
+                known[kind] = self.kept_and_again(*kind)
+            kept, again = known[kind]
+            self.has_backward.append(has_backward)
+            self.recomputed.append(recomputed)
+            self.kept.append(kept * has_backward)
+            self.again.append(again)
+
+    def kept_and_again(
+        self, recomputed: bool, adapted: bool, input_has_gradient: bool
+    ) -> tuple[int, int]:
+        """Bytes that a block keeps for its backward, and has computed again just before it."""
+        m, cfg, precision = self.m, self.cfg, self.precision
+        mode = cfg.activation_checkpointing
+        split = precision, cfg.tp, cfg.sequence_parallel
+        if self.has_adapters:
+            layers = cfg.adapted_layers if adapted else []
+            saved = saved_beside_adapters(m, cfg, layers, precision, input_has_gradient)
+        else:
+            saved = saved_by_block(m, *split)
+        whole = self.tokens * sum(saved.values())
+        if not recomputed:
+            return whole, 0
+
+        kept = self.tokens * kept_by_block(m, mode, *split)
+        if mode == "full":
+            return kept, whole - kept
+        # With "selective", the output of down_proj is kept, but nothing needs it.
+        kept += self.tokens * saved.get("products with A", 0)
+        return kept, whole - kept + self.residual_bytes
+
+    def number_moments(self) -> None:
+        """Set the numbers of the moments after those of the loss, and {number: name} of all that
+        happen on this rank, in the order of the step."""
+        n = len(self.blocks)
+        self.backward = [LOSS_BACKWARD + n - i for i in range(n)]  # of each block
+        self.end = n + 2  # of the backward: embeddings, and what else is outside blocks
+        self.tied, self.update = n + 3, n + 4
+
+        self.moments = {}
+        if self.is_last:
+            self.moments |= {LOSS_FORWARD: "loss forward", LOSS_BACKWARD: "loss backward"}
+        for i, number in reversed(list(enumerate(self.blocks))):
+            if self.has_backward[i]:
+                self.moments[self.backward[i]] = f"block {number} backward"
+        if (self.is_first or self.is_last) and not self.has_adapters:  # else all is frozen there
+            self.moments[self.end] = "embedding backward" if self.is_first else "head reduced"
+            if self.m.tie_word_embeddings and self.cfg.pp > 1:
+                self.moments[self.tied] = "tied gradients"
+        self.moments[self.update] = "update"
+
+
+def trained_vectors(lora_train: str, norms: int, norm_biases: int, linear_biases: int) -> int:
+    """How many of these train beside adapters: "norms" with their biases, "biases" of all."""
+    n = 0
+    if "norms" in lora_train:
+        n += norms
+    if "biases" in lora_train:
+        n += linear_biases
+    if lora_train:
+        n += norm_biases
+    return n
+
+
+class Microbatch(typing.NamedTuple):
+    """A microbatch whose backward runs, and what is in memory meanwhile."""
+
+    waiting_bytes: int  # activations of other microbatches, which later stages have not sent back
+    adds: bool  # earlier microbatches have left their gradients
+    reduces: bool  # the data-parallel ranks reduce the gradients
+
+
+def microbatches(rank: Rank) -> list[Microbatch]:
+    """The microbatches in whose backward the peak of a rank may be.
+
+    Without a pipeline, the last one. With one, stage i of p keeps p - i microbatches: in the first
+    as many are in flight as ever, but there are no gradients yet. In the second there are. In the
+    last, data-parallel ranks reduce them, but nothing else is in flight.
+    """
+    size = rank.microbatch
+    n = math.ceil(rank.rows / size)
+    numbers = {n - 1} if rank.cfg.pp == 1 else {0, min(1, n - 1), n - 1}
+    found = []
+    for number in sorted(numbers):
+        rows_left = rank.rows - number * size
+        in_flight = min((rank.cfg.pp - rank.stage) * size, rows_left)  # no more than the batch has
+        waiting_bytes = sum(rank.kept) * max(0, in_flight - size) // size
+        reduces = rank.dp > 1 and (number == n - 1 or not rank.reduces_late)
+        found.append(Microbatch(waiting_bytes, number > 0, reduces))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# The rows of a step
+
+
+def rows_of(rank: Rank, now: Microbatch) -> list[Row]:
+    """Everything that is in memory while the backward of microbatch `now` runs."""
+    return [
+        *state(rank),
+        *gradients(rank, now),
+        *activations(rank, now),
+        *(gathered_copies(rank, now) if rank.dp > 1 else cast_copies(rank)),
+        *scaled_adapters(rank),
+        *loss(rank, now),
+        *messages(rank, now),
+        *workspace(rank, now),
+    ]
+
+
+def state(rank: Rank) -> list[Row]:
+    """4 bytes a weight and 8 for Adam's two moments, divided by the ranks that share them."""
+    weights = 4 * rank.n_trained // rank.shard_ranks
+    moments = 8 * rank.n_trained // rank.shard_ranks
+    rows = [
+        (WEIGHTS, weights, LOSS_FORWARD, rank.update),
+        (MOMENTS, moments, LOSS_FORWARD, rank.update),
+    ]
+    if rank.has_adapters:
+        frozen = rank.frozen_bytes // rank.shard_ranks
+        rows.append((FROZEN, frozen, LOSS_FORWARD, rank.update))
+    return rows
+
+
+def gradients(rank: Rank, now: Microbatch) -> list[Row]:
+    """4 bytes a weight, from its backward to the update, divided by the ranks that share it.
+
+    ZERO1 and DDP add up whole ones, and reduce them in the last microbatch.
+    """
+    shard = 4 / rank.shard_ranks
+    waiting = 4 if rank.reduces_late else shard
+    before = waiting if now.adds else 0
+    after = shard if now.reduces else waiting
+
+    rows = [(GRADIENTS, before * rank.trained_outside, LOSS_FORWARD, rank.end)]
+    for backward, n in zip(rank.backward, rank.trained, strict=True):
+        rows.append((GRADIENTS, before * n, LOSS_FORWARD, backward))
+        rows.append((GRADIENTS, after * n, backward + 1, rank.end))
+    return [*rows, (GRADIENTS, shard * rank.n_trained, rank.tied, rank.update)]
+
+
+def activations(rank: Rank, now: Microbatch) -> list[Row]:
+    """What a block keeps, until its backward; and other microbatches' that are in flight."""
+    rows = [(ACTIVATIONS, now.waiting_bytes, LOSS_FORWARD, rank.end)]
+    for backward, n_bytes in zip(rank.backward, rank.kept, strict=True):
+        rows.append((ACTIVATIONS, n_bytes, LOSS_FORWARD, backward))
+    return rows
+
+
+def gathered_copies(rank: Rank, now: Microbatch) -> list[Row]:
+    """Whole weights in the dtype of the matmuls, which FSDP gathers from the shards.
+
+    FULL_SHARD frees a block's after its forward, and gathers them again while the backward of the
+    block after it runs. Other modes keep them until the block's gradients are reduced.
+    """
+    block_bytes = rank.width * (rank.n_block + rank.n_adapters)
+    rows = [(COPIES, rank.width * rank.n_outside, LOSS_FORWARD, rank.end)]
+    for backward in rank.backward:
+        if rank.frees_weights:
+            rows.append((COPIES, block_bytes, backward - 1, backward))
+        else:
+            last = backward if now.reduces else rank.end
+            rows.append((COPIES, block_bytes, LOSS_FORWARD, last))
+
+    gathers = not (rank.reduces_late and now.adds)  # else an earlier microbatch has gathered
+    if rank.shard_ranks > 1 and gathers:  # the last gather's buffer is kept until the next one
+        rows.append((COPIES, block_bytes, LOSS_FORWARD, LOSS_FORWARD))
+    return rows
+
+
+def cast_copies(rank: Rank) -> list[Row]:
+    """bf16 copies of the fp32 weights of blocks, which autocast makes on one data-parallel rank.
+
+    The graph keeps them until the block's backward, or parallel.weights_cast_once until the last
+    one of all microbatches. A block that is recomputed makes them again.
+    """
+    if rank.width == 4:
+        return []
+    rows = []
+    for i, backward in enumerate(rank.backward):
+        if rank.recomputed[i]:
+            rows.append((COPIES, 2 * rank.n_cast, backward, backward))
+        elif rank.accumulates:
+            rows.append((COPIES, 2 * rank.n_cast, LOSS_FORWARD, rank.end))
+        elif rank.has_backward[i]:
+            rows.append((COPIES, 2 * rank.n_cast, LOSS_FORWARD, backward))
+    if not rank.has_adapters:  # the loss makes its own copy of W
+        rows.append((COPIES, 2 * rank.n_embedding, LOSS_FORWARD, LOSS_FORWARD))
+    return rows
+
+
+def scaled_adapters(rank: Rank) -> list[Row]:
+    """B times the adapter's scale, which the graph keeps for the gradient of A's product."""
+    rows = []
+    for i, backward in enumerate(rank.backward):
+        if rank.n_scaled and rank.has_backward[i]:
+            first = backward if rank.recomputed[i] else LOSS_FORWARD
+            rows.append((COPIES, rank.width * rank.n_scaled, first, backward))
+    return rows
+
+
+def messages(rank: Rank, now: Microbatch) -> list[Row]:
+    """Residual streams on their way to other stages, or kept until the next ones replace them."""
+    n_bytes = rank.residual_bytes // rank.parts_of_tokens
+    rows = []
+    if not rank.is_last:  # hidden states that went to the next stage, the gradient that came back
+        after_last_block = LOSS_BACKWARD + 2
+        rows.append((WORKSPACE, n_bytes, LOSS_FORWARD, rank.end))
+        rows.append((WORKSPACE, n_bytes, after_last_block, rank.end))
+    if now.adds and not rank.is_first:  # the last microbatch's gradient went to the stage before
+        rows.append((WORKSPACE, n_bytes, LOSS_FORWARD, rank.end))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss
+
+
+def loss(rank: Rank, now: Microbatch) -> list[Row]:
+    """On the last stage: the final norm, a chunk of logits, and the gradient of W."""
+    if not rank.is_last:
+        return []
+    return [
+        (LOSS, loss_forward(rank), LOSS_FORWARD, LOSS_FORWARD),
+        (LOSS, loss_backward(rank), LOSS_BACKWARD, LOSS_BACKWARD),
+        (LOSS, head_gradient(rank, now), LOSS_BACKWARD + 1, rank.end),
+    ]
+
+
+def loss_forward(rank: Rank) -> int:
+    """Bytes while one chunk of logits after another is computed.
+
+    norm_f's input and output, what is gathered of that, and the gradient for it. The loss makes a
+    bf16 copy of an fp32 output. Then the gradient of W in fp32 (a frozen W has none), and a chunk.
+    """
+    inputs = 2 * rank.norm_bytes // rank.parts_of_tokens + rank.residual_bytes
+    if rank.cfg.sequence_parallel or rank.norm_bytes > rank.residual_bytes:
+        inputs += rank.residual_bytes
+    gradient = 0 if rank.has_adapters else 4 * rank.n_embedding
+    return inputs + gradient + chunk_bytes(rank)
+
+
+def chunk_bytes(rank: Rank) -> int:
+    """Bytes of a chunk of logits, as many rows as in loss.py, where it takes the most."""
+    on_gpu = rank.cfg.device not in ("cpu", "mps")
+    vocab = rank.part.vocab
+    rows = max(1, CHUNK_BYTES // (4 * vocab))
+    rows -= rows % 128 if rows > 128 else 0
+    if on_gpu:
+        rows = max(rows, GPU_ROWS)
+    rows = min(rows, rank.tokens)
+    logits = rows * vocab
+    if on_gpu and rank.cfg.tp == 1:
+        return rank.width * logits  # the kernel turns them into their gradient
+
+    # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
+    # their gradient, and its products with W and x.
+    first = (6 if rank.width == 2 else 4) * logits
+    products = rows + (0 if rank.has_adapters else min(vocab, COLUMNS))
+    return max(first, rank.width * (logits + rank.m.d_model * products))
+
+
+def loss_backward(rank: Rank) -> int:
+    """Bytes while the gradients of x and of W are multiplied by the incoming gradient.
+
+    First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then W's:
+    with the product, and a bf16 copy of one of them if it is bf16.
+    """
+    during_x = (5 if rank.width == 2 else 2) * rank.residual_bytes
+    during_w = rank.residual_bytes + (rank.residual_bytes if rank.cfg.tp > 1 else rank.norm_bytes)
+    if not rank.has_adapters:
+        during_x += rank.head_grad_width * rank.n_embedding
+        during_w += (10 if rank.head_grad_width == 2 else 8) * rank.n_embedding
+    return rank.norm_bytes // rank.parts_of_tokens + max(during_x, during_w)
+
+
+def head_gradient(rank: Rank, now: Microbatch) -> int:
+    """Bytes of the gradient of W in the backward of the blocks.
+
+    It waits for the gradient of a tied embedding, or to be reduced over the ranks. On one rank
+    without them it is added to .grad directly.
+    """
+    is_shared = rank.m.tie_word_embeddings and rank.cfg.pp == 1
+    added_directly = now.adds and rank.dp == 1 and not is_shared
+    waits = rank.is_last and not added_directly and not rank.has_adapters
+    return rank.head_grad_width * rank.n_embedding if waits else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# The backward's workspace
+
+
+def workspace(rank: Rank, now: Microbatch) -> list[Row]:
+    """What each backward has in memory only while it runs."""
+    matmuls = matmul_workspace(rank)
+    per_gradient = bytes_to_reduce(rank, now)
+    rows = []
+    for i, backward in enumerate(rank.backward):
+        at_first = matmuls + rank.again[i]
+        if rank.recomputed[i]:
+            at_first += update_of_up_proj(rank)
+        is_last = i + 1 == len(rank.blocks)
+        if now.reduces and not is_last:  # the fp32 buffer of the block before this one is kept
+            at_first += 4 * rank.trained[i + 1]
+        at_the_end = per_gradient * rank.trained[i] - rank.kept[i]  # activations are gone
+        final_norm = norm_f_workspace(rank) if rank.is_last and is_last else 0
+        rows.append((WORKSPACE, max(at_first, at_the_end, final_norm), backward, backward))
+
+    if rank.end in rank.moments:
+        rows.append((WORKSPACE, embedding_workspace(rank, now), rank.end, rank.end))
+        # The other end's gradient of a tied embedding, to be added.
+        rows.append((WORKSPACE, 4 * rank.n_embedding // rank.shard_ranks, rank.tied, rank.tied))
+    return rows
+
+
+def matmul_workspace(rank: Rank) -> int:
+    """Bytes in a block's first matmuls, those of down_proj, while its input is still alive.
+
+    The gradients of x, of GELU's output and of the weight. Sequence parallelism first gathers that
+    of x for all tokens: in parts, which then are joined. A frozen weight has none, but GELU's
+    output has a second one, by way of the adapter. (Without an adapter, GELU's input has one, and
+    its output was not kept.)
+    """
+    rows = rank.tokens if rank.has_adapters else rank.m.d_model
+    hidden_and_weight = rank.width * (rank.tokens + rows) * rank.part.hidden
+    gradient = rank.residual_bytes // rank.parts_of_tokens
+    if not rank.cfg.sequence_parallel:
+        return gradient + hidden_and_weight
+    return gradient + rank.residual_bytes + max(hidden_and_weight, rank.residual_bytes)
+
+
+def update_of_up_proj(rank: Rank) -> int:
+    """Bytes that an adapted up_proj takes when computed again: its product, the update, the sum."""
+    adapted = rank.cfg.adapted_layers if rank.has_adapters else []
+    most = "up_proj" in adapted and "down_proj" not in adapted
+    return rank.residual_bytes if most else 0
+
+
+def bytes_to_reduce(rank: Rank, now: Microbatch) -> int:
+    """Bytes per parameter of a block at the end of its backward, beside its whole weights.
+
+    Data-parallel ranks copy the gradients into one fp32 buffer and reduce that, kept until the next
+    block's. If fp32 ones wait already, the weights are freed. Without a reduction the gradients
+    become fp32 one after another, or are added to the ones that wait.
+    """
+    if rank.dp == 1:
+        return 0
+    if not now.reduces:
+        return rank.width if now.adds else 4
+    added_to_fp32 = rank.reduces_late and now.adds
+    return 4 - rank.width if added_to_fp32 else rank.width + 4
+
+
+def norm_f_workspace(rank: Rank) -> int:
+    """Bytes of the final norm's backward: its input, and the gradients of its output and input.
+
+    With tensor parallelism all ranks sum the second, which takes a copy.
+    """
+    whole = 2 * rank.residual_bytes if rank.cfg.sequence_parallel else rank.norm_bytes
+    return 2 * rank.norm_bytes // rank.parts_of_tokens + whole
+
+
+def embedding_workspace(rank: Rank, now: Microbatch) -> float:
+    """Bytes while the two gradients of a tied embedding are added.
+
+    Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes a
+    copy. With several data-parallel ranks the gradients of all weights outside blocks are then
+    reduced.
+    """
+    adding = 0
+    if rank.is_first:
+        of_tokens = rank.head_grad_width * rank.tokens * rank.m.d_model
+        adding = rank.head_grad_width * rank.n_embedding + of_tokens
+        if rank.cfg.tp > 1:
+            own = of_tokens // rank.cfg.tp if rank.cfg.sequence_parallel else 0
+            adding = max(adding, 2 * of_tokens + own)
+
+    head = head_gradient(rank, now)
+    if now.reduces:
+        adding += 4 * rank.n_block  # the buffer of the first block's gradients
+        # Gradients in the place of the weights, the fp32 buffer that is reduced, and its result.
+        reduction = (4 + 4 / rank.shard_ranks) * rank.n_outside - head
+        return max(adding, reduction)
+    if rank.dp > 1 and not now.adds:  # gradients become fp32
+        return max(adding, (rank.width + 4) * rank.n_outside - head)
+    return adding
+
+
+# --------------------------------------------------------------------------------------------------
+# The fullest moment
+
+
+class Timeline(typing.NamedTuple):
+    """The sums of the rows of one microbatch at each moment, by the moment's number."""
+
+    by_part: dict[str, list[float]]
+    totals: list[float]
+
+
+def timelines(rank: Rank) -> list[Timeline]:
+    """One for each microbatch in whose backward the peak may be."""
+    n_moments = rank.update + 1
+    found = []
+    for now in microbatches(rank):
+        changes = {part: [0] * (n_moments + 1) for part in PARTS}
+        for part, n_bytes, first, last in rows_of(rank, now):
+            changes[part][first] += n_bytes
+            changes[part][last + 1] -= n_bytes
+        by_part = {part: list(accumulate(change)) for part, change in changes.items()}
+        totals = [sum(amounts) for amounts in zip(*by_part.values(), strict=True)]
+        found.append(Timeline(by_part, totals))
+    return found
+
+
+def fullest(
+    rank: Rank, found: list[Timeline], moments: typing.Iterable[int]
+) -> tuple[int, dict[str, int]]:
+    """The fullest of these moments in any microbatch: its number, and {part: bytes}."""
+    candidates = [(line.totals[moment], moment, line) for line in found for moment in moments]
+    _, moment, line = max(candidates, key=lambda candidate: candidate[0])
+    parts = PARTS if rank.has_adapters else PARTS[1:]
+    return moment, {part: round(line.by_part[part][moment]) for part in parts}
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers. With a pipeline, of one stage, or (None) of the stage with the highest peak. ranks: global
+# ranks = data-parallel ranks x cfg.tp x cfg.pp. Errors are those of `Rank`.
+
+
+def bytes_by_part(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    ranks: int = 1,
+    precision: str = "bf16",
+    stage: int | None = None,
+) -> dict:
+    """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its name, "moment"."""
+    if stage is None:
+        stage = fullest_stage(m, cfg, ranks, precision)
+    rank = Rank(m, cfg, ranks, precision, stage)
+    moment, parts = fullest(rank, timelines(rank), rank.moments)
+    return {**parts, "peak": sum(parts.values()), "moment": rank.moments[moment]}
+
+
+def bytes_by_moment(
+    m: MPTConfig,
+    cfg: TrainConfig,
+    ranks: int = 1,
+    precision: str = "bf16",
+    stage: int | None = None,
+) -> dict[str, dict[str, int]]:
+    """{moment: {part: bytes}} of one rank in step order, with the fullest of the blocks' backwards."""
+    if stage is None:
+        stage = fullest_stage(m, cfg, ranks, precision)
+    rank = Rank(m, cfg, ranks, precision, stage)
+    found = timelines(rank)
+    block, _ = fullest(rank, found, [i for i in rank.backward if i in rank.moments])
+    shown = [i for i in rank.moments if i == block or i not in rank.backward]
+    return {rank.moments[i]: fullest(rank, found, [i])[1] for i in shown}
 
 
 def stages_to_compare(cfg: TrainConfig) -> list[int]:
@@ -782,53 +909,36 @@ def stages_to_compare(cfg: TrainConfig) -> list[int]:
     return sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
 
 
+def fullest_stage(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str = "bf16") -> int:
+    """The pipeline stage with the highest peak."""
+    split = ranks, precision
+    stages = stages_to_compare(cfg)
+    if len(stages) == 1:
+        return 0
+    return max(stages, key=lambda stage: bytes_by_part(m, cfg, *split, stage)["peak"])
+
+
 def fits(m: MPTConfig, cfg: TrainConfig, ranks: int, room: float, precision="bf16") -> bool:
-    """Is the peak of every stage at most `room` bytes? As `bytes_by_part` says, but sooner.
+    """Is the peak of every stage at most `room` bytes?"""
+    split = ranks, precision
+    stages = stages_to_compare(cfg)
+    return all(bytes_by_part(m, cfg, *split, stage)["peak"] <= room for stage in stages)
 
-    Arguments and errors as in `bytes_by_moment`.
+
+def largest_microbatch(
+    m: MPTConfig, cfg: TrainConfig, device_bytes: float, ranks: int = 1, precision: str = "bf16"
+) -> int:
+    """The largest microbatch, in sequences, whose peak fits into `ROOM` of a device's memory.
+
+    At most all rows of a data-parallel rank; 0 if not even one sequence fits. cfg.microbatch_size
+    is not read.
     """
-    for n in stages_to_compare(cfg):
-        moments = StepMemory(m, cfg, ranks, precision, n).moments()
-        if sum(largest(moments.values()).values()) > room:
-            return False
-    return True
-
-
-def bytes_by_moment(
-    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16"
-) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of one rank, in the order of the step.
-
-    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With a pipeline, the stage with the
-    highest peak is shown. Raises UserError as `StepMemory` does.
-    """
-    return worst_stage(m, cfg, ranks, precision)[1]
-
-
-def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> dict:
-    """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its name, "moment".
-
-    Arguments and errors as in `bytes_by_moment`.
-    """
-    moments = bytes_by_moment(m, cfg, ranks, precision)
-    name = max(moments, key=lambda name: sum(moments[name].values()))
-    return {**moments[name], "peak": sum(moments[name].values()), "moment": name}
-
-
-def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16") -> int:
-    """The largest microbatch, in sequences, whose peak fits into `ROOM` of the device's memory.
-
-    device: a devices.Device, or bytes. At most all rows of a data-parallel rank; 0 if not even one
-    sequence fits. cfg.microbatch_size is not read. Raises UserError as `StepMemory` does.
-    """
-    memory = device.memory_gb * 2**30 if isinstance(device, devices.Device) else device
-    require(memory > 0, "the memory of this device is not known: give its bytes")
     _, rows = layout(m, cfg, ranks)
 
     def too_large(size: int) -> bool:
         """Does the peak of this microbatch exceed the room?"""
         trial = replace(cfg, microbatch_size=size)
-        return bytes_by_part(m, trial, ranks, precision)["peak"] > ROOM * memory
+        return not fits(m, trial, ranks, ROOM * device_bytes, precision)
 
     # All rows at once may take less than rows - 1: no gradients wait for another microbatch.
     if not too_large(rows):
@@ -841,11 +951,12 @@ def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precisio
 # The program
 
 
-def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
-    """The table of the moments side by side, in GB (10^9 bytes), as text."""
-    setup = (m, cfg, args.ranks, precision)
-    stage, moments = worst_stage(*setup)
-    peak = bytes_by_part(*setup)
+def answer(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
+    """The moments of a step side by side, in GB (10^9 bytes), and what is in the fullest."""
+    setup = m, cfg, args.ranks, precision
+    stage = fullest_stage(*setup)
+    moments = bytes_by_moment(*setup, stage)
+    peak = bytes_by_part(*setup, stage)
 
     dp = args.ranks // (cfg.tp * cfg.pp)
     split = f"{args.ranks} ranks of {cfg.sharding}" if args.ranks > 1 else "1 rank, nothing sharded"
@@ -853,52 +964,54 @@ def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> s
         split += f": tp {cfg.tp} x pp {cfg.pp} x dp {dp}"
     if cfg.pp > 1:
         split += f", stage {stage} of 0 to {cfg.pp - 1}"
-    batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
 
+    columns = [*moments.values(), peak]
+    rows = []
+    for part in moments["update"]:
+        gigabytes = [f"{parts[part] / 1e9:.3f}" for parts in moments.values()]
+        rows.append([part, *gigabytes, f"{peak[part] / peak['peak']:.0%}"])
+    sums = [f"{sum(parts.values()) / 1e9:.3f}" for parts in moments.values()]
+    rows.append(["all", *sums, "100%"])
+
+    n_bytes = peak["peak"]
     lines = [
         f"{flops.n_params(m):,} parameters, {precision}, {split}",
-        f"{batch}, checkpointing {cfg.activation_checkpointing}",
+        f"microbatch {cfg.microbatch_size} x {m.max_seq_len}, "
+        f"checkpointing {cfg.activation_checkpointing}",
         "",
-        "GB of one rank".ljust(25) + "".join(name.rjust(19) for name in moments),
+        table(["GB of one rank", *moments, "of the peak"], rows),
+        "",
+        f"peak {n_bytes / 1e9:.2f} GB = {n_bytes / 2**30:.2f} GiB: {peak['moment']}",
     ]
-    columns = [{**parts, "all": sum(parts.values())} for parts in moments.values()]
-    for part in columns[0]:
-        cells = "".join(f"{column[part] / 1e9:>19.3f}" for column in columns)
-        lines.append(f"  {part:<23}{cells}")
-
-    peak_bytes = peak["peak"]
-    summary = f"peak {peak_bytes / 1e9:.2f} GB = {peak_bytes / 2**30:.2f} GiB: {peak['moment']}"
-    return "\n".join([*lines, "", summary, *device_lines(args, m, cfg, precision)])
+    # `device = "cpu"` in a config file says where it trains, and names no accelerator.
+    if args.device not in devices.THIS_MACHINE:
+        lines.append(on_device(m, cfg, args, precision, n_bytes))
+    return "\n".join(lines)
 
 
-def device_lines(args: MemoryArgs, m: MPTConfig, cfg: TrainConfig, precision: str) -> list[str]:
-    """Does the step fit the device, and which microbatches would?
-
-    Nothing if no accelerator is named: `device = "cpu"` in a config file says where it trains.
-    """
-    if args.device in devices.THIS_MACHINE:
-        return []
+def on_device(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str, peak: int) -> str:
+    """Does the step fit the device, and which microbatches would?"""
     device = devices.by_name(args.device)
-    split = (args.ranks, precision)
-    peak = bytes_by_part(m, cfg, *split)["peak"] / 2**30
+    device_bytes = device.memory_gb * 2**30
     _, rows = layout(m, cfg, args.ranks)
-    lines = [
-        f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB",
-        "",
-        f"largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences",
-    ]
+    sizes = []
     for mode in typing.get_args(Checkpointing):
         trial = replace(cfg, activation_checkpointing=mode)
-        size = largest_microbatch(m, trial, device, *split)
-        lines.append(f"  checkpointing {mode:<10}{size:>6}")
-    return lines
+        size = largest_microbatch(m, trial, device_bytes, args.ranks, precision)
+        sizes.append([mode, size])
+    heads = [
+        "checkpointing",
+        f"largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences",
+    ]
+    share = f"that is {peak / device_bytes:.0%} of {device.name}'s {device.memory_gb:g} GiB"
+    return "\n".join([share, "", table(heads, sizes)])
 
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
     m, cfg, args = config.load(with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
     precision = "fp32" if cfg.precision == "fp32" else "bf16"
-    print(table(m, cfg, args, precision))
+    print(answer(m, cfg, args, precision))
 
 
 if __name__ == "__main__":
