@@ -66,8 +66,9 @@ LOSS = "final norm and loss"
 WORKSPACE = "backward's workspace"
 PARTS = (FROZEN, WEIGHTS, GRADIENTS, MOMENTS, COPIES, ACTIVATIONS, LOSS, WORKSPACE)
 
-LOSS_FORWARD, LOSS_BACKWARD = 0, 1  # the first moments; `Rank` numbers those that follow
 Row = tuple[str, float, int, int]  # part, bytes, first moment, last moment
+START = LOSS_FORWARD = 0  # the first moments; `Rank` numbers those that follow
+LOSS_BACKWARD = 1
 
 
 @dataclass
@@ -160,13 +161,21 @@ def saved_by_block(
     norm_input = norm_width(m, precision) * d // parts_of_tokens
     qkv_copies = 2 if m.clip_qkv else 1  # q, k, v are views of Wqkv's output; clamp makes a copy
     repeats_kv = part.kv < part.q and m.attn_impl != "triton" and not m.alibi
-    if repeats_kv and m.qk_ln and norms_copy_qk(m, precision, tp):
-        qkv_copies -= 1  # attention has copies of v, too: nothing needs the views
+    normed = 0  # q and k, and what their norms keep
+    if m.qk_ln:
+        # A norm keeps its input, which is Wqkv's output, unless that is cast to fp32. A norm over
+        # several tensor ranks keeps its input less the mean, and that times 1/std, in fp32.
+        whole = 4 if norm_width(m, precision) > w else 0
+        of_q = 8 if tp > 1 else whole
+        of_k = whole if m.n_kv_heads == 1 else of_q
+        normed = part.q * (of_q + w) + part.kv * (of_k + (0 if repeats_kv else w))
+        if repeats_kv and of_q and of_k:
+            qkv_copies -= 1  # attention has copies of v, too: nothing needs the views
     return {
         "norm_1's input": norm_input,
         "Wqkv's input": w * d,  # a linear layer keeps its input for the gradient of its weight
         "Wqkv's output": w * (part.q + 2 * part.kv) * qkv_copies,
-        "normed q and k": normed_qk(m, precision, tp, repeats_kv) if m.qk_ln else 0,
+        "normed q and k": normed,
         "repeated k and v": 2 * w * part.q if repeats_kv else 0,
         "attention's output": w * part.q,  # also out_proj's input
         "logsumexp": 4 * part.heads,
@@ -178,39 +187,15 @@ def saved_by_block(
     }
 
 
-def normed_qk(m: MPTConfig, precision: str, tp: int, repeats_kv: bool) -> int:
-    """Bytes per token of what qk_ln's norms keep, and of what attention keeps of their outputs.
-
-    A norm over several tensor ranks keeps its input less the mean, and that times 1/std, in fp32.
-    """
-    w = width(precision)
-    part = widths(m, tp)
-    whole = 4 if norm_width(m, precision) > w else 0  # else its input, which is Wqkv's output
-    of_q = 8 if tp > 1 else whole
-    of_k = whole if m.n_kv_heads == 1 else of_q
-    return part.q * (of_q + w) + part.kv * (of_k + (0 if repeats_kv else w))
-
-
-def norms_copy_qk(m: MPTConfig, precision: str, tp: int) -> bool:
-    """Whether neither of qk_ln's norms keeps its input as it is."""
-    both_are_cut = tp > 1 and m.n_kv_heads > 1
-    return both_are_cut or norm_width(m, precision) > width(precision)
-
-
 def saved_beside_adapters(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    adapted: list[str],
-    precision: str = "bf16",
-    input_has_gradient: bool = True,
+    saved: dict[str, int], adapted: list[str], input_has_gradient: bool = True
 ) -> dict[str, int]:
-    """`saved_by_block` for a block whose own matrices are frozen. adapted: layers with adapters.
+    """What of `saved_by_block` a block keeps whose own matrices are frozen.
 
-    A linear layer with a frozen weight keeps nothing. Its adapter keeps its input for A's gradient,
-    and the product of both for B's. input_has_gradient: whether norm_1 needs one. In the first
-    block with adapters it does not, so nothing is kept before the first of them.
+    A linear layer with a frozen weight keeps nothing; its adapter keeps its input for A's gradient.
+    adapted: layers with adapters. input_has_gradient: whether norm_1 needs one. In the first block
+    with adapters it does not, so nothing is kept before the first of them.
     """
-    saved = saved_by_block(m, precision, cfg.tp, cfg.sequence_parallel)
     in_attention = input_has_gradient or "Wqkv" in adapted
     after_attention = in_attention or "out_proj" in adapted
     needed = {
@@ -221,41 +206,28 @@ def saved_beside_adapters(
         "up_proj's input": "up_proj" in adapted,
         "GELU's input": after_attention or "up_proj" in adapted,
         "down_proj's input": "down_proj" in adapted,
+        "norms' mean, 1/std": (input_has_gradient + after_attention) / 2,  # of two norms
     }
-    kept = {name: n * needed.get(name, in_attention) for name, n in saved.items()}
-    of_a_norm = saved["norms' mean, 1/std"] // 2
-    kept["norms' mean, 1/std"] = of_a_norm * (input_has_gradient + after_attention)
-    kept["products with A"] = width(precision) * cfg.lora_rank * len(adapted)
-    return kept
+    return {name: n * needed.get(name, in_attention) for name, n in saved.items()}
 
 
-def kept_by_block(
-    m: MPTConfig,
-    activation_checkpointing: str,
-    precision: str = "bf16",
-    tp: int = 1,
-    sequence_parallel: bool = False,
+def kept_if_recomputed(
+    m: MPTConfig, mode: str, precision="bf16", tp=1, sequence_parallel=False
 ) -> int:
-    """Bytes per token that a block keeps from its forward to its backward, on one of `tp` ranks.
+    """Bytes per token that a block keeps for its backward, which computes the rest again.
 
     With "full" only the block's input; with "selective" also the outputs of its linear layers and
     of attention. Those of out_proj and down_proj are this rank's share of a sum for all tokens.
     """
-    saved = saved_by_block(m, precision, tp, sequence_parallel)
-    if activation_checkpointing == "none":
-        return sum(saved.values())
-
     w = width(precision)
     block_input = w * m.d_model // (tp if sequence_parallel else 1)
-    if activation_checkpointing == "full":
+    if mode == "full":
         return block_input
 
     part = widths(m, tp)
-    wqkv_output = w * (part.q + 2 * part.kv)
-    up_proj_output = saved["GELU's input"]
-    out_proj_output = down_proj_output = w * m.d_model  # as wide as the residual stream
-    linears = wqkv_output + out_proj_output + up_proj_output + down_proj_output
-    return block_input + linears + saved["attention's output"] + saved["logsumexp"]
+    wqkv, out_proj, up_proj, down_proj = part.q + 2 * part.kv, m.d_model, part.hidden, m.d_model
+    attention, logsumexp = w * part.q, 4 * part.heads
+    return block_input + w * (wqkv + out_proj + up_proj + down_proj) + attention + logsumexp
 
 
 # --------------------------------------------------------------------------------------------------
@@ -302,39 +274,36 @@ def nearest_batches(batch: int, possible_dp: set[int]) -> str:
     return f"set --global_batch_size={nearest}"
 
 
-def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
-    """UserError for settings whose memory has no formula here."""
-    fix = "set --microbatch_size=NUMBER here"
-    found_by_trying = f"microbatch_size=auto is found by trying: {fix}"
-    require(cfg.microbatch_size != "auto", found_by_trying)
-
-    fused = m.attn_impl not in ("reference", "blocks")
-    scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here: set --attn_impl=sdpa"
-    require(fused, scores)
-
-
 # --------------------------------------------------------------------------------------------------
 # One rank
 
 
+class Block(typing.NamedTuple):
+    """A block of this rank."""
+
+    number: int
+    backward: int  # its moment
+    has_backward: bool  # False below the first adapter
+    recomputed: bool
+    trained: int  # parameters
+    kept: int  # bytes, from its forward to its backward
+    again: int  # bytes, computed again just before its backward
+
+
 class Rank:
-    """One rank of pipeline stage `stage`: its part of the model, of the batch and of the step.
+    """One rank of pipeline stage `stage`: its part of the model and of the batch.
 
-    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With several data-parallel ranks
-    the model is under fully_shard. Raises UserError if the ranks do not divide the model or the
-    batch, and for settings that have no formula here.
-
-    tp  As tensor_parallel.py does it: heads, hidden width and vocabulary are divided by cfg.tp.
-        Norms, positions, the biases of out_proj and down_proj and the inputs of norms and linear
-        layers are whole on every rank. With cfg.sequence_parallel the inputs of norms and the
-        residual stream are divided, too.
-    pp  As pipeline.py does it: the first stage has the embeddings; the last has the final norm, the
-        loss and its own copy of a tied embedding.
+    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if they do not
+    divide the model or the batch, and for settings that have no formula here.
     """
 
     def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
         self.shard_ranks, self.rows = layout(m, cfg, ranks)
-        require_countable(m, cfg)
+        fix = "is found by trying: set --microbatch_size=NUMBER here"
+        require(cfg.microbatch_size != "auto", f"microbatch_size=auto {fix}")
+        scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here"
+        is_fused = m.attn_impl not in ("reference", "blocks")
+        require(is_fused, f"{scores}: set --attn_impl=sdpa")
 
         self.m, self.cfg, self.precision, self.stage = m, cfg, precision, stage
         self.dp = ranks // (cfg.tp * cfg.pp)
@@ -342,166 +311,147 @@ class Rank:
         self.width = width(precision)
         self.is_first = stage == 0
         self.is_last = stage == cfg.pp - 1
-        self.blocks = blocks_of(m.n_layers, stage, cfg.pp)
-        self.has_adapters = cfg.lora_rank > 0
-        self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
+        self.numbers = blocks_of(m.n_layers, stage, cfg.pp)  # of its blocks
+        self.adapted = cfg.adapted_layers if cfg.lora_rank else []  # names of linear layers
         self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
 
         self.microbatch = min(cfg.microbatch_size, self.rows)  # sequences
         self.accumulates = self.rows > self.microbatch  # over several microbatches
         self.tokens = self.microbatch * m.max_seq_len
-        self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1  # between the layers
+        self.token_parts = cfg.tp if cfg.sequence_parallel else 1  # between the layers
         self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
         self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
-        # The gradient of the output weight W has W's dtype.
-        self.head_grad_width = self.width if self.dp > 1 else 4
+        self.head_width = self.width if self.dp > 1 else 4  # of a number of W's gradient: as W's
 
         self.count_parameters()
-        self.count_activations()
-        self.number_moments()
+        self.blocks = self.list_blocks()
+        self.n_trained = sum(block.trained for block in self.blocks) + self.trained_outside
+        self.end = LOSS_BACKWARD + len(self.blocks) + 1  # of the backward: weights outside blocks
+        self.tied, self.update = self.end + 1, self.end + 2
+        self.moments = self.name_moments()
 
     def count_parameters(self) -> None:
-        """Set how many parameters this rank has, which of them train, and the frozen ones' bytes.
+        """Set numbers of parameters, of which some train, and the bytes of those that are frozen.
 
         n_embedding: of W, the weight that the loss multiplies with. n_block, n_outside: of a block,
-        and outside blocks. trained: of each block. n_cast: of a block, cast to bf16 by autocast.
+        and outside blocks. n_adapters: of a block that has any. n_cast: of a block, which autocast
+        casts to bf16. n_scaled: of adapters' B's that the graph keeps, times the scale.
         """
-        m, part, d = self.m, self.part, self.m.d_model
+        m, cfg, part, d = self.m, self.cfg, self.part, self.m.d_model
         has_bias = 0 if m.no_bias else 1
-
-        self.n_embedding = part.vocab * d
-        has_own_head = self.cfg.pp > 1 or not m.tie_word_embeddings
-        embeddings = 0
-        if self.is_first:
-            embeddings += self.n_embedding + flops.params_by_part(m)["wpe"]
-        if self.is_last:
-            embeddings += self.n_embedding * has_own_head
-
         columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
-        rows = part.q + part.hidden  # of out_proj, down_proj
-        matrices = (columns + rows) * d
-        # Weights of norms, their biases, and biases of linear layers.
-        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)
-        of_block = norms, norms * has_bias, (columns + 2 * d) * has_bias
-        norm_f = d * self.is_last, d * self.is_last * has_bias, 0
+        rows = part.q + part.hidden  # of out_proj, down_proj; whole on every rank: their biases,
+        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)  # and norms
+        block = {
+            "matrices": (columns + rows) * d,
+            "norms": norms,
+            "norms' biases": norms * has_bias,
+            "biases": (columns + 2 * d) * has_bias,
+        }
+        # The first stage has the embeddings, the last norm_f and its own copy of a tied embedding.
+        self.n_embedding = part.vocab * d
+        has_head = self.is_last and (cfg.pp > 1 or not m.tie_word_embeddings)
+        first = self.n_embedding + flops.params_by_part(m)["wpe"]
+        norm_f = d * self.is_last
+        outside = {
+            "matrices": first * self.is_first + self.n_embedding * has_head,
+            "norms": norm_f,
+            "norms' biases": norm_f * has_bias,
+        }
+        self.n_block, self.n_outside = sum(block.values()), sum(outside.values())
 
-        self.n_block = self.n_cast = matrices + sum(of_block)
-        self.n_outside = self.trained_outside = embeddings + sum(norm_f)
-        self.trained = [self.n_block] * len(self.blocks)
-        self.n_adapters = self.n_scaled = self.frozen_bytes = 0
-        if self.has_adapters:
-            self.count_adapters(embeddings, matrices, of_block, norm_f)
-        self.n_trained = self.trained_outside + sum(self.trained)
+        ends = [adapter_ends(m, cfg.tp)[name] for name in self.adapted]
+        self.n_adapters = cfg.lora_rank * sum(n_in + n_out for n_in, n_out in ends)
+        # Where autocast casts B times the scale, the cast copy is what the graph keeps.
+        casts_b = self.width == 2 and self.dp == 1 and not self.accumulates
+        self.n_scaled = 0 if casts_b else cfg.lora_rank * sum(n_out for _, n_out in ends)
 
-    def count_adapters(self, embeddings, matrices, of_block, norm_f) -> None:
-        """What trains is A and B of the adapters, and norms and biases if cfg.lora_train says so.
+        frozen = self.frozen_kinds()
+        self.trained_block = sum(n for kind, n in block.items() if kind not in frozen)
+        self.trained_outside = sum(n for kind, n in outside.items() if kind not in frozen)
+        self.n_cast = self.n_block + self.n_adapters
+        self.frozen_bytes = 0
+        n_blocks = len(self.numbers)
+        for kind, width in frozen.items():
+            self.frozen_bytes += width * (n_blocks * block[kind] + outside.get(kind, 0))
+        if "matrices" in frozen:  # bf16 already
+            self.n_cast -= block["matrices"]
 
-        n_adapters: of a block that has any. n_scaled: of B's that the graph keeps, times the scale.
-        of_block, norm_f: (norms' weights, norms' biases, other biases).
+    def frozen_kinds(self) -> dict[str, int]:
+        """{kind of parameters: bytes of each} that do not train: some of them beside adapters.
+
+        Norms and biases stay fp32; matrices are stored as the matmuls take them.
         """
-        cfg = self.cfg
-        ends = [adapter_ends(self.m, cfg.tp)[name] for name in cfg.adapted_layers]
-        n_b = cfg.lora_rank * sum(written for _, written in ends)
-        self.n_adapters = cfg.lora_rank * sum(read for read, _ in ends) + n_b
-        # Where autocast casts B times the scale, the copy is what the graph keeps.
-        casts = self.width == 2 and self.dp == 1 and not self.accumulates
-        self.n_scaled = 0 if casts else n_b
+        if not self.adapted:
+            return {}
+        frozen = {"matrices": self.width, "norms": 4, "norms' biases": 4, "biases": 4}
+        trained = self.cfg.lora_train
+        if "norms" in trained:
+            del frozen["norms"]
+        if "biases" in trained:
+            del frozen["biases"]
+        if trained:
+            del frozen["norms' biases"]
+        return frozen
 
-        vectors = trained_vectors(cfg.lora_train, *of_block)
-        adapted = matmuls.adapted_blocks(self.m, matmuls.setup_of(cfg))
-        self.trained = [self.n_adapters * (i in adapted) + vectors for i in self.blocks]
-        self.trained_outside = trained_vectors(cfg.lora_train, *norm_f)
-
-        # Norms and biases stay fp32; matrices are stored as the matmuls take them.
-        self.n_cast = self.n_adapters + sum(of_block)
-        n_blocks = len(self.blocks)
-        frozen_matrices = embeddings + n_blocks * matrices
-        frozen_vectors = n_blocks * (sum(of_block) - vectors) + sum(norm_f) - self.trained_outside
-        self.frozen_bytes = self.width * frozen_matrices + 4 * frozen_vectors
-
-    def count_activations(self) -> None:
-        """Set which of this rank's blocks have a backward and which are recomputed.
-
-        And the bytes that each keeps for its backward, and has computed again just before it.
-        """
+    def list_blocks(self) -> list[Block]:
+        """This rank's blocks."""
         m, cfg = self.m, self.cfg
         setup = matmuls.setup_of(cfg)
-        first = matmuls.first_backward(m, setup)
         adapted = matmuls.adapted_blocks(m, setup)
-        vectors_train = matmuls.trains_vectors(m, setup)
-        mode, every = cfg.activation_checkpointing, cfg.recompute_every
-
-        self.has_backward, self.recomputed, self.kept, self.again = [], [], [], []
-        known = {}  # blocks of a kind keep the same
-        for number in self.blocks:
-            # A later stage has a backward for the hidden states that it receives.
+        first = matmuls.first_backward(m, setup)
+        sizes = {}  # blocks of a kind keep the same
+        blocks = []
+        for number in self.numbers:
+            # A later stage has a backward for the hidden states that it receives. The first block
+            # with a backward passes no gradient on.
             has_backward = number >= first or not self.is_first
-            # The first block with a backward passes no gradient on.
-            input_has_gradient = number > first or not self.is_first or vectors_train
-            recomputed = mode != "none" and number % every == 0
-            kind = recomputed, number in adapted, input_has_gradient
-            if kind not in known:
-                known[kind] = self.kept_and_again(*kind)
-            kept, again = known[kind]
-            self.has_backward.append(has_backward)
-            self.recomputed.append(recomputed)
-            self.kept.append(kept * has_backward)
-            self.again.append(again)
+            passes_on = number > first or not self.is_first or matmuls.trains_vectors(m, setup)
+            recomputed = setup.checkpointing_of(number) != "none"
+            kind = recomputed, number in adapted, passes_on
+            if kind not in sizes:
+                sizes[kind] = self.kept_and_again(*kind)
+            kept, again = sizes[kind]
+            trained = self.trained_block + self.n_adapters * (number in adapted)
+            backward = LOSS_BACKWARD + self.numbers.stop - number
+            sizes_of = trained, kept * has_backward, again
+            blocks.append(Block(number, backward, has_backward, recomputed, *sizes_of))
+        return blocks
 
-    def kept_and_again(
-        self, recomputed: bool, adapted: bool, input_has_gradient: bool
-    ) -> tuple[int, int]:
-        """Bytes that a block keeps for its backward, and has computed again just before it."""
-        m, cfg, precision = self.m, self.cfg, self.precision
-        mode = cfg.activation_checkpointing
-        split = precision, cfg.tp, cfg.sequence_parallel
-        if self.has_adapters:
-            layers = cfg.adapted_layers if adapted else []
-            saved = saved_beside_adapters(m, cfg, layers, precision, input_has_gradient)
-        else:
-            saved = saved_by_block(m, *split)
-        whole = self.tokens * sum(saved.values())
+    def kept_and_again(self, recomputed: bool, has_adapters: bool, passes_on: bool):
+        """Bytes that a block keeps for its backward, and bytes computed again just before it."""
+        split = self.precision, self.cfg.tp, self.cfg.sequence_parallel
+        saved = saved_by_block(self.m, *split)
+        products = 0  # of x and A
+        if self.adapted:
+            layers = self.adapted if has_adapters else []
+            products = self.width * self.cfg.lora_rank * len(layers)
+            saved = saved_beside_adapters(saved, layers, passes_on)
+        whole = self.tokens * (sum(saved.values()) + products)
         if not recomputed:
             return whole, 0
 
-        kept = self.tokens * kept_by_block(m, mode, *split)
+        mode = self.cfg.activation_checkpointing
+        kept = self.tokens * kept_if_recomputed(self.m, mode, *split)
         if mode == "full":
             return kept, whole - kept
         # With "selective", the output of down_proj is kept, but nothing needs it.
-        kept += self.tokens * saved.get("products with A", 0)
+        kept += self.tokens * products
         return kept, whole - kept + self.residual_bytes
 
-    def number_moments(self) -> None:
-        """Set the numbers of the moments after those of the loss, and {number: name} of all that
-        happen on this rank, in the order of the step."""
-        n = len(self.blocks)
-        self.backward = [LOSS_BACKWARD + n - i for i in range(n)]  # of each block
-        self.end = n + 2  # of the backward: embeddings, and what else is outside blocks
-        self.tied, self.update = n + 3, n + 4
-
-        self.moments = {}
+    def name_moments(self) -> dict[int, str]:
+        """{number: name} of the moments of this rank, in the order of the step."""
+        names = {}
         if self.is_last:
-            self.moments |= {LOSS_FORWARD: "loss forward", LOSS_BACKWARD: "loss backward"}
-        for i, number in reversed(list(enumerate(self.blocks))):
-            if self.has_backward[i]:
-                self.moments[self.backward[i]] = f"block {number} backward"
-        if (self.is_first or self.is_last) and not self.has_adapters:  # else all is frozen there
-            self.moments[self.end] = "embedding backward" if self.is_first else "head reduced"
+            names |= {LOSS_FORWARD: "loss forward", LOSS_BACKWARD: "loss backward"}
+        for block in reversed(self.blocks):
+            if block.has_backward:
+                names[block.backward] = f"block {block.number} backward"
+        if (self.is_first or self.is_last) and not self.adapted:  # else all is frozen there
+            names[self.end] = "embedding backward" if self.is_first else "head reduced"
             if self.m.tie_word_embeddings and self.cfg.pp > 1:
-                self.moments[self.tied] = "tied gradients"
-        self.moments[self.update] = "update"
-
-
-def trained_vectors(lora_train: str, norms: int, norm_biases: int, linear_biases: int) -> int:
-    """How many of these train beside adapters: "norms" with their biases, "biases" of all."""
-    n = 0
-    if "norms" in lora_train:
-        n += norms
-    if "biases" in lora_train:
-        n += linear_biases
-    if lora_train:
-        n += norm_biases
-    return n
+                names[self.tied] = "tied gradients"
+        return {**names, self.update: "update"}
 
 
 class Microbatch(typing.NamedTuple):
@@ -522,11 +472,12 @@ def microbatches(rank: Rank) -> list[Microbatch]:
     size = rank.microbatch
     n = math.ceil(rank.rows / size)
     numbers = {n - 1} if rank.cfg.pp == 1 else {0, min(1, n - 1), n - 1}
+    kept = sum(block.kept for block in rank.blocks)
     found = []
     for number in sorted(numbers):
         rows_left = rank.rows - number * size
         in_flight = min((rank.cfg.pp - rank.stage) * size, rows_left)  # no more than the batch has
-        waiting_bytes = sum(rank.kept) * max(0, in_flight - size) // size
+        waiting_bytes = kept * max(0, in_flight - size) // size
         reduces = rank.dp > 1 and (number == n - 1 or not rank.reduces_late)
         found.append(Microbatch(waiting_bytes, number > 0, reduces))
     return found
@@ -542,26 +493,19 @@ def rows_of(rank: Rank, now: Microbatch) -> list[Row]:
         *state(rank),
         *gradients(rank, now),
         *activations(rank, now),
-        *(gathered_copies(rank, now) if rank.dp > 1 else cast_copies(rank)),
-        *scaled_adapters(rank),
-        *loss(rank, now),
         *messages(rank, now),
+        *(gathered_copies(rank, now) if rank.dp > 1 else cast_copies(rank)),
+        *loss(rank, now),
         *workspace(rank, now),
     ]
 
 
 def state(rank: Rank) -> list[Row]:
     """4 bytes a weight and 8 for Adam's two moments, divided by the ranks that share them."""
-    weights = 4 * rank.n_trained // rank.shard_ranks
-    moments = 8 * rank.n_trained // rank.shard_ranks
-    rows = [
-        (WEIGHTS, weights, LOSS_FORWARD, rank.update),
-        (MOMENTS, moments, LOSS_FORWARD, rank.update),
-    ]
-    if rank.has_adapters:
-        frozen = rank.frozen_bytes // rank.shard_ranks
-        rows.append((FROZEN, frozen, LOSS_FORWARD, rank.update))
-    return rows
+    sizes = {WEIGHTS: 4 * rank.n_trained, MOMENTS: 8 * rank.n_trained}
+    if rank.adapted:
+        sizes[FROZEN] = rank.frozen_bytes
+    return [(part, n // rank.shard_ranks, START, rank.update) for part, n in sizes.items()]
 
 
 def gradients(rank: Rank, now: Microbatch) -> list[Row]:
@@ -574,18 +518,37 @@ def gradients(rank: Rank, now: Microbatch) -> list[Row]:
     before = waiting if now.adds else 0
     after = shard if now.reduces else waiting
 
-    rows = [(GRADIENTS, before * rank.trained_outside, LOSS_FORWARD, rank.end)]
-    for backward, n in zip(rank.backward, rank.trained, strict=True):
-        rows.append((GRADIENTS, before * n, LOSS_FORWARD, backward))
-        rows.append((GRADIENTS, after * n, backward + 1, rank.end))
+    rows = [(GRADIENTS, before * rank.trained_outside, START, rank.end)]
+    for block in rank.blocks:
+        rows.append((GRADIENTS, before * block.trained, START, block.backward))
+        rows.append((GRADIENTS, after * block.trained, block.backward + 1, rank.end))
     return [*rows, (GRADIENTS, shard * rank.n_trained, rank.tied, rank.update)]
 
 
 def activations(rank: Rank, now: Microbatch) -> list[Row]:
-    """What a block keeps, until its backward; and other microbatches' that are in flight."""
-    rows = [(ACTIVATIONS, now.waiting_bytes, LOSS_FORWARD, rank.end)]
-    for backward, n_bytes in zip(rank.backward, rank.kept, strict=True):
-        rows.append((ACTIVATIONS, n_bytes, LOSS_FORWARD, backward))
+    """What the graph of a block keeps until its backward; and other microbatches' in flight.
+
+    Beside activations, B times the scale of its adapters.
+    """
+    scaled = rank.width * rank.n_scaled
+    rows = [(ACTIVATIONS, now.waiting_bytes, START, rank.end)]
+    for block in rank.blocks:
+        rows.append((ACTIVATIONS, block.kept, START, block.backward))
+        if scaled and block.has_backward:
+            first = block.backward if block.recomputed else START
+            rows.append((COPIES, scaled, first, block.backward))
+    return rows
+
+
+def messages(rank: Rank, now: Microbatch) -> list[Row]:
+    """Residual streams on their way to other stages, or kept until the next ones replace them."""
+    n_bytes = rank.residual_bytes // rank.token_parts
+    rows = []
+    if not rank.is_last:  # hidden states that went to the next stage, the gradient that came back
+        rows.append((WORKSPACE, n_bytes, START, rank.end))
+        rows.append((WORKSPACE, n_bytes, LOSS_BACKWARD + 2, rank.end))
+    if now.adds and not rank.is_first:  # the last microbatch's gradient went to the stage before
+        rows.append((WORKSPACE, n_bytes, START, rank.end))
     return rows
 
 
@@ -596,13 +559,13 @@ def gathered_copies(rank: Rank, now: Microbatch) -> list[Row]:
     block after it runs. Other modes keep them until the block's gradients are reduced.
     """
     block_bytes = rank.width * (rank.n_block + rank.n_adapters)
-    rows = [(COPIES, rank.width * rank.n_outside, LOSS_FORWARD, rank.end)]
-    for backward in rank.backward:
-        if rank.frees_weights:
-            rows.append((COPIES, block_bytes, backward - 1, backward))
+    rows = [(COPIES, rank.width * rank.n_outside, START, rank.end)]
+    for block in rank.blocks:
+        if rank.cfg.sharding_mode.frees_weights:
+            rows.append((COPIES, block_bytes, block.backward - 1, block.backward))
         else:
-            last = backward if now.reduces else rank.end
-            rows.append((COPIES, block_bytes, LOSS_FORWARD, last))
+            last = block.backward if now.reduces else rank.end
+            rows.append((COPIES, block_bytes, START, last))
 
     gathers = not (rank.reduces_late and now.adds)  # else an earlier microbatch has gathered
     if rank.shard_ranks > 1 and gathers:  # the last gather's buffer is kept until the next one
@@ -618,39 +581,17 @@ def cast_copies(rank: Rank) -> list[Row]:
     """
     if rank.width == 4:
         return []
+    block_bytes = 2 * rank.n_cast
     rows = []
-    for i, backward in enumerate(rank.backward):
-        if rank.recomputed[i]:
-            rows.append((COPIES, 2 * rank.n_cast, backward, backward))
+    for block in rank.blocks:
+        if block.recomputed:
+            rows.append((COPIES, block_bytes, block.backward, block.backward))
         elif rank.accumulates:
-            rows.append((COPIES, 2 * rank.n_cast, LOSS_FORWARD, rank.end))
-        elif rank.has_backward[i]:
-            rows.append((COPIES, 2 * rank.n_cast, LOSS_FORWARD, backward))
-    if not rank.has_adapters:  # the loss makes its own copy of W
+            rows.append((COPIES, block_bytes, START, rank.end))
+        elif block.has_backward:
+            rows.append((COPIES, block_bytes, START, block.backward))
+    if not rank.adapted:  # the loss makes its own copy of W
         rows.append((COPIES, 2 * rank.n_embedding, LOSS_FORWARD, LOSS_FORWARD))
-    return rows
-
-
-def scaled_adapters(rank: Rank) -> list[Row]:
-    """B times the adapter's scale, which the graph keeps for the gradient of A's product."""
-    rows = []
-    for i, backward in enumerate(rank.backward):
-        if rank.n_scaled and rank.has_backward[i]:
-            first = backward if rank.recomputed[i] else LOSS_FORWARD
-            rows.append((COPIES, rank.width * rank.n_scaled, first, backward))
-    return rows
-
-
-def messages(rank: Rank, now: Microbatch) -> list[Row]:
-    """Residual streams on their way to other stages, or kept until the next ones replace them."""
-    n_bytes = rank.residual_bytes // rank.parts_of_tokens
-    rows = []
-    if not rank.is_last:  # hidden states that went to the next stage, the gradient that came back
-        after_last_block = LOSS_BACKWARD + 2
-        rows.append((WORKSPACE, n_bytes, LOSS_FORWARD, rank.end))
-        rows.append((WORKSPACE, n_bytes, after_last_block, rank.end))
-    if now.adds and not rank.is_first:  # the last microbatch's gradient went to the stage before
-        rows.append((WORKSPACE, n_bytes, LOSS_FORWARD, rank.end))
     return rows
 
 
@@ -659,27 +600,32 @@ def messages(rank: Rank, now: Microbatch) -> list[Row]:
 
 
 def loss(rank: Rank, now: Microbatch) -> list[Row]:
-    """On the last stage: the final norm, a chunk of logits, and the gradient of W."""
+    """On the last stage: the final norm, a chunk of logits, and the gradient of W.
+
+    Forward: norm_f's input and output, what is gathered of that, and the gradient for it; a bf16
+    copy of an fp32 output; the gradient of W in fp32; and one chunk of logits after another.
+    Backward: the gradient of x, then of W, times the incoming gradient. First x's: alive are both,
+    and in bf16 an fp32 copy and the fp32 product. Then W's: with the product, and a bf16 copy of
+    one of them if it is bf16. A frozen W has none.
+    """
     if not rank.is_last:
         return []
+    residual, norm = rank.residual_bytes, rank.norm_bytes
+    forward = 2 * norm // rank.token_parts + residual + chunk_bytes(rank)
+    if rank.cfg.sequence_parallel or norm > residual:
+        forward += residual
+    during_x = (5 if rank.width == 2 else 2) * residual
+    during_w = residual + (residual if rank.cfg.tp > 1 else norm)
+    if not rank.adapted:
+        forward += 4 * rank.n_embedding
+        during_x += rank.head_width * rank.n_embedding
+        during_w += (10 if rank.head_width == 2 else 8) * rank.n_embedding
+    backward = norm // rank.token_parts + max(during_x, during_w)
     return [
-        (LOSS, loss_forward(rank), LOSS_FORWARD, LOSS_FORWARD),
-        (LOSS, loss_backward(rank), LOSS_BACKWARD, LOSS_BACKWARD),
+        (LOSS, forward, LOSS_FORWARD, LOSS_FORWARD),
+        (LOSS, backward, LOSS_BACKWARD, LOSS_BACKWARD),
         (LOSS, head_gradient(rank, now), LOSS_BACKWARD + 1, rank.end),
     ]
-
-
-def loss_forward(rank: Rank) -> int:
-    """Bytes while one chunk of logits after another is computed.
-
-    norm_f's input and output, what is gathered of that, and the gradient for it. The loss makes a
-    bf16 copy of an fp32 output. Then the gradient of W in fp32 (a frozen W has none), and a chunk.
-    """
-    inputs = 2 * rank.norm_bytes // rank.parts_of_tokens + rank.residual_bytes
-    if rank.cfg.sequence_parallel or rank.norm_bytes > rank.residual_bytes:
-        inputs += rank.residual_bytes
-    gradient = 0 if rank.has_adapters else 4 * rank.n_embedding
-    return inputs + gradient + chunk_bytes(rank)
 
 
 def chunk_bytes(rank: Rank) -> int:
@@ -688,9 +634,7 @@ def chunk_bytes(rank: Rank) -> int:
     vocab = rank.part.vocab
     rows = max(1, CHUNK_BYTES // (4 * vocab))
     rows -= rows % 128 if rows > 128 else 0
-    if on_gpu:
-        rows = max(rows, GPU_ROWS)
-    rows = min(rows, rank.tokens)
+    rows = min(max(rows, GPU_ROWS) if on_gpu else rows, rank.tokens)
     logits = rows * vocab
     if on_gpu and rank.cfg.tp == 1:
         return rank.width * logits  # the kernel turns them into their gradient
@@ -698,22 +642,8 @@ def chunk_bytes(rank: Rank) -> int:
     # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
     # their gradient, and its products with W and x.
     first = (6 if rank.width == 2 else 4) * logits
-    products = rows + (0 if rank.has_adapters else min(vocab, COLUMNS))
+    products = rows + (0 if rank.adapted else min(vocab, COLUMNS))
     return max(first, rank.width * (logits + rank.m.d_model * products))
-
-
-def loss_backward(rank: Rank) -> int:
-    """Bytes while the gradients of x and of W are multiplied by the incoming gradient.
-
-    First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then W's:
-    with the product, and a bf16 copy of one of them if it is bf16.
-    """
-    during_x = (5 if rank.width == 2 else 2) * rank.residual_bytes
-    during_w = rank.residual_bytes + (rank.residual_bytes if rank.cfg.tp > 1 else rank.norm_bytes)
-    if not rank.has_adapters:
-        during_x += rank.head_grad_width * rank.n_embedding
-        during_w += (10 if rank.head_grad_width == 2 else 8) * rank.n_embedding
-    return rank.norm_bytes // rank.parts_of_tokens + max(during_x, during_w)
 
 
 def head_gradient(rank: Rank, now: Microbatch) -> int:
@@ -724,8 +654,8 @@ def head_gradient(rank: Rank, now: Microbatch) -> int:
     """
     is_shared = rank.m.tie_word_embeddings and rank.cfg.pp == 1
     added_directly = now.adds and rank.dp == 1 and not is_shared
-    waits = rank.is_last and not added_directly and not rank.has_adapters
-    return rank.head_grad_width * rank.n_embedding if waits else 0
+    waits = rank.is_last and not added_directly and not rank.adapted
+    return rank.head_width * rank.n_embedding if waits else 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -733,20 +663,32 @@ def head_gradient(rank: Rank, now: Microbatch) -> int:
 
 
 def workspace(rank: Rank, now: Microbatch) -> list[Row]:
-    """What each backward has in memory only while it runs."""
-    matmuls = matmul_workspace(rank)
-    per_gradient = bytes_to_reduce(rank, now)
+    """What the backward of a block, and of what is outside blocks, takes only while it runs.
+
+    The most is alive in a block's first matmuls, or at the end, when its activations are gone:
+    data-parallel ranks then copy its gradients into one fp32 buffer and reduce that, kept until the
+    next block's. If whole fp32 ones wait already, the block's weights are freed first. Without a
+    reduction the gradients become fp32 one after another, or are added to the ones that wait.
+    """
+    per_gradient = 0
+    if now.reduces:
+        per_gradient = 4 - rank.width if rank.reduces_late and now.adds else 4 + rank.width
+    elif rank.dp > 1:
+        per_gradient = rank.width if now.adds else 4
+
     rows = []
-    for i, backward in enumerate(rank.backward):
-        at_first = matmuls + rank.again[i]
-        if rank.recomputed[i]:
-            at_first += update_of_up_proj(rank)
-        is_last = i + 1 == len(rank.blocks)
-        if now.reduces and not is_last:  # the fp32 buffer of the block before this one is kept
-            at_first += 4 * rank.trained[i + 1]
-        at_the_end = per_gradient * rank.trained[i] - rank.kept[i]  # activations are gone
-        final_norm = norm_f_workspace(rank) if rank.is_last and is_last else 0
-        rows.append((WORKSPACE, max(at_first, at_the_end, final_norm), backward, backward))
+    buffer = 0
+    final_norm = 0  # before the last block: norm_f's input, the gradients of its output and input
+    if rank.is_last:
+        whole = 2 * rank.residual_bytes if rank.cfg.sequence_parallel else rank.norm_bytes
+        final_norm = 2 * rank.norm_bytes // rank.token_parts + whole  # tensor ranks sum the second
+    for block in reversed(rank.blocks):
+        at_first = matmul_workspace(rank, block) + buffer
+        at_the_end = per_gradient * block.trained - block.kept
+        most = max(at_first, at_the_end, final_norm)
+        rows.append((WORKSPACE, most, block.backward, block.backward))
+        final_norm = 0
+        buffer = 4 * block.trained if now.reduces else 0
 
     if rank.end in rank.moments:
         rows.append((WORKSPACE, embedding_workspace(rank, now), rank.end, rank.end))
@@ -755,7 +697,7 @@ def workspace(rank: Rank, now: Microbatch) -> list[Row]:
     return rows
 
 
-def matmul_workspace(rank: Rank) -> int:
+def matmul_workspace(rank: Rank, block: Block) -> int:
     """Bytes in a block's first matmuls, those of down_proj, while its input is still alive.
 
     The gradients of x, of GELU's output and of the weight. Sequence parallelism first gathers that
@@ -763,43 +705,13 @@ def matmul_workspace(rank: Rank) -> int:
     output has a second one, by way of the adapter. (Without an adapter, GELU's input has one, and
     its output was not kept.)
     """
-    rows = rank.tokens if rank.has_adapters else rank.m.d_model
-    hidden_and_weight = rank.width * (rank.tokens + rows) * rank.part.hidden
-    gradient = rank.residual_bytes // rank.parts_of_tokens
-    if not rank.cfg.sequence_parallel:
-        return gradient + hidden_and_weight
-    return gradient + rank.residual_bytes + max(hidden_and_weight, rank.residual_bytes)
-
-
-def update_of_up_proj(rank: Rank) -> int:
-    """Bytes that an adapted up_proj takes when computed again: its product, the update, the sum."""
-    adapted = rank.cfg.adapted_layers if rank.has_adapters else []
-    most = "up_proj" in adapted and "down_proj" not in adapted
-    return rank.residual_bytes if most else 0
-
-
-def bytes_to_reduce(rank: Rank, now: Microbatch) -> int:
-    """Bytes per parameter of a block at the end of its backward, beside its whole weights.
-
-    Data-parallel ranks copy the gradients into one fp32 buffer and reduce that, kept until the next
-    block's. If fp32 ones wait already, the weights are freed. Without a reduction the gradients
-    become fp32 one after another, or are added to the ones that wait.
-    """
-    if rank.dp == 1:
-        return 0
-    if not now.reduces:
-        return rank.width if now.adds else 4
-    added_to_fp32 = rank.reduces_late and now.adds
-    return 4 - rank.width if added_to_fp32 else rank.width + 4
-
-
-def norm_f_workspace(rank: Rank) -> int:
-    """Bytes of the final norm's backward: its input, and the gradients of its output and input.
-
-    With tensor parallelism all ranks sum the second, which takes a copy.
-    """
-    whole = 2 * rank.residual_bytes if rank.cfg.sequence_parallel else rank.norm_bytes
-    return 2 * rank.norm_bytes // rank.parts_of_tokens + whole
+    rows = rank.tokens if rank.adapted else rank.m.d_model
+    n_bytes = rank.width * (rank.tokens + rows) * rank.part.hidden
+    if rank.cfg.sequence_parallel:
+        n_bytes = rank.residual_bytes + max(n_bytes, rank.residual_bytes)
+    if block.recomputed and "up_proj" in rank.adapted and "down_proj" not in rank.adapted:
+        n_bytes += rank.residual_bytes  # up_proj again: its product, the update and their sum
+    return n_bytes + block.again + rank.residual_bytes // rank.token_parts
 
 
 def embedding_workspace(rank: Rank, now: Microbatch) -> float:
@@ -807,126 +719,92 @@ def embedding_workspace(rank: Rank, now: Microbatch) -> float:
 
     Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes a
     copy. With several data-parallel ranks the gradients of all weights outside blocks are then
-    reduced.
+    reduced: gradients in the place of the weights, an fp32 buffer, and its result.
     """
     adding = 0
     if rank.is_first:
-        of_tokens = rank.head_grad_width * rank.tokens * rank.m.d_model
-        adding = rank.head_grad_width * rank.n_embedding + of_tokens
+        of_tokens = rank.head_width * rank.tokens * rank.m.d_model
+        adding = rank.head_width * rank.n_embedding + of_tokens
         if rank.cfg.tp > 1:
             own = of_tokens // rank.cfg.tp if rank.cfg.sequence_parallel else 0
             adding = max(adding, 2 * of_tokens + own)
 
-    head = head_gradient(rank, now)
+    reducing = 0
     if now.reduces:
         adding += 4 * rank.n_block  # the buffer of the first block's gradients
-        # Gradients in the place of the weights, the fp32 buffer that is reduced, and its result.
-        reduction = (4 + 4 / rank.shard_ranks) * rank.n_outside - head
-        return max(adding, reduction)
-    if rank.dp > 1 and not now.adds:  # gradients become fp32
-        return max(adding, (rank.width + 4) * rank.n_outside - head)
-    return adding
+        reducing = (4 + 4 / rank.shard_ranks) * rank.n_outside
+    elif rank.dp > 1 and not now.adds:  # gradients become fp32
+        reducing = (rank.width + 4) * rank.n_outside
+    return max(adding, reducing - head_gradient(rank, now))
 
 
 # --------------------------------------------------------------------------------------------------
 # The fullest moment
 
 
-class Timeline(typing.NamedTuple):
-    """The sums of the rows of one microbatch at each moment, by the moment's number."""
+def bytes_by_moment(rank: Rank) -> dict[str, dict[str, int]]:
+    """{moment: {part: bytes}} in step order, each in the microbatch in which it takes the most.
 
-    by_part: dict[str, list[float]]
-    totals: list[float]
-
-
-def timelines(rank: Rank) -> list[Timeline]:
-    """One for each microbatch in whose backward the peak may be."""
-    n_moments = rank.update + 1
-    found = []
+    Of the backwards of blocks, the one that takes the most.
+    """
+    parts = PARTS if rank.adapted else PARTS[1:]
+    fullest = {}  # moment: (bytes, {part: bytes at each moment} of that microbatch)
     for now in microbatches(rank):
-        changes = {part: [0] * (n_moments + 1) for part in PARTS}
+        changes = {part: [0] * (rank.update + 2) for part in parts}
         for part, n_bytes, first, last in rows_of(rank, now):
             changes[part][first] += n_bytes
             changes[part][last + 1] -= n_bytes
         by_part = {part: list(accumulate(change)) for part, change in changes.items()}
         totals = [sum(amounts) for amounts in zip(*by_part.values(), strict=True)]
-        found.append(Timeline(by_part, totals))
+        for moment in rank.moments:
+            if moment not in fullest or totals[moment] > fullest[moment][0]:
+                fullest[moment] = totals[moment], by_part
+
+    backwards = [block.backward for block in rank.blocks if block.has_backward]
+    block = max(backwards, key=lambda moment: fullest[moment][0])
+    found = {}
+    for moment, name in rank.moments.items():
+        if moment == block or moment not in backwards:
+            _, by_part = fullest[moment]
+            found[name] = {part: round(amounts[moment]) for part, amounts in by_part.items()}
     return found
 
 
-def fullest(
-    rank: Rank, found: list[Timeline], moments: typing.Iterable[int]
-) -> tuple[int, dict[str, int]]:
-    """The fullest of these moments in any microbatch: its number, and {part: bytes}."""
-    candidates = [(line.totals[moment], moment, line) for line in found for moment in moments]
-    _, moment, line = max(candidates, key=lambda candidate: candidate[0])
-    parts = PARTS if rank.has_adapters else PARTS[1:]
-    return moment, {part: round(line.by_part[part][moment]) for part in parts}
+def peak_of(moments: dict[str, dict[str, int]]) -> tuple[int, str]:
+    """The most bytes of these moments, and the moment's name."""
+    return max((sum(parts.values()), name) for name, parts in moments.items())
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers. With a pipeline, of one stage, or (None) of the stage with the highest peak. ranks: global
-# ranks = data-parallel ranks x cfg.tp x cfg.pp. Errors are those of `Rank`.
+# Answers. ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With a pipeline, they are of
+# the stage with the highest peak. Errors as of `Rank`.
 
 
-def bytes_by_part(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    ranks: int = 1,
-    precision: str = "bf16",
-    stage: int | None = None,
-) -> dict:
-    """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its name, "moment"."""
-    if stage is None:
-        stage = fullest_stage(m, cfg, ranks, precision)
-    rank = Rank(m, cfg, ranks, precision, stage)
-    moment, parts = fullest(rank, timelines(rank), rank.moments)
-    return {**parts, "peak": sum(parts.values()), "moment": rank.moments[moment]}
-
-
-def bytes_by_moment(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    ranks: int = 1,
-    precision: str = "bf16",
-    stage: int | None = None,
-) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of one rank in step order, with the fullest of the blocks' backwards."""
-    if stage is None:
-        stage = fullest_stage(m, cfg, ranks, precision)
-    rank = Rank(m, cfg, ranks, precision, stage)
-    found = timelines(rank)
-    block, _ = fullest(rank, found, [i for i in rank.backward if i in rank.moments])
-    shown = [i for i in rank.moments if i == block or i not in rank.backward]
-    return {rank.moments[i]: fullest(rank, found, [i])[1] for i in shown}
-
-
-def stages_to_compare(cfg: TrainConfig) -> list[int]:
-    """The pipeline stages of which one has the highest peak.
+def worst_stage(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> tuple[int, dict]:
+    """The pipeline stage with the highest peak, and its `bytes_by_moment`.
 
     Stages in the middle have no more blocks than the second, and fewer microbatches in flight.
     """
-    return sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
+    numbers = sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
+    stages = {stage: bytes_by_moment(Rank(m, cfg, ranks, precision, stage)) for stage in numbers}
+    stage = max(stages, key=lambda stage: peak_of(stages[stage])[0])
+    return stage, stages[stage]
 
 
-def fullest_stage(m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str = "bf16") -> int:
-    """The pipeline stage with the highest peak."""
-    split = ranks, precision
-    stages = stages_to_compare(cfg)
-    if len(stages) == 1:
-        return 0
-    return max(stages, key=lambda stage: bytes_by_part(m, cfg, *split, stage)["peak"])
+def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> dict:
+    """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its "moment"."""
+    _, found = worst_stage(m, cfg, ranks, precision)
+    peak, moment = peak_of(found)
+    return {**found[moment], "peak": peak, "moment": moment}
 
 
 def fits(m: MPTConfig, cfg: TrainConfig, ranks: int, room: float, precision="bf16") -> bool:
     """Is the peak of every stage at most `room` bytes?"""
-    split = ranks, precision
-    stages = stages_to_compare(cfg)
-    return all(bytes_by_part(m, cfg, *split, stage)["peak"] <= room for stage in stages)
+    return bytes_by_part(m, cfg, ranks, precision)["peak"] <= room
 
 
 def largest_microbatch(
-    m: MPTConfig, cfg: TrainConfig, device_bytes: float, ranks: int = 1, precision: str = "bf16"
+    m: MPTConfig, cfg: TrainConfig, device_bytes: float, ranks=1, precision="bf16"
 ) -> int:
     """The largest microbatch, in sequences, whose peak fits into `ROOM` of a device's memory.
 
@@ -951,41 +829,33 @@ def largest_microbatch(
 # The program
 
 
-def answer(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
+def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
     """The moments of a step side by side, in GB (10^9 bytes), and what is in the fullest."""
-    setup = m, cfg, args.ranks, precision
-    stage = fullest_stage(*setup)
-    moments = bytes_by_moment(*setup, stage)
-    peak = bytes_by_part(*setup, stage)
+    stage, columns = worst_stage(m, cfg, args.ranks, precision)
+    peak, moment = peak_of(columns)
 
     dp = args.ranks // (cfg.tp * cfg.pp)
-    split = f"{args.ranks} ranks of {cfg.sharding}" if args.ranks > 1 else "1 rank, nothing sharded"
-    if dp < args.ranks:
-        split += f": tp {cfg.tp} x pp {cfg.pp} x dp {dp}"
-    if cfg.pp > 1:
-        split += f", stage {stage} of 0 to {cfg.pp - 1}"
+    split = f"dp {dp} ({cfg.sharding}) x tp {cfg.tp} x pp {cfg.pp}, stage {stage}"
+    batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
 
-    columns = [*moments.values(), peak]
     rows = []
-    for part in moments["update"]:
-        gigabytes = [f"{parts[part] / 1e9:.3f}" for parts in moments.values()]
-        rows.append([part, *gigabytes, f"{peak[part] / peak['peak']:.0%}"])
-    sums = [f"{sum(parts.values()) / 1e9:.3f}" for parts in moments.values()]
+    for part, at_peak in columns[moment].items():
+        cells = [f"{parts[part] / 1e9:.3f}" for parts in columns.values()]
+        rows.append([part, *cells, f"{at_peak / peak:.0%}"])
+    sums = [f"{sum(parts.values()) / 1e9:.3f}" for parts in columns.values()]
     rows.append(["all", *sums, "100%"])
 
-    n_bytes = peak["peak"]
     lines = [
-        f"{flops.n_params(m):,} parameters, {precision}, {split}",
-        f"microbatch {cfg.microbatch_size} x {m.max_seq_len}, "
-        f"checkpointing {cfg.activation_checkpointing}",
+        f"{flops.n_params(m):,} parameters, {precision}, ranks {args.ranks} = {split}",
+        f"{batch}, checkpointing {cfg.activation_checkpointing}",
         "",
-        table(["GB of one rank", *moments, "of the peak"], rows),
+        table(["GB of one rank", *columns, "of the peak"], rows),
         "",
-        f"peak {n_bytes / 1e9:.2f} GB = {n_bytes / 2**30:.2f} GiB: {peak['moment']}",
+        f"peak {peak / 1e9:.2f} GB = {peak / 2**30:.2f} GiB: {moment}",
     ]
     # `device = "cpu"` in a config file says where it trains, and names no accelerator.
     if args.device not in devices.THIS_MACHINE:
-        lines.append(on_device(m, cfg, args, precision, n_bytes))
+        lines.append(on_device(m, cfg, args, precision, peak))
     return "\n".join(lines)
 
 
@@ -994,24 +864,21 @@ def on_device(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str, 
     device = devices.by_name(args.device)
     device_bytes = device.memory_gb * 2**30
     _, rows = layout(m, cfg, args.ranks)
-    sizes = []
+    largest = []
     for mode in typing.get_args(Checkpointing):
         trial = replace(cfg, activation_checkpointing=mode)
         size = largest_microbatch(m, trial, device_bytes, args.ranks, precision)
-        sizes.append([mode, size])
-    heads = [
-        "checkpointing",
-        f"largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences",
-    ]
+        largest.append([mode, size])
     share = f"that is {peak / device_bytes:.0%} of {device.name}'s {device.memory_gb:g} GiB"
-    return "\n".join([share, "", table(heads, sizes)])
+    limit = f"The largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences:"
+    return "\n".join([share, "", limit, table(["checkpointing", "microbatch"], largest)])
 
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
     m, cfg, args = config.load(with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
     precision = "fp32" if cfg.precision == "fp32" else "bf16"
-    print(answer(m, cfg, args, precision))
+    print(report(m, cfg, args, precision))
 
 
 if __name__ == "__main__":
