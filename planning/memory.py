@@ -742,60 +742,73 @@ def embedding_workspace(rank: Rank, now: Microbatch) -> float:
 # The fullest moment
 
 
-def bytes_by_moment(rank: Rank) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} in step order, each in the microbatch in which it takes the most.
+def totals(rows: list[Row], n_moments: int) -> list[float]:
+    """The bytes in memory at each moment."""
+    changes = [0] * (n_moments + 1)
+    for _, n_bytes, first, last in rows:
+        changes[first] += n_bytes
+        changes[last + 1] -= n_bytes
+    return list(accumulate(changes))
 
-    Of the backwards of blocks, the one that takes the most.
-    """
-    parts = PARTS if rank.adapted else PARTS[1:]
-    fullest = {}  # moment: (bytes, {part: bytes at each moment} of that microbatch)
-    for now in microbatches(rank):
-        changes = {part: [0] * (rank.update + 2) for part in parts}
-        for part, n_bytes, first, last in rows_of(rank, now):
-            changes[part][first] += n_bytes
-            changes[part][last + 1] -= n_bytes
-        by_part = {part: list(accumulate(change)) for part, change in changes.items()}
-        totals = [sum(amounts) for amounts in zip(*by_part.values(), strict=True)]
-        for moment in rank.moments:
-            if moment not in fullest or totals[moment] > fullest[moment][0]:
-                fullest[moment] = totals[moment], by_part
 
-    backwards = [block.backward for block in rank.blocks if block.has_backward]
-    block = max(backwards, key=lambda moment: fullest[moment][0])
+def by_part(rows: list[Row], moment: int) -> dict[str, int]:
+    """{part: bytes} at one moment."""
+    sums = dict.fromkeys(PARTS, 0)
+    for part, n_bytes, first, last in rows:
+        if first <= moment <= last:
+            sums[part] += n_bytes
+    return {part: round(n_bytes) for part, n_bytes in sums.items() if part != FROZEN or n_bytes}
+
+
+def fullest(rank: Rank) -> dict[int, tuple[float, list[Row]]]:
+    """{moment: (bytes, rows)} in step order, of the microbatch in which it takes the most."""
     found = {}
-    for moment, name in rank.moments.items():
-        if moment == block or moment not in backwards:
-            _, by_part = fullest[moment]
-            found[name] = {part: round(amounts[moment]) for part, amounts in by_part.items()}
+    for now in microbatches(rank):
+        rows = rows_of(rank, now)
+        n_bytes = totals(rows, rank.update + 1)
+        for moment in rank.moments:
+            if moment not in found or n_bytes[moment] > found[moment][0]:
+                found[moment] = n_bytes[moment], rows
     return found
 
 
-def peak_of(moments: dict[str, dict[str, int]]) -> tuple[int, str]:
-    """The most bytes of these moments, and the moment's name."""
-    return max((sum(parts.values()), name) for name, parts in moments.items())
+def peak_of(rank: Rank) -> dict:
+    """{part: bytes} at the fullest moment, with their sum, "peak", and its name, "moment"."""
+    found = fullest(rank)
+    moment = max(found, key=lambda moment: found[moment][0])
+    parts = by_part(found[moment][1], moment)
+    return {**parts, "peak": sum(parts.values()), "moment": rank.moments[moment]}
+
+
+def bytes_by_moment(rank: Rank) -> dict[str, dict[str, int]]:
+    """{moment: {part: bytes}} in step order. Of the backwards of blocks, only the fullest."""
+    found = fullest(rank)
+    backwards = [block.backward for block in reversed(rank.blocks) if block.has_backward]
+    shown = max(backwards, key=lambda moment: found[moment][0])
+    return {
+        rank.moments[moment]: by_part(rows, moment)
+        for moment, (_, rows) in found.items()
+        if moment == shown or moment not in backwards
+    }
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers. ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With a pipeline, they are of
-# the stage with the highest peak. Errors as of `Rank`.
+# Answers. ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Errors as of `Rank`.
 
 
-def worst_stage(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> tuple[int, dict]:
-    """The pipeline stage with the highest peak, and its `bytes_by_moment`.
+def ranks_to_compare(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> list[Rank]:
+    """A rank of each pipeline stage that may have the highest peak.
 
     Stages in the middle have no more blocks than the second, and fewer microbatches in flight.
     """
-    numbers = sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
-    stages = {stage: bytes_by_moment(Rank(m, cfg, ranks, precision, stage)) for stage in numbers}
-    stage = max(stages, key=lambda stage: peak_of(stages[stage])[0])
-    return stage, stages[stage]
+    stages = sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
+    return [Rank(m, cfg, ranks, precision, stage) for stage in stages]
 
 
 def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> dict:
-    """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its "moment"."""
-    _, found = worst_stage(m, cfg, ranks, precision)
-    peak, moment = peak_of(found)
-    return {**found[moment], "peak": peak, "moment": moment}
+    """`peak_of` the pipeline stage where it is the highest: {part: bytes}, "peak" and "moment"."""
+    peaks = [peak_of(rank) for rank in ranks_to_compare(m, cfg, ranks, precision)]
+    return max(peaks, key=lambda parts: parts["peak"])
 
 
 def fits(m: MPTConfig, cfg: TrainConfig, ranks: int, room: float, precision="bf16") -> bool:
@@ -831,17 +844,19 @@ def largest_microbatch(
 
 def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
     """The moments of a step side by side, in GB (10^9 bytes), and what is in the fullest."""
-    stage, columns = worst_stage(m, cfg, args.ranks, precision)
-    peak, moment = peak_of(columns)
+    ranks = ranks_to_compare(m, cfg, args.ranks, precision)
+    rank = max(ranks, key=lambda rank: peak_of(rank)["peak"])
+    columns = bytes_by_moment(rank)
+    at_peak = peak_of(rank)
+    peak, moment = at_peak["peak"], at_peak["moment"]
 
-    dp = args.ranks // (cfg.tp * cfg.pp)
-    split = f"dp {dp} ({cfg.sharding}) x tp {cfg.tp} x pp {cfg.pp}, stage {stage}"
+    split = f"dp {rank.dp} ({cfg.sharding}) x tp {cfg.tp} x pp {cfg.pp}, stage {rank.stage}"
     batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
 
     rows = []
-    for part, at_peak in columns[moment].items():
+    for part in columns[moment]:
         cells = [f"{parts[part] / 1e9:.3f}" for parts in columns.values()]
-        rows.append([part, *cells, f"{at_peak / peak:.0%}"])
+        rows.append([part, *cells, f"{at_peak[part] / peak:.0%}"])
     sums = [f"{sum(parts.values()) / 1e9:.3f}" for parts in columns.values()]
     rows.append(["all", *sums, "100%"])
 
