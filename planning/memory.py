@@ -340,8 +340,8 @@ class Rank:
         m, cfg, part, d = self.m, self.cfg, self.part, self.m.d_model
         has_bias = 0 if m.no_bias else 1
         columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
-        rows = part.q + part.hidden  # of out_proj, down_proj; whole on every rank: their biases,
-        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)  # and norms
+        rows = part.q + part.hidden  # of out_proj, down_proj, whose biases are whole on every rank
+        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)
         block = {
             "matrices": (columns + rows) * d,
             "norms": norms,

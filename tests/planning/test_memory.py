@@ -691,8 +691,8 @@ REFUSED = [  # global ranks, settings, changes to the model, part of the message
     (-1, {}, {}, "ranks must be at least 1, not -1"),
     (3, {}, {}, "not a multiple of the 3 data-parallel ranks"),
     (1, {"microbatch_size": "auto"}, {}, "--microbatch_size=NUMBER"),
-    (8, {"ranks": 8, "sharding": "HYBRID_SHARD", "shard_size": 3}, {}, "3 does not divide the 8"),
-    (8, {"ranks": 8, "sharding": "HYBRID_SHARD"}, {}, "--shard_size"),
+    (8, {"sharding": "HYBRID_SHARD", "shard_size": 3}, {}, "shard_size 3 does not divide the 8"),
+    (8, {"sharding": "HYBRID_SHARD"}, {}, "--shard_size"),
     (1, {}, {"attn_impl": "reference"}, "--attn_impl=sdpa"),
 ]
 
@@ -700,8 +700,7 @@ REFUSED = [  # global ranks, settings, changes to the model, part of the message
 @pytest.mark.parametrize("ranks, settings, change, message", REFUSED)
 def test_what_cannot_be_estimated_is_refused(ranks, settings, change, message):
     m = dataclasses.replace(MID, **change)
-    size = settings.pop("microbatch_size", 4)
-    cfg = dataclasses.replace(run(**settings), microbatch_size=size)
+    cfg = dataclasses.replace(run(ranks=8), **settings)
     with pytest.raises(UserError) as error:
         peak(m, cfg, ranks)
     assert message in str(error.value)
