@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
+from tracing import live_bytes
 
 import config
 import devices
 import flops
 import loss
 import tensor_parallel
-from bench import memory as memory_measured
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT
 from planning import memory
@@ -459,7 +459,7 @@ def agree(m, cfg, ranks=1, precision="bf16", device="cpu"):
     """
     cfg = dataclasses.replace(cfg, device=device)
     estimated = memory.bytes_by_moment(m, cfg, ranks, precision)
-    counted = memory_measured.count(m, cfg, ranks, precision)
+    counted = live_bytes.count(m, cfg, ranks, precision)
     for moment in estimated.keys() - {"embedding backward"}:
         ours = sum(estimated[moment].values())
         same_moment = counted["block backward" if moment.startswith("block") else moment]
@@ -490,7 +490,7 @@ def test_bf16_copies_for_a_whole_step_are_in_the_estimate(microbatches):
     m = dataclasses.replace(MID, d_model=512, max_seq_len=64, vocab_size=512)
     cfg = dataclasses.replace(run(batch=1, microbatches=microbatches), device="cpu")
     estimated = memory.bytes_by_moment(m, cfg)
-    counted = memory_measured.count(m, cfg)
+    counted = live_bytes.count(m, cfg)
     linears = m.n_layers * 12 * m.d_model**2
     for ours, theirs in (("embedding backward",) * 2, ("block 2 backward", "block backward")):
         copies = estimated[ours]["copies of the weights"]
@@ -536,14 +536,14 @@ def test_torchs_own_tracker_sees_what_is_estimated(sharding, checkpointing):
     """A count that is not ours, of one microbatch a step: it cannot follow two."""
     modes = {"sharding": sharding, "activation_checkpointing": checkpointing}
     cfg = run(ranks=8, device="cpu", **modes)
-    assert peak(MID, cfg, 8) == pytest.approx(memory_measured.tracked(MID, cfg, 8), rel=0.03)
+    assert peak(MID, cfg, 8) == pytest.approx(live_bytes.tracked(MID, cfg, 8), rel=0.03)
 
 
 def test_with_few_tokens_gradients_on_their_way_to_other_ranks_are_the_most():
     m = dataclasses.replace(MID, d_model=512, max_seq_len=64, tie_word_embeddings=False)
     cfg = run(batch=1, microbatches=2, ranks=8, device="cpu")
     estimated = memory.bytes_by_moment(m, cfg, 8)
-    counted = memory_measured.count(m, cfg, 8)
+    counted = live_bytes.count(m, cfg, 8)
     assert memory.bytes_by_part(m, cfg, 8)["moment"] == "block 2 backward"
     names = {"block 2 backward": "block backward", "embedding backward": "embedding backward"}
     for ours, theirs in names.items():
@@ -628,7 +628,7 @@ def test_every_stage_allocates_what_is_estimated(microbatches, dp, settings, cha
     ranks = 3 * dp * cfg.tp
     for stage in range(3):
         estimated = memory.StepMemory(m, cfg, ranks, stage=stage).moments()
-        counted = memory_measured.count(m, cfg, ranks, stage=stage)
+        counted = live_bytes.count(m, cfg, ranks, stage=stage)
         for moment in estimated.keys() & counted.keys() - {"embedding backward"}:
             ours, theirs = (sum(found[moment].values()) for found in (estimated, counted))
             assert ours == pytest.approx(theirs, rel=0.03), (stage, moment)
@@ -708,7 +708,7 @@ def test_sharded_adapters_allocate_what_is_estimated(sharding, checkpointing):
 def assert_close_at_the_peak(m, cfg, ranks, precision):
     """Within 0.5 % of the count; below the peak, ids and the statistics of a loss count, too."""
     estimated = memory.bytes_by_moment(m, cfg, ranks, precision)
-    counted = memory_measured.count(m, cfg, ranks, precision)
+    counted = live_bytes.count(m, cfg, ranks, precision)
     peaks = [max(sum(parts.values()) for parts in found.values()) for found in (estimated, counted)]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.005)
     for moment in ("loss forward", "loss backward"):
@@ -722,7 +722,7 @@ def assert_close_at_the_peak(m, cfg, ranks, precision):
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_allocator_gives_what_is_estimated_of_adapters(checkpointing):
     cfg = run(2, activation_checkpointing=checkpointing, device="cpu", **ADAPTERS)
-    expected = memory_measured.allocated(FEW_IDS, cfg)
+    expected = live_bytes.allocated(FEW_IDS, cfg)
     assert peak(FEW_IDS, cfg) == pytest.approx(expected, rel=0.005)
 
 
@@ -792,7 +792,7 @@ def test_the_allocator_gives_what_is_estimated(tokens, moment):
     cfg = run(2, activation_checkpointing="full", device="cpu")
     parts = memory.bytes_by_part(m, cfg)
     assert parts["moment"] == moment
-    assert parts["peak"] == pytest.approx(memory_measured.allocated(m, cfg), rel=0.01)
+    assert parts["peak"] == pytest.approx(live_bytes.allocated(m, cfg), rel=0.01)
 
 
 def test_the_program_prints_the_moments(capsys):

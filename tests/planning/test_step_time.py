@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
+from tracing.live_bytes import two_steps
+from tracing.tracer import Tracer
 
 import devices
-from bench import memory as memory_measured
 from bench import parallel_runs, planner
 from config import MPTConfig, TrainConfig, UserError
 from planning import certainty, step_time
@@ -212,28 +212,24 @@ def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     assert sharded.tensor_traffic() == {stream: 2 * (8 * 4 + 2)}
 
 
-class Counter(TorchDispatchMode):
-    """Counts the FLOPs of matmuls, and the bytes that tensor ranks and stages send each other."""
+def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
+    """(FLOPs of matmuls, bytes that tensor ranks send each other, bytes to the next stage).
 
-    def __init__(self):
-        super().__init__()
-        self.flops = 0
-        self.sent = 0
-        self.to_stages = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = str(operation)
-        if name.startswith(("aten.mm", "aten.addmm")):
-            a, b = args[-2:]
-            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if name.startswith("c10d."):
-            largest = max(memory_measured.tensors_in(args), key=lambda tensor: tensor.nbytes)
-            is_of_tokens = largest.dim() == 3  # fully_shard's and sums of gradients have one
-            if name.startswith("c10d.send"):
-                self.to_stages += is_of_tokens * largest.nbytes
-            elif not name.startswith("c10d.recv"):
-                self.sent += is_of_tokens * largest.nbytes * (2 if "allreduce" in name else 1)
-        return operation(*args, **(kwargs or {}))
+    Of two real steps on fake tensors.
+    """
+    trace = Tracer()
+    two_steps(m, cfg, ranks, "bf16", trace, stage=stage)
+    flops = sum(op.flops for op in trace.operations if op.name in ("aten::mm", "aten::addmm"))
+    sent = to_stages = 0
+    for op in trace.operations:
+        largest = max(op.inputs, key=lambda spec: spec.bytes)
+        if not op.name.startswith("c10d::") or len(largest.shape) != 3:
+            continue  # what fully_shard sends, and sums of gradients, have one dimension
+        if op.name == "c10d::send":
+            to_stages += largest.bytes
+        elif not op.name.startswith("c10d::recv"):
+            sent += largest.bytes * (2 if op.collective == "all-reduce" else 1)
+    return flops, sent, to_stages
 
 
 SPLITS = [  # tp, data-parallel ranks, checkpointing, sequence parallelism, changes to the model
@@ -260,13 +256,12 @@ def test_a_tensor_rank_computes_and_sends_what_is_predicted(
         activation_checkpointing=checkpointing,
         sequence_parallel=sequence_parallel,
     )
-    counter = Counter()
-    memory_measured.two_steps(m, cfg, tp * dp, "bf16", counter)
+    flops, sent, _ = traced(m, cfg, tp * dp)
     step = StepTime(m, cfg, Fleet(A100, tp * dp, tp=tp))
     assert step.microbatches == 1
-    assert 2 * step.matmul_flops() == pytest.approx(counter.flops, rel=0.03)
-    sent = sum(size * calls for size, calls in step.tensor_traffic().items())
-    assert 2 * sent == pytest.approx(counter.sent, rel=0.03)
+    assert 2 * step.matmul_flops() == pytest.approx(flops, rel=0.03)
+    predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+    assert 2 * predicted == pytest.approx(sent, rel=0.03)
 
 
 def test_blocks_below_the_first_adapter_send_nothing_backward():
@@ -275,11 +270,10 @@ def test_blocks_below_the_first_adapter_send_nothing_backward():
     m = MPTConfig(**shape, attn_impl="sdpa")
     lora = {"lora_rank": 1, "lora_last_blocks": 1, "init_from": "x"}
     cfg = run(batch=4, device="cpu", tp=2, activation_checkpointing="full", **lora)
-    counter = Counter()
-    memory_measured.two_steps(m, cfg, 2, "bf16", counter)
+    _, sent, _ = traced(m, cfg, 2)
     step = StepTime(m, cfg, Fleet(A100, 2, tp=2))
-    sent = sum(size * calls for size, calls in step.tensor_traffic().items())
-    assert 2 * sent == pytest.approx(counter.sent, rel=0.05)
+    predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+    assert 2 * predicted == pytest.approx(sent, rel=0.05)
 
 
 STAGES = [  # tp, data-parallel ranks, sequence parallelism, layers, the stage
@@ -304,17 +298,16 @@ def test_a_stage_computes_and_sends_what_is_predicted(tp, dp, sequence_parallel,
         activation_checkpointing="selective",
         sequence_parallel=sequence_parallel,
     )
-    counter = Counter()
     ranks = tp * dp * 3
-    memory_measured.two_steps(m, cfg, ranks, "bf16", counter, stage=stage)
+    flops, sent, to_stages = traced(m, cfg, ranks, stage)
     step = StepTime(m, cfg, Fleet(A100, ranks, tp=tp, pp=3), stage=stage)
     n = 2 * step.microbatches  # of two steps
     assert n == 4
-    assert n * step.matmul_flops() == pytest.approx(counter.flops, rel=0.03)
-    assert n * step.bytes_to_stages() == counter.to_stages
+    assert n * step.matmul_flops() == pytest.approx(flops, rel=0.03)
+    assert n * step.bytes_to_stages() == to_stages
     if tp > 1:
-        sent = sum(size * calls for size, calls in step.tensor_traffic().items())
-        assert n * sent == pytest.approx(counter.sent, rel=0.03)
+        predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+        assert n * predicted == pytest.approx(sent, rel=0.03)
 
 
 def test_what_a_program_hides_costs_less():
