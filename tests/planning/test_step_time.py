@@ -1,18 +1,15 @@
-"""planning/step_time.py by hand computation, and beside published runs (bench/planner.py)."""
+"""planning/step_time.py by hand computation, and beside real steps on fake tensors."""
 
-import csv
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from tracing.live_bytes import two_steps
 from tracing.tracer import Tracer
 
 import devices
-from bench import parallel_runs, planner
 from config import MPTConfig, TrainConfig, UserError
-from planning import certainty, step_time
+from planning import step_time
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
 
@@ -404,88 +401,3 @@ def test_more_of_this_is_never_slower():
 def test_mistakes_are_told(fleet, cfg, words):
     with pytest.raises(UserError, match=re.escape(words)):
         StepTime(M, replace(run(), **cfg), Fleet(**{"device": A100, **fleet}))
-
-
-# --------------------------------------------------------------------------------------------------
-# Beside published runs
-
-
-@pytest.mark.slow
-def test_models_left_out_of_the_fit_are_predicted():
-    """The project's claim: median at most 6 %, 90th percentile at most 15 %.
-
-    Both better than a prediction by one TFLOP/s for each kind of GPU.
-    """
-    pytest.importorskip("scipy", reason="the fit needs scipy: see requirements-dev.txt")
-    rows = planner.read()
-    assert len(rows) == 142
-    ours = planner.summary(planner.held_out_errors(rows))
-    constant = planner.summary(planner.constant_speed_errors(rows))
-    assert ours["median"] < 0.06 and ours["p90"] < 0.15
-    assert ours["median"] < constant["median"] and ours["p90"] < constant["p90"]
-    fitted = planner.fit(rows)
-    for name in planner.FITTED:
-        assert getattr(Constants(), name) == pytest.approx(getattr(fitted, name), rel=0.03), name
-
-
-def test_mpt_1b_on_many_h100():
-    for n, tflops in planner.h100_predictions(Constants()).items():
-        assert tflops == pytest.approx(planner.H100[n], rel=0.02)
-
-
-def test_mpt_7b_on_128_mi250_from_4():
-    rows = {row[0]: float(row[5]) for row in planner.mi250_rows(Constants())}
-    assert rows[3] == pytest.approx(159, rel=0.03)  # the microbatch of configs/mpt7b_mi250.py
-
-
-def test_frontiers_strong_scaling_is_not_explained():
-    """At the microbatch of the launch scripts. What is missing is more than all the traffic."""
-    for name, run_ in planner.FRONTIER.items():
-        ours = planner.strong_scaling(name, 1)
-        assert run_.strong_scaling + 5 < ours < 98
-        seconds = planner.frontier(name, 1, run_.run_gcds)
-        missing = seconds["step"] * (ours / run_.strong_scaling - 1)
-        assert missing > 5 * (seconds["exposed traffic"] + seconds["between stages"])
-
-
-def test_the_document_has_the_words_of_its_program():
-    """`python -m bench planner` was run since they changed."""
-    text = planner.DOCUMENT.read_text()
-    for line in planner.HEAD.splitlines():
-        assert "{" in line or line in text.splitlines(), line
-
-
-def test_published_runs_with_tensor_ranks_and_stages():
-    """The project's claim: at most 15 % in the median, with nothing fitted to them.
-
-    Of the rows that the model was chosen by, and of the third that was set aside. Of Megatron-Core,
-    which was found later, too, but not of the other programs found later.
-    """
-    rows = [row for row in parallel_runs.read() if planner.is_split(row)]
-    parts = {"": [], "third": [], "Megatron-Core": [], "program": []}
-    for row in rows:
-        name = row["program"] if row["program"] in parts else row["set_aside"]
-        parts[name].append(planner.error_of(row, Constants()))
-    for name, most in (("", 0.15), ("third", 0.15), ("Megatron-Core", 0.1), ("program", 0.4)):
-        assert len(parts[name]) > 10
-        assert planner.summary(parts[name])["median"] < most, name
-
-
-def test_the_document_is_of_these_constants():
-    text = (Path(planner.ROOT) / "bench/results/planner.md").read_text()
-    for name in planner.FITTED:
-        (value,) = re.findall(rf"\| `{name}` \| \S+ \| (\S+) \|", text)
-        assert float(value) == pytest.approx(getattr(Constants(), name), rel=1e-3)
-
-
-def test_the_residuals_are_of_these_constants():
-    """The last rows of planning/residuals.csv, which need no fit."""
-    rows = [row for row in parallel_runs.read() if row["program"] != parallel_runs.NOT_OURS]
-    with open(certainty.RESIDUALS, newline="") as file:
-        residuals = list(csv.DictReader(file))
-    assert len(residuals) == 142 + len(rows)
-    for row, residual in zip(rows, residuals[142:], strict=True):
-        factor = 1 / (1 + planner.error_of(row, Constants()))
-        assert float(residual.pop("factor")) == pytest.approx(factor, abs=1e-4)
-        assert residual.pop("model") == f"{row['n_layers']} x {row['d_model']}"
-        assert residual == certainty.kind_of(*row["run"][:3])
