@@ -110,8 +110,15 @@ def test_any_kernel_is_compiled_and_not_run(arch):
     assert 0 < facts.registers < 64 and facts.spilled == 0 and facts.matrix == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [arch for arch in LIMITS if arch.startswith("gfx")])
+FEW_CHIPS = ("gfx90a", "gfx942", "gfx1100")  # the others in the long tier
+AMD = [
+    pytest.param(arch, marks=pytest.mark.slow if arch in FEW_CHIPS else pytest.mark.long)
+    for arch in LIMITS
+    if arch.startswith("gfx")
+]
+
+
+@pytest.mark.parametrize("arch", AMD)
 def test_amds_compiler_counts_the_same_warps(arch):
     """It prints the warps that fit on a SIMD, by registers alone."""
     for name in ("forward", "dkdv"):

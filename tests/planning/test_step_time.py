@@ -219,9 +219,11 @@ def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
     flops = sum(op.flops for op in trace.operations if op.name in ("aten::mm", "aten::addmm"))
     sent = to_stages = 0
     for op in trace.operations:
+        if not op.name.startswith("c10d::"):
+            continue
         largest = max(op.inputs, key=lambda spec: spec.bytes)
-        if not op.name.startswith("c10d::") or len(largest.shape) != 3:
-            continue  # what fully_shard sends, and sums of gradients, have one dimension
+        if len(largest.shape) != 3:  # not tokens: fully_shard's, and sums of gradients, have one
+            continue
         if op.name == "c10d::send":
             to_stages += largest.bytes
         elif not op.name.startswith("c10d::recv"):

@@ -66,7 +66,7 @@ def storage_of(tensor) -> torch.UntypedStorage:
 
 
 class LiveBytes(Tracer):
-    """A tracer that also sums the bytes of all storages that are alive.
+    """A tracer that sums the bytes of all storages that are alive, and lists no operations.
 
     A storage counts from the operation that returns the first tensor in it until it is freed.
 
@@ -97,8 +97,7 @@ class LiveBytes(Tracer):
         return super().__exit__(*error)
 
     def note(self, operation, args, kwargs, result) -> None:
-        """Note the operation, and the storages of its result."""
-        super().note(operation, args, kwargs, result)
+        """Note the storages of an operation's result."""
         moment, part = self.moment_and_part()
 
         is_cast = operation is torch.ops.aten._to_copy.default
