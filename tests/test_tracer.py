@@ -2,14 +2,14 @@
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from tracing.live_bytes import LiveBytes
+from tracing.tracer import Tracer
 
 import fsdp_train
 import optim
 import processes
 from config import MPTConfig, TrainConfig
 from model import MPT
-from tracing.live_bytes import LiveBytes
-from tracing.tracer import Tracer
 
 WORLD = processes.World(0, 1, 0, 1, torch.device("cpu"))
 
