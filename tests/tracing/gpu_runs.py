@@ -179,7 +179,7 @@ def evaluation(setting: Setting) -> Tracer:
 
 def scoring(setting: Setting) -> Tracer:
     """Questions of four answers each, and single requests."""
-    length = min(24, setting.model_cfg.max_seq_len)
+    length = 24
     requests = []
     for question in range(4):
         for answer in range(4):
@@ -197,7 +197,7 @@ def scoring(setting: Setting) -> Tracer:
 
 def generation(setting: Setting) -> Tracer:
     """Prompts of two lengths and eight tokens for each, on one GPU."""
-    length = min(16, setting.model_cfg.max_seq_len - 8)
+    length = 16
     with pretended(replace(setting, ranks=1)):
         with torch.device("meta"):
             model = really(MPT)(setting.model_cfg)
