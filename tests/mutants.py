@@ -186,7 +186,7 @@ MUTANTS = [
         "loss.py",
         "loss_of = kernel_chunk_loss if takes_kernel(x.device, matmul_dtype) else chunk_loss",
         "loss_of = chunk_loss",
-        "bench/test_bench_fake_gpu.py::test_a_sharded_step_stays_on_the_gpu_and_never_waits",
+        "test_gpu_path.py::test_a_sharded_step_stays_on_the_gpu_and_never_waits",
         "the loss kernel never runs: the logits are copied to fp32",
     ),
     Mutant(

@@ -6,13 +6,13 @@ import random
 import pytest
 import torch
 from conftest import ROOT
+from tracing import live_bytes
 
 import config
 import devices
 import flops
 import loss
 import tensor_parallel
-from bench import memory as memory_measured
 from config import MPTConfig, TrainConfig, UserError
 from model import MPT
 from planning import memory
@@ -510,7 +510,7 @@ def agree(change, settings, precision="bf16", device="cpu"):
     m, cfg = dataclasses.replace(MID, **change), run(**{"device": device, **settings})
     ranks = settings.get("ranks", 1) * cfg.tp
     estimated = moments(m, cfg, ranks, precision)
-    counted = memory_measured.count(m, cfg, ranks, precision)
+    counted = live_bytes.count(m, cfg, ranks, precision)
     close(estimated, counted, 0.03)
 
     parts = estimated["loss forward"]
@@ -542,7 +542,7 @@ def test_bf16_copies_for_a_whole_step_are_in_the_estimate(microbatches):
     """They are alive until the last block's backward, and gone at the update; within 2 %."""
     m = dataclasses.replace(MID, d_model=512, max_seq_len=64, vocab_size=512)
     cfg = run(1, microbatches, device="cpu")
-    estimated, counted = moments(m, cfg), memory_measured.count(m, cfg)
+    estimated, counted = moments(m, cfg), live_bytes.count(m, cfg)
     close(estimated, counted, 0.02)
     copies = 2 * m.n_layers * 12 * m.d_model**2
     for found in (estimated["embedding backward"], counted["block backward"]):
@@ -554,7 +554,7 @@ def test_with_few_tokens_gradients_on_their_way_to_other_ranks_are_the_most():
     m = dataclasses.replace(MID, d_model=512, max_seq_len=64, tie_word_embeddings=False)
     cfg = run(1, microbatches=2, ranks=8, device="cpu")
     assert memory.bytes_by_part(m, cfg, 8)["moment"] == "block 2 backward"
-    estimated, counted = moments(m, cfg, 8), memory_measured.count(m, cfg, 8)
+    estimated, counted = moments(m, cfg, 8), live_bytes.count(m, cfg, 8)
     for ours, theirs in (("block 2 backward", "block backward"), ("embedding backward",) * 2):
         expected = sum(counted[theirs].values())
         assert sum(estimated[ours].values()) == pytest.approx(expected, rel=0.05)
@@ -591,7 +591,7 @@ def test_every_stage_allocates_what_is_estimated(change, settings):
     peaks = []
     for stage in range(3):
         estimated = moments(m, cfg, ranks, stage=stage)
-        counted = memory_measured.count(m, cfg, ranks, stage=stage)
+        counted = live_bytes.count(m, cfg, ranks, stage=stage)
         close({name: estimated[name] for name in estimated.keys() & counted.keys()}, counted, 0.03)
         assert highest(estimated) == pytest.approx(highest(counted), rel=0.03), stage
         peaks.append(highest(estimated))
@@ -624,7 +624,7 @@ def test_a_step_with_adapters_allocates_what_is_estimated(settings, precision):
     cfg = run(microbatches=2, device="cpu", **{**ADAPTERS, **settings})
     ranks = settings.get("ranks", 1) * cfg.tp
     estimated = moments(FEW_IDS, cfg, ranks, precision)
-    counted = memory_measured.count(FEW_IDS, cfg, ranks, precision)
+    counted = live_bytes.count(FEW_IDS, cfg, ranks, precision)
     assert highest(estimated) == pytest.approx(highest(counted), rel=0.005)
     of_loss = {name: estimated[name] for name in ("loss forward", "loss backward")}
     close(of_loss, counted, 0.005, abs=200_000)
@@ -641,7 +641,7 @@ def test_a_step_with_adapters_allocates_what_is_estimated(settings, precision):
 def test_torchs_own_tracker_sees_what_is_estimated(mode):
     """Of one microbatch a step: it cannot follow two."""
     cfg = run(ranks=8, device="cpu", **mode)
-    assert peak(MID, cfg, 8) == pytest.approx(memory_measured.tracked(MID, cfg, 8), rel=0.03)
+    assert peak(MID, cfg, 8) == pytest.approx(live_bytes.tracked(MID, cfg, 8), rel=0.03)
 
 
 SMALL = dataclasses.replace(MID, n_layers=2, vocab_size=16384)
@@ -659,7 +659,7 @@ def test_the_allocator_gives_what_is_estimated(m, settings, moment, tolerance):
     cfg = run(2, device="cpu", **settings)
     parts = memory.bytes_by_part(m, cfg)
     assert parts["moment"].startswith(moment)
-    assert parts["peak"] == pytest.approx(memory_measured.allocated(m, cfg), rel=tolerance)
+    assert parts["peak"] == pytest.approx(live_bytes.allocated(m, cfg), rel=tolerance)
 
 
 # --------------------------------------------------------------------------------------------------
