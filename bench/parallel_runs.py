@@ -14,8 +14,9 @@ from pathlib import Path
 
 import config
 import devices
+import flops
 from config import MPTConfig, TrainConfig
-from planning import conventions, step_time
+from planning import step_time
 from planning.fleet import Fleet
 from planning.step_time import Trainer
 
@@ -119,7 +120,7 @@ def measured(row: dict, m: MPTConfig) -> float:
         return int(row["global_batch"]) * m.max_seq_len / value
     if row["metric"] == "tokens_per_s_per_device":
         return value * int(row["n_devices"])
-    per_token = conventions.flops_per_token(m, "megatron_recompute")  # metric: tflops_hardware
+    per_token = flops.train_flops_per_token(m, "megatron_recompute")  # metric: tflops_hardware
     return value * 1e12 * int(row["n_devices"]) / per_token
 
 

@@ -156,7 +156,7 @@ SMALL = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=512, max_seq_len
 
 def test_a_real_step_has_the_flops_of_the_formulas_and_every_block_its_operations():
     costs = step_on_this_cpu(SMALL, TrainConfig(global_batch_size=4, microbatch_size=2))
-    per_token = matmuls.total(matmuls.flops_by_pass(SMALL, matmuls.TrainingSetup(attention="full")))
+    per_token = matmuls.total(matmuls.flops_by_pass(SMALL, matmuls.TrainingSetup()))
     assert sum(cost.flops for cost in costs) == per_token * 4 * 32
     assert {cost.microbatch for cost in costs} == {0, 1, 2}
 
