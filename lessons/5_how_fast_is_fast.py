@@ -423,7 +423,7 @@ for name, mfu in (("a100", 0.642), ("mi250", 0.458)):
 #
 # Llama 3.1 of 405B was finetuned with LoRA on 8 MI300X. In a public thread somebody
 # computed its MFU from 16 x 64 tokens in 30 s: 0.8 %. Is that right? The raw numbers are
-# kept in tests/planning/test_conventions.py::test_the_lora_thread: N = 405e9, and 1.3e15
+# kept in tests/test_flops.py::test_the_lora_thread: N = 405e9, and 1.3e15
 # FLOP/s a device. The shape: 126 layers of 16,384, 128K tokens, embedding and output
 # separate ("The Llama 3 Herd of Models", arXiv 2407.21783). What could one argue about?
 #

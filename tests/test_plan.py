@@ -777,7 +777,7 @@ MISTAKES = [
     ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be from 0.001 to 1,000,000, not -1"),
     (
         "MPT7B --device=h100 --devices=16 --tp=16",
-        "tp 16 is more than the 8 devices of a node: set --tp=8 or less, or --node_size to",
+        "tp 16 does not divide the 8 devices of a node",
     ),
     (
         "--d_model=3072 --n_heads=24 --device=h100 --devices=24 --global_batch_size=240 --tp=3",

@@ -105,7 +105,9 @@ def test_the_pace_is_the_mean_of_all_runs(tmp_path):
     path = table(tmp_path / "a.csv", 1.2, one_device, noise=(2, 0.5))
     found = calibrate.from_files([path], FLEET, step_time.OURS)
     assert found.c.pace == pytest.approx(1.2, rel=1e-4)
-    errors = [rate / run.tokens_per_second for rate, run in zip(found.predicted, found.runs)]
+    errors = [
+        rate / run.tokens_per_second for rate, run in zip(found.predicted, found.runs, strict=True)
+    ]
     assert errors == pytest.approx([0.5, 2])
 
 

@@ -247,7 +247,7 @@ def test_where_nothing_fits_the_layouts_say_so(capsys):
 
 
 PROGRAMS = """
-    conventions matmuls memory fleet step_time decode_time calibrate
+    matmuls memory fleet step_time decode_time calibrate
     certainty search budget answer picture
 """.split()
 

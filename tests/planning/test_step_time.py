@@ -388,7 +388,7 @@ def test_more_of_this_is_never_slower():
         (
             {"devices": 16, "tp": 16, "node_size": 8},
             {},
-            "tp 16 is more than the 8 devices of a node",
+            "tp 16 does not divide the 8 devices of a node",
         ),
         ({"devices": 3, "tp": 3}, {}, "tp 3 does not divide n_heads 16: tp can be 1, 2, 4, 8, 16"),
         ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
