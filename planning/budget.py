@@ -17,7 +17,7 @@ import flops
 from config import MPTConfig, TrainConfig, UserError
 from planning import step_time
 from planning.fleet import Fleet, FleetArgs, fleet_of
-from planning.search import LayoutArgs, Plan, fastest
+from planning.search import LayoutArgs, Plan, Question, fastest
 from planning.step_time import Constants, Trainer
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
