@@ -429,8 +429,7 @@ def layout_text(plan: Plan) -> str:
     checkpointing = f"{'no' if mode == 'none' else mode} checkpointing"
     if mode != "none" and cfg.recompute_every > 1:
         checkpointing += f" of 1 block in {cfg.recompute_every}"
-    text = f"{split} {cfg.sharding}, {checkpointing}, microbatch {cfg.microbatch_size}"
-    return text if plan.fits else f"{text}: DOES NOT FIT"
+    return f"{split} {cfg.sharding}, {checkpointing}, microbatch {cfg.microbatch_size}"
 
 
 def main(argv: list[str]) -> None:
@@ -446,7 +445,8 @@ def main(argv: list[str]) -> None:
     rows = []
     for plan in plans:
         rate, peak = f"{plan.tokens_per_second:,.0f}", f"{plan.bytes['peak'] / 1e9:.1f}"
-        rows.append([rate, f"{plan.mfu:.1%}", peak, layout_text(plan)])
+        layout = layout_text(plan) + ("" if plan.fits else ": DOES NOT FIT")
+        rows.append([rate, f"{plan.mfu:.1%}", peak, layout])
     print(program.table(["tokens/s", "MFU", "GB", "layout"], rows))
 
 
