@@ -27,7 +27,7 @@ import flops
 from config import SHARDING_MODES, MPTConfig, TrainConfig, require
 from devices import PUBLISHED_MI250
 from planning import answer, certainty, memory, step_time
-from planning.answer import Offer
+from planning.answer import Row
 from planning.fleet import Fleet
 from planning.step_time import Constants
 from storage import files
@@ -85,23 +85,23 @@ def finish_axes(axes, counts: list[int], **labels) -> None:
 # Scaling
 
 
-def scaling(rows: list[dict], path: str) -> None:
-    """Tokens/s and efficiency over the number of devices. rows: of budget.sweep."""
-    plan = rows[0]["strong"]
-    counts = [row["devices"] for row in rows]
-    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
-    figure, (left, right) = canvas(f"{size} on {plan.fleet.device.name}, predicted")
+def scaling(rows: list[Row], path: str) -> None:
+    """Tokens/s and efficiency over the number of devices. rows: of answer.sweep."""
+    rows = [row for row in rows if not row.problem]
+    counts = sorted({row.devices for row in rows})
+    size = f"{rows[0].n_params / 1e9:.3g}B parameters"
+    figure, (left, right) = canvas(f"{size} on {rows[0].device}, predicted")
+    for i, (name, style) in enumerate((("strong scaling", "o-"), ("weak scaling", "s--"))):
+        own = [row for row in rows if row.label == name]
+        x = [row.devices for row in own]
+        left.plot(x, [row.tokens_per_second for row in own], style, label=name)
+        right.plot(x, [100 * row.efficiency for row in own], style, label=name)
+        if i == 0:
+            low, high = zip(*(row.band["tokens_per_second"] for row in own), strict=True)
+            left.fill_between(x, low, high, alpha=0.2, label="error band, strong scaling")
 
-    for i, (name, style) in enumerate(zip(("strong", "weak"), ("o-", "s--"), strict=True)):
-        rates = [row[name].tokens_per_second for row in rows]
-        percent = [100 * row["efficiency"][i] for row in rows]
-        left.plot(counts, rates, style, label=f"{name} scaling")
-        right.plot(counts, percent, style, label=f"{name} scaling")
-
-    low, high = zip(*(answer.rate_band(row["strong"]) for row in rows), strict=True)
-    left.fill_between(counts, low, high, alpha=0.2, label="error band, strong scaling")
-    ideal = [n * rows[0]["rates"][0] for n in counts]
-    left.plot(counts, ideal, "k:", label="ideal")
+    of_one = rows[0].tokens_per_second / rows[0].devices
+    left.plot(counts, [n * of_one for n in counts], "k:", label="ideal")
     left.set_yscale("log")
     finish_axes(left, counts, xlabel="torch devices", ylabel="tokens/s")
     efficiency = "% of the smallest fleet's speed per device"
@@ -127,39 +127,29 @@ STYLES = [
 ]
 
 
-def time_and_cost(offers: list[Offer], path: str) -> None:
-    """Days, cost, tokens per cost and energy of a run over the number of devices.
+def time_and_cost(rows: list[Row], path: str) -> None:
+    """Speed, days, cost and energy of a run over the number of devices.
 
-    Each kind of device has a line and its error band. offers: as of answer.comparison_text.
-    Without a price, the tokens/s take the place of the cost. Energy is left empty if it is unknown.
+    Each kind of device has a line and its error band. rows: of a comparison. What is not known of a
+    kind (its price, its watts) is left out.
     """
-    planned = [offer for offer in offers if offer.plan]
-    plan, values = planned[0].plan, planned[0].figures
-    footer = bands_lines(planned)
+    planned = [row for row in rows if not row.problem]
+    footer = ["bands: from the errors of published runs", *answer.certainty_lines(planned)]
+    footer = [part for line in footer for part in textwrap.wrap(line, LINE)]
     figure, axes = canvas(rows=2, footer_lines=len(footer))
 
-    in_hours = all(offer.figures["days"] < 2 for offer in planned)
-    unit, factor = ("hours", 24) if in_hours else ("days", 1)
-    has_price = all(offer.args.price for offer in planned)
-    energies = [offer.figures["mwh"] or 0 for offer in planned]
-    of_energy, per_mwh = ("MWh", 1) if max(energies) > 2 else ("kWh", 1e3)
+    in_hours = all(row.days < 2 for row in planned)
     panels = [
-        ("days", factor, f"{unit} of training"),
+        ("tokens_per_second", 1, "tokens/s"),
+        ("days", 24 if in_hours else 1, f"{'hours' if in_hours else 'days'} of training"),
         ("cost", 1, "cost, in the currency of --price"),
-        ("tokens_per_cost", 1e-6, "million tokens for a cost of 1"),
-        ("kwh_per_billion_tokens", 1, "kWh for a billion tokens"),
+        ("kwh", 1, "kWh of the run"),
     ]
-    if not has_price:
-        panels[1:3] = [
-            ("tokens_per_second", 1, "tokens/s"),
-            ("mwh", per_mwh, f"{of_energy} of the run"),
-        ]
     for axis, panel in zip(axes.flat, panels, strict=True):
         panel_of_kinds(axis, planned, *panel)
     kinds, names = axes[0, 0].get_legend_handles_labels()
-    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
-    title = f"{size} on {answer.tokens_text(values['tokens'])}, predicted"
-    title += "; prices are of a torch device for an hour" if has_price else ""
+    size = f"{planned[0].n_params / 1e9:.3g}B parameters"
+    title = f"{size} on {answer.tokens_text(planned[0].tokens)}, predicted"
     width = 1.3 * max(map(len, names)) + 10  # of a name and its line, in characters of small text
     columns = max(1, int(LINE / width))
     where = {"loc": "outside upper center", "ncols": min(columns, len(names)), "frameon": False}
@@ -168,19 +158,19 @@ def time_and_cost(offers: list[Offer], path: str) -> None:
     save(figure, path)
 
 
-def panel_of_kinds(axes, offers: list[Offer], name: str, factor: float, label: str) -> None:
-    """One figure of all offers over the number of devices: a line and a band for each kind."""
-    counts = sorted({offer.devices for offer in offers})
-    labels = list(dict.fromkeys(offer.label for offer in offers))
+def panel_of_kinds(axes, rows: list[Row], name: str, factor: float, label: str) -> None:
+    """One figure of all rows over the number of devices: a line and a band for each kind."""
+    counts = sorted({row.devices for row in rows})
+    labels = list(dict.fromkeys(row.label for row in rows))
     for i, kind in enumerate(labels):
-        own = [offer for offer in offers if offer.label == kind and offer.figures[name]]
+        own = [row for row in rows if row.label == kind and getattr(row, name)]
         if not own:
             continue
         # Side by side, so that the bars of two kinds do not cover each other.
         shift = 2 ** (0.05 * (i - (len(labels) - 1) / 2))
-        x = [offer.devices * shift for offer in own]
-        y = [offer.figures[name] * factor for offer in own]
-        ends = [[end * factor for end in offer.figures["band"][name]] for offer in own]
+        x = [row.devices * shift for row in own]
+        y = [getattr(row, name) * factor for row in own]
+        ends = [[end * factor for end in row.band[name]] for row in own]
         line, marker, color = STYLES[i % len(STYLES)]
         draw_band(axes, x, y, ends, fmt=marker + line, color=color, label=kind)
 
@@ -191,7 +181,7 @@ def panel_of_kinds(axes, offers: list[Offer], name: str, factor: float, label: s
         axes.minorticks_off()
     else:
         axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: answer.rounded(value))
+    axes.yaxis.set_major_formatter(lambda value, _: answer.number(value))
 
 
 def draw_band(axes, x: list, y: list, ends: list, **style) -> None:
@@ -201,14 +191,6 @@ def draw_band(axes, x: list, y: list, ends: list, **style) -> None:
     above = [end - middle for middle, end in zip(y, high, strict=True)]
     axes.errorbar(x, y, yerr=[below, above], capsize=4, **style)
     axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def bands_lines(offers: list[Offer]) -> list[str]:
-    """What the bands mean, as the lines below a picture."""
-    lines = ["bands: from the errors of published runs"]
-    for sentence in answer.certainty_lines(offers):
-        lines += textwrap.wrap(sentence, LINE, subsequent_indent="    ")
-    return lines
 
 
 def mi250_fleet(cards: int) -> Fleet:
