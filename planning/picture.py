@@ -43,7 +43,7 @@ LINE = 175  # characters in a line of small text, as wide as the picture
 # matplotlib
 
 
-def canvas(title: str, rows: int = 1):
+def canvas(title: str | None, rows: int = 1):
     """A figure, and its two pairs of axes in each row."""
     try:
         from matplotlib.figure import Figure
@@ -108,7 +108,7 @@ def draw_rows(rows: list[Row], panels: dict[str, str], path: str) -> None:
     known = [name for name in panels if any(getattr(row, name) for row in planned)]
     run = f"{planned[0].n_params / 1e9:.3g}B parameters"
     title = f"{run} on {answer.tokens_text(planned[0].tokens)}, predicted"
-    figure, axes = canvas(title, math.ceil(len(known) / 2))
+    figure, axes = canvas(None, math.ceil(len(known) / 2))
     for axis, name in itertools.zip_longest(axes.flat, known):
         if name is None:
             axis.remove()
@@ -116,7 +116,8 @@ def draw_rows(rows: list[Row], panels: dict[str, str], path: str) -> None:
             panel(axis, planned, name, panels[name])
 
     kinds, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(kinds, names, loc="outside upper center", ncols=min(3, len(names)))
+    where = {"loc": "outside upper center", "ncols": min(3, len(names)), "frameon": False}
+    figure.legend(kinds, names, title=title, title_fontsize="large", **where)
     footer = ["bands: from the errors of published runs", *answer.certainty_lines(planned)]
     lines = [line for text in footer for line in textwrap.wrap(text, LINE)]
     figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="small")
@@ -145,7 +146,7 @@ def panel(axes, rows: list[Row], name: str, words: str) -> None:
     if name == "days":  # twice the devices, about half the time
         axes.set_yscale("log", base=2)
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(lambda value, _: answer.number(value))
 
 
