@@ -169,8 +169,8 @@ CONVENTIONS = {
     "lingua": Convention("Lingua, causal, the flash backward's scores too: 6 N + 7 L d S", 2, 7),
     "flopcounter": Convention("FlopCounterMode on flash SDPA: 6 N + 14 L d S", 4, 14),
     "6nd": Convention("no attention: 6 N", 0, 0),
-    "megatron": Convention("arXiv 2205.05198, matmuls alone: 6 M + 12 L d S", 4, 12, True),
-    "megatron_recompute": Convention("arXiv 2104.04473, blocks twice", 4, 12, True, True),
+    "megatron": Convention("arXiv 2205.05198, M weights in matmuls: 6 M + 12 L d S", 4, 12, True),
+    "megatron_recompute": Convention("arXiv 2104.04473: and blocks twice", 4, 12, True, True),
 }
 CONVENTION = CONVENTIONS["foundry"].formula
 
@@ -183,8 +183,9 @@ def flops_of(
     convention: a key of CONVENTIONS. setup: without it all weights train, and nothing is computed
     again. UserError if more blocks are to be adapted than there are.
     """
-    row, setup = CONVENTIONS[convention], setup or TrainingSetup()
-    L, adapters = cfg.n_layers, n_lora(cfg, setup)
+    row = CONVENTIONS[convention]
+    setup = setup or TrainingSetup()
+    L = cfg.n_layers
     parts = params_by_part(cfg)
     linears = sum(parts[name] for name in LINEAR_LAYERS)
     lookup = 0 if cfg.tie_word_embeddings else parts["wte"]
@@ -192,6 +193,7 @@ def flops_of(
     if row.matmuls_only:
         n = linears + cfg.vocab_size * cfg.d_model
     l_d_s = L * cfg.d_model * cfg.max_seq_len
+    adapters = n_lora(cfg, setup)
 
     first = first_backward(cfg, setup)  # the blocks before it have no backward
     backward = 2 * linears + (row.both_passes - row.forward) * l_d_s
