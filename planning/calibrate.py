@@ -401,7 +401,6 @@ class Fit:
             network_gbs=found.network_gbs or self.fleet.network_gbs,
             tp=cfg.tp,
             pp=cfg.pp,
-            interleave=1,
         )
         c = replace(self.c, pace=math.exp(found.log_pace))
         return step_time.tokens_per_second(m, cfg, fleet, c, self.trainer)

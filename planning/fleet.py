@@ -84,12 +84,11 @@ class Fleet:
     network_gbs: float = 100.0  # of a node, each way, GB/s
     tp: int = 1  # tensor-parallel ranks: they share every matmul
     pp: int = 1  # pipeline stages
-    interleave: int = 1  # pieces of the model on each stage; the trainer has one
     network_from: NetworkFrom = "set"  # where network_gbs is from: a plan says so
     notes: tuple[str, ...] = ()  # what a plan says of measurements in these figures
 
     def __post_init__(self):
-        for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
+        for name in ("devices", "node_size", "network_gbs", "tp", "pp"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be more than 0, not {value}")
 
@@ -160,7 +159,6 @@ class FleetArgs:
     bandwidth: float = 0.0  # GB/s of a device's memory (0: the datasheet's)
     memory_gb: float = 0.0  # GiB of a device (0: the datasheet's)
     attention_efficiency: float = 0.0  # of attention: 0.35 is 35 % of the peak (0: as in 2023)
-    fp8_tflops: float = 0.0  # TFLOP/s of large fp8 matmuls (0: plan in bf16; the trainer lacks fp8)
 
     def check(self) -> None:
         """UserError if the machine is unknown."""
@@ -170,7 +168,7 @@ class FleetArgs:
             raise UserError(f"no machine {config.shown(self.machine)}, {guess}")
 
 
-def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1, interleave: int = 1) -> Fleet:
+def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
     """The fleet of these settings.
 
     A network that cannot be one is questioned on standard error. Raises UserError if the device is
@@ -190,7 +188,6 @@ def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1, interleave: int = 1) -> 
         per_device * node_size,
         tp,
         pp,
-        interleave,
         network_from,
     )
     return with_flags(fleet, args)
@@ -235,9 +232,7 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
         bandwidth_gbs=args.bandwidth or device.bandwidth_gbs,
         memory_gb=args.memory_gb or device.memory_gb,
         attention=args.attention_efficiency or device.attention,
-        matmul_fp8_tflops=args.fp8_tflops or device.matmul_fp8_tflops,
     )
-    require_fp8(device)
     fleet = with_node_size(replace(fleet, device=device), args.node_size or fleet.node_size)
     if not args.network:
         return fleet
@@ -246,16 +241,6 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
         fix = f"if these are Gb/s, divide by 8: --network={args.network / 8:g}"
         config.say_once("note", f"{gbs}: {fix}")
     return replace(fleet, network_gbs=args.network, network_from="set")
-
-
-def require_fp8(device: Device) -> None:
-    """UserError if fp8 matmuls are said to be faster than the device's peak, or it has no fp8."""
-    tflops = device.matmul_fp8_tflops
-    if tflops is None:
-        return
-    require(device.fp8_tflops, f"{device.name} has no fp8: remove --fp8_tflops={tflops:g}")
-    peak = f"the fp8 peak of {device.name} is {device.fp8_tflops:g} TFLOP/s"
-    require(tflops <= device.fp8_tflops, f"fp8_tflops {tflops:g} is too much: {peak}")
 
 
 def network_words(fleet: Fleet, args: FleetArgs) -> str:
