@@ -160,8 +160,6 @@ def show_rows(rows: list[Row], args: PlanArgs, draw) -> None:
 def show_kinds(kinds: list[tuple[str, list[str]]]) -> None:
     """The same run on several kinds of device."""
     questions = [question(argv) for _, argv in kinds]
-    names = [q.fleet.device.name for q, _ in questions]
-    answer.require_own_calibration([args for _, args in questions], names)
     rows = []
     for (differs, _), (q, args) in zip(kinds, questions, strict=True):
         require(not args.budget, "--budget plans for one kind of device: name one in --device")

@@ -499,7 +499,7 @@ def tokens_of_steps(m: MPTConfig, cfg: TrainConfig) -> float:
 def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
     """[(what tells the kind from others, its argv)] for each kind of device that argv names.
 
-    UserError if a name is empty, or values for some of them lack.
+    UserError if a name is empty, values for some of them lack, or they share one measurement.
     """
     lists = {}  # {word: its values}
     for word in argv:
@@ -515,6 +515,11 @@ def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
         require(not empty, f"{word} has an empty name: remove the extra comma")
         fix = f"{n} kinds of device need one value, or {n}"
         require(len(values) == n, f"{word} has {len(values)} values: {fix}")
+    n_unlike = len(set(lists[names[0]]))
+    for word in argv:
+        is_shared = flops.flag_name(word) == "calibrate" and word not in lists and n_unlike > 1
+        fix = f"give one for each, or none, between commas: {config.shell(word + ',' * (n - 1))}"
+        require(not is_shared, f"{word} was measured on one device, and you name {n_unlike}: {fix}")
 
     kinds = []
     for i in range(n):
@@ -525,15 +530,6 @@ def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
         differs = [f"{flops.flag_name(w)} {value}" for w, value in own.items() if w not in names]
         kinds.append((", ".join(differs), kind_argv))
     return kinds
-
-
-def require_own_calibration(kinds: list[PlanArgs], names: list[str]) -> None:
-    """UserError if different devices share one file of --calibrate. names: of the devices."""
-    shared = kinds[0].calibrate
-    if shared and len(set(names)) > 1 and all(args.calibrate == shared for args in kinds):
-        fix = config.shell(f"--calibrate={shared}{',' * (len(kinds) - 1)}")
-        one = f"--calibrate={shared} was measured on one device, and you name {len(set(names))}"
-        raise UserError(f"{one}: give one for each, or none, between commas: {fix}")
 
 
 # --------------------------------------------------------------------------------------------------

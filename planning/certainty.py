@@ -1,7 +1,7 @@
 """How sure is a prediction? As far off as predictions of published runs of its kind were.
 
-residuals.csv has measured / predicted tokens/s of 280 published runs, each predicted without its
-model, or not used for the fit at all (bench/results/planner.md). They are of three kinds:
+residuals.csv has measured / predicted tokens/s of 254 published runs, each predicted without its
+model, or not used for the fit at all (tests/planning/test_published.py). They are of three kinds:
 
     one node         A100 and H100, every weight trained, eager blocks, the kernels of 2023
     several nodes    the same
@@ -34,7 +34,7 @@ KINDS = ("one node", "several nodes", "tp or pp")
 ANYTHING_ELSE = "anything else"
 # Seconds in which PyTorch starts the kernels of an eager block, forward and backward: about 50
 # operations, counted, of 10 to 20 microseconds of the CPU, as is usual; not measured here. A block
-# of the published runs takes at least 9.7 ms.
+# of the published runs takes at least 8 ms.
 LAUNCHES = 1e-3
 
 
