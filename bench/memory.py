@@ -498,7 +498,7 @@ def both_peaks(
     m: MPTConfig, cfg: TrainConfig, ranks: int = 1, stage: int = 0
 ) -> tuple[str, dict, dict]:
     """The moment of the estimated peak, and {part: bytes} of the peak, estimated and counted."""
-    estimated = memory.StepMemory(m, cfg, ranks, stage=stage).moments()
+    estimated = memory.bytes_by_moment(memory.Rank(m, cfg, ranks, stage=stage))
     counted = count(m, cfg, ranks, stage=stage)
     moment = max(estimated, key=lambda name: sum(estimated[name].values()))
     counted_peak = max(counted.values(), key=lambda parts: sum(parts.values()))

@@ -820,13 +820,6 @@ MUTANTS = [
         "test_flops.py",
         "looking up an embedding counts as a matmul",
     ),
-    Mutant(
-        "planning/memory.py",
-        '"Adam\'s moments, fp32": 8 * self.n_trained // self.shard_ranks',
-        '"Adam\'s moments, fp32": 8 * self.n_trained',
-        "planning/test_memory.py",
-        "the planner does not shard Adam's state",
-    ),
 ]
 
 
