@@ -815,8 +815,8 @@ MUTANTS = [
     ),
     Mutant(
         "flops.py",
-        "2 * (n_params(cfg) - lookup)",
-        "2 * n_params(cfg)",
+        "n = n_params(cfg) - lookup",
+        "n = n_params(cfg)",
         "test_flops.py",
         "looking up an embedding counts as a matmul",
     ),
