@@ -56,7 +56,8 @@ def main(argv: list[str]) -> None:
         return show_kinds(kinds)
     q, args = question(argv)
     if args.sweep_devices:
-        show_rows(answer.sweep(q, device_counts(args), args), args, picture.scaling)
+        draw = picture.time_and_cost if args.price else picture.scaling
+        show_rows(answer.sweep(q, device_counts(args), args), args, draw)
     elif args.budget:
         show_budget(q, args)
     else:

@@ -222,15 +222,19 @@ def recomputations(q: Question, pp: int) -> list[tuple[Checkpointing, int]]:
     mode, every = q.asked.activation_checkpointing, q.asked.recompute_every
     if every == "auto" and mode != "auto":
         every = q.cfg.recompute_every  # auto only if the user says so
-    sizes = stage_sizes(q.m.n_layers, pp)
-    even = [k for k in RECOMPUTE_EVERY if k == 1 or pp == 1 or all(n % k == 0 for n in sizes)]
-    everys = [k for k in even if k <= q.m.n_layers] if every == "auto" else [every]
+    everys = [every]
+    if every == "auto":
+        sizes = stage_sizes(q.m.n_layers, pp)
+        even = [k for k in RECOMPUTE_EVERY if pp == 1 or all(n % k == 0 for n in sizes)]
+        everys = [k for k in even if k <= q.m.n_layers]
 
-    modes = ["none", "selective", "full"] if mode == "auto" else [mode]
-    nothing = [("none", 1 if q.cfg.recompute_every == "auto" else q.cfg.recompute_every)]
-    return nothing * ("none" in modes) + [
-        (mode, k) for mode in modes if mode != "none" for k in everys
-    ]
+    ways = []
+    for each in ["none", "selective", "full"] if mode == "auto" else [mode]:
+        if each == "none":
+            ways.append(("none", 1 if q.cfg.recompute_every == "auto" else q.cfg.recompute_every))
+        else:
+            ways += [(each, k) for k in everys]
+    return ways
 
 
 def microbatch_sizes(rows: int) -> list[int]:
