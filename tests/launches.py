@@ -62,6 +62,12 @@ def train_here(world, flags, prepare=None) -> tuple[int, str, str]:
             return leaving.code, "", out.getvalue()
 
 
+def train_in(world, folder, flags, prepare=None) -> tuple[int, str, str]:
+    """The same in a folder."""
+    os.chdir(folder)
+    return train_here(world, flags, prepare)
+
+
 def steps_of(run_dir) -> dict:
     """step -> row, of the steps in metrics.jsonl, each of which is there once."""
     rows = [row for row in runlog.read(run_dir) if "loss" in row]
