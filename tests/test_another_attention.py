@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags_for
-from test_stopping import SIZE, train_here
+from launches import SIZE, train_here
 
 import attention
 import checkpoint
