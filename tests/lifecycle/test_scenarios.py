@@ -6,6 +6,7 @@ happened: its rows are those of an undisturbed run, bit by bit.
 
 import contextlib
 import functools
+import itertools
 import re
 import resource
 import signal
@@ -262,7 +263,24 @@ def test_a_step_that_went_bad_on_one_rank_changes_nothing_on_any(
 
 
 @contextlib.contextmanager
-def slower(seconds, rank):
+def slower_norm(seconds, rank):
+    """The final norm, the fifth in a model of two blocks, takes so much longer.
+
+    With FULL_SHARD a rank waits for slower ones between the blocks.
+    """
+    forward, calls = torch.nn.functional.layer_norm, itertools.count(1)
+
+    def slow_norm(*args):
+        if next(calls) % 5 == 0:
+            time.sleep(seconds[rank])
+        return forward(*args)
+
+    with mock.patch.object(torch.nn.functional, "layer_norm", slow_norm):
+        yield
+
+
+@contextlib.contextmanager
+def slower_attention(seconds, rank):
     """The attention of a layer takes so many seconds longer: seconds[rank]."""
     attention = model.attention
 
@@ -276,22 +294,22 @@ def slower(seconds, rank):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "size, layout",
+    "size, layout, slower",
     [
-        (2, ["--sharding=FULL_SHARD"]),
-        (4, ["--tp=2", "--qk_ln", "--activation_checkpointing=selective"]),
-        (4, ["--pp=2", "--n_layers=3"]),  # the first stage has more layers
-        (4, ["--tp=2", "--pp=2"]),
+        (2, ["--sharding=FULL_SHARD"], slower_norm),
+        (4, ["--tp=2", "--qk_ln", "--activation_checkpointing=selective"], slower_attention),
+        (4, ["--pp=2", "--n_layers=3"], slower_attention),  # the first stage has more layers
+        (4, ["--tp=2", "--pp=2"], slower_attention),
     ],
     ids=str,
 )
 def test_the_slow_rank_is_named_and_not_the_one_that_waits_for_it(
-    ranks, tiny_data, tmp_path, size, layout
+    ranks, tiny_data, tmp_path, size, layout, slower
 ):
     """If all are as slow, none is called slow."""
     flags = [*FLAGS, *flags_for(tiny_data), "--max_steps=6", *layout]
     found = {}
-    for name, seconds in [("last", [0.0] * (size - 1) + [0.06]), ("all", [0.03] * size)]:
+    for name, seconds in [("last", [0.0] * (size - 1) + [0.1]), ("all", [0.03] * size)]:
         run = tmp_path / name
         fault = functools.partial(slower, seconds)
         answers = ranks(size)(train_here, [*flags, f"--run_dir={run}"], fault)
