@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import PATIENCE, ROOT, clean_environment
-from test_stopping import wait_for, workers
+from launches import wait_for
+from test_stopping import workers
 
 import devices
 import processes
@@ -185,7 +186,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind, kills",
-    [pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("c10d", "static")]
+    [pytest.param("static", 2, marks=pytest.mark.slow)]  # c10d: test_stopping.py
     + [pytest.param(kind, 8, marks=pytest.mark.long) for kind in KINDS],
 )
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
