@@ -2,9 +2,6 @@
 
 import contextlib
 import math
-import os
-import socket
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -18,10 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from conftest import PATIENCE
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -616,27 +611,6 @@ def test_clipping_a_mixture_of_layouts(ranks, max_norm):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
-def clip_a_strided_shard(world):
-    """As tensor parallelism under FSDP: rows are cut for mesh dimension 1, then for 0."""
-    grid = init_device_mesh("cpu", (2, 2))
-    i, j = grid.get_coordinate()
-    full = torch.randn((8, 5), generator=torch.Generator().manual_seed(0))
-    mine = full.chunk(2)[j].chunk(2)[i].clone()
-    layout = [_StridedShard(0, split_factor=2), Shard(0)]
-    param = torch.nn.Parameter(
-        DTensor.from_local(torch.zeros_like(mine), grid, layout, run_check=False)
-    )
-    param.grad = DTensor.from_local(mine, grid, layout, run_check=False)
-    norm = clip([param], 0.5)
-    return norm, full.norm(), param.grad.to_local(), full.chunk(2)[j].chunk(2)[i] / full.norm() / 2
-
-
-def test_clipping_a_strided_shard(ranks):
-    for norm, wanted, gradient, clipped in ranks(4)(clip_a_strided_shard):
-        torch.testing.assert_close(norm, wanted)
-        torch.testing.assert_close(gradient, clipped)
-
-
 # -------------------------------------------------------------------------------------------------
 # Initial weights, evaluation
 
@@ -692,10 +666,13 @@ def plain_evaluation(world, cfg, folder, n_windows):
 
 @pytest.mark.parametrize(
     "size, mode",
-    [(1, "ZERO1"), (2, "SHARD_GRAD_OP"), (2, "HYBRID_SHARD"), slowly(4, "FULL_SHARD")],
+    [(1, "ZERO1"), *[(2, mode) for mode in MODES], slowly(4, "HYBRID_SHARD")],
 )
 def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
-    """Not the losses, not a bit of the weights; and each evaluation is right."""
+    """Not the losses, not a bit of the weights; and each evaluation is right.
+
+    Weights that it gathered are dropped: else the next pass would use old ones.
+    """
     cfg = replace(
         RUN,
         sharding=mode,
@@ -713,28 +690,6 @@ def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
         values[0::2] == values[1::2] and len(set(values)) == 4
     )  # each sees the weights of its moment
     assert values[0] == pytest.approx(ranks(1)(plain_evaluation, cfg, tiny_data, 7)[0], rel=1e-6)
-
-
-def evaluate_around_an_update(world, cfg, folder, before):
-    """The validation loss after an optimizer step; with `before` there is also one before it."""
-    val = data.Split(folder, "val", BYTES.max_seq_len)
-    model, optimizer = build(world, cfg, BYTES)
-    rows = rows_of(world, global_rows(0, cfg, BYTES))
-    model(rows[:, :-1], labels=rows[:, 1:]).backward()
-    if before:
-        fsdp_train.evaluate(model, val, cfg, world, "fp32")
-    sharded = all(isinstance(p, DTensor) for p in model.parameters())
-    optimizer.step()
-    return fsdp_train.evaluate(model, val, cfg, world, "fp32"), sharded
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_weights_that_an_evaluation_gathered_are_dropped(ranks, tiny_data, mode):
-    """Else the optimizer updates the shards only, and the next pass uses the old weights."""
-    cfg = replace(RUN, sharding=mode, shard_size=2, eval_tokens=7 * 16)
-    without = ranks(4)(evaluate_around_an_update, cfg, tiny_data, False)
-    assert ranks(4)(evaluate_around_an_update, cfg, tiny_data, True) == without
-    assert without[0][1]
 
 
 def evaluate_only(world, cfg, folder):
@@ -882,42 +837,6 @@ def test_all_ranks_choose_one_precision(ranks):
     chosen = ranks(4)(precision_of, "auto")
     assert chosen[0] in ("fp32", "bf16") and len(set(chosen)) == 1
     assert ranks(4)(precision_of, "fp32") == ["fp32"] * 4
-
-
-def test_srun_without_torchrun(tmp_path):
-    """Two processes that find each other by SLURM's variables; the port is made of the job's id."""
-    root = Path(parallel.__file__).parent
-    with socket.socket() as probe:
-        for port in range(20000, 32000):
-            try:
-                probe.bind(("localhost", port))
-                break
-            except OSError:
-                continue
-    kept = {
-        k: v
-        for k, v in os.environ.items()
-        if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    }
-    slurm = {
-        "SLURM_STEP_ID": "0",
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_JOB_ID": str(port - 20000),
-        "MASTER_ADDR": "localhost",
-    }
-    processes = []
-    for rank in ("0", "1"):
-        env = kept | slurm | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, root / "parallel.py", "--sharding=HYBRID_SHARD", "--device=cpu"]
-        processes.append(
-            subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
-        )
-    for rank, process in enumerate(processes):
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0
-        place = {"dp_replicate": 0, "dp_shard": rank}
-        assert out.strip() == f"global rank {rank} of 2 on cpu, HYBRID_SHARD: {place}"
 
 
 def dtypes_in_a_block(world):

@@ -23,7 +23,6 @@ from layouts import MODEL, RUN, build, check, curves, take_steps
 from test_parallel import slowly
 
 import pipeline
-from config import UserError
 from pipeline import Pipe, blocks_of, most_kept, order
 
 MICROBATCHES = range(1, 13)
@@ -220,25 +219,6 @@ def test_the_formula_is_what_the_picture_shows(stages):
         assert share == pytest.approx(pipeline.bubble(stages, n))
 
 
-def asleep(world, n, nap):
-    pipe = Pipe(dist.group.WORLD, world.global_rank, world.global_size)
-    return pipeline.sleep_through_a_step(pipe, n, nap)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [4, 8, 16])
-def test_the_measured_bubble_is_that_of_the_formula(ranks, n):
-    """Other programs delay transfers. So the naps get longer, until a delay hardly counts."""
-    wanted, measured = pipeline.bubble(4, n), []
-    for nap in (0.05, 0.1, 0.2, 0.4, 0.4):
-        found = ranks(4)(asleep, n, nap)
-        assert len(set(found)) == 1
-        measured.append(found[0])
-        if found[0] - wanted < 0.03:
-            break
-    assert abs(min(measured) - wanted) < 0.03, (wanted, measured)
-
-
 # --- The stages of a model
 
 
@@ -284,23 +264,6 @@ def test_in_the_picture_a_pass_begins_where_the_one_it_needs_ends():
             assert all(a + 1 <= b for a, b in pairwise(forwards))
             assert all(b + 2 <= a for a, b in pairwise(backwards))
             assert forwards[-1] + 1 <= backwards[-1]
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--stages=0"], "stages is 0: set --stages to 1 to 16"),
-        (["--stages=-1"], "stages is -1"),
-        (["--stages=17"], "set --stages to 1 to 16"),
-        (["--microbatches=0"], "microbatches is 0: set --microbatches to 1 to 64"),
-        (["--microbatches=1e9"], "microbatches is 1,000,000,000: set"),
-        (["--stages=two"], "expected a whole number"),
-        (["--stage=2"], "did you mean 'stages'"),
-    ],
-)
-def test_a_number_that_makes_no_pipeline_is_a_user_error(flags, words):
-    with pytest.raises(UserError, match=re.escape(words)):
-        pipeline.demonstrate(flags)
 
 
 # --- What both ends have, and what one stage cannot know
