@@ -4,7 +4,6 @@ import contextlib
 import enum
 import io
 import json
-import operator
 import os
 import pickle
 import re
@@ -16,7 +15,6 @@ import warnings
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -420,32 +418,21 @@ class Unreadable(torch.optim.SGD):
         self.param_groups[0]["lr"] = Fraction(1, 8)
 
 
-def by_item(member, protocol):
-    """How no Python pickles a member of an enum, though all could read it."""
-    return operator.getitem, (type(member), member.name)
-
-
-def save_unreadable(world, cfg, what):
+def save_unreadable(world, cfg):
     """The error of saving what our own reader refuses."""
-    model, optimizer = build(world, cfg)
+    model, _ = build(world, cfg)
     saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 1)
-    unknown = mock.patch.object(enum.Enum, "__reduce_ex__", by_item)
-    if what == "optimizer":
-        optimizer, unknown = Unreadable(model.parameters()), contextlib.nullcontext()
-    with pytest.raises(UserError) as error, unknown:
-        saver.save(1, model, optimizer, META)
+    with pytest.raises(UserError) as error:
+        saver.save(1, model, Unreadable(model.parameters()), META)
         saver.finish()
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    "what, reason",
-    [("enum", "refers to '_operator.getitem'"), ("optimizer", "would run fractions.Fraction")],
-)
-def test_a_run_ends_if_it_could_not_read_its_own_checkpoint(ranks, tmp_path, what, reason):
-    (text,) = ranks(1)(save_unreadable, replace(RUN, run_dir=str(tmp_path)), what)
-    assert text.startswith("could not save step 1: what Python ") and reason in text
-    assert text.endswith(". There is no checkpoint yet") and "\n" not in text
+def test_a_run_ends_if_it_could_not_read_its_own_checkpoint(ranks, tmp_path):
+    (text,) = ranks(1)(save_unreadable, replace(RUN, run_dir=str(tmp_path)))
+    assert text.startswith("could not save step 1: what Python ")
+    assert "would run fractions.Fraction" in text and "\n" not in text
+    assert text.endswith(". There is no checkpoint yet")
     assert not any((tmp_path / "checkpoints").iterdir())
 
 
