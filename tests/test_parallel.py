@@ -15,8 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
@@ -575,40 +574,6 @@ def test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one(ranks, size, m
         assert ours == pytest.approx(theirs, rel=1e-5) and ours > 10
         for a, b in gradients:
             torch.testing.assert_close(a, b, rtol=2e-4, atol=1e-5 * min(1, max_norm))
-
-
-def clip_a_mixture(world, max_norm):
-    """Plain tensors and DTensors on two meshes; one has fewer rows than its mesh has ranks."""
-    flat = init_device_mesh("cpu", (4,))
-    grid = init_device_mesh("cpu", (2, 2))
-    layouts = [None, (flat, [Shard(0)]), (flat, [Shard(0)]), (grid, [Replicate(), Shard(0)])]
-    layouts += [
-        (grid, [Shard(0), Shard(1)]),
-        (grid, [Replicate(), Replicate()]),
-        (flat, [Shard(1)]),
-    ]
-    fulls, params = [], []
-    for i, layout in enumerate(layouts):
-        full = torch.randn((3, 5), generator=torch.Generator().manual_seed(i))
-        mine = distribute_tensor(full.clone(), *layout) if layout else full.clone()
-        param = torch.nn.Parameter(torch.zeros_like(mine))
-        param.grad = mine
-        params.append(param)
-        fulls.append(torch.nn.Parameter(torch.zeros(3, 5)))
-        fulls[-1].grad = full
-    params.append(torch.nn.Parameter(torch.zeros(2)))  # frozen: no gradient
-    wanted = torch.nn.utils.clip_grad_norm_(fulls, max_norm or float("inf"))
-    norm = clip(params, max_norm)
-    grads = [whole(p.grad) for p in params[:-1]]
-    return norm, wanted, [(g, f.grad) for g, f in zip(grads, fulls, strict=True)]
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 0])
-def test_clipping_a_mixture_of_layouts(ranks, max_norm):
-    for norm, wanted, gradients in ranks(4)(clip_a_mixture, max_norm):
-        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
-        for ours, theirs in gradients:
-            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
 # -------------------------------------------------------------------------------------------------
