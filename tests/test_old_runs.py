@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, launch
 from launches import train_in
 
 import checkpoint
@@ -233,11 +233,10 @@ def assert_near_rows(found: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.slow
-def test_with_another_recomputation_the_microbatch_is_tried_anew(ranks, old):
-    flags = ["settings.py", "--recompute_every=3", "--max_steps=7"]
-    ((status, message, said),) = ranks(1)(train_in, old, flags)
-    assert status == 0, message
-    assert "microbatch 8: fits" in said
+def test_with_another_recomputation_the_microbatch_is_tried_anew(old):
+    done = launch([], old, ["settings.py", "--recompute_every=3", "--max_steps=7"])
+    assert done.returncode == 0, done.stderr
+    assert "microbatch 8: fits" in done.stdout
     records = json.loads(Path("run/microbatch.json").read_text())
     assert sorted(record["circumstances"]["recompute_every"] for record in records) == [2, 2, 3]
 
