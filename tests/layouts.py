@@ -100,10 +100,11 @@ def rows_of_step(step, cfg, model_cfg):
     return rows
 
 
-def build(job, seed=RUN.seed):
-    """(world, model, optimizer) of this rank."""
+def build(job, draws=True):
+    """(world, model, optimizer) of this rank. Without draws the weights are undefined."""
     model_cfg, cfg = job
     world = team_of(cfg.tp, cfg.pp)
+    seed = cfg.seed if draws else None
     model, optimizer = parallel.build(model_cfg, cfg, world, cfg.precision, seed)
     model.separator = SEPARATOR
     return world, model, optimizer
@@ -189,8 +190,8 @@ def save(_, job, folder):
 
 def load_and_continue(_, job, path):
     """(names of tensors that differ from the whole ones of the checkpoint, the next losses)"""
-    seed = RUN.seed if job[1].lora_rank else None  # the base of adapters is in no checkpoint
-    world, model, optimizer = build(job, seed)
+    draws = job[1].lora_rank > 0  # the base of adapters is in no checkpoint
+    world, model, optimizer = build(job, draws)
     checkpoint.load(path, model, optimizer)
     wrong = unlike(path, model, optimizer)
     return wrong, take_steps(model, optimizer, range(3, 5), world, job)
