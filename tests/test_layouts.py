@@ -38,6 +38,7 @@ LAYOUTS = [
     (2, {"pp": 2}),
     (2, LORA),
     (2, LORA | {"pp": 2}),
+    (2, LORA | {"tp": 2}),
     (4, {"tp": 2}),
     (4, {"pp": 4}),
     slowly(3, {"pp": 3, "microbatch_size": 3}),
@@ -218,6 +219,7 @@ ONE_HEAD = {"kv_n_heads": 1, "qk_ln": True, "no_bias": False}
     [
         *[(2, {"tp": 2}, changes) for changes in ({}, UNTIED, ROPE, GROUPED, ONE_HEAD)],
         *[(2, {"tp": 2} | SEQUENCE, changes) for changes in ({}, UNTIED, ROPE, GROUPED, ONE_HEAD)],
+        (2, {"tp": 2}, LORA | {"lora_train": "norms"}),
         (2, {"tp": 2} | SEQUENCE, LORA | {"lora_train": "norms"}),
         (2, {"pp": 2}, {}),
         slowly(3, {"pp": 3}, UNTIED),
