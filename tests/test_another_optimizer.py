@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags_for
+from launches import SIZE, train_here
 from test_checkpoint import META
 from test_parallel import RUN, build, full_weights, global_rows, rows_of
-from test_stopping import SIZE, train_here
 
 import checkpoint
 import fsdp_train

@@ -6,7 +6,7 @@ import re
 
 import pytest
 from conftest import ROOT, flags_for
-from test_tensor_parallel import check
+from layouts import check
 
 import config
 import devices
@@ -143,7 +143,7 @@ def test_another_device_has_no_published_figure(capsys):
 # --- Miniatures
 
 SMALL = "--d_model=64 --n_heads=8 --vocab_size=96 --max_seq_len=16 --global_batch_size=8".split()
-SMALL += ["--warmup_steps=2", "--max_steps=10"]
+SMALL += ["--warmup_steps=2", "--max_steps=10", "--precision=fp32"]
 # {CPU ranks: the layout of each miniature}
 MINIATURES = {
     4: {
@@ -171,7 +171,7 @@ def test_miniatures_train_as_one_process(ranks, size):
 @pytest.mark.slow
 def test_a_miniature_of_175b_is_launched_by_its_file(torchrun, tiny_data):
     """On 4 ranks, tp 2 x pp 2: it trains, evaluates, saves and ends."""
-    flags = [*SMALL, *MINIATURES[4]["175b"].split(), *flags_for(tiny_data), "--precision=fp32"]
+    flags = [*SMALL, *MINIATURES[4]["175b"].split(), *flags_for(tiny_data)]
     flags += ["--vocab_size=260", "--max_steps=4", "--eval_tokens=64", "--run_dir=runs/small"]
     done = torchrun(4, path_of("175b"), *flags)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,27 +1,26 @@
 """fsdp_train.py as a user runs it: under torchrun or alone, interrupted, with user errors."""
 
 import ast
+import contextlib
 import inspect
 import json
 import math
-import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, ROOT, TORCHRUN, clean_environment, flags_for, launch
+from conftest import ROOT, TORCHRUN, flags_for, launch
+from launches import Job, train_in
 
 import checkpoint
 import config
 import data
 import fsdp_train
+import optim
 from config import MPTConfig, TrainConfig
 from lifecycle import runlog
 from model import MPT, init_weights
@@ -205,285 +204,166 @@ def contents(folder):
     return {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.slow
-def test_again_puts_a_finished_run_aside(python, finished, tmp_path):
+@pytest.fixture
+def again(ranks, finished, tmp_path):
+    """`again(*flags)`: the finished run's command with more flags; what it printed."""
+
+    def start(*more):
+        ((status, message, said),) = ranks(1)(train_in, tmp_path, [*map(str, finished), *more])
+        assert status == 0, message
+        return said
+
+    return start
+
+
+def test_again_puts_a_finished_run_aside(again, tmp_path):
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    done = python(*finished, "--resume=again", "--max_steps=4", "--lr=1e-3")
-    assert done.returncode == 0, done.stderr
-    assert f"the finished run is kept in {tmp_path}/run-1" in done.stdout
+    said = again("--resume=again", "--max_steps=4", "--lr=1e-3")
+    assert f"the finished run is kept in {tmp_path}/run-1" in said
     assert (tmp_path / "run-1" / "metrics.jsonl").read_text() == before
     assert checkpoint.latest(tmp_path / "run-1").name == "step-6"
-    assert (
-        list(rows_by_step(tmp_path / "run")[0]) == [1, 2, 3, 4]
-        and checkpoint.latest(tmp_path / "run").name == "step-4"
-    )
+    assert list(rows_by_step(tmp_path / "run")[0]) == [1, 2, 3, 4]
+    assert checkpoint.latest(tmp_path / "run").name == "step-4"
 
 
-@pytest.mark.slow
-def test_weights_of_another_run_and_tasks_on_the_fly(python, finished, tmp_path):
+def test_weights_of_another_run_and_tasks_on_the_fly(again, tmp_path):
     """A run with the weights of a finished one scores a task at steps 0, 2, 4 and at its end."""
     row = {"query": "the river", "choices": ["sees", "%%%%"], "gold": 0}
     (tmp_path / "task.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     kept = "hugging_face/generation_config.json"  # as `weights.hf import` leaves it
     (tmp_path / "run" / kept).parent.mkdir()
     (tmp_path / "run" / kept).write_text('{"eos_token_id": [7, 9]}')
-    more = [
-        "--run_dir=second",
-        "--init_from=run",
-        "--max_steps=5",
-        "--eval_interval=3",
-        "--icl_interval=2",
-    ]
-    done = python(*finished, *more, "--icl_tasks=task.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert "second: starting from run" in done.stdout and "chance 0.500" in done.stdout
+    more = "--run_dir=second --init_from=run --max_steps=5 --eval_interval=3 --icl_interval=2"
+    said = again(*more.split(), "--icl_tasks=task.jsonl")
+    assert "second: starting from run" in said and "chance 0.500" in said
     assert json.loads((tmp_path / "second" / kept).read_text()) == {"eos_token_id": [7, 9]}
     rows = runlog.read(tmp_path / "second")
-    assert [row["step"] for row in rows if "val_loss" in row] == [0, 3, 5]
-    tasks = [(row["step"], row["icl"]["task"]) for row in rows if "icl" in row]
-    assert [step for step, _ in tasks] == [0, 2, 4, 5]
-    assert all(figures["n"] == 3 and figures["foundry"] in (0, 1) for _, figures in tasks)
+    val_losses = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    assert list(val_losses) == [0, 3, 5]
+    tasks = {row["step"]: row["icl"]["task"] for row in rows if "icl" in row}
+    assert list(tasks) == [0, 2, 4, 5]
+    assert all(task["n"] == 3 and task["foundry"] in (0, 1) for task in tasks.values())
     ended = list(rows_by_step(tmp_path / "run")[1].values())[-1]
-    assert next(row["val_loss"] for row in rows if "val_loss" in row) == pytest.approx(
-        ended, rel=1e-3
-    )
+    assert val_losses[0] == pytest.approx(ended, rel=1e-3)
 
 
-def test_more_steps_go_on_where_it_ended(python, finished, tmp_path):
+def test_more_steps_go_on_where_it_ended(again, tmp_path):
     """Alone, what four ranks began."""
     before = rows_by_step(tmp_path / "run")[0]
-    done = python(*finished, "--max_steps=8")
-    assert done.returncode == 0, done.stderr
+    again("--max_steps=8")
     after = rows_by_step(tmp_path / "run")[0]
     assert list(after) == list(range(1, 9)) and {step: after[step] for step in before} == before
-    second = json.loads((tmp_path / "run" / "launches.jsonl").read_text().splitlines()[1])
-    assert (second["ranks"], second["first_step"], second["resumed"]) == (
-        1,
-        6,
-        "run/checkpoints/step-6",
-    )
+    second = runlog.read_launches(tmp_path / "run")[1]
+    assert (second["ranks"], second["first_step"]) == (1, 6)
+    assert second["resumed"] == "run/checkpoints/step-6"
 
 
-def kill_in_the_middle(command, cwd, first_step):
-    """Start it, kill -9 all processes after `first_step` steps; the last step that it logged."""
-    process = subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=subprocess.DEVNULL)
-    metrics, deadline = cwd / "run" / "metrics.jsonl", time.monotonic() + PATIENCE
-    try:
-        while not (metrics.exists() and f'"step": {first_step},' in metrics.read_text()):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.005)
-    finally:
-        ranks = subprocess.run(
-            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
-        ).stdout.split()
-        for pid in [process.pid, *map(int, ranks)]:
-            os.kill(pid, signal.SIGKILL)
-        process.wait()
-    return runlog.read(cwd / "run")[-1]["step"]
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.long)])
+def test_launches_end_well_again_and_again(tiny_data, tmp_path, times):
+    """With gloo a rank now and then aborts while the interpreter shuts down.
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, mode",
-    [(2, "FULL_SHARD"), pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.long)],
-)
-def test_killed_and_started_again_it_ends_as_if_nothing_had_happened(
-    torchrun, tiny_data, tmp_path, size, mode
-):
-    """After kill -9 of all, the same command gives every figure of an undisturbed run."""
-    these = [
-        "--max_steps=64",
-        "--save_interval=3",
-        "--eval_interval=7",
-        "--resid_pdrop=0.1",
-        f"--sharding={mode}",
-    ]
-    these = flags(tiny_data, *these, f"--shard_size={size // 2}")
-    command = [sys.executable, *TORCHRUN, str(size), str(ROOT / "fsdp_train.py"), *these]
-    killed_at = kill_in_the_middle(command, tmp_path, 10)
-    assert 10 <= killed_at < 64 and int(checkpoint.latest(tmp_path / "run").name[5:]) >= 6
-    again = torchrun(size, *these)
-    assert again.returncode == 0 and "resuming from run/checkpoints/step-" in again.stdout, (
-        again.stderr
-    )
-    undisturbed = torchrun(size, *these, "--run_dir=other")
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    assert rows_by_step(tmp_path / "run") == rows_by_step(tmp_path / "other")
-    ends = [
-        load.load_model(checkpoint.latest(tmp_path / run), "cpu").state_dict()
-        for run in ("run", "other")
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*(end.values() for end in ends), strict=True))
-    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
-
-
-@pytest.mark.slow
-def test_killed_alone(python, tiny_data, tmp_path):
-    """The same as a plain process."""
-    these = flags(tiny_data, "--max_steps=60", "--save_interval=5", "--sharding=ZERO1")
-    killed_at = kill_in_the_middle(
-        [sys.executable, str(ROOT / "fsdp_train.py"), *these], tmp_path, 20
-    )
-    assert 20 <= killed_at < 60
-    for run in ("run", "other"):
-        assert python(*these, f"--run_dir={run}").returncode == 0
-    assert rows_by_step(tmp_path / "run") == rows_by_step(tmp_path / "other")
-    steps = [
-        json.loads(line)["first_step"]
-        for line in (tmp_path / "run" / "launches.jsonl").read_text().splitlines()
-    ]
-    assert len(steps) == 2 and steps[0] == 0 and 5 <= steps[1] <= killed_at + 1
+    processes.run must not let it.
+    """
+    for number in range(times):
+        argv = flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3")
+        with Job(tmp_path, 2, fsdp_train.main, argv) as job:
+            assert job.wait() == [0, 0], job.log()
+    ends = [list(rows_by_step(tmp_path / f"run{number}")[0].values()) for number in range(times)]
+    assert np.ptp(np.array(ends), axis=0).max() == 0  # and bit by bit alike
 
 
 # -------------------------------------------------------------------------------------------------
 # Mistakes: one line, exit status 2
 
 
-def assert_one_line(done, *parts):
-    """All of stderr is one line that begins with `error: ` and has these parts."""
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
-    assert all(part in done.stderr for part in parts), done.stderr
-
-
-@pytest.mark.parametrize(
-    "mistake, parts",
-    [
-        (["--n_layer=3"], ["unknown key 'n_layer'", "did you mean 'n_layers'?"]),
-        slowly(
-            ["--dataset=nowhere/*.txt", "--data_dir=empty"], ["dataset='nowhere/*.txt'", "no .txt"]
-        ),
-        (["--vocab_size=256"], ["vocab_size 256 is less than the 257 ids", "raise it"]),
-        slowly(
-            ["--max_seq_len=100000"],
-            ["max_seq_len 100000 needs 100,001 tokens in one file", "lower --max_seq_len"],
-        ),
-        slowly(["--tokenizer=bpe-300"], ["was made with --tokenizer=bytes, not bpe-300"]),
-        slowly(["--resume=nowhere"], ["no checkpoint in 'nowhere'"]),
-    ],
-    ids=["typo", "corpus", "vocabulary", "length", "tokenizer", "checkpoint"],
-)
-def test_a_mistake_is_one_line(python, tiny_data, mistake, parts):
-    assert_one_line(python(*flags(tiny_data, *mistake)), *parts)
-
-
-@pytest.mark.parametrize(
-    "mistake, parts",
-    [
-        (
-            ["--d_model=64", "--n_layers=3"],
-            ["another model: d_model 32 (here 64), n_layers 2 (here 3)", "--run_dir"],
-        ),
-        (["--seed=1"], ["another order: seed 1337 (here 1)"]),
-        slowly(["--lr=1e-3"], ["another run: lr 0.0002 (here 0.001)", "--resume=again"]),
-        slowly(["--resume=never"], ["run holds run/checkpoints/step-6", "--resume=auto"]),
-    ],
-    ids=["model", "order", "another run", "never"],
-)
-def test_a_checkpoint_that_does_not_fit_is_one_line(python, finished, tmp_path, mistake, parts):
-    before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    assert_one_line(python(*finished, *mistake), "run/checkpoints/step-6", *parts)
-    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
-
-
-@pytest.mark.parametrize("damage", ["bit", pytest.param("cut", marks=pytest.mark.slow)])
-def test_damaged_data_is_one_line(python, tiny_data, tmp_path, damage):
-    folder = shutil.copytree(tiny_data, tmp_path / "tokens")
-    path = folder / "train-00000.bin"
-    content = bytearray(path.read_bytes())
-    if damage == "bit":
-        content[-1001] ^= 4
-    path.write_bytes(content if damage == "bit" else content[:-2])
-    said = "its checksum does not match" if damage == "bit" else "bytes instead of"
-    assert_one_line(
-        python(*flags(folder)), str(path), "is damaged", said, "delete it and run data.py again"
-    )
-
-
-@pytest.fixture
-def steep(tmp_path):
-    """The trainer with a learning rate that no flag can set: 0, then 5e29."""
-    program = tmp_path / "steep.py"
-    program.write_text(
-        "import fsdp_train, optim, processes\n"
-        "optim.learning_rate = lambda step, cfg: 5e29 * min(step, 1)\n"
-        "processes.run(fsdp_train.main)\n"
-    )
-    return program
-
-
-def test_a_loss_that_is_no_number_stops_the_run(python, steep, tiny_data, tmp_path):
-    """Step 1 has lr 0 and step 2 5e29, so step 3 is the first bad one: then nothing is saved."""
-    done = python(*flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
-    assert_one_line(
-        done,
-        "error: steps 3 to 12 had a loss or gradient that is not finite",
-        "loss nan",
-        "The last good checkpoint is run/checkpoints/step-2",
-    )
-    assert (
-        max(rows_by_step(tmp_path / "run")[0]) == 12
-        and checkpoint.latest(tmp_path / "run").name == "step-2"
-    )
+def test_a_mistake_is_one_line(python, tiny_data):
+    done = python(*flags(tiny_data, "--n_layer=3"))
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: unknown key 'n_layer'")
+    assert "did you mean 'n_layers'?" in done.stderr
 
 
 @pytest.mark.slow
-def test_mistakes_of_many_ranks_are_one_line(torchrun, tiny_data):
+def test_a_mistake_of_many_ranks_is_one_line(torchrun, tiny_data):
     done = torchrun(3, *flags(tiny_data))
     assert done.returncode != 0
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
     problem = "global_batch_size 8 is not a multiple of the 3 data-parallel ranks"
     assert lines == [f"error: {problem}: set --global_batch_size=6 or 9"]
-    assert (
-        'fsdp_train.py", line' not in done.stderr
-    )  # torchrun shows a traceback of its own, not of ours
+    # torchrun shows a traceback of its own, not of ours
+    assert 'fsdp_train.py", line' not in done.stderr
 
 
-@pytest.mark.slow
+def assert_refused(answers, *parts) -> None:
+    """All ranks leave with status 2 and one message, which has these parts."""
+    ((status, message),) = {(status, message) for status, message, _ in answers}
+    assert status == 2 and "\n" not in message
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
-    "mistake, part",
+    "mistake, parts",
     [
-        (["--n_layer=3"], "did you mean 'n_layers'?"),
-        (["--dataset=nowhere/*.txt", "--data_dir=empty"], "no .txt"),
-        (["--vocab_size=256"], "raise it"),
-        (["--resume=nowhere"], "no checkpoint in 'nowhere'"),
-        (
-            ["--sharding=HYBRID_SHARD", "--shard_size=3"],
-            "shard_size 3 does not divide the 2 data-parallel ranks",
-        ),
+        ("--dataset=nowhere/*.txt --data_dir=empty", ["dataset='nowhere/*.txt'", "no .txt"]),
+        ("--vocab_size=256", ["vocab_size 256 is less than the 257 ids", "raise it"]),
+        ("--max_seq_len=100000", ["needs 100,001 tokens in one file", "lower --max_seq_len"]),
+        ("--tokenizer=bpe-300", ["was made with --tokenizer=bytes, not bpe-300"]),
+        ("--resume=nowhere", ["no checkpoint in 'nowhere'"]),
+        ("--sharding=HYBRID_SHARD --shard_size=3", ["shard_size 3 does not divide"]),
     ],
 )
-def test_every_mistake_of_many_ranks_is_one_line(torchrun, tiny_data, mistake, part):
-    done = torchrun(2, *flags(tiny_data, *mistake))
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
-    assert done.returncode != 0 and len(lines) == 1 and part in lines[0], done.stderr
-    assert (
-        'fsdp_train.py", line' not in done.stderr
-    )  # torchrun shows a traceback of its own, not of ours
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_no_number_on_many_ranks_is_one_line(torchrun, steep, tiny_data):
-    done = torchrun(4, *flags(tiny_data, "--save_interval=1", "--max_steps=50"), program=steep)
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
-    assert done.returncode != 0 and len(lines) == 1, done.stderr
-    assert "The last good checkpoint is run/checkpoints/step-2" in lines[0]
+def test_mistakes_are_named(ranks, tiny_data, tmp_path, mistake, parts, size):
+    if size == 1 and "HYBRID" in mistake:
+        pytest.skip("one rank has nothing to shard")
+    assert_refused(ranks(size)(train_in, tmp_path, flags(tiny_data, *mistake.split())), *parts)
 
 
 @pytest.mark.parametrize(
-    "times",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.long)],
+    "mistake, parts",
+    [
+        ("--d_model=64 --n_layers=3", ["d_model 32 (here 64), n_layers 2 (here 3)", "--run_dir"]),
+        ("--seed=1", ["another order: seed 1337 (here 1)"]),
+        ("--lr=1e-3", ["another run: lr 0.0002 (here 0.001)", "--resume=again"]),
+        ("--resume=never", ["run holds run/checkpoints/step-6", "--resume=auto"]),
+    ],
 )
-def test_launches_end_well_again_and_again(torchrun, tiny_data, tmp_path, times):
-    """With gloo a rank now and then aborts while the interpreter shuts down.
+def test_a_checkpoint_that_does_not_fit_is_named(ranks, finished, tmp_path, mistake, parts):
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    answers = ranks(1)(train_in, tmp_path, [*map(str, finished), *mistake.split()])
+    assert_refused(answers, "run/checkpoints/step-6", *parts)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
-    processes.run must not let it.
-    """
-    for number in range(times):
-        done = torchrun(2, *flags(tiny_data, f"--run_dir=run{number}", "--max_steps=3"))
-        assert done.returncode == 0, done.stderr
-    ends = [list(rows_by_step(tmp_path / f"run{number}")[0].values()) for number in range(times)]
-    assert np.ptp(np.array(ends), axis=0).max() == 0  # and bit by bit alike
+
+@pytest.mark.parametrize("damage", ["bit", "cut"])
+def test_damaged_data_is_named(ranks, tiny_data, tmp_path, damage):
+    folder = shutil.copytree(tiny_data, tmp_path / "tokens")
+    path = folder / "train-00000.bin"
+    content = bytearray(path.read_bytes())
+    content[-1001] ^= 4
+    path.write_bytes(content if damage == "bit" else content[:-2])
+    words = "its checksum does not match" if damage == "bit" else "bytes instead of"
+    answers = ranks(2)(train_in, tmp_path, flags(folder))
+    assert_refused(answers, f"{path} is damaged", words, "delete it and run data.py again")
+
+
+@contextlib.contextmanager
+def steep(rank):
+    """A learning rate that no flag can set: 0, then 5e29."""
+    with mock.patch.object(optim, "learning_rate", lambda step, cfg: 5e29 * min(step, 1)):
+        yield
+
+
+@pytest.mark.parametrize("size", [1, slowly(4)])
+def test_a_loss_that_is_no_number_stops_the_run(ranks, tiny_data, tmp_path, size):
+    """Step 1 has lr 0 and step 2 5e29, so step 3 is the first bad one: then nothing is saved."""
+    argv = flags(tiny_data, "--save_interval=1", "--max_steps=50")
+    answers = ranks(size)(train_in, tmp_path, argv, steep)
+    problem = "steps 3 to 12 had a loss or gradient that is not finite"
+    last_good = "The last good checkpoint is run/checkpoints/step-2"
+    assert_refused(answers, problem, "loss nan", last_good)
+    assert max(rows_by_step(tmp_path / "run")[0]) == 12
+    assert checkpoint.latest(tmp_path / "run").name == "step-2"
 
 
 # -------------------------------------------------------------------------------------------------

@@ -6,17 +6,17 @@ torch 2.13) does not publish the address of its store again, and the host that c
 it in vain. test_processes.py does without the variable.
 """
 
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
+from launches import train_in, wait_for
 
+from lessons.elastic import steps_done
 from lifecycle import runlog
 
 MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
@@ -154,59 +154,22 @@ def figures(run_dir) -> dict:
     return {(row["step"], "loss" in row): [row.get(key) for key in keys] for row in rows}
 
 
-def on_one_host(tmp_path, ranks, *args) -> dict:
-    """The figures of the same run on one host, without torchrun, which takes seconds to start."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    command = [sys.executable, str(ROOT / "fsdp_train.py"), *map(str, args), "--run_dir=one"]
-    processes = []
-    for rank in map(str, range(ranks)):
-        env = clean_environment() | master | sizes | {"RANK": rank, "LOCAL_RANK": rank}
-        options = {"cwd": tmp_path, "env": env, "stdout": subprocess.DEVNULL}
-        processes.append(subprocess.Popen(command, **options))
-    assert [process.wait(PATIENCE) for process in processes] == [0] * ranks
-    return figures(tmp_path / "one")
-
-
-def starts(run_dir) -> list[int]:
-    """The step at which each launch began."""
-    lines = (run_dir / "launches.jsonl").read_text().splitlines()
-    return [json.loads(line)["first_step"] for line in lines]
-
-
-def step_reached(run_dir, step) -> bool:
-    """Wait until metrics.jsonl has this step."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        rows = runlog.read(run_dir) if (run_dir / "metrics.jsonl").exists() else []
-        if any(row["step"] >= step for row in rows):
-            return True
-        time.sleep(0.05)
-    return False
+def assert_as_on_one_host(pool, folder, *args) -> None:
+    """The figures are those of the same run on one host."""
+    answers = pool(train_in, folder, [*args, "--run_dir=one"])
+    assert {status for status, *_ in answers} == {0}, answers
+    assert figures(folder / "two") == figures(folder / "one")
 
 
 @pytest.mark.slow
-def test_two_hosts_train_as_one_does(hosts, tiny_data, tmp_path):
-    args = [*MODEL, *BATCH, *flags_for(tiny_data), "--max_steps=6"]
-    two = hosts()
-    for number in (0, 1):
-        two.start(number, *args, "--run_dir=two")
-    assert two.wait() == [0, 0], two.said()
-    assert figures(tmp_path / "two") == on_one_host(tmp_path, 2, *args)
-
-
-@pytest.mark.slow
-def test_four_ranks_on_two_hosts_shard_inside_a_host(hosts, tiny_data, tmp_path):
+def test_four_ranks_on_two_hosts_shard_inside_a_host(hosts, ranks, tiny_data, tmp_path):
     """By default HYBRID_SHARD shards inside a host, as --shard_size=2 does on one host of four."""
     args = [*MODEL, *BATCH, *flags_for(tiny_data), "--max_steps=6", "--sharding=HYBRID_SHARD"]
     two = hosts(ranks_per_host=2)
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two")
     assert two.wait() == [0, 0], two.said()
-    assert figures(tmp_path / "two") == on_one_host(tmp_path, 4, *args, "--shard_size=2")
+    assert_as_on_one_host(ranks(4), tmp_path, *args, "--shard_size=2")
 
 
 LONGER = ["--max_steps=40", "--save_interval=10"]
@@ -219,34 +182,34 @@ LONGER = ["--max_steps=40", "--save_interval=10"]
         pytest.param((0, 1), marks=pytest.mark.long, id="both"),
     ],
 )
-def test_a_host_is_killed_and_comes_back(hosts, tiny_data, tmp_path, victims):
+def test_a_host_is_killed_and_comes_back(hosts, ranks, tiny_data, tmp_path, victims):
     """torchrun's rendezvous is on the head. If that dies, both fail, and SLURM restarts both."""
     args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]
     two = hosts()
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two")
-    assert step_reached(tmp_path / "two", 15), two.said()
+    wait_for(lambda: steps_done(tmp_path / "two") >= 15)
     for number in victims:
         two.kill(number)
     for number in victims:
         two.start(number, *args, "--run_dir=two")
     assert two.wait() == [0, 0], two.said()
-    assert figures(tmp_path / "two") == on_one_host(tmp_path, 2, *args)
-    first, second = starts(tmp_path / "two")
-    assert first == 0 and 10 <= second < 40
+    assert_as_on_one_host(ranks(2), tmp_path, *args)
+    first, second = runlog.read_launches(tmp_path / "two")
+    assert first["first_step"] == 0 and 10 <= second["first_step"] < 40
 
 
 @pytest.mark.slow
-def test_the_cable_is_pulled_until_the_hosts_give_each_other_up(hosts, tiny_data, tmp_path):
+def test_the_cable_is_pulled_until_the_hosts_give_each_other_up(hosts, ranks, tiny_data, tmp_path):
     """No connection is closed: only the watchdog notices. Then torchrun restarts the workers."""
     args = [*MODEL, *BATCH, *LONGER, *flags_for(tiny_data)]
     two = hosts()
     for number in (0, 1):
         two.start(number, *args, "--run_dir=two", "--timeout_minutes=0.2")
-    assert step_reached(tmp_path / "two", 15), two.said()
+    wait_for(lambda: steps_done(tmp_path / "two") >= 15)
     two.cable("down")
     assert two.says(0, "on second) does not reply"), two.said()
     two.cable("up")
     assert two.wait() == [0, 0], two.said()
-    assert figures(tmp_path / "two") == on_one_host(tmp_path, 2, *args)
-    assert starts(tmp_path / "two")[0] == 0 and len(starts(tmp_path / "two")) > 1
+    assert_as_on_one_host(ranks(2), tmp_path, *args)
+    assert len(runlog.read_launches(tmp_path / "two")) > 1

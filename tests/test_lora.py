@@ -8,25 +8,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from test_parallel import slowly
-from test_tensor_parallel import (
-    MODEL,
-    RUN,
-    check,
-    check_cover,
-    covering_set,
-    largest_differences,
-    settings,
-    take_steps,
-    team_of,
-)
+from layouts import LORA, MODEL, RUN, assert_near, build, curves
 
 import lora
-import parallel
 from config import LINEAR_LAYERS, TrainConfig, UserError
 from model import MPT, init_weights
 
-LORA = {"init_from": "a base", "lora_rank": 4, "lora_alpha": 8.0, "lr": 2e-2}
 TUNE = replace(RUN, **LORA)
 SMALL = replace(MODEL, n_layers=2, d_model=16, vocab_size=31)
 
@@ -209,93 +196,18 @@ def test_biases_of_a_model_without_them_cannot_be_trained(wants):
         replace(SMALL, no_bias=True).check_adapters_fit(cfg)
 
 
-# --- The same curve on any grid of ranks
-
-
-@pytest.mark.parametrize(
-    "size, settings",
-    [
-        (2, {}),
-        slowly(4, {}),
-        slowly(2, {"sharding": "FULL_SHARD"}),
-        slowly(4, {"sharding": "HYBRID_SHARD", "shard_size": 2}),
-        slowly(2, {"sharding": "SHARD_GRAD_OP"}),
-        slowly(2, {"sharding": "DDP"}),
-        slowly(2, {"tp": 2}),
-        slowly(4, {"tp": 2, "sequence_parallel": True, "sharding": "FULL_SHARD"}),
-        slowly(4, {"tp": 4}),
-        (2, {"pp": 2}),
-        slowly(4, {"pp": 2, "tp": 2}),
-    ],
-    ids=str,
-)
-def test_any_number_of_ranks_trains_the_same_adapters(ranks, size, settings):
-    check(ranks, size, [(MODEL, replace(TUNE, **settings))])
-
-
-OPTIONS = {
-    "sharding": ["FULL_SHARD", "SHARD_GRAD_OP", "ZERO1", "DDP", "HYBRID_SHARD"],
-    "grid": [(1, 1), (2, 1), (1, 2)],  # tp, pp; on four ranks, two are data-parallel, or four
-    "sequence_parallel": [False, True],
-    "positions": [{"alibi": True}, {"alibi": False, "rope": True}, {"alibi": False}],
-    "kv_n_heads": [4, 1],
-    "tie_word_embeddings": [True, False],
-    "no_bias": [True, False],
-    "qk_ln": [False, True],
-    "activation_checkpointing": ["none", "selective", "full"],
-    "lora_targets": ["all", "Wqkv", "out_proj,down_proj"],
-    "lora_last_blocks": [0, 2],
-    "lora_train": ["", "norms", "norms,biases"],
-    "rslora": [False, True],
-}
-
-
-def possible(case):
-    """Token ranks need tensor ranks, the first of two stages adapters, and some biases to train."""
-    tp, pp = case.get("grid", (2, 1))
-    splits_tokens = case.get("sequence_parallel") and tp == 1
-    is_idle = case.get("lora_last_blocks") and pp == 2
-    lacks_biases = case.get("no_bias") and "biases" in case.get("lora_train", "")
-    return not (splits_tokens or is_idle or lacks_biases)
-
-
-def of_case(case):
-    """(model settings, settings), as test_tensor_parallel's `settings`."""
-    tp, pp = case["grid"]
-    model_cfg, cfg = settings({k: v for k, v in case.items() if k != "grid"})
-    return model_cfg, replace(cfg, tp=tp, pp=pp, **LORA)
-
-
-@pytest.mark.slow
-def test_options_together_train_the_same_adapters(ranks):
-    """Every two values of two options, in fp32 on four ranks."""
-    cases = covering_set(OPTIONS, possible)
-    check_cover(cases, OPTIONS, possible)
-    check(ranks, 4, [of_case(case) for case in cases])
-
-
-@pytest.mark.slow
-def test_bf16_adapters_train_the_same_on_two_ranks(ranks):
-    check(ranks, 2, [(MODEL, TUNE)], "bf16", of_loss=1e-3, of_norm=3e-2)
+# --- Trained (that any layout trains the same is in test_layouts.py)
 
 
 @pytest.mark.slow
 def test_compiled_blocks_train_the_same_adapters(ranks):
-    job = (MODEL, replace(TUNE, global_batch_size=2))
-    (compiled,) = ranks(1)(curve, job[0], replace(job[1], compile=True))
-    (eager,) = ranks(1)(curve, *job)
-    losses, norms = largest_differences(compiled, eager)
-    assert losses < 5e-6 and norms < 1e-5
-
-
-def curve(_, model_cfg, cfg):
-    world = team_of(1)
-    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
-    return take_steps(model, optimizer, range(3), world, cfg, model_cfg)
+    cfg = replace(TUNE, global_batch_size=2)
+    ((compiled, eager),) = ranks(1)(curves, [(MODEL, replace(cfg, compile=True)), (MODEL, cfg)], 3)
+    assert_near(compiled, eager)
 
 
 def test_a_run_in_bf16_keeps_its_frozen_matrices_in_bf16(ranks):
-    (dtypes,) = ranks(1)(dtypes_of, TUNE)
+    (dtypes,) = ranks(1)(dtypes_of, replace(TUNE, precision="bf16"))
     assert dtypes == {
         "transformer.wte.weight": torch.bfloat16,
         "transformer.blocks.0.attn.Wqkv.weight": torch.bfloat16,
@@ -306,7 +218,7 @@ def test_a_run_in_bf16_keeps_its_frozen_matrices_in_bf16(ranks):
 
 
 def dtypes_of(_, cfg):
-    model, optimizer = parallel.build(SMALL, cfg, team_of(1), "bf16", cfg.seed)
+    _, model, optimizer = build((SMALL, cfg))
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 2 * 2 * 4
     names = """
         wte.weight blocks.0.attn.Wqkv.weight blocks.0.attn.Wqkv.bias blocks.0.attn.Wqkv.lora_A

@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import TORCHRUN, flags_for, launch
-from test_tensor_parallel import team_of
+from conftest import flags_for
+from launches import train_in
+from layouts import team_of
 
 import checkpoint
 import lora
@@ -37,14 +38,13 @@ LORA = ["--init_from=base", "--lora_rank=4"]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_data, tmp_path_factory):
+def runs(ranks, tiny_data, tmp_path_factory):
     """A folder with a base of 6 steps, and `tuned`, adapters of 6 steps on it."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "c.py").write_text(CONFIG)
     (folder / "flags").write_text(" ".join(["c.py", *flags_for(tiny_data)]))
-    for more in (["--run_dir=base"], [*LORA, "--run_dir=tuned"]):
-        done = train(folder, *more)
-        assert done.returncode == 0, done.stderr
+    train(ranks(1), folder, "--run_dir=base")
+    train(ranks(1), folder, *LORA, "--run_dir=tuned")
     return folder
 
 
@@ -54,14 +54,21 @@ def copy(runs, tmp_path):
     return shutil.copytree(runs, tmp_path / "runs")
 
 
-def train(folder, *flags, how=()):
-    return launch(list(how), folder, [*(folder / "flags").read_text().split(), *flags])
+def start(pool, folder, *flags):
+    """(status, message, what it printed) of the trainer in this folder."""
+    return pool(train_in, folder, [*(folder / "flags").read_text().split(), *flags])[0]
 
 
-def refused(folder, *flags) -> str:
-    done = train(folder, *flags)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+def train(pool, folder, *flags) -> str:
+    status, message, said = start(pool, folder, *flags)
+    assert status == 0, message
+    return said
+
+
+def refused(pool, folder, *flags) -> str:
+    status, message, _ = start(pool, folder, *flags)
+    assert status == 2 and "\n" not in message, message
+    return message
 
 
 def val_losses(run) -> list[float]:
@@ -86,24 +93,24 @@ def test_its_checkpoint_holds_adapters_alone_and_names_the_base(runs):
 
 
 @pytest.mark.parametrize("flag", ["--sharding=FULL_SHARD", "--tp=2", "--pp=2"])
-def test_it_resumes_on_another_grid_of_ranks(copy, flag):
+def test_it_resumes_on_another_grid_of_ranks(ranks, copy, flag):
     shutil.rmtree(copy / "tuned/checkpoints/step-6")
     expected = val_losses(copy / "tuned")[-1]
-    done = train(copy, *LORA, "--run_dir=tuned", flag, how=[*TORCHRUN, "2"])
-    assert done.returncode == 0 and "resuming from tuned/checkpoints/step-3" in done.stdout
+    said = train(ranks(2), copy, *LORA, "--run_dir=tuned", flag)
+    assert "resuming from tuned/checkpoints/step-3" in said
     assert val_losses(copy / "tuned")[-1] == pytest.approx(expected, rel=1e-4)
 
 
-def test_it_finds_its_base_after_that_was_trained_on(copy):
+def test_it_finds_its_base_after_that_was_trained_on(ranks, copy):
     expected = val_losses(copy / "tuned")[-1]
-    assert train(copy, "--run_dir=base", "--max_steps=8").returncode == 0
+    train(ranks(1), copy, "--run_dir=base", "--max_steps=8")
     shutil.rmtree(copy / "tuned/checkpoints/step-6")
     meta = copy / "tuned/checkpoints/step-3/meta.json"
     moved = json.loads(meta.read_text()) | {"base": str(copy / "base/checkpoints/step-6")}
     rewrite(meta, moved)
-    done = train(copy, *LORA, "--run_dir=tuned")
-    assert done.returncode == 0, done.stderr
-    assert "resuming from tuned/checkpoints/step-3" in done.stdout
+    assert "resuming from tuned/checkpoints/step-3" in train(
+        ranks(1), copy, *LORA, "--run_dir=tuned"
+    )
     assert val_losses(copy / "tuned")[-1] == expected
 
 
@@ -115,19 +122,19 @@ def rewrite(meta, values) -> None:
     (meta.parent / "checksums.json").write_text(json.dumps(sums))
 
 
-def test_a_path_that_does_not_exist_is_called_so(copy):
-    words = refused(copy, "--run_dir=new", "--init_from=nope")
+def test_a_path_that_does_not_exist_is_called_so(ranks, runs):
+    words = refused(ranks(1), runs, "--run_dir=new", "--init_from=nope")
     assert "--init_from=nope does not exist: give a run, one of its checkpoints" in words
-    words = refused(copy, "--run_dir=tuned", "--lora_rank=4", "--init_from=nope", "--max_steps=8")
+    tuned = ["--run_dir=tuned", "--lora_rank=4", "--max_steps=8"]
+    words = refused(ranks(1), runs, *tuned, "--init_from=nope")
     assert "nope does not exist: the adapters in tuned belong to /" in words
-    assert words.endswith("/base/checkpoints/step-6\n")
+    assert words.endswith("/base/checkpoints/step-6")
 
 
-def test_another_base_is_refused(copy):
-    done = train(copy, "--run_dir=other", "--seed=7")
-    assert done.returncode == 0, done.stderr
+def test_another_base_is_refused(ranks, copy):
+    train(ranks(1), copy, "--run_dir=other", "--seed=7")
     shutil.rmtree(copy / "tuned/checkpoints/step-6")
-    words = refused(copy, "--init_from=other", "--lora_rank=4", "--run_dir=tuned")
+    words = refused(ranks(1), copy, "--init_from=other", "--lora_rank=4", "--run_dir=tuned")
     assert "other does not hold the weights that the adapters were trained on" in words
 
 
@@ -139,12 +146,12 @@ def test_another_base_is_refused(copy):
         ([], "other adapters: lora_rank 4 (here 0)"),
     ],
 )
-def test_other_adapters_are_refused(runs, flags, message):
-    assert message in refused(runs, *flags, "--run_dir=tuned", "--max_steps=8")
+def test_other_adapters_are_refused(ranks, runs, flags, message):
+    assert message in refused(ranks(1), runs, *flags, "--run_dir=tuned", "--max_steps=8")
 
 
-def test_adapters_are_no_base(runs):
-    words = refused(runs, "--run_dir=new", "--init_from=tuned")
+def test_adapters_are_no_base(ranks, runs):
+    words = refused(ranks(1), runs, "--run_dir=new", "--init_from=tuned")
     assert "tuned holds adapters, not a whole model: merge them first" in words
     with pytest.raises(UserError, match="holds adapters"):
         hf.export(runs / "tuned", runs / "exported")
@@ -187,15 +194,14 @@ def test_two_tensor_ranks_load_what_one_does(runs, ranks):
         assert losses == pytest.approx(wanted, rel=1e-6)
 
 
-def test_a_hugging_face_folder_is_a_base(copy):
+def test_a_hugging_face_folder_is_a_base(ranks, copy):
     """Its files are hashed: one changed number, and the adapters do not fit any more."""
     hf.export(copy / "base", copy / "exported")
     flags = ["--init_from=exported", "--lora_rank=2", "--run_dir=on_hf"]
-    done = train(copy, *flags)
-    assert done.returncode == 0, done.stderr
+    train(ranks(1), copy, *flags)
     assert val_losses(copy / "on_hf")[0] == val_losses(copy / "base")[-1]
     file = copy / "exported/model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    assert "does not hold the weights" in refused(copy, *flags, "--max_steps=8")
+    assert "does not hold the weights" in refused(ranks(1), copy, *flags, "--max_steps=8")

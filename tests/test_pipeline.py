@@ -1,204 +1,269 @@
-"""pipeline.py on real gloo ranks: however the layers are cut into stages, training is the same."""
+"""pipeline.py: the schedule, what stages send and keep, the tied embedding, dropout.
+
+That training is the same is in test_layouts.py, checkpoints in test_resharding.py.
+"""
 
 import hashlib
-import itertools
 import math
+import re
+import subprocess
+import sys
 import weakref
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import PATIENCE, ROOT, rooms_on_path
+from layouts import MODEL, RUN, build, check, curves, take_steps
 from test_parallel import slowly
-from test_tensor_parallel import (
-    MODEL,
-    RUN,
-    SEPARATOR,
-    alone,
-    check,
-    check_cover,
-    covering_set,
-    curves,
-    initial_weights_fit,
-    rows_of_step,
-    settings,
-    take_steps,
-    team_of,
-)
 
-import fsdp_train
-import parallel
 import pipeline
-import tensor_parallel
-from loss import IGNORE
+from pipeline import Pipe, blocks_of, most_kept, order
 
-MODEL = replace(MODEL, n_layers=5)  # neither two, three nor four stages have equally many
-
-# --- The same curve as one process
-
-# (tensor ranks, stages, data-parallel ranks). Four heads cannot be cut in three. With one stage:
-# test_parallel.py and test_tensor_parallel.py.
-GRIDS = [grid for grid in itertools.product((1, 2), (2, 3, 4), (1, 2)) if math.prod(grid) <= 4]
-QUICK = [(1, 2, 1), (1, 2, 2), (1, 4, 1)]
+MICROBATCHES = range(1, 13)
+every_number_of_stages = pytest.mark.parametrize("stages", range(1, 9))
 
 
-@pytest.mark.parametrize("tp, pp, dp", [grid if grid in QUICK else slowly(*grid) for grid in GRIDS])
-def test_every_grid_of_ranks_trains_as_one_process(ranks, tp, pp, dp):
-    cfg = replace(RUN, tp=tp, pp=pp, global_batch_size=12)
-    check(ranks, tp * pp * dp, [(MODEL, cfg)])
+# --- The order
 
 
-OPTIONS = {
-    "sharding": ["DDP", "ZERO1", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD"],
-    "shard_size": [1, 2],  # of HYBRID_SHARD
-    "sequence_parallel": [False, True],
-    "positions": [{"alibi": True}, {"alibi": False, "rope": True}, {"alibi": False}],
-    "kv_n_heads": [4, 2, 1],
-    "tie_word_embeddings": [True, False],
-    "no_bias": [True, False],
-    "qk_ln": [False, True],
-    "attn_uses_sequence_id": [False, True],
-    "activation_checkpointing": ["none", "selective", "full"],
-    "recompute_every": [1, 2],
-    "z_loss": [0.0, 1e-3],
-    "logit_scale": [None, 0.5],
-    # Of 8 rows, or of 4 each on two data-parallel ranks: many microbatches; a smaller last one;
-    # a single one, fewer than there are stages.
-    "microbatch_size": [1, 3, 8],
-    "grid": [(2, 2), (1, 2), (1, 4)],  # (tp, pp) on four ranks
-}
+@dataclass(frozen=True)
+class Recorder(Pipe):
+    """A stage without others, in which a microbatch's number stands for its tensors.
+
+    It writes down its passes, ("F", i) and ("B", i), and its transfers.
+    """
+
+    passes: list = field(default_factory=list)
+    transfers: list = field(default_factory=list)
+
+    def transfer(self, neighbour, send=None, receive=None):
+        self.transfers.append((neighbour, send, receive))
+        return receive
+
+    def forward(self, i, x):
+        assert x == (None if self.is_first else i)
+        self.passes.append(("F", i))
+        return i
+
+    def backward(self, i, dy):
+        assert dy == (None if self.is_last else i)
+        self.passes.append(("B", i))
+        return i
 
 
-def possible(case):
-    """Only tensor ranks split tokens, and only data-parallel ranks share weights."""
-    shards = case.get("sharding", "DDP") != "DDP"
-    splits_tokens = case.get("sequence_parallel", False)
-    grids = [case["grid"]] if "grid" in case else OPTIONS["grid"]
-    return any((tp > 1 or not splits_tokens) and (tp * pp < 4 or not shards) for tp, pp in grids)
-
-
-def settings_of(case):
-    """(model settings, settings) of a case of the covering set."""
-    tp, pp = case["grid"]
-    others = {name: value for name, value in case.items() if name != "grid"}
-    return settings(others | {"tp": tp, "pp": pp}, MODEL)
-
-
-def test_the_covering_set_covers_every_pair():
-    check_cover(covering_set(OPTIONS, possible), OPTIONS, possible)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_every_two_options_together_train_as_one_process(ranks, part):
-    check(ranks, 4, [settings_of(case) for case in covering_set(OPTIONS, possible)[part::4]])
-
-
-@pytest.mark.slow
-def test_eight_ranks_train_as_one_process(ranks):
-    """On a stage in the middle the root of FSDP has no weights of its own."""
-    grids = [
-        {"tp": 2, "pp": 2, "sharding": "ZERO1", "sequence_parallel": True},
-        {"pp": 4, "sharding": "ZERO1", "microbatch_size": 1},
-        {"pp": 4, "sharding": "FULL_SHARD"},
-        {"pp": 2, "sharding": "HYBRID_SHARD", "shard_size": 2, "microbatch_size": 1},
-    ]
-    try:
-        check(ranks, 8, [(MODEL, replace(RUN, **grid)) for grid in grids], steps=5)
-    finally:
-        ranks(8).stop()  # no other test needs so many
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, grids",
-    [
-        (2, [{"pp": 2}, {"pp": 2, "activation_checkpointing": "selective"}]),
-        (
-            4,
-            [
-                {"pp": 4, "recompute_every": 2, "activation_checkpointing": "full"},
-                {"pp": 2, "sharding": "FULL_SHARD"},
-                {"pp": 2, "sharding": "ZERO1"},
-                {"pp": 2, "tp": 2, "sequence_parallel": True},
-            ],
-        ),
-    ],
-)
-def test_in_bf16_the_curve_is_that_of_bf16(ranks, size, grids):
-    jobs = [(MODEL, replace(RUN, **grid)) for grid in grids]
-    check(ranks, size, jobs, "bf16", of_loss=2e-3, of_norm=1e-2)
-
-
-@pytest.mark.slow
-def test_in_bf16_stages_round_where_one_process_does(ranks):
-    """So the losses are equal bit by bit, until sums in another order change a weight."""
-    jobs = [(MODEL, replace(RUN, pp=2))]
-    ((wanted,),) = ranks(1)(curves, alone(jobs), "bf16")
-    for (found,) in ranks(2)(curves, jobs, "bf16"):
-        assert [loss for loss, _ in found[:2]] == [loss for loss, _ in wanted[:2]]
-
-
-def gradients_in_float64(_, job):
-    """(loss, norm, [(name, corner in the whole tensor, gradient), ...]) of a step's backward."""
-    model_cfg, cfg = job
-    world = team_of(cfg.tp, cfg.pp)
-    model, _ = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
-    model.double()
-    model.separator = SEPARATOR
-    rows = rows_of_step(0, cfg, model_cfg)
-    ids, labels = rows[:, :-1], rows[:, 1:]
-    n_tokens = (labels != IGNORE).sum()
-    run = fsdp_train.forward_backward if cfg.pp == 1 else fsdp_train.forward_backward_in_stages
-    loss = run(model, fsdp_train.cut(ids, labels, cfg), n_tokens, cfg, world, "fp32")
-    tensor_parallel.sum_partial_gradients(model)
-    pipeline.sum_tied_gradients(model)
-    layout = tensor_parallel.layout_of(model)
+def recorded(stages, n):
+    """What each of the stages does."""
     found = []
-    for name, param in model.named_parameters():
-        found += [(name, corner, piece) for corner, piece in layout.pieces(name, param.grad)]
-    return loss.item(), parallel.grad_norm(model).item(), found
+    for stage in range(stages):
+        pipe = Recorder(None, stage, stages)
+        pipeline.one_f_one_b(pipe, n, lambda i: i, pipe.forward, pipe.backward)
+        found.append(pipe)
+    return found
 
 
-@pytest.mark.parametrize(
-    "size, grid, changes",
-    [
-        (2, {"pp": 2}, {}),
-        slowly(3, {"pp": 3}, {"tie_word_embeddings": False, "alibi": False, "no_bias": False}),
-        slowly(4, {"pp": 4, "microbatch_size": 3}, {"alibi": False, "rope": True, "qk_ln": True}),
-        slowly(4, {"pp": 2, "tp": 2}, {"kv_n_heads": 2, "attn_uses_sequence_id": True}),
-        slowly(
-            4,
-            {"pp": 2, "tp": 2, "sequence_parallel": True, "activation_checkpointing": "selective"},
-            {"kv_n_heads": 1, "qk_ln": True, "no_bias": False, "alibi": False},
-        ),
-    ],
-)
-def test_in_float64_nothing_but_the_order_of_sums_differs(ranks, size, grid, changes):
-    """Every gradient of every stage, whatever a curve would not show."""
-    job = replace(MODEL, **changes), replace(RUN, z_loss=1e-3, **grid)
-    ((wanted, wanted_norm, whole),) = ranks(1)(gradients_in_float64, *alone([job]))
-    whole = {name: grad for name, _, grad in whole}
-    names = set()
-    for loss, norm, pieces in ranks(size)(gradients_in_float64, job):
-        assert loss == pytest.approx(wanted, rel=1e-6)  # an fp32 sum of the microbatches'
-        assert norm == pytest.approx(wanted_norm, rel=1e-6)  # in fp32
-        for name, corner, piece in pieces:
-            place = tuple(slice(a, a + n) for a, n in zip(corner, piece.shape, strict=True))
-            # A bias of all keys changes no softmax: its gradient is 0 but for rounding.
-            norm_of_whole = whole[name].norm().clamp(min=1e-3)
-            assert (piece - whole[name][place]).norm() / norm_of_whole < 1e-9, (name, corner)
-            names.add(name)
-    assert names == whole.keys()
+@every_number_of_stages
+def test_each_stage_computes_in_the_stated_order(stages):
+    for n in MICROBATCHES:
+        for stage, pipe in enumerate(recorded(stages, n)):
+            assert pipe.passes == order(stage, stages, n)
+            assert sorted(pipe.passes) == sorted((kind, i) for kind in "FB" for i in range(n))
 
 
-@pytest.mark.parametrize(
-    "size, grid",
-    [(2, {"pp": 2}), slowly(4, {"pp": 2, "sharding": "FULL_SHARD"}), slowly(4, {"pp": 2, "tp": 2})],
-)
-def test_initial_weights_are_those_of_one_process(ranks, size, grid):
-    assert ranks(size)(initial_weights_fit, replace(RUN, **grid)) == [""] * size
+@every_number_of_stages
+def test_every_transfer_meets_that_of_the_neighbour(stages):
+    for n in MICROBATCHES:
+        follow_transfers(stages, n)
+
+
+def follow_transfers(stages, n):
+    """A transfer waits for the neighbour's, which must be of the same microbatches."""
+    left = [pipe.transfers for pipe in recorded(stages, n)]
+    while any(left):
+        before = sum(map(len, left))
+        for stage in range(stages - 1):
+            mine, theirs = left[stage], left[stage + 1]
+            if mine and theirs and mine[0][0] == stage + 1 and theirs[0][0] == stage:
+                _, sent, received = mine.pop(0)
+                assert theirs.pop(0) == (stage, received, sent)
+        assert sum(map(len, left)) < before, f"a deadlock: {left}"
+
+
+@every_number_of_stages
+def test_a_stage_keeps_the_activations_of_few_microbatches(stages):
+    for n in MICROBATCHES:
+        kept = [most_kept(stage, stages, n) for stage in range(stages)]
+        assert kept == [min(n, stages - stage) for stage in range(stages)]
+
+
+def computed_with(world, n):
+    """On one rank: its passes, and what came of adding 1 on each stage, there and back."""
+    pipe, passes, arrived = Pipe(dist.group.WORLD, world.global_rank, world.global_size), [], []
+
+    def forward(i, x):
+        passes.append(("F", i))
+        return torch.tensor([100.0 * i]) if x is None else x + 1
+
+    def backward(i, dy):
+        passes.append(("B", i))
+        dy = torch.tensor([-100.0 * i]) if dy is None else dy + 1
+        arrived.append(dy.item())
+        return dy
+
+    pipeline.one_f_one_b(pipe, n, lambda i: torch.empty(1), forward, backward)
+    return passes, arrived
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, 8])
+def test_on_real_ranks_the_order_is_the_same_and_gradients_come_back(ranks, size, n):
+    """With fewer microbatches than stages, too."""
+    for stage, (passes, arrived) in enumerate(ranks(size)(computed_with, n)):
+        assert passes == order(stage, size, n)
+        assert arrived == [-100 * i + size - 1 - stage for i in range(n)]
+
+
+# --- What the stages send and keep
+
+
+def step_of(cfg):
+    """A function that takes one step of a model on this rank's stage."""
+    world, model, optimizer = build((MODEL, cfg))
+    return lambda: take_steps(model, optimizer, [0], world, (MODEL, cfg))
+
+
+def operations_of_a_step(_, cfg):
+    """Counter of (isend or irecv, number of numbers)."""
+    counts, real = Counter(), dist.batch_isend_irecv
+
+    def counted(operations):
+        counts.update((o.op.__name__, o.tensor.numel()) for o in operations)
+        return real(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", counted):
+        step_of(cfg)()
+    return counts
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 4])  # 8 microbatches, and fewer than stages
+def test_neighbours_send_two_messages_for_each_microbatch(ranks, microbatch_size):
+    """One there and one back; and the ends one each way, of the tied embedding's gradient."""
+    cfg = replace(RUN, pp=4, microbatch_size=microbatch_size)
+    n = cfg.global_batch_size // microbatch_size
+    hidden = microbatch_size * MODEL.max_seq_len * MODEL.d_model
+    tied = MODEL.vocab_size * MODEL.d_model
+    for stage, counts in enumerate(ranks(4)(operations_of_a_step, cfg)):
+        is_end = stage in (0, 3)
+        messages = n * (1 if is_end else 2)
+        wanted = {(kind, hidden): messages for kind in ("isend", "irecv")}
+        if is_end:
+            wanted |= {("isend", tied): 1, ("irecv", tied): 1}
+        assert counts == wanted
+
+
+class Kept:
+    """A tensor that autograd keeps for the backward."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def kept_in_a_step(_, cfg):
+    """How many tensors autograd keeps after each forward of a step."""
+    alive, counts, real = weakref.WeakSet(), [], pipeline.one_f_one_b
+
+    def pack(tensor):
+        kept = Kept(tensor)
+        alive.add(kept)
+        return kept
+
+    def counted(pipe, n, empty, forward, backward):
+        def forward_and_count(i, x):
+            y = forward(i, x)
+            counts.append(len(alive))
+            return y
+
+        real(pipe, n, empty, forward_and_count, backward)
+
+    take_step = step_of(cfg)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor)
+    with hooks, mock.patch.object(pipeline, "one_f_one_b", counted):
+        take_step()
+    return counts
+
+
+@pytest.mark.parametrize("microbatch_size", [1, 4])
+def test_autograd_keeps_no_more_than_the_schedule_says(ranks, microbatch_size):
+    cfg = replace(RUN, pp=4, microbatch_size=microbatch_size)
+    n = cfg.global_batch_size // microbatch_size
+    for stage, counts in enumerate(ranks(4)(kept_in_a_step, cfg)):
+        of_one_microbatch = counts[0]
+        assert len(counts) == n and of_one_microbatch > 0
+        assert max(counts) == of_one_microbatch * min(n, 4 - stage)
+
+
+# --- The bubble
+
+
+@every_number_of_stages
+def test_the_formula_is_what_the_picture_shows(stages):
+    """A column is a unit of time, a dot is idle."""
+    for n in MICROBATCHES:
+        lines = pipeline.picture(stages, n)
+        share = "".join(lines).count(".") / sum(map(len, lines))
+        assert share == pytest.approx(pipeline.bubble(stages, n))
+
+
+# --- The stages of a model
+
+
+@pytest.mark.parametrize("stages", range(1, 13))
+def test_the_blocks_of_all_stages_are_the_model(stages):
+    for n_layers in range(stages, 41):
+        parts = [blocks_of(n_layers, stage, stages) for stage in range(stages)]
+        assert [block for part in parts for block in part] == [*range(n_layers)]
+        sizes = [len(part) for part in parts]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes[0], sizes[-1]) <= min(sizes[1:-1], default=n_layers)
+
+
+# --- The program
+
+
+@pytest.mark.slow
+def test_the_program_prints_the_picture_and_the_bubble():
+    command = [sys.executable, ROOT / "pipeline.py", "--stages=4", "--microbatches=8"]
+    options = {"env": rooms_on_path(), "capture_output": True, "text": True}
+    done = subprocess.run(command, timeout=PATIENCE, **options)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    printed = done.stdout.splitlines()
+    drawn = [f"stage {stage}  {line}" for stage, line in enumerate(pipeline.picture(4, 8))]
+    assert printed[:4] == drawn
+    measured = float(re.match(r"bubble, measured: ([\d.]+),", printed[-1])[1])
+    assert pipeline.bubble(4, 8) - 0.02 < measured < 1  # above it, as far as others compute
+
+
+def test_the_picture_on_paper_is_what_the_program_draws():
+    lines = pipeline.picture(4, 8)
+    drawn = [f"stage {stage}  {line}\n" for stage, line in enumerate(lines)]
+    assert "".join(f"    {line}" for line in drawn) in pipeline.__doc__
+
+
+def test_in_the_picture_a_pass_begins_where_the_one_it_needs_ends():
+    """For some sizes without ten microbatches, after which the numbers begin again."""
+    for stages, n in [(2, 1), (3, 7), (4, 2), (8, 9)]:
+        lines = pipeline.picture(stages, n)
+        for i in range(n):
+            forwards = [line.index(str(i)) for line in lines]
+            backwards = [line.index("abcdefghij"[i] * 2) for line in lines]
+            assert all(a + 1 <= b for a, b in pairwise(forwards))
+            assert all(b + 2 <= a for a, b in pairwise(backwards))
+            assert forwards[-1] + 1 <= backwards[-1]
 
 
 # --- What both ends have, and what one stage cannot know
@@ -206,9 +271,8 @@ def test_initial_weights_are_those_of_one_process(ranks, size, grid):
 
 def tied_embedding(_, cfg):
     """(stage, this rank's part of the embedding or None) after three steps."""
-    world = team_of(cfg.tp, cfg.pp)
-    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
-    take_steps(model, optimizer, range(3), world, cfg, MODEL)
+    world, model, optimizer = build((MODEL, cfg))
+    take_steps(model, optimizer, range(3), world, (MODEL, cfg))
     weights = {name: p.detach() for name, p in model.named_parameters()}
     found = weights.get("transformer.wte.weight")
     return None if found is None else getattr(found, "to_local", lambda: found)().clone()
@@ -227,9 +291,8 @@ def test_both_ends_keep_the_same_embedding(ranks, grid):
 
 def step_with_a_bad_gradient(_, cfg, bad_stage):
     """(loss, norm) of a step in which one stage has a NaN; whether weights and moments changed."""
-    world = team_of(cfg.tp, cfg.pp)
-    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
-    take_steps(model, optimizer, range(2), world, cfg, MODEL)
+    world, model, optimizer = build((MODEL, cfg))
+    take_steps(model, optimizer, range(2), world, (MODEL, cfg))
 
     def everything():
         moments = [value for state in optimizer.state.values() for value in state.values()]
@@ -239,7 +302,7 @@ def step_with_a_bad_gradient(_, cfg, bad_stage):
     if world.pp_rank == bad_stage:
         weight = next(model.transformer.blocks.parameters())
         weight.register_hook(lambda grad: grad * math.nan)
-    (figures,) = take_steps(model, optimizer, [2], world, cfg, MODEL)
+    (figures,) = take_steps(model, optimizer, [2], world, (MODEL, cfg))
     return figures, all(map(torch.equal, before, everything()))
 
 
@@ -255,8 +318,7 @@ def test_a_nan_on_one_stage_makes_all_of_them_skip_the_step(ranks, bad_stage):
 
 def hidden_states_in_a_step(_, cfg):
     """(most received tensors at a time, most outputs of this stage, what is left after the step)"""
-    world = team_of(cfg.tp, cfg.pp)
-    model, optimizer = parallel.build(MODEL, cfg, world, "fp32", cfg.seed)
+    world, model, optimizer = build((MODEL, cfg))
     received, made, most = [], [], [0, 0]
 
     def alive(references):
@@ -270,7 +332,7 @@ def hidden_states_in_a_step(_, cfg):
 
     model.register_forward_hook(lambda module, inputs, y: made.append(weakref.ref(y)))
     with mock.patch.object(pipeline.Pipe, "transfer", transfer):
-        take_steps(model, optimizer, [0], world, cfg, MODEL)
+        take_steps(model, optimizer, [0], world, (MODEL, cfg))
     gradients = sum(p.grad is not None for p in model.parameters())
     return *most, alive(received) + alive(made) + gradients
 
@@ -291,9 +353,8 @@ def test_hidden_states_stay_only_while_a_backward_needs_them(ranks, stages):
 
 def masks_of_two_steps(_, cfg):
     """A hash of every mask that dropout draws on this rank, in order."""
-    world = team_of(cfg.tp, cfg.pp)
     model_cfg = replace(MODEL, resid_pdrop=0.5, emb_pdrop=0.5)
-    model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
+    world, model, optimizer = build((model_cfg, cfg))
     masks = []
 
     def dropout(x, p, training, real=F.dropout):
@@ -302,7 +363,7 @@ def masks_of_two_steps(_, cfg):
         return y
 
     with mock.patch.object(F, "dropout", dropout):
-        take_steps(model, optimizer, range(2), world, cfg, model_cfg)
+        take_steps(model, optimizer, range(2), world, (model_cfg, cfg))
     return masks
 
 
@@ -350,5 +411,5 @@ def test_recomputation_draws_the_masks_of_the_forward(ranks, size, grid):
     for how, every in hows:
         cfg = replace(RUN, activation_checkpointing=how, recompute_every=every, **grid)
         jobs.append((model_cfg, cfg))
-    for kept, *recomputed in ranks(size)(curves, jobs):
+    for kept, *recomputed in ranks(size)(curves, jobs, 3):
         assert all(curve == kept for curve in recomputed)

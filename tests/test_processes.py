@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import PATIENCE, ROOT, clean_environment
-from test_stopping import wait_for, workers
+from launches import wait_for
+from test_stopping import workers
 
 import devices
 import processes
@@ -185,7 +186,7 @@ KINDS = {
 
 @pytest.mark.parametrize(
     "kind, kills",
-    [pytest.param(kind, 2, marks=pytest.mark.slow) for kind in ("c10d", "static")]
+    [pytest.param("static", 2, marks=pytest.mark.slow)]  # c10d: test_stopping.py
     + [pytest.param(kind, 8, marks=pytest.mark.long) for kind in KINDS],
 )
 def test_torchrun_starts_killed_ranks_again(launched, tmp_path, kind, kills):
@@ -235,29 +236,6 @@ def test_ranks_end_with_torchrun(launched, tmp_path):
     assert any(
         f"ends, since torchrun (process {job.pid}) is gone" in line for line in errors(tmp_path)
     )
-
-
-def shell_of_a_rank(tmp_path, variables) -> int:
-    """A rank alone, started by a shell that has left: its process number."""
-    program = tmp_path / "program.py"
-    body = "open('steps', 'w').write(str(os.getpid())); time.sleep(600)"
-    program.write_text(
-        f"import sys, os, time\nsys.path.insert(0, {str(ROOT)!r})\nimport processes\n"
-    )
-    with open(program, "a") as file:
-        file.write(f"def main(argv):\n    {body}\nprocesses.run(main)\n")
-    command = ["sh", "-c", f"nohup {sys.executable} {program} > log 2>&1 &"]
-    subprocess.run(command, cwd=tmp_path, env=clean_environment() | variables, check=True)
-    wait_for(lambda: (tmp_path / "steps").exists() and (tmp_path / "steps").read_text())
-    return int((tmp_path / "steps").read_text())
-
-
-@pytest.mark.slow
-def test_a_process_of_its_own_outlives_its_shell(tmp_path):
-    pid = shell_of_a_rank(tmp_path, {})
-    time.sleep(3)
-    assert not gone(pid)
-    os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.slow

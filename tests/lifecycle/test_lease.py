@@ -2,14 +2,14 @@
 
 import json
 import os
-import signal
 import threading
 import time
 
 import pytest
-from conftest import PATIENCE, flags_for
-from test_stopping import FLAGS, FOREVER, started, wait_for  # noqa: F401 (a fixture)
+from conftest import flags_for
+from launches import FLAGS, FOREVER, Job, wait_for
 
+import fsdp_train
 from config import UserError
 from lessons.elastic import steps_done
 from lifecycle import lease as leases
@@ -23,23 +23,21 @@ def taken(run_dir, **other) -> leases.Lease:
     return lease
 
 
-def test_a_live_runs_folder_is_refused(started, python, tiny_data, tmp_path):  # noqa: F811
+def test_a_live_runs_folder_is_refused(python, tiny_data, tmp_path):
     """It names the owner in one line and does not disturb it. A killed run's folder is free."""
-    first = started(1, *FOREVER, "--save_interval=2")
-    wait_for(lambda: (tmp_path / "run/checkpoints/step-2").exists())
-    second = python(*FLAGS, *flags_for(tiny_data), "--max_steps=3", "--run_dir=run")
-    assert second.returncode == 2
-    assert second.stdout.startswith("run: loading PyTorch") and second.stdout.count("\n") == 1
-    assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
-    assert second.stderr.count("\n") == 1
-    assert "set another --run_dir" in second.stderr
+    run, flags = tmp_path / "run", [*FLAGS, *flags_for(tiny_data), "--run_dir=run"]
+    with Job(tmp_path, 1, fsdp_train.main, [*flags, *FOREVER, "--save_interval=2"]) as first:
+        wait_for(lambda: (run / "checkpoints/step-2").exists())
+        second = python(*flags, "--max_steps=3")
+        assert second.returncode == 2
+        assert second.stdout.startswith("run: loading PyTorch") and second.stdout.count("\n") == 1
+        assert f"run is owned by process {first.processes[0].pid} on " in second.stderr
+        assert second.stderr.count("\n") == 1 and "set another --run_dir" in second.stderr
 
-    before = steps_done(tmp_path / "run")
-    wait_for(lambda: steps_done(tmp_path / "run") > before + 1)
-    assert first.status() is None
-    first.send(signal.SIGKILL)
-    assert first.wait(PATIENCE)
-    with taken(tmp_path / "run"):  # without waiting
+        before = steps_done(run)
+        wait_for(lambda: steps_done(run) > before + 1)
+        assert first.runs()
+    with taken(run):  # without waiting
         pass
 
 

@@ -15,82 +15,60 @@ moment, it removes the step-N.tmp that cannot be completed any more. Then only t
 checked: last - newest <= 2 * save_interval.
 """
 
-import collections
-import contextlib
-import json
 import os
 import random
 import signal
 import time
 
 import pytest
-import torch
-from conftest import PATIENCE, flags_for
+from conftest import flags_for
+from launches import Job, load
 
 import checkpoint
-from lessons.elastic import Launch, finished, steps_done
+import fsdp_train
+from lessons.elastic import finished, steps_done
 from lifecycle import runlog
-from weights import load
 
 INTERVAL = 5
-SIZE = ["--d_model=16", "--n_heads=2", "--n_layers=1", "--vocab_size=257", "--max_seq_len=16"]
-RUN = [
-    "--global_batch_size=4",
-    "--microbatch_size=2",
-    "--warmup_steps=2",
-    "--eval_tokens=2000",
-    "--eval_interval=20",
-]
-RUN += [
-    "--device=cpu",
-    "--precision=fp32",
-    f"--save_interval={INTERVAL}",
-    "--keep_last=2",
-    "--timeout_minutes=2",
-]
+FLAGS = f"""
+    --d_model=16 --n_heads=2 --n_layers=1 --vocab_size=257 --max_seq_len=16
+    --global_batch_size=4 --microbatch_size=2 --warmup_steps=2 --eval_tokens=2000
+    --eval_interval=20 --device=cpu --precision=fp32 --save_interval={INTERVAL} --keep_last=2
+    --timeout_minutes=2
+""".split()
 WHEN = ["saving", "starting", "training", "saving", "training"]  # the kills, in turns
 
 
 class Soak:
-    """A run in `folder`, on 2 or 4 ranks, that is killed before it is done."""
+    """A run in `home`/run, on 2 or 4 ranks, that is killed before it is done."""
 
-    def __init__(self, folder, flags, chance: random.Random):
-        self.folder, self.flags, self.chance = folder, [*flags, f"--run_dir={folder}"], chance
-        self.log, self.seconds = folder.with_suffix(".log"), collections.defaultdict(list)
+    def __init__(self, home, flags, chance: random.Random):
+        home.mkdir()
+        self.home, self.run, self.chance = home, home / "run", chance
+        self.flags = [*flags, f"--run_dir={self.run}"]
 
-    @contextlib.contextmanager
-    def launched(self, ranks: int):
-        """A launch that does not outlive the test."""
-        launch = Launch(self.flags, ranks, self.log)
-        try:
-            yield launch
-        finally:
-            launch.send(signal.SIGKILL)
-
-    def to_the_end(self, launch: Launch) -> None:
-        assert launch.wait(PATIENCE) and launch.status() == 0, self.log.read_text()[-3000:]
+    def launch(self, ranks: int) -> Job:
+        return Job(self.home, ranks, fsdp_train.main, self.flags)
 
     def kill(self, when: str, ranks: int) -> None:
-        """Start it, kill it, end the other ranks, and look at what is left."""
+        """Start it, kill one rank or all, end the others, and look at what is left."""
         before = self.newest()
-        with self.launched(ranks) as launch:
-            self.wait_until(when, launch)
-            victim = self.chance.choice([None, self.chance.randrange(ranks)])
-            launch.send(signal.SIGKILL, victim)
-            begin = time.monotonic()
+        victim = self.chance.choice([None, self.chance.randrange(ranks)])
+        with self.launch(ranks) as job:
+            self.wait_until(when, job)
+            for rank in range(ranks) if victim is None else [victim]:
+                job.send(signal.SIGKILL, rank)
             if self.chance.random() < 0.5:
-                launch.wait(3)  # do they leave without being asked?
-            launch.end(patience=5)
-            self.seconds[when, victim is None].append(time.monotonic() - begin)
-        statuses = [process.returncode for process in launch.processes]
+                job.wait(3)  # do they leave without being asked?
+            for rank in range(ranks):
+                job.send(signal.SIGTERM, rank)
+            statuses = job.wait(5)
         who = "all" if victim is None else f"rank {victim}"
-        print(
-            f"{when:<8} {ranks} ranks, killed {who}, statuses {statuses}: {self.state()}",
-            flush=True,
-        )
+        where = f"step {steps_done(self.run)}, newest checkpoint {self.newest()}"
+        print(f"{when:<8} {ranks} ranks, killed {who}, statuses {statuses}: {where}", flush=True)
         self.check(when, victim, before)
 
-    def wait_until(self, when: str, launch: Launch) -> None:
+    def wait_until(self, when: str, job: Job) -> None:
         """A random moment of the kind `when`."""
         launches, target = self.launches(), self.newest() + self.chance.randint(1, 6 * INTERVAL)
         if when == "starting":
@@ -98,42 +76,35 @@ class Soak:
             while self.launches() == launches and time.monotonic() < latest:
                 time.sleep(0.01)
             return
-        while self.launches() == launches or steps_done(self.folder) < target:
-            assert launch.status() is None, self.log.read_text()[-3000:]
+        while self.launches() == launches or steps_done(self.run) < target:
+            assert job.runs(), job.log()[-3000:]
             time.sleep(0.002)
-        while when == "saving" and not any((self.folder / "checkpoints").glob("*.tmp")):
-            assert launch.status() is None, self.log.read_text()[-3000:]
+        while when == "saving" and not self.being_written():
+            assert job.runs(), job.log()[-3000:]
         time.sleep(self.chance.uniform(0, 0.04))
 
     def check(self, when: str, victim: int | None, before: int) -> None:
         """The newest checkpoint can be read, is no older than before, and as recent as promised."""
-        newest, last = self.newest(), steps_done(self.folder)
+        newest, last = self.newest(), steps_done(self.run)
         assert newest >= before
         if newest:
-            model = load.load_model(checkpoint.latest(self.folder), torch.device("cpu"))
-            assert all(weights.isfinite().all() for weights in model.state_dict().values())
+            weights = load(checkpoint.latest(self.run))
+            assert all(weight.isfinite().all() for weight in weights.values())
         assert last - newest <= 2 * INTERVAL
-        if when != "starting" and victim in (
-            None,
-            0,
-        ):  # starting: the rows may still be those of the launch before
+        # While it starts, the rows may still be those of the launch before.
+        if when != "starting" and victim in (None, 0):
             begun = max([newest, *self.being_written()])
             assert last - begun <= INTERVAL and begun - newest <= INTERVAL
 
     def newest(self) -> int:
-        found = checkpoint.latest(self.folder)
+        found = checkpoint.latest(self.run)
         return int(found.name[5:]) if found else 0
 
     def being_written(self) -> list[int]:
-        return [int(path.name[5:-4]) for path in (self.folder / "checkpoints").glob("step-*.tmp")]
+        return [int(path.name[5:-4]) for path in (self.run / "checkpoints").glob("step-*.tmp")]
 
     def launches(self) -> int:
-        path = self.folder / "launches.jsonl"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def state(self) -> str:
-        steps = steps_done(self.folder)
-        return f"step {steps}, newest checkpoint {self.newest()}, half {self.being_written()}"
+        return len(runlog.read_launches(self.run)) if self.run.exists() else 0
 
 
 def soak(tmp_path, tiny_data, sizes: list[int], kills: int):
@@ -141,26 +112,19 @@ def soak(tmp_path, tiny_data, sizes: list[int], kills: int):
     seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 10**6))
     print(f"\nSOAK_SEED={seed}")
     max_steps = 4 * INTERVAL * kills + 20  # enough that it is not done before
-    flags = [*SIZE, *RUN, *flags_for(tiny_data), f"--max_steps={max_steps}"]
+    flags = [*FLAGS, *flags_for(tiny_data), f"--max_steps={max_steps}"]
     calm = Soak(tmp_path / "calm", flags, random.Random(seed))
     killed = Soak(tmp_path / "killed", flags, random.Random(seed))
-    with calm.launched(sizes[0]) as undisturbed:  # beside the other: two cores have time for both
-        for number in range(kills):
-            assert not finished(killed.folder, max_steps)
-            killed.kill(WHEN[number % len(WHEN)], sizes[number % len(sizes)])
-        with killed.launched(sizes[0]) as last:
-            killed.to_the_end(last)
-        calm.to_the_end(undisturbed)
-    for (when, every), seconds in killed.seconds.items():
-        victims = "all" if every else "one"
-        times = ", ".join(f"{s:.1f}" for s in seconds)
-        print(f"{when}, {victims} killed: gone after {times} s")
-    calm_rows, rows = runlog.read(calm.folder), runlog.read(killed.folder)
-    assert [(row["step"], "loss" in row) for row in rows] == [
-        (row["step"], "loss" in row) for row in calm_rows
-    ]
+    for number in range(kills):
+        assert not finished(killed.run, max_steps)
+        killed.kill(WHEN[number % len(WHEN)], sizes[number % len(sizes)])
+    for each in (killed, calm):
+        with each.launch(sizes[0]) as job:
+            assert job.wait() == [0] * sizes[0], job.log()[-3000:]
+    calm_rows, rows = runlog.read(calm.run), runlog.read(killed.run)
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, max_steps + 1)]
-    assert [row.get("batch_hash") for row in rows] == [row.get("batch_hash") for row in calm_rows]
+    for key in ("step", "batch_hash"):
+        assert [row.get(key) for row in rows] == [row.get(key) for row in calm_rows]
     return calm_rows, rows
 
 
@@ -186,13 +150,10 @@ def test_a_run_killed_again_and_again_is_the_same_bit_by_bit(tmp_path, tiny_data
 )
 def test_a_run_killed_and_moved_again_and_again_ends_the_same(tmp_path, tiny_data, kills):
     calm, killed = soak(tmp_path, tiny_data, [2, 4], kills)
-    assert len({launch["ranks"] for launch in launches_of(tmp_path / "killed")}) == 2
+    launches = runlog.read_launches(tmp_path / "killed/run")
+    assert len({launch["ranks"] for launch in launches}) == 2
     apart = max(
         abs(a["loss"] - b["loss"]) for a, b in zip(calm, killed, strict=True) if "loss" in a
     )
     print(f"training losses at most {apart:.2g} apart")
     assert killed[-1]["val_loss"] == pytest.approx(calm[-1]["val_loss"], abs=1e-3)
-
-
-def launches_of(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "launches.jsonl").read_text().splitlines()]

@@ -1,0 +1,404 @@
+"""fsdp_train.py --tp --pp and the programs around it: runs that move between layouts of ranks."""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+from dataclasses import asdict
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from conftest import TORCHRUN, flags_for, launch
+from launches import load, same, steps_of, train_here
+from test_slurm import SRUN, job  # noqa: F401 (a fixture)
+
+import config
+import data
+import flops
+import generate
+import parallel
+import processes
+from config import MPTConfig, TrainConfig, UserError
+from evaluation import results, zero_shot
+from evaluation.score import Request, grouped, score
+from lifecycle import lease, microbatch, plot, resume, runlog
+from weights import hf
+
+# Two stages have two layers and one. A vocabulary of 257 does not divide by two. The documents of
+# a row do not see each other.
+MODEL = MPTConfig(
+    d_model=32,
+    n_heads=4,
+    n_layers=3,
+    vocab_size=257,
+    max_seq_len=32,
+    attn_uses_sequence_id=True,
+)
+SIZE = [f"--{name}={value}" for name, value in asdict(MODEL).items() if value is not None]
+RUN = """
+    --global_batch_size=8 --microbatch_size=2 --warmup_steps=2 --schedule=constant --lr=2e-3
+    --eval_tokens=2000 --eval_interval=3 --save_interval=3 --keep_last=9 --device=cpu
+    --precision=fp32 --peak_tflops=0.001 --icl_interval=3
+""".split()
+QUESTIONS = [
+    {"query": "the river", "choices": ["sees the house", "under", "%%%%"], "gold": 0},
+    {"query": "the old tree", "choices": ["slowly", "sees the house", "%%%%"], "gold": 1},
+    {"query": "the old tree", "choices": ["slowly", "sees the house", "a a"], "gold": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """Two zero-shot tasks: questions, of which two have the same prefix, and a text."""
+    folder = tmp_path_factory.mktemp("tasks")
+    lines = [json.dumps(row) + "\n" for row in QUESTIONS]
+    (folder / "questions.jsonl").write_text("".join(lines))
+    (folder / "notes.txt").write_text("the old tree sings slowly under the blue house " * 3)
+    return f"{folder}/questions.jsonl,{folder}/notes.txt"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, tasks):
+    """On documents of about 20 bytes, so that a row of 32 has parts of several."""
+    folder = tmp_path_factory.mktemp("short")
+    words = "the a river tree house blue old sings walks sees under slowly".split()
+    draw = np.random.default_rng(0)
+    documents = [" ".join(draw.choice(words, 4)) for _ in range(1000)]
+    (folder / "text.txt").write_text("<|endoftext|>".join(documents))
+    source = {"dataset": f"{folder}/*.txt", "tokenizer": "bytes", "val_fraction": 0.1}
+    prepared = data.prepare(TrainConfig(**source, data_dir=str(folder / "tokens")))
+    return [*SIZE, *RUN, *flags_for(prepared), f"--icl_tasks={tasks}"]
+
+
+@pytest.fixture(scope="module")
+def one(ranks, tmp_path_factory, flags):
+    """The rows of 15 steps of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    assert ranks(1)(train_here, [*flags, f"--run_dir={folder}", "--max_steps=15"])[0][0] == 0
+    return runlog.read(folder)
+
+
+PARTS = [  # ranks, last step, layout
+    (2, 3, ["--pp=2", "--microbatch_size=auto"]),
+    (4, 6, ["--tp=2", "--sequence_parallel", "--activation_checkpointing=full"]),
+    (4, 9, ["--tp=2", "--pp=2"]),
+    (2, 12, ["--tp=2", "--microbatch_size=4"]),
+    (1, 15, []),
+]
+
+
+@pytest.fixture(scope="module")
+def moved(ranks, tmp_path_factory, flags):
+    """A run that moves from layout to layout: (its folder, what each part printed).
+
+    The first part is launched by torchrun. Nobody changes the folder.
+    """
+    folder, said = tmp_path_factory.mktemp("moved"), []
+    for size, last, layout in PARTS:
+        argv = [*flags, *layout, f"--run_dir={folder}/run", f"--max_steps={last}"]
+        if not said:
+            done = launch([*TORCHRUN, str(size)], folder, argv)
+            assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+            said.append(done.stdout)
+            continue
+        answers = ranks(size)(train_here, argv)
+        assert [status for status, *_ in answers] == [0] * size, answers
+        said.append(answers[0][2])
+    return folder / "run", said
+
+
+def assert_same_curve(found, wanted):
+    """The same tokens, losses, norms and figures of tasks, but for rounding errors."""
+    assert [row["step"] for row in found] == [row["step"] for row in wanted]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ("batch_hash", "tokens", "lr", "skipped"):
+            assert ours.get(name) == theirs.get(name)
+        for name in ("loss", "val_loss", "val_bits_per_byte"):
+            assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), abs=5e-6)
+        assert ours.get("grad_norm", 0) == pytest.approx(theirs.get("grad_norm", 0), rel=1e-5)
+        if "icl" in ours:
+            assert_same_figures(ours["icl"], theirs["icl"])
+
+
+def assert_same_figures(ours, theirs):
+    """Of the tasks by name."""
+    for task, figures in theirs.items():
+        assert ours[task].keys() == figures.keys()
+        for name, value in figures.items():
+            wanted = pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
+            assert ours[task][name] == wanted or name == "seconds", (task, name)
+
+
+def figures_at(rows, step, name):
+    (found,) = [row[name] for row in rows if name in row and row["step"] == step]
+    return found
+
+
+# --- A run
+
+
+@pytest.mark.slow
+def test_a_run_moves_between_layouts_and_stays_on_the_curve_of_one_process(one, moved):
+    """Losses, norms, evaluations and tasks, whose questions share prefixes in a cache."""
+    run, said = moved
+    assert_same_curve(runlog.read(run), one)
+    assert sum("icl" in row for row in one) == 6
+    launches = runlog.read_launches(run)
+    layouts = [(row["ranks"], row["tp"], row["pp"]) for row in launches]
+    assert layouts == [(2, 1, 2), (4, 2, 1), (4, 2, 2), (2, 2, 1), (1, 1, 1)]
+    labels = plot.restart_labels(str(run))
+    assert [*labels.values()][0] == "2 ranks, pp 2"
+    assert [*labels.values()][-2:] == ["4 -> 2 ranks, tp 2", "2 -> 1 rank"]
+    assert f"run: resuming from {run}/checkpoints/step-12" in said[4]
+
+
+@pytest.mark.slow
+def test_the_log_counts_devices_ranks_stages_and_the_bubble(moved, capsys):
+    """MFU: (6 N + 12 L d S) x tokens/s, over both devices, which share these FLOPs."""
+    run, said = moved
+    n_params = flops.n_params(MODEL)
+    assert f"MPT of {n_params:,} parameters" in said[0]
+    assert "2 x cpu, FULL_SHARD, pp 2, fp32 (as set), 0.002 TFLOP/s peak" in said[0]
+    assert "microbatch 1: fits" in said[0] and "microbatch 2" not in said[0]  # four for each stage
+    assert "= 1 data-parallel ranks x 8 in 8 microbatches, 11% bubble\n" in said[0]
+    assert "4 x cpu, FULL_SHARD, tp 2 + sequence parallel, fp32" in said[1]
+    assert "batch 8 sequences x 32 = 2 data-parallel ranks x 4 in 2 microbatches" in said[1]
+    for step, row in steps_of(run).items():
+        speed = 8 * 32 / row["seconds"]
+        assert row["tokens_per_second"] == pytest.approx(speed)
+        if step <= 3:
+            use = (6 * n_params + 12 * 3 * 32 * 32) * speed / (2 * 1e9)
+            assert row["mfu"] == pytest.approx(use)
+    microbatch.main([str(run)])
+    found = "2 x cpu, fp32, FULL_SHARD, pp 2: microbatch 1, the largest that fits\n"
+    assert capsys.readouterr().out == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (
+            ["--tp=2", "--microbatch_size=8"],
+            "WARNING: 1 microbatches never fill 2 stages: each waits for 50% of a step; "
+            "set --microbatch_size=4, or --global_batch_size=16\n",
+        ),
+        (
+            ["--activation_checkpointing=full"],
+            "FULL_SHARD gathers a stage's weights in each of its 2 microbatches; "
+            "--sharding=ZERO1 does so once a step, and needs more memory\n",
+        ),
+    ],
+)
+def test_a_slow_layout_of_stages_is_warned_of(ranks, flags, tmp_path, more, words):
+    flags = [*flags, f"--run_dir={tmp_path}", "--pp=2", "--max_steps=3", *more]
+    answers = ranks(4)(train_here, flags)
+    assert [status for status, *_ in answers] == [0] * 4, answers
+    assert answers[0][2].count(words) == 1, answers[0][2]
+
+
+# --- Weights, and other programs
+
+
+@pytest.mark.slow
+def test_programs_read_the_folder(moved, ranks, capsys):
+    run, _ = moved
+    for program in (runlog, plot, lease):
+        program.main([str(run)])
+    said = capsys.readouterr().out
+    assert "15 steps, 3,840 tokens" in said and "no run owns" in said
+    resume.demonstrate([str(run)])
+    sound = [f"{run}/checkpoints/step-{step}: sound" for step in (3, 6, 9, 12, 15)]
+    assert capsys.readouterr().out.splitlines() == sound
+    more = ["--prompt=the old", "--max_new_tokens=5", "--temperature=0"]
+    generate.main([str(run / "checkpoints/step-6"), *more])
+    assert len(capsys.readouterr().out.split("the old")[1]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step, layout", [(9, "--tp=2"), (6, "--pp=2")])
+def test_what_a_layout_saved_is_exported_whole_and_begins_new_runs(
+    ranks, moved, flags, one, tmp_path, step, layout
+):
+    """Two ranks begin with the weights of a run of several, and of a foreign folder."""
+    saved = moved[0] / f"checkpoints/step-{step}"
+    hf.main(["export", str(saved), str(tmp_path / "hf")])
+    exported = hf.load_model(tmp_path / "hf", torch.device("cpu")).state_dict()
+    assert same(exported, load(saved))
+
+    wanted = figures_at(one, step, "val_loss")
+    for number, source in enumerate([tmp_path / "hf", saved]):
+        run = tmp_path / f"run{number}"
+        more = [f"--run_dir={run}", "--max_steps=3", f"--init_from={source}", layout]
+        statuses = ranks(2)(train_here, [*flags, *more, "--icl_interval=0"])
+        assert [status for status, *_ in statuses] == [0, 0], statuses
+        found = figures_at(runlog.read(run), 0, "val_loss")
+        assert found == pytest.approx(wanted, abs=1e-5)
+
+
+def evaluate_and_keep_parts(world, argv):
+    """`python -m evaluation`, which writes each request's scores at once and leaves them there."""
+    env = {"RANK": str(world.global_rank), "WORLD_SIZE": str(world.global_size)}
+    with (
+        mock.patch.dict(os.environ, env),
+        mock.patch.object(results, "PART_SECONDS", -1),
+        mock.patch.object(results.Part, "remove", lambda part: None),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        zero_shot.main(argv)
+
+
+@pytest.mark.slow
+def test_evaluation_on_tensor_ranks_gives_the_figures_of_one_device(
+    ranks, moved, one, tasks, tmp_path
+):
+    """Both ranks keep the same scores, under one name, for the next start."""
+    found = {}
+    for size in (1, 2):
+        out = tmp_path / f"scores-{size}.json"
+        ask = [str(moved[0]), "--step=9", f"--tasks={tasks}", f"--out={out}", f"--tp={size}"]
+        ranks(size)(evaluate_and_keep_parts, ask)
+        found[size] = json.loads(out.read_text())
+        assert_same_figures(found[size]["tasks"], figures_at(one, 9, "icl"))
+    weights = found[1]["settings"]["weights"]
+    assert found[2]["settings"]["weights"] == weights
+    parts = sorted(tmp_path.glob("scores-2.json.part*"))
+    name = f"scores-2.json.part-{weights}-fp32"
+    assert [path.name for path in parts] == [f"{name}-0", f"{name}-1"]
+    first, second = (path.read_text().splitlines() for path in parts)
+    assert first == second and len([line for line in first if line]) > 9
+
+
+def requests() -> list[Request]:
+    """Some share a prefix, some do not."""
+    draw = np.random.default_rng(0)
+    prefixes = [draw.integers(0, 257, n) for n in (20, 12)]
+    found = [Request(draw.integers(0, 257, 9), 3)]
+    for prefix in prefixes:
+        for n in (2, 5, 3):
+            found.append(Request(np.concatenate([prefix, draw.integers(0, 257, n)]), n))
+    return found
+
+
+def scored(world, layouts, precision):
+    """The scores of `requests` by a model of this seed, in each layout of this many ranks."""
+    found = []
+    for layout in layouts:
+        cfg = TrainConfig(**layout)
+        in_grid = processes.in_grid(world, cfg.tp, cfg.pp)
+        net, _ = parallel.build(MODEL, cfg, in_grid, precision, seed=0)
+        net.eval()
+        found.append(score(net, requests(), in_grid, precision, 64).tolist())
+    return found
+
+
+@pytest.mark.parametrize(
+    "size, precision, layouts",
+    [
+        (2, "fp32", [{"pp": 2}]),
+        (2, "bf16", [{"pp": 2}]),
+        (4, "fp32", [{"pp": 2}, {"pp": 2, "tp": 2}]),
+    ],
+)
+def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
+    assert any(group.shared for group in grouped(range(7), requests(), 64))
+    ((wanted,),) = ranks(1)(scored, [{}], precision)
+    for of_rank in ranks(size)(scored, layouts, precision):
+        for found in of_rank:
+            assert np.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+# --- Bad input
+
+
+@pytest.mark.parametrize(
+    "program, argv, words",
+    [
+        (generate, ["runs/demo", "--tp=2"], "only fsdp_train.py and evaluation cut a model"),
+        (generate, ["runs/demo", "--pp=2"], "only fsdp_train.py cuts a model into stages$"),
+        (zero_shot, ["runs/demo", "--pp=2"], "only fsdp_train.py cuts .* stages, use --tp here$"),
+    ],
+)
+def test_programs_without_tensor_ranks_or_stages_say_so(program, argv, words):
+    with pytest.raises(UserError, match=words):
+        program.main(argv)
+
+
+@pytest.mark.slow
+def test_evaluation_says_which_tp_there_can_be(moved, tasks):
+    with pytest.raises(UserError, match="^tp 3 does not divide n_heads 4: tp can be 1, 2, 4$"):
+        zero_shot.main([str(moved[0]), f"--tasks={tasks}", "--tp=3"])
+
+
+@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "pp_size"])
+def test_other_names_of_pp_are_known(name):
+    with pytest.raises(UserError, match="did you mean 'pp'"):
+        config.load([f"--{name}=2"], MPTConfig, TrainConfig)
+
+
+@pytest.mark.parametrize(
+    "size, tp, pp, fix",
+    [
+        (3, 1, 2, "ranks do not form pipelines of pp 2: start a multiple of 2, or set --pp=1 or 3"),
+        (1, 1, 4, "one rank does not form pipelines of pp 4: start a multiple of 4, or set --pp=1"),
+        (1, 2, 1, "one rank does not form teams of tp 2: start a multiple of 2, or set --tp=1"),
+        (6, 2, 2, "pipelines of tp 2 x pp 2 = 4: start a multiple of 4, or set tp x pp to 3 or 6"),
+        (6, 4, 1, "6 ranks do not form teams of tp 4: start a multiple of 4, or set --tp=3 or 6"),
+    ],
+)
+def test_numbers_of_ranks_that_fit_are_named(size, tp, pp, fix):
+    world = processes.World(0, size, 0, size, "cpu")
+    with pytest.raises(UserError, match=f"{re.escape(fix)}$"):
+        processes.in_grid(world, tp, pp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size, mistake, words",
+    [
+        (3, ["--tp=3"], "tp 3 does not divide n_heads 4: tp can be 1, 2, 4"),
+        (2, ["--tp=2", "--sequence_parallel", "--max_seq_len=31"], "does not divide max_seq_len"),
+        (2, ["--tp=2", "--compile"], "tp does not work with compiled blocks: set --compile=False"),
+        (2, ["--pp=2", "--compile"], "pp does not work with compiled blocks: set --compile=False"),
+        (2, ["--pp=2", "--sequence_parallel"], "sequence_parallel needs tensor ranks: set --tp=2"),
+        (3, ["--pp=2"], "3 ranks do not form pipelines of pp 2"),
+        (4, ["--pp=4"], "pp 4 is more than n_layers 3: set --pp=3"),
+        (4, ["--pp=2", "--global_batch_size=7"], "set --global_batch_size=6 or 8"),
+        (1, ["--sequence_parallel"], "sequence_parallel needs tensor ranks: set --tp=2"),
+    ],
+    ids=str,
+)
+def test_all_ranks_see_the_same_mistake(ranks, flags, tmp_path, size, mistake, words):
+    flags = [*flags, f"--run_dir={tmp_path}/run", "--max_steps=3", *mistake]
+    answers = ranks(size)(train_here, flags)
+    ((status, message),) = {(status, message) for status, message, _ in answers}
+    assert status == 2 and words in message and "\n" not in message
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+# --- SLURM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout, warns", [(["--tp=4"], True), (["--tp=2", "--pp=2"], False)])
+def test_srun_starts_teams_and_one_that_lies_on_two_nodes_is_warned_of(
+    job,  # noqa: F811
+    flags,
+    layout,
+    warns,
+):
+    """Teams of two are neighbours on a node, so there is nothing to warn of."""
+    flags = [*flags, "--run_dir=run", "--max_steps=3", "--icl_interval=0"]
+    one_thread = functools.partial(re.sub, "OMP_NUM_THREADS=.*", "OMP_NUM_THREADS=1")
+    job.submit(SRUN, *flags, *layout, nodes=2, edit=one_thread)
+    assert job.end() == 0, job.said()
+    title = ", ".join(layout).replace("--", "").replace("=", " ")
+    assert f"4 x cpu, FULL_SHARD, {title}, fp32" in job.said()
+    warning = "WARNING: tp 4 on nodes of 2 ranks puts a team on several nodes, where each layer"
+    assert job.said().count(warning) == job.said().count("WARNING") == int(warns)
+    assert ("; --tp=2 stays within a node" in job.said()) == warns

@@ -1,0 +1,250 @@
+"""However the ranks share the work, training is the same: every layout beside one process."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from layouts import (
+    LORA,
+    build,
+    check,
+    covering_set,
+    curves,
+    is_possible,
+    places,
+    plainly,
+    rows_of_step,
+    settings,
+)
+
+import fsdp_train
+import parallel
+import pipeline
+import tensor_parallel
+from loss import IGNORE
+
+
+def slowly(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# --- Each layout alone
+
+LAYOUTS = [
+    (2, {}),
+    (2, {"sharding": "FULL_SHARD"}),
+    (2, {"tp": 2}),
+    (2, {"pp": 2}),
+    (2, LORA),
+    (2, LORA | {"pp": 2}),
+    (2, LORA | {"tp": 2}),
+    (4, {"tp": 2}),
+    (4, {"pp": 4}),
+    slowly(3, {"pp": 3, "microbatch_size": 3}),
+    slowly(4, {"pp": 2}),
+    slowly(4, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+    slowly(4, LORA | {"tp": 4, "sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize("size, changes", LAYOUTS, ids=str)
+def test_each_layout_trains_as_one_process(ranks, size, changes):
+    check(ranks, size, [settings(**changes)])
+
+
+@pytest.mark.slow
+def test_eight_ranks_train_as_one_process(ranks):
+    """On a stage in the middle the root of FSDP has no weights of its own."""
+    layouts = [
+        {"tp": 2, "pp": 2, "sequence_parallel": True},
+        {"pp": 4, "microbatch_size": 1},
+        {"pp": 4, "sharding": "FULL_SHARD"},
+        {"pp": 2, "sharding": "HYBRID_SHARD", "shard_size": 2, "microbatch_size": 1},
+    ]
+    try:
+        check(ranks, 8, [settings(**layout) for layout in layouts], steps=5)
+    finally:
+        ranks(8).stop()  # no other test needs so many
+
+
+# --- All settings together, two by two
+
+OPTIONS = {
+    "layout": [  # of four ranks
+        {"tp": 1, "pp": 1},
+        {"tp": 2, "pp": 1},
+        {"tp": 2, "pp": 1, "sequence_parallel": True},
+        {"tp": 4, "pp": 1},
+        {"tp": 1, "pp": 2},
+        {"tp": 1, "pp": 4},
+        {"tp": 2, "pp": 2},
+        {"tp": 2, "pp": 2, "sequence_parallel": True},
+    ],
+    "sharding": [
+        {"sharding": "DDP"},
+        {"sharding": "ZERO1"},
+        {"sharding": "SHARD_GRAD_OP"},
+        {"sharding": "FULL_SHARD"},
+        {"sharding": "HYBRID_SHARD", "shard_size": 1},
+        {"sharding": "HYBRID_SHARD", "shard_size": 2},
+    ],
+    "recomputation": [
+        {"activation_checkpointing": "none"},
+        {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "full", "recompute_every": 2},
+    ],
+    "adapters": [
+        {},
+        LORA,
+        LORA | {"lora_targets": "Wqkv", "lora_last_blocks": 2, "rslora": True},
+        LORA | {"lora_targets": "out_proj,down_proj", "lora_train": "norms"},
+        LORA | {"lora_train": "norms,biases"},
+    ],
+    # Of 8 rows, or of 4 or 2 each: many microbatches; a smaller last one; one, fewer than stages.
+    "accumulation": [{"microbatch_size": 1}, {"microbatch_size": 3}, {"microbatch_size": 8}],
+    "positions": [{"alibi": True}, {"alibi": False, "rope": True}, {"alibi": False}],
+    "heads": [{"kv_n_heads": 4}, {"kv_n_heads": 2}, {"kv_n_heads": 1}],
+    "tied": [{"tie_word_embeddings": True}, {"tie_word_embeddings": False}],
+    "biases": [{"no_bias": True}, {"no_bias": False}],
+    "qk_ln": [{"qk_ln": False}, {"qk_ln": True}],
+    "documents": [{"attn_uses_sequence_id": False}, {"attn_uses_sequence_id": True}],
+    "z_loss": [{"z_loss": 0.0}, {"z_loss": 1e-3}],
+    "logits": [{"logit_scale": None}, {"logit_scale": 0.5}],
+    "attention": [{"attn_impl": "reference"}, {"attn_impl": "blocks"}, {"attn_impl": "sdpa"}],
+}
+
+
+def job_of(case):
+    """The job of a case {option: its settings}."""
+    changes = {}
+    for of_option in case.values():
+        changes |= of_option
+    return settings(**changes)
+
+
+def possible(case) -> bool:
+    """What config accepts; and only data-parallel ranks share weights."""
+    layout = case.get("layout", {"tp": 1, "pp": 1})
+    shards = case.get("sharding", OPTIONS["sharding"][0]) != OPTIONS["sharding"][0]
+    is_idle = shards and layout["tp"] * layout["pp"] == 4
+    return not is_idle and is_possible(job_of(case))
+
+
+CASES = covering_set(OPTIONS, possible)
+
+
+def test_every_two_settings_are_in_a_case():
+    for a, b in itertools.combinations(OPTIONS, 2):
+        for x, y in itertools.product(OPTIONS[a], OPTIONS[b]):
+            is_covered = any(case[a] == x and case[b] == y for case in CASES)
+            assert is_covered == possible({a: x, b: y}), (x, y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_every_two_settings_together_train_as_one_process(ranks, part):
+    check(ranks, 4, [job_of(case) for case in CASES[part::4]], steps=5)
+
+
+# --- bf16
+
+BF16 = {"precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    "size, layouts, of_loss, of_norm",
+    [
+        (2, [{}], 1e-3, 1e-2),
+        slowly(2, [{"tp": 2}, {"tp": 2, "sequence_parallel": True}], 2e-3, 2e-2),
+        slowly(2, [{"pp": 2}, {"pp": 2, "activation_checkpointing": "selective"}], 2e-3, 1e-2),
+        slowly(2, [LORA], 1e-3, 3e-2),
+        slowly(4, [{"sharding": "FULL_SHARD"}, {"sharding": "HYBRID_SHARD"}], 1e-3, 1e-2),
+        slowly(4, [{"pp": 4}, {"pp": 2, "sharding": "FULL_SHARD"}, {"pp": 2}], 2e-3, 1e-2),
+        slowly(4, [{"pp": 2, "tp": 2, "sequence_parallel": True}], 2e-3, 1e-2),
+    ],
+    ids=str,
+)
+def test_in_bf16_the_curve_is_that_of_bf16(ranks, size, layouts, of_loss, of_norm):
+    jobs = [settings(**layout, **BF16) for layout in layouts]
+    check(ranks, size, jobs, of_loss=of_loss, of_norm=of_norm)
+    (in_bf16, in_fp32), *_ = ranks(1)(curves, [plainly(jobs[0]), plainly(settings(**layouts[0]))])
+    assert in_bf16 != in_fp32
+
+
+@pytest.mark.slow
+def test_in_bf16_stages_round_where_one_process_does(ranks):
+    """So the losses are equal bit by bit, until sums in another order change a weight."""
+    job = settings(pp=2, **BF16)
+    ((wanted,),) = ranks(1)(curves, [settings(**BF16)], 2)
+    for (found,) in ranks(2)(curves, [job], 2):
+        assert [loss for loss, _ in found] == [loss for loss, _ in wanted]
+
+
+# --- Every gradient, in float64
+
+
+def gradients_in_float64(_, job):
+    """(loss, [(name, place in the whole tensor, gradient), ...]) of a step's backward."""
+    model_cfg, cfg = job
+    world, model, _ = build(job)
+    model.double()
+    rows = rows_of_step(0, cfg, model_cfg)
+    ids, labels = rows[:, :-1], rows[:, 1:]
+    n_tokens = (labels != IGNORE).sum()
+    run = fsdp_train.forward_backward if cfg.pp == 1 else fsdp_train.forward_backward_in_stages
+    torch.set_default_dtype(torch.float64)  # of the loss's sum
+    loss = run(model, fsdp_train.cut(ids, labels, cfg), n_tokens, cfg, world, "fp32")
+    torch.set_default_dtype(torch.float32)
+    tensor_parallel.sum_partial_gradients(model)
+    pipeline.sum_tied_gradients(model)
+    layout = tensor_parallel.layout_of(model)
+    found = []
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            found += [(name, *piece) for piece in places(layout, name, param.grad)]
+    return loss.item(), parallel.grad_norm(model).item(), found
+
+
+SEQUENCE = {"sequence_parallel": True}
+UNTIED = {"tie_word_embeddings": False, "alibi": False, "no_bias": False}
+ROPE = {"alibi": False, "rope": True, "qk_ln": True}
+GROUPED = {"kv_n_heads": 2, "logit_scale": 0.5, "attn_impl": "reference", "clip_qkv": 0.5}
+ONE_HEAD = {"kv_n_heads": 1, "qk_ln": True, "no_bias": False}
+
+
+@pytest.mark.parametrize(
+    "size, layout, changes",
+    [
+        *[(2, {"tp": 2}, changes) for changes in ({}, UNTIED, ROPE, GROUPED, ONE_HEAD)],
+        *[(2, {"tp": 2} | SEQUENCE, changes) for changes in ({}, UNTIED, ROPE, GROUPED, ONE_HEAD)],
+        (2, {"tp": 2}, LORA | {"lora_train": "norms"}),
+        (2, {"tp": 2} | SEQUENCE, LORA | {"lora_train": "norms"}),
+        (2, {"pp": 2}, {}),
+        slowly(3, {"pp": 3}, UNTIED),
+        slowly(4, {"pp": 4, "microbatch_size": 3}, ROPE),
+        slowly(4, {"pp": 2, "tp": 2}, {"kv_n_heads": 2, "attn_uses_sequence_id": True}),
+        slowly(
+            4,
+            {"pp": 2, "tp": 2, "activation_checkpointing": "selective"} | SEQUENCE,
+            ONE_HEAD | {"alibi": False},
+        ),
+    ],
+    ids=str,
+)
+def test_in_float64_nothing_but_the_order_of_sums_differs(ranks, size, layout, changes):
+    """Every gradient of every rank, whatever a curve would not show."""
+    job = settings(z_loss=1e-3, **layout, **changes)
+    ((wanted, wanted_norm, whole),) = ranks(1)(gradients_in_float64, plainly(job))
+    whole = {name: grad for name, _, grad in whole}
+    names = set()
+    for loss, norm, pieces in ranks(size)(gradients_in_float64, job):
+        assert loss == pytest.approx(wanted, rel=1e-12)
+        assert norm == pytest.approx(wanted_norm, rel=1e-6)  # in fp32
+        for name, place, piece in pieces:
+            # A bias of all keys changes no softmax: its gradient is 0 but for rounding.
+            norm_of_whole = whole[name].norm().clamp(min=1e-3)
+            assert (piece - whole[name][place]).norm() / norm_of_whole < 1e-9, (name, place)
+            names.add(name)
+    assert names == whole.keys() and math.isfinite(wanted)
