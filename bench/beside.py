@@ -400,34 +400,40 @@ COMPARISONS = {
 
 
 def start(comparison: Comparison, argv: list[str]) -> dict[str, Pool]:
-    """{program: its process}. One that does not start is left out, with a line that says why.
-
-    UserError if none starts.
-    """
+    """{program: its process}."""
     pools = {}
     for name, (make, flags) in comparison.programs.items():
         words = [*train.SHAPE, *comparison.settings.split(), *argv, *flags.split()]
         m, cfg, args = config.load(words, MPTConfig, TrainConfig, BesideArgs)
         cfg.microbatch_size = cfg.global_batch_size  # the whole batch at once, as the others do
         threads = args.threads or torch.get_num_threads()
-        try:
-            pools[name] = Pool(1, Program, make, m, cfg, args, threads=threads)
-        except PoolError as error:
-            leave_out(name, error)
-    require(pools, "none of the programs could be started")
+        pools[name] = Pool(1, Program, make, m, cfg, args, threads=threads)
     return pools
 
 
-def leave_out(name: str, error: PoolError) -> None:
-    """Say on standard error why a program is not measured."""
-    files = "-r requirements-dev.txt, or -r requirements-peers.txt for lm-eval"
-    fix = f": pip install {files}" if "No module named" in str(error) else ""
-    print(f"{name}: n/a, {error}{fix}", file=sys.stderr, flush=True)
+def ask(pools: dict[str, Pool], method, *args) -> dict[str, object]:
+    """{program: its answer}. One that fails is dropped, from `pools`, too, and a line says why.
+
+    UserError if all of them fail.
+    """
+    answers = {}
+    for name, pool in list(pools.items()):
+        try:
+            (answers[name],) = pool(method, *args)
+        except PoolError as error:
+            files = "-r requirements-dev.txt, or -r requirements-peers.txt for lm-eval"
+            fix = f": pip install {files}" if "No module named" in str(error) else ""
+            print(f"{name}: n/a, {error}{fix}", file=sys.stderr, flush=True)
+            del pools[name]
+    require(pools, "none of the programs could be measured")
+    return answers
 
 
-def difference(found: list[float], expected: list[float]) -> float:
-    """The largest difference of answers."""
-    return max(abs(a - b) for a, b in zip(found, expected, strict=True))
+def take_turns(pools: dict[str, Pool], rounds: int, steps: int) -> dict[str, list[float]]:
+    """{program: seconds of its turns}, of those that took them all."""
+    ask(pools, Program.turn, steps)  # warms up
+    turns = [ask(pools, Program.turn, steps) for _ in range(rounds)]
+    return {name: [seconds[name] for seconds in turns] for name in pools}
 
 
 def compare_answers(comparison: Comparison, pools: dict[str, Pool]) -> dict[str, float]:
@@ -435,38 +441,20 @@ def compare_answers(comparison: Comparison, pools: dict[str, Pool]) -> dict[str,
 
     UserError if they should agree and do not.
     """
-    answers = {name: pool(Program.answers, comparison.times)[0] for name, pool in pools.items()}
-    first = next(iter(pools))
-    settings = {name: flags for name, (_, flags) in comparison.programs.items()}
-    alike = [name for name in pools if settings[name] == settings[first]]
-    differences = {name: difference(answers[name], answers[first]) for name in alike}
+    answers = ask(pools, Program.answers, comparison.times)
+    places = ask(pools, Program.describe)
+    first, *_ = pools
+    differences = {}
+    for name, (_, flags) in comparison.programs.items():
+        if name in pools and flags == comparison.programs[first][1]:
+            pairs = zip(answers[name], answers[first], strict=True)
+            differences[name] = max(abs(a - b) for a, b in pairs)
 
-    (device, precision, _), *_ = pools[first](Program.describe)
-    if (device, precision) == ("cpu", "fp32"):
-        worst = max(differences.values())
-        problem = f"the answers differ by up to {worst:.2g}, so this is not the same work"
-        require(worst <= comparison.tolerance, f"{problem}: {differences}")
+    device, precision, _ = places[first]
+    worst = max(differences.values())
+    agree = worst <= comparison.tolerance or (device, precision) != ("cpu", "fp32")
+    require(agree, f"the answers differ, so this is not the same work: {differences}")
     return differences
-
-
-def take_turns(pools: dict[str, Pool], rounds: int, steps: int) -> dict[str, list[float]]:
-    """{program: seconds of its turns}. A program that fails is dropped, from `pools`, too.
-
-    UserError if all of them failed.
-    """
-    seconds = {name: [] for name in pools}
-    for turn in range(rounds + 1):
-        for name, pool in list(pools.items()):
-            try:
-                (duration,) = pool(Program.turn, steps)
-            except PoolError as error:  # most need their peak memory in the first turn
-                leave_out(name, error)
-                del pools[name], seconds[name]
-                continue
-            if turn > 0:  # the first turn warms up
-                seconds[name].append(duration)
-    require(pools, "none of the programs could take its turns")
-    return seconds
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
@@ -494,20 +482,24 @@ def main(argv: list[str]) -> None:
     try:
         differences = {} if args.sampled else compare_answers(comparison, pools)
         seconds = take_turns(pools, args.rounds, args.steps)
-        places = {program: pool(Program.describe)[0] for program, pool in pools.items()}
+        places = ask(pools, Program.describe)
     finally:
         for pool in pools.values():
             pool.stop()
+    print(f"{args.rounds} turns of {args.steps}\n")
+    print(table(seconds, places, differences))
 
+
+def table(seconds: dict, places: dict, differences: dict) -> str:
+    """A line for each program, see `take_turns`, `Program.describe` and `compare_answers`."""
     lines = []
     for name, ratio in ratios(seconds).items():
-        typical = statistics.median(seconds[name])
         _, precision, memory_gb = places[name]
+        typical = f"{statistics.median(seconds[name]):.3f}"
         differs = f"{differences[name]:.1e}" if name in differences else "n/a"
-        lines.append((name, f"{typical:.3f}", f"{ratio:.2f}", f"{memory_gb:.2f}", differs))
-    print(f"{precision}, {args.rounds} turns of {args.steps}\n")
-    heads = ("program", "s a turn", "time / first", "peak GB", "answers differ by")
-    print(program.table(heads, lines))
+        lines.append((name, precision, typical, f"{ratio:.2f}", f"{memory_gb:.2f}", differs))
+    heads = ("program", "precision", "s a turn", "time / first", "peak GB", "answers differ by")
+    return program.table(heads, lines)
 
 
 if __name__ == "__main__":

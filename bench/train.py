@@ -287,7 +287,7 @@ class Launched:
         try:
             return function(*args)
         except Exception as error:
-            raise PoolError(processes.reason(error)) from error
+            raise PoolError(*processes.described(error)) from error
 
     def stop(self) -> None:
         """Free the memory of the row, and what was compiled for it."""
