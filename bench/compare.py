@@ -209,20 +209,20 @@ def names_of(rows: list[dict]) -> list[str]:
 
 def tables(rows: list[dict[str, str]], source: str) -> str:
     """Markdown: both tables, and a list of the rows that could not be measured."""
-    names = {"ok": [], "failed": []}
+    names, failed = [], []
     for name, row in zip(names_of(rows), rows, strict=True):
         if row["status"] == "ok":
-            names["ok"].append(name)
+            names.append(name)
         else:
-            names["failed"].append(f"- not measured: {name}: {row['status']}")
-    if not names["ok"]:
-        return "\n".join(names["failed"])
+            failed.append(f"- not measured: {name}: {row['status']}")
+    if not names:
+        return "\n".join(failed)
 
     good = measured(rows, source)
     base = good[0]["tokens_per_second"]
-    ours = [our_cells(name, row, base) for name, row in zip(names["ok"], good, strict=True)]
+    ours = [our_cells(name, row, base) for name, row in zip(names, good, strict=True)]
     foundry = [foundry_cells(row) for row in good]
-    return "\n\n".join([markdown(ours), markdown(foundry), *names["failed"]])
+    return "\n\n".join([markdown(ours), markdown(foundry), *failed])
 
 
 def draw(rows: list[dict], path: Path) -> None:

@@ -9,7 +9,7 @@ does not know, and so on a CPU.
 
     facts.json    gpus: [{"name", "arch" (9.0, gfx90a), "memory_gb" (GiB), "known_as": its row of
                   devices.py or null}, ...], computes_in_bf16, amd (torch is built for ROCm),
-                  driver, triton, nccl (or RCCL): versions, and what runlog.versions has
+                  triton, nccl (or RCCL): versions, and what runlog.versions has
 """
 
 import contextlib
@@ -30,8 +30,6 @@ from storage import files
 
 UNKNOWN = "n/a"
 STATE = {"number": int, "stage": str, "status": str, "seconds": float, "command": str}
-# Where the kernel modules of NVIDIA and AMD tell their versions.
-DRIVERS = ("/proc/driver/nvidia/version", "/sys/module/amdgpu/version")
 
 
 # --- The machine
@@ -46,7 +44,6 @@ def facts() -> dict:
         "gpus": [gpu(device) for device in found],
         "computes_in_bf16": bool(found) and all(map(devices.computes_in_bf16, found)),
         "amd": torch.version.hip is not None,
-        "driver": driver(),
         "triton": importlib.metadata.version(packages[0]) if packages else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         **runlog.versions(),
@@ -66,15 +63,6 @@ def gpu(device: torch.device) -> dict:
     }
 
 
-def driver() -> str | None:
-    """The version of the GPUs' driver, or None: no such module, or a container that hides it."""
-    for path in map(Path, DRIVERS):
-        if path.exists():
-            number = re.search(r"\d+(\.\d+)+", path.read_text(errors="replace"))
-            return number and number[0]
-    return None
-
-
 def machine_lines(found: dict) -> str:
     """A list of what the machine is."""
     gpus = [f"{gpu['name']} ({gpu['arch']}, {gpu['memory_gb']:.0f} GiB)" for gpu in found["gpus"]]
@@ -86,7 +74,7 @@ def machine_lines(found: dict) -> str:
         "ROCm" if found["amd"] else "CUDA": found["rocm"] or found["cuda"],
         "RCCL" if found["amd"] else "NCCL": found["nccl"],
     }
-    rows |= {name: found[name] for name in ("torch", "driver", "triton", "python", "platform")}
+    rows |= {name: found[name] for name in ("torch", "triton", "python", "platform")}
     rows["date"] = found["time"]
     return "\n".join(f"- {name}: {value or UNKNOWN}" for name, value in rows.items())
 

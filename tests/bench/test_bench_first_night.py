@@ -29,7 +29,7 @@ def facts_of(count, name, arch, memory_gb, **more):
     """The facts of a machine with so many equal GPUs."""
     gpu = {"name": name, "arch": arch, "memory_gb": memory_gb, "units": 1, "known_as": name}
     bf16 = {"computes_in_bf16": count > 0, "amd": arch.startswith("gfx")}
-    versions = {"driver": "550.54.15", "triton": "3.7.1", "nccl": "2.27.3", "cuda": "12.8"}
+    versions = {"triton": "3.7.1", "nccl": "2.27.3", "cuda": "12.8"}
     versions |= {"torch": "2.13.0", "python": "3.11", "platform": "Linux", "rocm": None}
     return {"gpus": [gpu] * count, **bf16, **versions, "cpus": 16, "time": "now"} | more
 
