@@ -14,7 +14,6 @@ does not know, and so on a CPU.
 
 import contextlib
 import importlib.metadata
-import re
 from pathlib import Path
 
 import torch
