@@ -25,7 +25,8 @@ from config import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
 NAMES = "train compare machine attention generate beside first_night night_report".split()
-OLD_NAMES = {"table": "compare", "scaling": "compare"}  # the same program shows all of it
+# What people have typed before -> what it is now.
+OLD_NAMES = {"table": ["compare"], "scaling": ["compare"], "lora": ["beside", "lora"]}
 # These are started and ended by processes.run, all others by config.run.
 OF_MANY_RANKS = ("train", "machine", "attention")
 
@@ -36,8 +37,7 @@ def main(argv: list[str]) -> None:
         config.show_help(listing())
     list_hint = "python -m bench --help lists the names"
     require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
-    name, *arguments = argv
-    name = OLD_NAMES.get(name, name)
+    name, *arguments = [*OLD_NAMES.get(argv[0], argv[:1]), *argv[1:]]
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
     require(name in NAMES, f"no benchmark {config.shown(name)}, {hint}")
