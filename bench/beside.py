@@ -346,7 +346,7 @@ def lm_eval_scores(batch: int, p: Program):
 class Comparison:
     """Programs that take turns.
 
-    programs: {name: (its `make`, flags that follow those of the command line)}.
+    programs: {name: (its `make`, settings that differ from those of the command line)}.
     times: how often the work is done for the answers that are compared.
     tolerance: their largest difference in fp32 on a CPU.
     """
@@ -362,10 +362,10 @@ COMPARISONS = {
     "train": Comparison(
         settings=STEP,
         programs={
-            "ours, ALiBi": (our_step, "--alibi"),
-            "ours, learned positions": (our_step, "--alibi=False"),
-            "transformers": (transformers_step, "--alibi"),
-            "plain GPT-2": (plain_step, "--alibi=False"),
+            "ours, ALiBi": (our_step, {"alibi": True}),
+            "ours, learned positions": (our_step, {"alibi": False}),
+            "transformers": (transformers_step, {"alibi": True}),
+            "plain GPT-2": (plain_step, {"alibi": False}),
         },
         times=1,
         tolerance=1e-4,
@@ -375,9 +375,9 @@ COMPARISONS = {
         settings=f"{STEP} --init_from=drawn --lora_rank=8 --schedule=constant --warmup_steps=0"
         " --lr=1e-3 --d_model=768 --n_heads=12 --n_layers=4 --global_batch_size=4",
         programs={
-            "adapters": (our_step, ""),
-            "all weights": (our_step, "--lora_rank=0"),
-            "peft on transformers": (peft_step, ""),
+            "adapters": (our_step, {}),
+            "all weights": (our_step, {"lora_rank": 0}),
+            "peft on transformers": (peft_step, {}),
         },
         times=3,
         tolerance=1e-4,
@@ -385,14 +385,14 @@ COMPARISONS = {
     "generate": Comparison(
         settings="--d_model=768 --n_heads=12 --n_layers=12 --vocab_size=50368 --max_seq_len=2048"
         " --global_batch_size=1",
-        programs={"ours": (our_text, ""), "transformers": (their_text, "")},
+        programs={"ours": (our_text, {}), "transformers": (their_text, {})},
         times=1,
         tolerance=0,
     ),
     "evaluation": Comparison(
         settings="--d_model=256 --n_heads=4 --n_layers=4 --vocab_size=50368 --max_seq_len=1024",
-        programs={"ours": (our_scores, "")}
-        | {f"lm-eval, batch {n}": (functools.partial(lm_eval_scores, n), "") for n in (1, 8, 32)},
+        programs={"ours": (our_scores, {})}
+        | {f"lm-eval, batch {n}": (functools.partial(lm_eval_scores, n), {}) for n in (1, 8, 32)},
         times=1,
         tolerance=1e-2,
     ),
@@ -402,10 +402,12 @@ COMPARISONS = {
 def start(comparison: Comparison, argv: list[str]) -> dict[str, Pool]:
     """{program: its process}."""
     pools = {}
-    for name, (make, flags) in comparison.programs.items():
-        words = [*train.SHAPE, *comparison.settings.split(), *argv, *flags.split()]
+    words = [*train.SHAPE, *comparison.settings.split(), *argv]
+    for name, (make, changes) in comparison.programs.items():
         m, cfg, args = config.load(words, MPTConfig, TrainConfig, BesideArgs)
         cfg.microbatch_size = cfg.global_batch_size  # the whole batch at once, as the others do
+        for key, value in changes.items():
+            setattr(m if hasattr(m, key) else cfg, key, value)
         threads = args.threads or torch.get_num_threads()
         pools[name] = Pool(1, Program, make, m, cfg, args, threads=threads)
     return pools
@@ -445,8 +447,8 @@ def compare_answers(comparison: Comparison, pools: dict[str, Pool]) -> dict[str,
     places = ask(pools, Program.describe)
     first, *_ = pools
     differences = {}
-    for name, (_, flags) in comparison.programs.items():
-        if name in pools and flags == comparison.programs[first][1]:
+    for name, (_, changes) in comparison.programs.items():
+        if name in pools and changes == comparison.programs[first][1]:
             pairs = zip(answers[name], answers[first], strict=True)
             differences[name] = max(abs(a - b) for a, b in pairs)
 
