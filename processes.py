@@ -734,7 +734,7 @@ def attempt(function, *args) -> tuple[bool, object]:
 def described(error: BaseException) -> tuple[str, str, bool]:
     """The arguments of a PoolError for this one."""
     details = "".join(traceback.format_exception(error))
-    if out_of_memory(error):
+    if any(out_of_memory(found) for found in (error, error.__cause__)):
         return "out of memory", details, True
     words = f"{type(error).__name__}: {error}"
     return textwrap.shorten(words, 200, placeholder=" ..."), details, False

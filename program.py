@@ -177,7 +177,7 @@ def command() -> str:
         return f"python {shell(os.path.basename(sys.argv[0]))}"
     name = spec.name.removesuffix(".__main__")
     if name.startswith("bench."):
-        name = name.replace(".", " ")  # bench/__main__.py starts it: python -m bench table
+        name = name.replace(".", " ")  # bench/__main__.py starts it: python -m bench train
     return f"python -m {name}"
 
 

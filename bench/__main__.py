@@ -1,6 +1,6 @@
 """Runs a benchmark by its name: `python -m bench NAME`. `python -m bench --help` lists the names.
 
-    python -m bench train --transformers            bench/train.py, beside Hugging Face's model
+    python -m bench train configs/mpt1b.py          bench/train.py
     torchrun --nproc_per_node 4 -m bench machine    bench/machine.py, on four devices
     python -m bench NAME --help                     what a benchmark does, and its settings
 
@@ -24,12 +24,11 @@ import config
 from config import require
 
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
-NAMES = """
-    train team table scaling compare machine attention
-    beside lora generate evaluation facts first_night night_report
-""".split()
+NAMES = "train compare machine attention generate beside first_night night_report".split()
+# What people have typed before -> what it is now.
+OLD_NAMES = {"table": ["compare"], "scaling": ["compare"], "lora": ["beside", "lora"]}
 # These are started and ended by processes.run, all others by config.run.
-OF_MANY_RANKS = ("train", "machine", "attention", "evaluation")
+OF_MANY_RANKS = ("train", "machine", "attention")
 
 
 def main(argv: list[str]) -> None:
@@ -38,7 +37,7 @@ def main(argv: list[str]) -> None:
         config.show_help(listing())
     list_hint = "python -m bench --help lists the names"
     require(argv, f"usage: python -m bench NAME [config] [--key=value] ({list_hint})")
-    name, *arguments = argv
+    name, *arguments = [*OLD_NAMES.get(argv[0], argv[:1]), *argv[1:]]
     near = difflib.get_close_matches(name, NAMES, n=1)
     hint = f"did you mean {near[0]}?" if near else list_hint
     require(name in NAMES, f"no benchmark {config.shown(name)}, {hint}")

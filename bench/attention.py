@@ -9,14 +9,14 @@ The contestants run in one process and take turns, so that other load on the mac
 them; figures are medians. All contestants are credited with the FLOPs of the formula, whatever a
 kernel really computes. On a GPU the calls are queued behind other work and timed there, so that the
 time in which Python launches them does not count. A contestant that raises (no such backend here,
-out of memory) is n/a, and the others continue. Writes attention_<device>.md, .json (every turn) and
-.png into bench/results/.
+out of memory) is n/a, and the others continue. Writes attention_<device>.md, and .json with every
+turn, into bench/results/.
 """
 
 import datetime
 import functools
 import gc
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -37,6 +37,7 @@ import attention
 import config
 import devices
 import processes
+from bench.compare import markdown
 from config import require
 from lifecycle import runlog
 
@@ -279,10 +280,10 @@ def short_reason(error: Exception) -> str:
 
 
 def report(cells: list[Cell]) -> list[str]:
-    """Lines of Markdown: a table for each head dim and pass, in TFLOP/s, and one of ratios."""
+    """Markdown: a table for each head dim and pass, in TFLOP/s, and one of ratios to OURS."""
     with_figures = {cell.contestant for cell in cells if not cell.missing}
     absent = {c.contestant: c.missing for c in cells if c.contestant not in with_figures}
-    lines = ["", *(f"Not available: {name} ({reason})." for name, reason in absent.items())]
+    parts = [f"Not available: {name} ({reason})." for name, reason in absent.items()]
     cells = [cell for cell in cells if cell.contestant in with_figures]
     our_cells = {(cell.head_dim, cell.length): cell for cell in cells if cell.contestant == OURS}
 
@@ -299,56 +300,15 @@ def report(cells: list[Cell]) -> list[str]:
     if our_cells:
         tables[f"{OURS} / this row: {', '.join(PASSES)}"] = ratios
     for head_dim in dict.fromkeys(cell.head_dim for cell in cells):
-        of_this_width = [cell for cell in cells if cell.head_dim == head_dim]
         for title, text_of in tables.items():
-            lines += table(f"head dim {head_dim}, {title}", of_this_width, text_of)
-    return lines
-
-
-def table(corner: str, cells: list[Cell], text_of) -> list[str]:
-    """Lines of a Markdown table: a row for each contestant, a column for each length."""
-    rows = {}
-    for cell in cells:
-        rows.setdefault(cell.contestant, {})[f"{cell.length:,}"] = text_of(cell)
-    lengths = next(iter(rows.values()))
-    lines = ["", f"| {corner} | {' | '.join(lengths)} |", "|---" * (len(lengths) + 1) + "|"]
-    return lines + [f"| {name} | {' | '.join(row.values())} |" for name, row in rows.items()]
-
-
-def draw(cells: list[Cell], matmul_tflops: float, title: str, path: Path) -> None:
-    """TFLOP/s over length: a panel for each head dim and pass, a line for each contestant.
-
-    Dashed lines are without ALiBi.
-    """
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(cell.contestant for cell in cells))
-    head_dims = list(dict.fromkeys(cell.head_dim for cell in cells))
-    lengths = list(dict.fromkeys(cell.length for cell in cells))
-    figure = Figure(figsize=(15, 1.5 + 4 * len(head_dims)), layout="constrained")
-    grid = figure.subplots(len(head_dims), len(PASSES), squeeze=False, sharey=True)
-
-    lines = {}
-    panels = itertools.product(head_dims, PASSES)
-    for axes, (head_dim, pass_name) in zip(grid.flat, panels, strict=True):
-        for number, name in enumerate(names):
-            shown = [cell for cell in cells if not cell.missing]
-            shown = [c for c in shown if c.contestant == name and c.head_dim == head_dim]
-            if not shown:
-                continue
-            x = [lengths.index(cell.length) for cell in shown]
-            y = [cell.tflops(pass_name) for cell in shown]
-            dashes = "-" if "ALiBi" in name else "--"
-            style = f"C{number}{'os^vDPX*<>'[number]}{dashes}"
-            (lines[name],) = axes.plot(x, y, style, linewidth=3 if name == OURS else 1.5)
-        lines["a bf16 matmul"] = axes.axhline(matmul_tflops, color="grey", linestyle=":")
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set(title=f"head dim {head_dim}, {pass_name}", xlabel="tokens of a sequence")
-        axes.set_ylim(0, None)
-        axes.grid(alpha=0.3)
-    figure.suptitle(f"Causal attention in bf16, TFLOP/s: {title}")
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=4)
-    figure.savefig(path, dpi=100)
+            corner = f"head dim {head_dim}, {title}"
+            rows = {}
+            for cell in cells:
+                if cell.head_dim == head_dim:
+                    row = rows.setdefault(cell.contestant, {corner: cell.contestant})
+                    row[f"{cell.length:,}"] = text_of(cell)
+            parts.append(markdown(list(rows.values())))
+    return parts
 
 
 # --- The program
@@ -362,78 +322,65 @@ def whole_numbers(name: str, text: str) -> list[int]:
     return sorted(set(map(int, text.split(","))))
 
 
-def versions(device) -> dict:
-    """Versions and names for the files of results."""
-    triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
-    return runlog.versions() | {"triton": triton, "device": devices.describe(device)}
-
-
-def how_measured(command: str, title: str, tokens: int, d_model: int, rounds: int) -> str:
+def heading(command: str, title: str, args: AttentionArgs, matmul_tflops: float) -> str:
     """The command, the versions and the method, in a few sentences."""
     return (
-        f"`{command}`, {title}, {torch.get_num_threads()} threads, bf16, causal, {tokens} tokens a "
-        f"batch, heads x head dim = {d_model}, median of {rounds} turns. A forward counts as "
-        "4 B H T T D / 2 FLOPs (causality needs half), a backward as 2.5 times that. In the tables "
-        "of ratios, above 1 means that ours is faster."
+        f"`{command}`, {title}, {torch.get_num_threads()} threads, bf16, causal, {args.tokens} "
+        f"tokens a batch, heads x head dim = {args.d_model}, median of {args.rounds} turns. A "
+        "forward counts as 4 B H T T D / 2 FLOPs (causality needs half), a backward as 2.5 times "
+        "that. In the tables of ratios, above 1 means that ours is faster. A square bf16 matmul "
+        f"reaches {matmul_tflops:.4g} TFLOP/s here."
     )
 
 
-def raw_cell(cell: Cell) -> dict:
-    """A cell as the JSON file has it."""
-    if cell.missing:
-        return asdict(cell)
-    return asdict(cell) | {f"{name}, TFLOP/s": cell.tflops(name) for name in PASSES}
+def measure_shape(head_dim: int, length: int, device, args: AttentionArgs, check: bool):
+    """The cells of all contestants at one shape, and the TFLOP/s of a bf16 matmul."""
+    begin = time.perf_counter()
+    heads = max(1, args.d_model // head_dim)
+    batch = max(1, args.tokens // length)
+    torch.compiler.reset()  # FlexAttention is compiled for each length, not once for all
+    contestants = attention_contestants(attention.alibi_slopes(heads, device=device))
+    cells = [Cell(name, head_dim, length, heads, batch) for name in contestants]
+    measure(contestants, cells, device, args, check)
+    shape = f"head dim {head_dim}, {batch} x {length} tokens"
+    print(f"{shape}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
+    return cells, devices.measure_peak(device, torch.bfloat16) / 1e12
 
 
 def main(argv) -> None:
-    """Measure shape by shape, and write the tables again after each; then draw the picture."""
+    """Measure shape by shape, and write the tables again after each."""
     (args,) = config.load(argv, AttentionArgs)
     device = processes.pick_device(args.device, 0, 1, 1)
     require(device.type in SIZES, f"attention is not measured on {device.type}: set --device=cpu")
     require(args.rounds > 0, f"rounds must be at least 1, not {args.rounds}")
     processes.keep_freed_memory()  # as training on a CPU does
-
     default_lengths, default_tokens, default_d_model = SIZES[device.type]
     lengths = whole_numbers("lengths", args.lengths or default_lengths)
     head_dims = whole_numbers("head_dims", args.head_dims)
-    tokens = args.tokens or default_tokens
-    d_model = args.d_model or default_d_model
+    args.tokens = args.tokens or default_tokens
+    args.d_model = args.d_model or default_d_model
 
     command = f"python -m bench attention {config.shell(*argv)}".strip()
-    about = versions(device)
-    title = f"{about['device']}, torch {about['torch']}, triton {about['triton']}"
-    title = f"{title}, {datetime.date.today()}"
+    triton = importlib.import_module("triton").__version__ if attention.HAS_TRITON else "none"
+    about = runlog.versions() | {"triton": triton, "device": devices.describe(device)}
+    title = f"{about['device']}, torch {about['torch']}, triton {triton}, {datetime.date.today()}"
     path = Path(args.out) / re.sub(r"\W+", "_", f"attention {about['device']}".lower())
     path.parent.mkdir(parents=True, exist_ok=True)
 
     cells, matmul_rates = [], []
     for head_dim, length in itertools.product(head_dims, lengths):
-        begin = time.perf_counter()
-        heads = max(1, d_model // head_dim)
-        batch = max(1, tokens // length)
-        torch.compiler.reset()  # FlexAttention is compiled for each length, not once for all
-        contestants = attention_contestants(attention.alibi_slopes(heads, device=device))
-        new_cells = [Cell(name, head_dim, length, heads, batch) for name in contestants]
-        measure(contestants, new_cells, device, args, check=length == lengths[0])
+        check = length == lengths[0]
+        new_cells, matmul_rate = measure_shape(head_dim, length, device, args, check)
         cells += new_cells
-        matmul_rates.append(devices.measure_peak(device, torch.bfloat16) / 1e12)
+        matmul_rates.append(matmul_rate)
         matmul = statistics.median(matmul_rates)
-
-        head = how_measured(command, title, tokens, d_model, args.rounds)
-        rate = f"A square bf16 matmul reaches {matmul:.4g} TFLOP/s here."
-        text = "\n".join([head, rate, *report(cells), ""])
-        path.with_suffix(".md").write_text(text)
+        text = "\n\n".join([heading(command, title, args, matmul), *report(cells)])
+        path.with_suffix(".md").write_text(text + "\n")
         raw = {"command": command, **about, "settings": asdict(args)}
-        raw |= {"matmul, TFLOP/s": matmul_rates, "cells": [raw_cell(cell) for cell in cells]}
+        raw |= {"matmul, TFLOP/s": matmul_rates, "cells": [asdict(cell) for cell in cells]}
         path.with_suffix(".json").write_text(json.dumps(raw, indent=1))
-        shape = f"head dim {head_dim}, {batch} x {length} tokens"
-        print(f"{shape}: {time.perf_counter() - begin:.0f} s", file=sys.stderr)
 
     print(text)
-    if importlib.util.find_spec("matplotlib"):
-        draw(cells, matmul, title, path.with_suffix(".png"))
-    else:
-        print(f"no picture: it needs matplotlib: {config.EXTRA}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,36 +1,72 @@
-"""Which of two machines is faster, and which is cheaper, by rows of `bench train`.
+"""Rows of `bench train`: as tables, over numbers of ranks, and of two machines side by side.
 
-    python -m bench compare a.csv b.csv --prices=2,4    speed, cost, energy of models in both files
+    python -m bench compare mine.csv                            tables, scaling, a picture
+    python -m bench compare mine.csv theirs.csv --prices=1,4    speed, cost, energy of common models
+    sbatch --nodes=4 slurm/scaling.sbatch CONFIG                measures rows over nodes, shows them
 
+    efficiency of n ranks  = tokens/s of a device at n ranks / tokens/s of a device at the fewest
     dollars per 1e9 tokens = 1e9 / tokens/s of a device / 3600 x dollars per hour of a device
 
-For each model that both files have, their fastest rows are compared. Nothing is measured here.
+One table has the columns of LLM Foundry's benchmark tables, so that rows compare with the published
+throughput of MPT. Another has what those lack: turns, memory, where the time goes. Rows that differ
+only in their number of ranks, and so in the batch, show how a run scales. Of two files, the fastest
+rows of each common model are compared. Nothing is measured here.
 """
 
+import importlib.util
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import config
+import program
 from config import require
-from devices import NODE_WATTS
+from devices import NODE_WATTS, PUBLISHED_MI250
 from storage import files
 
-# Columns of `bench train`: numbers that are always known, numbers that may be unknown, settings.
+# Columns of `bench train`: numbers above 0, numbers that may be unknown, settings.
 FIGURES = """
     n_params max_seq_len nodes ranks global_batch_size tokens_per_second tokens_per_second_device
 """.split()
-MAYBE = "tflops_device peak_tflops mfu".split()
+PARTS = "data forward backward optimizer".split()  # of a step; communication overlaps with them
+SHARES = [*PARTS, "communication", "idle"]
+MAYBE = ["tflops_device", "peak_tflops", "mfu", "hfu", "fastest", "slowest", "memory_gb", *SHARES]
 USUAL = "device precision sharding activation_checkpointing microbatch_size".split()
 OTHERS = """
     n_params d_model n_layers n_heads vocab_size threads torch shard_size recompute_every compile
     attn_impl
 """.split()
-COLUMNS = {"status", "model", "convention", *FIGURES, *MAYBE, *USUAL, *OTHERS}
+COLUMNS = {"status", "model", *FIGURES, *USUAL, *OTHERS}
+
+# Settings that may name a row.
+NAMING = """
+    model ranks threads precision sharding activation_checkpointing recompute_every compile
+    attn_impl microbatch_size global_batch_size max_seq_len
+""".split()
+LAYOUT = ("tp=", "sequence_parallel=", "pp=")  # these have no column, but stand among `others`
+
+# What LLM Foundry calls our values.
+FOUNDRY_PRECISION = {"bf16": "amp_bf16"}
+FOUNDRY_CHECKPOINTING = {"none": "False", "full": "True"}
 
 # Part of the name that a device reports -> its key in NODE_WATTS.
 REPORTED = {"MI250": "MI250", "A100-SXM4": "A100 SXM", "H100 80GB HBM3": "H100 SXM"}
 MI250_PEAK = 181.05  # TFLOP/s of a torch device, bf16
+
+# MosaicML, "Training LLMs at Scale with AMD MI250 GPUs" (2023): MPT-7B on nodes of 4 cards.
+PUBLISHED_TEXT = (
+    "Published, to compare with: MosaicML's MPT-7B on the MI250, strong scaling, "
+    f"global batch 1536: {PUBLISHED_MI250[4]} TFLOP/s a card on 4 cards, "
+    f"{PUBLISHED_MI250[128]} on 128 (45.9 % and 43.9 % of 362): "
+    f"an efficiency of {PUBLISHED_MI250[128] / PUBLISHED_MI250[4]:.1%}. "
+    "A card is two torch devices."
+)
+MORE_SIZES_TEXT = """
+To see how a run scales, repeat it with the same settings and more ranks: over nodes by
+`sbatch --nodes=4 slurm/scaling.sbatch CONFIG`, or on one machine, for N = 1, 2, 4, ..., by
+`torchrun --nproc_per_node N -m bench train CONFIG {out}`.
+"""
 
 
 @dataclass
@@ -44,44 +80,245 @@ class CompareArgs:
 # --- Reading rows
 
 
-def read(path: str) -> list[dict]:
-    """The rows with status ok of a CSV of `bench train`: {column: text}.
-
-    FIGURES are numbers; MAYBE are numbers or None. UserError if there is no such file, if it is of
-    another kind, and if no row is ok.
-    """
+def read(path) -> list[dict[str, str]]:
+    """The rows of a CSV of `bench train`, as text. UserError if there is no such file."""
     fix = f"python -m bench train CONFIG {config.shell(f'--out={path}')} makes one"
-    require(Path(path).is_file(), f"no file {path!r}: {fix}")
-    table = files.read_csv(path, COLUMNS, "a CSV of bench train")
-    rows = []
-    for line, row in enumerate(table, 2):
-        if row["status"] == "ok":
-            rows.append(checked(row, f"{path}, line {line}"))
-    require(rows, f"{path} has no row with status ok")
-    return rows
+    require(Path(path).is_file(), f"no file {str(path)!r}: {fix}")
+    return files.read_csv(path, COLUMNS, "a CSV of bench train")
 
 
-def checked(row: dict, source: str) -> dict:
-    """The row, with numbers for its figures. UserError, naming `source`, if one is missing.
+def measured(rows: list[dict[str, str]], source: str) -> list[dict]:
+    """The rows with status ok. FIGURES are numbers, MAYBE are numbers or None.
 
-    shard_size is emptied unless the sharding is HYBRID_SHARD: in other modes it is not a setting.
+    shard_size is emptied unless the sharding is HYBRID_SHARD: in other modes it is no setting.
+    UserError, naming `source`, if a figure is missing or no row is ok.
     """
-    figures = {name: positive_number(row[name]) for name in FIGURES + MAYBE}
-    bad = [name for name in FIGURES if figures[name] is None]
-    require(not bad, f"{source}: {', '.join(bad)} must be a number above 0")
-    shard_size = row["shard_size"] if row["sharding"] == "HYBRID_SHARD" else ""
-    return row | figures | {"shard_size": shard_size}
+    found = []
+    for line, row in enumerate(rows, 2):
+        if row["status"] != "ok":
+            continue
+        figures = {name: number_of(row.get(name, "")) for name in FIGURES + MAYBE}
+        bad = [name for name in FIGURES if not figures[name]]
+        require(not bad, f"{source}, line {line}: {', '.join(bad)} must be a number above 0")
+        shard_size = row["shard_size"] if row["sharding"] == "HYBRID_SHARD" else ""
+        found.append(row | figures | {"shard_size": shard_size})
+    require(found, f"{source} has no row with status ok")
+    return found
 
 
-def positive_number(text: str) -> float | int | None:
-    """`text` as a finite number above 0, or None."""
+def number_of(text: str) -> float | int | None:
+    """`text` as a finite number of at least 0, or None."""
     try:
         value = float(text)
     except ValueError:
         return None
-    if not 0 < value < float("inf"):
+    if not 0 <= value < math.inf:
         return None
     return int(value) if value.is_integer() else value
+
+
+# --- Text
+
+
+def shown(value: float | None, form: str) -> str:
+    """A figure in a table; n/a if it is unknown."""
+    return "n/a" if value is None else format(value, form)
+
+
+def markdown(rows: list[dict]) -> str:
+    """A Markdown table of rows {column: cell}."""
+    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
+    safe_lines = [[str(cell).replace("|", "/") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in safe_lines)
+
+
+def model_of(row: dict) -> str:
+    """The model of a row and its sequences."""
+    return f"{row['model']} at {row['max_seq_len']} tokens"
+
+
+def settings_of(row: dict) -> str:
+    """The usual settings of a row, in words."""
+    checkpointing = f"checkpointing {row['activation_checkpointing']}"
+    microbatch = f"microbatch {row['microbatch_size']}"
+    return ", ".join([row["precision"], row["sharding"], checkpointing, microbatch])
+
+
+# --- All rows
+
+
+def foundry_cells(row: dict) -> dict:
+    """A row as in LLM Foundry's benchmark tables; speeds are of all devices, TFLOP/s of one."""
+    rate = row["tokens_per_second"]
+    checkpointing = row["activation_checkpointing"]
+    return {
+        "Model": row["model"],
+        "SeqLen (T)": row["max_seq_len"],
+        "# GPUs": row["ranks"],
+        "GPU": row["device"],
+        "MFU": shown(row["mfu"] and 100 * row["mfu"], ".2f"),
+        "HFU": shown(row["hfu"] and 100 * row["hfu"], ".2f"),
+        "Model TFLOP": shown(row["tflops_device"], ".4g"),
+        "MicroBatchSize": row["microbatch_size"],
+        "GradAccum": row.get("grad_accum", "n/a"),
+        "GlobalBatchSize": row["global_batch_size"],
+        "Throughput (S/s)": f"{rate / row['max_seq_len']:.4g}",
+        "Throughput (T/s)": f"{rate:.0f}",
+        "Throughput (T/s/GPU)": f"{row['tokens_per_second_device']:.0f}",
+        "GlobalBatchSize (T)": row["global_batch_size"] * row["max_seq_len"],
+        "Precision": FOUNDRY_PRECISION.get(row["precision"], row["precision"]),
+        "MP Mode": "DEFAULT",
+        "Sharding Strategy": row["sharding"],
+        "Activation Checkpointing": FOUNDRY_CHECKPOINTING.get(checkpointing, "selective"),
+        "Activation CPUOffload": "False",
+        "NumParams": row["n_params"],
+    }
+
+
+def our_cells(name: str, row: dict, base: float) -> dict:
+    """What LLM Foundry's tables have no column for. base: tokens/s of the first row."""
+    rate = row["tokens_per_second"]
+    turns = [shown(row["fastest"], ",.0f"), shown(row["slowest"], ",.0f")]
+    cells = {
+        "row": name,
+        "tokens/s": f"{rate:,.0f}",
+        "fastest / slowest turn": " / ".join(turns),
+        "first row = 1": f"{rate / base:.2f}",
+        "peak GB": shown(row["memory_gb"], ".2f"),
+    }
+    return cells | {part: shown(row[part], ".0%") for part in SHARES}
+
+
+def names_of(rows: list[dict]) -> list[str]:
+    """A name for each row, made of the settings in which the rows differ."""
+    # What `auto` means may be unknown for a row that failed, so only the others' values count.
+    measured_rows = [row for row in rows if row["status"] == "ok"] or rows
+    differ = []
+    for key in NAMING:
+        known = measured_rows if key in ("precision", "compile") else rows
+        if len({str(row[key]).partition(" (")[0] for row in known}) > 1:
+            differ.append(key)
+
+    names = []
+    for row in rows:
+        parts = [row[k] if k in ("model", "sharding") else f"{k} {row[k]}" for k in differ]
+        parts += [word for word in row.get("others", "").split() if word.startswith(LAYOUT)]
+        names.append(", ".join(parts) or row["model"])
+    return names
+
+
+def tables(rows: list[dict[str, str]], source: str) -> str:
+    """Markdown: both tables, and a list of the rows that could not be measured."""
+    names, failed = [], []
+    for name, row in zip(names_of(rows), rows, strict=True):
+        if row["status"] == "ok":
+            names.append(name)
+        else:
+            failed.append(f"- not measured: {name}: {row['status']}")
+    if not names:
+        return "\n".join(failed)
+
+    good = measured(rows, source)
+    base = good[0]["tokens_per_second"]
+    ours = [our_cells(name, row, base) for name, row in zip(names, good, strict=True)]
+    foundry = [foundry_cells(row) for row in good]
+    return "\n\n".join([markdown(ours), markdown(foundry), *failed])
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Bars of tokens/s of one device, and of where the time goes. rows: of `measured`."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.6 + 0.45 * len(rows)), layout="constrained")
+    speed_axes, share_axes = figure.subplots(1, 2, sharey=True)
+    names = names_of(rows)
+    speed_axes.barh(names, [row["tokens_per_second_device"] for row in rows], color="C0")
+    speed_axes.invert_yaxis()
+    speed_axes.set(xlabel="tokens/s of one device")
+
+    left = [0.0] * len(rows)  # where the next bar begins
+    for part in PARTS:
+        widths = [100 * (row[part] or 0) for row in rows]
+        share_axes.barh(names, widths, left=left, label=part)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    communication = [100 * (row["communication"] or 0) for row in rows]
+    share_axes.plot(communication, names, "k|", ms=14, label="communication (overlaps)")
+    share_axes.set(xlabel="% of a step's time")
+    share_axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+# --- Over numbers of ranks
+
+
+def scalings(rows: list[dict]) -> dict[str, list[dict]]:
+    """{title: rows by ranks} for every strong and weak scaling, of two sizes or more.
+
+    A row may be in two: the smallest run begins a strong and a weak scaling. If a run was measured
+    twice, the later row counts.
+    """
+    groups = {}
+    for row in rows:
+        strong = f"Strong scaling, global batch {row['global_batch_size']}"
+        weak = f"Weak scaling, {row['global_batch_size'] / row['ranks']:g} sequences a rank"
+        same_settings = [row[name] for name in USUAL + OTHERS]
+        for kind in (strong, weak):
+            key = (kind, model_of(row), *same_settings)
+            groups.setdefault(key, []).append(row)
+
+    found = {}
+    for (kind, *_), members in groups.items():
+        if len({row["ranks"] for row in members}) > 1:
+            by_size = {(row["ranks"], row["nodes"]): row for row in members}
+            title = f"{kind}: {headline(members[0], rows)}"
+            found[title] = [by_size[size] for size in sorted(by_size)]
+    return found
+
+
+def headline(row: dict, rows: list[dict]) -> str:
+    """The model of a row, its usual settings, and others in which rows of the model differ."""
+    alike = [other for other in rows if model_of(other) == model_of(row)]
+    differ = [name for name in OTHERS if len({other[name] for other in alike}) > 1]
+    parts = [model_of(row), row["device"], settings_of(row)]
+    return ", ".join(parts + [f"{name} {row[name]}" for name in differ])
+
+
+def efficiencies(members: list[dict]) -> list[float]:
+    """Tokens/s of a device over that of the first row, whose ranks are fewest."""
+    first = members[0]["tokens_per_second_device"]
+    return [row["tokens_per_second_device"] / first for row in members]
+
+
+def scaling_table(members: list[dict]) -> str:
+    """A table with a row for each size."""
+    heads = "nodes|ranks|global batch|tokens/s|TFLOP/s a device|efficiency|loss".split("|")
+    lines = []
+    before = None  # efficiency of the row before
+    for row, efficiency in zip(members, efficiencies(members), strict=True):
+        loss = f"{1 - efficiency / before:.1%}" if before else "0.0%"
+        sizes = [row["nodes"], row["ranks"], f"{row['global_batch_size']:,}"]
+        speeds = [f"{row['tokens_per_second']:,.0f}", shown(row["tflops_device"], ".4g")]
+        lines.append([*sizes, *speeds, f"{efficiency:.1%}", loss])
+        before = efficiency
+    return program.table(heads, lines)
+
+
+def show_one(path: Path) -> None:
+    """Print all rows of a file and how they scale, and draw a picture."""
+    rows = read(path)
+    good = measured(rows, str(path))
+    groups = scalings(good)
+    print(tables(rows, str(path)), "", sep="\n")
+    for title, members in groups.items():
+        print(title, "", scaling_table(members), "", sep="\n")
+    if not groups:
+        print(MORE_SIZES_TEXT.format(out=config.shell(f"--out={path}")))
+    print(PUBLISHED_TEXT)
+    if importlib.util.find_spec("matplotlib"):
+        draw(good, path.with_suffix(".png"))
+
+
+# --- Two machines
 
 
 def fastest(rows: list[dict]) -> dict[tuple, dict]:
@@ -92,35 +329,9 @@ def fastest(rows: list[dict]) -> dict[tuple, dict]:
     return best
 
 
-# --- Text
-
-
-def shown(value: float | None, form: str) -> str:
-    """A figure for the table; n/a if it is unknown."""
-    return "n/a" if value is None else format(value, form)
-
-
-def markdown(rows: list[dict[str, str]]) -> str:
-    """A Markdown table of rows {column: cell}."""
-    lines = [rows[0].keys(), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-    safe_lines = [[cell.replace("|", "/") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in safe_lines)
-
-
-def settings(row: dict) -> str:
-    """The usual settings of a row, in words."""
-    parts = [row["precision"], row["sharding"]]
-    parts.append(f"checkpointing {row['activation_checkpointing']}")
-    parts.append(f"microbatch {row['microbatch_size']}")
-    return ", ".join(parts)
-
-
 def models_in(rows: dict[tuple, dict]) -> str:
     """The models of one file, for an error message."""
     return ", ".join(f"{model} ({n:,} parameters) at {length}" for n, length, model in sorted(rows))
-
-
-# --- Comparing
 
 
 def watts_of(row: dict) -> float | None:
@@ -142,9 +353,9 @@ def two_numbers(name: str, text: str) -> list:
     """The values of `--prices=2,4`; [None, None] if the setting is empty."""
     if not text:
         return [None, None]
-    values = [positive_number(part) for part in text.split(",")]
-    valid = len(values) == 2 and None not in values
+    values = [number_of(part) for part in text.split(",")]
     example = f"one for each file, such as --{name}=2,4"
+    valid = len(values) == 2 and all(values)
     require(valid, f"--{name} wants two numbers above 0, {example}, not {text!r}")
     return values
 
@@ -154,24 +365,21 @@ def hours(row: dict) -> float:
     return 1e9 / row["tokens_per_second_device"] / 3600
 
 
-def table_row(path: str, row: dict, price: float | None, watts: float | None) -> dict[str, str]:
-    """One machine with one model, as {column: cell}."""
-    mfu = f"{row['mfu']:.1%} ({row['convention']})" if row["mfu"] else "n/a"
-    cells = {
-        "file": path,
+def machine_cells(row: dict, price: float | None, watts: float | None) -> dict[str, str]:
+    """One machine with one model. price: dollars per hour of a device."""
+    mfu = f"{row['mfu']:.1%} ({row.get('convention')})" if row["mfu"] else "n/a"
+    watts = watts or watts_of(row)
+    return {
         "device": row["device"] or "without a name",
-        "model": f"{row['model']} at {row['max_seq_len']}",
         "ranks": str(row["ranks"]),
-        "settings": settings(row),
+        "settings": settings_of(row),
         "tokens/s a device": f"{row['tokens_per_second_device']:,.0f}",
         "TFLOP/s a device": shown(row["tflops_device"], ".4g"),
         "MFU (convention)": mfu,
+        "dollars per 1e9 tokens": shown(price and hours(row) * price, ",.2f"),
+        "W a device": shown(watts, "g"),
+        "kWh per 1e9 tokens": shown(watts and hours(row) * watts / 1000, ",.2f"),
     }
-    if price:
-        cells["dollars per 1e9 tokens"] = f"{hours(row) * price:,.2f}"
-    cells["W a device"] = shown(watts, "g")
-    cells["kWh per 1e9 tokens"] = shown(watts and hours(row) * watts / 1000, ",.2f")
-    return cells
 
 
 def verdict(paths: list[str], rows: list[dict], prices: list) -> str:
@@ -181,8 +389,7 @@ def verdict(paths: list[str], rows: list[dict], prices: list) -> str:
     """
     a, b = paths
     ratio = rows[1]["tokens_per_second_device"] / rows[0]["tokens_per_second_device"]
-    model = f"{rows[0]['model']} at {rows[0]['max_seq_len']}"
-    speed = f"- {model}: a device of {b} does {ratio:.3g} times the tokens/s of one of {a}"
+    speed = f"A device of {b} does {ratio:.3g} times the tokens/s of one of {a}"
     price_a, price_b = prices
     if price_a is None:
         return f"{speed}."
@@ -196,36 +403,35 @@ def verdict(paths: list[str], rows: list[dict], prices: list) -> str:
     )
 
 
-def main(argv: list[str]) -> None:
-    """Print a table of the fastest row of each model that both files have, and a verdict."""
-    paths = [word for word in argv if not word.startswith("-")]
-    (args,) = config.load([word for word in argv if word.startswith("-")], CompareArgs)
-    usage = "python -m bench compare a.csv b.csv [--prices=2,4] [--watts=375,1275]"
-    require(len(paths) == 2, f"usage: {usage}")
+def show_two(paths: list[str], args: CompareArgs) -> None:
+    """Print a table and a verdict for each model that both files have."""
     prices = two_numbers("prices", args.prices)
-    given_watts = two_numbers("watts", args.watts)
-
-    a, b = (fastest(read(path)) for path in paths)
+    watts = two_numbers("watts", args.watts)
+    a, b = (fastest(measured(read(path), path)) for path in paths)
     common = sorted(a.keys() & b.keys())
     models = f"{paths[0]} has {models_in(a)}; {paths[1]} has {models_in(b)}"
     require(common, f"nothing in common: {models}")
 
-    lines, verdicts = [], []
     for key in common:
         rows = [a[key], b[key]]
-        for path, row, price, watts in zip(paths, rows, prices, given_watts, strict=True):
-            lines.append(table_row(path, row, price, watts or watts_of(row)))
-        verdicts.append(verdict(paths, rows, prices))
+        cells_a, cells_b = map(machine_cells, rows, prices, watts)
+        lines = [[name, cells_a[name], cells_b[name]] for name in cells_a]
+        print(program.table([model_of(rows[0]), *paths], lines))
+        print("", verdict(paths, rows, prices), "", sep="\n")
+    print("Prices are dollars per hour of one torch device (an MI250 card is two).")
+    print("Watts are rated, of a node over its torch devices; --watts=a,b sets others.")
 
-    print(markdown(lines), "", *verdicts, sep="\n")
-    if args.prices:
-        print("- Prices are dollars per hour of one torch device (an MI250 card is two).")
-    rated = "a node's rating over its torch devices, not measured."
-    print("- Watts:", "as given." if args.watts else rated)
-    unknown = dict.fromkeys(line["device"] for line in lines if line["W a device"] == "n/a")
-    if unknown:
-        fix = "set --watts=a,b, of one torch device on each side."
-        print(f"- No watts known for {', '.join(unknown)}: {fix}")
+
+def main(argv: list[str]) -> None:
+    """Show the rows of one file, or compare the machines of two."""
+    paths = [word for word in argv if not word.startswith("-")]
+    (args,) = config.load([word for word in argv if word.startswith("-")], CompareArgs)
+    usage = "python -m bench compare results.csv, or a.csv b.csv [--prices=2,4] [--watts=375,1275]"
+    require(len(paths) in (1, 2), f"usage: {usage}")
+    if len(paths) == 1:
+        show_one(Path(paths[0]))
+    else:
+        show_two(paths, args)
 
 
 if __name__ == "__main__":

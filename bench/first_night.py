@@ -1,6 +1,6 @@
 """The first night on a GPU: all that should be tested and measured there, in one resumable run.
 
-    python -m bench first_night                   up to three and a half hours; minutes on a CPU
+    python -m bench first_night                   up to three hours; minutes on a CPU
     python -m bench first_night --stage=tests     one stage, again
 
 The night has stages, each of which is a command that a person could type. A stage may take nine
@@ -10,20 +10,18 @@ only the stages that are done. Training continues after its last row; other stag
 with the kernels that are compiled already.
 
     FOLDER/README.md            what to send: machine, stages, figures beside predictions
-    FOLDER/facts.json           the machine, see bench/facts.py
+    FOLDER/facts.json           the machine, see bench/night_report.py
     FOLDER/stages/NAME.log      what the command of a stage printed
     FOLDER/stages/NAME.json     its seconds and status: done, failed, timed out, interrupted, not
                                 reached, or not run and why
     FOLDER/...                  what the commands wrote: tables, pictures, machine.json
 
-Some stages need a GPU, two GPUs or an AMD GPU. Without a GPU the others run in miniature on the
-CPU, which shows that the program works; those figures mean nothing.
+Some stages need a GPU, or two. Without a GPU the others run in miniature on the CPU, which shows
+that the program works; those figures mean nothing.
 """
 
 import contextlib
 import datetime
-import difflib
-import fcntl
 import json
 import math
 import os
@@ -32,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -40,11 +38,13 @@ import config
 from bench import night_report
 from config import MPTConfig, TrainConfig, require
 from planning import memory
+from processes import Pool, PoolError
 from storage import files
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = ("125m", "350m", "760m", "1b", "3b", "7b")  # recipes: configs/mpt125m.py, ...
-WITH_ALIBI = ("350m", "1b")  # again with ALiBi, and so with our attention kernel; heads of 64, 128
+# Recipes, configs/mpt125m.py and so on; two again with ALiBi, and so with our attention kernel:
+# heads of 64 and of 128.
+TRAINED = "125m 350m 760m 1b 3b 7b 350m-alibi 1b-alibi".split()
 ROWS = 64  # of a rank in a trial batch: no larger microbatch is tried
 SHORT = "--grad_accum=2 --rounds=3 --steps=2"  # MPT-7B may take 7 s a step
 GRACE = 10  # seconds between SIGTERM and SIGKILL
@@ -62,12 +62,12 @@ PROGRAMS = {
 MINIATURE = {
     "tests": "tests/test_processes.py",
     "attention": "--lengths=64 --tokens=64 --d_model=64 --head_dims=32 --rounds=1 --turn_ms=1",
+    "train-tiny": "--n_layers=1 --d_model=64 --n_heads=2 --max_seq_len=64 --global_batch_size=4"
+    " --microbatch_size=4 --rounds=1 --steps=1",
     "generate": "1 --shapes=64x1 --turns=1",  # of one thread
     "checkpoint": "--d_model=64",
     "machine": "--seconds=0.01",
 }
-SMALL_MODEL = """--n_layers=1 --d_model=64 --n_heads=2 --max_seq_len=64 --global_batch_size=4
-    --microbatch_size=4 --rounds=1 --steps=1"""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Stage:
 
 
 def stages_of(folder: Path, facts: dict) -> list[Stage]:
-    """The stages in order. facts: of this machine, see bench/facts.py."""
+    """The stages in order. facts: of this machine."""
     gpus = len(facts["gpus"])
     no_gpu = "" if gpus else "needs a GPU"
     one_gpu = "needs two GPUs" if gpus == 1 else ""  # without a GPU: two ranks on the CPU
@@ -109,14 +109,15 @@ def stages_of(folder: Path, facts: dict) -> list[Stage]:
     tune = "python -m gpu_kernels.flash_attention"
     attention = f"python -m bench attention --out={out}"
     generate = f"python -m bench generate --out={out}/generate.csv"
+    training = [
+        Stage("train-tiny", "the step", f"python -m bench train --out={out}/train-tiny.csv")
+    ]
     if gpus:
         attention += " --lengths=1024,2048,4096,8192"
         generate += " --shapes=768x12,2048x24"
-    machine = "python -m bench machine"
-    if gpus != 1:
-        machine = f"torchrun --nproc_per_node {gpus or 2} -m bench machine"
+        training = [training_stage(name, facts, out) for name in TRAINED]
+    start = "python" if gpus == 1 else f"torchrun --nproc_per_node {gpus or 2}"
     network = f"NCCL_DEBUG=INFO torchrun --nproc_per_node 2 -m bench machine --out={out}/two.json"
-    network += " --seconds=0.05"
 
     lost = "python -m lessons.lost_rank"
     stages = [
@@ -124,47 +125,31 @@ def stages_of(folder: Path, facts: dict) -> list[Stage]:
         Stage("tune-64", "launch settings, heads of 64", f"{tune} --tune=64", no_gpu),
         Stage("tune-128", "launch settings, heads of 128", f"{tune} --tune=128", no_gpu),
         Stage("attention", "ours and PyTorch's", attention),
-        *training_stages(facts, out),
+        *training,
         Stage("generate", "decoding", generate),
         Stage("checkpoint", "staging and writing", "python checkpoint.py"),
-        Stage("machine", "matmuls, memory, links", f"{machine} --out={out}/machine.json"),
-        Stage("network", "what NCCL or RCCL loads", network, no_gpu or one_gpu),
+        Stage("machine", "the links, too", f"{start} -m bench machine --out={out}/machine.json"),
+        Stage("network", "what NCCL loads", f"{network} --seconds=0.05", no_gpu or one_gpu),
         Stage("killed-rank", "kill -9 of a rank", f"{lost} kill", one_gpu),
         Stage("hung-rank", "SIGSTOP of a rank", f"{lost} stop", one_gpu),
-        *amd_stages(facts, out),
     ]
     if gpus:
         return stages
-    return [small(stage) for stage in stages]
+    commands = [f"{stage.command} {MINIATURE.get(stage.name, '')}".strip() for stage in stages]
+    return [replace(stage, command=small) for stage, small in zip(stages, commands, strict=True)]
 
 
-def small(stage: Stage) -> Stage:
-    """The miniature of a stage."""
-    flags = MINIATURE.get(stage.name, "")
-    return Stage(stage.name, stage.about, f"{stage.command} {flags}".strip(), stage.lacks)
-
-
-def training_stages(facts: dict, out: str) -> list[Stage]:
-    """A stage for each recipe: two microbatches, eager and compiled."""
-    if not facts["gpus"]:
-        command = f"python -m bench train {' '.join(SMALL_MODEL.split())}"
-        return [Stage("train-tiny", "the training step", f"{command} --out={out}/train-tiny.csv")]
-    stages = [training_stage(size, "", facts, out) for size in SIZES]
-    return stages + [training_stage(size, "alibi", facts, out) for size in WITH_ALIBI]
-
-
-def training_stage(size: str, positions: str, facts: dict, out: str) -> Stage:
-    """The stage of one recipe. positions: "alibi", or "" for the recipe's own."""
+def training_stage(name: str, facts: dict, out: str) -> Stage:
+    """The stage of one of TRAINED: two microbatches, eager and compiled."""
+    size, _, positions = name.partition("-")
     recomputed, microbatch = what_fits(size, facts)
     lacks = "" if microbatch else "does not fit into memory, by planning/memory.py"
     halves = f"{microbatch // 2},{microbatch}" if microbatch > 1 else "1"
-    name = "-".join(filter(None, ("train", size, positions)))
     command = f"python -m bench train --sizes={size} {SHORT}"
     command += " --alibi" * bool(positions)
     command += f" --activation_checkpointing={recomputed}"
     command += f' --sweep="microbatch_size={halves} compile=false,true"'
-    command += f" --out={out}/{name}.csv"
-    return Stage(name, f"MPT-{size} {positions}".strip(), command, lacks)
+    return Stage(f"train-{name}", f"MPT-{name}", f"{command} --out={out}/train-{name}.csv", lacks)
 
 
 def what_fits(size: str, facts: dict) -> tuple[str, int]:
@@ -183,27 +168,6 @@ def what_fits(size: str, facts: dict) -> tuple[str, int]:
         if largest:
             return mode, 2 ** int(math.log2(largest))
     return mode, 0
-
-
-def amd_stages(facts: dict, out: str) -> list[Stage]:
-    """The training step with other libraries for its matmuls. Each environment has its own CSV."""
-    lacks = "" if facts["gpus"] and facts["amd"] else "needs an AMD GPU"
-    size, (recomputed, microbatch) = "125m", ("none", 1)
-    for larger in SIZES[: SIZES.index("1b") + 1] if not lacks else ():
-        if what_fits(larger, facts)[1]:
-            size, (recomputed, microbatch) = larger, what_fits(larger, facts)
-    train = f"python -m bench train --sizes={size} {SHORT} --microbatch_size={microbatch}"
-    train += f" --activation_checkpointing={recomputed}"
-    # A matmul is timed for 5 ms with each of the library's hundreds of kernels.
-    tunable = "PYTORCH_TUNABLEOP_ENABLED=1 PYTORCH_TUNABLEOP_MAX_TUNING_DURATION_MS=5"
-    tunable += f" PYTORCH_TUNABLEOP_FILENAME={out}/tunableop.csv"
-    without, using = (f"TORCH_BLAS_PREFER_HIPBLASLT={flag} {train}" for flag in (0, 1))
-    about = "MPT-" + size
-    return [
-        Stage("hipblaslt-off", about, f"{without} --out={out}/train-hipblaslt-off.csv", lacks),
-        Stage("hipblaslt-on", about, f"{using} --out={out}/train-hipblaslt-on.csv", lacks),
-        Stage("tunableop", about, f"{tunable} {train} --out={out}/train-tunableop.csv", lacks),
-    ]
 
 
 # --- Running a command
@@ -255,11 +219,6 @@ def end_group(process: subprocess.Popen) -> None:
 # --- The night
 
 
-def state_path(folder: Path, stage: Stage) -> Path:
-    """The file that holds the state of a stage."""
-    return folder / "stages" / f"{stage.name}.json"
-
-
 def write_state(folder: Path, number: int, stage: Stage, status: str, seconds: float = 0.0) -> None:
     """Record what a stage came to."""
     state = {
@@ -270,13 +229,8 @@ def write_state(folder: Path, number: int, stage: Stage, status: str, seconds: f
         "command": stage.command,
         "time": datetime.datetime.now().isoformat(timespec="seconds"),
     }
-    files.write_atomically(state_path(folder, stage), json.dumps(state, indent=1).encode())
-
-
-def is_done(folder: Path, stage: Stage) -> bool:
-    """Whether a stage was done before."""
-    path = state_path(folder, stage)
-    return path.exists() and files.read_json(path, fix="delete it").get("status") == "done"
+    path = night_report.state_path(folder, stage.name)
+    files.write_atomically(path, json.dumps(state, indent=1).encode())
 
 
 def run_stage(folder: Path, number: int, stage: Stage, minutes: float, hidden: dict) -> str:
@@ -299,36 +253,28 @@ def learn_facts(folder: Path, hidden: dict) -> dict:
 
     UserError if torch does not start, or the folder is of other GPUs.
     """
-    path, newest = folder / "facts.json", folder / "facts.new.json"
-    log_path = folder / "stages" / "facts.log"
-    command = f"python -m bench facts {config.shell(newest)}"
-    with open(log_path, "wb") as log:
-        code = run(command, log, STARTS_IN, hidden)
-    last_line = log_path.read_text(errors="replace").strip().rpartition("\n")[2]
-    require(code == 0, f"`{command}` failed, see {log_path}: {last_line}")
-
-    facts = files.read_json(newest)
+    path = folder / "facts.json"
+    try:
+        pool = Pool(1, night_report.facts, environment=hidden)
+        (facts,) = pool(dict, patience=STARTS_IN)
+        pool.stop()
+    except PoolError as error:
+        raise config.UserError(f"torch does not start on this machine: {error}") from error
     if path.exists():
-        require_same_gpus(folder, files.read_json(path, fix="delete it"), facts)
-    os.replace(newest, path)
+        before = files.read_json(path, fix="delete it")
+        names = [[gpu["name"] for gpu in found["gpus"]] for found in (before, facts)]
+        fix = "name another folder, --out=FOLDER"
+        require(names[0] == names[1], f"{folder} is of other GPUs: {fix}")
+    files.write_atomically(path, json.dumps(facts, indent=1).encode())
     return facts
-
-
-def require_same_gpus(folder: Path, before: dict, now: dict) -> None:
-    """UserError if the night began on other GPUs: its figures would be mixed up."""
-    names = [[gpu["name"] for gpu in facts["gpus"]] for facts in (before, now)]
-    require(names[0] == names[1], f"{folder} is of other GPUs: name another folder, --out=FOLDER")
 
 
 def chosen(stages: list[Stage], name: str) -> Stage:
     """The stage with this name. UserError if there is none, or it cannot run here."""
-    names = [stage.name for stage in stages]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-    require(name in names, f"no stage {config.shown(name)}: {hint}")
-    stage = stages[names.index(name)]
-    require(not stage.lacks, f"stage {name}: {stage.lacks}")
-    return stage
+    by_name = {stage.name: stage for stage in stages}
+    require(name in by_name, f"no stage {config.shown(name)}: there are {', '.join(by_name)}")
+    require(not by_name[name].lacks, f"stage {name}: {by_name[name].lacks}")
+    return by_name[name]
 
 
 def main(argv: list[str]) -> None:
@@ -340,18 +286,8 @@ def main(argv: list[str]) -> None:
     folder = Path(args.out).absolute()
     files.require_ours(folder, ["stages/*"], ["README.md", "facts.json"], "set another --out")
     (folder / "stages").mkdir(parents=True, exist_ok=True)
-    with open(folder / "stages" / "lock", "w") as lock:
-        require_alone(folder, lock)
+    with files.locked(folder / "stages" / "lock", "another night writes to this folder, begun"):
         spend_night(args, folder)
-
-
-def require_alone(folder: Path, lock) -> None:
-    """Lock the folder. UserError if another process has: two would write the same files."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        fix = "wait for it, or name another folder, --out=FOLDER"
-        raise config.UserError(f"another night writes to {folder}: {fix}") from error
 
 
 def spend_night(args: NightArgs, folder: Path) -> None:
@@ -364,10 +300,11 @@ def spend_night(args: NightArgs, folder: Path) -> None:
     gpus = len(facts["gpus"])
     no_gpu = "torch sees no GPU: a miniature on the CPU (if you have one: INSTALL.md)"
     print(f"{gpus} x {facts['gpus'][0]['name']}" if gpus else no_gpu, flush=True)
-    for number, stage in enumerate(stages, 1):
-        if not state_path(folder, stage).exists():
-            write_state(folder, number, stage, "not reached")
 
+    status = {state["stage"]: state["status"] for state in night_report.read_states(folder)}
+    for number, stage in enumerate(stages, 1):
+        if stage.name not in status:
+            write_state(folder, number, stage, "not reached")
     for number, stage in enumerate(stages, 1):
         if only not in (None, stage):
             continue
@@ -375,21 +312,17 @@ def spend_night(args: NightArgs, folder: Path) -> None:
         if stage.lacks:
             result = f"not run: {stage.lacks}"
             write_state(folder, number, stage, result)
-        elif is_done(folder, stage) and not only:
+        elif status.get(stage.name) == "done" and not only:
             result = "done before"
         else:
             print(f"{title} ...", flush=True)
             result = run_stage(folder, number, stage, args.minutes, hidden)
         print(f"{title}: {result}", flush=True)
         night_report.write(folder)
-    print(conclusion(folder))
 
-
-def conclusion(folder: Path) -> str:
-    """The last line: what is missing, and what to do with the folder."""
     missing = [state["stage"] for state in night_report.missing_states(folder)]
     again = f"not done: {', '.join(missing)} (start again for these). " if missing else ""
-    return f"{again}Read {folder}/README.md: its end says how to send the folder"
+    print(f"{again}Read {folder}/README.md: its end says how to send the folder")
 
 
 if __name__ == "__main__":

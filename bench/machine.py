@@ -23,7 +23,6 @@ machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second
     settings, and runlog.versions: time, host, platform, python, torch, cuda, rocm
     matmul_tflops       {"bf16": {"2048": TFLOP/s of the median rank, ...}, "fp32": ...}, by rows of
                         the matrices
-    matmul_best_tflops  the same of the fastest turn of the fastest rank
     memory_gbs          GB/s of the median rank
     collectives_gbs     {"all": {"all_gather": {"1048576": bus GB/s of the slowest rank, ...},
                         "reduce_scatter": ..., "all_reduce": ..., "send_recv": ...}, "node": ...,
@@ -32,17 +31,14 @@ machine.json (a figure is the median of several turns; GB/s: 10^9 bytes a second
                         rank, "node": ...}
     slowest             {"matmul" (bf16, largest): {"rank", "host", "below_median_percent"},
                         "memory": ...}
-    network             of rank 0: {"interface", "found_by", "speed_gbits", "infiniband_gbits":
-                        {device: rate of port 1}}; null: unknown. The interface is a guess unless a
-                        variable sets it: NCCL and gloo choose for themselves.
+    network             of rank 0: {"ethernet_gbits": {interface: speed}, "infiniband_gbits":
+                        {device: rate of port 1}}
     by_rank             [{"rank", "node" (its first rank), "local_rank", "host", "device", and its
                         own figures}, ...]
 """
 
-import contextlib
 import functools
 import json
-import os
 import socket
 import statistics
 import sys
@@ -59,12 +55,14 @@ import config
 import devices
 import parallel
 import processes
+import program
 from config import require
 from lifecycle import runlog
 from storage import files
 
 TURNS = 5  # of a measurement, at most
 MIB = 2**20
+LINKS = Path("/sys/class")  # where Linux describes network interfaces
 
 
 @dataclass
@@ -83,7 +81,6 @@ SIZES = {
 # How the figures of all ranks become one
 OVERALL = {
     "matmul_tflops": statistics.median,
-    "matmul_best_tflops": max,
     "memory_gbs": statistics.median,
     "collectives_gbs": min,
     "latency_us": max,
@@ -137,22 +134,18 @@ def take_turns(call, seconds: float, gpu: bool, group=None) -> list[float]:
     return [timed(call, calls // turns, gpu) for _ in range(turns)]
 
 
-def measure_matmul(device, sizes, seconds: float) -> tuple[dict, dict]:
-    """TFLOP/s of square matmuls, {dtype: {rows: TFLOP/s}}: in the median turn and in the fastest.
-
-    A matmul of n rows is 2 n^3 FLOPs.
-    """
-    median, best = {}, {}
+def measure_matmul(device, sizes, seconds: float) -> dict:
+    """TFLOP/s of square matmuls, {dtype: {rows: TFLOP/s}}. One of n rows is 2 n^3 FLOPs."""
+    tflops = {}
     for name, dtype in parallel.DTYPES.items():
-        median[name], best[name] = {}, {}
+        tflops[name] = {}
         for n in sizes:
             a = torch.randn(n, n, device=device, dtype=dtype)
             b = torch.randn(n, n, device=device, dtype=dtype)
             call = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
             turns = take_turns(call, seconds, device.type == "cuda")
-            median[name][str(n)] = 2 * n**3 / statistics.median(turns) / 1e12
-            best[name][str(n)] = 2 * n**3 / min(turns) / 1e12
-    return median, best
+            tflops[name][str(n)] = 2 * n**3 / statistics.median(turns) / 1e12
+    return tflops
 
 
 def measure_memory(device, size: int, seconds: float) -> float:
@@ -261,10 +254,7 @@ def measure(world, seconds: float) -> dict:
         "latency_us": {},
     }
     show_progress("matmul", len(parallel.DTYPES) * len(sizes.matmul_rows))
-    median, best = measure_matmul(world.device, sizes.matmul_rows, seconds)
-    row["matmul_tflops"] = median
-    row["matmul_best_tflops"] = best
-
+    row["matmul_tflops"] = measure_matmul(world.device, sizes.matmul_rows, seconds)
     show_progress("memory", 1)
     row["memory_gbs"] = measure_memory(world.device, sizes.copied_bytes, seconds)
 
@@ -318,87 +308,33 @@ def summarize(rows: list[dict], device_type: str, args: MachineArgs) -> dict:
         **runlog.versions(),
         **{key: merge([row[key] for row in rows], combine) for key, combine in OVERALL.items()},
         "slowest": {"matmul": slowest(rows, matmuls), "memory": slowest(rows, memory)},
-        "network": network(nodes, device_type),
+        "network": network(),
         "by_rank": rows,
     }
 
 
-# --- The network
-
-
-def first_number(path: str) -> float | None:
-    """The positive number with which a file of /sys begins, or None."""
-    try:
-        number = float(Path(path).read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return None
-    return number if number > 0 else None  # virtual interfaces have a speed of -1
-
-
-def interface_to(host: str, routes: str) -> str | None:
-    """The network interface that packets to `host` use, or None.
-
-    routes: the text of Linux's /proc/net/route (IPv4). The longest mask that fits wins, then the
-    lowest metric.
-    """
-    packed = socket.inet_aton(socket.gethostbyname(host))
-    address = int.from_bytes(packed, sys.byteorder)  # as the table writes addresses
-    fitting = []
-    for line in routes.splitlines()[1:]:
-        name, destination, _, _, _, _, metric, mask, *_ = line.split()
-        mask = int(mask, 16)
-        if address & mask == int(destination, 16):
-            fitting.append((-mask.bit_count(), int(metric), name))
-    return min(fitting)[-1] if fitting else None
-
-
-def network(nodes: int, device_type: str) -> dict:
-    """The interface by which this rank reaches other nodes, how it was found, and speeds, Gbit/s.
-
-    The entry `network` of machine.json.
-    """
-    found_by = "NCCL_SOCKET_IFNAME" if device_type == "cuda" else "GLOO_SOCKET_IFNAME"
-    name = os.environ.get(found_by)
-    if not name:
-        master = os.environ.get("MASTER_ADDR") if nodes > 1 else None
-        found_by = "route to MASTER_ADDR" if master else "default route"
-        with contextlib.suppress(OSError):  # not Linux, or a name that does not resolve
-            name = interface_to(master or "0.0.0.0", Path("/proc/net/route").read_text())
-
-    mbits = first_number(f"/sys/class/net/{name}/speed")
-    infiniband = Path("/sys/class/infiniband").glob("*")
+def network() -> dict:
+    """What the links of this machine are rated at, Gbit/s: the entry `network` of machine.json."""
+    ethernet = {path.parent.name: rating(path) / 1e3 for path in LINKS.glob("net/*/speed")}
+    ports = LINKS.glob("infiniband/*/ports/1/rate")
     return {
-        "interface": name,
-        "found_by": found_by,
-        "speed_gbits": mbits / 1e3 if mbits else None,
-        "infiniband_gbits": {p.name: first_number(f"{p}/ports/1/rate") for p in infiniband},
+        "ethernet_gbits": {name: speed for name, speed in ethernet.items() if speed > 0},
+        "infiniband_gbits": {path.parts[-4]: rating(path) for path in ports},
     }
 
 
+def rating(path: Path) -> float:
+    """The number with which a file of /sys begins: Mbit/s of Ethernet, Gbit/s of InfiniBand.
+
+    0 if there is none, -1 for a virtual interface.
+    """
+    try:
+        return float(path.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
 # --- The report
-
-
-def table(corner: str, columns: list[str], rows: dict[str, dict]) -> list[str]:
-    """Lines of Markdown: a row of figures for each title."""
-    head = f"| {corner:<25} |" + "".join(f" {column:>8} |" for column in columns)
-    lines = ["", head, "|---" * (1 + len(columns)) + "|"]
-    for title, figures in rows.items():
-        cells = "".join(f" {figure:>8.4g} |" for figure in figures.values())
-        lines.append(f"| {title:<25} |{cells}")
-    return lines
-
-
-def network_lines(machine: dict) -> list[str]:
-    """What is known of the network."""
-    net = machine["network"]
-    speed = f"{net['speed_gbits']:g} Gbit/s" if net["speed_gbits"] else "speed unknown"
-    line = "network: only loopback found"
-    if net["interface"]:
-        line = f"network: {net['interface']} ({net['found_by']}), {speed}"
-    if machine["nodes"] == 1:
-        line += "; not used here, on one node"
-    infiniband = net["infiniband_gbits"].items()
-    return [line, *(f"InfiniBand: {name}, {rate or '?'} Gbit/s" for name, rate in infiniband)]
 
 
 def report(machine: dict) -> str:
@@ -407,26 +343,31 @@ def report(machine: dict) -> str:
     counts = f"ranks: {machine['ranks']}, nodes: {machine['nodes']}"
     lines = [f"{counts}, device: {machine['device']}, torch {machine['torch']}, {machine['time']}"]
 
-    matmul = {f"{dtype}, median": row for dtype, row in machine["matmul_tflops"].items()}
-    matmul |= {f"{dtype}, best": row for dtype, row in machine["matmul_best_tflops"].items()}
     columns = [f"{n:,}" for n in sizes.matmul_rows]
-    lines += table("matmul, TFLOP/s of a rank", columns, matmul)
+    lines += ["", table("matmul, TFLOP/s of a rank", columns, machine["matmul_tflops"])]
 
     bandwidths = {}
     for kind, by_name in machine["collectives_gbs"].items():
         bandwidths |= {f"{kind}: {name}": figures for name, figures in by_name.items()}
     if bandwidths:
         columns = [f"{size // MIB} MiB" for size in sizes.message_bytes]
-        lines += table("bus bandwidth, GB/s", columns, bandwidths)
+        lines += ["", table("bus bandwidth, GB/s", columns, bandwidths)]
 
     lines += ["", f"memory: {machine['memory_gbs']:.4g} GB/s of a rank"]
     for kind, us in machine["latency_us"].items():
         lines.append(f"latency, {kind}: {us:.0f} us for an all-reduce of 4 bytes")
-    if machine["ranks"] > 1:
-        for name, rank in machine["slowest"].items():
-            distance = f"{rank['below_median_percent']:.1f} % below the median"
-            lines.append(f"slowest in {name}: rank {rank['rank']} on {rank['host']}, {distance}")
-    return "\n".join(lines + network_lines(machine))
+    for name, rank in machine["slowest"].items() if machine["ranks"] > 1 else ():
+        distance = f"{rank['below_median_percent']:.1f} % below the median"
+        lines.append(f"slowest in {name}: rank {rank['rank']} on {rank['host']}, {distance}")
+    for rates in machine["network"].values():
+        lines += [f"{name}: {gbits:g} Gbit/s" for name, gbits in rates.items()]
+    return "\n".join(lines)
+
+
+def table(corner: str, columns: list[str], rows: dict[str, dict]) -> str:
+    """A row of figures for each title."""
+    cells = [(title, *(f"{figure:.4g}" for figure in row.values())) for title, row in rows.items()]
+    return program.table([corner, *columns], cells)
 
 
 def conclude(rows: list[dict], device_type: str, args: MachineArgs) -> None:

@@ -1,27 +1,89 @@
 """The page of a night on a GPU: FOLDER/README.md, from what `bench first_night` left in the folder.
 
-    python -m bench night_report first-night
+    python -m bench night_report first-night      writes it again
 
 It has the machine, what each stage came to and its command, and the measured training and decoding
 beside the planner's predictions: tokens/s by planning/step_time.py, memory by planning/memory.py,
 the limit of decoding by planning/decode_time.py. A prediction is n/a for a device that devices.py
 does not know, and so on a CPU.
+
+    facts.json    gpus: [{"name", "arch" (9.0, gfx90a), "memory_gb" (GiB), "known_as": its row of
+                  devices.py or null}, ...], computes_in_bf16, amd (torch is built for ROCm),
+                  triton, nccl (or RCCL): versions, and what runlog.versions has
 """
 
 import contextlib
-import re
+import importlib.metadata
 from pathlib import Path
+
+import torch
 
 import config
 import devices
 from bench.compare import markdown
 from config import UserError, require
+from lifecycle import runlog
 from planning import calibrate, memory, step_time
 from planning.fleet import Fleet
 from storage import files
 
 UNKNOWN = "n/a"
 STATE = {"number": int, "stage": str, "status": str, "seconds": float, "command": str}
+
+
+# --- The machine
+
+
+def facts() -> dict:
+    """The contents of facts.json."""
+    found = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    has_nccl = torch.distributed.is_nccl_available()
+    packages = importlib.metadata.packages_distributions().get("triton", [])
+    return {
+        "gpus": [gpu(device) for device in found],
+        "computes_in_bf16": bool(found) and all(map(devices.computes_in_bf16, found)),
+        "amd": torch.version.hip is not None,
+        "triton": importlib.metadata.version(packages[0]) if packages else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
+        **runlog.versions(),
+    }
+
+
+def gpu(device: torch.device) -> dict:
+    """What torch and devices.py know of one GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    row = devices.identify(device)
+    capability = f"{properties.major}.{properties.minor}"
+    return {
+        "name": properties.name,
+        "arch": properties.gcnArchName if torch.version.hip else capability,
+        "memory_gb": properties.total_memory / 2**30,
+        "known_as": row and row.name,
+    }
+
+
+def machine_lines(found: dict) -> str:
+    """A list of what the machine is."""
+    gpus = [f"{gpu['name']} ({gpu['arch']}, {gpu['memory_gb']:.0f} GiB)" for gpu in found["gpus"]]
+    counts = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
+    known_as = {str(gpu["known_as"] or UNKNOWN) for gpu in found["gpus"]}
+    rows = {
+        "devices": ", ".join(counts) or "no GPU: a miniature on the CPU, without meaning",
+        "in devices.py": ", ".join(known_as) or UNKNOWN,
+        "ROCm" if found["amd"] else "CUDA": found["rocm"] or found["cuda"],
+        "RCCL" if found["amd"] else "NCCL": found["nccl"],
+    }
+    rows |= {name: found[name] for name in ("torch", "triton", "python", "platform")}
+    rows["date"] = found["time"]
+    return "\n".join(f"- {name}: {value or UNKNOWN}" for name, value in rows.items())
+
+
+# --- The stages
+
+
+def state_path(folder: Path, stage: str) -> Path:
+    """The file that holds the state of a stage."""
+    return folder / "stages" / f"{stage}.json"
 
 
 def read_states(folder: Path) -> list[dict]:
@@ -37,7 +99,23 @@ def missing_states(folder: Path) -> list[dict]:
     return [state for state in states if not state["status"].startswith("not run")]
 
 
-# --- Predictions
+def stages_table(folder: Path) -> str:
+    """A line for each stage."""
+    names = ("stage", "status", "seconds", "command")
+    states = read_states(folder)
+    return markdown([{name: state[name] for name in names} for state in states])
+
+
+def summary(folder: Path) -> str:
+    """How many stages are done, and which are not."""
+    done = sum(state["status"] == "done" for state in read_states(folder))
+    missing = missing_states(folder)
+    names = ", ".join(f"{state['stage']} ({state['status']})" for state in missing)
+    counts = f"Done: {done} of {done + len(missing)} stages that can run here"
+    return f"{counts}. Not done: {names}." if missing else f"{counts}."
+
+
+# --- Figures beside predictions
 
 
 def predictions(row: dict, known_as: str | None) -> tuple[float | None, float | None]:
@@ -66,35 +144,28 @@ def number(text: str | float | None, form: str) -> str:
 
 def training_cells(stage: str, row: dict, known_as: str | None) -> dict[str, str]:
     """A line of the table of training."""
-    cells = {
+    is_ok = row["status"] == "ok"
+    speed, peak = predictions(row, known_as) if is_ok else (None, None)
+    measured = float(row["tokens_per_second"]) if is_ok else None
+    return {
         "stage": stage,
         "model": row["model"],
         "devices": row["ranks"],
         "microbatch": row["microbatch_size"],
         "compile": row["compile"],
         "recomputed": row["activation_checkpointing"],
+        "tokens/s": number(measured, ",.0f") if is_ok else row["status"],
+        "predicted": number(speed, ",.0f"),
+        "ratio": number(speed and measured / speed, ".2f"),
+        "MFU": number(row["mfu"], ".1%"),
+        "peak GB": number(row["memory_gb"], ".1f"),
+        "predicted GB": number(peak, ".1f"),
     }
-    if row["status"] != "ok":
-        return cells | dict.fromkeys(FIGURES, "") | {"tokens/s": row["status"]}
-    speed, peak = predictions(row, known_as)
-    measured = float(row["tokens_per_second"])
-    figures = [
-        f"{measured:,.0f}",
-        number(speed, ",.0f"),
-        number(speed and measured / speed, ".2f"),
-        number(row["mfu"], ".1%"),
-        number(row["memory_gb"], ".1f"),
-        number(peak, ".1f"),
-    ]
-    return cells | dict(zip(FIGURES, figures, strict=True))
 
 
-FIGURES = ["tokens/s", "predicted", "ratio", "MFU", "peak GB", "predicted GB"]
-
-
-def training_table(folder: Path, facts: dict) -> str:
+def training_table(folder: Path, found: dict) -> str:
     """All rows of `bench train` beside their predictions."""
-    known_as = facts["gpus"][0]["known_as"] if facts["gpus"] else None
+    known_as = found["gpus"][0]["known_as"] if found["gpus"] else None
     lines = []
     for path in sorted(folder.glob("train-*.csv")):
         for row in files.read_csv(path, ("model", "status"), "a CSV of bench train"):
@@ -102,59 +173,15 @@ def training_table(folder: Path, facts: dict) -> str:
     return markdown(lines) if lines else "Not measured."
 
 
-def attention_tables(folder: Path) -> str:
-    """The tables of `bench attention`, with their headings one level below the page's."""
+def attention_and_decoding(folder: Path) -> str:
+    """The tables of `bench attention`, and that of `bench generate` with the limit beside it."""
     texts = [path.read_text() for path in sorted(folder.glob("attention_*.md"))]
-    return re.sub(r"^#", "###", "\n".join(texts), flags=re.MULTILINE) or "Not measured."
+    if (folder / "generate.csv").exists():
+        texts.append(markdown(files.read_csv(folder / "generate.csv")))
+    return "\n\n".join(texts) or "Not measured."
 
 
-def decoding_table(folder: Path) -> str:
-    """The table of `bench generate`, whose last column is the limit."""
-    path = folder / "generate.csv"
-    return markdown(files.read_csv(path)) if path.exists() else "Not measured."
-
-
-# --- The machine and the stages
-
-
-def machine_lines(facts: dict, network: list[str]) -> list[str]:
-    """What the machine is, a list."""
-    gpus = [f"{gpu['name']} ({gpu['arch']}, {gpu['memory_gb']:.0f} GiB)" for gpu in facts["gpus"]]
-    counts = [f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)]
-    known_as = {str(gpu["known_as"] or UNKNOWN) for gpu in facts["gpus"]}
-    platform = f"ROCm {facts['rocm']}" if facts["amd"] else f"CUDA {facts['cuda'] or UNKNOWN}"
-    library = "RCCL" if facts["amd"] else "NCCL"
-    versions = f"torch {facts['torch']}, {platform}, driver {facts['driver'] or UNKNOWN}, "
-    versions += f"Triton {facts['triton'] or UNKNOWN}, {library} {facts['nccl'] or UNKNOWN}"
-    lines = [
-        f"- devices: {', '.join(counts) or 'no GPU: a miniature on the CPU, without meaning'}",
-        f"- in devices.py: {', '.join(known_as) or UNKNOWN}",
-        f"- {versions}",
-        f"- Python {facts['python']}, {facts['platform']}, {facts['cpus']} CPU cores",
-        f"- date: {facts['time']}",
-    ]
-    return lines + [f"- network: {line}" for line in network]
-
-
-def network_lines(folder: Path) -> list[str]:
-    """What NCCL or RCCL said of its network and plug-ins, each line once."""
-    path = folder / "stages" / "network.log"
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8", errors="replace")
-    found = re.findall(r"(?:NCCL|RCCL) INFO (.*(?:NET/|[Nn]etwork|plugin).*)", text)
-    return list(dict.fromkeys(line.strip()[:150] for line in found))[:12]
-
-
-def stage_cells(state: dict) -> dict[str, str]:
-    """A line of the table of stages."""
-    return {
-        "stage": state["stage"],
-        "status": state["status"],
-        "seconds": f"{state['seconds']:.0f}",
-        "command": f"`{state['command']}`",
-    }
-
+# --- The page
 
 PAGE = """# The first night of {devices}
 
@@ -168,18 +195,14 @@ What a stage printed is in `stages/NAME.log`; tables and pictures lie beside thi
 
 ## Training, measured and predicted
 
-All devices together; random tokens, the median of several turns. The planner (planning/step_time.py
-and planning/memory.py) does not know of compilation. A ratio above 1: faster than predicted.
+All devices together; random tokens, the median of several turns. A ratio above 1: faster than
+planning/step_time.py predicts. Memory is predicted by planning/memory.py.
 
 {training}
 
-## Attention
+## Attention and decoding
 
-{attention}
-
-## Decoding
-
-{decoding}
+{kernels}
 
 ## Send it
 
@@ -188,21 +211,6 @@ in this project's repository on GitHub, and attach it:
 
     {pack}
 """
-
-
-def summary(folder: Path) -> str:
-    """How many stages are done, and which are not, with the last lines that those printed."""
-    done = sum(state["status"] == "done" for state in read_states(folder))
-    missing = missing_states(folder)
-    names = ", ".join(f"{state['stage']} ({state['status']})" for state in missing)
-    counts = f"Done: {done} of {done + len(missing)} stages that can run here"
-    parts = [f"{counts}. Not done: {names}." if missing else f"{counts}."]
-    for state in missing:
-        path = folder / "stages" / f"{state['stage']}.log"
-        if path.exists():
-            last_lines = "\n".join(path.read_text(errors="replace").strip().splitlines()[-30:])
-            parts.append(f"The end of {state['stage']}:\n\n```\n{last_lines}\n```")
-    return "\n\n".join(parts)
 
 
 def readable(table, *args) -> str:
@@ -215,17 +223,15 @@ def readable(table, *args) -> str:
 
 def write(folder: Path) -> None:
     """Write FOLDER/README.md. Raises UserError if facts.json or a state is missing or damaged."""
-    facts = files.read_json(folder / "facts.json")
-    states = read_states(folder)
+    found = files.read_json(folder / "facts.json")
     parent, name = map(config.shell, (folder.resolve().parent, folder.name))
     page = PAGE.format(
-        devices=", ".join(dict.fromkeys(gpu["name"] for gpu in facts["gpus"])) or "a CPU",
-        machine="\n".join(machine_lines(facts, network_lines(folder))),
-        summary=readable(summary, folder),
-        stages=markdown([stage_cells(state) for state in states]),
-        training=readable(training_table, folder, facts),
-        attention=readable(attention_tables, folder),
-        decoding=readable(decoding_table, folder),
+        devices=", ".join(dict.fromkeys(gpu["name"] for gpu in found["gpus"])) or "a CPU",
+        machine=machine_lines(found),
+        stages=stages_table(folder),
+        summary=summary(folder),
+        training=readable(training_table, folder, found),
+        kernels=readable(attention_and_decoding, folder),
         pack=f"tar czf {name}.tar.gz -C {parent} {name}",
     )
     files.write_atomically(folder / "README.md", page.encode())

@@ -1,20 +1,21 @@
 """The training step: tokens/s, MFU, memory and where the time goes, at any settings.
 
-    python -m bench train --transformers           a small model, beside Hugging Face's
-    python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=bench/results/mine.csv
+    python -m bench train                          a small model
+    python -m bench train --sizes=125m,350m,760m,1b --grad_accum=2 --out=mine.csv
     python -m bench train configs/mpt1b.py --sweep="microbatch_size=4,8 compile=false,true"
     python -m bench train --alternate --sweep="tp=1,2 pp=1,2"   two ways to use two or four ranks
     torchrun --nnodes 2 --nproc_per_node 8 ... -m bench train configs/mpt7b.py --out=mine.csv
 
     MFU = (6 N + 12 L d S) x tokens/s / (devices x peak)    flops.py; HFU counts recomputation too
 
-Each setting is a row of the results. A row runs in its own processes (bench/team.py), so its peak
-memory is its own. If a row runs out of memory, the program notes that and measures the next one.
-Rows that are compared (`--transformers`, `--alternate`) take turns, so that other load on the
-machine slows all of them. The data are random tokens; figures are medians over the turns.
+Each setting is a row of the results. A row runs in processes of its own, so its peak memory is its
+own, and one that runs out of memory does not stop the others. With --alternate all rows take turns,
+so that other load on the machine slows all of them. The data are random tokens; figures are medians
+over the turns. `python -m bench beside train` lets other people's programs take turns with ours.
 
 With --out, the rows are kept in a CSV, with tables (.md) and a picture (.png) beside it. Use one
-CSV for each machine. Rows that are in the CSV already are not measured again.
+CSV for each machine. Rows that are in the CSV already are not measured again. `python -m bench
+compare` shows a CSV, and compares two.
 
 Under torchrun all rows share their processes. So on a CPU only the first row's peak memory is its
 own, and a row that runs out of memory ends the program. With --max-restarts, torchrun starts it
@@ -25,9 +26,9 @@ launched it; while nothing runs, the GPU is idle. Communication overlaps with co
 shares may add up to more than 1.
 """
 
-import bisect
 import csv
 import datetime
+import gc
 import importlib.util
 import itertools
 import json
@@ -42,6 +43,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import attention
@@ -53,13 +55,14 @@ import fsdp_train
 import parallel
 import pipeline
 import processes
+import program
 import tensor_parallel
-from bench.table import PARTS, draw, read, tables
-from bench.team import Launched, Team, TeamError, launched
+from bench import compare
+from bench.compare import PARTS, SHARES
 from config import MPTConfig, TrainConfig, require
 from lifecycle import runlog
 from planning import matmuls
-from program import RESUME_ME
+from processes import Pool, PoolError
 
 # The small model that is measured when no config is given.
 SHAPE = """
@@ -76,7 +79,8 @@ SPEEDS = """
     tokens_per_second fastest slowest tokens_per_second_device tflops_device peak_tflops
     mfu hfu convention memory_gb
 """.split()
-FIGURES = [*SPEEDS, *PARTS, "communication", "idle"]
+FIGURES = [*SPEEDS, *SHARES]
+GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a Chrome trace
 
 
 @dataclass
@@ -86,9 +90,8 @@ class BenchArgs:
     sizes: str = ""  # recipes, each a row: 125m,1b are configs/mpt125m.py and configs/mpt1b.py
     sweep: str = ""  # settings to combine, each a row: "microbatch_size=4,8 compile=false,true"
     grad_accum: int = 0  # microbatches per step and rank; sets global_batch_size (0: as configured)
-    ranks: int = 0  # processes on this machine (0: one for each GPU, else tp)
+    ranks: int = 0  # processes on this machine (0: one for each GPU, else tp x pp)
     threads: int = 0  # threads per process on a CPU (0: share the cores)
-    transformers: bool = False  # measure Hugging Face's model beside each row
     alternate: bool = False  # all rows take turns; their processes need memory at the same time
     rounds: int = 5  # turns of each row; the median counts
     steps: int = 4  # optimizer steps per turn
@@ -104,38 +107,31 @@ class BenchArgs:
         require(is_csv, f"--out={self.out}: give the name of a .csv file")
 
 
-# --- One program in one process
+# --- The step, in one process
 
 
-class OurProgram:
-    """This project's training step on random tokens."""
+class Step:
+    """This project's training step on random tokens, as one rank runs it."""
 
     def __init__(self, model_cfg: MPTConfig, cfg: TrainConfig):
         self.model_cfg = model_cfg
         self.world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
-        device = self.world.device
-
-        self.precision = parallel.choose_precision(cfg, device)
+        self.device = self.world.device
+        self.precision = parallel.choose_precision(cfg, self.device)
         compiles = parallel.choose_compile(model_cfg, cfg, self.world, self.precision)
         self.cfg = replace(cfg, compile=compiles)
+
         dtype = parallel.DTYPES[self.precision]
-        self.peak = devices.peak_flops(cfg.peak_tflops, device, dtype)
-        if device.type == "cuda":
+        self.peak = devices.peak_flops(cfg.peak_tflops, self.device, dtype)
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # forget what measuring the peak rate has used
-        self.build()
-
-        rows = cfg.global_batch_size // self.world.dp_size
-        shape = (rows, model_cfg.max_seq_len + 1)
-        batch = torch.randint(model_cfg.vocab_size, shape).numpy()
-        self.batches = data.prefetch(lambda step: batch, itertools.count(), device)
-
-    def build(self) -> None:
-        """Make the model and the optimizer."""
         self.model, self.optimizer = parallel.build(
-            self.model_cfg, self.cfg, self.world, self.precision, self.cfg.seed
+            model_cfg, self.cfg, self.world, self.precision, cfg.seed
         )
+        rows = cfg.global_batch_size // self.world.dp_size
+        self.batches = random_batches(model_cfg, rows, self.device)
 
-    def step(self, number, rows):
+    def step(self, number: int, rows):
         """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
         loss, *_ = fsdp_train.train_step(
             self.model, self.optimizer, rows, number, self.cfg, self.world, self.precision
@@ -158,7 +154,7 @@ class OurProgram:
         trace: rank 0 keeps the profile in this file; empty: it is not kept.
         """
         activities = [ProfilerActivity.CPU]
-        if self.world.device.type == "cuda":
+        if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
             self.turn(steps)
@@ -172,79 +168,38 @@ class OurProgram:
 
     def attention(self) -> str:
         """The attention implementation; for `auto`, also the one that it chose."""
-        cfg = self.model_cfg
+        m = self.model_cfg
+        dtype = parallel.DTYPES[self.precision]
         chosen = attention.choose(
-            cfg.attn_impl,
-            self.world.device,
-            parallel.DTYPES[self.precision],
-            cfg.head_dim,
-            cfg.alibi,
-            cfg.attn_pdrop,
+            m.attn_impl, self.device, dtype, m.head_dim, m.alibi, m.attn_pdrop
         )
-        return chosen if chosen == cfg.attn_impl else f"auto ({chosen})"
+        return chosen if chosen == m.attn_impl else f"auto ({chosen})"
 
     def describe(self) -> dict:
         """What only the running process knows. peak: FLOP/s; memory_gb: the most so far."""
         return {
-            "device": devices.describe(self.world.device),
+            "device": devices.describe(self.device),
             "nodes": self.world.global_size // self.world.local_size,
             "precision": self.precision,
             "compile": self.cfg.compile,
             "attn_impl": self.attention(),
             "peak": self.peak,
-            "memory_gb": runlog.memory_gb(self.world.device),
+            "memory_gb": runlog.memory_gb(self.device),
         }
 
 
-class ScriptProgram(OurProgram):
-    """The step of a short script: PyTorch's AdamW, on the whole batch without microbatches.
-
-    What extends it makes self.model and self.optimizer in `build`, and computes the `loss`.
-    """
-
-    def step(self, number, rows):
-        """One optimizer step on rows (B, T + 1); returns the loss, which is still on the device."""
-        with record_function("forward"), parallel.autocast(self.world.device, self.precision):
-            loss = self.loss(rows)
-        with record_function("backward"):
-            loss.backward()
-        with record_function("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return loss.detach()
-
-
-class TransformersProgram(ScriptProgram):
-    """transformers' MptForCausalLM, which always has ALiBi and no biases."""
-
-    def build(self) -> None:
-        """Make the model and the optimizer."""
-        from transformers import MptConfig, MptForCausalLM
-
-        names = ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size")
-        sizes = {name: getattr(self.model_cfg, name) for name in names}
-        self.model = MptForCausalLM(MptConfig(**sizes)).to(self.world.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.cfg.lr)
-        if self.cfg.compile:
-            self.model.compile()
-
-    def attention(self) -> str:
-        """The attention implementation, which is transformers' own."""
-        return f"{self.model_cfg.attn_impl} (its own)"
-
-    def loss(self, rows):
-        """The mean cross-entropy of rows (B, T + 1)."""
-        ids = rows[:, :-1]
-        return self.model(ids, labels=ids).loss  # transformers shifts the labels itself
+def random_batches(m: MPTConfig, rows: int, device: torch.device):
+    """Yield (step, ids (rows, T + 1)) forever: one random batch, copied ahead of time."""
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(m.vocab_size, (rows, m.max_seq_len + 1), generator=generator).numpy()
+    return data.prefetch(lambda step: batch, itertools.count(), device)
 
 
 # --- Where the time goes
 
-GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events in a Chrome trace
-
 
 def time_split(events: list[dict]) -> dict[str, float | None]:
-    """Shares of the time of some steps: {part: share} for PARTS, "communication" and "idle".
+    """Shares of the time of some steps: {part: share} for SHARES.
 
     events: of the steps' Chrome trace. On a GPU a kernel counts for the part of the step that
     launched it, from whichever thread (the backward has a thread of its own). If the trace does not
@@ -252,79 +207,59 @@ def time_split(events: list[dict]) -> dict[str, float | None]:
     those of gloo's collectives.
     """
     spans = [event for event in events if event.get("ph") == "X"]
-    on_gpu = any(event.get("cat") in GPU_WORK for event in spans)
-    busy = gpu_intervals(spans) if on_gpu else cpu_intervals(spans)
+    regions = [span for span in spans if is_region(span)]
+    busy = {part: [] for part in [*PARTS, "communication"]}  # [(begin, end)], in us
+    if any(span.get("cat") in GPU_WORK for span in spans):
+        for part, span in gpu_work(spans, regions):
+            busy[part].append(interval(span))
+    else:
+        for region in regions:
+            busy[region["name"]].append(interval(region))
+        collectives = [span for span in spans if span["name"].startswith("gloo:")]
+        busy["communication"] = [interval(span) for span in collectives]
 
     intervals = list(itertools.chain(*busy.values()))
     if not intervals:
-        return dict.fromkeys([*busy, "idle"])
-    first = min(begin for begin, _ in intervals)
-    last = max(end for _, end in intervals)
-    duration = last - first
+        return dict.fromkeys(SHARES)
+    duration = max(end for _, end in intervals) - min(begin for begin, _ in intervals)
     shares = {part: covered(busy[part]) / duration for part in busy}
-    shares["idle"] = 1 - covered(intervals) / duration
-    return shares
+    return shares | {"idle": 1 - covered(intervals) / duration}
 
 
-def gpu_intervals(spans: list[dict]) -> dict[str, list[tuple]]:
-    """{part of the step: [(begin, end) of its work on the GPU]}, times in us."""
-    regions = sorted((*interval(event), event["name"]) for event in spans if is_region(event))
-    launch_times = {
-        event["args"]["correlation"]: event["ts"] for event in spans if is_launch(event)
-    }
-    busy = {part: [] for part in [*PARTS, "communication"]}
-    for event in spans:
-        if event.get("cat") not in GPU_WORK:
+def gpu_work(spans: list[dict], regions: list[dict]):
+    """(part of the step, event) of the work on the GPU whose part is known."""
+    launch_times = {}
+    for span in spans:
+        is_call = re.search("_(runtime|driver)$", span.get("cat", ""))
+        if is_call and "correlation" in span.get("args", {}):
+            launch_times[span["args"]["correlation"]] = span["ts"]
+
+    for span in spans:
+        if span.get("cat") not in GPU_WORK:
             continue
-        if "nccl" in event["name"].lower():
-            part = "communication"
-        else:
-            launched_at = launch_times.get(event["args"].get("correlation"), -1)
-            part = region_at(regions, launched_at)
+        launched_at = launch_times.get(span["args"].get("correlation"), -1)
+        part = "communication" if "nccl" in span["name"].lower() else None
+        for region in regions:
+            begin, end = interval(region)
+            if not part and begin <= launched_at <= end:
+                part = region["name"]
         if part:
-            busy[part].append(interval(event))
-    return busy
+            yield part, span
 
 
-def cpu_intervals(spans: list[dict]) -> dict[str, list[tuple]]:
-    """{part of the step: [(begin, end)]}, times in us."""
-    busy = {part: [] for part in [*PARTS, "communication"]}
-    for event in spans:
-        if is_region(event):
-            busy[event["name"]].append(interval(event))
-        elif event["name"].startswith("gloo:"):
-            busy["communication"].append(interval(event))
-    return busy
-
-
-def interval(event: dict) -> tuple[float, float]:
-    """(begin, end) of an event, in us."""
-    return event["ts"], event["ts"] + event["dur"]
-
-
-def is_region(event: dict) -> bool:
+def is_region(span: dict) -> bool:
     """Whether this event of a trace is one of the step's named parts."""
-    return event["name"] in PARTS and event.get("cat") == "user_annotation"
+    return span["name"] in PARTS and span.get("cat") == "user_annotation"
 
 
-def is_launch(event: dict) -> bool:
-    """Whether this event is the host's call that launches work on the GPU."""
-    is_call = re.search("_(runtime|driver)$", event.get("cat", ""))
-    return bool(is_call) and "correlation" in event.get("args", {})
-
-
-def region_at(regions: list[tuple], moment: float) -> str | None:
-    """The name of the region (begin, end, name) that contains the moment, or None."""
-    index = bisect.bisect(regions, (moment, float("inf"))) - 1
-    if index < 0:
-        return None
-    begin, end, name = regions[index]
-    return name if begin <= moment <= end else None
+def interval(span: dict) -> tuple[float, float]:
+    """(begin, end) of an event, in us."""
+    return span["ts"], span["ts"] + span["dur"]
 
 
 def covered(intervals: list[tuple]) -> float:
     """Length of the union of intervals (begin, end)."""
-    total, reached = 0.0, float("-inf")
+    total, reached = 0.0, -math.inf
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
         reached = max(reached, end)
@@ -334,8 +269,44 @@ def covered(intervals: list[tuple]) -> float:
 # --- Rows
 
 
+class Launched:
+    """The ranks that torchrun or srun has started, called as a processes.Pool is."""
+
+    def __init__(self, start, *args):
+        self.state = self.attempt(start, *args)
+
+    def __call__(self, function, *args) -> list:
+        """function(state, *args) of all ranks. PoolError if it fails here."""
+        answer = self.attempt(function, self.state, *args)
+        answers = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, answer)
+        return answers
+
+    def attempt(self, function, *args):
+        """Call a function; its exceptions become PoolError."""
+        try:
+            return function(*args)
+        except Exception as error:
+            raise PoolError(*processes.described(error)) from error
+
+    def stop(self) -> None:
+        """Free the memory of the row, and what was compiled for it."""
+        self.state = None
+        gc.collect()
+        torch.compiler.reset()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def launched() -> int:
+    """How many processes torchrun or srun has started; 0: none, or only this one."""
+    _, size, _, _ = program.place()
+    return size if size > 1 else 0
+
+
 class Row:
-    """One program at one setting: a row of the results.
+    """The step at one setting: a row of the results.
 
     number: position among the rows that were asked for, from 1.
     ranks: one process each; dp_ranks: the data-parallel ones, which share the batch.
@@ -343,10 +314,9 @@ class Row:
     columns: the row's line of the CSV, {column: value}.
     """
 
-    def __init__(self, number: int, argv: list[str], model: str, program=OurProgram):
+    def __init__(self, number: int, argv: list[str], model: str):
         self.number = number
-        self.program = program
-        self.team = None  # started by the first call
+        self.pool = None  # started by the first call
         self.rates = []
         self.model_cfg, self.cfg, self.args = config.load(argv, MPTConfig, TrainConfig, BenchArgs)
         self.choose_processes()
@@ -369,45 +339,29 @@ class Row:
     def choose_batch(self) -> None:
         """Set the batch by grad_accum. UserError if the ranks cannot share it."""
         cfg = self.cfg
-        one_size = cfg.microbatch_size != "auto"
         fix = "set --microbatch_size=NUMBER, or sweep several"
-        require(one_size, f"a row has one microbatch: {fix}")
+        require(cfg.microbatch_size != "auto", f"a row has one microbatch: {fix}")
         if self.args.grad_accum:
             cfg.global_batch_size = self.args.grad_accum * cfg.microbatch_size * self.dp_ranks
         batch = cfg.global_batch_size
         problem = f"global_batch_size {batch} is not a multiple of the {self.dp_ranks} "
         require(batch % self.dp_ranks == 0, f"{problem}data-parallel ranks")
 
-        if self.program is TransformersProgram:
-            fix = "set --ranks=1"
-            require(self.ranks == 1, f"transformers' model is measured in one process: {fix}")
-            cfg.microbatch_size = cfg.global_batch_size
-            cfg.activation_checkpointing = "none"
-
     def settings(self, argv: list[str], model: str) -> dict:
         """The columns before the measurement: settings, and empty figures."""
         m, cfg = self.model_cfg, self.cfg
-        name = model or f"{m.n_layers}x{m.d_model}"
-        if self.program is TransformersProgram:
-            name = f"transformers {name}"
-        rows_per_rank = cfg.global_batch_size // self.dp_ranks
-
         columns = {
             "time": datetime.datetime.now().isoformat(timespec="seconds"),
             "command": f"python -m bench train {config.shell(*argv)}",
             "status": "ok",
-            "model": name,
+            "model": model or f"{m.n_layers}x{m.d_model}",
             "n_params": flops.n_params(m),
         }
         columns |= {key: getattr(m, key) for key in MODEL_SETTINGS}
-        columns |= {
-            "device": "",
-            "nodes": "",
-            "ranks": self.ranks,
-            "threads": self.threads,
-            "torch": torch.__version__,
-        }
+        columns |= {"device": "", "nodes": "", "ranks": self.ranks, "threads": self.threads}
+        columns |= {"torch": torch.__version__}
         columns |= {key: getattr(cfg, key) for key in RUN_SETTINGS}
+        rows_per_rank = cfg.global_batch_size // self.dp_ranks
         columns |= {
             "grad_accum": math.ceil(rows_per_rank / cfg.microbatch_size),
             "global_batch_size": cfg.global_batch_size,
@@ -453,35 +407,39 @@ class Row:
         """Whether nothing has failed yet."""
         return self.columns["status"] == "ok"
 
-    def call(self, method: str, *args) -> list | None:
+    def call(self, method, *args) -> list | None:
         """The answer of each process. If one fails: None, and `status` says why."""
         try:
-            if self.team is None:
-                kind = Launched if launched() else Team
-                self.team = kind(self.program, (self.model_cfg, self.cfg), self.ranks, self.threads)
-            return self.team.call(method, *args)
-        except TeamError as error:
+            if self.pool is None:
+                self.pool = self.start()
+            return self.pool(method, *args)
+        except PoolError as error:
             self.columns["status"] = str(error)
             print(f"  {self.columns['model']}: {error}", file=sys.stderr, flush=True)
             return None
 
+    def start(self):
+        """The processes of the row, each with a Step."""
+        if not launched():
+            return Pool(self.ranks, Step, self.model_cfg, self.cfg, threads=self.threads)
+        torch.set_num_threads(self.threads)
+        return Launched(Step, self.model_cfg, self.cfg)
+
     def turn(self) -> None:
         """Measure one turn; the slowest rank decides."""
-        seconds = self.call("turn", self.args.steps)
+        seconds = self.call(Step.turn, self.args.steps)
         if seconds:
             tokens = self.args.steps * self.cfg.global_batch_size * self.model_cfg.max_seq_len
             self.rates.append(tokens / max(seconds))
 
-    def finish(self, trace: str) -> None:
-        """Profile two steps, fill in the figures, and end the processes.
-
-        trace: the file for the profile, or empty.
-        """
-        shares = self.call("profile_steps", 2, trace)
-        answers = self.call("describe") if shares else None
+    def finish(self) -> None:
+        """Profile two steps, fill in the figures, and end the processes."""
+        trace = self.args.profile and f"{self.args.profile}-{self.number}.json"
+        shares = self.call(Step.profile_steps, 2, trace)
+        answers = self.call(Step.describe) if shares else None
         if not answers:
             return
-        self.team.stop()
+        self.pool.stop()
 
         rank_0 = answers[0]
         for key in ("device", "nodes", "precision", "compile", "attn_impl"):
@@ -493,15 +451,14 @@ class Row:
         """Tokens/s, TFLOP/s, MFU and HFU. peak: FLOP/s of a device, or None if unknown."""
         rates = self.rates[1:]  # the first turn warmed up
         rate = statistics.median(rates)
-        rate_device = rate / self.ranks
         flops_per_token = matmuls.flops_of_run(self.model_cfg, self.cfg)
         with_recomputed = matmuls.flops_of_run(self.model_cfg, self.cfg, recomputed=True)
         return {
             "tokens_per_second": rate,
             "fastest": max(rates),
             "slowest": min(rates),
-            "tokens_per_second_device": rate_device,
-            "tflops_device": rate_device * flops_per_token / 1e12,
+            "tokens_per_second_device": rate / self.ranks,
+            "tflops_device": rate / self.ranks * flops_per_token / 1e12,
             "peak_tflops": peak and peak / 1e12,
             "mfu": flops.utilization(flops_per_token, rate, self.ranks, peak),
             "hfu": flops.utilization(with_recomputed, rate, self.ranks, peak),
@@ -511,15 +468,15 @@ class Row:
 
 def groups(argv: list[str]) -> list[list[Row]]:
     """The rows that the command line asks for, in groups whose rows take turns."""
+    fix = "python -m bench beside train takes turns with transformers' model"
+    require(not any(word.startswith("--transformers") for word in argv), f"--transformers: {fix}")
     flags = [word for word in argv if not word.startswith(("--sweep=", "--sizes="))]
     *_, args = config.load(SHAPE + argv, MPTConfig, TrainConfig, BenchArgs)
     given = [word for word in flags if not word.startswith("-")]
     require(not (given and args.sizes), "give a config file or --sizes, not both")
     recipes = [f"configs/mpt{size}.py" for size in args.sizes.split(",") if size]
-    programs = [OurProgram, TransformersProgram] if args.transformers else [OurProgram]
 
-    row_groups = []
-    numbers = itertools.count(1)
+    rows = []
     for recipe, swept in itertools.product(recipes or [None], combinations(args.sweep)):
         if recipe:
             base, model = [recipe], Path(recipe).stem
@@ -527,13 +484,11 @@ def groups(argv: list[str]) -> list[list[Row]]:
             base, model = [], Path(given[-1]).stem
         else:
             base, model = SHAPE, ""
-        setting = base + flags + swept
-        row_groups.append([Row(next(numbers), setting, model, program) for program in programs])
+        rows.append(Row(len(rows) + 1, base + flags + swept, model))
 
-    take_turns = args.alternate or args.transformers
     message = "under torchrun rows cannot take turns: run it without torchrun"
-    require(not (take_turns and launched()), message)
-    return [list(itertools.chain(*row_groups))] if args.alternate else row_groups
+    require(not (args.alternate and launched()), message)
+    return [rows] if args.alternate else [[row] for row in rows]
 
 
 def combinations(sweep: str) -> list[list[str]]:
@@ -547,17 +502,6 @@ def combinations(sweep: str) -> list[list[str]]:
     return [list(flags) for flags in itertools.product(*choices)]
 
 
-def append(path: str, columns: dict) -> None:
-    """Add a line to a CSV; a new file gets a header."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    is_new = not os.path.exists(path)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, list(columns))
-        if is_new:
-            writer.writeheader()
-        writer.writerow(columns)
-
-
 # --- The program
 
 
@@ -565,8 +509,7 @@ def main(argv) -> None:
     """Measure the rows that are not in the CSV yet, then print tables of all rows asked for."""
     wanted = groups(argv)
     args = wanted[0][0].args
-    rank = config.rank()
-    kept = read(args.out) if args.out else []
+    kept = compare.read(args.out) if os.path.exists(args.out) else []
     same_columns = not kept or list(kept[0]) == list(wanted[0][0].columns)
     fix = "name another file"
     require(same_columns, f"{args.out} has other columns than `bench train` writes: {fix}")
@@ -576,9 +519,9 @@ def main(argv) -> None:
         known = {row: next((line for line in kept if row.is_like(line)), None) for row in group}
         new = [row for row in group if not known[row]]
         if new:
-            measure(new, args, rank)
+            measure(new)
         lines += [known[row] or as_text(row.columns) for row in group]
-    if rank == 0:
+    if program.rank() == 0:
         report(lines, argv, args)
 
 
@@ -587,51 +530,61 @@ def as_text(columns: dict) -> dict[str, str]:
     return {name: "" if value is None else str(value) for name, value in columns.items()}
 
 
-def measure(rows: list[Row], args: BenchArgs, rank: int) -> None:
-    """Let the rows take turns, then complete each and add it to the CSV. rank: the global one."""
-    for turn in range(args.rounds + 1):
+def measure(rows: list[Row]) -> None:
+    """Let the rows take turns, then complete each and add it to the CSV."""
+    rounds, rank = rows[0].args.rounds, program.rank()
+    for turn in range(rounds + 1):
         for row in rows:
             if row.is_ok():
                 row.turn()
         if rank == 0:
             names = " and ".join(f"row {row.number}, {row.columns['model']}" for row in rows)
-            print(f"  {names}: turn {turn} of {args.rounds}", file=sys.stderr, flush=True)
+            print(f"  {names}: turn {turn} of {rounds}", file=sys.stderr, flush=True)
 
     for row in rows:
         if row.is_ok():
-            row.finish(args.profile and f"{args.profile}-{row.number}.json")
-        keep(row, args.out, rank)
+            row.finish()
+        keep(row, rank)
         if launched() and not row.is_ok():  # the ranks may be in different collectives now
             message = f"{row.columns['model']}: start again to continue with the other rows"
             print(message, file=sys.stderr)
-            raise SystemExit(RESUME_ME)
+            raise SystemExit(program.RESUME_ME)
 
 
-def keep(row: Row, out: str, rank: int) -> None:
-    """Rank 0 adds the row to the CSV `out`; another rank only adds a failure that rank 0 has not.
+def keep(row: Row, rank: int) -> None:
+    """Rank 0 adds the row to the CSV; another rank only adds a failure that rank 0 has not.
 
     So an error that only one rank has is recorded too, and a restart skips the row.
     """
+    path = row.args.out
+    if not path or (rank > 0 and row.is_ok()):
+        return
     if rank > 0:
-        if row.is_ok():
-            return
         time.sleep(3)  # rank 0 may add the same failure
-        if any(row.is_like(line) for line in read(out)):
+        if os.path.exists(path) and any(row.is_like(line) for line in compare.read(path)):
             return
-    if out:
-        append(out, row.columns)
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    is_new = not os.path.exists(path)
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, list(row.columns))
+        if is_new:
+            writer.writeheader()
+        writer.writerow(row.columns)
 
 
 def report(lines: list[dict[str, str]], argv: list[str], args: BenchArgs) -> None:
     """Print the tables; with --out, also write them and a picture. UserError if no row is ok."""
-    text = "\n".join([how_measured(argv, args), "", tables(lines)])
+    source = args.out or "the results"
+    text = "\n".join([how_measured(argv, args), "", compare.tables(lines, source)])
     print(text)
-    measured = [line for line in lines if line["status"] == "ok"]
+    any_ok = any(line["status"] == "ok" for line in lines)
     if args.out:
         Path(args.out).with_suffix(".md").write_text(text + "\n")
-        if measured and importlib.util.find_spec("matplotlib"):
-            draw(measured, Path(args.out).with_suffix(".png"))
-    require(measured, f"nothing could be measured: {lines[0]['status']}")
+        if any_ok and importlib.util.find_spec("matplotlib"):
+            good = compare.measured(lines, source)
+            compare.draw(good, Path(args.out).with_suffix(".png"))
+    require(any_ok, f"nothing could be measured: {lines[0]['status']}")
 
 
 def how_measured(argv: list[str], args: BenchArgs) -> str:

@@ -399,13 +399,11 @@ def read_measured(path, folder):
 
 
 def read_table(path, folder):
-    from bench import compare as bench_compare
-    from bench import scaling as bench_scaling
-    from bench import table as bench_table
+    from bench import compare
 
-    with bench_table.naming_errors(str(path)):
-        bench_table.tables(bench_table.read(str(path)))
-    bench_scaling.groups(bench_compare.read(str(path)))
+    rows = compare.read(path)
+    compare.tables(rows, str(path))
+    compare.scalings(compare.measured(rows, str(path)))
 
 
 def read_config(path, folder):
@@ -668,7 +666,7 @@ def main(argv) -> None:
     n_cases = next((int(word[8:]) for word in argv if word.startswith("--cases=")), CASES)
     names = [word for word in argv if not word.startswith("--")]
     modules = """
-        bench.table planning.calibrate weights.load weights.hf evaluation.zero_shot
+        bench.compare planning.calibrate weights.load weights.hf evaluation.zero_shot
         lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.stopping
         pyarrow.parquet torch._dynamo
     """

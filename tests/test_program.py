@@ -184,12 +184,11 @@ NEED_ARGUMENTS = """
     lifecycle.microbatch lifecycle.plot lifecycle.lease lifecycle.resume lifecycle.runlog
     text.shards weights.tensor_files bench
 """.split()
-NEED_ARGUMENTS += ["bench compare", "bench table", "bench night_report", "lessons.lost_rank"]
+NEED_ARGUMENTS += ["bench compare", "bench beside", "bench night_report", "lessons.lost_rank"]
 TAKE_NO_ARGUMENTS = """
     attention.py devices.py loss.py model.py optim.py serving.sampling
     lifecycle.stopping lifecycle.watchdog
 """.split()
-TAKE_NO_ARGUMENTS += ["bench team"]
 
 
 @pytest.mark.slow
@@ -224,8 +223,7 @@ READERS = {
     "weights.hf_config nowhere": "nowhere",
     "text.shards nowhere.bin": "nowhere.bin",
     "storage.files nowhere.json": "nowhere.json",
-    "bench table nowhere.csv": "nowhere.csv",
-    "bench scaling nowhere.csv": "nowhere.csv",
+    "bench compare nowhere.csv": "nowhere.csv",
     "bench compare nowhere.csv nowhere.csv": "nowhere.csv",
     "bench night_report nowhere": "nowhere",
     "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",

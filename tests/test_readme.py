@@ -65,6 +65,7 @@ SMALL_BENCH = {
         "--d_model=32 --head_dims=16 --tokens=32 --lengths=32 --rounds=1 --turn_ms=1 --out=."
     ).split(),
     "train": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
+    "beside": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
     "machine": ["--seconds=0.01"],
 }
 

@@ -1,6 +1,5 @@
 """bench/attention.py: its formula, contestants that fail, and the files that it writes."""
 
-import importlib.util
 import json
 
 import pytest
@@ -72,7 +71,7 @@ TINY = """
 
 
 @pytest.mark.slow
-def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeypatch):
+def test_attention_writes_tables_and_figures(python, tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # so that our kernels run on a CPU
     done = python("attention", *TINY, program="bench")
@@ -95,8 +94,6 @@ def test_attention_writes_tables_figures_and_a_picture(python, tmp_path, monkeyp
     assert raw["settings"]["rounds"] == 1
     assert len(raw["cells"]) == 20
     assert all(cell["missing"] or len(cell["turns"]) == 1 for cell in raw["cells"])
-    has_matplotlib = bool(importlib.util.find_spec("matplotlib"))
-    assert (tmp_path / "results/attention_cpu.png").exists() == has_matplotlib
 
 
 def test_a_list_of_lengths_is_numbers_with_commas():

@@ -1,7 +1,4 @@
-"""Tables made from CSVs of `bench train`, beside figures worked out by hand; and the SLURM script.
-
-bench/compare.py, bench/scaling.py and slurm/scaling.sbatch, which is run for real.
-"""
+"""bench/compare.py: rows of `bench train`, figures worked out by hand; slurm/scaling.sbatch."""
 
 import csv
 import os
@@ -11,12 +8,9 @@ import sys
 import pytest
 from conftest import ROOT, clean_environment
 
-from bench import __main__ as door
-from bench import compare as bench_compare
-from bench import scaling as bench_scaling
+from bench import compare
 from config import UserError
 
-CONVENTION = "LLM Foundry: 6 N + 12 L d S"
 # LLM Foundry's published row of MPT-1B on 8 H100: 45,455 tokens/s and 413 TFLOP/s a device, MFU
 # 41.82 % of 989.5.
 SETTINGS = {
@@ -55,13 +49,15 @@ FIGURES = {
     "peak_tflops": 989.5,
     "mfu": 0.4182,
     "hfu": 0.4182,
-    "convention": CONVENTION,
+    "convention": "LLM Foundry: 6 N + 12 L d S",
     "memory_gb": 60,
     "data": 0,
     "forward": 0.3,
     "backward": 0.6,
     "optimizer": 0.05,
     "communication": 0.05,
+    "idle": 0.05,
+    "others": "",
 }
 H100 = SETTINGS | FIGURES
 FAILED = SETTINGS | dict.fromkeys(FIGURES, "") | {"status": "out of memory"}
@@ -101,154 +97,120 @@ def at(ranks: int, batch: int, rate: float, **more) -> dict:
     return row | more
 
 
-def cells(text: str) -> list[list[dict]]:
-    """The Markdown tables in a text, each a list of rows {column: cell}."""
-    tables = []
-    for block in text.split("\n\n"):
-        lines = [line for line in block.splitlines() if line.startswith("|")]
-        if lines:
-            head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
-            tables.append([dict(zip(head, row, strict=True)) for row in rows])
-    return tables
+def rows_of(path, *rows) -> list[dict]:
+    """These rows as compare.py reads them from a file."""
+    return compare.measured(compare.read(write(path, *rows)), str(path))
 
 
-def column(table: list[dict], name: str) -> list[str]:
-    """The cells of one column."""
-    return [row[name] for row in table]
+def test_the_row_that_llm_foundry_published(tmp_path):
+    (row,) = rows_of(tmp_path / "a.csv", H100)
+    cells = compare.foundry_cells(row)
+    published = {"MFU": "41.82", "Model TFLOP": "413", "Throughput (T/s/GPU)": "45455"}
+    published |= {"Throughput (S/s)": "177.6", "GlobalBatchSize (T)": 229376}
+    published |= {"Precision": "amp_bf16", "Activation Checkpointing": "False"}
+    assert published.items() <= cells.items() and len(cells) == 20
+    ours = compare.our_cells("a", row, base=2 * 363640)
+    assert (
+        ours["first row = 1"] == "0.50" and ours["forward"] == "30%" and ours["peak GB"] == "60.00"
+    )
 
 
-# --- scaling
+def test_rows_are_named_by_what_differs_and_failures_are_listed(tmp_path):
+    slower = H100 | {"microbatch_size": 7, "tokens_per_second": 181820}
+    failed = FAILED | {"microbatch_size": 99}
+    path = write(tmp_path / "a.csv", H100, slower, failed)
+    text = compare.tables(compare.read(path), path)
+    assert "| microbatch_size 14 | 363,640 |" in text and "/ 363,000 | 0.50 |" in text
+    assert "- not measured: microbatch_size 99: out of memory" in text
+    assert compare.names_of([H100, H100]) == ["mpt1b", "mpt1b"]
+    assert compare.names_of([H100, H100 | {"others": "alibi=True tp=2"}]) == ["mpt1b", "tp=2"]
 
 
-def test_strong_and_weak_scaling_by_hand(tmp_path, capsys):
+# --- Over numbers of ranks
+
+
+def test_strong_and_weak_scaling_by_hand(tmp_path):
     strong = [at(8, 64, 40000), at(32, 64, 34000), at(16, 64, 38000)]
     weak = [at(16, 128, 39600), at(32, 256, 39000, tflops_device="")]
-    bench_scaling.main([write(tmp_path / "r.csv", *strong, FAILED, *weak)])
-    text = capsys.readouterr().out
-    first, second = cells(text)
-    assert column(first, "ranks") == ["8", "16", "32"]
-    assert column(first, "nodes") == ["1", "2", "4"]
-    assert column(first, "global batch") == ["64"] * 3
-    assert column(first, "tokens/s") == ["320,000", "608,000", "1,088,000"]
-    assert column(first, "efficiency") == ["100.0%", "95.0%", "85.0%"]  # 38 / 40, 34 / 40
-    losses = column(first, "loss against the row before")
-    assert losses == ["", "5.0%", "10.5%"]  # 1 - 38 / 40, 1 - 34 / 38
-
-    assert column(second, "global batch") == ["64", "128", "256"]
-    assert column(second, "efficiency") == ["100.0%", "99.0%", "97.5%"]
-    assert column(second, "TFLOP/s a device") == ["413", "413", "n/a"]
-
-    assert "Strong scaling, global batch 64: mpt1b at 2048 tokens, NVIDIA H100" in text
-    assert "Weak scaling, 8 sequences a rank: mpt1b" in text
-    assert "an efficiency of 95.8%" in text and "One size only" not in text
-    assert str(tmp_path / "r_scaling.png") in text or "needs matplotlib" in text
+    found = compare.scalings(rows_of(tmp_path / "r.csv", *strong, FAILED, *weak))
+    assert [title.partition(":")[0] for title in found] == [
+        "Strong scaling, global batch 64",
+        "Weak scaling, 8 sequences a rank",
+    ]
+    first, second = found.values()
+    assert [row["nodes"] for row in first] == [1, 2, 4]
+    assert compare.efficiencies(first) == [1, 0.95, 0.85]  # 38 / 40, 34 / 40
+    assert compare.efficiencies(second) == [1, 0.99, 0.975]
+    last = compare.scaling_table(first).splitlines()[-1].split()
+    assert last == "4 32 64 1,088,000 413 85.0% 10.5%".split()  # 1 - 34 / 38
+    assert "n/a" in compare.scaling_table(second)
 
 
 def test_rows_that_differ_in_a_setting_are_apart_and_the_later_of_two_counts(tmp_path):
     rows = [at(8, 64, 9), at(8, 64, 10), at(16, 64, 8)]
     rows += [at(8, 64, 20, torch="2.14.0"), at(16, 64, 19, torch="2.14.0")]
     rows += [at(8, 64, 5, compile=True)]
-    tables, alone = bench_scaling.groups(bench_compare.read(write(tmp_path / "r.csv", *rows)))
-    efficiencies = [bench_scaling.efficiencies(members) for members in tables.values()]
-    assert efficiencies == [[1, 0.8], [1, 0.95]]
-    settings = [title.rpartition("torch ")[2] for title in tables]
-    assert settings == ["2.13.0, compile False", "2.14.0, compile False"]
-    assert [row["compile"] for row in alone] == ["True"]
+    found = compare.scalings(rows_of(tmp_path / "r.csv", *rows))
+    assert [compare.efficiencies(members) for members in found.values()] == [[1, 0.8], [1, 0.95]]
 
 
-def test_shards_of_another_size_are_another_setting_only_where_they_are_chosen(tmp_path):
-    hybrid = [at(ranks, 64, 10, sharding="HYBRID_SHARD") for ranks in (8, 16)]
-    rows = bench_compare.read(write(tmp_path / "r.csv", *hybrid))
-    assert not bench_scaling.groups(rows)[0]
-    same_size = [row | {"shard_size": 8} for row in hybrid]
-    rows = bench_compare.read(write(tmp_path / "r.csv", *same_size))
-    assert len(bench_scaling.groups(rows)[0]) == 1
+@pytest.mark.parametrize("sharding, shard_size, scalings", [
+    ("HYBRID_SHARD", None, 0),
+    ("HYBRID_SHARD", 8, 1),
+    ("FULL_SHARD", None, 1),
+])  # fmt: skip
+def test_shards_of_another_size_are_another_setting_only_where_they_are_chosen(
+    sharding, shard_size, scalings, tmp_path
+):
+    rows = [at(n, 64, 10, sharding=sharding, shard_size=shard_size or n) for n in (8, 16)]
+    assert len(compare.scalings(rows_of(tmp_path / "r.csv", *rows))) == scalings
 
 
-def test_one_size_says_what_to_run_and_still_shows_the_published_run(tmp_path, capsys):
-    path = write(tmp_path / "r.csv", at(8, 64, 10))
-    bench_scaling.main([path])
+def test_one_file_is_shown_with_its_scaling_and_the_published_run(tmp_path, capsys):
+    path = write(tmp_path / "r.csv", at(8, 64, 10), at(16, 64, 9), FAILED)
+    compare.main([path])
     text = capsys.readouterr().out
-    assert "One size only: 8 ranks, global batch 64: mpt1b at 2048" in text
-    assert "slurm/scaling.sbatch CONFIG" in text and f"--out={path}" in text and "95.8%" in text
-    assert not list(tmp_path.glob("*.png"))
+    assert "90.0%" in text and "95.8%" in text and "out of memory" in text
+    compare.main([write(tmp_path / "one.csv", at(8, 64, 10))])
+    assert f"--out={tmp_path}/one.csv" in capsys.readouterr().out
 
 
-def test_the_picture_goes_where_out_says(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    path = write(tmp_path / "r.csv", at(8, 64, 10), at(16, 64, 9))
-    pictures = {
-        "new/": "new/r_scaling.png",
-        "new": "new/r_scaling.png",  # the folder exists by then
-        "new/a": "new/a_scaling.png",
-    }
-    for out, picture in pictures.items():
-        bench_scaling.main([path, f"--out={tmp_path}/{out}"])
-        assert capsys.readouterr().out.strip().endswith(str(tmp_path / picture))
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-        (tmp_path / picture).unlink()
+# --- Two machines
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path, capsys, monkeypatch):
-    for name in ("matplotlib", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it raises now
-    bench_scaling.main([write(tmp_path / "r.csv", at(8, 64, 10), at(16, 64, 9))])
-    assert "requirements-extra.txt" in capsys.readouterr().out
-
-
-# --- compare
-
-
-def test_cost_and_energy_by_hand(tmp_path, capsys):
+def test_cost_and_energy_by_hand(tmp_path):
     """1e9 tokens at 45,455/s take 6.1111 h, at 20,513/s 13.5416 h; watts 10200 / 8 and 6500 / 8."""
-    slower = A100 | {"tokens_per_second_device": 1}
-    a = write(tmp_path / "a.csv", slower, A100, FAILED)
-    b = write(tmp_path / "b.csv", H100)
-    bench_compare.main([a, b, "--prices=2,4.5"])
-    text = capsys.readouterr().out
-    (table,) = cells(text)
-    assert table[0]["file"] == a
-    assert table[0]["device"] == "NVIDIA A100-SXM4-80GB"
-    assert table[0]["settings"] == "bf16, FULL_SHARD, checkpointing none, microbatch 14"
-    assert column(table, "tokens/s a device") == ["20,513", "45,455"]
-    assert column(table, "TFLOP/s a device") == ["186", "413"]
-    mfu = [f"59.9% ({CONVENTION})", f"41.8% ({CONVENTION})"]
-    assert column(table, "MFU (convention)") == mfu
-    assert column(table, "dollars per 1e9 tokens") == ["27.08", "27.50"]
-    assert column(table, "kWh per 1e9 tokens") == ["11.00", "7.79"]
-
-    saving = f"{a} is cheaper by 1.5%"  # 1 - 27.083 / 27.500
-    assert f"2.22 times the tokens/s of one of {a}; {saving}" in text
-    break_even = f"both cost the same when {b} is at $4.432."  # 2 x 45455 / 20513
-    assert f"with {a} at $2 an hour, {break_even}" in text
-    assert "Prices are dollars per hour of one torch device" in text
-    assert "No watts known" not in text
-    bench_compare.main([a, b, "--prices=2,4.4"])
-    assert f"{b} is cheaper by 0.7%" in capsys.readouterr().out  # 1 - 4.4 / 4.432
+    a, b = rows_of(tmp_path / "a.csv", A100, H100)
+    cells = [compare.machine_cells(a, 2, None), compare.machine_cells(b, 4.5, None)]
+    assert [c["dollars per 1e9 tokens"] for c in cells] == ["27.08", "27.50"]
+    assert [c["kWh per 1e9 tokens"] for c in cells] == ["11.00", "7.79"]
+    assert [c["tokens/s a device"] for c in cells] == ["20,513", "45,455"]
+    assert compare.machine_cells(a, None, 100)["kWh per 1e9 tokens"] == "1.35"
+    assert compare.machine_cells(a, None, None)["dollars per 1e9 tokens"] == "n/a"
 
 
-def test_without_prices_speed_and_energy_only(tmp_path, capsys):
-    a = write(tmp_path / "a.csv", A100)
-    b = write(tmp_path / "b.csv", H100)
-    bench_compare.main([a, b, "--watts=100,1000"])
-    text = capsys.readouterr().out
-    assert "dollars" not in text and "Break-even" not in text and "2.22 times" in text
-    (table,) = cells(text)
-    assert column(table, "kWh per 1e9 tokens") == ["1.35", "6.11"]
+@pytest.mark.parametrize("prices, words", [
+    ([2, 4.5], "A is cheaper by 1.5%"),  # 1 - 27.083 / 27.500
+    ([2, 4.4], "B is cheaper by 0.7%"),  # 1 - 4.4 / 4.432
+    ([2, 4.4], "B is at $4.432."),  # 2 x 45455 / 20513
+    ([None, None], "2.22 times the tokens/s of one of A."),
+])  # fmt: skip
+def test_the_verdict(prices, words, tmp_path):
+    rows = rows_of(tmp_path / "a.csv", A100, H100)
+    assert words in compare.verdict(["A", "B"], rows, prices)
 
 
-def test_each_common_model_is_a_pair_in_order_of_parameters(tmp_path, capsys):
+def test_each_common_model_is_compared_by_its_fastest_row(tmp_path, capsys):
     small = H100 | {"model": "mpt125m", "n_params": 125311488}
     longer = H100 | {"max_seq_len": 4096, "n_params": 1320144896}
-    only_in_a = small | {"model": "mpt350m"}
-    only_in_b = small | {"max_seq_len": 512}
-    a = write(tmp_path / "a.csv", longer, H100, only_in_a, small)
-    b = write(tmp_path / "b.csv", small, only_in_b, H100, longer)
-    bench_compare.main([a, b])
-    (table,) = cells(capsys.readouterr().out)
-    named = ["mpt125m at 2048", "mpt1b at 2048", "mpt1b at 4096"]
-    rows = [(row["model"], row["file"]) for row in table]
-    assert rows == [(name, path) for name in named for path in (a, b)]
+    slower = A100 | {"tokens_per_second_device": 1}
+    a = write(tmp_path / "a.csv", longer, slower, A100, small | {"model": "mpt350m"}, small)
+    b = write(tmp_path / "b.csv", small, small | {"max_seq_len": 512}, H100, longer)
+    compare.main([a, b, "--prices=2,4.5"])
+    text = capsys.readouterr().out
+    models = [line.split("  ")[0] for line in text.splitlines() if line.startswith("mpt")]
+    assert models == ["mpt125m at 2048 tokens", "mpt1b at 2048 tokens", "mpt1b at 4096 tokens"]
+    assert "20,513" in text and "27.08" in text
 
 
 WATTS = [
@@ -266,29 +228,16 @@ WATTS = [
 
 @pytest.mark.parametrize("device, peak, watts", WATTS)
 def test_watts_are_those_of_a_known_node_or_unknown(device, peak, watts, tmp_path):
-    path = write(tmp_path / "r.csv", H100 | {"device": device, "peak_tflops": peak})
-    (row,) = bench_compare.read(path)
-    assert bench_compare.watts_of(row) == watts
+    (row,) = rows_of(tmp_path / "r.csv", H100 | {"device": device, "peak_tflops": peak})
+    assert compare.watts_of(row) == watts
 
 
-def test_a_device_without_watts_and_peak_is_not_guessed(tmp_path, capsys):
-    cpu = H100 | {"device": "cpu", "peak_tflops": "", "mfu": "", "hfu": ""}
-    bench_compare.main([write(tmp_path / "a.csv", cpu), write(tmp_path / "b.csv", H100)])
-    text = capsys.readouterr().out
-    row = cells(text)[0][0]
-    for name in ("MFU (convention)", "W a device", "kWh per 1e9 tokens"):
-        assert row[name] == "n/a"
-    assert "No watts known for cpu: set --watts=a,b" in text
-
-
-# --- errors
+# --- Errors
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # bench.__main__ replaces this module; afterwards it is put back.
-    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     write("a.csv", H100)
     write("small.csv", H100 | {"model": "mpt125m", "n_params": 125311488})
     write("failed.csv", FAILED)
@@ -299,46 +248,34 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-NOTHING_COMMON = (
-    "nothing in common: a.csv has mpt1b (1,315,950,592 parameters) at 2048; "
-    "small.csv has mpt125m (125,311,488 parameters) at 2048"
-)
-NO_COLUMN = "is not a CSV of bench train: it has no column activation_checkpointing"
 ERRORS = {
-    "scaling": "usage: python -m bench scaling",
-    "scaling nowhere.csv": "no file 'nowhere.csv': python -m bench train CONFIG --out=nowhere.csv",
-    "scaling other.csv": f"other.csv {NO_COLUMN}",
-    "scaling empty.csv": "empty.csv is not a CSV of bench train",
-    "scaling binary.csv": "binary.csv is not a CSV of bench train",
-    "scaling failed.csv": "failed.csv has no row with status ok",
-    "scaling broken.csv": "broken.csv, line 3: tokens_per_second_device must be a number above 0",
-    "scaling a.csv --ouf=x": "unknown key 'ouf' in the command line, did you mean 'out'",
-    "compare a.csv": "usage: python -m bench compare",
-    "compare a.csv small.csv": NOTHING_COMMON,
-    "compare a.csv a.csv --prices=2": "--prices wants two numbers above 0",
-    "compare a.csv a.csv --prices=1,2,3": "--prices wants two numbers above 0",
-    "compare a.csv a.csv --prices=2,nan": "--prices wants two numbers above 0",
-    "compare a.csv a.csv --watts=2,-1": "--watts wants two numbers above 0",
-    "scale a.csv": "no benchmark 'scale', did you mean scaling?",
+    "": "usage: ",
+    "nowhere.csv": "no file 'nowhere.csv'",
+    "other.csv": "no column activation_checkpointing",
+    "empty.csv": "empty.csv is not a CSV of bench train",
+    "binary.csv": "binary.csv is not a CSV of bench train",
+    "failed.csv": "failed.csv has no row with status ok",
+    "broken.csv": "broken.csv, line 3: tokens_per_second_device",
+    "a.csv --ouf=x": "unknown key 'ouf'",
+    "a.csv small.csv": "nothing in common",
+    "a.csv a.csv --prices=2": "--prices wants two numbers above 0",
+    "a.csv a.csv --prices=1,2,3": "--prices wants two numbers above 0",
+    "a.csv a.csv --prices=2,nan": "--prices wants two numbers above 0",
+    "a.csv a.csv --watts=2,-1": "--watts wants two numbers above 0",
 }
 
 
 @pytest.mark.parametrize("command", ERRORS)
 def test_an_error_is_one_line(command, folder):
     with pytest.raises(UserError) as error:
-        door.main(command.split())
-    assert str(error.value).startswith(ERRORS[command]) and "\n" not in str(error.value)
-
-
-def test_the_program_ends_with_status_2_and_one_line(python, folder):
-    done = python("a.csv", "small.csv", program="bench compare")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {NOTHING_COMMON}\n")
+        compare.main(command.split())
+    assert ERRORS[command] in str(error.value) and "\n" not in str(error.value)
 
 
 # --- slurm/scaling.sbatch
 
 # Fake programs: srun starts one task; `bench train` writes a row whose speed falls by a tenth with
-# each doubling of the nodes. config.py and `bench scaling` are real.
+# each doubling of the nodes. config.py and `bench compare` are real.
 SRUN = """#!/usr/bin/env bash
 echo "$@" >> srun.log
 while [[ $1 == --* ]]; do shift; done
@@ -421,11 +358,7 @@ def test_slurm_script_times_every_size_and_prints_the_table(tmp_path):
         assert word(line, "rdzv_endpoint").startswith("node1:")
     for name in ("rdzv_endpoint", "rdzv_id"):  # runs do not meet each other's ranks
         assert len({word(line, name) for line in lines}) == 5
-
-    first, second = cells(done.stdout)
-    assert column(first, "efficiency") == ["100.0%", "90.0%", "81.0%"]
-    assert column(second, "efficiency") == ["100.0%", "90.0%", "81.0%"]
-    assert column(second, "global batch") == ["256", "512", "1,024"]
+    assert done.stdout.count("81.0%") == 2  # 0.9 x 0.9 on 4 nodes, strong and weak
 
 
 def test_slurm_script_takes_the_batch_of_the_config_and_a_failed_size_costs_no_other(tmp_path):
@@ -433,7 +366,7 @@ def test_slurm_script_takes_the_batch_of_the_config_and_a_failed_size_costs_no_o
     assert done.returncode == 1 and "failed: 4 nodes, global batch 2048" in done.stderr
     batches = [word(line, "global_batch_size") for line in lines]
     assert batches == ["512", "512", "1024", "512", "2048"]
-    assert [len(table) for table in cells(done.stdout)] == [3, 2]
+    assert done.stdout.count("81.0%") == 1
 
 
 def test_slurm_script_without_a_config_says_how_to_submit(tmp_path):

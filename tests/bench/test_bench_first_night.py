@@ -17,7 +17,7 @@ from conftest import PATIENCE, ROOT, rooms_on_path
 
 import config
 import devices
-from bench import attention, facts, first_night, generate, night_report, train
+from bench import attention, first_night, generate, night_report, train
 from bench import machine as bench_machine
 from config import MPTConfig, TrainConfig, UserError
 from lessons import lost_rank
@@ -29,7 +29,7 @@ def facts_of(count, name, arch, memory_gb, **more):
     """The facts of a machine with so many equal GPUs."""
     gpu = {"name": name, "arch": arch, "memory_gb": memory_gb, "units": 1, "known_as": name}
     bf16 = {"computes_in_bf16": count > 0, "amd": arch.startswith("gfx")}
-    versions = {"driver": "550.54.15", "triton": "3.7.1", "nccl": "2.27.3", "cuda": "12.8"}
+    versions = {"triton": "3.7.1", "nccl": "2.27.3", "cuda": "12.8"}
     versions |= {"torch": "2.13.0", "python": "3.11", "platform": "Linux", "rocm": None}
     return {"gpus": [gpu] * count, **bf16, **versions, "cpus": 16, "time": "now"} | more
 
@@ -46,20 +46,19 @@ def lacking(tmp_path, machine_facts) -> dict[str, str]:
 
 
 def test_what_a_machine_cannot_run_is_left_out_with_the_reason(tmp_path):
-    amd = dict.fromkeys(("hipblaslt-off", "hipblaslt-on", "tunableop"), "needs an AMD GPU")
     two = dict.fromkeys(("network", "killed-rank", "hung-rank"), "needs two GPUs")
     too_large = {"train-7b": "does not fit into memory, by planning/memory.py"}
     no_gpu = dict.fromkeys(("tune-64", "tune-128", "network"), "needs a GPU")
-    assert lacking(tmp_path, H100) == amd | two | too_large
+    assert lacking(tmp_path, H100) == two | too_large
     assert lacking(tmp_path, MI250) == {}
-    assert lacking(tmp_path, NO_GPU) == amd | no_gpu
+    assert lacking(tmp_path, NO_GPU) == no_gpu
 
 
 @pytest.mark.parametrize("machine_facts", [H100, MI250], ids=["H100", "8 MI250"])
 def test_recipes_get_the_largest_power_of_two_that_fits(machine_facts):
     ranks = len(machine_facts["gpus"])
     room = memory.ROOM * machine_facts["gpus"][0]["memory_gb"] * 2**30
-    for size in first_night.SIZES:
+    for size in ("125m", "350m", "760m", "1b", "3b", "7b"):
         mode, microbatch = first_night.what_fits(size, machine_facts)
         m, cfg = config.load([str(ROOT / f"configs/mpt{size}.py")], MPTConfig, TrainConfig)
         cfg = replace(cfg, activation_checkpointing=mode, global_batch_size=64 * ranks)
@@ -107,10 +106,10 @@ def test_every_command_is_one_that_can_be_typed(tmp_path, machine_facts, monkeyp
 
 def test_a_wrong_setting_is_one_line(tmp_path):
     stages = first_night.stages_of(tmp_path, NO_GPU)
-    with pytest.raises(UserError, match="no stage 'tets': did you mean tests"):
+    with pytest.raises(UserError, match="no stage 'tets': there are tests, "):
         first_night.chosen(stages, "tets")
-    with pytest.raises(UserError, match="stage tunableop: needs an AMD GPU"):
-        first_night.chosen(stages, "tunableop")
+    with pytest.raises(UserError, match="stage network: needs a GPU"):
+        first_night.chosen(stages, "network")
     (tmp_path / "file").touch()
     wrong = {"--minutes=0": "minutes", f"--out={tmp_path}/file": "folder", "--sage=a": "'stage'"}
     (tmp_path / "mine").mkdir()
@@ -122,18 +121,10 @@ def test_a_wrong_setting_is_one_line(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["README.md"]
 
 
-def test_a_folder_has_one_night_at_a_time(tmp_path):
-    with open(tmp_path / "lock", "w") as ours, open(tmp_path / "lock", "w") as theirs:
-        first_night.require_alone(tmp_path, ours)
-        with pytest.raises(UserError, match="another night writes to"):
-            first_night.require_alone(tmp_path, theirs)
-
-
 def test_a_folder_of_other_gpus_is_refused(tmp_path):
-    first_night.require_same_gpus(tmp_path, H100, H100 | {"time": "later"})
-    for other in (MI250, NO_GPU):
-        with pytest.raises(UserError, match="is of other GPUs: name another folder"):
-            first_night.require_same_gpus(tmp_path, H100, other)
+    (tmp_path / "facts.json").write_text(json.dumps(H100))
+    with pytest.raises(UserError, match="is of other GPUs: name another folder"):
+        first_night.learn_facts(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"})
 
 
 # --- The page
@@ -160,10 +151,7 @@ def night(folder, machine_facts, rows) -> str:
     stages = first_night.stages_of(folder, machine_facts)
     first_night.write_state(folder, 1, stages[0], "done", 12.0)
     first_night.write_state(folder, 2, stages[1], "timed out", 540.0)
-    lines = "NCCL INFO NET/Plugin: No plugin found\nx NCCL INFO Using network Socket\n" * 2
-    (folder / "stages/network.log").write_text(lines)
     (folder / "attention_h100.md").write_text("# 1 x H100\n")
-    (folder / "stages/tune-64.log").write_text("$ tune\nthe last words")
     night_report.write(folder)
     return (folder / "README.md").read_text()
 
@@ -177,13 +165,11 @@ def test_figures_stand_beside_the_planners_predictions(tmp_path):
     peak = memory.bytes_by_part(m, cfg, 8)["peak"] / 1e9
     figures = f"| 50,000 | {speed:,.0f} | {50000 / speed:.2f} | 40.0% | 30.0 | {peak:.1f} |"
     assert figures in page and "| out of memory |" in page
-    assert "8 x MI250 GCD (gfx90a, 64 GiB)" in page and "ROCm 7.0, driver 550.54.15" in page
-    assert page.count("No plugin found") == 1 and "- network: Using network Socket" in page
+    assert "8 x MI250 GCD (gfx90a, 64 GiB)" in page and "ROCm: 7.0" in page
     assert "Done: 1 of 2 stages that can run here. Not done: tune-64 (timed out)." in page
-    assert "```\n$ tune\nthe last words\n```" in page
-    assert "| tests | done | 12 | `python -m pytest -m gpu" in page
-    assert "### 1 x H100" in page  # the table of bench attention
-    assert "issue" in page and f"tar czf {tmp_path.name}.tar.gz -C {tmp_path.parent} " in page
+    assert "| tests | done | 12.0 | python -m pytest -m gpu" in page
+    assert "1 x H100" in page  # the table of bench attention
+    assert f"tar czf {tmp_path.name}.tar.gz -C {tmp_path.parent} " in page
 
 
 def test_an_unknown_device_has_no_predictions(tmp_path):
@@ -198,15 +184,9 @@ def test_a_damaged_state_is_named(tmp_path):
         night_report.read_states(tmp_path)
 
 
-def test_the_facts_of_this_machine():
-    found = facts.facts()
-    assert len(found["gpus"]) == facts.torch.cuda.device_count()
-    assert found["cpus"] >= 1 and found["torch"] == facts.torch.__version__
-
-
 @pytest.mark.gpu
 def test_the_facts_of_a_gpu():
-    found = facts.facts()
+    found = night_report.facts()
     assert found["nccl"] and found["gpus"][0]["memory_gb"] > 1
 
 
@@ -298,7 +278,7 @@ def test_decoding_is_measured_without_and_with_a_file(python, tmp_path):
     done = python("1", *flags, program="bench generate")
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader((tmp_path / "decoding.csv").open()))
-    assert len(rows) == 8 and all(float(row["ours, ms a token"]) > 0 for row in rows)
+    assert len(rows) == 8 and all(float(row["ms a token"]) > 0 for row in rows)
     assert {row["limit, ms a token"] for row in rows} == {"n/a"}  # of a CPU
     done = python("--shapes=65x1", program="bench generate")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "multiple of 64" in done.stderr

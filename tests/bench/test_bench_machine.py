@@ -27,9 +27,8 @@ def run(launch, tmp_path, *args) -> tuple[dict, str]:
 
 def check_matmul_and_memory(machine: dict) -> None:
     for dtype in ("bf16", "fp32"):
-        median, best = machine["matmul_tflops"][dtype], machine["matmul_best_tflops"][dtype]
-        assert list(median) == list(best) == ["256", "512", "1024"]
-        assert all(0 < median[n] <= best[n] < 1e5 for n in median)
+        tflops = machine["matmul_tflops"][dtype]
+        assert list(tflops) == ["256", "512", "1024"] and min(tflops.values()) > 0
     assert 0.1 < machine["memory_gbs"] < 1e4
 
 
@@ -43,14 +42,15 @@ def check_collectives(figures: dict, latency: dict, kinds: list[str]) -> None:
         assert 1 < latency[kind] < 1e7
 
 
-def test_bus_bandwidth_by_hand():
-    # 4 ranks, a message of 800 MB in 0.1 s: 8 GB/s. Each rank sends 3/4 of it, in an all-reduce
-    # twice that.
-    assert bench_machine.bus_gbs("all_gather", 800_000_000, 0.1, 4) == pytest.approx(6)
-    assert bench_machine.bus_gbs("reduce_scatter", 800_000_000, 0.1, 4) == pytest.approx(6)
-    assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 4) == pytest.approx(12)
-    assert bench_machine.bus_gbs("all_reduce", 800_000_000, 0.1, 2) == pytest.approx(8)
-    assert bench_machine.bus_gbs("send_recv", 800_000_000, 0.1, 4) == pytest.approx(8)
+@pytest.mark.parametrize("name, ranks, gbs", [
+    ("all_gather", 4, 6),  # 8 GB/s, and each rank sends 3/4 of the message
+    ("reduce_scatter", 4, 6),
+    ("all_reduce", 4, 12),  # twice that
+    ("all_reduce", 2, 8),
+    ("send_recv", 4, 8),
+])  # fmt: skip
+def test_bus_bandwidth_by_hand(name, ranks, gbs):
+    assert bench_machine.bus_gbs(name, 800_000_000, 0.1, ranks) == pytest.approx(gbs)
 
 
 def pass_one_round(world) -> list[float]:
@@ -101,28 +101,15 @@ def test_the_slowest_rank_and_figures_of_all():
     assert bench_machine.merge(trees, min) == {"node": {"all_gather": 3.0}, "all": 1}
 
 
-def test_the_interface_is_that_of_the_longest_mask_then_of_the_lowest_metric():
-    # /proc/net/route of a little-endian machine: eth0 and wlan0 are default routes, ib0 has
-    # 10.1.0.0/16
-    routes = (
-        "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
-        "wlan0\t00000000\t0102000A\t0003\t0\t0\t600\t00000000\t0\t0\t0\n"
-        "eth0\t00000000\t0102000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n"
-        "ib0\t0000010A\t00000000\t0001\t0\t0\t200\t0000FFFF\t0\t0\t0\n"
-    )
-    assert bench_machine.interface_to("0.0.0.0", routes) == "eth0"
-    assert bench_machine.interface_to("10.1.7.9", routes) == "ib0"
-    assert bench_machine.interface_to("10.2.7.9", routes) == "eth0"
-    assert bench_machine.interface_to("10.2.7.9", routes.splitlines()[0]) is None
-
-
-def test_a_variable_names_the_interface(monkeypatch):
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "hsn0")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    for device_type, name in {"cuda": "hsn0", "cpu": "lo"}.items():
-        found = bench_machine.network(2, device_type)
-        assert found["interface"] == name and found["found_by"].endswith("_SOCKET_IFNAME")
-        assert found["speed_gbits"] is None  # no such interface here; loopback has no speed
+def test_the_links_are_those_of_linux(tmp_path, monkeypatch):
+    for name, speed in {"eth0": "25000", "lo": "-1", "wlan0": ""}.items():
+        (tmp_path / "net" / name).mkdir(parents=True)
+        (tmp_path / "net" / name / "speed").write_text(speed)
+    (tmp_path / "infiniband/mlx5_0/ports/1").mkdir(parents=True)
+    (tmp_path / "infiniband/mlx5_0/ports/1/rate").write_text("400 Gb/sec (4X NDR)\n")
+    monkeypatch.setattr(bench_machine, "LINKS", tmp_path)
+    links = {"ethernet_gbits": {"eth0": 25}, "infiniband_gbits": {"mlx5_0": 400}}
+    assert bench_machine.network() == links
 
 
 @pytest.mark.slow
@@ -133,8 +120,6 @@ def test_alone(python, tmp_path):
     keys = ("ranks", "nodes", "ranks_per_node", "device_type")
     assert [machine[key] for key in keys] == [1, 1, 1, "cpu"]
     assert machine["torch"] == torch.__version__ and machine["settings"]["seconds"] == 0.001
-    assert list(machine["network"]) == ["interface", "found_by", "speed_gbits", "infiniband_gbits"]
-    assert "bf16, median" in text and "GB/s of a rank" in text and "not used here" in text
     assert "bus bandwidth" not in text and "slowest" not in text
 
 
@@ -151,7 +136,6 @@ def test_two_ranks_of_one_node(torchrun, tmp_path):
     for name, by_rank in figures.items():
         slowest = by_rank.index(min(by_rank))
         assert machine["slowest"][name]["rank"] == slowest
-        assert f"slowest in {name}: rank {slowest} on " in text
     assert "all: all_gather" in text and "node: all_reduce" in text and "across" not in text
 
 

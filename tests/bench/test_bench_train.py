@@ -7,6 +7,7 @@ import pytest
 from conftest import ROOT, TORCHRUN, launch
 
 from bench import train as bench_train
+from bench.compare import PARTS
 from config import UserError
 
 TINY = """
@@ -23,71 +24,53 @@ def lines_of(path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def beside_transformers(tmp_path_factory):
-    """A run with --transformers: (its folder, its flags, the finished process)."""
-    pytest.importorskip("transformers")
+def measured(tmp_path_factory):
+    """A run of one row: (its folder, its flags, the finished process)."""
     folder = tmp_path_factory.mktemp("bench")
-    flags = ["train", *TINY, "--transformers", "--peak_tflops=0.5"]
-    flags += ["--out=results/tiny.csv", "--profile=trace"]
+    flags = ["train", *TINY, "--peak_tflops=0.5", "--out=results/tiny.csv", "--profile=trace"]
     done = launch([], folder, flags, program="bench")
     assert done.returncode == 0, done.stderr
     return folder, flags, done
 
 
 @pytest.mark.slow
-def test_figures_follow_from_each_other(beside_transformers):
-    lines = lines_of(beside_transformers[0] / "results/tiny.csv")
-    assert [line["model"] for line in lines] == ["2x32", "transformers 2x32"]
-    for line in lines:
-        assert line["status"] == "ok"
-        assert line["ranks"] == "1"
-        assert int(line["n_params"]) == N_PARAMS
+def test_figures_follow_from_each_other(measured):
+    (line,) = lines_of(measured[0] / "results/tiny.csv")
+    assert (line["model"], line["status"], line["ranks"]) == ("2x32", "ok", "1")
+    assert int(line["n_params"]) == N_PARAMS
 
-        rate = float(line["tokens_per_second"])
-        tflops = float(line["tflops_device"])
-        flops_per_token = 6 * N_PARAMS + 12 * 2 * 32 * 16
-        assert float(line["slowest"]) <= rate <= float(line["fastest"])
-        assert tflops == pytest.approx(rate * flops_per_token / 1e12)
-        assert float(line["mfu"]) == float(line["hfu"]) == pytest.approx(tflops / 0.5)
-        assert 0.1 < float(line["memory_gb"]) < 5
+    rate = float(line["tokens_per_second"])
+    tflops = float(line["tflops_device"])
+    flops_per_token = 6 * N_PARAMS + 12 * 2 * 32 * 16
+    assert float(line["slowest"]) <= rate <= float(line["fastest"])
+    assert tflops == pytest.approx(rate * flops_per_token / 1e12)
+    assert float(line["mfu"]) == float(line["hfu"]) == pytest.approx(tflops / 0.5)
+    assert 0.1 < float(line["memory_gb"]) < 5
 
-        shares = [float(line[part]) for part in ("data", "forward", "backward", "optimizer")]
-        assert all(share > 0 for share in shares)
-        assert line["communication"] == "0.0"
-        assert 0.7 < sum(shares) <= 1
-        assert sum(shares) + float(line["idle"]) == pytest.approx(1)
+    shares = [float(line[part]) for part in PARTS]
+    assert all(share > 0 for share in shares)
+    assert line["communication"] == "0.0"
+    assert 0.7 < sum(shares) <= 1
+    assert sum(shares) + float(line["idle"]) == pytest.approx(1)
 
 
 @pytest.mark.slow
-def test_tables_pictures_and_traces_are_written(beside_transformers):
-    folder, _, done = beside_transformers
-    text = (folder / "results/tiny.md").read_text()
-    assert text.strip() == done.stdout.strip()
-    assert text.startswith("`python -m bench train --n_layers=2")
-
-    ours, theirs = lines_of(folder / "results/tiny.csv")
-    ratio = float(theirs["tokens_per_second"]) / float(ours["tokens_per_second"])
-    our_table = [line for line in text.splitlines() if line.startswith("| transformers 2x32")]
-    assert f"| {ratio:.2f} |" in our_table[0]
-
-    for number in (1, 2):
-        events = json.loads((folder / f"trace-{number}.json").read_text())["traceEvents"]
-        names = {event.get("name") for event in events}
-        assert {"data", "forward", "backward", "optimizer"} <= names
+def test_tables_and_traces_are_written(measured):
+    folder, _, done = measured
+    assert (folder / "results/tiny.md").read_text().strip() == done.stdout.strip()
+    events = json.loads((folder / "trace-1.json").read_text())["traceEvents"]
+    assert set(PARTS) <= {event.get("name") for event in events}
 
 
 @pytest.mark.slow
-def test_what_is_measured_is_not_measured_again(beside_transformers):
-    folder, flags, _ = beside_transformers
+def test_what_is_measured_is_not_measured_again(measured):
+    folder, flags, _ = measured
     before = (folder / "results/tiny.csv").read_text()
     done = launch([], folder, [*flags, "--sweep=microbatch_size=8,4"], program="bench")
     assert done.returncode == 0, done.stderr
     after = (folder / "results/tiny.csv").read_text()
-    assert after.startswith(before)
-    # Transformers' model has no microbatches, so only ours has a new row.
-    assert len(after.splitlines()) == 4
-    assert "row 1," not in done.stderr
-    assert "row 3," in done.stderr
+    assert after.startswith(before) and len(after.splitlines()) == 3
+    assert "row 1," not in done.stderr and "row 2," in done.stderr
 
 
 @pytest.mark.slow
@@ -180,7 +163,7 @@ def test_alternating_rows_are_one_group():
         (["--out=results"], "the name of a .csv file"),
         (["--microbatch_size=auto"], "set --microbatch_size=NUMBER"),
         (["--rounds=0"], "rounds and steps must be at least 1"),
-        (["--transformers", "--ranks=2"], "set --ranks=1"),
+        (["--transformers"], "python -m bench beside train"),
     ],
 )
 def test_wrong_settings_are_user_errors(flags, message, monkeypatch):
