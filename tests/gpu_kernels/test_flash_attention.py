@@ -274,7 +274,7 @@ def masked_and_not(world):
     return equal
 
 
-def test_masks_on_the_diagonal_alone_give_the_same_bits(interpreted):
+def test_diagonal_masks_are_enough(interpreted):
     assert interpreted(masked_and_not)[0] == [True] * 8
 
 
