@@ -20,7 +20,7 @@ Run `python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922`, 
 `python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`, with its attention
 `--n_params=540.35e9 --n_layers=118 --n_heads=48 --head_dim=256 --max_seq_len=2048` (PaLM: 46.2 %
 with `--device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3`).
-`python -m bench flops` compares with what torch counts. Only `--device=auto` imports torch.
+A test compares with what torch counts. Only `--device=auto` imports torch.
 """
 
 import json
@@ -418,10 +418,8 @@ def refuse_other_programs_flags(argv: list[str]) -> None:
             command = f"python -m planning.conventions {config.shell(*words)}"
             raise UserError(f"--{flag} is a flag of another program: {command}")
         if flag == "check":
-            shape = {field.name for field in fields(MPTConfig)}
-            model = [text for text in argv if not text.startswith("-") or flag_name(text) in shape]
-            command = f"python -m bench flops {config.shell(*model) or 'configs/mpt1b.py'}"
-            raise UserError(f"--check is now a program of its own: {command}")
+            command = "pytest tests/planning/test_matmuls.py"
+            raise UserError(f"--check is now a test, that torch counts the same: {command}")
 
 
 def refuse_adapters(argv: list[str]) -> None:

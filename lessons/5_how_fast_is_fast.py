@@ -32,8 +32,9 @@ from dataclasses import replace
 
 import torch
 from matplotlib.figure import Figure
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
-import bench.flops
 import devices
 import flops
 import model
@@ -41,7 +42,7 @@ import optim
 import parallel
 from config import MPTConfig, TrainConfig
 from lessons import pictures
-from planning import certainty, matmuls, search, step_time
+from planning import certainty, search, step_time
 from planning.fleet import FleetArgs, fleet_of
 
 # One core, and its processor seconds: other programs on this machine then disturb less.
@@ -90,11 +91,14 @@ print(f"{L} blocks and the logits: {forward / 1e9:.3f} GFLOP a token, forward")
 # %% [markdown]
 # The backward of y = x W has two products of the same size: the gradient of x, and that
 # of W. So a training step costs three forwards. torch can count the products as they are
-# called, on tensors that have shapes but no data (bench/flops.py::count):
+# called, on tensors that have shapes but no data:
 
 # %%
 cfg = MPTConfig(d_model=d, n_heads=16, n_layers=2 if SHORT else L, max_seq_len=S, vocab_size=V)
-counted = bench.flops.count(cfg, matmuls.TrainingSetup()).get_total_flops() / S
+with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+    obvious = model.MPT(replace(cfg, attn_impl="reference"))
+    obvious(torch.zeros(1, S, dtype=torch.int64)).sum().backward()
+counted = counter.get_total_flops() / S
 step_by_hand = 3 * (cfg.n_layers * block + 2 * d * V)
 print(f"{cfg.n_layers} layers and the logits, forward and backward, GFLOP a token:")
 print(f"{step_by_hand / 1e9:.4f} by hand, {counted / 1e9:.4f} by torch")

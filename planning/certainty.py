@@ -1,11 +1,11 @@
 """How sure is a prediction? As far off as predictions of published runs of its kind were.
 
 residuals.csv has measured / predicted tokens/s of published runs, and the kind of each: whether the
-model was split, over how many nodes, the device, the kernels, sharding, checkpointing. `python -m
-bench planner` writes it: every row is predicted without its model, or was not used for the fit at
-all. A band holds 80 % of the runs of a kind, and the prediction itself. If too few were published,
-it is that of the nearest kind, at least 15 % to each side, and wider for every difference. Your own
-runs do not narrow it.
+model was split, over how many nodes, the device, the kernels, sharding, checkpointing. It was made
+at 4b892f7 (bench/results/planner.md): every row is predicted without its model, or was not used for
+the fit at all. A band holds 80 % of the runs of a kind, and the prediction itself. If too few were
+published, it is that of the nearest kind, at least 15 % to each side, and wider for every
+difference. Your own runs do not narrow it.
 
 A band of published runs cannot know what none of them had: blocks so small that starting their
 kernels takes longer than running them. There the lower end follows from that time.
@@ -24,7 +24,7 @@ from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime, attention_share
 from storage import files
 
-# The kinds of published runs, and measured / predicted tokens/s, from `python -m bench planner`.
+# The kinds of published runs, and measured / predicted tokens/s.
 RESIDUALS = Path(__file__).with_name("residuals.csv")
 # What makes a kind, and how much it counts when the nearest kind is sought.
 WEIGHTS = {
@@ -186,7 +186,7 @@ def nearest(wanted: dict[str, str], rows: list[dict]) -> tuple[tuple[str, ...], 
         same = list(itertools.chain.from_iterable(groups))
         if len(same) >= ENOUGH and len({row["model"] for row in same}) >= MODELS:
             return parts, [float(row["factor"]) for row in same]
-    raise UserError(f"{RESIDUALS} has too few rows: run `python -m bench planner`")
+    raise UserError(f"{RESIDUALS} has too few rows: restore it by git checkout")
 
 
 def is_of(row: dict, kind: dict[str, str]) -> bool:

@@ -15,7 +15,7 @@ the first adapter costs its forward alone.
                       flash   (S + 1) / 2     and the scores are computed again in the backward,
                                               which then costs 2.5 forwards instead of 2
 
-The matmuls are all that is counted: exactly what torch's FlopCounterMode counts (bench/flops.py).
+The matmuls are all that is counted: exactly what torch's FlopCounterMode counts, says a test.
 
 Run `python -m planning.matmuls configs/mpt7b.py --lora_rank=16 --attention=flash`.
 """

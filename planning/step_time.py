@@ -19,8 +19,8 @@ One microbatch on one stage takes
     together  (compute^q + traffic^q)^(1/q): q = 1 overlaps nothing, a large q everything
 
 A group of ranks that spans nodes gets its share of a node's network, if that is slower than the
-links inside. `Constants` holds the fitted and the fixed constants. bench/planner.py fits them;
-bench/results/planner.md has the errors.
+links inside. `Constants` holds the fitted and the fixed constants. bench/results/planner.md has the
+fit to published runs, and its errors.
 
 Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 """
@@ -60,9 +60,9 @@ class Constants:
     hop: float = 5.8e-6  # seconds for each hop of a ring
 
     attention: float = 0.25  # the same on other devices: a guess between those two
-    # Memory traffic of compiled blocks / eager ones. Counted for MPT's, not measured: see
-    # bench/roofline.py. A Llama of 8B became 16 % faster (torchtitan, 8 H100, 2024), here 2 %: its
-    # norms and SwiGLU are more kernels.
+    # Memory traffic of compiled blocks / eager ones. Counted for MPT's operations, not measured. A
+    # Llama of 8B became 16 % faster (torchtitan, 8 H100, 2024), here 2 %: its norms and SwiGLU are
+    # more kernels.
     compiled: float = 0.93
     reachable: float = 0.7  # share of the peak that large matmuls reach, if devices.py has none
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach

@@ -1,6 +1,7 @@
 """planning/matmuls.py against masks written out, and against torch's FlopCounterMode: exactly."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,6 @@ from torch.utils.flop_counter import (
 
 import flops
 import parallel
-from bench import flops as flops_counted
-from bench import memory as memory_counted
 from config import MPTConfig, TrainConfig
 from model import MPT
 from planning import matmuls
@@ -39,6 +38,53 @@ def small(**more) -> MPTConfig:
 def closed(cfg: MPTConfig, setup: TrainingSetup) -> float:
     """FLOPs of one sequence in closed form."""
     return S * matmuls.total(matmuls.flops_by_pass(cfg, setup))
+
+
+def count(
+    cfg: MPTConfig, setup: TrainingSetup, backward: bool = True, change=lambda model: None
+) -> FlopCounterMode:
+    """torch's count of one sequence's forward, or forward and backward.
+
+    The tensors are fake: they have shapes but no data. Attention is the reference, two matmuls over
+    all T x T scores. change(model): called before counting.
+    """
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        model = MPT(replace(cfg, attn_impl="reference"))
+        change(model)
+        train_cfg = TrainConfig(
+            activation_checkpointing=setup.activation_checkpointing,
+            recompute_every=setup.recompute_every,
+        )
+        parallel.recompute(model, train_cfg)
+        logits = model(torch.zeros(1, cfg.max_seq_len, dtype=torch.int64))
+        if backward:
+            logits.sum().backward()
+    return counter
+
+
+def counted_by_part(cfg: MPTConfig, backward: bool) -> dict[str, int]:
+    """{part of the model: FLOPs} as torch counts them."""
+    flops_of_module = {}
+    for name, operations in count(cfg, TrainingSetup(), backward).get_flop_counts().items():
+        flops_of_module[name] = sum(operations.values())
+
+    def sum_over_blocks(end: str) -> int:
+        pattern = rf"MPT\.transformer\.blocks\.\d+\.{end}"
+        return sum(n for name, n in flops_of_module.items() if re.fullmatch(pattern, name))
+
+    parts = {part: sum_over_blocks(rf"\w+\.{linear}") for linear, part in matmuls.LINEARS.items()}
+    parts["attention"] = sum_over_blocks("attn") - parts["QKV"] - parts["projection"]
+    parts["logits"] = flops_of_module["Global"] - flops_of_module["MPT.transformer"]
+    return parts
+
+
+def closed_by_part(cfg: MPTConfig, passes) -> dict[str, float]:
+    """{part of the model: FLOPs of one sequence in some of matmuls.PASSES}, in closed form."""
+    parts = {}
+    for part, flops_of_pass in matmuls.flops_by_pass(cfg).items():
+        parts[part] = S * sum(flops_of_pass[name] for name in passes)
+    parts["attention"] = sum(parts.pop(part) for part in matmuls.ATTENTION)
+    return parts
 
 
 @pytest.mark.parametrize("attention", ["full", "causal"])
@@ -65,17 +111,15 @@ def test_keys_of_a_query_are_those_of_a_mask(attention, window, document):
 @pytest.mark.parametrize("more", GRID)
 def test_every_part_of_a_step_is_what_torch_counts(more):
     cfg = small(**more)
-    forward = flops_counted.by_part(flops_counted.count(cfg, TrainingSetup(), backward=False))
-    both = flops_counted.by_part(flops_counted.count(cfg, TrainingSetup(), backward=True))
-    assert forward == flops_counted.closed_form(cfg, ["forward"])
-    assert both == flops_counted.closed_form(cfg, matmuls.PASSES)
+    assert counted_by_part(cfg, backward=False) == closed_by_part(cfg, ["forward"])
+    assert counted_by_part(cfg, backward=True) == closed_by_part(cfg, matmuls.PASSES)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_full_checkpointing_does_all_again_but_the_last_matmul(every):
     cfg = small(kv_n_heads=3)
     setup = TrainingSetup(activation_checkpointing="full", recompute_every=every)
-    counted = flops_counted.count(cfg, setup).get_total_flops()
+    counted = count(cfg, setup).get_total_flops()
     assert counted == closed(cfg, setup)
 
     n_blocks = len(range(0, 2, every))
@@ -92,7 +136,7 @@ def step_with_adapters(cfg: MPTConfig, train: TrainConfig, precision: str) -> in
     """FLOPs of the trainer's forward and backward of one sequence, as torch counts them."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(cfg)
-        memory_counted.add_adapters(model, train, precision)
+        parallel.put_adapters_on(model, train, precision)
         parallel.recompute(model, train)
         ids = torch.zeros(1, S, dtype=torch.int64)
         with parallel.autocast(torch.device("cpu"), precision):
@@ -192,7 +236,7 @@ def test_a_frozen_model_with_a_prompt_that_trains_is_what_torch_counts():
 
     cfg = small()
     setup = TrainingSetup(frozen=True)
-    counted = flops_counted.count(cfg, setup, change=prompt)
+    counted = count(cfg, setup, change=prompt)
     assert counted.get_total_flops() == closed(cfg, setup)
     by_pass = matmuls.flops_by_pass(cfg, setup)
     assert by_pass["MLP up"]["weight gradient"] == 0
