@@ -427,7 +427,7 @@ for name, mfu in (("a100", 0.642), ("mi250", 0.458)):
 #
 # Llama 3.1 of 405B was finetuned with LoRA on 8 MI300X. In a public thread somebody
 # computed its MFU from 16 x 64 tokens in 30 s: 0.8 %. Is that right? The raw numbers are
-# kept in tests/planning/test_conventions.py::test_the_lora_thread: N = 405e9, and 1.3e15
+# kept in tests/test_flops.py::test_the_lora_thread: N = 405e9, and 1.3e15
 # FLOP/s a device. The shape: 126 layers of 16,384, 128K tokens, embedding and output
 # separate ("The Llama 3 Herd of Models", arXiv 2407.21783). What could one argue about?
 #
@@ -548,9 +548,9 @@ print(f"{speed:,.0f} tokens/s a device, MFU {plan.mfu:.1%}. LLM Foundry's traine
 # %% [markdown]
 # How sure is it? Published runs of the same kind were this far from their predictions,
 # each predicted by constants fitted without the runs of that model (planning/certainty.py).
-# The planner's "80% of the 70 published runs" is the middle 80 % of 70 such runs. No plan
-# is better than its band. A rule of thumb with one constant share of the peak is worse
-# (bench/results/planner.md):
+# A band is the middle 80 % of such runs; "anything else" was not compared, and has the
+# widest. No plan is better than its band. A rule of thumb with one constant share of the
+# peak is worse (bench/results/planner.md):
 
 # %%
 rule = {}  # {GPU: share of the peak, the median of its runs}
@@ -562,8 +562,8 @@ tenths = statistics.quantiles(errors, n=10)
 print(f"one MFU for each GPU: median error {tenths[4]:.1%}, 90th percentile {tenths[8]:.1%}")
 print("the planner:          median error 3.2%, 90th percentile 9.7% (planner.md)\n")
 for name in ("a100", "h100", "mi250"):
-    low, high, why = certainty.band(m, cfg, fleet_of(FleetArgs(device=name, devices=8)))
-    print(f"{name:6} {why.replace(': ', f':{chr(10):7}')}")
+    low, high, kind = certainty.band(m, cfg, fleet_of(FleetArgs(device=name, devices=8)))
+    print(f"{name:6} {low:.0%} to {high:.0%} of the prediction ({kind})")
 
 # %% [markdown]
 # An MI250 was not among the fitted devices, so its band is wider. (MPT-7B on 4 cards is

@@ -286,13 +286,18 @@ evaluation/score.py: evaluation/test_score.py
 
 looking up an embedding counts as a matmul
 flops.py: test_flops.py
-- 2 * (n_params(cfg) - lookup)
-+ 2 * n_params(cfg)
+- n = n_params(cfg) - lookup
++ n = n_params(cfg)
 
 the planner counts one of Adam's two moments
 planning/memory.py: planning/test_memory.py
 - MOMENTS: 8 * rank.n_trained}
 + MOMENTS: 4 * rank.n_trained}
+
+the planner takes the slowest layout
+planning/search.py: planning/test_search.py
+- rated.sort(key=lambda layout: -layout[0])
++ rated.sort(key=lambda layout: layout[0])
 """
 
 
