@@ -9,7 +9,7 @@
 # make test-all   the slow tests, without the quick ones: 40 minutes
 # make soak       the long tests, without the others: one to two hours, by estimate
 # make bundle     a folder from which others set up the workshop without a network
-# make mutants    109 planted bugs: the quick tests must find each
+# make mutants    one planted bug at a time: the quick tests must find each
 # make lint       what ruff finds
 #
 # Each first makes .venv: install.py says what goes into it, and does nothing if all is there.

@@ -298,15 +298,6 @@ def test_every_program_in_the_source_is_there():
     assert not [(path, name) for path, name in missing if name not in others]
 
 
-def test_what_extra_features_need_is_installed_by_the_command_that_is_named():
-    target = re.search(r"make (\S+)", config.EXTRA)[1]
-    makefile = (ROOT / "Makefile").read_text()
-    (recipe,) = re.findall(rf"^{target}:.*\n\t(.*)", makefile, re.MULTILINE)
-    (file,) = re.findall(r"-r (\S+)\)", config.EXTRA)
-    assert file in recipe
-    assert re.search(rf"^train: {target}$", makefile, re.MULTILINE)  # the lessons come after it
-
-
 def test_a_command_of_a_plain_path_has_no_quotes():
     assert config.shell("runs/demo", Path("a b"), "--prompt=def $x") == (
         "runs/demo 'a b' '--prompt=def $x'"

@@ -96,9 +96,7 @@ def compiled_figures(world, cfg) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "size, how", [(1, "none"), (1, "selective"), (1, "full"), (2, "none"), (2, "full")]
-)
+@pytest.mark.parametrize("size, how", [(1, "none"), (1, "selective"), (2, "full")])
 def test_layers_microbatches_and_evaluation_share_one_graph(ranks, size, how):
     """Three rows at a time, of a number that three does not divide."""
     cfg = replace(RUN, global_batch_size=14, microbatch_size=3, activation_checkpointing=how)
@@ -127,18 +125,21 @@ def test_compiled_microbatches_have_one_size_and_no_more_work_than_needed(n_rows
     assert torch.equal(torch.cat([part for part, _ in uncompiled]), ids)
 
 
-TOO_LARGE = ("mpt13b", "mpt30b", "mpt70b")
-RECIPES = [path for path in ROOT.glob("configs/*mpt*.py") if path.stem not in TOO_LARGE]
+RECIPES = {  # one of each kind
+    "mpt125m": "learned positions",
+    "mpt7b": "the same, with activation checkpointing",
+    "lora_mpt7b": "ALiBi, documents, activation checkpointing and adapters",
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", sorted(RECIPES), ids=lambda path: path.stem)
-def test_every_recipe_is_traced_without_a_break_and_once_for_all_layers(path, monkeypatch):
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_traced_without_a_break_and_once_for_all_layers(name, monkeypatch):
     """On fake tensors, which have shapes but no memory; with the attention that a GPU runs.
 
     Two layers: the second one shows whether each is compiled anew. All else is as configured.
     """
-    m, cfg = config.load([str(path)], MPTConfig, TrainConfig)
+    m, cfg = config.load([str(ROOT / f"configs/{name}.py")], MPTConfig, TrainConfig)
     cpu = torch.device("cpu")
     impl = "triton" if m.alibi else "sdpa"  # what attn_impl=auto means on a GPU, in bf16
     m, cfg = replace(m, n_layers=2, attn_impl=impl), replace(cfg, compile=True)

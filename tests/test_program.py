@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PATIENCE, ROOT, rooms_on_path, words_of
+from conftest import ROOT, rooms_on_path, words_of
+from forks import Forks
 
 import program
 
@@ -29,30 +30,7 @@ def programs() -> dict:
 
 PROGRAMS = programs()
 
-ASCII_ONLY = rooms_on_path() | {"PYTHONIOENCODING": "ascii"}
-
-# Each case runs in a fork of one process that has imported torch: seconds instead of minutes.
-FORKS = """
-import gc, json, os, runpy, sys
-import bench.train, generate, evaluation.zero_shot, fsdp_train, lessons.elastic
-for name in [name for name, module in sys.modules.items() if name.split(".")[0] in NAMES]:
-    del sys.modules[name]  # our modules are imported anew, as when a user starts them
-gc.freeze()  # else each fork collects all objects of torch when it ends: a second
-for line in sys.stdin:
-    words, out, err = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a program that reads its input ends
-        os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT) if out else int(sys.argv[1]), 1)
-        os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT), 2)
-        sys.argv = words[1:] if words[0] == "-m" else words
-        start = runpy.run_module if words[0] == "-m" else runpy.run_path
-        start(sys.argv[0], run_name="__main__", **({"alter_sys": True} if words[0] == "-m" else {}))
-        break
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(status, flush=True)
-"""
-
+ASCII = {"PYTHONIOENCODING": "ascii"}  # the terminal cannot show other letters
 
 # What a pod of a cluster or a job of SLURM has in every shell: programs without ranks do not care.
 LEFT_BEHIND = {"RANK": "1", "WORLD_SIZE": "", "SLURM_PROCID": "1", "SLURM_NTASKS": "x"}
@@ -77,28 +55,9 @@ def run(words, folder, read=True, variables=LEFT_BEHIND):
 def forked(tmp_path_factory):
     """`forked(words, read)` is `run` in a fork, on a terminal that has ASCII only."""
     folder = tmp_path_factory.mktemp("programs")
-    reader, writer = os.pipe()
-    os.close(reader)
-    our_modules = [*FOLDERS, *(path.stem for path in ROOT.glob("*.py"))]
-    command = [sys.executable, "-c", f"NAMES = {our_modules}\n{FORKS}", str(writer)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    options = {"cwd": folder, "env": ASCII_ONLY, "pass_fds": [writer]}
-    process = subprocess.Popen(command, **pipes, **options)
-
-    def call(words, read=True):
-        out, err = folder / "out", folder / "err"
-        for path in (out, err):
-            path.unlink(missing_ok=True)
-        case = [[*words_of(words[0]), *words[1:]], str(out) if read else None, str(err)]
-        process.stdin.write(json.dumps(case) + "\n")
-        process.stdin.flush()
-        status = int(process.stdout.readline())
-        return status, out.read_text() if read else "", err.read_text()
-
-    yield call
-    process.stdin.close()
-    process.wait(PATIENCE)
-    os.close(writer)
+    forks = Forks(ROOT, **ASCII)
+    yield lambda words, read=True: forks([*words_of(words[0]), *words[1:]], folder, read)
+    forks.stop()
 
 
 def is_help(answer, name):
@@ -142,7 +101,11 @@ needs_dev_full = pytest.mark.skipif(
 )
 def test_a_name_that_the_terminal_cannot_show_is_escaped(command):
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=ASCII_ONLY, capture_output=True, text=True
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=rooms_on_path() | ASCII,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "") and "runs/\\xfc" in done.stdout
 

@@ -339,29 +339,6 @@ def test_the_header_lets_slurm_warn_and_start_again(script):
     assert expected <= set(header)
 
 
-@BOTH
-def test_every_variable_has_its_reason(script):
-    lines = (ROOT / script).read_text().splitlines()
-    exports = [number for number, line in enumerate(lines) if line.startswith("export ")]
-    assert len(exports) >= 2
-    for number in exports:
-        above = next(line for line in reversed(lines[:number]) if not line.startswith("export "))
-        assert above.startswith("# ") or " # " in lines[number], lines[number]
-
-
-def test_the_variables_of_each_network_are_there():
-    text = (ROOT / SRUN).read_text()
-    slingshot = """
-        NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_NET_GDR_LEVEL NCCL_CROSS_NIC
-        FI_CXI_DEFAULT_CQ_SIZE FI_CXI_DISABLE_CQ_HUGETLB FI_MR_CACHE_MONITOR CXI_FORK_SAFE
-        MIOPEN_USER_DB_PATH OMP_NUM_THREADS
-    """
-    assert set(slingshot.split()) <= set(re.findall(r"^export (\w+)=", text, re.M))
-    roce = """
-        NCCL_IB_HCA NCCL_IB_GID_INDEX
-        GPU_MAX_HW_QUEUES TORCH_NCCL_HIGH_PRIORITY HSA_ENABLE_SDMA
-    """
-    for script in (TORCHRUN, SRUN):
-        assert set(roce.split()) <= set(re.findall(r"(\w+)=", (ROOT / script).read_text()))
+def test_ranks_of_torchrun_do_not_share_a_store():
     of_torchrun = (ROOT / TORCHRUN).read_text()
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in of_torchrun  # see test_hosts.py

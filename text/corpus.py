@@ -322,7 +322,8 @@ def table_documents(path: str):
     rows = csv.reader(text_lines(path), delimiter=delimiter, strict=True)
     try:
         names = next(rows, [])
-        require("text" in names, f"{path} has no column 'text', only {names[:20]}")
+        shown = [name[:40] for name in names[:20]]
+        require("text" in names, f"{path} has no column 'text', only {shown}")
         column = names.index("text")
         for row in rows:
             require(

@@ -1,4 +1,4 @@
-"""cross_entropy.py in Triton's interpreter, against autograd in float64; compiled for every chip.
+"""cross_entropy.py in Triton's interpreter, against autograd in float64; compiled for chips.
 
 The interpreter is chosen when a kernel is decorated, so the kernels run in other processes: those
 of the fixture `interpreted`.
@@ -11,6 +11,8 @@ import torch
 from conftest import Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
+
+from test_launch_table import FEW_CHIPS, SHARED, UNLESS_CHANGED  # noqa: E402
 
 import loss as loss_file  # noqa: E402
 from config import UserError  # noqa: E402
@@ -230,7 +232,7 @@ def test_the_label_that_does_not_count_is_the_losss():
     assert kernels.IGNORE.value == IGNORE
 
 
-# --- compiled for every chip
+# --- compiled for chips
 
 
 def compiled_for(world, archs):
@@ -256,15 +258,24 @@ def compiled_for(world, archs):
     return found
 
 
-@pytest.mark.slow
-def test_it_spills_nothing_on_any_chip_and_each_thread_has_columns_of_its_own():
+OTHER_CHIPS = [arch for arch in SHARED if arch not in FEW_CHIPS]
+
+
+@pytest.mark.parametrize(
+    "archs",
+    [
+        pytest.param(FEW_CHIPS, marks=pytest.mark.slow, id="few chips"),
+        pytest.param(OTHER_CHIPS, marks=UNLESS_CHANGED, id="others"),
+    ],
+)
+def test_it_spills_nothing_on_any_chip_and_each_thread_has_columns_of_its_own(archs):
     from gpu_kernels.compiled import LIMITS, warp_size
 
     pool = Ranks(2)
-    first, second = pool(compiled_for, list(LIMITS))
+    first, second = pool(compiled_for, archs)
     pool.stop()
     found = first | second
-    assert len(found) == 4 * len(LIMITS)
+    assert len(found) == 4 * len(archs)
     for (arch, *_), fact in found.items():
         assert fact.binary and fact.warp == warp_size(arch)
         assert fact.spilled == 0

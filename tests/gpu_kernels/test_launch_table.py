@@ -1,4 +1,7 @@
-"""launch_table.py: every row, compiled for its chip with the kernels it belongs to. No GPU needed.
+"""launch_table.py: rows, compiled for their chips with the kernels they belong to. No GPU needed.
+
+All chips, in the slow tier, if gpu_kernels/ differs from the main branch; else five of them, and
+the others in the long tier.
 
 In processes of their own, the operators of flash_attention.py run on CPU tensors up to the launch,
 which compiles the kernel as on that chip and does not start it (gpu_kernels/compiled.py). The
@@ -12,6 +15,7 @@ for other versions.
 import dataclasses
 import functools
 import itertools
+import subprocess
 
 import pytest
 import torch
@@ -68,9 +72,25 @@ def share(world, cases):
 
 # --- the matrix
 
+
+def kernels_differ_from_main() -> bool:
+    """Whether gpu_kernels/ is as on the main branch. True where git cannot say."""
+    for branch in ("origin/main", "main"):
+        command = ["git", "diff", "--quiet", branch, "--", "gpu_kernels"]
+        try:
+            status = subprocess.run(command, cwd=ROOT, capture_output=True).returncode
+        except OSError:  # no git
+            return True
+        if status in (0, 1):
+            return status == 1
+    return True
+
+
+FEW_CHIPS = ("sm_80", "sm_90", "gfx90a", "gfx942", "gfx1100")
 USUAL_CHIPS = ("gfx90a", "sm_90")  # MI250, H100
+UNLESS_CHANGED = pytest.mark.slow if kernels_differ_from_main() else pytest.mark.long
 USUAL = [dict(alibi=True), dict(alibi=False)]
-# What needs the most registers, for the other chips.
+# What needs the most registers.
 HARDEST = {
     "forward": dict(alibi=True),
     "dq": dict(alibi=True),
@@ -87,14 +107,11 @@ def cases_of(head_dims, settings, archs=SHARED):
     return list(itertools.product(archs, head_dims, PASSES, settings))
 
 
-OTHER_CHIPS = [arch for arch in SHARED if arch not in USUAL_CHIPS]
-CASES = cases_of((64, 128), USUAL, USUAL_CHIPS)
-CASES += [
+CASES = [
     (arch, D, pass_name, HARDEST[pass_name])
-    for arch, D, pass_name in itertools.product(OTHER_CHIPS, (64, 128), PASSES)
+    for arch, D, pass_name in itertools.product(SHARED, (64, 128), PASSES)
 ]
-MORE = cases_of((64, 128), USUAL, OTHER_CHIPS)
-MORE = [case for case in MORE if case not in CASES]
+MORE = [case for case in cases_of((64, 128), USUAL) if case not in CASES]
 MORE += cases_of((64, 128), OTHERS)
 MORE += cases_of((96,), USUAL)
 MORE += cases_of((32, 80, 112), [dict(alibi=True)])
@@ -136,13 +153,17 @@ def found(compilers, request):
     return lambda case: facts_of_chip(case[0])[name(case)]
 
 
-def in_tiers(cases, chips, tiers):
-    """tiers: the marks of a case of one of these chips, and of another."""
-    first, second = tiers
-    return [
-        pytest.param(case, id=name(case), marks=first if case[0] in chips else second)
-        for case in cases
-    ]
+def marked(case):
+    """A case as a parameter: quick on the usual chips, slow on a few, long on the others."""
+    arch = case[0]
+    other = pytest.mark.slow if arch in FEW_CHIPS else UNLESS_CHANGED
+    return pytest.param(case, id=name(case), marks=[] if arch in USUAL_CHIPS else other)
+
+
+def marked_with_features(case):
+    """All features: slow on an MI250 after a change, else long."""
+    mark = UNLESS_CHANGED if case[0] == "gfx90a" else pytest.mark.long
+    return pytest.param(case, id=name(case), marks=mark)
 
 
 def check(case, found):
@@ -162,12 +183,12 @@ def check(case, found):
     assert found["spilled"] <= allowed
 
 
-@pytest.mark.parametrize("case", in_tiers(CASES, USUAL_CHIPS, ([], pytest.mark.slow)))
+@pytest.mark.parametrize("case", map(marked, CASES))
 def test_a_row_fits_its_chip(case, found):
     check(case, found(case))
 
 
-@pytest.mark.parametrize("case", in_tiers(MORE, ["gfx90a"], (pytest.mark.slow, pytest.mark.long)))
+@pytest.mark.parametrize("case", map(marked_with_features, MORE))
 def test_it_fits_with_every_feature(case, found):
     check(case, found(case))
 

@@ -1,6 +1,5 @@
 """The run folder: rows, resuming without duplicates, and the numbers that people read."""
 
-import contextlib
 import json
 import math
 import os
@@ -486,71 +485,6 @@ def test_a_row_that_lacks_figures_is_shown(tmp_path, monkeypatch, capsys):
             )
             assert status_of(monkeypatch, runlog, tmp_path / "run") == 0
             assert "step   3/100  " in capsys.readouterr().out
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    """Damage of one kind or another: bytes, lengths, or values of other types."""
-    place, kind = chance.randrange(len(content)), chance.randrange(6)
-    if kind == 0:
-        return content[:place]
-    if kind == 1:
-        return content[:place] + bytes([chance.randrange(256)]) + content[place + 1 :]
-    if kind == 2:
-        return content[:place] + content[place:][: chance.randrange(40)] * 2 + content[place:]
-    values = [
-        b'"7"',
-        b"null",
-        b"[]",
-        b"{}",
-        b"-1",
-        b"1e999",
-        b"NaN",
-        b"true",
-        b"9" * 400,
-        b"[" * 9999,
-        b"1e308",
-        b"0",
-    ]
-    colons = [i for i, byte in enumerate(content) if byte in b":,["] or [0]
-    place = chance.choice(colons)
-    end = min(
-        i
-        for i in (content.find(b",", place + 1), content.find(b"}", place + 1), len(content))
-        if i >= 0
-    )
-    return content[: place + 1] + chance.choice(values) + content[end:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["metrics.jsonl", "launches.jsonl", "config.json"])
-def test_no_mutation_of_a_run_folder_is_a_traceback(tmp_path, monkeypatch, capsys, name):
-    """40 mutations of each file: readers and runs carry on, or end with one line."""
-    log = opened(tmp_path)
-    log.row({"step": 0, "val_loss": 9.0, "val_bits_per_byte": 3.5})
-    for step in range(1, 9):
-        log.row(row(step, batch_hash="00ff", skipped=False, slowest_rank=0, slowest_by=1.0))
-    log.row(
-        {"step": 8, "icl": {"piqa": {"n": 3, "foundry": 0.5, "foundry_stderr": 0.1, "chance": 0.5}}}
-    )
-    opened(tmp_path, first_step=8)
-    before, chance = (tmp_path / "run" / name).read_bytes(), random.Random(1)
-    run, other = tmp_path / "run", tmp_path / "other"
-    shutil.copytree(run, other)
-    for number in range(40):
-        (run / name).write_bytes(mutated(before, chance))
-        begin = time.monotonic()
-        status = status_of(monkeypatch, runlog, run)
-        assert status in (0, 2), number
-        pictures = (
-            [f"--out={tmp_path}/a.svg"] if number % 20 == 0 else [f"--out={tmp_path}/no/a.svg"]
-        )
-        assert status_of(monkeypatch, plot, other, run, "--diff", *pictures) in (0, 2), number
-        with contextlib.suppress(UserError, OSError):
-            opened(tmp_path, first_step=8)
-        assert time.monotonic() - begin < 20
-        for path in run.glob("*.damaged*"):
-            path.unlink()
-    capsys.readouterr()
 
 
 # --- links in a stranger's folder

@@ -46,6 +46,12 @@ def test_known_distributions():
     assert shares(logits, temperature=0) == [0, 1, 0]
 
 
+def test_where_the_sum_meets_top_p_exactly_no_further_token_stays():
+    """Four tokens of 0.25: two have 0.5, which is enough."""
+    kept = shares([0.0] * 4, top_p=0.5)
+    assert sorted(kept) == pytest.approx([0, 0, 0.5, 0.5], abs=1e-3)
+
+
 def test_without_numbers_torch_draws():
     torch.manual_seed(0)
     drawn = sample(torch.tensor([0.5, 0.3, 0.2]).log().repeat(20_000, 1))

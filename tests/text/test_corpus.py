@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import resource
 import shlex
@@ -231,34 +230,6 @@ def test_a_parquet_file_with_other_bytes_than_text(tmp_path):
     bad = pyarrow.array([b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
     path = write_parquet(tmp_path / "a.parquet", text=bad)
     assert error(path).startswith(f"{path} is not a complete .parquet file: ")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.txt", "a.py", "a.jsonl", "a.csv", "a.tsv", "a.parquet"])
-def test_no_mutation_of_a_file_is_a_traceback(tmp_path, name):
-    """150 mutations: each gives documents, or an error of one line."""
-    chance = random.Random(2)
-    path = tmp_path / name
-    texts = ["one", "größe\n\n", "three, four"] * 5
-    if name.endswith(".parquet"):
-        write_parquet(path, text=texts)
-    elif name.endswith(".jsonl"):
-        path.write_text(lines(*texts))
-    else:
-        path.write_text("text\n" + "\n".join(f'"{text}"' for text in texts))
-
-    before = path.read_bytes()
-    for _ in range(150):
-        place = chance.randrange(len(before))
-        byte = bytes([chance.randrange(256)])
-        shorter = before[:place]
-        changed = before[:place] + byte + before[place + 1 :]
-        longer = before[:place] + before
-        path.write_bytes([shorter, changed, longer][chance.randrange(3)])
-        try:
-            list(documents(str(path)))
-        except UserError as refusal:
-            assert str(path) in str(refusal) and "\n" not in str(refusal)
 
 
 # --- .jsonl and .parquet
