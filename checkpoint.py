@@ -704,10 +704,12 @@ def print_costs(seconds: dict[str, list[float]], gigabytes: float, global_size: 
     """Print a line for each action. seconds: of each turn; the first also allocates memory."""
     print(f"{gigabytes:.2f} GB over {global_size} ranks. Medians of 4 turns, after a first turn")
     typical = {name: median(times[1:]) for name, times in seconds.items()}
+    rows = []
     for name, time_ in typical.items():
-        speed = f"{gigabytes / time_:6.2f} GB/s"
-        share = f"{time_ / typical['dcp.save']:4.0%} of dcp.save"
-        print(f"{name:24}{time_:6.2f} s{speed}  {share}; first {seconds[name][0]:.2f} s")
+        speed = f"{gigabytes / time_:.2f} GB/s"
+        share = f"{time_ / typical['dcp.save']:.0%}"
+        rows.append([name, f"{time_:.2f} s", speed, share, f"{seconds[name][0]:.2f} s"])
+    print(program.table(["", "typical", "speed", "of dcp.save", "first turn"], rows))
 
 
 if __name__ == "__main__":

@@ -633,16 +633,15 @@ def nearly_full(name: str, free: int, total: int, tool: str) -> str:
 
 def table() -> str:
     """All rows, for a person to read."""
-    layout = "{:<15} {:<8} {:>5} {:>12} {:>7} {:>4} {:>6} {:>6} {:>9} {:>13}"
     heads = "torch device,arch,units,bf16 TFLOP/s,fp16,GB,GB/s,watts,link GB/s,matmuls reach"
-    lines = [layout.format(*heads.split(","))]
+    rows = []
     for row in TABLE:
-        figures = [row.bf16_tflops, row.fp16_tflops, row.memory_gb, row.bandwidth_gbs]
+        figures = [row.units, row.bf16_tflops, row.fp16_tflops, row.memory_gb, row.bandwidth_gbs]
         figures += [row.watts, row.link_gbs]
-        cells = ["-" if figure is None else f"{figure:g}" for figure in figures]
+        cells = [f"{figure:g}" if figure else "-" for figure in figures]
         reachable = f"{row.reachable:.0%}" if row.reachable else "-"
-        lines.append(layout.format(row.name, row.arch, row.units or "-", *cells, reachable))
-    return "\n".join(lines)
+        rows.append([row.name, row.arch, *cells, reachable])
+    return program.table(heads.split(","), rows)
 
 
 def main(argv: list[str]) -> None:

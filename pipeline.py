@@ -364,29 +364,22 @@ def sleep_through_a_step(pipe: Pipe, n: int, nap: float) -> float:
     return 1 - asleep.item() / (pipe.size * total.item())
 
 
-def sleeping_stage(parent, n: int) -> None:
-    """One process of `measured_bubble`."""
-    world = processes.start("cpu")
+def sleeping_stage(world: processes.World, n: int) -> float:
+    """The bubble of a step in which this stage sleeps; one process of `measured_bubble`."""
     pipe = Pipe(dist.group.WORLD, world.global_rank, world.global_size)
     # Other programs can only lengthen the bubble: the shortest of three counts.
-    parent.send(min(sleep_through_a_step(pipe, n, NAP) for _ in range(3)))
-    parent.poll(None)  # the others may still be in the last collective: wait for the end
+    return min(sleep_through_a_step(pipe, n, NAP) for _ in range(3))
 
 
 def measured_bubble(stages: int, n: int) -> float:
     """The bubble of stages that sleep, each in a process of its own on this machine."""
-    port = processes.free_port()
-    started = []
-    for rank in range(stages):
-        variables = processes.torchrun_variables(rank, stages, port)
-        started.append(processes.spawn(sleeping_stage, n, environment=variables))
     try:
-        return [connection.recv() for _, connection in started][0]
-    except EOFError as error:
+        pool = processes.Pool(stages, processes.start, "cpu")
+        bubble_of_all, *_ = pool(sleeping_stage, n)
+    except processes.PoolError as error:
         raise UserError("a stage's process ended: set a smaller --stages") from error
-    finally:
-        for process, _ in started:
-            process.kill()
+    pool.stop()
+    return bubble_of_all
 
 
 def demonstrate(argv) -> None:

@@ -5,7 +5,7 @@
     meet          all ranks sign in there, and agree on a random name for this start
     RollCall      a thread, from then on: it ends the run if a rank stands still
     join          later keys in the store, such as gloo's addresses, have that name as their prefix
-    spawn         starts processes on this machine that are ranks of their own
+    Pool          processes on this machine that are ranks of their own, and answer calls
     run           calls a program's main and ends the rank with an exit status, whatever happens
 
 torchrun keeps its store when it starts killed ranks again: without a name of their own the new
@@ -18,14 +18,16 @@ Run `torchrun --nproc_per_node 2 processes.py` to see two ranks meet.
 import contextlib
 import ctypes
 import json
-import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
 import platform
 import random
 import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -595,26 +597,147 @@ def torchrun_variables(rank: int, size: int, port: int) -> dict[str, str]:
     }
 
 
-def spawn(target, *args, environment: dict[str, str] | None = None):
-    """Start `target(pipe, *args)` in a new process, which ends when this one does.
+class PoolError(Exception):
+    """A process of a pool failed or died. The text says why in a few words.
 
-    `environment` is added to what the process inherits. Returns (process, our end of the pipe).
+    details: its traceback, if it had one.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    job = (environment or {}, target, theirs, *args)
-    process = context.Process(target=spawned, args=job, daemon=True)
-    process.start()
-    theirs.close()
-    return process, ours
+
+    def __init__(self, words: str, details: str = "", no_memory: bool = False):
+        super().__init__(words)
+        self.details, self.no_memory = details, no_memory
 
 
-def spawned(environment: dict[str, str], target, *args) -> None:
-    """The life of a process that `spawn` started."""
+class Pool:
+    """`size` processes on this machine that call functions for this one.
+
+        pool = Pool(4, start, x)     each process calls start(x) once. It is a rank, as of torchrun
+        pool(function, y)            [function(started, y) of rank 0, of rank 1, ...], where
+                                     `started` is what start(x) returned there
+        pool.stop()
+
+    If one fails, all end: the others may wait for it in a collective. They end with this process.
+    A failure of `start` shows in the first call.
+    threads: of each process. environment: variables besides torchrun's.
+    """
+
+    def __init__(self, size: int, start, *args, threads: int = 1, environment=None):
+        port = free_port()
+        self.processes, self.pipes = [], []
+        self.answered = {}  # pipe -> result
+        self.ended = ""  # why, once it has
+        context = multiprocessing.get_context("spawn")
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            variables = torchrun_variables(rank, size, port) | dict(environment or {})
+            job = theirs, variables, threads, start, args
+            process = context.Process(target=serve, args=job, daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def __call__(self, function, *args, patience: float | None = None) -> list:
+        """Call `function(started, *args)` on all ranks; the results, by rank.
+
+        function: one that can be imported. PoolError if it fails on one rank, or if they take more
+        than `patience` seconds.
+        """
+        self.send(function, *args)
+        answers = self.answers(patience)
+        if answers is None:
+            self.fail(PoolError(f"no answer in {patience:g} s"))
+        return answers
+
+    def send(self, function, *args) -> None:
+        """Begin a call. `answers` gets the results."""
+        if self.ended:
+            raise PoolError(self.ended)
+        call = pickle.dumps((function, args))
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):  # the process is gone, as `answers` will find
+                pipe.send_bytes(call)
+
+    def answers(self, patience: float | None = None) -> list | None:
+        """The results by rank, or None if they are not all there in `patience` seconds."""
+        deadline = None if patience is None else time.monotonic() + patience
+        while missing := [pipe for pipe in self.pipes if pipe not in self.answered]:
+            left = None if deadline is None else max(0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(missing, left)
+            if not ready:
+                return None
+            for pipe in ready:
+                self.answered[pipe] = self.receive(pipe)
+        answers = [self.answered[pipe] for pipe in self.pipes]
+        self.answered = {}
+        return answers
+
+    def receive(self, pipe):
+        """What one process sent. PoolError if it failed or died."""
+        try:
+            succeeded, result = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            succeeded, result = False, self.death(self.processes[self.pipes.index(pipe)])
+        if not succeeded:
+            self.fail(PoolError(*result))
+        return result
+
+    def death(self, process) -> tuple[str, str, bool]:
+        """How a process ended that sent no answer: the arguments of a PoolError."""
+        process.join(5)
+        if process.exitcode == -signal.SIGKILL:  # the kernel does that when memory runs out
+            return "killed (out of memory?)", "", True
+        return f"its process ended with status {process.exitcode}", "", False
+
+    def fail(self, error: PoolError) -> None:
+        """End the processes and raise the error."""
+        self.stop()
+        self.ended = str(error)
+        raise error
+
+    def stop(self) -> None:
+        """End the processes."""
+        self.ended = self.ended or "the pool was stopped"
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join()
+            pipe.close()
+
+
+def serve(pipe, environment: dict[str, str], threads: int, start, args: tuple) -> None:
+    """The life of one process of a pool: call what comes through the pipe, until it is closed."""
     program.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and so us
     os.environ |= environment
-    target(*args)
+    torch.set_num_threads(threads)
+    succeeded, started = attempt(start, *args)
+    try:
+        if not succeeded:
+            pipe.send_bytes(pickle.dumps((False, started)))
+        while True:
+            function, args = pickle.loads(pipe.recv_bytes())
+            answer = attempt(function, started, *args)
+            pipe.send_bytes(pickle.dumps(answer))
+    except (EOFError, OSError):
+        os._exit(0)  # gloo may abort while the interpreter shuts down
+
+
+def attempt(function, *args) -> tuple[bool, object]:
+    """(True, the result) or (False, the arguments of a PoolError)."""
+    try:
+        return True, function(*args)
+    except BaseException as error:
+        return False, described(error)
+
+
+def described(error: BaseException) -> tuple[str, str, bool]:
+    """The arguments of a PoolError for this one."""
+    details = "".join(traceback.format_exception(error))
+    if out_of_memory(error):
+        return "out of memory", details, True
+    words = f"{type(error).__name__}: {error}"
+    return textwrap.shorten(words, 200, placeholder=" ..."), details, False
 
 
 # -------------------------------------------------------------------------------------------------

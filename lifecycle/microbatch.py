@@ -21,10 +21,8 @@ Run `python fsdp_train.py configs/mpt1b.py --microbatch_size=auto`;
 import collections
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
-import textwrap
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,7 +36,6 @@ import parallel
 import processes
 from config import MPTConfig, TrainConfig, UserError, require
 from lifecycle import runlog
-from program import out_of_memory
 from storage import files
 
 RECORD = "microbatch.json"
@@ -178,7 +175,7 @@ def search(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, train_
     rows_per_rank = cfg.global_batch_size // world.dp_size
     for size in sizes_to_try(rows_per_rank, cfg.pp):
         trial_cfg = replace(cfg, microbatch_size=size)
-        fits, result = attempt(trial_cfg, world, (model_cfg, precision, train_step))
+        fits, result = attempt(model_cfg, trial_cfg, world, precision, train_step)
         if world.global_rank == 0:
             print(f"microbatch {size}: {result}", flush=True)
         if fits:
@@ -186,20 +183,25 @@ def search(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, train_
     raise UserError(f"a step does not fit into memory even with a microbatch of 1: {HELP}")
 
 
-def attempt(cfg: TrainConfig, world, others: tuple) -> tuple[bool, str]:
+def attempt(model_cfg, cfg: TrainConfig, world, precision: str, train_step) -> tuple[bool, str]:
     """Start a trial process on each rank. Returns whether a step fits, and why. A collective."""
     port = processes.rank_zero_decides(processes.free_port)  # on the host of rank 0
     # The process is the same rank as this one, but does not belong to a torchrun around it.
-    environment = {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    child, pipe = processes.spawn(trial, cfg, *others, environment=environment)
+    environment = os.environ | {
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+    pool = processes.Pool(
+        1, be_killed_first, threads=torch.get_num_threads(), environment=environment
+    )
     try:
-        return watch(child, pipe, world)
+        pool.send(trial, model_cfg, cfg, precision, train_step)
+        return watch(pool, world)
     finally:
-        child.kill()
-        child.join()
+        pool.stop()
 
 
-def watch(child, pipe, world) -> tuple[bool, str]:
+def watch(pool, world) -> tuple[bool, str]:
     """Wait until the trial fits on all ranks, or one is out of memory. A collective.
 
     UserError if a trial fails for another reason.
@@ -209,7 +211,7 @@ def watch(child, pipe, world) -> tuple[bool, str]:
     patience = GRACE
     while patience > 0:
         if mine[0] == RUNNING:
-            mine = report_of(child, pipe)
+            mine = report_of(pool)
         dist.all_gather_object(reports, mine)
         states = [state for state, _, _ in reports]
         if NO_MEMORY in states:
@@ -225,40 +227,38 @@ def watch(child, pipe, world) -> tuple[bool, str]:
     raise UserError(f"the trial step failed: {reason}")
 
 
-def report_of(child, pipe) -> tuple[str, float, str]:
-    """(state, GB at the peak, words) of a trial process, from its pipe or from how it died."""
-    # Ask this first: if it is dead, everything that it sent is in the pipe.
-    is_alive = child.is_alive()
-    with contextlib.suppress(EOFError, OSError):
-        if pipe.poll():
-            return pipe.recv()
-    if is_alive:
-        return RUNNING, 0.0, ""
-    killed_by_kernel = child.exitcode == -signal.SIGKILL  # it does that when memory runs out
-    state = NO_MEMORY if killed_by_kernel else FAILED
-    return state, 0.0, f"its process ended with status {child.exitcode}"
+def report_of(pool) -> tuple[str, float, str]:
+    """(state, GB at the peak, words) of a trial process."""
+    try:
+        answers = pool.answers(patience=0)
+    except processes.PoolError as error:
+        return NO_MEMORY if error.no_memory else FAILED, 0.0, str(error)
+    return (RUNNING, 0.0, "") if answers is None else answers[0]
 
 
-def trial(pipe, cfg: TrainConfig, model_cfg: MPTConfig, precision: str, train_step) -> None:
-    """The trial process: take two steps, report, wait to be killed, since other ranks may still
-    need this one."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # for the parent to handle
+def be_killed_first() -> None:
+    """In a trial process: signals are for the parent to handle, and the kernel spares the parent if
+    it must kill a process for lack of memory."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # not Linux
-        # If the kernel must kill a process for lack of memory, then this one, not the parent.
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def trial(_, *settings) -> tuple[str, float, str]:
+    """What a trial process is called for: `two_steps`, and a report.
+
+    If it fails, the process stays: other ranks would report that it is gone, not why.
+    """
     try:
-        report = FITS, *two_steps(model_cfg, cfg, precision, train_step)
+        return FITS, *two_steps(*settings)
     except Exception as error:
-        state = NO_MEMORY if out_of_memory(error) else FAILED
-        reason = f"{type(error).__name__}: {error}"
-        report = state, 0.0, textwrap.shorten(reason, 200, placeholder=" ...")
-    pipe.send(report)
-    multiprocessing.parent_process().join()
+        words, _, no_memory = processes.described(error)
+        return NO_MEMORY if no_memory else FAILED, 0.0, words
 
 
 def two_steps(model_cfg, cfg: TrainConfig, precision: str, train_step) -> tuple[float, str]:
-    """The peak memory of this rank in GB, and " of N" with the GB of its GPU (empty on a CPU).
+    """The peak memory of this rank in GB, and " of N" with the GB of its GPU, or "".
 
     In the second step Adam's state is in memory, and in its second microbatch the gradients of the
     first one, too. The first stage of a pipeline then has as many microbatches in memory as there

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 import config
+import program
 from lifecycle import runlog
 from storage import files
 
@@ -416,23 +417,21 @@ def compare_batches(first: Run, other: Run) -> str:
 
 def table_of_differences(runs: list[Run]) -> str:
     """Each run against the first, nats per token."""
-    first = runs[0]
-    lines = [
-        f"difference from {first.folder}",
-        f"{'':17}{'largest':>11}{'at step':>11}{'mean':>11}  steps compared",
-    ]
-    for run in runs[1:]:
+    first, *others = runs
+    lines, rows = [], []
+    for run in others:
         lines.append(f"{run.folder}: {compare_batches(first, run)}")
         differences = {
-            "training loss": difference(first.steps, run.steps),
-            "validation loss": difference(first.vals, run.vals, "val_loss"),
+            "training": difference(first.steps, run.steps),
+            "validation": difference(first.vals, run.vals, "val_loss"),
         }
         for title, d in differences.items():
             if d.common:
                 step = "-" if d.step is None else d.step
-                figures = f"{d.largest:11.3g}{step:>11}{d.mean:11.3g}"
-                lines.append(f"  {title:15}{figures}  {d.steps} of {d.common}")
-    return "\n".join(lines)
+                steps = f"{d.steps} of {d.common}"
+                rows.append([run.folder, title, f"{d.largest:.3g}", step, f"{d.mean:.3g}", steps])
+    heads = ["", "loss", "largest", "at step", "mean", "steps compared"]
+    return "\n".join([f"difference from {first.folder}", *lines, program.table(heads, rows)])
 
 
 def main(argv) -> None:

@@ -10,16 +10,12 @@ import functools
 import gc
 import json
 import os
-import pickle
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -43,112 +39,70 @@ PATIENCE = 600  # seconds that one function on all ranks, or one launched progra
 
 
 class Ranks:
-    """`size` processes, joined by gloo and kept for the session.
+    """A `processes.Pool` of ranks joined by gloo, started when called and kept for the session.
 
-    Calling it runs a module-level function on each. Each process has one thread, and the variables
-    of `environment`.
+    Each process has one thread, and the variables of `environment`.
     """
 
     def __init__(self, size: int, **environment):
-        self.size, self.pipes, self.processes = size, [], []
+        self.size, self.environment = size, environment
+        self.pool = None
         self.calls, self.last_call = 0, 0
-        self.environment = {"OMP_NUM_THREADS": "1"} | environment
-
-    def start(self) -> None:
-        import processes
-
-        self.folder = Path(tempfile.mkdtemp())
-        store = self.folder / "store"
-        before = dict(os.environ)
-        os.environ.update(self.environment)  # what a spawned process inherits
-        for rank in range(self.size):
-            process, pipe = processes.spawn(work, rank, self.size, str(store))
-            self.pipes.append(pipe)
-            self.processes.append(process)
-        for name in self.environment:
-            os.environ.pop(name)
-        os.environ.update(before)
 
     def __call__(self, function, *args) -> list:
         """Run `function(world, *args)` on every rank. Returns their results by rank.
 
-        Raises AssertionError if one failed.
+        Raises AssertionError with the traceback of the rank that failed first.
         """
+        import processes
+
         self.calls += 1
         if self.calls % LIFE == 0:
             self.stop()
-        if not self.pipes:
-            self.start()
-        for pipe in self.pipes:
-            pipe.send_bytes(pickle.dumps((function, args)))
-        deadline = time.monotonic() + PATIENCE
-        results, failures = [], []
-        for rank, pipe in enumerate(self.pipes):
-            succeeded, result = answer_of(pipe, deadline)
-            results.append(result)
-            if not succeeded:
-                failures.append(f"rank {rank}: {result}")
-                deadline = min(deadline, time.monotonic() + 5)  # the others may wait for it in vain
-        self.last_call = time.monotonic()
-        if failures:
-            self.stop()  # the ranks may be in different collectives: the next call starts new ones
-            raise AssertionError("\n".join(failures))
-        return results
+        try:
+            self.pool = self.pool or processes.Pool(
+                self.size, joined, environment={"OMP_NUM_THREADS": "1"} | self.environment
+            )
+            return self.pool(call, function, *args, patience=PATIENCE)
+        except processes.PoolError as error:
+            self.pool = None  # the next call starts new ranks
+            raise AssertionError(error.details or str(error)) from None
+        finally:
+            self.last_call = time.monotonic()
 
     def stop_if_idle(self) -> None:
         if time.monotonic() - self.last_call > IDLE:
             self.stop()
 
     def stop(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()  # a rank that waits for work exits now
-        for process in self.processes:
-            process.join(1)
-            process.kill()  # one that hangs
-        if self.processes:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.pipes, self.processes = [], []
+        if self.pool:
+            self.pool.stop()
+        self.pool = None
 
 
-def answer_of(pipe, deadline: float) -> tuple[bool, object]:
-    """What a rank sent: (True, its result) or (False, what went wrong)."""
-    try:
-        if not pipe.poll(max(0, deadline - time.monotonic())):
-            return False, "no answer in time"
-        return pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return False, "the process died"
-
-
-def work(pipe, rank: int, size: int, store: str) -> None:
-    """The loop of one rank: run each function that comes through the pipe, until it is closed."""
+def joined():
+    """The world of one rank. Its variables are gone: what it starts is no rank."""
     import torch
     import torch.distributed as dist
 
     import parallel
     import processes
 
-    torch.set_num_threads(1)
     # Each mesh makes groups, whose threads poll for ever: equal calls share one.
     parallel.connect_mesh = functools.cache(parallel.connect_mesh)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=PATIENCE),
-    )
-    world = processes.World(rank, size, rank, size, torch.device("cpu"))
-    while True:
-        try:
-            function, args = pickle.loads(pipe.recv_bytes())
-            answer = True, function(world, *args)
-        except (EOFError, OSError):
-            os._exit(0)  # gloo may abort while the interpreter shuts down
-        except BaseException:
-            answer = False, traceback.format_exc()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    for name in processes.torchrun_variables(0, 1, 0):
+        del os.environ[name]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return processes.World(rank, size, rank, size, torch.device("cpu"))
+
+
+def call(world, function, *args):
+    """One call on one rank."""
+    try:
+        return function(world, *args)
+    finally:
         gc.enable()  # training turns it off
-        pipe.send_bytes(pickle.dumps(answer))
 
 
 def pytest_configure():

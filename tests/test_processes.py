@@ -423,49 +423,6 @@ def test_nccl_ends_a_rank_itself_unless_a_watchdog_of_ours_does(tmp_path):
 # Starting ranks on this machine
 
 
-def say_who(pipe, word):
-    """Runs in a spawned process: what it was given, and its variables."""
-    pipe.send((word, {name: os.environ.get(name) for name in torchrun_variables(0, 1, 1)}))
-    pipe.recv()
-
-
-def test_a_spawned_process_has_its_variables_and_a_pipe():
-    wanted = torchrun_variables(1, 2, processes.free_port())
-    process, pipe = processes.spawn(say_who, "hello", environment=wanted)
-    assert pipe.recv() == ("hello", wanted)
-    assert "RANK" not in os.environ  # ours are left alone
-    pipe.close()
-    process.join(20)
-    assert process.exitcode == 1  # EOFError: nobody is there to send anything
-
-
-PARENT = """
-import os, sys, time
-import processes
-
-def wait(pipe):
-    pipe.send(os.getpid())
-    time.sleep(600)
-
-if __name__ == "__main__":
-    process, pipe = processes.spawn(wait)
-    print(pipe.recv(), flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_spawned_process_ends_with_a_killed_parent(tmp_path):
-    (tmp_path / "parent.py").write_text(PARENT)
-    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "parent.py")]
-    parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
-    child = int(parent.stdout.readline())
-    assert not gone(child)
-    parent.kill()
-    wait_for(lambda: gone(child))
-    parent.wait()
-
-
 def test_a_free_port_can_be_listened_at():
     with socket.create_server(("", processes.free_port())) as server:
         assert server.getsockname()[1] != processes.free_port()

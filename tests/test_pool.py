@@ -1,0 +1,130 @@
+"""processes.Pool: ranks of our own that answer, fail and die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, clean_environment
+
+from processes import Pool, PoolError
+
+
+class Counter:
+    """What each process of these pools has made."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def add(self, more):
+        """The sum, this process's rank and its process id."""
+        return self.number + more, int(os.environ["RANK"]), os.getpid()
+
+    def die(self, rank):
+        """Kill the process of this rank; the others wait, as in a collective."""
+        if int(os.environ["RANK"]) == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+
+    def leave(self):
+        os._exit(7)
+
+    def fill(self):
+        """Ask for more memory than there is."""
+        import torch
+
+        torch.empty(2**48)
+
+    def read(self):
+        raise EOFError("the file is cut off")
+
+    def unreadable(self):
+        return lambda: None
+
+
+@pytest.fixture
+def pool():
+    pool = Pool(2, Counter, 3)
+    yield pool
+    pool.stop()
+
+
+def gone(pid):
+    """Whether no process has this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_every_process_answers_in_the_order_of_ranks(pool):
+    assert [answer[:2] for answer in pool(Counter.add, 4)] == [(7, 0), (7, 1)]
+    assert "RANK" not in os.environ  # ours are left alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ((Counter.die, 1), "killed"),
+        ((Counter.leave,), "status 7"),
+        ((Counter.fill,), "out of memory"),
+        ((Counter.read,), "EOFError: the file is cut off"),
+        ((Counter.unreadable,), "status 1"),
+    ],
+)
+def test_when_one_fails_all_end_and_the_error_says_why(pool, call, message):
+    pids = [pid for _, _, pid in pool(Counter.add, 0)]
+    with pytest.raises(PoolError, match=message):
+        pool(*call)
+    assert all(map(gone, pids))
+    with pytest.raises(PoolError, match=message):
+        pool(Counter.add, 0)
+
+
+def test_one_that_is_killed_between_calls_or_cannot_start_is_an_error(pool):
+    os.kill(pool.processes[1].pid, signal.SIGKILL)
+    with pytest.raises(PoolError, match="killed"):
+        pool(Counter.add, 0)
+    with pytest.raises(PoolError, match="TypeError"):
+        Pool(1, Counter)(Counter.add, 0)
+
+
+def test_an_answer_may_be_waited_for_or_asked_for_later(pool):
+    pool(Counter.add, 0)
+    pool.send(time.sleep)  # of a Counter: a TypeError
+    with pytest.raises(PoolError, match="TypeError"):
+        while pool.answers(patience=0.01) is None:
+            pass
+    slow = Pool(1, float, 600)
+    with pytest.raises(PoolError, match="no answer in 0.5 s"):
+        slow(time.sleep, patience=0.5)
+
+
+PARENT = """
+import os, time
+import processes
+
+def pid(started):
+    return os.getpid()
+
+if __name__ == "__main__":
+    print(*processes.Pool(1, os.getpid)(pid), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_its_processes_end_with_a_killed_parent(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    env = clean_environment() | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    assert not gone(child)
+    parent.kill()
+    parent.wait()
+    while not gone(child):
+        time.sleep(0.1)
