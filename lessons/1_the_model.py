@@ -179,7 +179,7 @@ def weights_of_query(q_i, seen_k, slope):
     return torch.softmax(scores, dim=0)
 
 
-print('Row 0 of the batch, head 0, slope 0: what each query (a line) takes of each key, in %')
+print("Row 0 of the batch, head 0, slope 0: what each query (a line) takes of each key, in %")
 print(" " * 6 + "".join(f"{chr(byte)!r:>6}" for byte in texts[0]))
 for i, byte in enumerate(texts[0]):
     taken = weights_of_query(q[0, 0, i], k[0, 0, : i + 1], slope=0.0)

@@ -118,10 +118,16 @@ def measure(answer, name: str, args, keywords) -> tuple:
 
     Counted by torch's profiler from the allocator's own events.
     """
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as record:
-        result = call(answer, name, args, keywords)
+    errors = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # the profiler prints lines of its own
+    cpu = [ProfilerActivity.CPU]
+    try:
+        with profile(activities=cpu, profile_memory=True, acc_events=True) as record:
+            result = call(answer, name, args, keywords)
+    finally:
+        os.dup2(errors, 2)
+        os.close(errors)
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     current = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

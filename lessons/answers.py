@@ -96,14 +96,16 @@ class Answer:
             self.pools[ranks] = Pool(max(1, ranks), answering.start, ranks > 0)
             patience = STARTING
         try:
-            replies = self.pools[ranks](answering.reply, str(self.path), *request, patience=patience)
+            replies = self.pools[ranks](
+                answering.reply, str(self.path), *request, patience=patience
+            )
         except PoolError as error:
-            self.pools.pop(ranks).stop()  # the next call gets new processes
-            words = str(error).strip().splitlines()
-            if any("answering.Failure" in line for line in words):
-                raise AssertionError(f"{shown}: {words[-1].partition('Failure: ')[2]}") from None
+            del self.pools[ranks]  # it has ended: the next call gets a new one
+            _, failed, words = error.details.partition("answering.Failure: ")
+            if failed:
+                raise AssertionError(f"{shown}: {words.strip()}") from None
             self.not_run = "a call did not end, see above"
-            raise AssertionError(f"{shown}: {words[0]}. Does it end?") from None
+            raise AssertionError(f"{shown}: {error}. Does it end?") from None
         for kind, result in (results := [pickle.loads(reply) for reply in replies]):
             if kind == "not loaded":
                 self.not_run = "the file cannot be loaded, see above"
@@ -184,7 +186,7 @@ def parts(checker) -> list[tuple[str, object]]:
 def judged(part, answer: Answer) -> tuple[str, str]:
     """(result, message) of one part: "right", "wrong", "not written yet" or "skipped"."""
     try:
-        part(answer)
+        note = part(answer)
     except AssertionError as error:
         return "wrong", str(error)
     except ToDo as error:
@@ -197,4 +199,4 @@ def judged(part, answer: Answer) -> tuple[str, str]:
         # The checker did not expect a value of this kind: the answer's fault, not a crash of ours.
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return "wrong", f"what came could not be compared: {words}"
-    return "right", ""
+    return "right", note or ""

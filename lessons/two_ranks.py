@@ -2,7 +2,7 @@
 
     python -m lessons.two_ranks     the three collectives on two ranks
 
-    ranks = Pool(2, two_ranks.join)               starts two processes, joined by gloo
+    ranks = two_ranks.start()                     starts two processes, joined by gloo
     ranks(two_ranks.train_sharded, W, ...)        [its result on rank 0, on rank 1]
     ranks.stop()
 
@@ -11,6 +11,8 @@ rank that skips a collective leaves the other one waiting.
 """
 
 import gc
+import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,14 @@ import fsdp_train
 import parallel
 import processes
 import program
+
+
+def start() -> processes.Pool:
+    """Two ranks. A new process imports the file that runs here: a lesson must not run again there."""
+    main = vars(sys.modules["__main__"])
+    with mock.patch.dict(main):
+        main.pop("__file__", None)
+        return processes.Pool(2, join)
 
 
 def join() -> int:
@@ -272,7 +282,7 @@ def live_bytes() -> int:
 def main(argv) -> None:
     """Print what three collectives do."""
     config.arguments(argv)
-    ranks = processes.Pool(2, join)
+    ranks = start()
     rows = []
     for rank, found in enumerate(ranks(collectives)):
         rows += [(rank, name, x.tolist(), y.tolist()) for name, (x, y) in found.items()]

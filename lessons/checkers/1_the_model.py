@@ -18,7 +18,9 @@ def check_slopes(answer):
     """alibi_slopes for 1 to 64 heads"""
     for n_heads, bias_max in ((1, 8), (2, 8), (4, 8), (8, 16), (32, 8), (64, 8)):
         compare_slopes(answer, n_heads, bias_max, "h goes from 1 to n_heads")
-    reorder = "take the slopes of the next power of two, the 2nd, 4th, ... first, then 1st, 3rd, ..."
+    reorder = (
+        "take the slopes of the next power of two, the 2nd, 4th, ... first, then 1st, 3rd, ..."
+    )
     for n_heads, bias_max in ((3, 8), (5, 8), (6, 8), (12, 16), (20, 8), (56, 8)):
         compare_slopes(answer, n_heads, bias_max, f"not a power of two: {reorder}")
 

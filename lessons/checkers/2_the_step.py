@@ -53,9 +53,7 @@ def check_ignored_labels(answer):
 def check_large_logits(answer):
     """Logits whose exponential is larger than any float32"""
     hint = "logits of hundreds: exp overflows unless the largest is subtracted first"
-    compare(
-        answer, n=4, v=7, chunk=3, scale=300.0, dtype=torch.float32, tolerance=1e-2, hint=hint
-    )
+    compare(answer, n=4, v=7, chunk=3, scale=300.0, dtype=torch.float32, tolerance=1e-2, hint=hint)
 
 
 def check_memory(answer):

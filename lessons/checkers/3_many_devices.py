@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from lessons import two_ranks
 from lessons.answering import PerRank
 from lessons.answers import close, form
-from processes import Pool
 
 EVEN = [(8, 4), (2, 8)]  # the shapes of W1 and W2
 LR, STEPS = 0.1, 4
@@ -129,7 +128,9 @@ def compare(answer, shapes, size: int, same_rows: bool) -> tuple[list, list]:
         xs, targets = list(x.chunk(size)), list(target.chunk(size))
     rows = "the same rows" if same_rows else "different rows"
     case = f"on {size} ranks with {rows}, W1 {shapes[0]}, W2 {shapes[1]}"
-    hint = f"reduce-scatter adds the gradients of {size} ranks, and the loss is a mean over all rows"
+    hint = (
+        f"reduce-scatter adds the gradients of {size} ranks, and the loss is a mean over all rows"
+    )
     for n_steps in (1, STEPS):  # a mistake is easiest to see after one step
         losses, pieces = run(answer, weights, xs, targets, n_steps)
         wanted_losses, wanted = trained(weights, x, target, n_steps)
@@ -184,7 +185,7 @@ def check_different_rows(answer):
     """step: two ranks with different rows compute what one rank does, and what fully_shard does"""
     losses, weights = compare(answer, EVEN, 2, same_rows=False)
     given, x, target = problem(EVEN, 2 * ROWS)
-    pytorch = Pool(2, two_ranks.join)
+    pytorch = two_ranks.start()
     ((their_losses, theirs), _) = pytorch(two_ranks.fully_sharded, given, x, target, LR, STEPS)
     pytorch.stop()
     for ours, wanted in zip([*losses, *weights], [*their_losses, *theirs], strict=True):

@@ -71,7 +71,9 @@ def check_attention(answer):
         compare_attention(answer, dtype, "3 queries, 4, 4 and 2 keys", [4, 4, 2], 3, BOTH_GROW)
         compare_attention(answer, dtype, "2 queries, causal", [2], 2, shapes, causal=True)
         compare_attention(answer, dtype, f"{q_4}, scale 0.5", sizes, 4, shapes, scale=0.5)
-        compare_attention(answer, dtype, f"{q_4}, causal", sizes, 4, shapes, slope=0.25, causal=True)
+        compare_attention(
+            answer, dtype, f"{q_4}, causal", sizes, 4, shapes, slope=0.25, causal=True
+        )
         compare_attention(answer, dtype, f"{q_4}, the first hidden", sizes, 4, HIDDEN, hidden=0)
         compare_attention(answer, dtype, f"{q_4}, the second hidden", sizes, 4, HIDDEN, hidden=1)
         large = "subtract the maximum before exp; it begins at -inf, not at 0"

@@ -84,6 +84,7 @@ def check_prediction(answer):
         "out why it was lost (python -m lessons 8 --answers), then change it: the next is not "
         "blind. Two ways to extrapolate differ by more than two seeds do."
     )
+    return f"compared with {whose}"
 
 
 def numbers(predicted) -> dict:
@@ -105,12 +106,12 @@ def find_runs() -> tuple[list[dict], list[dict], str]:
     The reader's own if they are whole: a grid and a run on that budget. Else the stored ones.
     """
     keys = {cell.key for cell in scaling_runs.grid()}
-    for rows, whose in (
-        (scaling_runs.own_runs(), "your own runs"),
-        (scaling_runs.read(scaling_runs.STORED), "the stored runs, lessons/8_grid.jsonl"),
-    ):
-        grid = [row for row in rows if row["budget"] < scaling_runs.HELD_OUT]
-        held_out = [row for row in rows if row["budget"] == scaling_runs.HELD_OUT]
-        if whose.startswith("the") or (keys <= {row["key"] for row in grid} and held_out):
-            break
-    return grid, held_out, whose
+    own = scaling_runs.own_runs()
+    grid = [row for row in own if row["key"] in keys]
+    held_out = [row for row in own if row["budget"] == scaling_runs.HELD_OUT]
+    if len(grid) == len(keys) and held_out:
+        return grid, held_out, "your own runs"
+    stored = scaling_runs.read(scaling_runs.STORED)
+    grid = [row for row in stored if row["budget"] < scaling_runs.HELD_OUT]
+    held_out = [row for row in stored if row["budget"] == scaling_runs.HELD_OUT]
+    return grid, held_out, "the stored runs, lessons/8_grid.jsonl"

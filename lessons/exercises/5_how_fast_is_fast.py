@@ -31,9 +31,7 @@ def training_flops(
     raise NotImplementedError("training_flops")
 
 
-def mfu(
-    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float
-) -> float:
+def mfu(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float) -> float:
     """The share of the peak, 0 to 1. tokens_per_second: of all devices. peak_flops: of one."""
     raise NotImplementedError("mfu")
 
