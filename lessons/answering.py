@@ -1,4 +1,4 @@
-"""The process in which a reader's answer runs. lessons/answers.py starts it and asks it for results.
+"""The process in which a reader's answer runs. lessons/answers.py starts it and asks it.
 
 The answer is a module here. Whatever it does wrong, the reply is one line that names the line of
 the answer; an endless loop ends with this process, which the asking side stops.

@@ -29,7 +29,7 @@ import program
 
 
 def start() -> processes.Pool:
-    """Two ranks. A new process imports the file that runs here: a lesson must not run again there."""
+    """Two ranks. A new process imports the file that runs here: no lesson must run again there."""
     main = vars(sys.modules["__main__"])
     with mock.patch.dict(main):
         main.pop("__file__", None)

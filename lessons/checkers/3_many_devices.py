@@ -121,7 +121,7 @@ def run(answer, weights, xs, targets, n_steps: int) -> tuple[list, list]:
 
 
 def compare(answer, shapes, size: int, same_rows: bool) -> tuple[list, list]:
-    """Steps on `size` ranks against one rank with all rows. Returns the answer's losses, weights."""
+    """Steps on `size` ranks against one with all rows. Returns the answer's losses and weights."""
     weights, x, target = problem(shapes, ROWS if same_rows else ROWS * size)
     xs, targets = [x] * size, [target] * size
     if not same_rows:
@@ -137,7 +137,7 @@ def compare(answer, shapes, size: int, same_rows: bool) -> tuple[list, list]:
         for number, (loss, right) in enumerate(zip(losses, wanted_losses, strict=True)):
             mean = "the loss is the mean over the rows of all ranks: all-reduce it"
             close(f"the loss before step {number + 1}, {case}", loss, right, 1e-6, mean)
-        whole = [joined(parts, shape) for parts, shape in zip(zip(*pieces), shapes, strict=True)]
+        whole = [joined([of_rank[i] for of_rank in pieces], shapes[i]) for i in (0, 1)]
         for name, new, right in zip(("W1", "W2"), whole, wanted, strict=True):
             close(f"{name} after {n_steps} steps, {case}", new, right, 1e-6, hint)
     return losses, whole

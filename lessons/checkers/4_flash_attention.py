@@ -185,7 +185,7 @@ def skip_without_interpreter() -> None:
 def compare_kernel(
     answer, what, n_keys, block_n, slope, dtype, tolerance, hint, large=False
 ) -> None:
-    """One case with 16 queries, against float64. large: scores of several hundred, exact in fp32."""
+    """One case with 16 queries, against float64. large: scores of hundreds, exact in fp32."""
     random = torch.Generator().manual_seed(3)
     D = 16 if large else 32
     q, k, v = (torch.randn(n, D, generator=random) for n in (16, n_keys, n_keys))
