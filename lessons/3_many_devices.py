@@ -167,7 +167,7 @@ for rank, (losses, part, _) in enumerate(results):
     cells.append((f"two ranks, rank {rank}", *(f"{value:.6f}" for value in losses)))
     assert part.shape == (32, 32)
     assert all(abs(a - b) < 1e-6 for a, b in zip(losses, plain_losses, strict=True))
-print(program.table(("loss before step", *range(N_STEPS)), cells))
+print(program.table(("loss before step", *map(str, range(N_STEPS))), cells))
 W_at_end = torch.cat([part for _, part, _ in results])
 difference = (W_at_end - plain).abs().max().item()
 print(f"largest difference of a weight after {N_STEPS} steps: {difference:.1e}")
