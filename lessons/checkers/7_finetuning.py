@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import lora
-from config import MPTConfig, TrainConfig
+from config import TrainConfig
 from lessons.answers import close
-from model import MPT, init_weights
 from weights import peft
 from weights.tensor_files import write_safetensors
 
@@ -18,9 +17,6 @@ SCALE = 0.5
 BIG = 1024  # features in and out of a layer whose memory is measured
 # The largest difference, for values of about 1. bfloat16 has 8 significant bits.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-SMALL = MPTConfig(
-    d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=16, alibi=True, no_bias=True
-)
 LITTLE = "no tensor may be as large as W: never form B A, begin with A x; W needs no gradient"
 
 
@@ -180,31 +176,6 @@ def require_form(read, names: set, case: str) -> None:
         assert is_three, f"read_adapter: expected (A, B, s) for {name}, got {type(value).__name__}"
 
 
-def check_whole_model(answer):
-    """read_adapter and merge: a model's adapters from PEFT's files, with the right logits"""
-    everywhere = TrainConfig(init_from="base", lora_rank=4, lora_alpha=6.0)
-    last = TrainConfig(init_from="base", lora_rank=2, rslora=True, lora_last_blocks=1)
-    ids = torch.arange(SMALL.max_seq_len)[None]
-    for settings, dtype, case in (
-        (everywhere, torch.float32, "rank 4, alpha 6, on all linear layers of two blocks"),
-        (last, torch.bfloat16, "rank 2, rslora, on the last block alone, in BF16"),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            write_peft(Path(folder) / "adapter", settings, dtype)
-            read = answer.call("read_adapter", f"{folder}/adapter")
-            found = peft.read(Path(folder) / "adapter")
-        require_form(read, {name.rpartition(".")[0] for name in found.tensors}, case)
-        model = base_model()
-        for name, (A, B, scale) in read.items():
-            layer = model.get_submodule(name)
-            merged = answer.call("merge", layer.weight.detach(), A, B, scale)
-            close(f"merge, {name}", merged, layer.weight.detach(), torch.inf)  # dtype and shape
-            layer.weight.data = merged
-        with torch.no_grad():
-            expected = logits_of_the_project(found, ids)
-            close(f"the merged model's logits, for {case}", model(ids), expected, 1e-5)
-
-
 # --------------------------------------------------------------------------------------------------
 # The real ones
 
@@ -249,38 +220,6 @@ def really_merged(W, A, B):
     layer.lora_A.data, layer.lora_B.data = A.clone(), B.clone()
     lora.merge(nn.Sequential(layer))
     return layer.weight.detach()
-
-
-def base_model() -> MPT:
-    """The model that the adapters belong to."""
-    model = MPT(SMALL)
-    init_weights(model, seed=0)
-    return model.eval()
-
-
-def write_peft(folder: Path, settings: TrainConfig, dtype) -> None:
-    """Adapters with random values for this model, as files of PEFT."""
-    model = base_model()
-    lora.put_on(model, settings)
-    generator = torch.Generator().manual_seed(2)
-    tensors = {
-        name: (torch.randn(param.shape, generator=generator) / 4).to(dtype)
-        for name, param in lora.adapters_of(model).items()
-    }
-    peft.write(folder, peft.Adapter(settings, tensors, "base"))
-
-
-@torch.no_grad()
-def logits_of_the_project(found, ids):
-    """Of the model into which lora.py merges the adapters that weights/peft.py has read."""
-    model = base_model()
-    lora.put_on(model, peft.placed(found, SMALL))
-    for name, tensor in found.tensors.items():
-        model.get_parameter(name).copy_(tensor)
-    lora.merge(model)
-    logits = model(ids)
-    assert (logits - base_model()(ids)).abs().max() > 0.01  # else the comparison says nothing
-    return logits
 
 
 def tolerance(expected) -> float:

@@ -117,7 +117,7 @@ WRONG = {
         ),
         ("unmerge", "unmerge", "merge(merged, A, B, -scale)", "merge(merged, A, B, -1)"),
         ("read_adapter", "alpha / sqrt(r)", 'settings.get("use_rslora")', "False"),
-        ("whole_model", "alpha 6", 'layer.removeprefix("base_model.model.")', "layer"),
+        ("read_adapter", "is missing", 'layer.removeprefix("base_model.model.")', "layer"),
     ],
     "8": [
         ("isoflop_optimum", "log N", "x = np.log(sizes)", "x = np.array(sizes)"),
