@@ -96,47 +96,26 @@ def check_roofline(answer):
         close(f"attainable, for {intensity=}, peak 30 FLOP/s, 2 bytes/s", got, expected, 1e-9)
 
 
+PUBLISHED = [  # function, the share, its argument, the share grows with it to this power, a hint
+    ("palm_540b", 0.462, 238.3e3, 1, "its heads together are 48 x 256 wide, not d_model"),
+    ("mpt_1b", 0.5986, 20_513, 1, "20,513 tokens/s are of one GPU: the peak of one belongs to it"),
+    ("gpt_175b", 0.514, 13.75, -1, "MFU counts no second forward, but all products and the logits"),
+]
+
+
 def check_published(answer):
     """Three published MFUs: PaLM 540B, MPT-1B on A100, Megatron-LM's GPT of 175B"""
-    m = mpt("mpt-1b")
-    seconds, rate = 13.75, 64 * 2048 / 13.75 / (64 * 312e12)
-    blocks, logits, scores = 12 * 96 * 12288**2, 51200 * 12288, 96 * 12288 * 2048
-    # function, published share, argument, what the result is proportional to, {mistake: hint}
-    compare_published(
-        answer, "palm_540b", 0.462, 238.3e3, 1,
-        {(6 * 540.35e9 + 12 * 118 * 18432 * 2048) * 238.3e3 / (6144 * 275e12):
-            "its heads together are 48 x 256 wide, not d_model"},
-    )  # fmt: skip
-    compare_published(
-        answer, "mpt_1b", 0.5986, 20_513, 1,
-        {flops.mfu(m, 20_513 / 8, 1, 312e12):
-            "20,513 tokens/s are of one GPU: the peak of one belongs to it"},
-    )  # fmt: skip
-    compare_published(
-        answer, "gpt_175b", 0.514, seconds, -1,
-        {(8 * (blocks + logits) + 16 * scores) * rate:
-            "that counts a second forward, so it is an HFU"},
-    )  # fmt: skip
-
-
-def compare_published(answer, function, expected, usual, power, mistakes: dict) -> None:
-    """Compare with a published share, which no message names, or people would return it.
-
-    usual: its argument. The result grows with that to this power. mistakes: {wrong result: why}.
-    """
-    got = answer.call(function)
-    close(function, got, 0.5, 1e9)  # a number
-    hints = [why for wrong, why in mistakes.items() if abs(got - wrong) <= 5e-4]
-    hints = hints or ["attention counts 12 L d S; the devices and the peak are in it once"]
-    off = f"{function}: {got:.4g} is no share from 0 to 1" if not 0 < got <= 1 else (
-        f"{function}: {got:.2%} is not the published figure, but too "
-        f"{'high' if got > expected else 'low'}"
-    )  # fmt: skip
-    assert abs(got - expected) <= 5.5e-4, f"{off}. {hints[0]}"
-    again = answer.call(function, 2 * usual)
-    close(
-        f"{function} for {2 * usual:g}: compute it from the argument", again, got * 2.0**power, 1e-6
-    )
+    # No message names the published share, or people would return it.
+    for function, expected, usual, power, hint in PUBLISHED:
+        got = answer.call(function)
+        close(function, got, 0.5, 1e9)  # a number
+        assert 0 < got <= 1, f"{function}: expected a share from 0 to 1, got {got:.4g}"
+        off = f"{got:.2%} is too {'high' if got > expected else 'low'}"
+        attention = "attention counts 12 L d S"
+        assert abs(got - expected) <= 5.5e-4, f"{function}: {off}; {hint}; {attention}"
+        twice = answer.call(function, 2 * usual)
+        what = f"{function}({2 * usual:g}), which must follow from its argument"
+        close(what, twice, got * 2.0**power, 1e-6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,13 +183,11 @@ def check_plan(answer):
         close(f"plan's {name}", got[name], 0.0, 1e15)  # a number
         assert got[name] > 0, f"plan's {name}: expected more than 0, got {got[name]}"
 
-    costs = {name: cost(name) for name in MODELS}
-    largest = [name for name, dollars in costs.items() if dollars <= BUDGET][-1]
-    of_all = ", ".join(f"{name} {dollars:,.0f}" for name, dollars in costs.items())
-    wanted = f"expected {largest}, got {got['model']!r}; the planner's runs cost {of_all} dollars"
-    assert got["model"] == largest, f"plan's model: {wanted}"
-
-    m = mpt(largest)
+    known = ", ".join(MODELS)
+    assert got["model"] in list(MODELS), (
+        f"plan's model: got {got['model']!r}, expected one of {known}"
+    )
+    m = mpt(got["model"])
     tokens = 20 * flops.n_params(m)
     close("plan's tokens, 20 a parameter", float(got["tokens"]), float(tokens), 0.01 * tokens)
     days = got["tokens"] / got["tokens_per_second"] / 86_400
@@ -218,6 +195,12 @@ def check_plan(answer):
     dollars = got["days"] * 24 * CARDS * PRICE
     two = "the price is that of a card, which is two devices"
     close("plan's dollars, your days", float(got["dollars"]), float(dollars), 0.01 * dollars, two)
+
+    costs = {name: cost(name) for name in MODELS}
+    largest = [name for name, dollars in costs.items() if dollars <= BUDGET][-1]
+    of_all = ", ".join(f"{name} {dollars:,.0f}" for name, dollars in costs.items())
+    wanted = f"expected {largest}, got {got['model']!r}; the planner's runs cost {of_all} dollars"
+    assert got["model"] == largest, f"plan's model: {wanted}"
 
     size = compare_microbatch(m, got["microbatch_size"])
     fleet, cfg = node_and_batch(size)

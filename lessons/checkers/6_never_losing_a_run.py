@@ -97,7 +97,10 @@ class Run:
 
 def require_loaded(answer, folder: str, allowed: list, case: str) -> int:
     """The step that `load` returns, which must be one of `allowed`: (step, state) or None."""
-    got = answer.call("load", folder)
+    try:
+        got = answer.call("load", folder)
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from None
     steps = " or ".join(dict.fromkeys(f"step {x[0]}" if x else "None" for x in allowed))
     assert got is not None or None in allowed, f"{case}: load returned None, expected {steps}"
     if got is None:

@@ -91,7 +91,7 @@ WRONG = {
             "    for old in checkpoints(folder):\n        old.unlink()\n    with open(temporary",
         ),
         ("damage", "Is there a checksum?", "if checksum != ", "if not checksum and checksum != "),
-        ("other_files", "removed notes.txt", 'glob("step-*.tmp")', 'glob("*t*")'),
+        ("other_files", "removed notes.txt", 'glob("step-*.tmp")', 'glob("*.t*")'),
         (
             "nothing_piles_up",
             "more than 6 times",
