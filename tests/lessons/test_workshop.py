@@ -31,7 +31,7 @@ def runs(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pools():
+def answer_pools():
     """Processes in which all answers of these tests run, one after another."""
     running = {}
     yield running
@@ -40,14 +40,14 @@ def pools():
 
 
 @pytest.fixture
-def check(pools, tmp_path):
+def check(answer_pools, tmp_path):
     """(result, message) of a part for an answer with this text: check("6", "damage", text)."""
 
     def judged(number: str, part: str, text: str) -> tuple[str, str]:
         answer = tmp_path / workshop.lesson(number).name
         answer.write_text(text)
         function = getattr(checker(number), f"check_{part}")
-        return answers.judged(function, answers.Answer(answer, pools))
+        return answers.judged(function, answers.Answer(answer, answer_pools))
 
     return judged
 
@@ -100,8 +100,8 @@ def test_a_right_answer_is_accepted(answer):
 
 
 @pytest.mark.parametrize("path", LESSONS, **by_name)
-def test_a_stub_is_not_written_yet(path, pools):
-    stub = answers.Answer(workshop.HERE / "exercises" / path.name, pools)
+def test_a_stub_is_not_written_yet(path, answer_pools):
+    stub = answers.Answer(workshop.HERE / "exercises" / path.name, answer_pools)
     parts = answers.parts(checker(path.name[0]))
     found = {answers.judged(part, stub)[0] for _, part in parts}
     assert "not written yet" in found and found <= {"not written yet", "skipped"}
@@ -191,10 +191,10 @@ def save_for_good(path, text):
 
 
 @pytest.fixture
-def odd(tmp_path, pools):
+def odd(tmp_path, answer_pools):
     path = tmp_path / "answer.py"
     path.write_text(ODD)
-    return answers.Answer(path, pools)
+    return answers.Answer(path, answer_pools)
 
 
 def test_results_come_back(odd):
@@ -250,10 +250,10 @@ def test_what_is_not_written_is_no_error(odd):
         ("x = 1\ny = x / 0\n", "line 2: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_file_that_cannot_be_loaded_is_told_once(text, words, tmp_path, pools):
+def test_a_file_that_cannot_be_loaded_is_told_once(text, words, tmp_path, answer_pools):
     path = tmp_path / "answer.py"
     path.write_text(text)
-    answer = answers.Answer(path, pools)
+    answer = answers.Answer(path, answer_pools)
     with pytest.raises(AssertionError) as error:
         answer.call("f")
     assert f"{path}, {words}" in str(error.value)
