@@ -207,7 +207,7 @@ def test_results_come_back(odd):
 @pytest.mark.parametrize(
     "name, args, words",
     [
-        ("crash", [1], ["crash(1)", "ZeroDivisionError", "line 6", "return x / 0"]),
+        ("crash", [1], ["crash(1)", "ZeroDivisionError", "line 7", "return x / 0"]),
         ("missing", [], ["the answer has no missing"]),
         ("strange", [], ["pickle"]),
         ("not_of_torch", [], ["NotImplementedError", "softmax"]),
