@@ -81,8 +81,8 @@ RANGES = {
         (1e-3, 10**6, "timeout_minutes peak_tflops"),
         # Planning.
         (1, 10**6, "devices ranks nodes"),
-        (1, 10**4, "node_size interleave"),
-        (1e-3, 10**6, "network bandwidth memory_gb fp8_tflops"),  # GB/s, GB/s, GiB, TFLOP/s
+        (1, 10**4, "node_size"),
+        (1e-3, 10**6, "network bandwidth memory_gb"),  # GB/s, GB/s, GiB
         (1e-3, 1, "attention_efficiency attention"),
         (1, 10**18, "tokens"),
         (1e-9, 10**9, "price"),

@@ -54,13 +54,6 @@ class Device:
     # What no row has, since it depends on the software. planning/fleet.py sets it from flags and
     # measurements.
     attention: float | None = None  # share of the bf16 peak that attention kernels reach
-    matmul_fp8_tflops: float | None = None  # what large matmuls reach in fp8, if it is used
-
-    @property
-    def fp8_tflops(self) -> float | None:
-        """Dense fp8 peak, TFLOP/s: twice that of bf16, or None if it has no fp8."""
-        has_fp8 = self.arch in FP8
-        return 2 * self.bf16_tflops if has_fp8 else None
 
 
 # The first row of a family is what its bare name means: h100 is the H100 SXM.
@@ -161,9 +154,6 @@ PER_CLOCK = {
     "gfx115": (512, None),
     "gfx120": (1024, None),
 }
-
-# Architectures with fp8 matrix instructions, which do twice the FLOPs of bf16.
-FP8 = ("8.9", "9.0", "10.0", "10.3", "12.0", "gfx942", "gfx950", "gfx1200", "gfx1201")
 
 # AMD architectures whose name begins so have no bf16 instructions. torch emulates them.
 NO_BF16 = ("gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx90c", "gfx101", "gfx103")

@@ -2,43 +2,42 @@
 
     FLOPs of training on one token = 6 N + 12 L d S
 
-N: parameters, a tied embedding counted once; an untied input embedding is a lookup and does not
-count. L: layers. d: width of all heads together. S: sequence length. A matmul weight costs 2 FLOPs
-a token forward and 4 backward, hence 6 N (4 N if it is frozen). Attention costs 2 S d for q.k and
-2 S d for p.v per layer and token forward, and three times that with the backward: 12 L d S.
-
-This is the convention of LLM Foundry, which published MPT's throughput, and of PaLM (arXiv
-2204.02311, app. B). It counts the whole S x S square, though half of it is masked, and not what is
-recomputed. Megatron-LM does not count the masked half: 6 N + 6 L d S, here "causal". A share of the
-peak says little without its convention; planning/conventions.py has nine of them, and counts LoRA,
-sliding windows and packed documents.
+N: parameters, without an untied input embedding, which is a lookup. L: layers. d: width of all
+heads together. S: sequence length. A weight costs 2 FLOPs a token forward and 4 backward, hence
+6 N; frozen, 4 N. Low-rank adapters add 6 N_lora. Attention costs 2 S d for q.k and 2 S d for p.v
+per layer and token forward, and three times that with the backward: 12 L d S.
 
     MFU = FLOPs per token x tokens/s / (devices x peak)         model FLOPs utilization: useful work
     HFU = 4/3 MFU with full activation checkpointing, else MFU  hardware FLOPs: two forwards
 
-Run `python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922`, or without a model
-`python flops.py --n_params=6.7e9 --device=mi250 --tokens_per_second=1922`, with its attention
-`--n_params=540.35e9 --n_layers=118 --n_heads=48 --head_dim=256 --max_seq_len=2048` (PaLM: 46.2 %
-with `--device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3`).
-`python -m bench flops` compares with what torch counts. Only `--device=auto` imports torch.
+That is the convention of LLM Foundry, which published MPT's throughput. A share of the peak says
+little without its convention: CONVENTIONS has others, and the program prints the MFU by each.
+
+    python flops.py configs/mpt7b.py --device=mi250 --tokens_per_second=1922
+
+Or from a size in place of a model; --n_layers, --d_model and --max_seq_len add its attention:
+
+    python flops.py --n_params=405e9 --frozen --device=mi300x --devices=8 --tokens_per_second=34.1
+
+planning/matmuls.py counts each matmul, as torch does. Only `--device=auto` imports torch.
 """
 
 import json
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import config
 import devices
-from config import Checkpointing, MPTConfig, UserError, require
-
-CONVENTION = "LLM Foundry: 6 N + 12 L d S"
-FORMULAS = {"foundry": CONVENTION, "causal": "Megatron-LM today: 6 N + 6 L d S"}
-ATTENTION = {"foundry": 4, "causal": 2}  # FLOPs of its forward per layer and token / (d S)
-
-# Flags of planning/conventions.py that people also try here.
-CONVENTION_FLAGS = """convention attention window document frozen
-    lora_rank lora_targets lora_last_blocks lora_train""".split()
-
+import program
+from config import (
+    EXTRA_PARTS,
+    LINEAR_LAYERS,
+    Checkpointing,
+    MPTConfig,
+    TrainConfig,
+    listed,
+    require,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Parameters
@@ -79,62 +78,157 @@ def n_params(cfg: MPTConfig) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
+# What is trained
+
+
+@dataclass
+class TrainingSetup:
+    """What is trained and how: everything beside the model that decides the FLOPs."""
+
+    frozen: bool = False  # all weights; something before block 0 trains
+    lora_rank: int = 0  # of low-rank adapters on frozen weights (0 = none)
+    lora_targets: str = "all"  # layers that have one: Wqkv,out_proj,up_proj,down_proj
+    lora_last_blocks: int = 0  # only the last n blocks have adapters (0 = all blocks)
+    lora_train: str = ""  # train these, too: norms, biases, or norms,biases
+    activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
+    recompute_every: int = 1  # activation checkpointing of every k-th block
+
+    def check(self) -> None:
+        """UserError if a setting names no linear layer."""
+        listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        listed("lora_train", self.lora_train, EXTRA_PARTS)
+
+    @property
+    def targets(self) -> list[str]:
+        """The modules that have an adapter."""
+        chosen = listed("lora_targets", self.lora_targets, ["all", *LINEAR_LAYERS])
+        return LINEAR_LAYERS if "all" in chosen else chosen
+
+    @property
+    def trains_all(self) -> bool:
+        """Do all weights of the model train?"""
+        return not (self.frozen or self.lora_rank)
+
+    def checkpointing_of(self, i: int) -> Checkpointing:
+        """The activation checkpointing of block i."""
+        return self.activation_checkpointing if i % self.recompute_every == 0 else "none"
+
+
+def setup_of(cfg: TrainConfig) -> TrainingSetup:
+    """The setup of a run: what it trains, and what it computes again."""
+    names = "lora_rank lora_targets lora_last_blocks lora_train"
+    names += " activation_checkpointing recompute_every"
+    return TrainingSetup(**{name: getattr(cfg, name) for name in names.split()})
+
+
+def adapted_blocks(cfg: MPTConfig, setup: TrainingSetup) -> range:
+    """The blocks that have adapters. UserError if more are asked for than the model has."""
+    last = setup.lora_last_blocks
+    few = f"lora_last_blocks {last} is more than n_layers {cfg.n_layers}"
+    require(last <= cfg.n_layers, f"{few}: lower it")
+    return cfg.adapted_blocks(last) if setup.lora_rank else range(0)
+
+
+def n_lora(cfg: MPTConfig, setup: TrainingSetup) -> int:
+    """Number of parameters of all adapters: A (rank x in) and B (out x rank) of each."""
+    shapes = cfg.linear_layers()
+    of_block = sum(setup.lora_rank * sum(shapes[name]) for name in setup.targets)
+    return len(adapted_blocks(cfg, setup)) * of_block
+
+
+def trains_vectors(cfg: MPTConfig, setup: TrainingSetup) -> bool:
+    """Do norms or biases train beside the adapters? If so, they do in every block."""
+    extra = listed("lora_train", setup.lora_train, EXTRA_PARTS)
+    return "norms" in extra or ("biases" in extra and not cfg.no_bias)
+
+
+def first_backward(cfg: MPTConfig, setup: TrainingSetup) -> int:
+    """The first block that has a backward: the first one with anything to train."""
+    adapters_alone = setup.lora_rank and not trains_vectors(cfg, setup)
+    return adapted_blocks(cfg, setup).start if adapters_alone else 0
+
+
+# --------------------------------------------------------------------------------------------------
 # FLOPs
 
 
-def forward_flops_per_token(cfg: MPTConfig, convention: str = "foundry") -> int:
-    """FLOPs of the forward per token: 2 N + 4 L d S, or 2 N + 2 L d S if "causal"."""
-    lookup = 0 if cfg.tie_word_embeddings else cfg.vocab_size * cfg.d_model
-    attention = ATTENTION[convention] * cfg.n_layers * cfg.d_model * cfg.max_seq_len
-    return 2 * (n_params(cfg) - lookup) + attention
+class Convention(NamedTuple):
+    """How somebody counts the FLOPs of training on a token."""
+
+    formula: str
+    forward: int  # FLOPs of attention's forward / (L d S)
+    both_passes: int  # of its forward and backward
+    matmuls_only: bool = False  # M instead of N: the weights of linear layers and of the logits
+    blocks_twice: bool = False  # the forward of all blocks counts again
+
+
+CONVENTIONS = {
+    "foundry": Convention("LLM Foundry: 6 N + 12 L d S", 4, 12),
+    "palm": Convention("PaLM, nanoGPT, OLMo, torchtitan: 6 N + 12 L d S", 4, 12),
+    "causal": Convention("Megatron-LM today, no masked scores: 6 N + 6 L d S", 2, 6),
+    "lingua": Convention("Lingua, causal, the flash backward's scores too: 6 N + 7 L d S", 2, 7),
+    "flopcounter": Convention("FlopCounterMode on flash SDPA: 6 N + 14 L d S", 4, 14),
+    "6nd": Convention("no attention: 6 N", 0, 0),
+    "megatron": Convention("arXiv 2205.05198, M weights in matmuls: 6 M + 12 L d S", 4, 12, True),
+    "megatron_recompute": Convention("arXiv 2104.04473: and blocks twice", 4, 12, True, True),
+}
+CONVENTION = CONVENTIONS["foundry"].formula
+
+
+def flops_of(
+    cfg: MPTConfig, convention: str = "foundry", setup: TrainingSetup | None = None
+) -> tuple[float, float]:
+    """FLOPs of training on a token, and the same with the forwards that are computed again.
+
+    convention: a key of CONVENTIONS. setup: without it all weights train, and nothing is computed
+    again. UserError if more blocks are to be adapted than there are.
+    """
+    row = CONVENTIONS[convention]
+    setup = setup or TrainingSetup()
+    L = cfg.n_layers
+    parts = params_by_part(cfg)
+    linears = sum(parts[name] for name in LINEAR_LAYERS)
+    lookup = 0 if cfg.tie_word_embeddings else parts["wte"]
+    n = n_params(cfg) - lookup
+    if row.matmuls_only:
+        n = linears + cfg.vocab_size * cfg.d_model
+    l_d_s = L * cfg.d_model * cfg.max_seq_len
+    adapters = n_lora(cfg, setup)
+
+    first = first_backward(cfg, setup)  # the blocks before it have no backward
+    backward = 2 * linears + (row.both_passes - row.forward) * l_d_s
+    once = flops_of_size(n, l_d_s, row, setup)[0] + 6 * adapters - first * backward // L
+
+    forward = 2 * (linears if row.matmuls_only else n) + row.forward * l_d_s + 2 * adapters
+    if row.blocks_twice:
+        once += forward * (L - first) / L
+        return once, once
+    again = [i for i in range(first, L) if setup.checkpointing_of(i) == "full"]
+    return once, once + forward * len(again) / L
+
+
+def flops_of_size(
+    n: int, l_d_s: int, convention: Convention, setup: TrainingSetup
+) -> tuple[float, float]:
+    """`flops_of` for n parameters, all or none of which train, without those of adapters.
+
+    l_d_s: L d S.
+    """
+    once = (6 if setup.trains_all else 4) * n + convention.both_passes * l_d_s
+    is_repeated = setup.activation_checkpointing == "full"
+    return once, once + is_repeated * (2 * n + convention.forward * l_d_s)
 
 
 def train_flops_per_token(cfg: MPTConfig, convention: str = "foundry") -> int:
-    """FLOPs of training per token: 6 N + 12 L d S, or 6 N + 6 L d S if "causal".
+    """FLOPs of training on a token if all weights train: 6 N + 12 L d S, or by another convention.
 
-    The backward costs two forwards.
+    convention: a key of CONVENTIONS.
     """
-    return 3 * forward_flops_per_token(cfg, convention)
-
-
-def hardware_flops_per_token(
-    cfg: MPTConfig, activation_checkpointing: str, every: int = 1, convention: str = "foundry"
-) -> float:
-    """`train_flops_per_token`, and the forwards that activation checkpointing does again.
-
-    "full" repeats the forward of every `every`-th block; "selective" repeats no matmul.
-    """
-    share_again = 0
-    if activation_checkpointing == "full":
-        share_again = len(range(0, cfg.n_layers, every)) / cfg.n_layers  # of the blocks
-    once = train_flops_per_token(cfg, convention)
-    return once + share_again * forward_flops_per_token(cfg, convention)
+    return flops_of(cfg, convention)[0]
 
 
 # --------------------------------------------------------------------------------------------------
 # Utilization
-
-
-def mfu(
-    cfg: MPTConfig, tokens_per_second: float, n_devices: int, peak_flops: float | None
-) -> float | None:
-    """Model FLOPs utilization, 0 to 1; None if the peak is unknown.
-
-    tokens_per_second: of all devices together. peak_flops: FLOP/s of one device, or None.
-    """
-    return hfu(cfg, tokens_per_second, n_devices, peak_flops, "none")
-
-
-def hfu(
-    cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing, every=1
-) -> float | None:
-    """Hardware FLOPs utilization; None if the peak is unknown.
-
-    That is `mfu`, times 4/3 if activation_checkpointing is "full" for all blocks. Arguments as in
-    `mfu` and `hardware_flops_per_token`.
-    """
-    per_token = hardware_flops_per_token(cfg, activation_checkpointing, every)
-    return utilization(per_token, tokens_per_second, n_devices, peak_flops)
 
 
 def utilization(
@@ -142,11 +236,49 @@ def utilization(
 ) -> float | None:
     """The share of the peak that these FLOPs are, 0 to 1; None if the peak is unknown.
 
-    Arguments as in `mfu`. With adapters, flops_per_token is planning/matmuls.py::flops_of_run.
+    tokens_per_second: of all devices together. peak_flops: FLOP/s of one device, or None. With
+    adapters, flops_per_token is planning/matmuls.py::flops_of_run.
     """
     if peak_flops is None:
         return None
     return flops_per_token * tokens_per_second / (n_devices * peak_flops)
+
+
+def mfu(
+    cfg: MPTConfig, tokens_per_second: float, n_devices: int, peak_flops: float | None
+) -> float | None:
+    """Model FLOPs utilization, 0 to 1; None if the peak is unknown. Arguments: `utilization`."""
+    return utilization(train_flops_per_token(cfg), tokens_per_second, n_devices, peak_flops)
+
+
+def hfu(
+    cfg: MPTConfig, tokens_per_second, n_devices, peak_flops, activation_checkpointing, every=1
+) -> float | None:
+    """Hardware FLOPs utilization; None if the peak is unknown.
+
+    That is `mfu`, times 4/3 if activation_checkpointing is "full" for all blocks. every: it is for
+    every k-th block. Other arguments: `utilization`.
+    """
+    setup = TrainingSetup(activation_checkpointing=activation_checkpointing, recompute_every=every)
+    _, per_token = flops_of(cfg, setup=setup)
+    return utilization(per_token, tokens_per_second, n_devices, peak_flops)
+
+
+def doubt(hfu: float, causal: float, reachable: float | None = None) -> str:
+    """What is wrong with a share of the peak that no run can have; empty if one can.
+
+    causal: the same without the masked half of attention. reachable: what large matmuls reach.
+    """
+    most = reachable or 1
+    if hfu <= most:
+        return ""
+    if causal <= most:
+        masked = "that counts the masked half of attention, which kernels skip"
+        return f"{masked}: without it, as causal counts, HFU is {causal:.2%}"
+    fix = "are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
+    if hfu > 1:
+        return f"that is above the peak: {fix}"
+    return f"that is {hfu / most:.0%} of what large matmuls reach ({most:.0%} of the peak): {fix}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -163,8 +295,13 @@ class FlopsArgs:
     peak_tflops: PeakSetting = "auto"  # its peak; auto: the table; measure: of this machine
     tokens_per_second: float = 0  # measured, of all devices together
     devices: int = 1  # torch devices: an MI250 card is two
+    convention: str = "foundry"  # of the MFU in JSON: foundry, palm, causal, 6nd, megatron, ...
     n_params: int | None = None  # in place of a model; n_layers, d_model, max_seq_len add attention
     json: bool = False  # print JSON
+
+    def check(self) -> None:
+        """UserError if the convention is unknown."""
+        listed("convention", self.convention, CONVENTIONS)
 
 
 @dataclass
@@ -177,40 +314,42 @@ class ShapeArgs:
     head_dim: int = 0  # n_heads x head_dim is the width of all queries, whatever d_model is
     max_seq_len: int = 0  # S
 
-    def check(self) -> None:
-        """UserError if something is missing for 12 L d S."""
-        if not any(vars(self).values()):
-            return
-        required = {
-            "n_layers": self.n_layers,
-            "max_seq_len": self.max_seq_len,
-            "d_model": self.width or self.head_dim,
-            "n_heads": self.n_heads or not self.head_dim,
-        }
-        missing = " ".join(f"--{name}=..." for name, value in required.items() if not value)
-        require(not missing, f"the FLOPs of attention, 12 L d S, need {missing}")
-
-    @property
-    def width(self) -> int:
-        """Of all heads together."""
-        return self.n_heads * self.head_dim or self.d_model
-
-    @property
     def l_d_s(self) -> int:
-        """L d S; 0 if attention is not counted."""
-        return self.n_layers * self.width * self.max_seq_len
-
-
-@dataclass
-class Recomputation:
-    """What is computed twice, which HFU counts."""
-
-    activation_checkpointing: Checkpointing = "none"  # full: forwards are computed again
-    recompute_every: int = 1  # in every k-th block
+        """L d S; 0 if nothing is given. UserError if something is missing."""
+        width = self.n_heads * self.head_dim or self.d_model
+        given = {"n_layers": self.n_layers, "d_model": width, "max_seq_len": self.max_seq_len}
+        missing = " ".join(f"--{name}=..." for name, value in given.items() if not value)
+        complete = not missing or not any(vars(self).values())
+        require(complete, f"the FLOPs of attention, 12 L d S, need {missing}")
+        return self.n_layers * width * self.max_seq_len
 
 
 # --------------------------------------------------------------------------------------------------
 # The report
+
+
+def counts_of_size(n: int, shape: ShapeArgs, setup: TrainingSetup) -> dict[str, tuple]:
+    """{convention: FLOPs of n parameters}, for the conventions that need no model.
+
+    The adapters of --lora_rank are left out: well under 1 % of a model. UserError if some blocks
+    are to differ from others.
+    """
+    alike = replace(setup, lora_last_blocks=0, lora_train="", recompute_every=1)
+    fix = "name a config file in place of --n_params"
+    require(setup == alike, f"which blocks train or are computed again needs a model: {fix}")
+    l_d_s = shape.l_d_s()
+    rows = {name: row for name, row in CONVENTIONS.items() if not row.matmuls_only}
+    names = rows if l_d_s else ["6nd"]
+    return {name: flops_of_size(n, l_d_s, rows[name], setup) for name in names}
+
+
+def formula(name: str, setup: TrainingSetup, has_model: bool) -> str:
+    """A convention's formula for what is trained."""
+    text = CONVENTIONS[name].formula
+    if setup.trains_all:
+        return text
+    adapters = " + 6 N_lora" * bool(setup.lora_rank and has_model)
+    return text.replace("6 N", f"4 N{adapters}").replace("6 M", f"4 M{adapters}")
 
 
 def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
@@ -219,185 +358,113 @@ def find_peak(args: FlopsArgs) -> tuple[str, float | None, float | None]:
     Both numbers are None if unknown. `device = "cpu"` in a config file means this machine. It is
     asked only if a speed was given or the peak is to be measured, since that imports torch.
     """
-    row = None
-    if args.device not in devices.THIS_MACHINE:
-        row = devices.by_name(args.device)
+    row = None if args.device in devices.THIS_MACHINE else devices.by_name(args.device)
     if isinstance(args.peak_tflops, float):
         return row.name if row else "the device", args.peak_tflops * 1e12, None
     if row:
-        peak = row.bf16_tflops and row.bf16_tflops * 1e12
-        return row.name, peak, row.reachable
-    if args.tokens_per_second or args.peak_tflops == "measure":
-        return peak_of_this_machine(args)
-    return "an unnamed device (no --device)", None, None
+        return row.name, row.bf16_tflops and row.bf16_tflops * 1e12, row.reachable
+    if not args.tokens_per_second and args.peak_tflops == "auto":
+        return "an unnamed device (no --device)", None, None
 
-
-def peak_of_this_machine(args: FlopsArgs) -> tuple[str, float | None, float | None]:
-    """`find_peak` for the GPU of this machine, or its CPU if it has none or `--device=cpu`."""
     import torch
 
     use_gpu = torch.cuda.is_available() and args.device in ("auto", "cuda")
     device = torch.device("cuda" if use_gpu else "cpu")
-    if args.peak_tflops == "measure":
-        measured = devices.measure_peak(device, torch.bfloat16)
-        return "this machine, measured in bf16", measured, None
-    row = devices.identify(device)
-    peak = devices.peak_flops("auto", device, torch.bfloat16)
-    return "this machine", peak, row and row.reachable
+    peak = devices.peak_flops(args.peak_tflops, device, torch.bfloat16)
+    known = devices.identify(device) if args.peak_tflops == "auto" else None
+    return "this machine", peak, known and known.reachable
 
 
-def counts(cfg: MPTConfig, recomputation: Recomputation) -> dict[str, tuple[str, float, float]]:
-    """{convention: (formula, FLOPs per token, the same with what is recomputed)}."""
-    mode, every = recomputation.activation_checkpointing, recomputation.recompute_every
-    return {
-        name: (
-            formula,
-            train_flops_per_token(cfg, name),
-            hardware_flops_per_token(cfg, mode, every, name),
-        )
-        for name, formula in FORMULAS.items()
-    }
+def report(
+    cfg: MPTConfig | None, setup: TrainingSetup, counted: dict[str, tuple], args: FlopsArgs
+) -> dict:
+    """All figures. `flops_per_token`, `mfu` and `hfu` are those of --convention.
 
-
-def counts_of_size(
-    n_params: int, shape: ShapeArgs, mode: str
-) -> dict[str, tuple[str, float, float]]:
-    """`counts` without a model: 6 N, and with its attention if `shape` has that.
-
-    mode: of activation checkpointing.
-    """
-    formulas = {**FORMULAS, "6nd": "6 N, no attention"}
-    names = formulas if shape.l_d_s else ["6nd"]
-    counted = {}
-    for name in names:
-        forward = 2 * n_params + ATTENTION.get(name, 0) * shape.l_d_s
-        forwards = 4 if mode == "full" else 3
-        counted[name] = formulas[name], 3 * forward, forwards * forward
-    return counted
-
-
-def report(cfg: MPTConfig | None, counted: dict[str, tuple], mode: str, args: FlopsArgs) -> dict:
-    """All figures. `flops_per_token`, `mfu` and `hfu` are those of the first convention.
-
-    counted: what `counts` returns. mode: of activation checkpointing.
+    counted: {convention: what `flops_of` returns}.
     """
     device, peak, reachable = find_peak(args)
     rate = args.tokens_per_second / args.devices  # of one device
     conventions = {
         name: {
-            "formula": formula,
+            "formula": formula(name, setup, has_model=bool(cfg)),
             "flops_per_token": once,
             "tflops_per_device": rate * once / 1e12,
             "mfu": peak and rate * once / peak,
             "hfu": peak and rate * with_recomputed / peak,
         }
-        for name, (formula, once, with_recomputed) in counted.items()
+        for name, (once, with_recomputed) in counted.items()
     }
-    first = next(iter(conventions.values()))
-    figures = {
+    has_it = args.convention in conventions or args.convention == "foundry"
+    require(has_it, f"--convention={args.convention} needs a model, or at least its attention")
+    first = conventions.get(args.convention) or conventions["6nd"]
+    causal = conventions.get("causal", first)["hfu"]
+    return {
         "n_params": n_params(cfg) if cfg else args.n_params,
         "params": params_by_part(cfg) if cfg else {},
+        "n_lora": n_lora(cfg, setup) if cfg else None,
         "device": device,
         "devices": args.devices,
         "peak_tflops": peak and peak / 1e12,
         "reachable": reachable,
         "tokens_per_second": args.tokens_per_second,
-        "activation_checkpointing": mode,
+        "activation_checkpointing": setup.activation_checkpointing,
         "convention": first["formula"],
-        "flops_per_token": first["flops_per_token"],
-        "tflops_per_device": first["tflops_per_device"],
-        "mfu": first["mfu"],
-        "hfu": first["hfu"],
+        **{name: value for name, value in first.items() if name != "formula"},
         "mfu_of_reachable": first["mfu"] and reachable and first["mfu"] / reachable,
         "conventions": conventions,
+        "doubt": doubt(first["hfu"], causal, reachable) if peak else "",
     }
-    return {**figures, "doubt": doubt(figures)}
-
-
-def doubt(figures: dict) -> str:
-    """What is wrong with a speed above what the device reaches; empty if it is not. See `report`.
-
-    With long sequences that may be the masked half of attention, which 12 L d S counts as well.
-    """
-    hfu, reachable = figures["hfu"], figures["reachable"] or 1
-    if not hfu or hfu <= reachable:
-        return ""
-    causal = figures["conventions"].get("causal", figures)["hfu"]
-    if causal <= reachable:
-        masked = "that counts the masked half of attention, which kernels skip"
-        return f"{masked}: without it, as causal counts, HFU is {causal:.2%}"
-    fix = "are --devices (an MI250 card is two) and --tokens_per_second (of all) right?"
-    if hfu > 1:
-        return f"that is above the peak: {fix}"
-    share = f"{hfu / reachable:.0%} of what large matmuls reach ({reachable:.0%} of the peak)"
-    return f"that is {share}: {fix}"
 
 
 # --------------------------------------------------------------------------------------------------
 # The report as text
 
 
-def table(cfg: MPTConfig | None, figures: dict) -> str:
-    """The report, for a person to read."""
-    model = [*model_lines(cfg, figures), ""] if cfg else []
-    return "\n".join([*model, *convention_lines(figures)])
-
-
-def model_lines(cfg: MPTConfig, figures: dict) -> list[str]:
+def params_table(cfg: MPTConfig, figures: dict) -> str:
     """The model's shape, and its parameters by part."""
+    total = figures["n_params"]
+    counts = {**figures["params"], "all (N)": total, "adapters (N_lora)": figures["n_lora"]}
+    rows = [(name, f"{n:,}", f"{n / total:.2%}") for name, n in counts.items() if n]
     shape = f"{cfg.n_layers} layers, {cfg.n_heads} heads, sequence {cfg.max_seq_len}"
-    lines = [f"d_model {cfg.d_model}, {shape}", "", f"{'parameters':<24}{'number':>18}{'share':>9}"]
-    all_params = figures["n_params"]
-    for name, n in [*figures["params"].items(), ("all (N)", all_params)]:
-        if n:
-            lines.append(f"  {name:<22}{n:>18,}{n / all_params:>9.2%}")
-    return lines
+    table = program.table(("parameters", "number", "share"), rows)
+    return f"d_model {cfg.d_model}, {shape}\n\n{table}\n"
 
 
-def convention_lines(figures: dict) -> list[str]:
-    """Each convention's FLOPs, and its MFU and HFU, or the speed that would be an MFU of 100 %."""
+def convention_table(figures: dict) -> str:
+    """Each convention's FLOPs, with the MFU and HFU, or the speed that would be an MFU of 100 %."""
     peak = figures["peak_tflops"]
-    has_speed = bool(figures["tokens_per_second"])
-    heads = ["GFLOP a token"]
-    if has_speed:
+    heads = ["convention", "GFLOP a token"]
+    if figures["tokens_per_second"]:
         heads += ["TFLOP/s each", "MFU", "HFU"]
     elif peak:
         heads += ["tokens/s at MFU 100 %"]
-    widths = [max(len(head), 7) + 2 for head in heads]
-
-    def aligned(cells: list[str]) -> str:
-        """The cells, each as wide as its head."""
-        return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-
-    lines = [f"{'convention':<20}{aligned(heads)}"]
+    rows = []
     for name, row in figures["conventions"].items():
-        cells = [f"{row['flops_per_token'] / 1e9:,.3f}"]
-        if has_speed:
-            cells += [f"{row['tflops_per_device']:.2f}"]
-            cells += [f"{row['mfu']:.2%}", f"{row['hfu']:.2%}"] if peak else ["n/a", "n/a"]
+        cells = [name, f"{row['flops_per_token'] / 1e9:,.3f}"]
+        if figures["tokens_per_second"]:
+            shares = [f"{row[share]:.2%}" if peak else "n/a" for share in ("mfu", "hfu")]
+            cells += [f"{row['tflops_per_device']:.2f}", *shares]
         elif peak:
             cells += [f"{peak * 1e12 / row['flops_per_token']:,.0f}"]
-        lines.append(f"  {name:<18}{aligned(cells)}  {row['formula']}")
-    return [*lines, "", *device_lines(figures)]
+        rows.append([*cells, row["formula"]])
+    return program.table([*heads, "counts"], rows)
 
 
-def device_lines(figures: dict) -> list[str]:
+def device_lines(figures: dict) -> str:
     """What 100 % is, and a warning if the run is above what the device reaches."""
-    device, peak = figures["device"], figures["peak_tflops"]
+    device, peak, reached = (figures[key] for key in ("device", "peak_tflops", "mfu_of_reachable"))
     if peak is None:
         fix = "set --device=mi250 (for example) or --peak_tflops=NUMBER"
-        return [f"MFU n/a: no bf16 peak known for {device}, {fix}"]
-
+        return f"MFU n/a: no bf16 peak known for {device}, {fix}"
     line = f"{device}: {peak:.6g} TFLOP/s peak per torch device"
     if figures["tokens_per_second"]:
         line += f", {figures['tokens_per_second']:,.6g} tokens/s on {figures['devices']}"
     if figures["doubt"]:
-        return [line, figures["doubt"]]
-    if figures["mfu_of_reachable"]:
+        return f"{line}\n{figures['doubt']}"
+    if reached:
         reach = f"large matmuls reach {figures['reachable']:.0%} of that"
-        share = f"this run {figures['mfu_of_reachable']:.2%} of what they reach"
-        return [line, f"{reach}, {share} ({figures['convention']})"]
-    return [line]
+        line += f"\n{reach}, this run {reached:.2%} of what they reach ({figures['convention']})"
+    return line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -409,73 +476,25 @@ def flag_name(text: str) -> str:
     return text.lstrip("-").split("=")[0]
 
 
-def refuse_other_programs_flags(argv: list[str]) -> None:
-    """UserError that names the program which has this flag."""
-    flags = [flag_name(text) for text in argv if text.startswith("-")]
-    for flag in flags:
-        if flag in CONVENTION_FLAGS:
-            words = frozen_size(argv) if has_size(argv) else argv
-            command = f"python -m planning.conventions {config.shell(*words)}"
-            raise UserError(f"--{flag} is a flag of another program: {command}")
-        if flag == "check":
-            shape = {field.name for field in fields(MPTConfig)}
-            model = [text for text in argv if not text.startswith("-") or flag_name(text) in shape]
-            command = f"python -m bench flops {config.shell(*model) or 'configs/mpt1b.py'}"
-            raise UserError(f"--check is now a program of its own: {command}")
-
-
-def refuse_adapters(argv: list[str]) -> None:
-    """UserError if a config file sets lora_rank: it names the program that counts adapters."""
-    for path in argv:
-        if not path.startswith("-") and config.read_file(path).get("lora_rank"):
-            command = f"python -m planning.conventions {config.shell(*argv)}"
-            raise UserError(f"{path} trains adapters, which another program counts: {command}")
-
-
-def refuse_model(argv: list[str], model_keys: set[str]) -> None:
-    """UserError if argv has a config file, or sets one of `model_keys`, beside --n_params.
-
-    Attention's keys, those of ShapeArgs, may be set.
-    """
-    if argv != frozen_size(argv):
-        command = f"python -m planning.conventions {config.shell(*frozen_size(argv))}"
-        raise UserError(f"--n_params has no layers to adapt, count its frozen weights: {command}")
-    old_names = {old for old, new in config.RENAMED.items() if new in model_keys}
-    keys = (model_keys | old_names) - {field.name for field in fields(ShapeArgs)}
-    model = [text for text in argv if not text.startswith("-") or flag_name(text) in keys]
-    problem = "--n_params takes the place of a model: remove it or"
-    require(not model, f"{problem} {config.shell(*model)}")
-
-
-def frozen_size(argv: list[str]) -> list[str]:
-    """argv with --frozen in place of adapters: their own FLOPs, which need a model, are few."""
-    others = [text for text in argv if not flag_name(text).startswith("lora_")]
-    if len(others) == len(argv) or "--frozen" in argv:
-        return others
-    return [*others, "--frozen"]
-
-
-def has_size(argv: list[str]) -> bool:
-    """Is --n_params given in place of a model?"""
-    return any(flag_name(text) == "n_params" for text in argv)
-
-
 def main(argv: list[str]) -> None:
     """Print the report for the config files and flags in argv."""
-    refuse_other_programs_flags(argv)
-    refuse_adapters(argv)
-    if has_size(argv):
-        model_keys = {field.name for field in fields(MPTConfig)}
-        refuse_model(argv, model_keys | {"recompute_every"})
-        shape, recomputation, args = config.load(argv, ShapeArgs, Recomputation, FlopsArgs)
-        cfg, mode = None, recomputation.activation_checkpointing
-        counted = counts_of_size(args.n_params, shape, mode)
+    cfg = None
+    if "n_params" in map(flag_name, argv):
+        files = [word for word in argv if not word.startswith("-")]
+        require(not files, f"--n_params takes the place of a model: remove {' '.join(files)}")
+        shape, setup, args = config.load(argv, ShapeArgs, TrainingSetup, FlopsArgs)
+        counted = counts_of_size(args.n_params, shape, setup)
     else:
-        cfg, recomputation, args = config.load(argv, MPTConfig, Recomputation, FlopsArgs)
-        mode = recomputation.activation_checkpointing
-        counted = counts(cfg, recomputation)
-    figures = report(cfg, counted, mode, args)
-    print(json.dumps(figures, indent=2) if args.json else table(cfg, figures))
+        cfg, setup, args = config.load(argv, MPTConfig, TrainingSetup, FlopsArgs)
+        counted = {name: flops_of(cfg, name, setup) for name in CONVENTIONS}
+
+    figures = report(cfg, setup, counted, args)
+    if args.json:
+        print(json.dumps(figures, indent=2))
+        return
+    if cfg:
+        print(params_table(cfg, figures))
+    print(convention_table(figures), device_lines(figures), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -26,12 +26,10 @@ from config import require
 # In reading order. A benchmark is bench/NAME.py with a function main(argv).
 NAMES = """
     train team table scaling compare machine attention
-    before_after beside lora trajectories flops memory operations fake_runs fake_gpu
-    step_costs step_prices roofline chips compiled inner_loop planner parallel_runs
-    generate adapters evaluation load facts first_night night_report
+    beside lora generate evaluation facts first_night night_report
 """.split()
 # These are started and ended by processes.run, all others by config.run.
-OF_MANY_RANKS = ("train", "machine", "attention", "trajectories", "evaluation")
+OF_MANY_RANKS = ("train", "machine", "attention", "evaluation")
 
 
 def main(argv: list[str]) -> None:

@@ -20,12 +20,12 @@ import statistics
 
 import torch
 import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import config
 import devices
 import lora
 import processes
-from bench import memory as bench_memory
 from bench import train as bench_train
 from bench.beside import BesideArgs, take_turns
 from bench.team import Team
@@ -60,7 +60,26 @@ class Compared:
             torch.cuda.reset_peak_memory_stats()
             self.turn(1)
             return torch.cuda.max_memory_allocated()
-        return bench_memory.peak_on_cpu(lambda: self.turn(1), self.model, self.optimizer)
+        return peak_on_cpu(lambda: self.turn(1), self.model, self.optimizer)
+
+
+def peak_on_cpu(step, model, optimizer) -> int:
+    """The most bytes that a step has in memory, as torch's profiler sees the CPU's allocator.
+
+    The model and the optimizer's state, which exist before, are among them.
+    """
+    activities = [ProfilerActivity.CPU]
+    with profile(activities=activities, profile_memory=True, acc_events=True) as record:
+        step()
+    events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    state = [value for value in moments if isinstance(value, torch.Tensor)]
+    current = sum(tensor.nbytes for tensor in (*model.parameters(), *state))
+    peak = current
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
 
 
 class OurStep(Compared, bench_train.OurProgram):

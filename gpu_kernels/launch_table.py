@@ -11,7 +11,7 @@ A row of the table is (BLOCK_M, BLOCK_N, num_warps, num_stages), on AMD also wav
                        memory
     waves_per_eu       wavefronts per SIMD unit that the compiler makes room for: more of them
                        means fewer registers for each. The compiler may cap occupancy below
-                       what the registers allow: `python -m bench chips` shows it
+                       what the registers allow: `python -m gpu_kernels.compiled` shows it
 
 A kernel that runs out of registers spills them to memory in its inner loop, which is slow. The rows
 below spill nothing, or the few bytes that tests/gpu_kernels/test_launch_table.py allows: the test

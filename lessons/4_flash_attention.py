@@ -458,8 +458,8 @@ show("interpreter")
 # ## Compiled for an MI250 and an H100
 #
 # A compiler needs no GPU. Triton's wheel holds those of AMD (LLVM) and NVIDIA (ptxas), and
-# bench/compiled.py::for_chip makes each launch compile for a named chip. The binary then
-# says what it takes. Two things are scarce on a chip:
+# gpu_kernels/compiled.py::for_chip makes each launch compile for a named chip. The binary
+# then says what it takes. Two things are scarce on a chip:
 #
 #   registers       each thread keeps its part of q, o, m, l, s and p there. If they do not
 #                   suffice, the compiler spills: it moves some to memory, in the inner loop
@@ -484,7 +484,8 @@ show("compiled")
 # fault: a large block of queries reads k and v less often, and several stages (blocks of k
 # and v on their way while another is multiplied) hide the memory from a single block of
 # threads, too. The H100's settings do that; the MI250's have one stage and rely on the
-# second block of threads. `python -m bench chips` prints this for every kernel and chip.
+# second block of threads. `python -m gpu_kernels.compiled --chips=sm_90,gfx942` prints this
+# for all three kernels.
 #
 # What you have not seen: speed. The interpreter shows no race between threads; a compiled
 # kernel tells what limits it, not how long it takes. The docstring of launch_table.py says

@@ -436,7 +436,7 @@ for name, mfu in (("a100", 0.642), ("mi250", 0.458)):
 #
 # Llama 3.1 of 405B was finetuned with LoRA on 8 MI300X. In a public thread somebody
 # computed its MFU from 16 x 64 tokens in 30 s: 0.8 %. Is that right? The raw numbers are
-# kept in tests/planning/test_conventions.py::test_the_lora_thread: N = 405e9, and 1.3e15
+# kept in tests/test_flops.py::test_the_lora_thread: N = 405e9, and 1.3e15
 # FLOP/s a device. The shape: 126 layers of 16,384, 128K tokens, embedding and output
 # separate ("The Llama 3 Herd of Models", arXiv 2407.21783). What could one argue about?
 #
@@ -555,10 +555,10 @@ print(f"{speed:,.0f} tokens/s a device, MFU {mfu:.1%}. LLM Foundry's trainer rea
 
 # %% [markdown]
 # How sure is it? Published runs of the same kind were this far from their predictions,
-# each predicted by constants fitted without the runs of that model (planning/certainty.py):
-# the middle 80 % of them, as factors on the predicted speed. No plan is better than its band.
-# A rule of thumb with one constant share of the peak is worse
-# (bench/results/planner.md):
+# each predicted by constants fitted without the runs of that model (planning/certainty.py).
+# A band is the middle 80 % of such runs; "anything else" was not compared, and has the
+# widest. No plan is better than its band. A rule of thumb with one constant share of the
+# peak is worse (bench/results/planner.md):
 
 # %%
 rule = {}  # {GPU: share of the peak, the median of its runs}

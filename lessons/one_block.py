@@ -20,9 +20,8 @@ import torch
 
 import attention
 import config
-from bench import chips, compiled
 from config import require
-from gpu_kernels import flash_attention, launch_table
+from gpu_kernels import compiled, flash_attention, launch_table
 
 try:
     import triton
@@ -180,13 +179,13 @@ def project_facts(arch: str, D: int, row: tuple) -> compiled.Facts:
 
 def print_facts(label: str, arch: str, facts: compiled.Facts) -> int:
     """A line of the table. Returns how many blocks of threads a unit of the chip can hold."""
-    limits = chips.LIMITS[arch]
-    shared = f"{facts.shared / chips.KB:.4g} of {limits.shared_block // chips.KB}"
+    limits = compiled.LIMITS[arch]
+    shared = f"{facts.shared / compiled.KB:.4g} of {limits.shared_block // compiled.KB}"
     line = f"    {label:32} {facts.registers or 'n/a':>9} {facts.spilled or 0:>8} {shared:>15}"
     if facts.taken is None:  # this Triton has no tool that reads it
         print(line, f"{'n/a':>9}")
         return 1
-    held = chips.occupancy(limits, facts)
+    held = compiled.occupancy(limits, facts)
     print(line, f"{held.blocks or 'none fits':>9}")
     return held.blocks
 

@@ -1,30 +1,30 @@
-"""The question that plan.py is asked, and its answer: figures, text, and what they rest on.
+"""The question that plan.py is asked, and its answer: one row for every plan.
 
-`PlanArgs` is the question: the fleet, prices, tokens. `figures` has all that a plan predicts,
-`text` prints it for a person, and `assumed` lists what the user did not set. `sweep_text` is the
-table of a sweep over numbers of devices. plan.py calls them; nothing here searches.
+`PlanArgs` is the question: the fleet, prices, tokens. A `Row` has what a plan predicts: speed with
+its error band, memory, and what the run takes in time, money and energy. `table` prints the rows of
+any answer (the fastest layouts, a sweep over numbers of devices, several kinds of device, models
+for a budget), and JSON has the same rows. `details` has the rest of a single plan.
 
 Run `python -m planning.answer configs/mpt7b.py --device=mi250 --devices=64 --microbatch_size=8` for
 a recipe's own layout.
 """
 
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from fractions import Fraction
 from typing import Literal
 
 import config
 import flops
+import program
 from config import MPTConfig, TrainConfig, UserError, require
 from devices import NODE_OVER_BOARD, NODE_WATTS, PUBLISHED_FRONTIER, Device
 from planning import certainty, matmuls, memory, search, step_time
 from planning.budget import SHAPE, TOKENS_PER_PARAMETER, Training
-from planning.fleet import UNKNOWN_LINK, FleetArgs, device_of, fleet_of, network_words
-from planning.search import Plan
+from planning.fleet import UNKNOWN_LINK, FleetArgs, fleet_of, network_words
+from planning.search import Plan, Question
 
-FITTED_TO = ("A100 SXM", "H100 SXM")  # the devices whose runs the constants were fitted to
 # The settings that fsdp_train.py needs for a layout.
 LAYOUT = (
     "tp",
@@ -37,16 +37,9 @@ LAYOUT = (
     "microbatch_size",
     "global_batch_size",
 )
-# Days that each job script runs, with all 50 restarts.
-JOB_DAYS = {
-    "slurm/train_srun.sbatch": 51 * 2 / 24,
-    "slurm/train.sbatch": 51 * 12 / 24,
-}
-
 # Settings of which each kind of device may have its own: --device=h100,mi250 --price=2.5,1.2
-OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency fp8_tflops
+OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency
     calibrate price watts""".split()
-KINDS = ("device", "machine")  # of these, several values are several kinds
 
 TrainerName = Literal["ours", "foundry"]
 
@@ -55,7 +48,6 @@ TrainerName = Literal["ours", "foundry"]
 class PlanArgs(FleetArgs):
     """The fleet and the question."""
 
-    interleave: int = 1  # pieces of the model on each pipeline stage; the trainer has only one
     choose: bool = False  # choose the layout even where a config file sets it
     global_batch_size: int = 0  # sequences of a step (0: 256 or a bit more, at least 4 a device)
     max_steps: int = 0  # steps of the run, from which its tokens and time follow
@@ -78,77 +70,74 @@ class PlanArgs(FleetArgs):
 
 
 # --------------------------------------------------------------------------------------------------
-# The figures of a plan
+# A row
 
 
-def figures(plan: Plan, args: PlanArgs) -> dict:
-    """All that a plan predicts, with the flags that launch it and what was assumed."""
-    fleet, cfg = plan.fleet, plan.cfg
-    n_params = flops.n_params(plan.m)
-    tokens = args.tokens or TOKENS_PER_PARAMETER * n_params
-    device_flops = plan.tokens_per_second * matmuls.flops_of_run(plan.m, cfg) / fleet.devices
+@dataclass(frozen=True)
+class Row:
+    """A plan, and what the run takes; or the problem why there is none. None: not known."""
+
+    label: str  # what tells the row from others
+    device: str
+    devices: int
+    problem: str = ""
+    n_params: int | None = None
+    layout: dict | None = None  # {setting: value}
+    layout_text: str = ""
+    flags: str = ""  # with which fsdp_train.py runs this layout
+    tokens_per_second: float | None = None
+    mfu: float | None = None  # 0 to 1
+    tflops_per_device: float | None = None
+    gb: float | None = None  # of one device at its peak
+    share_of_memory: float | None = None
+    fits: bool | None = None
+    tokens: float | None = None
+    max_steps: int | None = None
+    days: float | None = None
+    cost: float | None = None
+    kwh: float | None = None
+    band: dict | None = None  # {tokens_per_second, days, cost or kwh: [low, high]}
+    certainty: str = ""  # the kind of published runs that the band comes from
+    efficiency: float | None = None  # in a sweep: speed per device / that of the smallest fleet
+    best: tuple[str, ...] = ()  # what it is the best of all rows in
+    assumed: tuple[str, ...] = ()  # what the user did not set
+
+
+def row_of(plan: Plan, args: PlanArgs, label: str = "") -> Row:
+    """The row of a plan."""
+    fleet, cfg, rate = plan.fleet, plan.cfg, plan.tokens_per_second
+    tokens = args.tokens or TOKENS_PER_PARAMETER * flops.n_params(plan.m)
+    device_hours = tokens / rate / 3600 * fleet.devices
     device_watts = watts(fleet.device, args)
-
-    layout = {name: getattr(cfg, name) for name in LAYOUT}
-    layout |= {"dp": fleet.dp, "interleave": fleet.interleave}
-    expected = run_figures(plan.tokens_per_second, tokens, fleet.devices, device_watts, args.price)
-    return {
-        "n_params": n_params,
-        "device": fleet.device.name,
-        "devices": fleet.devices,
-        "layout": layout,
-        "seconds": plan.seconds,
-        **expected,
-        **bands(plan, expected),
-        "tflops_per_device": device_flops / 1e12,
-        "mfu": plan.mfu,
-        "convention": matmuls.convention_of(cfg),
-        "bytes": plan.bytes,
-        "share_of_memory": plan.share_of_memory,
-        "fits": plan.fits,
-        "tokens": tokens,
-        "max_steps": math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
-        "flags": flags(plan),
-        "published": published(plan, device_flops / 1e12),
-        "restarts": restarts(expected["days"]),
-        "assumed": assumed(plan, args),
+    run = {
+        "days": device_hours / fleet.devices / 24,
+        "cost": device_hours * args.price if args.price else None,
+        "kwh": device_watts and device_hours * device_watts / 1e3,
     }
-
-
-def run_figures(
-    rate: float, tokens: float, n_devices: int, device_watts: float | None, price: float
-) -> dict:
-    """The figures of a run that follow from its rate in tokens/s. None: not known, or no price."""
-    device_hours = tokens / rate / 3600 * n_devices
-    mwh = device_watts and device_hours * device_watts / 1e6
-    cost = device_hours * price if price else None
-    return {
-        "tokens_per_second": rate,
-        "days": device_hours / n_devices / 24,
-        "mwh": mwh,
-        "kwh_per_billion_tokens": mwh and 1e3 * mwh / (tokens / 1e9),
-        "cost": cost,
-        "tokens_per_cost": cost and tokens / cost,
-    }
-
-
-def bands(plan: Plan, expected: dict) -> dict:
-    """The error bands of these figures: {"band": {name: [low, high]}, "certainty": text}.
-
-    They are as wide as the errors in published runs of this kind, from the 10th to the 90th
-    percentile.
-    """
-    low, high, text = band_of(plan)
-    grows_with_rate = ("tokens_per_second", "tokens_per_cost")
-    band = {}
-    for name, value in expected.items():
-        if value is None:
-            band[name] = None
-        elif name in grows_with_rate:
-            band[name] = [value * low, value * high]
-        else:
-            band[name] = [value / high, value / low]
-    return {"band": band, "certainty": text}
+    low, high, kind = band_of(plan)
+    band = {name: [value / high, value / low] for name, value in run.items() if value}
+    flops_per_token = matmuls.flops_of_run(plan.m, cfg)
+    return Row(
+        label=label or fleet.device.name,
+        device=fleet.device.name,
+        devices=fleet.devices,
+        n_params=flops.n_params(plan.m),
+        layout={name: getattr(cfg, name) for name in LAYOUT} | {"dp": fleet.dp},
+        layout_text=search.layout_text(plan),
+        flags=flags(plan),
+        tokens_per_second=rate,
+        mfu=plan.mfu,
+        tflops_per_device=rate * flops_per_token / fleet.devices / 1e12,
+        gb=plan.bytes["peak"] / 1e9,
+        share_of_memory=plan.share_of_memory,
+        fits=plan.fits,
+        tokens=tokens,
+        max_steps=math.ceil(tokens / (cfg.global_batch_size * plan.m.max_seq_len)),
+        **run,
+        band={"tokens_per_second": [rate * low, rate * high], **band},
+        certainty=kind,
+        assumed=tuple(assumed(plan, args)),
+    )
 
 
 def band_of(plan: Plan) -> tuple[float, float, str]:
@@ -156,21 +145,11 @@ def band_of(plan: Plan) -> tuple[float, float, str]:
 
     If what they reach is not known, than its matmuls at the peak.
     """
-    low, high, text = certainty.band(plan.m, plan.cfg, plan.fleet)
-    most = plan.seconds["step"] / plan.seconds["matmuls"]
-    bound = "the matmuls alone"
+    low, high, kind = certainty.band(plan.m, plan.cfg, plan.fleet)
+    shortest = plan.seconds["matmuls"]
     if plan.fleet.device.reachable is None:
-        most /= step_time.Constants().reachable
-        bound += " at the peak"
-    if high > most:
-        return low, most, f"{text}; at most as fast as {bound}"
-    return low, high, text
-
-
-def rate_band(plan: Plan) -> tuple[float, float]:
-    """The error band of the plan's tokens/s."""
-    low, high, _ = band_of(plan)
-    return low * plan.tokens_per_second, high * plan.tokens_per_second
+        shortest *= step_time.Constants().reachable
+    return low, min(high, plan.seconds["step"] / shortest), kind
 
 
 def watts(device: Device, args: PlanArgs) -> float | None:
@@ -181,9 +160,7 @@ def watts(device: Device, args: PlanArgs) -> float | None:
 
 
 def flags(plan: Plan) -> str:
-    """The flags with which fsdp_train.py runs this layout; empty if it cannot."""
-    if plan.fleet.interleave > 1:
-        return ""
+    """The flags with which fsdp_train.py runs this layout."""
     values = {name: getattr(plan.cfg, name) for name in LAYOUT}
     if plan.cfg.activation_checkpointing == "none":
         del values["recompute_every"]
@@ -192,6 +169,220 @@ def flags(plan: Plan) -> str:
     if plan.fleet.tp == 1:  # with tensor ranks a config file may say otherwise
         del values["sequence_parallel"]
     return " ".join(f"--{name}={value}" for name, value in values.items())
+
+
+# What is compared between kinds of device, {word: the figure that is best if small}.
+BEST = {"fastest": "days", "cheapest": "cost", "least energy": "kwh"}
+
+
+def with_best(rows: list[Row]) -> list[Row]:
+    """The rows, each with what it is the best of all in; a figure that lacks somewhere has none."""
+    planned = [row for row in rows if not row.problem]
+    best = {}
+    for word, name in BEST.items():
+        if all(getattr(row, name) for row in planned):
+            winner = min(planned, key=lambda row: getattr(row, name))
+            best.setdefault((winner.label, winner.devices), []).append(word)
+    return [replace(row, best=tuple(best.get((row.label, row.devices), ()))) for row in rows]
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows as text
+
+# Units of time, {name: how many make a day}, the longest first.
+OF_A_DAY = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 60 * 60}
+
+
+def table(rows: list[Row]) -> str:
+    """The rows of any answer, for a person to read. Columns that say nothing are left out."""
+    planned = [row for row in rows if not row.problem]
+    unit = unit_of_time(planned)
+    columns = {
+        "": [row.label for row in rows],
+        "devices": [row.devices for row in rows],
+        "tokens/s": [number(row.tokens_per_second) for row in rows],
+        "80 % band": [row.band and span(row.band["tokens_per_second"]) for row in rows],
+        "MFU": [row.mfu and f"{row.mfu:.1%}" for row in rows],
+        "GB": [row.gb and f"{row.gb:.1f}" for row in rows],
+        unit: [number(row.days and row.days * OF_A_DAY[unit]) for row in rows],
+        "cost": [number(row.cost) for row in rows],
+        "kWh": [number(row.kwh) for row in rows],
+        "efficiency": [row.efficiency and f"{row.efficiency:.1%}" for row in rows],
+        "best": [", ".join(row.best) for row in rows],
+        "layout": [row.problem or row.layout_text + fault(row) for row in rows],
+    }
+    if len(set(columns[""])) == 1:
+        del columns[""]
+    shown = {head: [cell or "-" for cell in cells] for head, cells in columns.items() if any(cells)}
+    return program.table(shown, zip(*shown.values(), strict=True))
+
+
+def fault(row: Row) -> str:
+    """What is wrong with a layout, as text."""
+    return "" if row.fits else ": DOES NOT FIT"
+
+
+def unit_of_time(rows: list[Row]) -> str:
+    """The longest unit of which every run takes two or more."""
+    shortest = min(row.days for row in rows)
+    fitting = [unit for unit, n in OF_A_DAY.items() if shortest * n >= 2]
+    return fitting[0] if fitting else "seconds"
+
+
+def number(x: float | None, digits: int = 3) -> str:
+    """A number with this many digits that count: 1,010, where %g would write 1.01e+03."""
+    if x is None:
+        return ""
+    short = float(f"{x:.{digits}g}")
+    return f"{short:,.0f}" if short >= 1e5 else f"{short:,g}"
+
+
+def span(band: list[float]) -> str:
+    """An error band: 36,900 to 46,100."""
+    return f"{number(band[0])} to {number(band[1])}"
+
+
+def tokens_text(tokens: float) -> str:
+    """134B tokens; below a billion 32.8M, below a million all of them."""
+    if tokens < 1e6:
+        return f"{tokens:,.0f} tokens"
+    unit, letter = (1e9, "B") if tokens >= 1e9 else (1e6, "M")
+    return f"{number(tokens / unit, 4)}{letter} tokens"
+
+
+def labelled(label: str, lines: Sequence[str]) -> list[str]:
+    """The lines with the label before the first."""
+    return [f"{label if i == 0 else '':<12}{line}" for i, line in enumerate(lines)]
+
+
+def certainty_lines(rows: list[Row]) -> list[str]:
+    """What the bands of these rows rest on, a line for each kind of published runs."""
+    kinds = dict.fromkeys(row.certainty for row in rows if not row.problem)
+    lines = []
+    for kind in kinds:
+        low, high = certainty.bands()[kind]
+        reached = f"{low:.0%} to {high:.0%} of the prediction"
+        words = f"{kind}: 80% of the published runs reached {reached}"
+        if kind == certainty.ANYTHING_ELSE:
+            words = f"no such runs were compared, so the widest band: {reached}"
+        lines.append(words)
+    return lines
+
+
+def assumed_lines(rows: list[Row]) -> list[str]:
+    """What these rows rest on. A line that is not about all of them names its rows."""
+    planned = [row for row in rows if not row.problem]
+    lines = {}  # {line: the labels of its rows}
+    for row in planned:
+        for line in row.assumed:
+            lines.setdefault(line, {})[row.label] = None
+    n_labels = len({row.label for row in planned})
+    return [
+        line if len(labels) == n_labels else f"{'; '.join(labels)}: {line}"
+        for line, labels in lines.items()
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# A plan in detail
+
+
+def details(plan: Plan) -> dict:
+    """What a plan predicts beside its row."""
+    return {
+        "seconds": plan.seconds,
+        "bytes": plan.bytes,
+        "convention": matmuls.convention_of(plan.cfg),
+        "published": published(plan),
+    }
+
+
+def text(plan: Plan, args: PlanArgs, others: list[Row] = (), below: list[str] = ()) -> str:
+    """A plan for a person to read. others: rows below it in the table; below: more lines."""
+    row, fleet, cfg = row_of(plan, args, "this plan"), plan.fleet, plan.cfg
+    size = f"{number(row.n_params / 1e9)}B parameters, sequence {plan.m.max_seq_len}"
+    split = f"dp {fleet.dp} x {cfg.global_batch_size // fleet.dp} sequences"
+    lines = [
+        f"{size}, {fleet.devices} x {row.device}",
+        row.layout_text,
+        f"batch {cfg.global_batch_size} = {split}, in microbatches of {cfg.microbatch_size}",
+        "",
+        parts_table(plan),
+        "",
+        table([row, *others]),
+        "",
+        *summary_lines(plan, row),
+        *published_lines(published(plan)),
+        *labelled("flags", [row.flags]),
+        *below,
+        *labelled("assumed", row.assumed),
+    ]
+    return "\n".join(lines)
+
+
+def parts_table(plan: Plan) -> str:
+    """The milliseconds of a step and the GB of a rank, by part."""
+    step = plan.seconds["step"]
+    seconds = [(name, f"{1e3 * s:,.1f}", f"{s / step:.1%}") for name, s in plan.seconds.items()]
+    parts = [(name, n) for name, n in plan.bytes.items() if name not in ("peak", "moment")]
+    parts.append((f"all: {plan.bytes['moment']}", plan.bytes["peak"]))
+    n_bytes = [(name, f"{n / 1e9:.2f}") for name, n in parts]
+    of_step = program.table(["a step", "ms", "share"], seconds)
+    return f"{of_step}\n\n{program.table(['one device at its peak', 'GB'], n_bytes)}"
+
+
+def summary_lines(plan: Plan, row: Row) -> list[str]:
+    """Does it fit, how fast is it, and how long does the run take?"""
+    device = plan.fleet.device
+    fits = "fits" if plan.fits else f"DOES NOT FIT, {search.too_much(plan)}"
+    unit = unit_of_time([row])
+    n, band = OF_A_DAY[unit], row.band
+    time = f"{number(row.days * n)} {unit} ({span([end * n for end in band['days']])})"
+    cost = f", cost {number(row.cost)} ({span(band['cost'])})" if row.cost else ""
+    energy = ", energy not known: set --watts"
+    if row.kwh:
+        energy = f", {number(row.kwh)} kWh ({span(band['kwh'])})"
+    run = f"{tokens_text(row.tokens)}, --max_steps={row.max_steps}: {time}{cost}{energy}"
+    speed = f"{row.tflops_per_device:.1f} TFLOP/s a device, MFU {row.mfu:.1%}"
+    return [
+        *labelled("memory", [f"{row.share_of_memory:.0%} of {device.memory_gb:g} GiB: {fits}"]),
+        *labelled("speed", [f"{speed} ({matmuls.convention_of(plan.cfg)})"]),
+        *labelled("the run", [run]),
+        *labelled("certainty", certainty_lines([row])),
+    ]
+
+
+def published(plan: Plan) -> dict | None:
+    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
+
+    Megatron's programs count what is recomputed, too; we do not know which was published.
+    """
+    shape = plan.m.n_layers, plan.m.d_model
+    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
+        return None
+    counted = plan.mfu * plan.fleet.device.bf16_tflops
+    return {
+        "tflops_per_device": PUBLISHED_FRONTIER[shape],
+        "source": "arXiv 2312.12705",
+        "planned": counted,
+        "planned_with_recomputation": hardware_tflops(plan),
+    }
+
+
+def published_lines(found: dict | None) -> list[str]:
+    """The line of `published`."""
+    if found is None:
+        return []
+    speed = f"{found['tflops_per_device']} TFLOP/s a GCD on Frontier ({found['source']})"
+    ours = f"this plan: {found['planned']:.1f}"
+    again = f"{found['planned_with_recomputation']:.1f} with what is recomputed"
+    return labelled("published", [f"{speed}; {ours}, or {again}"])
+
+
+def hardware_tflops(plan: Plan) -> float:
+    """TFLOP/s of a device, with the forwards that are computed twice."""
+    per_token = matmuls.flops_of_run(plan.m, plan.cfg, recomputed=True)
+    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,15 +397,12 @@ def assumed(plan: Plan, args: PlanArgs) -> list[str]:
 def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
     """Nodes, links, cards and the network."""
     device, fleet = plan.fleet.device, plan.fleet
-    link = f"not known, so {UNKNOWN_LINK:g}"
-    if device.link_gbs:
-        link = f"{device.link_gbs:g}"
+    link = f"{device.link_gbs:g}" if device.link_gbs else f"not known, so {UNKNOWN_LINK:g}"
     lines = []
     if fleet.devices > 1:
         lines.append(f"{fleet.node_size} devices a node, link {link} GB/s each way")
     if device.per_card > 1:
-        cards = f"{fleet.devices / device.per_card:g} cards"
-        lines.append(f"a card is {device.per_card} torch devices: {fleet.devices} are {cards}")
+        lines.append(f"a card is {device.per_card} torch devices")
     network = network_words(fleet, args)
     if network and fleet.devices > fleet.node_size:
         lines.append(network)
@@ -222,128 +410,79 @@ def assumed_fleet(plan: Plan, args: PlanArgs) -> list[str]:
 
 
 def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
-    """Where the speed comes from."""
-    device = plan.fleet.device
+    """Where the speed comes from: whose runs, matmuls, attention and kernels."""
+    device, cfg, c = plan.fleet.device, plan.cfg, step_time.Constants()
     if args.calibrate:
         lines = list(plan.fleet.notes)
-    elif device.name.startswith(FITTED_TO):
+    elif device.name.startswith(certainty.COMPARED):
         lines = ["speed as LLM Foundry's of 2023 on this device; our trainer's was not measured"]
     else:
         fix = "set --calibrate to use your own"
         lines = [f"speed EXTRAPOLATED: the fit has no run on {device.name}: {fix}"]
     if device.reachable is None:
-        share = f"{step_time.Constants().reachable:.0%}"
-        lines.append(f"matmuls reach {share} of the peak: not measured on {device.name}")
-    return lines + assumed_kernels(plan)
-
-
-def assumed_kernels(plan: Plan) -> list[str]:
-    """Whose attention, compiled blocks, fp8, tiny kernels, and speeds that no matmuls reach."""
-    device, cfg = plan.fleet.device, plan.cfg
-    step = step_time.StepTime(plan.m, cfg, plan.fleet)
-    lines = []
+        share = f"{c.reachable:.0%} of the peak"
+        lines.append(f"matmuls reach {share}: not measured on {device.name}")
     if device.attention is None:
-        share = step_time.attention_share(device, step.c)
+        share = f"{step_time.attention_share(device, c):.0%} of the peak"
         fix = "set --attention_efficiency for newer ones"
-        lines.append(f"attention at {share:.0%} of the peak, as Triton's kernels of 2023: {fix}")
+        lines.append(f"attention at {share}, as Triton's kernels of 2023: {fix}")
     if cfg.compile is True:
-        share = 1 - step.c.compiled
-        lines.append(f"compiled blocks read and write {share:.0%} less: counted, not measured")
+        share = f"{1 - c.compiled:.0%} less"
+        lines.append(f"compiled blocks read and write {share}, as it makes torchtitan's Llama fast")
     elif cfg.tp * cfg.pp == 1:
         lines.append("blocks are planned as eager, as in the published runs: set --compile")
-    if device.matmul_fp8_tflops:
-        at = f"linear layers in fp8 at {device.matmul_fp8_tflops:g} TFLOP/s"
-        lines.append(f"{at}: the trainer has no fp8, and no run in it was compared")
-        lines.append("MFU is a share of the bf16 peak, so in fp8 it may be more than 100%")
+    if plan.fleet.tp > 1:
+        lines.append("tensor parallelism: bytes and collectives as counted, seconds not measured")
+    if plan.fleet.pp > 1:
+        lines.append("pipeline parallelism: bytes and messages as counted, seconds not measured")
     if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
         start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
         lines.append(f"the kernels of a block take {start}: that is not in the model")
-    return lines + doubtful_kernels(plan) + doubt(plan)
+    return lines + doubts(plan)
 
 
-def reachable_share(device: Device) -> float:
-    """The share of the bf16 peak that large matmuls reach, assumed if nobody has measured it."""
-    return device.reachable or step_time.Constants().reachable
-
-
-def doubtful_kernels(plan: Plan) -> list[str]:
-    """The lines about kernels that someone has set or measured faster than large matmuls are.
-
-    And about fp8 that is slower than bf16.
-    """
+def doubts(plan: Plan) -> list[str]:
+    """The lines about attention or a step that someone has set faster than large matmuls are."""
     device = plan.fleet.device
-    reachable = reachable_share(device)
+    reachable = device.reachable or step_time.Constants().reachable
+    share = hardware_tflops(plan) / device.bf16_tflops
+    fastest = f"but large matmuls reach {reachable:.0%}"
     lines = []
     if device.attention and device.attention > reachable:
-        share = f"attention at {device.attention:.0%} of the peak"
-        lines.append(f"DOUBTFUL: {share}, but large matmuls reach {reachable:.0%}")
-
-    fp8_tflops, in_bf16 = device.matmul_fp8_tflops, reachable * device.bf16_tflops
-    if not fp8_tflops:
-        return lines
-    if fp8_tflops > reachable * device.fp8_tflops:
-        share = f"fp8 matmuls at {fp8_tflops / device.fp8_tflops:.0%} of the fp8 peak"
-        lines.append(f"DOUBTFUL: {share}, but those in bf16 reach {reachable:.0%} of theirs")
-    if fp8_tflops < (1 - 1e-9) * in_bf16:
-        slower = f"fp8 matmuls at {fp8_tflops:g} TFLOP/s are slower than those in bf16"
-        lines.append(f"DOUBTFUL: {slower}, which reach {in_bf16:.0f}")
+        lines.append(f"DOUBTFUL: attention at {device.attention:.0%} of the peak, {fastest}")
+    if share > reachable:
+        lines.append(f"DOUBTFUL: {share:.0%} of the peak (masked scores counted), {fastest}")
     return lines
 
 
-def doubt(plan: Plan) -> list[str]:
-    """The line about a plan that is faster than large matmuls; none if it is not.
-
-    With fp8 than such matmuls at the same share of the fp8 peak: none can be faster.
-    """
-    device = plan.fleet.device
-    reachable = reachable_share(device)
-    peak, name = device.bf16_tflops, "peak"
-    if device.matmul_fp8_tflops:
-        peak, name = device.fp8_tflops, "fp8 peak"
-    share = hardware_tflops(plan) / peak
-    if share <= reachable:
-        return []
-    reached = f"{share:.0%} of the {name} (masked scores counted)"
-    return [f"DOUBTFUL: {reached}, but large matmuls reach {reachable:.0%}"]
-
-
 def assumed_run(plan: Plan, args: PlanArgs) -> list[str]:
-    """Tokens, batch, attention, memory of interleaving, power, what was not measured or lacks."""
-    device, fleet = plan.fleet.device, plan.fleet
-    lines = assumed_finetune(plan, args) if plan.cfg.lora_rank else []
+    """Tokens, batch, attention and power."""
+    device, cfg = plan.fleet.device, plan.cfg
+    lines = assumed_finetune(plan, args) if cfg.lora_rank else []
     if not args.tokens:
         lines.append(f"{TOKENS_PER_PARAMETER} tokens a parameter: set --tokens")
     if not args.global_batch_size:
-        batch = f"a global batch of {plan.cfg.global_batch_size} sequences"
+        batch = f"a global batch of {cfg.global_batch_size} sequences"
         lines.append(f"{batch}: set --global_batch_size")
     if plan.m.alibi or plan.m.attn_impl != "triton":
         kernel = "attention by a fused kernel: it stores no scores"
         lines.append(f"{kernel}, and ALiBi adds no columns to q and k")
-    if fleet.interleave > 1:
-        more = "up to (pp - 1) / (pp x interleave) more activations"
-        lines.append(f"memory is counted without interleaving, which keeps {more}")
-        lines.append("fsdp_train.py has no interleaved stages: --interleave=1 is what it runs")
     device_watts = watts(device, args)
     if not args.watts and device_watts:
-        published = device.name.startswith(tuple(NODE_WATTS))
-        source = "of published nodes" if published else f"{NODE_OVER_BOARD} times the board's"
+        is_published = device.name.startswith(tuple(NODE_WATTS))
+        source = "of published nodes" if is_published else f"{NODE_OVER_BOARD} times the board's"
         lines.append(f"{device_watts:.0f} W a device with its share of the node, {source}")
-    if fleet.tp > 1:
-        lines.append("tensor parallelism: bytes and collectives as counted, seconds not measured")
-    if fleet.pp > 1:
-        lines.append("pipeline parallelism: bytes and messages as counted, seconds not measured")
     return lines
 
 
 def assumed_finetune(plan: Plan, args: PlanArgs) -> list[str]:
     """Where the length of a run with adapters is from, if it is not plainly the user's."""
-    cfg = plan.cfg
     fix = "set --max_steps or --tokens"
-    if not args.max_steps and args.tokens == tokens_of_steps(plan.m, cfg):
-        return [f"{cfg.max_steps:,} steps, fsdp_train.py's default: {fix}"]
+    if not args.max_steps and args.tokens == tokens_of_steps(plan.m, plan.cfg):
+        return [f"{plan.cfg.max_steps:,} steps, fsdp_train.py's default: {fix}"]
     of_base = args.tokens / flops.n_params(plan.m)
     if of_base > 1:
-        tokens = f"{rounded(of_base)} tokens for each parameter of the base"
+        tokens = f"{number(of_base)} tokens for each parameter of the base"
         return [f"{tokens}: that is pretraining's length, not a finetune's: {fix}"]
     return []
 
@@ -354,328 +493,109 @@ def tokens_of_steps(m: MPTConfig, cfg: TrainConfig) -> float:
 
 
 # --------------------------------------------------------------------------------------------------
-# A plan as text
+# Several kinds of device
 
 
-def text(plan: Plan, args: PlanArgs, own: Plan | None = None, below: list[str] = ()) -> str:
-    """A plan for a person to read. own: the plan of the settings as they are, to compare with.
+def split_kinds(argv: list[str]) -> list[tuple[str, list[str]]]:
+    """[(what tells the kind from others, its argv)] for each kind of device that argv names.
 
-    below: more lines, before those about what was assumed.
+    UserError if a name is empty, values for some of them lack, or they share one measurement.
     """
-    values = figures(plan, args)
-    lines = [
-        *layout_lines(plan),
-        "",
-        *step_and_memory_lines(plan),
-        "",
-        *summary_lines(plan, values, args),
-        *published_lines(values["published"]),
-        *restart_lines(values["restarts"]),
-        *comparison_lines(comparison(plan, own)),
-    ]
-    if values["flags"]:
-        lines.append(f"flags       {values['flags']}")
-    return "\n".join(lines + [*below] + labelled("assumed", values["assumed"]))
+    lists = {}  # {word: its values}
+    for word in argv:
+        if flops.flag_name(word) in OF_A_KIND and "," in word:
+            lists[word] = [value.strip() for value in word.partition("=")[2].split(",")]
+    names = [word for word in lists if flops.flag_name(word) in ("device", "machine")]
+    if not names:
+        return [("", argv)]
 
+    n = len(lists[names[0]])
+    for word, values in lists.items():
+        empty = word in names and not all(values)
+        require(not empty, f"{word} has an empty name: remove the extra comma")
+        fix = f"{n} kinds of device need one value, or {n}"
+        require(len(values) == n, f"{word} has {len(values)} values: {fix}")
+    n_unlike = len(set(lists[names[0]]))
+    for word in argv:
+        is_shared = flops.flag_name(word) == "calibrate" and word not in lists and n_unlike > 1
+        fix = f"give one for each, or none, between commas: {config.shell(word + ',' * (n - 1))}"
+        require(not is_shared, f"{word} was measured on one device, and you name {n_unlike}: {fix}")
 
-def labelled(label: str, lines: list[str]) -> list[str]:
-    """The lines with the label before the first."""
-    return [f"{label if i == 0 else '':<12}{line}" for i, line in enumerate(lines)]
-
-
-def layout_lines(plan: Plan) -> list[str]:
-    """The model, the fleet, and how the batch is split."""
-    cfg, fleet = plan.cfg, plan.fleet
-    rows = cfg.global_batch_size // fleet.dp  # of a data-parallel rank
-    size = min(cfg.microbatch_size, rows)
-    up_to = "up to " if rows % size else ""
-    n_microbatches = math.ceil(rows / size)
-    ranks = counted(fleet.dp, "data-parallel rank")
-    batch = f"{ranks} x {rows}, microbatches of {up_to}{size}: {n_microbatches}"
-    in_groups = cfg.sharding_mode.over == "group"
-    sharding = cfg.sharding + (f", shards of {cfg.shard_size}" if in_groups else "")
-
-    size = rounded(flops.n_params(plan.m) / 1e9)
-    model = f"{size}B parameters, sequence {plan.m.max_seq_len}"
-    in_sequence = " (sequence parallel)" if cfg.sequence_parallel else ""
-    split = f"dp {fleet.dp} x tp {fleet.tp}{in_sequence} x pp {fleet.pp}, {sharding}"
-    mode = f"checkpointing {search.checkpointing(cfg)}"
-    return [
-        f"{model}, {fleet.devices} x {fleet.device.name}",
-        f"{split}, {mode}, batch {cfg.global_batch_size} = {batch}",
-    ]
-
-
-def step_and_memory_lines(plan: Plan) -> list[str]:
-    """The milliseconds of a step by part, and beside them the bytes of a rank by part."""
-    left = [f"{'a step':<26}{'ms':>12}{'share':>9}"]
-    for name, seconds in plan.seconds.items():
-        share = seconds / plan.seconds["step"]
-        left.append(f"  {name:<24}{1e3 * seconds:>12,.1f}{share:>9.1%}")
-
-    right = [f"{'GB of one device':<26}{'at its peak':>12}"]
-    for name, n in plan.bytes.items():
-        if name not in ("peak", "moment"):
-            right.append(f"  {name:<24}{n / 1e9:>12.2f}")
-    total = f"all: {plan.bytes['moment']}"
-    right.append(f"  {total:<24}{plan.bytes['peak'] / 1e9:>12.2f}")
-
-    pairs = itertools.zip_longest(left, right, fillvalue="")
-    return [f"{a:<47}    {b}".rstrip() for a, b in pairs]
-
-
-def summary_lines(plan: Plan, values: dict, args: PlanArgs) -> list[str]:
-    """Does it fit, how fast is it, and how long does the run take? values: of `figures`."""
-    memory_gb = f"{plan.fleet.device.memory_gb:g} GiB"
-    fits = "fits" if plan.fits else f"DOES NOT FIT, {search.too_much(plan)}"
-    band = values["band"]
-
-    speed = f"{values['tokens_per_second']:,.0f} tokens/s {span(band['tokens_per_second'])}"
-    tflops = f"{values['tflops_per_device']:.1f} TFLOP/s a device"
-    run = f"{tokens_text(values['tokens'])}, --max_steps={values['max_steps']}"
-    time = duration(values["days"], band["days"])
-    power = energy(values["mwh"], band["mwh"]) if values["mwh"] else "energy n/a: set --watts"
-    mfu = f"MFU {values['mfu']:.1%}"
-    if plan.fleet.device.matmul_fp8_tflops:
-        mfu += " of the bf16 peak"
-    cost = ""
-    if args.price:
-        cost = f", {money(values['cost'], band['cost'])} at {args.price:g} a device-hour"
-    return [
-        f"memory      {values['share_of_memory']:.0%} of {memory_gb}: {fits}",
-        f"speed       {speed}, {tflops}, {mfu} ({values['convention']})",
-        f"the run     {run}: {time}, {power}{cost}",
-        f"certainty   {values['certainty']}",
-    ]
-
-
-def span(band: list[float]) -> str:
-    """An error band as text: (36,900 to 46,100)."""
-    low, high = band
-    return f"({rounded(low)} to {rounded(high)})"
-
-
-def counted(n: float | str, unit: str) -> str:
-    """A number and its unit, in the singular or the plural: 1 day, 2 days."""
-    return f"{n} {unit}" if str(n) == "1" else f"{n} {unit}s"
-
-
-def tokens_text(tokens: float) -> str:
-    """134B tokens; below a billion 32.8M, below a million all of them."""
-    if tokens < 1e6:
-        return counted(f"{tokens:,.0f}", "token")
-    unit, letter = (1e9, "B") if tokens >= 1e9 else (1e6, "M")
-    return f"{rounded(tokens / unit, 4)}{letter} tokens"
-
-
-# Units of time, {name: how many make a day}, the longest first.
-OF_A_DAY = {"day": 1, "hour": 24, "minute": 24 * 60, "second": 24 * 60 * 60}
-
-
-def duration(days: float, band: list[float]) -> str:
-    """The time of a run and its band as text, in the longest unit of which it takes two or more."""
-    fitting = [unit for unit, n in OF_A_DAY.items() if days * n >= 2]
-    unit = fitting[0] if fitting else "second"
-    factor = OF_A_DAY[unit]
-    return f"{counted(rounded(days * factor), unit)} {span([end * factor for end in band])}"
-
-
-def energy(mwh: float, band: list[float]) -> str:
-    """The energy of a run and its band as text, in MWh, kWh or Wh."""
-    factor, unit = (1, "MWh") if mwh >= 1 else (1e3, "kWh")
-    if mwh < 1e-5:
-        factor, unit = 1e6, "Wh"
-    return f"{rounded(mwh * factor)} {unit} {span([end * factor for end in band])}"
-
-
-def money(cost: float, band: list[float]) -> str:
-    """The cost of a run and its band as text."""
-    return f"{cost:,.0f} {span(band)}" if cost >= 10 else f"{rounded(cost)} {span(band)}"
-
-
-def rounded(x: float, digits: int = 3) -> str:
-    """A number with this many digits that count: 1,010, where %g would write 1.01e+03."""
-    short = float(f"{x:.{digits}g}")
-    return f"{short:,.0f}" if short >= 1e5 else f"{short:,g}"
-
-
-def published(plan: Plan, tflops: float) -> dict | None:
-    """The published TFLOP/s of a device for this shape, beside the plan's; None if there are none.
-
-    tflops: of a device, without what is recomputed.
-    """
-    shape = plan.m.n_layers, plan.m.d_model
-    if plan.fleet.device.name != "MI250X GCD" or shape not in PUBLISHED_FRONTIER:
-        return None
-    return {
-        "tflops_per_device": PUBLISHED_FRONTIER[shape],
-        "share_of_peak": PUBLISHED_FRONTIER[shape] / plan.fleet.device.bf16_tflops,
-        "source": "arXiv 2312.12705",
-        "planned": tflops,
-        "planned_with_recomputation": hardware_tflops(plan),
-    }
-
-
-def published_lines(found: dict | None) -> list[str]:
-    """The lines of `published`."""
-    if found is None:
-        return []
-    speed = f"{found['tflops_per_device']} TFLOP/s a GCD on Frontier"
-    share = f"{found['share_of_peak']:.1%} of the peak"
-    counted, again = found["planned"], found["planned_with_recomputation"]
-    ours = f"this plan: {counted:.1f}"
-    if again > 1.001 * counted:
-        ours += f", or {again:.1f} with what is recomputed, as Megatron's programs count:"
-        ours += " we do not know which was published"
-    return labelled("published", [f"{speed}, {share} ({found['source']})", ours])
-
-
-def hardware_tflops(plan: Plan) -> float:
-    """TFLOP/s of a device, with the forwards that are computed twice."""
-    per_token = matmuls.flops_of_run(plan.m, plan.cfg, recomputed=True)
-    return plan.tokens_per_second * per_token / plan.fleet.devices / 1e12
-
-
-def restarts(days: float) -> dict[str, float]:
-    """{job script: days that it runs} of those whose 50 restarts are used before the run ends."""
-    return {script: limit for script, limit in JOB_DAYS.items() if days > limit}
-
-
-def restart_lines(scripts: dict[str, float]) -> list[str]:
-    """The lines of `restarts`."""
-    return labelled(
-        "restarts",
-        [
-            f"{script} ends after 50 restarts, {limit:.3g} days: submit it again then"
-            for script, limit in scripts.items()
-        ],
-    )
-
-
-def comparison(plan: Plan, own: Plan | None) -> dict | None:
-    """How the settings as they are would do; None if the plan does not change them."""
-    if own is None:
-        return None
-    changed = [name for name in LAYOUT if getattr(own.cfg, name) != getattr(plan.cfg, name)]
-    if own.cfg.activation_checkpointing == "none" and "recompute_every" in changed:
-        changed.remove("recompute_every")  # of what is not recomputed
-    if not changed:
-        return None
-    return {
-        "settings": {name: getattr(own.cfg, name) for name in changed},
-        "fits": own.fits,
-        "tokens_per_second": own.tokens_per_second,
-        "gain": plan.tokens_per_second / own.tokens_per_second - 1,
-    }
-
-
-def comparison_lines(found: dict | None) -> list[str]:
-    """The line of `comparison`."""
-    if found is None:
-        return []
-    settings = ", ".join(f"{name}={value}" for name, value in found["settings"].items())
-    result = "DOES NOT FIT"
-    if found["fits"]:
-        gain = found["gain"]
-        difference = f"{abs(gain):.0%} {'faster' if gain >= 0 else 'slower'}"
-        result = f"{found['tokens_per_second']:,.0f} tokens/s; this plan is {difference}"
-    return [f"your layout {settings}: {result}"]
+    kinds = []
+    for i in range(n):
+        own = {word: values[i] for word, values in lists.items()}
+        kind_argv = [
+            f"{word.partition('=')[0]}={own[word]}" if word in own else word for word in argv
+        ]
+        differs = [f"{flops.flag_name(w)} {value}" for w, value in own.items() if w not in names]
+        kinds.append((", ".join(differs), kind_argv))
+    return kinds
 
 
 # --------------------------------------------------------------------------------------------------
-# Below a plan: other layouts, what would fit, budgets
+# Several numbers of devices, and models for a budget
 
 
-def others_lines(plans: list[Plan]) -> list[str]:
-    """The table of the fastest plans, from search.best. Nothing if there is only one."""
-    if len(plans) == 1:
-        return []
-    choices = f"the {len(plans)} fastest choices of tp, pp and sharding"
-    best = "each with its fastest checkpointing and microbatch"
-    return ["", f"{choices}, {best}", *search.table(plans), ""]
+def planned_on(q: Question, n: int, args: PlanArgs, label: str) -> Row:
+    """The row of the fastest plan on n devices, or of the problem why there is none."""
+    try:
+        plan = search.fastest(replace(q, fleet=replace(q.fleet, devices=n)))
+    except UserError as error:
+        return Row(label, q.fleet.device.name, n, problem=str(error))
+    return row_of(plan, args, label)
 
 
-def within_error(plan: Plan, simpler: list[Plan]) -> Plan | None:
-    """The simplest plan that is slower by less than half the width of `plan`'s error band."""
-    low, high = rate_band(plan)
-    for other in simpler:
-        if plan.tokens_per_second - other.tokens_per_second < (high - low) / 2:
-            return other
-    return None
+def sweep(q: Question, counts: list[int], args: PlanArgs) -> list[Row]:
+    """Strong scaling over `counts` (the same global batch), then weak (it grows with the devices).
+
+    Raises UserError if no number of devices can train the model.
+    """
+    strong = [planned_on(q, n, args, "strong scaling") for n in counts]
+    smallest = next((row.devices for row in strong if not row.problem), None)
+    require(smallest is not None, strong[0].problem)
+    weak = []
+    for n in counts:
+        batch = scaled_batch(q.cfg.global_batch_size, n, Fraction(n, smallest))
+        larger = replace(q, cfg=replace(q.cfg, global_batch_size=batch))
+        weak.append(planned_on(larger, n, args, "weak scaling"))
+    return with_efficiency(strong) + with_efficiency(weak)
 
 
-def simpler_lines(plan: Plan, other: Plan | None) -> list[str]:
-    """The line about a simpler plan, from `within_error`."""
-    if other is None:
-        return []
-    slower = 1 - other.tokens_per_second / plan.tokens_per_second
-    split = f"tp {other.fleet.tp} pp {other.fleet.pp} {other.cfg.sharding}"
-    error = f"is {slower:.1%} slower, which is within the error: simpler"
-    return labelled("or simpler", [f"{split} {error}", flags(other)])
+def scaled_batch(batch: int, n: int, scale: Fraction) -> int:
+    """The batch times `scale`. If that is no whole number, the next multiple of n devices."""
+    scaled = batch * scale
+    return int(scaled) if scaled.denominator == 1 else math.ceil(scaled / n) * n
 
 
-def batch_lines(plan: Plan, ruled_out: list[int]) -> list[str]:
-    """The line about more data-parallel ranks, from search.ruled_out_by_batch."""
-    if not ruled_out:
-        return []
-    batch = plan.cfg.global_batch_size
-    fix = memory.nearest_batches(batch, {ruled_out[0]}).removeprefix("set ")
-    degrees = ", ".join(map(str, ruled_out))
-    return labelled("batch", [f"the batch rules out dp {degrees}: {fix} would not"])
+def with_efficiency(rows: list[Row]) -> list[Row]:
+    """The rows with the speed of one device / that in the first row that has a plan."""
+    speeds = [row.tokens_per_second / row.devices for row in rows if not row.problem]
+    found = []
+    for row in rows:
+        if row.tokens_per_second:
+            row = replace(row, efficiency=row.tokens_per_second / row.devices / speeds[0])
+        found.append(row)
+    return found
 
 
-def others_json(plans: list[Plan]) -> list[dict]:
-    """The plans of search.best in short."""
-    return [
-        {
-            "tokens_per_second": plan.tokens_per_second,
-            "band": {"tokens_per_second": list(rate_band(plan))},
-            "share_of_memory": plan.share_of_memory,
-            "needs": search.needs(plan),
-            "flags": flags(plan),
-        }
-        for plan in plans
-    ]
-
-
-def budget_lines(trainings: list[Training], days: float) -> list[str]:
-    """The models of budget.budget, their tokens, and the loss that Chinchilla's fit predicts."""
-    lines = []
-    time = counted(f"{days:g}", "day")
-    for label, training in zip(("budget", "or smaller"), trainings, strict=False):
-        about = training_text(training)
-        if training is not trainings[0]:
-            penalty = training.loss / trainings[0].loss - 1
-            about = f"smaller, trained for longer: {about}, {penalty:+.1%}"
-        elif training.limited_by_memory:
-            about = f"{time}, not compute-optimal, memory limits it: {about}"
-        else:
-            about = f"{time}, compute-optimal: {about}"
-        layout = flags(training.plan)
-        launch = f"{model_flags(training.plan.m)} {layout} --max_steps={training.steps}"
-        lines += labelled(label, [about, launch])
-    fit = "1.69 + 406.4 / N^0.34 + 410.7 / D^0.28, Chinchilla's published fit (arXiv 2203.15556)."
-    rule = "Its rule is 20 tokens a parameter. By the fit, a smaller model trained for longer loses"
-    return lines + labelled("loss", [fit, rule, "little or nothing, and it is cheaper to serve."])
-
-
-def training_text(training: Training) -> str:
-    """Parameters, tokens and predicted loss."""
-    size = rounded(flops.n_params(training.plan.m) / 1e9)
-    each = f"{training.tokens_per_parameter:.1f} a parameter"
-    sizes = f"{size}B parameters on {tokens_text(training.tokens)}, {each}"
-    return f"{sizes}: predicted loss {training.loss:.3f}"
-
-
-def training_json(training: Training, args: PlanArgs) -> dict:
-    """A model of budget.budget: its plan's figures, the flags of its shape, its predicted loss."""
+def training_row(training: Training, args: PlanArgs, label: str) -> dict:
+    """The row of a model of budget.budget as JSON, with its shape and its predicted loss."""
+    row = row_of(training.plan, replace(args, tokens=float(training.tokens)), label)
     return {
-        **figures(training.plan, replace(args, tokens=float(training.tokens))),
+        **vars(row),
         "model": model_flags(training.plan.m),
         "tokens_per_parameter": training.tokens_per_parameter,
-        "limited_by_memory": training.limited_by_memory,
         "predicted_loss": training.loss,
     }
+
+
+def training_lines(row: dict) -> list[str]:
+    """A model of `training_row`: its size, tokens and loss, and the flags that train it."""
+    size, each = number(row["n_params"] / 1e9), row["tokens_per_parameter"]
+    about = f"{size}B parameters on {tokens_text(row['tokens'])}, {each:.1f} a parameter"
+    about += f": predicted loss {row['predicted_loss']:.3f}"
+    launch = f"{row['model']} {row['flags']} --max_steps={row['max_steps']}"
+    return labelled(row["label"], [about, launch])
 
 
 def model_flags(m: MPTConfig) -> str:
@@ -693,325 +613,13 @@ def model_flags(m: MPTConfig) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# A sweep
-
-
-def sweep_json(rows: list[dict], args: PlanArgs) -> list[dict]:
-    """The rows of budget.sweep as JSON."""
-    offers = {row["devices"]: Offer(args, row["devices"], row["strong"]) for row in good_rows(rows)}
-    found = []
-    for row in rows:
-        if "problem" in row:
-            found.append(row)
-            continue
-        strong, weak = row["efficiency"]
-        offer = offers[row["devices"]]
-        of_row = {
-            "devices": row["devices"],
-            "efficiency": {"strong": strong, "weak": weak},
-            "best": best_of(offer, list(offers.values())),
-            "strong": offer.figures,
-            "weak": figures(row["weak"], args),
-        }
-        found.append(of_row)
-    return found
-
-
-def good_rows(rows: list[dict]) -> list[dict]:
-    """The rows of budget.sweep that have plans."""
-    return [row for row in rows if "problem" not in row]
-
-
-def sweep_text(rows: list[dict], args: PlanArgs) -> str:
-    """The rows of budget.sweep for a person to read."""
-    heads = f"{'tokens/s':>13}{'TFLOP/s':>9}{'MFU':>8}{'efficiency':>12}  "
-    lines = [
-        f"{'':<10}{'strong scaling':^44}  {'weak scaling':^44}  strong scaling's",
-        f"{'devices':>8}  {heads}{heads}  {'error band':<26}layout",
-    ]
-    for row in rows:
-        if "problem" in row:
-            lines.append(f"{row['devices']:>8}  {row['problem']}")
-            continue
-        strong_efficiency, weak_efficiency = row["efficiency"]
-        strong = sweep_cells(row["strong"], strong_efficiency)
-        weak = sweep_cells(row["weak"], weak_efficiency)
-
-        band = span(rate_band(row["strong"]))
-        layout = layout_text(row["strong"])
-        lines.append(f"{row['devices']:>8}  {strong}{weak}  {band:<26}{layout}")
-
-    offers = [Offer(args, row["devices"], row["strong"]) for row in good_rows(rows)]
-    largest = offers[-1].plan
-    lines += ["", f"MFU: {matmuls.convention_of(largest.cfg)}"]
-    if args.price:
-        return "\n".join([*lines, "", comparison_text(offers)])
-    lines += [f"certainty: {line}" for line in certainty_lines(offers)]
-    lines += [f"assumed: {line}" for line in [*assumed(largest, args), *doubts(rows, largest)]]
-    return "\n".join(lines)
-
-
-def doubts(rows: list[dict], largest: Plan) -> list[str]:
-    """The plans of a sweep, beside the largest fleet's, that are faster than matmuls."""
-    lines = []
-    for row in rows:
-        for plan in (row.get("strong"), row.get("weak")):
-            if plan and plan is not largest:
-                lines += [f"on {row['devices']}: {line}" for line in doubt(plan)]
-    return list(dict.fromkeys(lines))  # each once: both plans of the smallest fleet are the same
-
-
-def layout_text(plan: Plan) -> str:
-    """The layout in a table: tp and pp if there are any, sharding, microbatch, checkpointing."""
-    cfg, fleet = plan.cfg, plan.fleet
-    split = f"tp {fleet.tp} pp {fleet.pp} " if fleet.tp * fleet.pp > 1 else ""
-    return f"{split}{cfg.sharding}, {cfg.microbatch_size}, {search.checkpointing(cfg)}"
-
-
-def sweep_cells(plan: Plan, efficiency: float) -> str:
-    """Tokens/s, TFLOP/s of a device, MFU and efficiency."""
-    tflops = plan.mfu * plan.fleet.device.bf16_tflops
-    return f"{plan.tokens_per_second:>13,.0f}{tflops:>9.1f}{plan.mfu:>8.1%}{efficiency:>12.1%}  "
-
-
-# --------------------------------------------------------------------------------------------------
-# Kinds of device beside each other
-
-
-def split_kinds(argv: list[str]) -> list[list[str]]:
-    """argv for each kind of device that it names.
-
-    UserError if a name is empty, or values for some of them lack.
-    """
-    lists = {}
-    for word in argv:
-        name = flops.flag_name(word)
-        if name in OF_A_KIND and "," in word:
-            lists[word] = word.partition("=")[2].split(",")
-    kinds = [values for word, values in lists.items() if flops.flag_name(word) in KINDS]
-    if not kinds:
-        return [argv]
-
-    n = len(kinds[0])
-    for word, values in lists.items():
-        if flops.flag_name(word) in KINDS:
-            empty = f"{word} has an empty name: remove the extra comma"
-            require(all(map(str.strip, values)), empty)
-        fix = f"{n} kinds of device need one value, or {n}"
-        require(len(values) == n, f"{word} has {len(values)} values: {fix}")
-    return [[of_kind(word, lists, i) for word in argv] for i in range(n)]
-
-
-def of_kind(word: str, lists: dict[str, list[str]], i: int) -> str:
-    """A word of argv for kind i. lists: {word: its values}, of the words that have several."""
-    if word not in lists:
-        return word
-    flag = word.partition("=")[0]
-    return f"{flag}={lists[word][i].strip()}"
-
-
-# What is compared: {word: (the name of a figure, how it is written)}. Less is better.
-BEST = {"fastest": ("days", duration), "cheapest": ("cost", money), "least kWh": ("mwh", energy)}
-
-
-@dataclass(frozen=True)
-class Offer:
-    """One kind of device in one number, and what it would do with the run."""
-
-    args: PlanArgs  # about this kind alone
-    devices: int
-    plan: Plan | None = None
-    problem: str = ""  # why there is no plan
-    unlike: str = ""  # the settings that tell it from other kinds of this name and price
-
-    @property
-    def label(self) -> str:
-        """The kind, its price if the user gave one, and what tells it from others."""
-        return kind_label(self.args) + self.unlike
-
-    @cached_property
-    def figures(self) -> dict:
-        """`figures` of the plan, or why there is none."""
-        if self.plan is None:
-            name = device_of(self.args).name
-            return {"device": name, "devices": self.devices, "problem": self.problem}
-        return figures(self.plan, self.args)
-
-
-def kind_label(args: PlanArgs) -> str:
-    """The name of a kind of device, and its price if the user gave one."""
-    machine = f" of {args.machine}" if args.machine else ""
-    price = f" at {args.price:g}" if args.price else ""
-    return f"{device_of(args).name}{machine}{price}"
-
-
-def differences(kinds: list[PlanArgs]) -> list[str]:
-    """For each kind, the settings that tell it from those with the same label: ", network 100"."""
-    found = []
-    for args in kinds:
-        alike = [other for other in kinds if kind_label(other) == kind_label(args)]
-        values = {name: [getattr(other, name) for other in alike] for name in OF_A_KIND}
-        names = [name for name in OF_A_KIND if len(set(values[name])) > 1]
-        found.append("".join(f", {name} {setting_text(getattr(args, name))}" for name in names))
-    return found
-
-
-def require_own_calibration(kinds: list[PlanArgs]) -> None:
-    """UserError if different devices share one file of --calibrate."""
-    names = {device_of(args).name for args in kinds}
-    shared = kinds[0].calibrate
-    if shared and len(names) > 1 and all(args.calibrate == shared for args in kinds):
-        fix = config.shell(f"--calibrate={shared}{',' * (len(kinds) - 1)}")
-        one = f"--calibrate={shared} was measured on one device, and you name {len(names)}"
-        raise UserError(f"{one}: give one for each, or none, between commas: {fix}")
-
-
-def setting_text(value: float | str) -> str:
-    """A setting in a label. What is not set is the usual one."""
-    if not value:
-        return "as usual"
-    return value if isinstance(value, str) else f"{value:g}"
-
-
-def comparison_text(offers: list[Offer]) -> str:
-    """Time, cost and energy of the same run on each of these, for a person to read."""
-    planned = [offer for offer in offers if offer.plan]
-    plan, values = planned[0].plan, planned[0].figures
-    size = rounded(flops.n_params(plan.m) / 1e9)
-    batch = f"{plan.cfg.global_batch_size} x {plan.m.max_seq_len}"
-    prices = any(offer.args.price for offer in planned)
-    cost_heads = f"{'cost':>28}{'M tokens/cost':>15}" if prices else ""
-
-    width = max(len(offer.label) for offer in offers)
-    heads = (
-        f"{'':<{width}}{'devices':>9}{'tokens/s':>13}{'time':>30}{cost_heads}{'kWh/B tokens':>14}"
-    )
-    return "\n".join(
-        [
-            f"{size}B parameters, {tokens_text(values['tokens'])}, batches of {batch}",
-            "",
-            f"{heads}  layout",
-            *[f"{offer.label:<{width}}{comparison_row(offer, prices)}" for offer in offers],
-            "",
-            *best_lines(planned),
-            *labelled("certainty", certainty_lines(planned)),
-            *labelled("assumed", assumed_of_all(planned)),
-        ]
-    )
-
-
-def comparison_row(offer: Offer, prices: bool) -> str:
-    """One row of `comparison_text`, after the label. prices: does the table have costs?"""
-    row = f"{offer.devices:>9}"
-    if offer.plan is None:
-        return f"{row}  {offer.problem}"
-    values = offer.figures
-    band = values["band"]
-    row += f"{values['tokens_per_second']:>13,.0f}{duration(values['days'], band['days']):>30}"
-    if prices and offer.args.price:
-        millions = rounded(values["tokens_per_cost"] / 1e6)
-        row += f"{money(values['cost'], band['cost']):>28}{millions:>15}"
-    elif prices:
-        row += f"{'no --price':>28}{'':>15}"
-    kwh = values["kwh_per_billion_tokens"]
-    row += f"{rounded(kwh) if kwh else 'n/a':>14}"
-    return f"{row}  {layout_text(offer.plan)}"
-
-
-def best_lines(offers: list[Offer]) -> list[str]:
-    """Which is fastest, cheapest and takes the least energy; and whether the bands leave doubt."""
-    lines = []
-    for word, (name, written) in BEST.items():
-        best, rival, in_doubt = best_and_rival(offers, name)
-        if best is None:
-            continue
-        text = f"{word:<12}{amount(best, name, written)}"
-        if rival:
-            text += f"; {amount(rival, name, written)}{': the bands overlap' * in_doubt}"
-        lines.append(text)
-    return lines
-
-
-def best_and_rival(offers: list[Offer], name: str) -> tuple[Offer | None, Offer | None, bool]:
-    """The offer with the least of a figure, the best of other kinds, and whether bands overlap.
-
-    None if the figure is not known of all: there is nothing to compare without a price or watts.
-    """
-    if any(not offer.figures[name] for offer in offers):
-        return None, None, False
-    best = min(offers, key=lambda offer: offer.figures[name])
-    others = [offer for offer in offers if offer.label != best.label]
-    if not others:
-        return best, None, False
-    rival = min(others, key=lambda offer: offer.figures[name])
-    in_doubt = rival.figures["band"][name][0] < best.figures["band"][name][1]
-    return best, rival, in_doubt
-
-
-def best_of(offer: Offer, offers: list[Offer]) -> dict[str, dict]:
-    """What an offer is the best of all in, as JSON: {"fastest": {"bands_overlap": False}, ...}."""
-    found = {}
-    for word, (name, _) in BEST.items():
-        best, _, in_doubt = best_and_rival(offers, name)
-        if best is offer:
-            found[word] = {"bands_overlap": in_doubt}
-    return found
-
-
-def comparison_json(offers: list[Offer]) -> list[dict]:
-    """The figures of all offers, and which is the best in what."""
-    planned = [offer for offer in offers if offer.plan]
-    rows = []
-    for offer in offers:
-        best = {"best": best_of(offer, planned)} if offer.plan else {}
-        rows.append({"label": offer.label, **best, **offer.figures})
-    return rows
-
-
-def amount(offer: Offer, name: str, written: Callable[[float, list[float]], str]) -> str:
-    """A figure of an offer with its band, and the fleet, as text."""
-    values = offer.figures
-    return f"{written(values[name], values['band'][name])} on {offer.devices} x {offer.label}"
-
-
-def certainty_lines(offers: list[Offer]) -> list[str]:
-    """What the bands rest on, with the fleets that share each sentence."""
-    fleets = {}  # {(kind, sentence): numbers of devices}
-    for offer in offers:
-        fleets.setdefault((offer.label, offer.figures["certainty"]), []).append(offer.devices)
-    return [
-        f"{', '.join(map(str, counts))} x {label}: {text}"
-        for (label, text), counts in fleets.items()
-    ]
-
-
-def assumed_of_all(offers: list[Offer]) -> list[str]:
-    """What all plans rest on, then what those of one kind do. Of each kind, the largest fleet.
-
-    Of smaller fleets, what is doubtful.
-    """
-    largest = {offer.label: assumed(offer.plan, offer.args) for offer in offers}
-    shared = set.intersection(*map(set, largest.values()))
-    lines = [line for line in next(iter(largest.values())) if line in shared]
-    for label, own in largest.items():
-        lines += [f"{label}: {line}" for line in own if line not in shared]
-    last = {offer.label: offer for offer in offers}
-    for offer in offers:
-        if offer is not last[offer.label]:
-            lines += [f"{offer.devices} x {offer.label}: {line}" for line in doubt(offer.plan)]
-    return lines
-
-
-# --------------------------------------------------------------------------------------------------
 # The program
 
 
 def main(argv: list[str]) -> None:
     """Print the answer for the settings in argv as they are: nothing is chosen."""
     m, cfg, args = config.load(memory.with_base(argv), MPTConfig, TrainConfig, PlanArgs)
-    fleet = fleet_of(args, cfg.tp, cfg.pp, args.interleave)
-    plan = search.evaluate(m, cfg, fleet, step_time.Constants(), step_time.OURS)
-    print(text(plan, args))
+    print(text(search.evaluate(m, cfg, fleet_of(args, cfg.tp, cfg.pp)), args))
 
 
 if __name__ == "__main__":

@@ -1,24 +1,22 @@
-"""What a fleet can do: the speed on more devices, and the best model that it trains in some days.
+"""The best models that a fleet trains in some days: compute-optimal, and half as large for longer.
 
-    sweep     one model on several numbers of devices: strong scaling, and weak
-    budget    the compute-optimal model of so many days, and a smaller one trained for longer
+    loss = 1.69 + 406.4 / N^0.34 + 410.7 / D^0.28      N parameters, D tokens: Chinchilla's fit
+    D = 20 N                                           about where it is lowest for its compute
 
-search.py finds the layout of each.
+A smaller model trained for longer loses little by this fit, and is cheaper to serve. search.py
+finds the layout of each.
 
 Run `python -m planning.budget 14 --device=h100 --devices=512` for the models of 14 days.
 """
 
 import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import config
 import flops
 from config import MPTConfig, TrainConfig, UserError
-from planning import step_time
-from planning.fleet import Fleet, FleetArgs, fleet_of
-from planning.search import LayoutArgs, Plan, fastest
-from planning.step_time import Constants, Trainer
+from planning.fleet import FleetArgs, fleet_of
+from planning.search import LayoutArgs, Plan, Question, fastest
 
 TOKENS_PER_PARAMETER = 20  # Chinchilla (arXiv 2203.15556)
 SHAPE = ("d_model", "n_heads", "n_layers", "kv_n_heads")  # what `shape` sets
@@ -46,55 +44,9 @@ SIZES = {
 }
 
 
-# --------------------------------------------------------------------------------------------------
-# Several fleets
-
-
-def sweep(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    counts: list[int],
-    asked: LayoutArgs,
-    fleet: Fleet,
-    c: Constants,
-    trainer: Trainer,
-) -> list[dict]:
-    """Strong scaling (the same global batch) and weak (it grows with the devices) over `counts`.
-
-    One row for each number of devices: {"devices", "strong": Plan, "weak": Plan, "rates",
-    "efficiency"}. The last two are pairs, strong and weak: tokens/s of one device, and its ratio to
-    that of the smallest fleet. Or {"devices", "problem"} if they cannot train the model.
-    """
-    rows = []
-    first = None  # the row of the smallest fleet
-    for n in sorted(counts):
-        try:
-            strong = fastest(m, cfg, asked, replace(fleet, devices=n), c, trainer)
-            scale = Fraction(n, first["devices"] if first else n)
-            larger_batch = replace(cfg, global_batch_size=scaled_batch(cfg, n, scale))
-            weak = fastest(m, larger_batch, asked, strong.fleet, c, trainer)
-        except UserError as error:
-            rows.append({"devices": n, "problem": str(error)})
-            continue
-
-        rates = [strong.tokens_per_second / n, weak.tokens_per_second / n]
-        first_rates = first["rates"] if first else rates
-        efficiency = [rate / first for rate, first in zip(rates, first_rates, strict=True)]
-        row = {"devices": n, "strong": strong, "weak": weak}
-        rows.append({**row, "rates": rates, "efficiency": efficiency})
-        first = first or rows[-1]
-    return rows
-
-
 def default_batch(cfg: TrainConfig, n: int) -> int:
     """The batch on n devices if nobody sets one: the config's, at least 4 sequences a device."""
     return max(4, math.ceil(cfg.global_batch_size / n)) * n
-
-
-def scaled_batch(cfg: TrainConfig, n: int, scale: Fraction) -> int:
-    """The batch times `scale`. If that is no whole number, the next multiple of n devices."""
-    batch = cfg.global_batch_size * scale
-    return int(batch) if batch.denominator == 1 else math.ceil(batch / n) * n
 
 
 # --------------------------------------------------------------------------------------------------
@@ -107,7 +59,6 @@ class Training:
 
     plan: Plan
     steps: int
-    limited_by_memory: bool = False  # a larger one would be the optimum, but does not fit
 
     @property
     def tokens(self) -> int:
@@ -157,32 +108,16 @@ def model_of(n_params: float, m: MPTConfig) -> MPTConfig | None:
     return replace(nearest, n_layers=max(2, 2 * int((n_params - without_layers) // of_two)))
 
 
-def train_for(
-    days: float,
-    m: MPTConfig,
-    cfg: TrainConfig,
-    asked: LayoutArgs,
-    fleet: Fleet,
-    c: Constants,
-    trainer: Trainer,
-) -> Training:
+def train_for(days: float, m: MPTConfig, q: Question) -> Training:
     """The fastest plan for the model, and all steps that it takes in so many days.
 
-    Raises UserError as `best`.
+    Raises UserError as `search.best`.
     """
-    plan = fastest(m, cfg, asked, fleet, c, trainer)
+    plan = fastest(replace(q, m=m))
     return Training(plan, int(days * 86400 / plan.seconds["step"]))
 
 
-def budget(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    days: float,
-    asked: LayoutArgs,
-    fleet: Fleet,
-    c: Constants,
-    trainer: Trainer,
-) -> list[Training]:
+def budget(q: Question, days: float) -> list[Training]:
     """The best that the fleet can train in so many days: compute-optimal, and smaller for longer.
 
     The first is Chinchilla's optimum (2203.15556): the largest model that sees at least 20 tokens a
@@ -192,21 +127,17 @@ def budget(
     Each trial says how large a model its FLOP/s could train: the next one to try. Raises UserError
     if there is none.
     """
-    setup = cfg, asked, fleet, c, trainer
-    flops_of_run = 0.4 * fleet.devices * fleet.device.bf16_tflops * 1e12 * 86400 * days
+    devices = f"{q.fleet.devices} x {q.fleet.device.name}"
+    problem = UserError(f"{days:g} days on {devices} are too few for any model")
+    flops_of_run = 0.4 * q.fleet.devices * q.fleet.device.bf16_tflops * 1e12 * 86400 * days
     n = math.sqrt(flops_of_run / 6 / TOKENS_PER_PARAMETER)
-    tried, too_large = [], []  # models
-    trainings = []
-    problem = UserError(
-        f"{days:g} days on {fleet.devices} x {fleet.device.name} are too few for any model"
-    )
-    while (model := model_of(n, m)) and model not in tried:
+    tried, trainings = [], []
+    while (model := model_of(n, q.m)) and model not in tried:
         tried.append(model)
         try:
-            training = train_for(days, model, *setup)
-        except UserError as error:
+            training = train_for(days, model, q)
+        except UserError as error:  # it does not fit
             problem = error
-            too_large.append(model)
             n *= 0.8
             continue
         if training.tokens_per_parameter >= TOKENS_PER_PARAMETER:
@@ -216,12 +147,8 @@ def budget(
     if not trainings:
         raise problem
     largest = max(trainings, key=lambda training: flops.n_params(training.plan.m))
-    n_params = flops.n_params(largest.plan.m)
-    far_from_optimum = largest.tokens_per_parameter > 1.2 * TOKENS_PER_PARAMETER
-    if far_from_optimum and any(flops.n_params(model) > n_params for model in too_large):
-        largest = replace(largest, limited_by_memory=True)
-    half = model_of(n_params / 2, m)
-    return [largest, train_for(days, half, *setup)] if half else [largest]
+    half = model_of(flops.n_params(largest.plan.m) / 2, q.m)
+    return [largest, train_for(days, half, q)] if half else [largest]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -239,7 +166,7 @@ def main(argv: list[str]) -> None:
     config.check_range("budget", days)
     if "global_batch_size" not in map(flops.flag_name, flags):
         cfg = replace(cfg, global_batch_size=default_batch(cfg, args.devices))
-    for training in budget(m, cfg, days, asked, fleet_of(args), Constants(), step_time.OURS):
+    for training in budget(Question(m, cfg, asked, fleet_of(args)), days):
         size = f"{flops.n_params(training.plan.m) / 1e9:.3g}B parameters"
         print(f"{size} on {training.tokens / 1e9:,.0f}B tokens: predicted loss {training.loss:.3f}")
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import config
 import devices
 import flops
+import program
 from config import MPTConfig, require
 
 
@@ -76,8 +77,8 @@ def compute_bound_batch(peak_tflops: float, bandwidth_gbs: float, width: int = 2
 # The program
 
 
-def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
-    """Bytes, and on a named device milliseconds, in bf16.
+def report(m: MPTConfig, args: DecodeTimeArgs) -> str:
+    """Bytes in bf16 and, on a named device, milliseconds and limits.
 
     `device = "cpu"` in a config file says where it trains, and names no accelerator.
     """
@@ -85,47 +86,42 @@ def table(m: MPTConfig, args: DecodeTimeArgs) -> str:
     has_position = not m.learned_positions or context <= m.max_seq_len
     limit = f"max_seq_len {m.max_seq_len}, where learned positions end"
     require(has_position, f"context {context} is beyond {limit}")
-
-    kv_bytes = kv_bytes_per_token(m)
-    n_bytes = {"weights": weight_bytes(m), "keys and values": args.batch * context * kv_bytes}
+    n_bytes = {
+        "weights": weight_bytes(m),
+        "keys and values": args.batch * context * kv_bytes_per_token(m),
+    }
     n_bytes["all"] = sum(n_bytes.values())
-    cache = f"{args.batch} x {context} tokens of {kv_bytes:,} bytes in the cache"
-    lines = [f"{flops.n_params(m):,} parameters, bf16, {cache}", ""]
-
-    head = f"{'read for a token':<20}{'GB':>10}"
-    rows = {name: f"  {name:<18}{n / 1e9:>10.3f}" for name, n in n_bytes.items()}
+    heading = (
+        f"{flops.n_params(m):,} parameters in bf16, {args.batch} x {context} tokens in the cache"
+    )
     if args.device in devices.THIS_MACHINE:
-        return "\n".join(
-            [*lines, head, *rows.values(), "", "for milliseconds, set --device=mi250 (for example)"]
-        )
+        rows = [(name, f"{n / 1e9:.3f}") for name, n in n_bytes.items()]
+        table = program.table(("read for a token", "GB"), rows)
+        return f"{heading}\n\n{table}\n\nfor milliseconds, set --device=mi250 (for example)"
 
     device = devices.by_name(args.device)
-    lines.append(f"{head}{'ms':>10}  {device.name}, {device.bandwidth_gbs:g} GB/s")
-    for name, row in rows.items():
-        lines.append(f"{row}{n_bytes[name] / device.bandwidth_gbs / 1e6:>10.3f}")
-    ms = ms_per_token(m, args.batch, context, device.bandwidth_gbs)
-    return "\n".join([*lines, "", *limits(device, ms, args.batch, n_bytes["all"])])
-
-
-def limits(device: devices.Device, ms: float, batch: int, n_bytes: int) -> list[str]:
-    """The largest speed, whether the bytes fit, and from which batch matmuls are the bottleneck."""
-    of_all = batch * 1e3 / ms
-    lines = [f"at most {1e3 / ms:,.1f} tokens/s per sequence, {of_all:,.1f} in all"]
-    if n_bytes > device.memory_gb * 2**30:
-        has = f"the device has {device.memory_gb:g}"
-        lines.append(f"does not fit: {n_bytes / 2**30:.1f} GiB, {has}")
+    ms = {name: n / device.bandwidth_gbs / 1e6 for name, n in n_bytes.items()}
+    rows = [(name, f"{n / 1e9:.3f}", f"{ms[name]:.3f}") for name, n in n_bytes.items()]
+    rate = 1e3 / ms["all"]
+    lines = [
+        heading,
+        f"{device.name}, {device.bandwidth_gbs:g} GB/s\n",
+        program.table(("read for a token", "GB", "ms"), rows),
+        f"\nat most {rate:,.1f} tokens/s per sequence, {args.batch * rate:,.1f} in all",
+    ]
+    if n_bytes["all"] > device.memory_gb * 2**30:
+        gib = n_bytes["all"] / 2**30
+        lines.append(f"does not fit: {gib:.1f} GiB, the device has {device.memory_gb:g}")
     if device.bf16_tflops:
         ridge = compute_bound_batch(device.bf16_tflops, device.bandwidth_gbs)
-        lines.append(
-            f"from a batch of {ridge:.0f} the matmuls take longer than reading the weights"
-        )
-    return lines
+        longer = "the matmuls take longer than reading the weights"
+        lines.append(f"from a batch of {ridge:.0f} {longer}")
+    return "\n".join(lines)
 
 
 def main(argv: list[str]) -> None:
-    """Print the table for the config files and flags in argv."""
-    m, args = config.load(argv, MPTConfig, DecodeTimeArgs)
-    print(table(m, args))
+    """Print the report for the config files and flags in argv."""
+    print(report(*config.load(argv, MPTConfig, DecodeTimeArgs)))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Literal
 
 import config
 import devices
+import program
 from config import UserError, require
 from devices import Device
 
@@ -35,7 +36,7 @@ COLLISIONS = 0.03
 NODE_SIZE = 8  # torch devices of a node if nobody says
 DOUBTFUL_NETWORK = 3.0  # times a device's usual network: above that, it may be in Gb/s
 
-NetworkFrom = Literal["set", "machine", "measured", "at least", "assumed"]
+NetworkFrom = Literal["set", "machine", "measured", "assumed"]
 
 
 @dataclass(frozen=True)
@@ -84,27 +85,21 @@ class Fleet:
     network_gbs: float = 100.0  # of a node, each way, GB/s
     tp: int = 1  # tensor-parallel ranks: they share every matmul
     pp: int = 1  # pipeline stages
-    interleave: int = 1  # pieces of the model on each stage; the trainer has one
     network_from: NetworkFrom = "set"  # where network_gbs is from: a plan says so
     notes: tuple[str, ...] = ()  # what a plan says of measurements in these figures
 
     def __post_init__(self):
-        for name in ("devices", "node_size", "network_gbs", "tp", "pp", "interleave"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be more than 0, not {value}")
-
         replica = self.tp * self.pp  # ranks that hold one copy of the model
         split = f"tp {self.tp} x pp {self.pp} = {replica}"
         divides = self.devices % replica == 0
         require(divides, f"devices {self.devices} is not a multiple of {split}")
-        in_node = self.tp <= self.node_size
-        fix = f"set --tp={self.node_size} or less, or --node_size to what your nodes have"
-        require(in_node, f"tp {self.tp} is more than the {self.node_size} devices of a node: {fix}")
-        in_one_node = self.devices <= self.node_size or self.node_size % self.tp == 0
-        apart = "some tensor ranks would be on two nodes"
-        fix = f"tp can be {', '.join(map(str, divisors(self.node_size)))}"
+
+        can_be = [n for n in range(1, self.node_size + 1) if self.node_size % n == 0]
+        in_one_node = self.devices <= self.node_size or self.tp in can_be
         nodes = f"tp {self.tp} does not divide the {self.node_size} devices of a node"
-        require(in_one_node, f"{nodes}: {apart}: {fix}")
+        apart = "some tensor ranks would be on two nodes"
+        require(in_one_node, f"{nodes}: {apart}: tp can be {', '.join(map(str, can_be))}")
+
         no_peak = f"no bf16 peak known for {self.device.name}: there is nothing to plan with"
         fix = "name another --device, such as mi250, a100 or h100 (python devices.py lists them)"
         require(self.device.bf16_tflops, f"{no_peak}: {fix}")
@@ -143,11 +138,6 @@ class Fleet:
         return gbs * 1e9
 
 
-def divisors(n: int) -> list[int]:
-    """The whole numbers that divide n."""
-    return [k for k in range(1, n + 1) if n % k == 0]
-
-
 @dataclass
 class FleetArgs:
     """The devices."""
@@ -160,7 +150,6 @@ class FleetArgs:
     bandwidth: float = 0.0  # GB/s of a device's memory (0: the datasheet's)
     memory_gb: float = 0.0  # GiB of a device (0: the datasheet's)
     attention_efficiency: float = 0.0  # of attention: 0.35 is 35 % of the peak (0: as in 2023)
-    fp8_tflops: float = 0.0  # TFLOP/s of large fp8 matmuls (0: plan in bf16; the trainer lacks fp8)
 
     def check(self) -> None:
         """UserError if the machine is unknown."""
@@ -170,7 +159,7 @@ class FleetArgs:
             raise UserError(f"no machine {config.shown(self.machine)}, {guess}")
 
 
-def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1, interleave: int = 1) -> Fleet:
+def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1) -> Fleet:
     """The fleet of these settings.
 
     A network that cannot be one is questioned on standard error. Raises UserError if the device is
@@ -178,11 +167,11 @@ def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1, interleave: int = 1) -> 
     """
     machine = MACHINES.get(args.machine)
     device = device_of(args)
-    node_size = args.node_size or (machine.node_size if machine else NODE_SIZE)
-    network_from = "machine" if machine else "assumed"
-    per_device = usual_network(device)
     if machine:  # nodes of another size have as much network for each device
-        per_device = machine.network_gbs / machine.node_size
+        node_size, per_device = machine.node_size, machine.network_gbs / machine.node_size
+    else:
+        node_size, per_device = NODE_SIZE, usual_network(device)
+    node_size = args.node_size or node_size
     fleet = Fleet(
         device,
         args.devices,
@@ -190,8 +179,7 @@ def fleet_of(args: FleetArgs, tp: int = 1, pp: int = 1, interleave: int = 1) -> 
         per_device * node_size,
         tp,
         pp,
-        interleave,
-        network_from,
+        network_from="machine" if machine else "assumed",
     )
     return with_flags(fleet, args)
 
@@ -206,17 +194,17 @@ def device_of(args: FleetArgs) -> Device:
         return its_device
     device = devices.by_name(args.device)  # perhaps with more memory than most of its nodes have
     same_family = device.name.split()[0] == its_device.name.split()[0]
-    fix = f"remove --device={args.device}"
-    require(same_family, f"--machine={args.machine} has {its_device.name}: {fix}")
+    has = f"--machine={args.machine} has {its_device.name}"
+    require(same_family, f"{has}: remove --device={args.device}")
     return device
 
 
 def usual_network(device: Device) -> float:
     """GB/s of a node's network for each of its devices, in the usual nodes of this device."""
-    of_families = [
-        gbs for family, gbs in devices.NETWORK_GBS.items() if device.name.startswith(family)
-    ]
-    return of_families[0] if of_families else devices.OTHER_NETWORK_GBS
+    for family, gbs in devices.NETWORK_GBS.items():
+        if device.name.startswith(family):
+            return gbs
+    return devices.OTHER_NETWORK_GBS
 
 
 def with_node_size(fleet: Fleet, node_size: int) -> Fleet:
@@ -235,9 +223,7 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
         bandwidth_gbs=args.bandwidth or device.bandwidth_gbs,
         memory_gb=args.memory_gb or device.memory_gb,
         attention=args.attention_efficiency or device.attention,
-        matmul_fp8_tflops=args.fp8_tflops or device.matmul_fp8_tflops,
     )
-    require_fp8(device)
     fleet = with_node_size(replace(fleet, device=device), args.node_size or fleet.node_size)
     if not args.network:
         return fleet
@@ -248,62 +234,54 @@ def with_flags(fleet: Fleet, args: FleetArgs) -> Fleet:
     return replace(fleet, network_gbs=args.network, network_from="set")
 
 
-def require_fp8(device: Device) -> None:
-    """UserError if fp8 matmuls are said to be faster than the device's peak, or it has no fp8."""
-    tflops = device.matmul_fp8_tflops
-    if tflops is None:
-        return
-    require(device.fp8_tflops, f"{device.name} has no fp8: remove --fp8_tflops={tflops:g}")
-    peak = f"the fp8 peak of {device.name} is {device.fp8_tflops:g} TFLOP/s"
-    require(tflops <= device.fp8_tflops, f"fp8_tflops {tflops:g} is too much: {peak}")
-
-
 def network_words(fleet: Fleet, args: FleetArgs) -> str:
     """Where the network's figure is from; empty if the user has set it."""
     gbs = f"network {fleet.network_gbs:g} GB/s a node, each way"
-    each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
-    fix = "set --network or --machine, it matters more than any constant"
-    links = MACHINES[args.machine].links if args.machine else ""
-    name = fleet.device.name
-    source = f"as usual with {name}" if name.startswith(tuple(devices.NETWORK_GBS)) else "a guess"
-    words = {
-        "assumed": f"{gbs}: {each}, {source}: {fix}",
-        "machine": f"{gbs}: {args.machine}'s, {links}, of which not all may arrive",
-        "measured": f"{gbs}: measured",
-        "at least": f"{gbs}: at least so much was measured",
-    }
-    return words.get(fleet.network_from, "")
+    if fleet.network_from == "measured":
+        return f"{gbs}: measured"
+    if fleet.network_from == "machine":
+        links = MACHINES[args.machine].links
+        return f"{gbs}: {args.machine}'s, {links}, of which not all may arrive"
+    if fleet.network_from == "assumed":
+        name = fleet.device.name
+        is_known = name.startswith(tuple(devices.NETWORK_GBS))
+        source = f"as usual with {name}" if is_known else "a guess"
+        each = f"{fleet.network_gbs / fleet.node_size:g} for each device"
+        fix = "set --network or --machine, it matters more than any constant"
+        return f"{gbs}: {each}, {source}: {fix}"
+    return ""
 
 
 # --------------------------------------------------------------------------------------------------
 # The program
 
 
-def machine_lines() -> list[str]:
-    """The machines that have a name, as a table."""
-    lines = [f"{'machine':<16}{'device':<16}{'a node has':>10}{'GB/s':>8}  network"]
+def machine_table() -> str:
+    """The machines that have a name."""
+    rows = []
     for name, machine in MACHINES.items():
         device = devices.by_name(machine.device).name
-        figures = f"{machine.node_size:>10}{machine.network_gbs:>8g}"
-        lines.append(f"{name:<16}{device:<16}{figures}  {machine.links}")
-    return lines
+        rows.append((name, device, machine.node_size, machine.network_gbs, machine.links))
+    return program.table(("machine", "device", "a node has", "GB/s", "network"), rows)
 
 
 def main(argv: list[str]) -> None:
     """Print the bandwidth of rings of several sizes on the fleet in argv, else the machines."""
     (args,) = config.load(argv, FleetArgs)
     if not argv:
-        print("\n".join(machine_lines()))
+        print(machine_table())
         return
     fleet = fleet_of(args)
     print(f"{args.devices} x {fleet.device.name}, {fleet.node_size} a node")
     print(network_words(fleet, args) or f"network {fleet.network_gbs:g} GB/s a node, each way")
+    rows = []
     n = 2
     while n <= args.devices:
         stride = args.devices // n
         neighbours, apart = (fleet.bandwidth(n, step) / 1e9 for step in (1, stride))
-        print(f"  {n:>6} ranks: neighbours {neighbours:.4g} GB/s, {stride} apart {apart:.4g} GB/s")
+        rows.append((n, f"{neighbours:.4g}", f"{apart:.4g}", stride))
         n *= 2
+    print(program.table(("ranks", "neighbours, GB/s", "apart, GB/s", "by ranks"), rows))
 
 
 if __name__ == "__main__":

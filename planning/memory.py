@@ -1,38 +1,52 @@
-"""The memory of one training step, part by part, in closed form: does a run fit before it starts?
+"""The memory of one training step in closed form: does a run fit before it starts?
 
-    state        4 weights + 4 gradients + 8 Adam's moments = 16 bytes a parameter,
-                 divided by the ranks that share it
-    activations  tokens x layers x the bytes that a block keeps for its backward; in bf16 with
-                 a hidden width of 4 d_model: 32 x d_model without activation checkpointing,
-                 22 x d_model with selective, 2 x d_model with full
-    loss         the gradient of the output weight W in fp32, one chunk of logits at a time
-    adapters     (lora.py) 16 bytes a parameter of theirs, and for each frozen weight of a matrix 2
-                 in bf16, else 4, without gradient and moments. Activations hardly shrink: a frozen
-                 layer does not keep its input, but its adapter does. Blocks below the first adapter
-                 keep nothing
+Whatever is in memory during a step is a row: part, bytes, first moment, last moment. A moment takes
+the sum of its rows, and the fullest moment is the peak. A step of two blocks, N parameters, on one
+rank:
 
-A step passes through moments (points in time, not Adam's moments): the forward of the loss, its
-backward, each block's backward, the update. Each has its own sum of parts; the largest sum is the
-peak. The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no
-dropout, and the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or
-mps, or tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and
-network buffers come on top.
+                                              loss     loss     block 1  block 0  embedding
+    part         bytes                       forward backward backward backward backward update
+
+    weights      4 N                        |----------------------------------------------------|
+    moments      8 N, of Adam               |----------------------------------------------------|
+    activations  32 d_model x tokens, of 1  |-------------------------|
+                 and of block 0             |----------------------------------|
+    copies       2 a weight, in bf16, of 1  |-------------------------|
+                 and of block 0             |----------------------------------|
+    loss         a chunk of logits          |-------|
+                 4 W, the output's gradient |---------------------------------------------|
+    workspace    of each block's backward                     |-------|--------|----------|
+    gradients    4 a weight, of block 1                                |-------------------------|
+                 of block 0                                             |------------------------|
+                 of all other weights                                                     |------|
+
+Ranks divide the state (16 N in all) and gather copies; tensor parallelism cuts each layer; a
+pipeline gives each rank some blocks, and the activations of several microbatches. Activation
+checkpointing keeps 22 d_model per token ("selective") or 2 d_model ("full") instead of 32. With
+adapters (lora.py) they alone train: 2 bytes of each frozen weight of a matrix in bf16, else 4,
+without gradient or moments. A frozen layer does not keep its input, but its adapter does.
+
+The formulas assume eager code, fused attention (`sdpa` without ALiBi, `triton`) and no dropout, and
+the loss of a GPU with Triton (gpu_kernels/cross_entropy.py) unless `device` is cpu or mps, or
+tensor parallelism cuts the vocabulary. Fragmentation of the allocator, the driver and network
+buffers come on top.
 
 Run `python -m planning.memory configs/mpt1b.py --microbatch_size=4 --ranks=8 --device=mi250`.
 bench/results/memory.md compares these estimates with what real steps allocate.
 """
 
 import bisect
-import itertools
 import math
 import typing
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import config
 import devices
 import flops
 from config import Checkpointing, MPTConfig, TrainConfig, blocks_of, require
 from planning import matmuls
+from program import table
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits, as in loss.py
 GPU_ROWS = 4096  # of a chunk of logits, at least, on a GPU, as in loss.py
@@ -41,6 +55,20 @@ COLUMNS = 4096  # of the output weight's gradient, computed at once, as in loss.
 # (about 1 GB), the buffers of NCCL or RCCL, and fragmentation. By this estimate all microbatches
 # of LLM Foundry's 142 published runs on 8 GPUs fit: the fullest takes 0.87.
 ROOM = 0.92
+
+FROZEN = "frozen weights"  # only with adapters
+WEIGHTS = "weights, fp32"
+GRADIENTS = "gradients, fp32"
+MOMENTS = "Adam's moments, fp32"
+COPIES = "copies of the weights"
+ACTIVATIONS = "blocks' activations"
+LOSS = "final norm and loss"
+WORKSPACE = "backward's workspace"
+PARTS = (FROZEN, WEIGHTS, GRADIENTS, MOMENTS, COPIES, ACTIVATIONS, LOSS, WORKSPACE)
+
+Row = tuple[str, float, int, int]  # part, bytes, first moment, last moment
+START = LOSS_FORWARD = 0  # the first moments; `Rank` numbers those that follow
+LOSS_BACKWARD = 1
 
 
 @dataclass
@@ -71,9 +99,8 @@ def norm_width(m: MPTConfig, precision: str) -> int:
 # What tensor parallelism divides
 
 
-@dataclass(frozen=True)
-class Widths:
-    """The widths of one tensor rank: its part of what tensor_parallel.py cuts.
+class Widths(typing.NamedTuple):
+    """Heads, columns of q, k and v, hidden units and rows of the vocabulary of one tensor rank.
 
     Where a width does not divide, those of the last rank, which has the largest part.
     """
@@ -134,13 +161,21 @@ def saved_by_block(
     norm_input = norm_width(m, precision) * d // parts_of_tokens
     qkv_copies = 2 if m.clip_qkv else 1  # q, k, v are views of Wqkv's output; clamp makes a copy
     repeats_kv = part.kv < part.q and m.attn_impl != "triton" and not m.alibi
-    if repeats_kv and m.qk_ln and norms_copy_qk(m, precision, tp):
-        qkv_copies -= 1  # attention has copies of v, too: nothing needs the views
+    normed = 0  # q and k, and what their norms keep
+    if m.qk_ln:
+        # A norm keeps its input, which is Wqkv's output, unless that is cast to fp32. A norm over
+        # several tensor ranks keeps its input less the mean, and that times 1/std, in fp32.
+        whole = 4 if norm_width(m, precision) > w else 0
+        of_q = 8 if tp > 1 else whole
+        of_k = whole if m.n_kv_heads == 1 else of_q
+        normed = part.q * (of_q + w) + part.kv * (of_k + (0 if repeats_kv else w))
+        if repeats_kv and of_q and of_k:
+            qkv_copies -= 1  # attention has copies of v, too: nothing needs the views
     return {
         "norm_1's input": norm_input,
         "Wqkv's input": w * d,  # a linear layer keeps its input for the gradient of its weight
         "Wqkv's output": w * (part.q + 2 * part.kv) * qkv_copies,
-        "normed q and k": normed_qk(m, precision, tp, repeats_kv) if m.qk_ln else 0,
+        "normed q and k": normed,
         "repeated k and v": 2 * w * part.q if repeats_kv else 0,
         "attention's output": w * part.q,  # also out_proj's input
         "logsumexp": 4 * part.heads,
@@ -152,39 +187,15 @@ def saved_by_block(
     }
 
 
-def normed_qk(m: MPTConfig, precision: str, tp: int, repeats_kv: bool) -> int:
-    """Bytes per token of what qk_ln's norms keep, and of what attention keeps of their outputs.
-
-    A norm over several tensor ranks keeps its input less the mean, and that times 1/std, in fp32.
-    """
-    w = width(precision)
-    part = widths(m, tp)
-    whole = 4 if norm_width(m, precision) > w else 0  # else its input, which is Wqkv's output
-    of_q = 8 if tp > 1 else whole
-    of_k = whole if m.n_kv_heads == 1 else of_q
-    return part.q * (of_q + w) + part.kv * (of_k + (0 if repeats_kv else w))
-
-
-def norms_copy_qk(m: MPTConfig, precision: str, tp: int) -> bool:
-    """Whether neither of qk_ln's norms keeps its input as it is."""
-    both_are_cut = tp > 1 and m.n_kv_heads > 1
-    return both_are_cut or norm_width(m, precision) > width(precision)
-
-
 def saved_beside_adapters(
-    m: MPTConfig,
-    cfg: TrainConfig,
-    adapted: list[str],
-    precision: str = "bf16",
-    input_has_gradient: bool = True,
+    saved: dict[str, int], adapted: list[str], input_has_gradient: bool = True
 ) -> dict[str, int]:
-    """`saved_by_block` for a block whose own matrices are frozen. adapted: layers with adapters.
+    """What of `saved_by_block` a block keeps whose own matrices are frozen.
 
-    A linear layer with a frozen weight keeps nothing. Its adapter keeps its input for A's gradient,
-    and the product of both for B's. input_has_gradient: whether norm_1 needs one. In the first
-    block with adapters it does not, so nothing is kept before the first of them.
+    A linear layer with a frozen weight keeps nothing; its adapter keeps its input for A's gradient.
+    adapted: layers with adapters. input_has_gradient: whether norm_1 needs one. In the first block
+    with adapters it does not, so nothing is kept before the first of them.
     """
-    saved = saved_by_block(m, precision, cfg.tp, cfg.sequence_parallel)
     in_attention = input_has_gradient or "Wqkv" in adapted
     after_attention = in_attention or "out_proj" in adapted
     needed = {
@@ -195,41 +206,28 @@ def saved_beside_adapters(
         "up_proj's input": "up_proj" in adapted,
         "GELU's input": after_attention or "up_proj" in adapted,
         "down_proj's input": "down_proj" in adapted,
+        "norms' mean, 1/std": (input_has_gradient + after_attention) / 2,  # of two norms
     }
-    kept = {name: n * needed.get(name, in_attention) for name, n in saved.items()}
-    of_a_norm = saved["norms' mean, 1/std"] // 2
-    kept["norms' mean, 1/std"] = of_a_norm * (input_has_gradient + after_attention)
-    kept["products with A"] = width(precision) * cfg.lora_rank * len(adapted)
-    return kept
+    return {name: n * needed.get(name, in_attention) for name, n in saved.items()}
 
 
-def kept_by_block(
-    m: MPTConfig,
-    activation_checkpointing: str,
-    precision: str = "bf16",
-    tp: int = 1,
-    sequence_parallel: bool = False,
+def kept_if_recomputed(
+    m: MPTConfig, mode: str, precision="bf16", tp=1, sequence_parallel=False
 ) -> int:
-    """Bytes per token that a block keeps from its forward to its backward, on one of `tp` ranks.
+    """Bytes per token that a block keeps for its backward, which computes the rest again.
 
     With "full" only the block's input; with "selective" also the outputs of its linear layers and
     of attention. Those of out_proj and down_proj are this rank's share of a sum for all tokens.
     """
-    saved = saved_by_block(m, precision, tp, sequence_parallel)
-    if activation_checkpointing == "none":
-        return sum(saved.values())
-
     w = width(precision)
     block_input = w * m.d_model // (tp if sequence_parallel else 1)
-    if activation_checkpointing == "full":
+    if mode == "full":
         return block_input
 
     part = widths(m, tp)
-    wqkv_output = w * (part.q + 2 * part.kv)
-    up_proj_output = saved["GELU's input"]
-    out_proj_output = down_proj_output = w * m.d_model  # as wide as the residual stream
-    linears = wqkv_output + out_proj_output + up_proj_output + down_proj_output
-    return block_input + linears + saved["attention's output"] + saved["logsumexp"]
+    wqkv, out_proj, up_proj, down_proj = part.q + 2 * part.kv, m.d_model, part.hidden, m.d_model
+    attention, logsumexp = w * part.q, 4 * part.heads
+    return block_input + w * (wqkv + out_proj + up_proj + down_proj) + attention + logsumexp
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,11 +275,186 @@ def nearest_batches(batch: int, possible_dp: set[int]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# One step on one rank
+# One rank
 
 
-@dataclass(frozen=True)
-class Turn:
+class Block(typing.NamedTuple):
+    """A block of this rank."""
+
+    number: int
+    backward: int  # its moment
+    has_backward: bool  # False below the first adapter
+    recomputed: bool
+    trained: int  # parameters
+    kept: int  # bytes, from its forward to its backward
+    again: int  # bytes, computed again just before its backward
+
+
+class Rank:
+    """One rank of pipeline stage `stage`: its part of the model and of the batch.
+
+    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if they do not
+    divide the model or the batch, and for settings that have no formula here.
+    """
+
+    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
+        self.shard_ranks, self.rows = layout(m, cfg, ranks)
+        fix = "is found by trying: set --microbatch_size=NUMBER here"
+        require(cfg.microbatch_size != "auto", f"microbatch_size=auto {fix}")
+        scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here"
+        is_fused = m.attn_impl not in ("reference", "blocks")
+        require(is_fused, f"{scores}: set --attn_impl=sdpa")
+
+        self.m, self.cfg, self.precision, self.stage = m, cfg, precision, stage
+        self.dp = ranks // (cfg.tp * cfg.pp)
+        self.part = widths(m, cfg.tp)
+        self.width = width(precision)
+        self.is_first = stage == 0
+        self.is_last = stage == cfg.pp - 1
+        self.numbers = blocks_of(m.n_layers, stage, cfg.pp)  # of its blocks
+        self.adapted = cfg.adapted_layers if cfg.lora_rank else []  # names of linear layers
+        self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
+
+        self.microbatch = min(cfg.microbatch_size, self.rows)  # sequences
+        self.accumulates = self.rows > self.microbatch  # over several microbatches
+        self.tokens = self.microbatch * m.max_seq_len
+        self.token_parts = cfg.tp if cfg.sequence_parallel else 1  # between the layers
+        self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
+        self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
+        self.head_width = self.width if self.dp > 1 else 4  # of a number of W's gradient: as W's
+
+        self.count_parameters()
+        self.blocks = self.list_blocks()
+        self.n_trained = sum(block.trained for block in self.blocks) + self.trained_outside
+        self.end = LOSS_BACKWARD + len(self.blocks) + 1  # of the backward: weights outside blocks
+        self.tied, self.update = self.end + 1, self.end + 2
+        self.moments = self.name_moments()
+
+    def count_parameters(self) -> None:
+        """Set numbers of parameters, of which some train, and the bytes of those that are frozen.
+
+        n_embedding: of W, the weight that the loss multiplies with. n_block, n_outside: of a block,
+        and outside blocks. n_adapters: of a block that has any. n_cast: of a block, which autocast
+        casts to bf16. n_scaled: of adapters' B's that the graph keeps, times the scale.
+        """
+        m, cfg, part, d = self.m, self.cfg, self.part, self.m.d_model
+        has_bias = 0 if m.no_bias else 1
+        columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
+        rows = part.q + part.hidden  # of out_proj, down_proj, whose biases are whole on every rank
+        norms = 2 * d + (part.q + part.kv if m.qk_ln else 0)
+        block = {
+            "matrices": (columns + rows) * d,
+            "norms": norms,
+            "norms' biases": norms * has_bias,
+            "biases": (columns + 2 * d) * has_bias,
+        }
+        # The first stage has the embeddings, the last norm_f and its own copy of a tied embedding.
+        self.n_embedding = part.vocab * d
+        has_head = self.is_last and (cfg.pp > 1 or not m.tie_word_embeddings)
+        first = self.n_embedding + flops.params_by_part(m)["wpe"]
+        norm_f = d * self.is_last
+        outside = {
+            "matrices": first * self.is_first + self.n_embedding * has_head,
+            "norms": norm_f,
+            "norms' biases": norm_f * has_bias,
+        }
+        self.n_block, self.n_outside = sum(block.values()), sum(outside.values())
+
+        ends = [adapter_ends(m, cfg.tp)[name] for name in self.adapted]
+        self.n_adapters = cfg.lora_rank * sum(n_in + n_out for n_in, n_out in ends)
+        # Where autocast casts B times the scale, the cast copy is what the graph keeps.
+        casts_b = self.width == 2 and self.dp == 1 and not self.accumulates
+        self.n_scaled = 0 if casts_b else cfg.lora_rank * sum(n_out for _, n_out in ends)
+
+        frozen = self.frozen_kinds()
+        self.trained_block = sum(n for kind, n in block.items() if kind not in frozen)
+        self.trained_outside = sum(n for kind, n in outside.items() if kind not in frozen)
+        self.n_cast = self.n_block + self.n_adapters
+        self.frozen_bytes = 0
+        n_blocks = len(self.numbers)
+        for kind, width in frozen.items():
+            self.frozen_bytes += width * (n_blocks * block[kind] + outside.get(kind, 0))
+        if "matrices" in frozen:  # bf16 already
+            self.n_cast -= block["matrices"]
+
+    def frozen_kinds(self) -> dict[str, int]:
+        """{kind of parameters: bytes of each} that do not train: some of them beside adapters.
+
+        Norms and biases stay fp32; matrices are stored as the matmuls take them.
+        """
+        if not self.adapted:
+            return {}
+        frozen = {"matrices": self.width, "norms": 4, "norms' biases": 4, "biases": 4}
+        trained = self.cfg.lora_train
+        if "norms" in trained:
+            del frozen["norms"]
+        if "biases" in trained:
+            del frozen["biases"]
+        if trained:
+            del frozen["norms' biases"]
+        return frozen
+
+    def list_blocks(self) -> list[Block]:
+        """This rank's blocks."""
+        m, cfg = self.m, self.cfg
+        setup = matmuls.setup_of(cfg)
+        adapted = matmuls.adapted_blocks(m, setup)
+        first = matmuls.first_backward(m, setup)
+        sizes = {}  # blocks of a kind keep the same
+        blocks = []
+        for number in self.numbers:
+            # A later stage has a backward for the hidden states that it receives. The first block
+            # with a backward passes no gradient on.
+            has_backward = number >= first or not self.is_first
+            passes_on = number > first or not self.is_first or matmuls.trains_vectors(m, setup)
+            recomputed = setup.checkpointing_of(number) != "none"
+            kind = recomputed, number in adapted, passes_on
+            if kind not in sizes:
+                sizes[kind] = self.kept_and_again(*kind)
+            kept, again = sizes[kind]
+            trained = self.trained_block + self.n_adapters * (number in adapted)
+            backward = LOSS_BACKWARD + self.numbers.stop - number
+            sizes_of = trained, kept * has_backward, again
+            blocks.append(Block(number, backward, has_backward, recomputed, *sizes_of))
+        return blocks
+
+    def kept_and_again(self, recomputed: bool, has_adapters: bool, passes_on: bool):
+        """Bytes that a block keeps for its backward, and bytes computed again just before it."""
+        split = self.precision, self.cfg.tp, self.cfg.sequence_parallel
+        saved = saved_by_block(self.m, *split)
+        products = 0  # of x and A
+        if self.adapted:
+            layers = self.adapted if has_adapters else []
+            products = self.width * self.cfg.lora_rank * len(layers)
+            saved = saved_beside_adapters(saved, layers, passes_on)
+        whole = self.tokens * (sum(saved.values()) + products)
+        if not recomputed:
+            return whole, 0
+
+        mode = self.cfg.activation_checkpointing
+        kept = self.tokens * kept_if_recomputed(self.m, mode, *split)
+        if mode == "full":
+            return kept, whole - kept
+        # With "selective", the output of down_proj is kept, but nothing needs it.
+        kept += self.tokens * products
+        return kept, whole - kept + self.residual_bytes
+
+    def name_moments(self) -> dict[int, str]:
+        """{number: name} of the moments of this rank, in the order of the step."""
+        names = {}
+        if self.is_last:
+            names |= {LOSS_FORWARD: "loss forward", LOSS_BACKWARD: "loss backward"}
+        for block in reversed(self.blocks):
+            if block.has_backward:
+                names[block.backward] = f"block {block.number} backward"
+        if (self.is_first or self.is_last) and not self.adapted:  # else all is frozen there
+            names[self.end] = "embedding backward" if self.is_first else "head reduced"
+            if self.m.tie_word_embeddings and self.cfg.pp > 1:
+                names[self.tied] = "tied gradients"
+        return {**names, self.update: "update"}
+
+
+class Microbatch(typing.NamedTuple):
     """A microbatch whose backward runs, and what is in memory meanwhile."""
 
     waiting_bytes: int  # activations of other microbatches, which later stages have not sent back
@@ -289,546 +462,374 @@ class Turn:
     reduces: bool  # the data-parallel ranks reduce the gradients
 
 
-class StepMemory:
-    """Bytes of a training step on one rank of pipeline stage `stage`.
+def microbatches(rank: Rank) -> list[Microbatch]:
+    """The microbatches in whose backward the peak of a rank may be.
 
-    Without a pipeline, in the last microbatch of the step. With one, at each moment in that
-    microbatch (see `turns`) which takes the most.
-    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Raises UserError if they do not
-    divide the model or the batch, and for settings that have no formula here.
-
-    tp  As tensor_parallel.py does it: heads, hidden width and vocabulary are divided by cfg.tp.
-        Norms, positions, the biases of out_proj and down_proj and the inputs of norms and linear
-        layers are whole on every rank. With cfg.sequence_parallel the inputs of norms and the
-        residual stream are divided, too. The chunks of the loss have about tp times as many rows.
-    pp  As pipeline.py does it. The blocks of a stage are those of `config.blocks_of`. Beside the
-        activations of its own microbatch it keeps those that later stages have not sent back; the
-        first stage keeps cfg.pp microbatches in all. The first stage has the embeddings; the last
-        has the final norm, the loss and its own copy of a tied embedding. Hidden states and
-        gradients on their way to other stages take up to three residual streams.
-
-    With several data-parallel ranks the model is under fully_shard.
-
-    With cfg.lora_rank, lora.py's adapters train, and the model's own matrices are frozen.
+    Without a pipeline, the last one. With one, stage i of p keeps p - i microbatches: in the first
+    as many are in flight as ever, but there are no gradients yet. In the second there are. In the
+    last, data-parallel ranks reduce them, but nothing else is in flight.
     """
-
-    def __init__(self, m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16", stage=0):
-        self.shard_ranks, rows = layout(m, cfg, ranks)
-        require_countable(m, cfg)
-
-        self.m = m
-        self.has_adapters = cfg.lora_rank > 0
-        self.adapted_layers = cfg.adapted_layers if self.has_adapters else []
-        self.setup = matmuls.setup_of(cfg)
-        self.dp = ranks // (cfg.tp * cfg.pp)  # data-parallel ranks
-        self.tp = cfg.tp
-        self.pp = cfg.pp
-        self.is_sequence_parallel = cfg.sequence_parallel
-        self.part = widths(m, cfg.tp)
-        self.width = width(precision)
-        self.on_gpu = cfg.device not in ("cpu", "mps")
-        self.has_loss_kernel = self.on_gpu and cfg.tp == 1
-        self.frees_weights = cfg.sharding_mode.frees_weights  # gathered ones, after a forward
-        self.reduces_late = self.dp > 1 and cfg.sharding_mode.reduces_late
-        self.is_first = stage == 0
-        self.is_last = stage == cfg.pp - 1
-        self.is_tied = m.tie_word_embeddings
-        self.blocks = blocks_of(m.n_layers, stage, cfg.pp)
-        self.n_layers = len(self.blocks)
-        self.tokens = min(cfg.microbatch_size, rows) * m.max_seq_len
-        self.residual_bytes = self.width * self.tokens * m.d_model  # of one residual stream
-        self.norm_bytes = norm_width(m, precision) * self.tokens * m.d_model  # of a norm's output
-        # The share of the tokens that a rank has between the layers is 1 / this.
-        self.parts_of_tokens = cfg.tp if cfg.sequence_parallel else 1
-        self.message_bytes = self.residual_bytes // self.parts_of_tokens  # to another stage
-
-        self.accumulates = rows > cfg.microbatch_size  # over several microbatches
-        self.count_parameters()
-        self.count_trained(cfg)
-        self.count_activations(cfg, precision)
-        # The gradient of W has W's dtype.
-        self.head_grad_width = self.width if self.dp > 1 else 4
-        self.turns = self.list_turns(cfg, rows, stage)
-
-    def count_parameters(self) -> None:
-        """Set numbers of parameters on this rank: of an embedding, a block, outside blocks.
-
-        Adapters are not among them. The embedding has the size of the weight that the loss
-        multiplies with (W in loss.py).
-        """
-        m, part = self.m, self.part
-        d = m.d_model
-        has_bias = 0 if m.no_bias else 1
-
-        self.n_embedding = part.vocab * d
-        has_own_head = self.pp > 1 or not m.tie_word_embeddings
-        self.n_outside = 0
-        if self.is_first:
-            self.n_outside += self.n_embedding + flops.params_by_part(m)["wpe"]
-        if self.is_last:
-            self.n_outside += (self.n_embedding if has_own_head else 0) + d * (1 + has_bias)
-
-        columns = part.q + 2 * part.kv + part.hidden  # of Wqkv, up_proj
-        rows = part.q + part.hidden  # of out_proj, down_proj
-        self.norm_channels = 2 * d + (part.q + part.kv if m.qk_ln else 0)  # of a block
-        self.linear_biases = (columns + 2 * d) * has_bias  # of a block
-        norms = self.norm_channels * (1 + has_bias)
-        self.n_block = (columns + rows) * d + self.linear_biases + norms
-
-    def count_trained(self, cfg: TrainConfig) -> None:
-        """Set what trains and what is frozen on this rank.
-
-        trained: parameters of each block that train. trained_outside: of those outside blocks.
-        n_adapters: of a block that has any. n_scaled: of B's that the graph keeps, times the scale,
-        beside those. n_cast: parameters of a block that autocast casts to bf16. n_frozen,
-        frozen_bytes: of all frozen weights. n_trained, n_params: in all.
-        """
-        self.trained = [self.n_block] * self.n_layers
-        self.trained_outside = self.n_outside
-        self.n_adapters = 0
-        self.n_scaled = 0
-        self.n_frozen, self.frozen_bytes = 0, 0
-        self.n_cast = self.n_block
-        if self.has_adapters:
-            self.count_adapters(cfg)
-        self.n_trained = self.trained_outside + sum(self.trained)
-        self.n_params = self.n_trained + self.n_frozen
-
-    def count_adapters(self, cfg: TrainConfig) -> None:
-        """`count_trained` for a run with adapters."""
-        d = self.m.d_model
-        ends = adapter_ends(self.m, self.tp)
-        n_a = cfg.lora_rank * sum(ends[name][0] for name in cfg.adapted_layers)
-        n_b = cfg.lora_rank * sum(ends[name][1] for name in cfg.adapted_layers)
-        self.n_adapters = n_a + n_b
-        # The graph keeps B times the scale. Where autocast casts it, that is the copy of B.
-        casts = self.width == 2 and self.dp == 1 and not self.accumulates
-        self.n_scaled = 0 if casts else n_b
-        vectors = self.trained_vectors(cfg, self.norm_channels, self.linear_biases)
-        with_adapters = matmuls.adapted_blocks(self.m, self.setup)
-        self.trained = [self.n_adapters * (i in with_adapters) + vectors for i in self.blocks]
-        norm_f = d if self.is_last else 0
-        self.trained_outside = self.trained_vectors(cfg, norm_f, 0)
-
-        has_bias = 0 if self.m.no_bias else 1
-        vectors_of_block = self.norm_channels * (1 + has_bias) + self.linear_biases
-        self.n_cast = self.n_adapters + vectors_of_block
-        # Norms and biases stay fp32; matrices are stored as the matmuls take them.
-        n_vectors = self.n_layers * vectors_of_block + norm_f * (1 + has_bias)
-        n_matrices = self.n_outside + self.n_layers * self.n_block - n_vectors
-        frozen_vectors = n_vectors - self.n_layers * vectors - self.trained_outside
-        self.n_frozen = n_matrices + frozen_vectors
-        self.frozen_bytes = self.width * n_matrices + 4 * frozen_vectors
-
-    def trained_vectors(self, cfg: TrainConfig, norm_channels: int, linear_biases: int) -> int:
-        """Of norms with this many channels and of these biases: the parameters that train."""
-        norm_biases = 0 if self.m.no_bias else norm_channels
-        n = 0
-        if "norms" in cfg.lora_train:
-            n += norm_channels + norm_biases
-        if "biases" in cfg.lora_train:
-            n += linear_biases + norm_biases * ("norms" not in cfg.lora_train)
-        return n
-
-    def count_activations(self, cfg: TrainConfig, precision: str) -> None:
-        """Set which blocks have a backward and which are recomputed, and the bytes that each keeps
-        for its backward, and has computed again just before it."""
-        mode = cfg.activation_checkpointing
-        self.recomputed = [
-            mode != "none" and number % cfg.recompute_every == 0 for number in self.blocks
-        ]
-        first = matmuls.first_backward(self.m, self.setup)
-        # A later stage has a backward for the hidden states that it receives.
-        self.has_backward = [number >= first or not self.is_first for number in self.blocks]
-        # Of the first i blocks: how many have a backward and are not recomputed.
-        both = zip(self.has_backward, self.recomputed, strict=True)
-        whole = (has_backward and not again for has_backward, again in both)
-        self.n_whole = list(itertools.accumulate(whole, initial=0))
-
-        split = (precision, cfg.tp, cfg.sequence_parallel)
-        small = self.tokens * kept_by_block(self.m, mode, *split)
-        saved, products = self.tokens * kept_by_block(self.m, "none", *split), 0
-        # With "selective", the output of down_proj is kept, but nothing needs it.
-        unneeded = self.residual_bytes if mode == "selective" else 0
-        self.kept_bytes = []
-        self.again_bytes = []
-        for i, again in enumerate(self.recomputed):
-            if self.has_adapters:
-                saved, products = self.saved_by_own_block(i, cfg, precision)
-            kept = small + (products if mode == "selective" else 0) if again else saved
-            self.kept_bytes.append(kept * self.has_backward[i])
-            self.again_bytes.append(saved - kept + unneeded if again else 0)
-
-    def saved_by_own_block(self, i: int, cfg: TrainConfig, precision: str) -> tuple[int, int]:
-        """Bytes that this stage's i-th block keeps beside adapters if it is not recomputed, and how
-        many of them are products with the A of adapters."""
-        with_adapters = self.blocks[i] in matmuls.adapted_blocks(self.m, self.setup)
-        adapted = cfg.adapted_layers if with_adapters else []
-        # The first block with a backward passes no gradient on.
-        passes_on = not self.is_first or True in self.has_backward[:i]
-        needs_gradient = passes_on or matmuls.trains_vectors(self.m, self.setup)
-        saved = saved_beside_adapters(self.m, cfg, adapted, precision, needs_gradient)
-        return self.tokens * sum(saved.values()), self.tokens * saved["products with A"]
-
-    def list_turns(self, cfg: TrainConfig, rows: int, stage: int) -> list[Turn]:
-        """The microbatches in whose backward the peak of a stage may be.
-
-        In the first, as many are in flight as ever, but there are no gradients yet. In the second
-        there are. In the last, data-parallel ranks reduce them, but nothing else is in flight.
-        """
-        size = min(cfg.microbatch_size, rows)
-        n = math.ceil(rows / size)
-        numbers = {n - 1} if cfg.pp == 1 else {0, min(1, n - 1), n - 1}
-        turns = []
-        for number in sorted(numbers):
-            rows_left = rows - number * size
-            rows_in_flight = min((cfg.pp - stage) * size, rows_left)  # no more than the batch has
-            other_tokens = max(0, rows_in_flight - size) * self.m.max_seq_len
-            waiting_bytes = sum(self.kept_bytes) * other_tokens // self.tokens
-            reduces = self.dp > 1 and (number == n - 1 or not self.reduces_late)
-            turns.append(Turn(waiting_bytes, number > 0, reduces))
-        return turns
-
-    def head_grad_bytes(self, turn: Turn) -> int:
-        """Bytes of the gradient of W in the backward of the blocks.
-
-        It waits for the gradient of a tied embedding, or to be reduced over the ranks. On one rank
-        without them it is added to .grad directly.
-        """
-        is_shared = self.is_tied and self.pp == 1
-        added_directly = turn.adds and self.dp == 1 and not is_shared
-        waits = self.is_last and not added_directly and not self.has_adapters
-        return self.head_grad_width * self.n_embedding if waits else 0
-
-    def messages(self, turn: Turn, receives_gradient: bool = False) -> int:
-        """Bytes on their way to other stages, or kept until the next ones replace them.
-
-        The hidden states that went to the next stage, the gradient that went to the one before for
-        the last microbatch, and in blocks before the last the gradient that came from the next.
-        """
-        n = 0 if self.is_last else 1
-        n += 1 if receives_gradient and not self.is_last else 0
-        n += 1 if turn.adds and not self.is_first else 0
-        return n * self.message_bytes
-
-    def parts_at(
-        self,
-        turn: Turn,
-        blocks_kept: int,
-        params_done: int,
-        copies: int,
-        loss: int = 0,
-        workspace: float = 0,
-    ) -> dict[str, int]:
-        """{part: bytes} at one moment.
-
-        blocks_kept: how many blocks still keep their activations. params_done: how many parameters
-        have the gradient of this microbatch. copies, loss, workspace: bytes of these parts.
-        """
-        waiting = 4 if self.reduces_late else 4 / self.shard_ranks  # whole ones, or shards
-        done = 4 / self.shard_ranks if turn.reduces else waiting
-        gradients = done * params_done
-        gradients += waiting * (self.n_trained - params_done) if turn.adds else 0
-        frozen = {"frozen weights": self.frozen_bytes // self.shard_ranks}
-        return {
-            **(frozen if self.has_adapters else {}),
-            "weights, fp32": 4 * self.n_trained // self.shard_ranks,
-            "gradients, fp32": round(gradients),
-            "Adam's moments, fp32": 8 * self.n_trained // self.shard_ranks,
-            "copies of the weights": copies,
-            "blocks' activations": sum(self.kept_bytes[:blocks_kept]) + turn.waiting_bytes,
-            "final norm and loss": loss,
-            "backward's workspace": round(workspace),
-        }
-
-    def copies(self, turn: Turn, blocks_waiting: int, gathered: int = 0) -> int:
-        """Bytes of weights beside the sharded fp32 ones.
-
-        blocks_waiting: how many blocks wait for their backward. gathered: how many of them FSDP has
-        gathered at this moment, if it frees blocks after use; else it has gathered them all, and
-        keeps those of the other blocks, too, until the gradients are reduced.
-        On one data-parallel rank: bf16 copies for blocks that are not recomputed. Autocast makes
-        them, and the graph keeps them, or parallel.weights_cast_once keeps them for all
-        microbatches of a step.
-        """
-        n_whole = self.n_whole[blocks_waiting]
-        scaled = self.width * self.n_scaled * n_whole
-        if self.dp > 1:
-            n_gathered = blocks_waiting if turn.reduces else self.n_layers
-            if self.frees_weights:
-                n_gathered = min(gathered, blocks_waiting)
-            whole_block = self.n_block + self.n_adapters
-            return self.width * (self.n_outside + whole_block * n_gathered) + scaled
-        if self.width == 2:
-            with_copies = self.recomputed.count(False) if self.accumulates else n_whole
-            return 2 * self.n_cast * with_copies + scaled
-        return scaled
-
-    def loss_forward(self, turn: Turn) -> dict[str, int]:
-        """Bytes by part while one chunk of logits after another is computed."""
-        in_bf16 = self.width == 2
-        copies = self.copies(turn, self.n_layers)
-        gathers = not (self.reduces_late and turn.adds)  # else an earlier microbatch has gathered
-        if self.shard_ranks > 1 and gathers:  # the last one's buffer is kept until the next one
-            copies += self.width * (self.n_block + self.n_adapters)
-        elif self.dp == 1 and in_bf16 and not self.has_adapters:  # the loss makes its own copy of W
-            copies += 2 * self.n_embedding
-
-        # norm_f's input and output, what is gathered of that, and the gradient for it. The loss
-        # makes a bf16 copy of an fp32 output.
-        inputs = 2 * self.norm_bytes // self.parts_of_tokens + self.residual_bytes
-        if self.is_sequence_parallel or self.norm_bytes > self.residual_bytes:
-            inputs += self.residual_bytes
-        # As large as the embedding: the gradient of W in fp32. A frozen W has none.
-        gradient = 0 if self.has_adapters else 4 * self.n_embedding
-        loss = inputs + gradient + self.chunk_bytes()
-        return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
-
-    def chunk_rows(self) -> int:
-        """Tokens in a chunk of the loss, as in loss.py."""
-        rows = max(1, CHUNK_BYTES // (4 * self.part.vocab))
-        rows -= rows % 128 if rows > 128 else 0
-        if self.on_gpu:
-            rows = max(rows, GPU_ROWS)
-        return min(rows, self.tokens)
-
-    def chunk_bytes(self) -> int:
-        """Bytes of a chunk of the loss, where it takes the most."""
-        rows = self.chunk_rows()
-        logits = rows * self.part.vocab
-        if self.has_loss_kernel:
-            return self.width * logits  # the logits, which become their gradient
-
-        # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
-        # their gradient, and its products with W and x.
-        first = (6 if self.width == 2 else 4) * logits
-        products = rows + (0 if self.has_adapters else min(self.part.vocab, COLUMNS))
-        return max(first, self.width * (logits + self.m.d_model * products))
-
-    def loss_backward(self, turn: Turn) -> dict[str, int]:
-        """Bytes by part while the gradients of x and of W are multiplied by the incoming gradient.
-
-        First x's: alive are both gradients, and in bf16 an fp32 copy and the fp32 product. Then
-        W's: with the product, and a bf16 copy of one of them if it is bf16.
-        """
-        copies_of_x = 5 if self.width == 2 else 2
-        during_x = copies_of_x * self.residual_bytes
-        bytes_each = 10 if self.head_grad_width == 2 else 8
-        during_w = self.residual_bytes + (self.residual_bytes if self.tp > 1 else self.norm_bytes)
-        if not self.has_adapters:
-            during_x += self.head_grad_width * self.n_embedding
-            during_w += bytes_each * self.n_embedding
-        loss = self.norm_bytes // self.parts_of_tokens + max(during_x, during_w)
-        copies = self.copies(turn, self.n_layers, 1)
-        return self.parts_at(turn, self.n_layers, 0, copies, loss, self.messages(turn))
-
-    def block_backward(self, i: int, turn: Turn) -> dict[str, int]:
-        """Bytes by part in the backward of this stage's i-th block.
-
-        The workspace peaks either at the block's first matmuls, those of down_proj, while its input
-        is still alive, or when the block's gradients are reduced.
-        """
-        # down_proj's backward: the gradients of x, of GELU's output and of the weight. Sequence
-        # parallelism first gathers that of x for all tokens: in parts, which then are joined. A
-        # frozen weight has none, but GELU's output has a second one, by way of the adapter.
-        # (Without an adapter, GELU's input has one, and its output was not kept.)
-        rows = self.tokens if self.has_adapters else self.m.d_model
-        hidden_and_weight = self.width * (self.tokens + rows) * self.part.hidden
-        gradient = self.residual_bytes // self.parts_of_tokens
-        in_matmuls = gradient + hidden_and_weight
-        if self.is_sequence_parallel:
-            in_matmuls = gradient + self.residual_bytes
-            in_matmuls += max(hidden_and_weight, self.residual_bytes)
-        copies = self.copies(turn, i + 1, 2)  # the next block is gathered meanwhile
-        if self.recomputed[i]:
-            in_matmuls += self.again_bytes[i]
-            if "up_proj" in self.adapted_layers and "down_proj" not in self.adapted_layers:
-                # up_proj takes more while it is computed again: its product, the update, their sum.
-                in_matmuls += self.residual_bytes
-            copies += 2 * self.n_cast if self.dp == 1 and self.width == 2 else 0
-            copies += self.width * self.n_scaled
-
-        at_the_end = 0
-        if turn.reduces:  # gradients are copied into one fp32 buffer, kept until the next block's
-            in_matmuls += 4 * self.trained[i + 1] if i + 1 < self.n_layers else 0
-            bytes_each = self.width + 4
-            if self.reduces_late and turn.adds:  # fp32 ones already, and the weights are freed
-                bytes_each = 4 - self.width
-            at_the_end = bytes_each * self.trained[i] - self.kept_bytes[i]
-        elif self.dp > 1:  # they stay, and become fp32 one after another
-            bytes_each = self.width if turn.adds else 4
-            at_the_end = bytes_each * self.trained[i] - self.kept_bytes[i]
-
-        params_done = sum(self.trained[i + 1 :])
-        final_norm = 0
-        if self.is_last and i + 1 == self.n_layers:
-            # norm_f's backward comes before: its input, and the gradients of its output and input.
-            # With tensor parallelism all ranks sum the second, which takes a copy.
-            final_norm = 2 * self.norm_bytes // self.parts_of_tokens
-            final_norm += 2 * self.residual_bytes if self.is_sequence_parallel else self.norm_bytes
-        workspace = max(in_matmuls, at_the_end, final_norm)
-        workspace += self.messages(turn, receives_gradient=i + 1 < self.n_layers)
-        head = self.head_grad_bytes(turn)
-        return self.parts_at(turn, i + 1, params_done, copies, head, workspace)
-
-    def embedding_backward(self, turn: Turn) -> dict[str, int]:
-        """Bytes by part while the two gradients of a tied embedding are added.
-
-        Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes
-        a copy. With several data-parallel ranks the gradients of all weights outside blocks are
-        then reduced.
-        """
-        copies = self.copies(turn, 0)
-        head = self.head_grad_bytes(turn)
-        workspace = 0
-        if self.is_first:
-            gradient = self.head_grad_width * self.tokens * self.m.d_model
-            workspace = self.head_grad_width * self.n_embedding + gradient
-            if self.tp > 1:
-                of_own_tokens = gradient // self.tp if self.is_sequence_parallel else 0
-                workspace = max(workspace, 2 * gradient + of_own_tokens)
-        if turn.reduces:
-            workspace += 4 * self.n_block  # the buffer of the first block's gradients
-            # Gradients, the fp32 buffer that is reduced, and its result.
-            bytes_each = self.width + 4 + 4 / self.shard_ranks
-            reduction = bytes_each * self.n_outside - head - copies
-            workspace = max(workspace, reduction)
-        elif self.dp > 1 and not turn.adds:  # gradients become fp32
-            workspace = max(workspace, (self.width + 4) * self.n_outside - head)
-        workspace += self.messages(turn, receives_gradient=True)
-        params_done = sum(self.trained)
-        return self.parts_at(turn, 0, params_done, copies, head, workspace)
-
-    def update(self, workspace: int = 0) -> dict[str, int]:
-        """Bytes by part when all microbatches are done."""
-        parts = self.parts_at(self.turns[-1], 0, self.n_trained, 0, workspace=workspace)
-        return {**parts, "blocks' activations": 0}
-
-    def blocks_to_compare(self) -> list[int]:
-        """This stage's blocks whose backward may take the most: a few stand for all.
-
-        From one block to the next of the same kind, the bytes of a backward grow or shrink evenly,
-        so the first or the last of a kind takes the most. The very first block is a case of its
-        own: nothing is gathered for a block before it. Hence the second of each kind, too.
-        """
-        kinds = {}
-        for i, has_backward in enumerate(self.has_backward):
-            if has_backward:
-                next_trained = self.trained[i + 1] if i + 1 < self.n_layers else None
-                kept = self.recomputed[i], self.kept_bytes[i], self.again_bytes[i]
-                kinds.setdefault((*kept, self.trained[i], next_trained), []).append(i)
-        return sorted({i for alike in kinds.values() for i in (*alike[:2], alike[-1])})
-
-    def moments(self) -> dict[str, dict[str, int]]:
-        """{moment: {part: bytes}} in step order, with only the largest of the block backwards."""
-        moments = {}
-        if self.is_last:
-            moments["loss forward"] = largest(self.loss_forward(turn) for turn in self.turns)
-            moments["loss backward"] = largest(self.loss_backward(turn) for turn in self.turns)
-
-        backwards = {}
-        for i in self.blocks_to_compare():
-            backward = largest(self.block_backward(i, turn) for turn in self.turns)
-            backwards[f"block {self.blocks[i]} backward"] = backward
-        name = max(backwards, key=lambda name: sum(backwards[name].values()))
-        moments[name] = backwards[name]
-
-        is_end = (self.is_first or self.is_last) and not self.has_adapters  # else they are frozen
-        if is_end:
-            name = "embedding backward" if self.is_first else "head reduced"
-            moments[name] = largest(self.embedding_backward(turn) for turn in self.turns)
-        if is_end and self.is_tied and self.pp > 1:  # the other end's gradient is added
-            gradient = 4 * self.n_embedding // self.shard_ranks
-            moments["tied gradients"] = self.update(workspace=gradient)
-        moments["update"] = self.update()
-        return moments
-
-
-def largest(moments: typing.Iterable[dict[str, int]]) -> dict[str, int]:
-    """The moment, {part: bytes}, with the most bytes in all."""
-    return max(moments, key=lambda parts: sum(parts.values()))
-
-
-def require_countable(m: MPTConfig, cfg: TrainConfig) -> None:
-    """UserError for settings whose memory has no formula here."""
-    fix = "set --microbatch_size=NUMBER here"
-    found_by_trying = f"microbatch_size=auto is found by trying: {fix}"
-    require(cfg.microbatch_size != "auto", found_by_trying)
-
-    fused = m.attn_impl not in ("reference", "blocks")
-    scores = f"attn_impl={m.attn_impl} keeps T x T scores, not counted here: set --attn_impl=sdpa"
-    require(fused, scores)
+    size = rank.microbatch
+    n = math.ceil(rank.rows / size)
+    numbers = {n - 1} if rank.cfg.pp == 1 else {0, min(1, n - 1), n - 1}
+    kept = sum(block.kept for block in rank.blocks)
+    found = []
+    for number in sorted(numbers):
+        rows_left = rank.rows - number * size
+        in_flight = min((rank.cfg.pp - rank.stage) * size, rows_left)  # no more than the batch has
+        waiting_bytes = kept * max(0, in_flight - size) // size
+        reduces = rank.dp > 1 and (number == n - 1 or not rank.reduces_late)
+        found.append(Microbatch(waiting_bytes, number > 0, reduces))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers
+# The rows of a step
 
 
-def worst_stage(
-    m: MPTConfig, cfg: TrainConfig, ranks: int, precision: str
-) -> tuple[int, dict[str, dict[str, int]]]:
-    """The pipeline stage with the highest peak, and its `StepMemory.moments`."""
-    stages = {n: StepMemory(m, cfg, ranks, precision, n).moments() for n in stages_to_compare(cfg)}
-    peaks = {n: sum(largest(moments.values()).values()) for n, moments in stages.items()}
-    stage = max(peaks, key=peaks.get)
-    return stage, stages[stage]
+def rows_of(rank: Rank, now: Microbatch) -> list[Row]:
+    """Everything that is in memory while the backward of microbatch `now` runs."""
+    return [
+        *state(rank),
+        *gradients(rank, now),
+        *activations(rank, now),
+        *messages(rank, now),
+        *(gathered_copies(rank, now) if rank.dp > 1 else cast_copies(rank)),
+        *loss(rank, now),
+        *workspace(rank, now),
+    ]
 
 
-def stages_to_compare(cfg: TrainConfig) -> list[int]:
-    """The pipeline stages of which one has the highest peak.
+def state(rank: Rank) -> list[Row]:
+    """4 bytes a weight and 8 for Adam's two moments, divided by the ranks that share them."""
+    sizes = {WEIGHTS: 4 * rank.n_trained, MOMENTS: 8 * rank.n_trained}
+    if rank.adapted:
+        sizes[FROZEN] = rank.frozen_bytes
+    return [(part, n // rank.shard_ranks, START, rank.update) for part, n in sizes.items()]
+
+
+def gradients(rank: Rank, now: Microbatch) -> list[Row]:
+    """4 bytes a weight, from its backward to the update, divided by the ranks that share it.
+
+    ZERO1 and DDP add up whole ones, and reduce them in the last microbatch.
+    """
+    shard = 4 / rank.shard_ranks
+    waiting = 4 if rank.reduces_late else shard
+    before = waiting if now.adds else 0
+    after = shard if now.reduces else waiting
+
+    rows = [(GRADIENTS, before * rank.trained_outside, START, rank.end)]
+    for block in rank.blocks:
+        rows.append((GRADIENTS, before * block.trained, START, block.backward))
+        rows.append((GRADIENTS, after * block.trained, block.backward + 1, rank.end))
+    return [*rows, (GRADIENTS, shard * rank.n_trained, rank.tied, rank.update)]
+
+
+def activations(rank: Rank, now: Microbatch) -> list[Row]:
+    """What the graph of a block keeps until its backward; and other microbatches' in flight.
+
+    Beside activations, B times the scale of its adapters.
+    """
+    scaled = rank.width * rank.n_scaled
+    rows = [(ACTIVATIONS, now.waiting_bytes, START, rank.end)]
+    for block in rank.blocks:
+        rows.append((ACTIVATIONS, block.kept, START, block.backward))
+        if scaled and block.has_backward:
+            first = block.backward if block.recomputed else START
+            rows.append((COPIES, scaled, first, block.backward))
+    return rows
+
+
+def messages(rank: Rank, now: Microbatch) -> list[Row]:
+    """Residual streams on their way to other stages, or kept until the next ones replace them."""
+    n_bytes = rank.residual_bytes // rank.token_parts
+    rows = []
+    if not rank.is_last:  # hidden states that went to the next stage, the gradient that came back
+        rows.append((WORKSPACE, n_bytes, START, rank.end))
+        rows.append((WORKSPACE, n_bytes, LOSS_BACKWARD + 2, rank.end))
+    if now.adds and not rank.is_first:  # the last microbatch's gradient went to the stage before
+        rows.append((WORKSPACE, n_bytes, START, rank.end))
+    return rows
+
+
+def gathered_copies(rank: Rank, now: Microbatch) -> list[Row]:
+    """Whole weights in the dtype of the matmuls, which FSDP gathers from the shards.
+
+    FULL_SHARD frees a block's after its forward, and gathers them again while the backward of the
+    block after it runs. Other modes keep them until the block's gradients are reduced.
+    """
+    block_bytes = rank.width * (rank.n_block + rank.n_adapters)
+    rows = [(COPIES, rank.width * rank.n_outside, START, rank.end)]
+    for block in rank.blocks:
+        if rank.cfg.sharding_mode.frees_weights:
+            rows.append((COPIES, block_bytes, block.backward - 1, block.backward))
+        else:
+            last = block.backward if now.reduces else rank.end
+            rows.append((COPIES, block_bytes, START, last))
+
+    gathers = not (rank.reduces_late and now.adds)  # else an earlier microbatch has gathered
+    if rank.shard_ranks > 1 and gathers:  # the last gather's buffer is kept until the next one
+        rows.append((COPIES, block_bytes, LOSS_FORWARD, LOSS_FORWARD))
+    return rows
+
+
+def cast_copies(rank: Rank) -> list[Row]:
+    """bf16 copies of the fp32 weights of blocks, which autocast makes on one data-parallel rank.
+
+    The graph keeps them until the block's backward, or parallel.weights_cast_once until the last
+    one of all microbatches. A block that is recomputed makes them again.
+    """
+    if rank.width == 4:
+        return []
+    block_bytes = 2 * rank.n_cast
+    rows = []
+    for block in rank.blocks:
+        if block.recomputed:
+            rows.append((COPIES, block_bytes, block.backward, block.backward))
+        elif rank.accumulates:
+            rows.append((COPIES, block_bytes, START, rank.end))
+        elif block.has_backward:
+            rows.append((COPIES, block_bytes, START, block.backward))
+    if not rank.adapted:  # the loss makes its own copy of W
+        rows.append((COPIES, 2 * rank.n_embedding, LOSS_FORWARD, LOSS_FORWARD))
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# The loss
+
+
+def loss(rank: Rank, now: Microbatch) -> list[Row]:
+    """On the last stage: the final norm, a chunk of logits, and the gradient of W.
+
+    Forward: norm_f's input and output, what is gathered of that, and the gradient for it; a bf16
+    copy of an fp32 output; the gradient of W in fp32; and one chunk of logits after another.
+    Backward: the gradient of x, then of W, times the incoming gradient. First x's: alive are both,
+    and in bf16 an fp32 copy and the fp32 product. Then W's: with the product, and a bf16 copy of
+    one of them if it is bf16. A frozen W has none.
+    """
+    if not rank.is_last:
+        return []
+    residual, norm = rank.residual_bytes, rank.norm_bytes
+    forward = 2 * norm // rank.token_parts + residual + chunk_bytes(rank)
+    if rank.cfg.sequence_parallel or norm > residual:
+        forward += residual
+    during_x = (5 if rank.width == 2 else 2) * residual
+    during_w = residual + (residual if rank.cfg.tp > 1 else norm)
+    if not rank.adapted:
+        forward += 4 * rank.n_embedding
+        during_x += rank.head_width * rank.n_embedding
+        during_w += (10 if rank.head_width == 2 else 8) * rank.n_embedding
+    backward = norm // rank.token_parts + max(during_x, during_w)
+    return [
+        (LOSS, forward, LOSS_FORWARD, LOSS_FORWARD),
+        (LOSS, backward, LOSS_BACKWARD, LOSS_BACKWARD),
+        (LOSS, head_gradient(rank, now), LOSS_BACKWARD + 1, rank.end),
+    ]
+
+
+def chunk_bytes(rank: Rank) -> int:
+    """Bytes of a chunk of logits, as many rows as in loss.py, where it takes the most."""
+    on_gpu = rank.cfg.device not in ("cpu", "mps")
+    vocab = rank.part.vocab
+    rows = max(1, CHUNK_BYTES // (4 * vocab))
+    rows -= rows % 128 if rows > 128 else 0
+    rows = min(max(rows, GPU_ROWS) if on_gpu else rows, rank.tokens)
+    logits = rows * vocab
+    if on_gpu and rank.cfg.tp == 1:
+        return rank.width * logits  # the kernel turns them into their gradient
+
+    # Logits in fp32, which become probabilities; in bf16 also as the matmul returns them. Then
+    # their gradient, and its products with W and x.
+    first = (6 if rank.width == 2 else 4) * logits
+    products = rows + (0 if rank.adapted else min(vocab, COLUMNS))
+    return max(first, rank.width * (logits + rank.m.d_model * products))
+
+
+def head_gradient(rank: Rank, now: Microbatch) -> int:
+    """Bytes of the gradient of W in the backward of the blocks.
+
+    It waits for the gradient of a tied embedding, or to be reduced over the ranks. On one rank
+    without them it is added to .grad directly.
+    """
+    is_shared = rank.m.tie_word_embeddings and rank.cfg.pp == 1
+    added_directly = now.adds and rank.dp == 1 and not is_shared
+    waits = rank.is_last and not added_directly and not rank.adapted
+    return rank.head_width * rank.n_embedding if waits else 0
+
+
+# --------------------------------------------------------------------------------------------------
+# The backward's workspace
+
+
+def workspace(rank: Rank, now: Microbatch) -> list[Row]:
+    """What the backward of a block, and of what is outside blocks, takes only while it runs.
+
+    The most is alive in a block's first matmuls, or at the end, when its activations are gone:
+    data-parallel ranks then copy its gradients into one fp32 buffer and reduce that, kept until the
+    next block's. If whole fp32 ones wait already, the block's weights are freed first. Without a
+    reduction the gradients become fp32 one after another, or are added to the ones that wait.
+    """
+    per_gradient = 0
+    if now.reduces:
+        per_gradient = 4 - rank.width if rank.reduces_late and now.adds else 4 + rank.width
+    elif rank.dp > 1:
+        per_gradient = rank.width if now.adds else 4
+
+    rows = []
+    buffer = 0
+    final_norm = 0  # before the last block: norm_f's input, the gradients of its output and input
+    if rank.is_last:
+        whole = 2 * rank.residual_bytes if rank.cfg.sequence_parallel else rank.norm_bytes
+        final_norm = 2 * rank.norm_bytes // rank.token_parts + whole  # tensor ranks sum the second
+    for block in reversed(rank.blocks):
+        at_first = matmul_workspace(rank, block) + buffer
+        at_the_end = per_gradient * block.trained - block.kept
+        most = max(at_first, at_the_end, final_norm)
+        rows.append((WORKSPACE, most, block.backward, block.backward))
+        final_norm = 0
+        buffer = 4 * block.trained if now.reduces else 0
+
+    if rank.end in rank.moments:
+        rows.append((WORKSPACE, embedding_workspace(rank, now), rank.end, rank.end))
+        # The other end's gradient of a tied embedding, to be added.
+        rows.append((WORKSPACE, 4 * rank.n_embedding // rank.shard_ranks, rank.tied, rank.tied))
+    return rows
+
+
+def matmul_workspace(rank: Rank, block: Block) -> int:
+    """Bytes in a block's first matmuls, those of down_proj, while its input is still alive.
+
+    The gradients of x, of GELU's output and of the weight. Sequence parallelism first gathers that
+    of x for all tokens: in parts, which then are joined. A frozen weight has none, but GELU's
+    output has a second one, by way of the adapter. (Without an adapter, GELU's input has one, and
+    its output was not kept.)
+    """
+    rows = rank.tokens if rank.adapted else rank.m.d_model
+    n_bytes = rank.width * (rank.tokens + rows) * rank.part.hidden
+    if rank.cfg.sequence_parallel:
+        n_bytes = rank.residual_bytes + max(n_bytes, rank.residual_bytes)
+    if block.recomputed and "up_proj" in rank.adapted and "down_proj" not in rank.adapted:
+        n_bytes += rank.residual_bytes  # up_proj again: its product, the update and their sum
+    return n_bytes + block.again + rank.residual_bytes // rank.token_parts
+
+
+def embedding_workspace(rank: Rank, now: Microbatch) -> float:
+    """Bytes while the two gradients of a tied embedding are added.
+
+    Tensor ranks first set the gradient of tokens to 0 whose rows they do not have, which takes a
+    copy. With several data-parallel ranks the gradients of all weights outside blocks are then
+    reduced: gradients in the place of the weights, an fp32 buffer, and its result.
+    """
+    adding = 0
+    if rank.is_first:
+        of_tokens = rank.head_width * rank.tokens * rank.m.d_model
+        adding = rank.head_width * rank.n_embedding + of_tokens
+        if rank.cfg.tp > 1:
+            own = of_tokens // rank.cfg.tp if rank.cfg.sequence_parallel else 0
+            adding = max(adding, 2 * of_tokens + own)
+
+    reducing = 0
+    if now.reduces:
+        adding += 4 * rank.n_block  # the buffer of the first block's gradients
+        reducing = (4 + 4 / rank.shard_ranks) * rank.n_outside
+    elif rank.dp > 1 and not now.adds:  # gradients become fp32
+        reducing = (rank.width + 4) * rank.n_outside
+    return max(adding, reducing - head_gradient(rank, now))
+
+
+# --------------------------------------------------------------------------------------------------
+# The fullest moment
+
+
+def totals(rows: list[Row], n_moments: int) -> list[float]:
+    """The bytes in memory at each moment."""
+    changes = [0] * (n_moments + 1)
+    for _, n_bytes, first, last in rows:
+        changes[first] += n_bytes
+        changes[last + 1] -= n_bytes
+    return list(accumulate(changes))
+
+
+def by_part(rows: list[Row], moment: int) -> dict[str, int]:
+    """{part: bytes} at one moment."""
+    sums = dict.fromkeys(PARTS, 0)
+    for part, n_bytes, first, last in rows:
+        if first <= moment <= last:
+            sums[part] += n_bytes
+    return {part: round(n_bytes) for part, n_bytes in sums.items() if part != FROZEN or n_bytes}
+
+
+def fullest(rank: Rank) -> dict[int, tuple[float, list[Row]]]:
+    """{moment: (bytes, rows)} in step order, of the microbatch in which it takes the most."""
+    found = {}
+    for now in microbatches(rank):
+        rows = rows_of(rank, now)
+        n_bytes = totals(rows, rank.update + 1)
+        for moment in rank.moments:
+            if moment not in found or n_bytes[moment] > found[moment][0]:
+                found[moment] = n_bytes[moment], rows
+    return found
+
+
+def peak_of(rank: Rank) -> dict:
+    """{part: bytes} at the fullest moment, with their sum, "peak", and its name, "moment"."""
+    found = fullest(rank)
+    moment = max(found, key=lambda moment: found[moment][0])
+    parts = by_part(found[moment][1], moment)
+    return {**parts, "peak": sum(parts.values()), "moment": rank.moments[moment]}
+
+
+def bytes_by_moment(rank: Rank) -> dict[str, dict[str, int]]:
+    """{moment: {part: bytes}} in step order. Of the backwards of blocks, only the fullest."""
+    found = fullest(rank)
+    backwards = [block.backward for block in reversed(rank.blocks) if block.has_backward]
+    shown = max(backwards, key=lambda moment: found[moment][0])
+    return {
+        rank.moments[moment]: by_part(rows, moment)
+        for moment, (_, rows) in found.items()
+        if moment == shown or moment not in backwards
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers. ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. Errors as of `Rank`.
+
+
+def ranks_to_compare(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> list[Rank]:
+    """A rank of each pipeline stage that may have the highest peak.
 
     Stages in the middle have no more blocks than the second, and fewer microbatches in flight.
     """
-    return sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
-
-
-def fits(m: MPTConfig, cfg: TrainConfig, ranks: int, room: float, precision="bf16") -> bool:
-    """Is the peak of every stage at most `room` bytes? As `bytes_by_part` says, but sooner.
-
-    Arguments and errors as in `bytes_by_moment`.
-    """
-    for n in stages_to_compare(cfg):
-        moments = StepMemory(m, cfg, ranks, precision, n).moments()
-        if sum(largest(moments.values()).values()) > room:
-            return False
-    return True
-
-
-def bytes_by_moment(
-    m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16"
-) -> dict[str, dict[str, int]]:
-    """{moment: {part: bytes}} of one rank, in the order of the step.
-
-    ranks: global ranks = data-parallel ranks x cfg.tp x cfg.pp. With a pipeline, the stage with the
-    highest peak is shown. Raises UserError as `StepMemory` does.
-    """
-    return worst_stage(m, cfg, ranks, precision)[1]
+    stages = sorted({0, min(1, cfg.pp - 1), cfg.pp - 1})
+    return [Rank(m, cfg, ranks, precision, stage) for stage in stages]
 
 
 def bytes_by_part(m: MPTConfig, cfg: TrainConfig, ranks=1, precision="bf16") -> dict:
-    """{part: bytes} of one rank at the step's peak, with their sum, "peak", and its name, "moment".
+    """`peak_of` the pipeline stage where it is the highest: {part: bytes}, "peak" and "moment"."""
+    peaks = [peak_of(rank) for rank in ranks_to_compare(m, cfg, ranks, precision)]
+    return max(peaks, key=lambda parts: parts["peak"])
 
-    Arguments and errors as in `bytes_by_moment`.
+
+def fits(m: MPTConfig, cfg: TrainConfig, ranks: int, room: float, precision="bf16") -> bool:
+    """Is the peak of every stage at most `room` bytes?"""
+    return bytes_by_part(m, cfg, ranks, precision)["peak"] <= room
+
+
+def largest_microbatch(
+    m: MPTConfig, cfg: TrainConfig, device_bytes: float, ranks=1, precision="bf16"
+) -> int:
+    """The largest microbatch, in sequences, whose peak fits into `ROOM` of a device's memory.
+
+    At most all rows of a data-parallel rank; 0 if not even one sequence fits. cfg.microbatch_size
+    is not read.
     """
-    moments = bytes_by_moment(m, cfg, ranks, precision)
-    name = max(moments, key=lambda name: sum(moments[name].values()))
-    return {**moments[name], "peak": sum(moments[name].values()), "moment": name}
-
-
-def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precision="bf16") -> int:
-    """The largest microbatch, in sequences, whose peak fits into `ROOM` of the device's memory.
-
-    device: a devices.Device, or bytes. At most all rows of a data-parallel rank; 0 if not even one
-    sequence fits. cfg.microbatch_size is not read. Raises UserError as `StepMemory` does.
-    """
-    memory = device.memory_gb * 2**30 if isinstance(device, devices.Device) else device
-    require(memory > 0, "the memory of this device is not known: give its bytes")
     _, rows = layout(m, cfg, ranks)
 
     def too_large(size: int) -> bool:
         """Does the peak of this microbatch exceed the room?"""
         trial = replace(cfg, microbatch_size=size)
-        return bytes_by_part(m, trial, ranks, precision)["peak"] > ROOM * memory
+        return not fits(m, trial, ranks, ROOM * device_bytes, precision)
 
     # All rows at once may take less than rows - 1: no gradients wait for another microbatch.
     if not too_large(rows):
@@ -841,64 +842,58 @@ def largest_microbatch(m: MPTConfig, cfg: TrainConfig, device, ranks=1, precisio
 # The program
 
 
-def table(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
-    """The table of the moments side by side, in GB (10^9 bytes), as text."""
-    setup = (m, cfg, args.ranks, precision)
-    stage, moments = worst_stage(*setup)
-    peak = bytes_by_part(*setup)
+def report(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str) -> str:
+    """The moments of a step side by side, in GB (10^9 bytes), and what is in the fullest."""
+    ranks = ranks_to_compare(m, cfg, args.ranks, precision)
+    rank = max(ranks, key=lambda rank: peak_of(rank)["peak"])
+    columns = bytes_by_moment(rank)
+    at_peak = peak_of(rank)
+    peak, moment = at_peak["peak"], at_peak["moment"]
 
-    dp = args.ranks // (cfg.tp * cfg.pp)
-    split = f"{args.ranks} ranks of {cfg.sharding}" if args.ranks > 1 else "1 rank, nothing sharded"
-    if dp < args.ranks:
-        split += f": tp {cfg.tp} x pp {cfg.pp} x dp {dp}"
-    if cfg.pp > 1:
-        split += f", stage {stage} of 0 to {cfg.pp - 1}"
+    split = f"dp {rank.dp} ({cfg.sharding}) x tp {cfg.tp} x pp {cfg.pp}, stage {rank.stage}"
     batch = f"microbatch {cfg.microbatch_size} x {m.max_seq_len}"
 
+    rows = []
+    for part in columns[moment]:
+        cells = [f"{parts[part] / 1e9:.3f}" for parts in columns.values()]
+        rows.append([part, *cells, f"{at_peak[part] / peak:.0%}"])
+    sums = [f"{sum(parts.values()) / 1e9:.3f}" for parts in columns.values()]
+    rows.append(["all", *sums, "100%"])
+
     lines = [
-        f"{flops.n_params(m):,} parameters, {precision}, {split}",
+        f"{flops.n_params(m):,} parameters, {precision}, ranks {args.ranks} = {split}",
         f"{batch}, checkpointing {cfg.activation_checkpointing}",
         "",
-        "GB of one rank".ljust(25) + "".join(name.rjust(19) for name in moments),
-    ]
-    columns = [{**parts, "all": sum(parts.values())} for parts in moments.values()]
-    for part in columns[0]:
-        cells = "".join(f"{column[part] / 1e9:>19.3f}" for column in columns)
-        lines.append(f"  {part:<23}{cells}")
-
-    peak_bytes = peak["peak"]
-    summary = f"peak {peak_bytes / 1e9:.2f} GB = {peak_bytes / 2**30:.2f} GiB: {peak['moment']}"
-    return "\n".join([*lines, "", summary, *device_lines(args, m, cfg, precision)])
-
-
-def device_lines(args: MemoryArgs, m: MPTConfig, cfg: TrainConfig, precision: str) -> list[str]:
-    """Does the step fit the device, and which microbatches would?
-
-    Nothing if no accelerator is named: `device = "cpu"` in a config file says where it trains.
-    """
-    if args.device in devices.THIS_MACHINE:
-        return []
-    device = devices.by_name(args.device)
-    split = (args.ranks, precision)
-    peak = bytes_by_part(m, cfg, *split)["peak"] / 2**30
-    _, rows = layout(m, cfg, args.ranks)
-    lines = [
-        f"that is {peak / device.memory_gb:.0%} of {device.name}'s {device.memory_gb:g} GiB",
+        table(["GB of one rank", *columns, "of the peak"], rows),
         "",
-        f"largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences",
+        f"peak {peak / 1e9:.2f} GB = {peak / 2**30:.2f} GiB: {moment}",
     ]
+    # `device = "cpu"` in a config file says where it trains, and names no accelerator.
+    if args.device not in devices.THIS_MACHINE:
+        lines.append(on_device(m, cfg, args, precision, peak))
+    return "\n".join(lines)
+
+
+def on_device(m: MPTConfig, cfg: TrainConfig, args: MemoryArgs, precision: str, peak: int) -> str:
+    """Does the step fit the device, and which microbatches would?"""
+    device = devices.by_name(args.device)
+    device_bytes = device.memory_gb * 2**30
+    _, rows = layout(m, cfg, args.ranks)
+    largest = []
     for mode in typing.get_args(Checkpointing):
         trial = replace(cfg, activation_checkpointing=mode)
-        size = largest_microbatch(m, trial, device, *split)
-        lines.append(f"  checkpointing {mode:<10}{size:>6}")
-    return lines
+        size = largest_microbatch(m, trial, device_bytes, args.ranks, precision)
+        largest.append([mode, size])
+    share = f"that is {peak / device_bytes:.0%} of {device.name}'s {device.memory_gb:g} GiB"
+    limit = f"The largest microbatch in {ROOM:.0%} of it, of a rank's {rows} sequences:"
+    return "\n".join([share, "", limit, table(["checkpointing", "microbatch"], largest)])
 
 
 def main(argv: list[str]) -> None:
     """Print the table for the config files and flags in argv."""
     m, cfg, args = config.load(with_base(argv), MPTConfig, TrainConfig, MemoryArgs)
     precision = "fp32" if cfg.precision == "fp32" else "bf16"
-    print(table(m, cfg, args, precision))
+    print(report(m, cfg, args, precision))
 
 
 if __name__ == "__main__":

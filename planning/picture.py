@@ -1,16 +1,13 @@
-"""Pictures of what the planner predicts: scaling, and memory by sharding mode.
+"""Pictures of what the planner predicts: scaling, time and cost, memory by sharding mode.
 
     python -m planning.picture [OUT.png]
 
 draws MPT-7B on 4 to 128 MI250 cards beside the published points. For any other fleet:
 
     python plan.py configs/mpt7b.py --device=mi250 --sweep_devices=8,16,32 --plot
-
-With a price, or with several kinds of device, that draws time, cost and energy instead:
-
     python plan.py configs/mpt7b.py --device=h100,mi250 --price=2.5,1.2 --sweep_devices=8,16 --plot
 
-Bands are the error bands of the prediction. Kinds differ in line and marker, not in colour alone.
+Bands are the error bands of the prediction. Lines differ in style and marker, not in colour alone.
 """
 
 import io
@@ -27,7 +24,7 @@ import flops
 from config import SHARDING_MODES, MPTConfig, TrainConfig, require
 from devices import PUBLISHED_MI250
 from planning import answer, certainty, memory, step_time
-from planning.answer import Offer
+from planning.answer import Row
 from planning.fleet import Fleet
 from planning.step_time import Constants
 from storage import files
@@ -38,22 +35,23 @@ MPT7B = MPTConfig(d_model=4096, n_heads=32, n_layers=32, attn_impl="sdpa")
 POSTS = TrainConfig(global_batch_size=1536, microbatch_size=3)
 HATCHES = ("", "//", "..", "\\\\", "xx", "", "--")  # parts differ without colours, too
 SHARDINGS = tuple(reversed(SHARDING_MODES))  # the one that takes the most memory first
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--")  # of one kind of device each
+LINE = 175  # characters in a line of small text, as wide as the picture
 
 
 # --------------------------------------------------------------------------------------------------
 # matplotlib
 
 
-def canvas(title: str | None = None, rows: int = 1, footer_lines: int = 0):
-    """A figure with its two pairs of axes in each row, and with room for the lines below it."""
+def canvas(title: str | None, rows: int = 1):
+    """A figure, and its two pairs of axes in each row."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise config.UserError(f"pictures need matplotlib: {config.EXTRA}") from error
-    height = (4.5 if rows == 1 else 7.8) + 0.14 * footer_lines
-    figure = Figure(figsize=(12, height), layout="constrained")
+    figure = Figure(figsize=(12, 1 + 4 * rows), layout="constrained")
     figure.suptitle(title)
-    return figure, figure.subplots(rows, 2)
+    return figure, figure.subplots(rows, 2, squeeze=False)
 
 
 def save(figure, path: str) -> None:
@@ -82,133 +80,78 @@ def finish_axes(axes, counts: list[int], **labels) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# Scaling
+# The rows of an answer, over the number of devices
 
 
-def scaling(rows: list[dict], path: str) -> None:
-    """Tokens/s and efficiency over the number of devices. rows: of budget.sweep."""
-    plan = rows[0]["strong"]
-    counts = [row["devices"] for row in rows]
-    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
-    figure, (left, right) = canvas(f"{size} on {plan.fleet.device.name}, predicted")
+def scaling(rows: list[Row], path: str) -> None:
+    """Speed and efficiency of strong and weak scaling. rows: of answer.sweep."""
+    draw_rows(rows, {"tokens_per_second": "tokens/s", "efficiency": "efficiency"}, path)
 
-    for i, (name, style) in enumerate(zip(("strong", "weak"), ("o-", "s--"), strict=True)):
-        rates = [row[name].tokens_per_second for row in rows]
-        percent = [100 * row["efficiency"][i] for row in rows]
-        left.plot(counts, rates, style, label=f"{name} scaling")
-        right.plot(counts, percent, style, label=f"{name} scaling")
 
-    low, high = zip(*(answer.rate_band(row["strong"]) for row in rows), strict=True)
-    left.fill_between(counts, low, high, alpha=0.2, label="error band, strong scaling")
-    ideal = [n * rows[0]["rates"][0] for n in counts]
-    left.plot(counts, ideal, "k:", label="ideal")
-    left.set_yscale("log")
-    finish_axes(left, counts, xlabel="torch devices", ylabel="tokens/s")
-    efficiency = "% of the smallest fleet's speed per device"
-    finish_axes(right, counts, xlabel="torch devices", ylabel=efficiency)
-    right.set_ylim(bottom=0)
-    for axes in (left, right):
-        axes.legend()
+def time_and_cost(rows: list[Row], path: str) -> None:
+    """Days, cost, speed and energy of a run, a line for each kind of device."""
+    panels = {
+        "days": "days of training",
+        "cost": "cost, in the currency of --price",
+        "tokens_per_second": "tokens/s",
+        "kwh": "kWh of the run",
+    }
+    draw_rows(rows, panels, path)
+
+
+def draw_rows(rows: list[Row], panels: dict[str, str], path: str) -> None:
+    """One picture for each figure of the rows that is known: a line and a band for each label.
+
+    panels: {field of Row: what the vertical axis says}.
+    """
+    planned = [row for row in rows if not row.problem]
+    known = [name for name in panels if any(getattr(row, name) for row in planned)]
+    run = f"{planned[0].n_params / 1e9:.3g}B parameters"
+    title = f"{run} on {answer.tokens_text(planned[0].tokens)}, predicted"
+    figure, axes = canvas(None, math.ceil(len(known) / 2))
+    for axis, name in itertools.zip_longest(axes.flat, known):
+        if name is None:
+            axis.remove()
+        else:
+            panel(axis, planned, name, panels[name])
+
+    kinds, names = axes[0, 0].get_legend_handles_labels()
+    where = {"loc": "outside upper center", "ncols": min(3, len(names)), "frameon": False}
+    figure.legend(kinds, names, title=title, title_fontsize="large", **where)
+    footer = ["bands: from the errors of published runs", *answer.certainty_lines(planned)]
+    lines = [line for text in footer for line in textwrap.wrap(text, LINE)]
+    figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize="small")
     save(figure, path)
+
+
+def panel(axes, rows: list[Row], name: str, words: str) -> None:
+    """One figure of the rows over the number of devices: a line and a band for each label."""
+    counts = sorted({row.devices for row in rows})
+    labels = list(dict.fromkeys(row.label for row in rows))
+    for i, (label, style) in enumerate(zip(labels, itertools.cycle(STYLES))):
+        own = [row for row in rows if row.label == label and getattr(row, name)]
+        # Side by side, so that the bars of two kinds do not cover each other.
+        shift = 2 ** (0.05 * (i - (len(labels) - 1) / 2))
+        x = [row.devices * shift for row in own]
+        y = [getattr(row, name) for row in own]
+        color = f"C{i}"
+        axes.plot(x, y, style, color=color, label=label)
+        ends = [row.band[name] for row in own if name in row.band]
+        if ends:
+            low, high = zip(*ends, strict=True)
+            axes.vlines(x, low, high, color=color)
+            axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+
+    finish_axes(axes, counts, xlabel="torch devices", ylabel=words)
+    if name == "days":  # twice the devices, about half the time
+        axes.set_yscale("log", base=2)
+    else:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    axes.yaxis.set_major_formatter(lambda value, _: answer.number(value))
 
 
 # --------------------------------------------------------------------------------------------------
-# Time, cost and energy
-
-LINE = 175  # characters in a line of small text, as wide as the picture
-# Of one kind of device each: line, marker, colour. Dark to light, so that they differ in grey.
-STYLES = [
-    ("-", "o", "C0"),
-    ("--", "s", "C1"),
-    (":", "^", "C2"),
-    ("-.", "D", "C4"),
-    ("-", "v", "C5"),
-    ("--", "P", "C3"),
-]
-
-
-def time_and_cost(offers: list[Offer], path: str) -> None:
-    """Days, cost, tokens per cost and energy of a run over the number of devices.
-
-    Each kind of device has a line and its error band. offers: as of answer.comparison_text.
-    Without a price, the tokens/s take the place of the cost. Energy is left empty if it is unknown.
-    """
-    planned = [offer for offer in offers if offer.plan]
-    plan, values = planned[0].plan, planned[0].figures
-    footer = bands_lines(planned)
-    figure, axes = canvas(rows=2, footer_lines=len(footer))
-
-    in_hours = all(offer.figures["days"] < 2 for offer in planned)
-    unit, factor = ("hours", 24) if in_hours else ("days", 1)
-    has_price = all(offer.args.price for offer in planned)
-    energies = [offer.figures["mwh"] or 0 for offer in planned]
-    of_energy, per_mwh = ("MWh", 1) if max(energies) > 2 else ("kWh", 1e3)
-    panels = [
-        ("days", factor, f"{unit} of training"),
-        ("cost", 1, "cost, in the currency of --price"),
-        ("tokens_per_cost", 1e-6, "million tokens for a cost of 1"),
-        ("kwh_per_billion_tokens", 1, "kWh for a billion tokens"),
-    ]
-    if not has_price:
-        panels[1:3] = [
-            ("tokens_per_second", 1, "tokens/s"),
-            ("mwh", per_mwh, f"{of_energy} of the run"),
-        ]
-    for axis, panel in zip(axes.flat, panels, strict=True):
-        panel_of_kinds(axis, planned, *panel)
-    kinds, names = axes[0, 0].get_legend_handles_labels()
-    size = f"{flops.n_params(plan.m) / 1e9:.3g}B parameters"
-    title = f"{size} on {answer.tokens_text(values['tokens'])}, predicted"
-    title += "; prices are of a torch device for an hour" if has_price else ""
-    width = 1.3 * max(map(len, names)) + 10  # of a name and its line, in characters of small text
-    columns = max(1, int(LINE / width))
-    where = {"loc": "outside upper center", "ncols": min(columns, len(names)), "frameon": False}
-    figure.legend(kinds, names, title=title, title_fontsize="large", **where)
-    figure.supxlabel("\n".join(footer), x=0.01, ha="left", fontsize="small")
-    save(figure, path)
-
-
-def panel_of_kinds(axes, offers: list[Offer], name: str, factor: float, label: str) -> None:
-    """One figure of all offers over the number of devices: a line and a band for each kind."""
-    counts = sorted({offer.devices for offer in offers})
-    labels = list(dict.fromkeys(offer.label for offer in offers))
-    for i, kind in enumerate(labels):
-        own = [offer for offer in offers if offer.label == kind and offer.figures[name]]
-        if not own:
-            continue
-        # Side by side, so that the bars of two kinds do not cover each other.
-        shift = 2 ** (0.05 * (i - (len(labels) - 1) / 2))
-        x = [offer.devices * shift for offer in own]
-        y = [offer.figures[name] * factor for offer in own]
-        ends = [[end * factor for end in offer.figures["band"][name]] for offer in own]
-        line, marker, color = STYLES[i % len(STYLES)]
-        draw_band(axes, x, y, ends, fmt=marker + line, color=color, label=kind)
-
-    finish_axes(axes, counts, xlabel="torch devices", ylabel=label)
-    axes.set_xlim(counts[0] / 1.2, counts[-1] * 1.2)
-    if name == "days":  # twice the devices, about half the time
-        axes.set_yscale("log", base=2)
-        axes.minorticks_off()
-    else:
-        axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: answer.rounded(value))
-
-
-def draw_band(axes, x: list, y: list, ends: list, **style) -> None:
-    """A line with markers; around it the band between the pairs of `ends`, and its bars."""
-    low, high = zip(*ends, strict=True)
-    below = [middle - end for middle, end in zip(y, low, strict=True)]
-    above = [end - middle for middle, end in zip(y, high, strict=True)]
-    axes.errorbar(x, y, yerr=[below, above], capsize=4, **style)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-
-
-def bands_lines(offers: list[Offer]) -> list[str]:
-    """What the bands mean, as the lines below a picture."""
-    lines = ["bands: from the errors of published runs"]
-    for sentence in answer.certainty_lines(offers):
-        lines += textwrap.wrap(sentence, LINE, subsequent_indent="    ")
-    return lines
+# The published runs
 
 
 def mi250_fleet(cards: int) -> Fleet:
@@ -225,7 +168,7 @@ def mi250(cards: int, c: Constants | None = None, cfg: TrainConfig = POSTS) -> f
 def published_pace(cfg: TrainConfig = POSTS) -> float:
     """Measured / predicted compute of the published run on 4 cards, as `--calibrate` finds it."""
     pace = 1.0
-    for _ in range(20):  # a fixed point, as in calibrate.Fit.log_pace
+    for _ in range(20):  # a fixed point, as in calibrate.with_pace
         pace *= mi250(4, Constants(pace=pace), cfg) / PUBLISHED_MI250[4]
     return pace
 
@@ -235,7 +178,7 @@ def published(path: str) -> None:
 
     One prediction is calibrated on the first published point.
     """
-    figure, (left, right) = canvas("MPT-7B on MI250: predicted, and as published")
+    figure, ((left, right),) = canvas("MPT-7B on MI250: predicted, and as published")
     counts = [4, 8, 16, 32, 64, 128]
     c = Constants(pace=published_pace())
     calibrated = [mi250(n, c) for n in counts]
@@ -266,7 +209,7 @@ def bytes_by_sharding(m: MPTConfig, cfg: TrainConfig, fleet: Fleet, path: str) -
     require(fleet.dp > 1, "with one data-parallel rank there is nothing to shard")
     size = f"{flops.n_params(m) / 1e9:.3g}B parameters"
     figure, axes = canvas(f"{size} on {fleet.devices} x {fleet.device.name}")
-    for axis, mode in zip(axes, ("none", "full"), strict=True):
+    for axis, mode in zip(axes.flat, ("none", "full"), strict=True):
         memory_bars(axis, m, replace(cfg, activation_checkpointing=mode), fleet)
     save(figure, path)
 

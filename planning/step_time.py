@@ -5,9 +5,7 @@
            + what happens once a step
 
 n microbatches pass through p pipeline stages. If those are equally fast, the bubble is a share of
-(p - 1) / (n + p - 1) of that time. (With v = `interleave` pieces of the model on each stage it is
-1 / v of it: arXiv 2104.04473, section 2.2. The trainer has no interleaved stages; planning only.)
-One microbatch on one stage takes
+(p - 1) / (n + p - 1) of that time. One microbatch on one stage takes
 
     compute   matmuls     FLOPs / (reachable peak x area / (area + tile)),
                           area = rows x columns of the product on this device
@@ -19,8 +17,8 @@ One microbatch on one stage takes
     together  (compute^q + traffic^q)^(1/q): q = 1 overlaps nothing, a large q everything
 
 A group of ranks that spans nodes gets its share of a node's network, if that is slower than the
-links inside. `Constants` holds the fitted and the fixed constants. bench/planner.py fits them;
-bench/results/planner.md has the errors.
+links inside. `Constants` holds the fitted and the fixed constants; tests/planning/test_published.py
+compares them with published runs, and bench/results/planner.md has the errors.
 
 Run `python -m planning.step_time configs/mpt7b.py --device=mi250 --devices=8`.
 """
@@ -32,7 +30,8 @@ from dataclasses import dataclass, replace
 
 import config
 import flops
-from config import MPTConfig, TrainConfig, UserError, blocks_of, require, stage_sizes
+import program
+from config import MPTConfig, TrainConfig, blocks_of, require, stage_sizes
 from devices import Device
 from planning import matmuls, memory
 from planning.fleet import Fleet, FleetArgs, fleet_of
@@ -60,10 +59,10 @@ class Constants:
     hop: float = 5.8e-6  # seconds for each hop of a ring
 
     attention: float = 0.25  # the same on other devices: a guess between those two
-    # Memory traffic of compiled blocks / eager ones. Counted for MPT's, not measured: see
-    # bench/roofline.py. A Llama of 8B became 16 % faster (torchtitan, 8 H100, 2024), here 2 %: its
-    # norms and SwiGLU are more kernels.
-    compiled: float = 0.93
+    # Memory traffic of compiled blocks / eager ones. Set so that compiling makes torchtitan's Llama
+    # of 8B 16 % faster, as published (8 and 128 H100, 2024). MPT's blocks have fewer small
+    # operations to fuse, so it may gain less.
+    compiled: float = 0.35
     reachable: float = 0.7  # share of the peak that large matmuls reach, if devices.py has none
     link: float = 0.7  # share of a link's or network's bandwidth that collectives reach
     copy_bytes: float = 30  # per gathered parameter and microbatch: FSDP's copies, gradients
@@ -83,52 +82,13 @@ class Trainer:
     # The same where tensor ranks share the vocabulary. tensor_parallel.py has no kernel: it reads a
     # bf16 logit and writes its gradient, and reads or writes fp32 ones 10 times in between.
     cut_logit_bytes: int = 44
-    block_traffic: float = 1.0  # memory traffic of norms, GELU and residuals / that of the fit
     repeats_all: bool = False  # full checkpointing repeats a block's last matmul, too
-    # Attention: 0 or the share of the peak that its flash kernel reaches, if not as in the fit.
-    flash: float = 0.0
-    # Bytes of memory traffic for each score, without a flash kernel: of both passes, and once more
-    # of a forward that is repeated. 0: flash attention, which keeps none.
-    score_bytes: int = 0
-    score_bytes_again: int = 0
-    repeats_scores: bool = False  # selective checkpointing repeats attention, not norms and GELU
-    scatters: bool = False  # tensor ranks send the next stage 1 / tp of the tokens, and gather them
-    # What the program does while it computes, instead of before or after.
-    hides_tensor: bool = False  # the traffic of tensor ranks
-    hides_stages: bool = False  # that between stages
-    hides_sums: bool = True  # that of gradients and new weights, once a step
 
 
 OURS = Trainer()
 # LLM Foundry: amp_bf16, FSDP's PURE; logits in bf16 and fp32, in both passes.
 FOUNDRY = Trainer(
     reduce_bytes=2, residual_bytes=4, logit_bytes=24, cut_logit_bytes=24, repeats_all=True
-)
-# Megatron-LM of 2021 and 2022 (arXiv 2104.04473, 2205.05198): fused GELU and residuals, counted as
-# about 160 bytes beside the fit's 350 in bf16; fp16 scores in memory, read and written by matmuls,
-# a fused softmax and dropout; fp32 sums of gradients after the backward. Nothing overlaps.
-MEGATRON = Trainer(
-    logit_bytes=24,
-    cut_logit_bytes=24,
-    block_traffic=0.45,
-    repeats_all=True,
-    score_bytes=32,
-    score_bytes_again=13,
-    repeats_scores=True,
-    scatters=True,
-    hides_sums=False,
-)
-# NeMo of 2024 on Megatron-Core: cuDNN's attention, bf16 sums, and all traffic beside computation.
-# 0.4 is what FlashAttention-3's paper (2407.08608) measures of cuDNN on H100 at these lengths.
-NEMO = replace(
-    MEGATRON,
-    reduce_bytes=2,
-    flash=0.4,
-    score_bytes=0,
-    score_bytes_again=0,
-    hides_tensor=True,
-    hides_stages=True,
-    hides_sums=True,
 )
 
 
@@ -171,9 +131,6 @@ class StepTime:
         checkpointing = cfg.activation_checkpointing
         self.matmuls_again = share if checkpointing == "full" else 0.0
         self.norms_again = share if checkpointing != "none" else 0.0
-        self.scores_again = self.matmuls_again
-        if checkpointing == "selective" and trainer.repeats_scores:
-            self.norms_again, self.scores_again = 0.0, share
         self.set_stage(fleet.pp - 1 if stage is None else stage)
 
     def set_stage(self, stage: int) -> None:
@@ -221,20 +178,8 @@ class StepTime:
     # Compute of one microbatch on one stage
 
     def matmuls(self) -> float:
-        """Linear layers and logits: three forwards each, and what is recomputed.
-
-        In fp8 the linear layers alone. Their casts to it cost nothing here: 1,200 TFLOP/s make a
-        Llama of 8B 19 % faster and 1,580 30 %; torchtitan (8 H100, 2024) measured 28 %.
-        """
-        seconds = self.matmul_flops() / self.matmul_rate() * self.c.pace
-        fp8_tflops = self.fleet.device.matmul_fp8_tflops
-        if not fp8_tflops:
-            return seconds
-        passes = 2 if self.cfg.lora_rank else 3
-        logits = 2 * passes * self.tokens * memory.widths(self.m, self.fleet.tp).vocab
-        logits *= self.m.d_model * self.is_last
-        in_bf16 = logits / self.matmul_flops()  # their share
-        return seconds * (in_bf16 + (1 - in_bf16) * self.matmul_peak() / (fp8_tflops * 1e12))
+        """Linear layers and logits: three forwards each, and what is recomputed."""
+        return self.matmul_flops() / self.matmul_rate() * self.c.pace
 
     def matmul_flops(self) -> float:
         """The FLOPs of one rank's matmuls with weights."""
@@ -291,24 +236,16 @@ class StepTime:
         return device.bf16_tflops * 1e12 * (device.reachable or self.c.reachable)
 
     def attention(self) -> float:
-        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward.
-
-        Without one: the whole square of scores, twice as much, and 2 times that backward.
-        """
+        """A causal flash kernel: 2 S d FLOPs a token forward, and 2.5 times that backward."""
         m = self.m
-        square = 2 if self.trainer.score_bytes else 1
-        backward = 2 if self.trainer.score_bytes else 2.5
-        forwards = self.layers + (backward + self.scores_again) * self.backward_layers
-        forward = 2 * square * m.max_seq_len * m.d_model
-        work = forward * forwards * self.tokens / self.fleet.tp
+        forwards = self.layers + (2.5 + self.matmuls_again) * self.backward_layers
+        work = 2 * m.max_seq_len * m.d_model * forwards * self.tokens / self.fleet.tp
         return work / self.attention_rate() * self.c.pace
 
     def attention_rate(self) -> float:
-        """The FLOP/s that attention reaches on one device. Without flash kernels, as matmuls."""
-        if self.trainer.score_bytes:
-            return self.matmul_peak()
+        """The FLOP/s that attention reaches on one device."""
         device = self.fleet.device
-        share = device.attention or self.trainer.flash or attention_share(device, self.c)
+        share = device.attention or attention_share(device, self.c)
         return device.bf16_tflops * 1e12 * share
 
     def memory(self) -> float:
@@ -319,15 +256,12 @@ class StepTime:
         """
         m, c, tp = self.m, self.c, self.fleet.tp
         traffic = self.traffic_of_block * (1 + self.norms_again / 3)
-        traffic *= self.trainer.block_traffic
         share = 1 / tp if self.cfg.sequence_parallel else 1 / 3 + 2 / 3 / tp
         layers = self.backward_layers + (self.layers - self.backward_layers) / 3  # forward alone
         blocks = layers * m.d_model * traffic * share
         # fsdp_train.py compiles nothing with tp or pp.
         if self.cfg.compile is True and tp * self.fleet.pp == 1:
             blocks *= c.compiled
-        score_bytes = self.trainer.score_bytes + self.scores_again * self.trainer.score_bytes_again
-        blocks += layers * m.n_heads / tp * m.max_seq_len * score_bytes
         logit_bytes = self.trainer.cut_logit_bytes if tp > 1 else self.trainer.logit_bytes
         logits = memory.widths(m, tp).vocab * logit_bytes if self.is_last else 0
 
@@ -412,12 +346,10 @@ class StepTime:
         """Bytes that a rank sends other stages: hidden states to the next, gradients back, in bf16.
 
         It receives as many. Every tensor rank sends those of all tokens, or with sequence
-        parallelism of its own. Interleaved, all pieces but the ends of the model send both.
+        parallelism of its own.
         """
-        is_cut = self.cfg.sequence_parallel or self.trainer.scatters
-        tokens = self.tokens / (self.fleet.tp if is_cut else 1)
-        pieces = self.fleet.interleave
-        messages = 2 * pieces - self.is_first - self.is_last
+        tokens = self.tokens / (self.fleet.tp if self.cfg.sequence_parallel else 1)
+        messages = 2 - self.is_first - self.is_last
         return messages * 2 * tokens * self.m.d_model
 
     # Traffic
@@ -464,10 +396,8 @@ class StepTime:
 
     def exposed_sums(self, compute: float) -> float:
         """Seconds that `once` adds to the last microbatch, whose computation takes `compute`."""
-        if not self.trainer.hides_sums:
-            return self.once()
-        hidden = self.hidden()
-        return self.exposed(compute, hidden + self.once()) - self.exposed(compute, hidden)
+        traffic = self.traffic()
+        return self.exposed(compute, traffic + self.once()) - self.exposed(compute, traffic)
 
     # The step
 
@@ -477,17 +407,11 @@ class StepTime:
             "matmuls": self.matmuls(),
             "attention": self.attention(),
             "memory-bound": self.memory(),
-            "tensor parallel": 0.0 if self.trainer.hides_tensor else self.tensor(),
-            "between stages": 0.0 if self.trainer.hides_stages else self.stages(),
+            "tensor parallel": self.tensor(),
+            "between stages": self.stages(),
         }
-        parts["exposed traffic"] = self.exposed(sum(parts.values()), self.hidden())
+        parts["exposed traffic"] = self.exposed(sum(parts.values()), self.traffic())
         return parts
-
-    def hidden(self) -> float:
-        """Seconds of what each microbatch sends while it computes."""
-        seconds = self.traffic()
-        seconds += self.tensor() if self.trainer.hides_tensor else 0.0
-        return seconds + (self.stages() if self.trainer.hides_stages else 0.0)
 
     def kinds_of_stages(self) -> list[tuple["StepTime", int]]:
         """[(a stage, how many are like it), ...]."""
@@ -517,7 +441,7 @@ class StepTime:
         parts["exposed traffic"] += slowest.exposed_sums(compute)
 
         on_all = sum(sum(seconds.values()) * n for seconds, _, n in kinds)
-        parts["bubble"] = (on_all - sum(microbatch.values())) / self.fleet.interleave
+        parts["bubble"] = on_all - sum(microbatch.values())
         update_bytes = self.c.update_bytes * slowest.n_trained / self.shard_ranks
         parts["optimizer"] = update_bytes / (self.fleet.device.bandwidth_gbs * 1e9)
         return {**parts, "step": sum(parts.values())}
@@ -535,25 +459,16 @@ def rows_per_rank(m: MPTConfig, cfg: TrainConfig, fleet: Fleet) -> int:
 
     Raises UserError if the fleet cannot split the model or the batch.
     """
-    fix = "set --microbatch_size=NUMBER"
-    require(cfg.microbatch_size != "auto", f"microbatch_size=auto is found by trying: {fix}")
+    found_later = "microbatch_size=auto is measured during a run"
+    require(cfg.microbatch_size != "auto", f"{found_later}: set --microbatch_size=NUMBER")
 
     batch = cfg.global_batch_size
-    rows, rest = divmod(batch, fleet.dp)
-    dp_ranks = f"{fleet.dp} data-parallel ranks"
-    problem = f"global_batch_size {batch} is not a multiple of the {dp_ranks}"
-    require(rest == 0, f"{problem}: {memory.nearest_batches(batch, {fleet.dp})}")
-
+    fix = memory.nearest_batches(batch, {fleet.dp})
+    problem = f"global_batch_size {batch} is not a multiple of the {fleet.dp} data-parallel ranks"
+    require(batch % fleet.dp == 0, f"{problem}: {fix}")
     m.check_stages(fleet.pp)
-    pieces = fleet.pp * fleet.interleave
-    if pieces > m.n_layers:
-        problem = f"pp x interleave = {pieces} pieces are more than n_layers {m.n_layers}"
-        fix = f"--interleave={m.n_layers // fleet.pp}"
-        if fleet.interleave <= m.n_layers:
-            fix += f" or --pp={m.n_layers // fleet.interleave}"
-        raise UserError(f"{problem}: set {fix}")
     m.check_tensor_ranks(fleet.tp, cfg.sequence_parallel)
-    return rows
+    return batch // fleet.dp
 
 
 def tokens_per_second(
@@ -568,23 +483,18 @@ def tokens_per_second(
 # The program
 
 
-@dataclass
-class SplitArgs:
-    """How the model is split over devices, beside tp and pp."""
-
-    interleave: int = 1  # pieces of the model on each stage; the trainer has one
-
-
 def main(argv: list[str]) -> None:
     """Print the seconds of a step by part for the config files and flags in argv."""
-    classes = (MPTConfig, TrainConfig, FleetArgs, SplitArgs)
-    m, cfg, args, split = config.load(memory.with_base(argv), *classes)
-    fleet = fleet_of(args, cfg.tp, cfg.pp, split.interleave)
+    m, cfg, args = config.load(memory.with_base(argv), MPTConfig, TrainConfig, FleetArgs)
+    fleet = fleet_of(args, cfg.tp, cfg.pp)
     parts = StepTime(m, cfg, fleet).parts()
     on = f"{args.devices} x {fleet.device.name}"
     print(f"{flops.n_params(m):,} parameters, {on}, {cfg.sharding}")
-    for name, seconds in parts.items():
-        print(f"  {name:<18}{1e3 * seconds:>12,.1f} ms {seconds / parts['step']:>8.1%}")
+    rows = [
+        (name, f"{1e3 * seconds:,.1f}", f"{seconds / parts['step']:.1%}")
+        for name, seconds in parts.items()
+    ]
+    print(program.table(["", "ms", "share"], rows))
     print(f"{cfg.global_batch_size * m.max_seq_len / parts['step']:,.0f} tokens/s")
 
 

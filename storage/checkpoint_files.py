@@ -7,9 +7,9 @@
     __0_0.distcp ...   the pieces, each written by torch.save
 
 Checksums find damage, not malice: an attacker changes a file and its checksum. And a pickle can run
-any code when `pickle.load` reads it. So `.metadata` is read as data: our `Unpickler` imports and
-calls nothing. DCP gets the result only if it makes sense: plain file names, pieces that lie
-within their files and cover their tensors. The pieces are read with weights_only=True.
+any code when `pickle.load` reads it. So our `Unpickler` knows the dozen names that DCP uses, and no
+others. DCP gets the result only if it makes sense: plain file names, pieces that lie within their
+files and cover their tensors. The pieces are read with weights_only=True.
 
 Run `python -m storage.checkpoint_files runs/demo/checkpoints/step-200` to check a checkpoint and
 list its tensors.
@@ -23,19 +23,17 @@ import platform
 import re
 import stat
 import zlib
-from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -178,30 +176,11 @@ def read_meta(path: Path) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# .metadata as plain data
-
-
-@dataclass(eq=False, repr=False)
-class Record:
-    """Stands for a class in a pickle, or for an object of that class. Nothing is imported."""
-
-    name: str
-    args: object = ()  # what the class would be called with
-    state: object = None  # the object's fields
-
-
-class Table(dict):
-    """A dict with text or records as keys only: hashing deeply nested tuples could take forever."""
-
-    def __setitem__(self, key, value):
-        require(isinstance(key, str | Record), "it has a key that is not text")
-        super().__setitem__(key, value)
-
+# .metadata
 
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 bool".split()
-MEMORY_FORMATS = ["TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT"]
 
-# Module -> the names that DCP's pickles use from it.
+# Module -> the names that DCP's pickles use from it. None of them runs code that a file brings.
 KNOWN_NAMES = {
     "torch": ["Size", *DTYPES],
     "torch.serialization": ["_get_layout"],
@@ -210,91 +189,48 @@ KNOWN_NAMES = {
         Metadata MetadataIndex StorageMeta TensorProperties _MEM_FORMAT_ENCODING
         TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata
         """.split(),
-    "pathlib": ["PosixPath"],
-    "pathlib._local": ["PosixPath"],  # Python 3.13
-    "builtins": ["getattr"],  # Python 3.11.0 to 3.11.3: an enum's member as getattr(class, name)
 }
 
-# Opcodes that only make plain data. Python's own unpickler handles them.
-PLAIN_OPCODES = """
-    PROTO STOP MARK MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE
-    BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE BINUNICODE
-    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS STACK_GLOBAL
-    """.split()
+
+class Table(dict):
+    """A dict with plain keys only: to hash tuples within tuples could take forever."""
+
+    def __setitem__(self, key, value):
+        place = key if isinstance(key, MetadataIndex) else MetadataIndex(key)
+        is_plain = isinstance(place.fqn, str) and isinstance(place.offset, torch.Size | None)
+        require(is_plain, "it has a key that is not text")
+        super().__setitem__(key, value)
 
 
 class Unpickler(pickle._Unpickler):
-    """Reads a pickle as data: classes and objects become records. Other opcodes are refused.
+    """Reads a pickle in which only DCP's own classes can be named.
 
     It extends the unpickler written in Python: the one in C can be made to allocate 64 GB by a
     file of ten bytes.
     """
 
-    def __init__(self, content: bytes):
-        super().__init__(io.BytesIO())
-        self.content = content
-
-    def load(self):
-        """Run the opcodes. Raises any exception if the pickle is malformed."""
-        file = io.BytesIO(self.content)
-        self.read = file.read
-        self.readline = file.readline
-        self.memo = {}
-        self.metastack = []
-        self.stack = []
-        self.append = self.stack.append
-        try:
-            while True:
-                opcode = self.read(1)[0]
-                self.dispatch[opcode](self)
-        except pickle._Stop as stop:
-            return stop.value
-
-    def load_frame(self):
-        """Skip the size of a frame, a hint on how much to read ahead: all is in memory already."""
-        self.read(8)
-
     def find_class(self, module, name):
-        """A record in place of the class; UserError unless DCP uses it."""
+        """The class or function of this name; UserError unless DCP uses it."""
+        if module.startswith("pathlib") and name == "PosixPath":  # pathlib._local in Python 3.13
+            return PurePosixPath
+        if (module, name) == ("builtins", "getattr"):
+            return memory_format
         known = name in KNOWN_NAMES.get(module, ())
         require(known, f"it refers to {files.shown(f'{module}.{name}')}")
-        return Record(name)
+        return super().find_class(module, name)
 
     def load_table(self):
         """An empty dict."""
         self.append(Table())
 
-    def load_object(self):
-        """A record with arguments, where a class or function would be called."""
-        args = self.stack.pop()
-        name = self.stack[-1].name
-        if name == "getattr":
-            cls, member = args
-            is_class = type(cls) is Record and (cls.name, cls.args) == ("_MEM_FORMAT_ENCODING", ())
-            require(is_class and member in MEMORY_FORMATS, "it gets an attribute of an object")
-            name, args = cls.name, (member,)
-        self.stack[-1] = Record(name, args)
-
-    def load_state(self):
-        """Keep an object's fields in its record."""
-        state = self.stack.pop()
-        require(type(self.stack[-1]) is Record, "it sets fields of something that is not an object")
-        self.stack[-1].state = state
-
-    dispatch = {
-        getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]]
-        for name in PLAIN_OPCODES
-    } | {
-        pickle.EMPTY_DICT[0]: load_table,
-        pickle.BUILD[0]: load_state,
-        pickle.FRAME[0]: load_frame,
-        pickle.NEWOBJ[0]: load_object,
-        pickle.REDUCE[0]: load_object,
-    }
+    dispatch = pickle._Unpickler.dispatch | {pickle.EMPTY_DICT[0]: load_table}
 
 
-# --------------------------------------------------------------------------------------------------
-# .metadata as DCP's objects
+def memory_format(cls, name):
+    """A member of an enum, as Python 3.11.0 to 3.11.3 pickle it: getattr(class, name)."""
+    known = cls is _MEM_FORMAT_ENCODING and name in cls.__members__
+    require(known, "it gets an attribute of an object")
+    return cls[name]
 
 
 def read_metadata(path: Path) -> Metadata:
@@ -304,80 +240,35 @@ def read_metadata(path: Path) -> Metadata:
     """
     content = files.read_bytes(path / ".metadata", MAX_METADATA)
     try:
-        metadata = as_metadata(Unpickler(content).load())
-        check_locations(path, metadata)
-        for name, entry in metadata.state_dict_metadata.items():
-            check_entry(name, entry, metadata.storage_data)
+        found = Unpickler(io.BytesIO(content)).load()
+        entries, locations = found.state_dict_metadata, found.storage_data
+        check_locations(path, locations)
+        for name, entry in entries.items():
+            check_entry(name, entry, locations)
     except OSError:
         raise
     except Exception as error:  # arbitrary bytes raise arbitrary exceptions
         known = isinstance(error, UserError)
         reason = config.one_line(error) if known else type(error).__name__
         raise UserError(f"{path}/.metadata cannot be trusted ({reason})") from error
-    return metadata
+    return Metadata(entries, storage_data=locations)
 
 
-def as_metadata(record: Record) -> Metadata:
-    """DCP's Metadata from records. Raises any exception if they are not what DCP writes."""
-    entries = record.state["state_dict_metadata"].items()
-    locations = record.state["storage_data"].items()
-    return Metadata(
-        {name: as_entry(entry) for name, entry in entries},
-        storage_data={as_index(index): as_location(location) for index, location in locations},
-    )
+def check_sizes(*sizes) -> None:
+    """UserError unless all are whole numbers from 0 to 2^63 - 1."""
+    for size in sizes:
+        if type(size) is not int or not 0 <= size < 2**63:
+            raise UserError(f"it has a size of {files.shown(size)}")
 
 
-def as_entry(record: Record) -> TensorStorageMetadata | BytesStorageMetadata:
-    """A tensor's size, dtype and pieces, or the mark of something that is not a tensor."""
-    if record.name == "BytesStorageMetadata":
-        return BytesStorageMetadata()
-    state = record.state
-    dtype = state["properties"].state[0].name
-    require(dtype in DTYPES, "it names an unknown dtype")
-    properties = TensorProperties(getattr(torch, dtype))
-    chunks = [as_chunk(chunk.state) for chunk in state["chunks"]]
-    return TensorStorageMetadata(properties, as_size(state["size"]), chunks)
-
-
-def as_chunk(state: dict) -> ChunkStorageMetadata:
-    """Offset and size of a piece within its tensor."""
-    return ChunkStorageMetadata(as_size(state["offsets"]), as_size(state["sizes"]))
-
-
-def as_index(record: Record) -> MetadataIndex:
-    """Which piece of which tensor."""
-    state = record.state
-    offset = state.get("offset")
-    require(isinstance(state["fqn"], str), "it has a name that is not text")
-    return MetadataIndex(state["fqn"], None if offset is None else as_size(offset))
-
-
-def as_location(record: Record) -> _StorageInfo:
-    """File, offset and bytes of a piece."""
-    state = record.state
-    require(not state.get("transform_descriptors"), "its pieces are stored in a transformed form")
-    offset = as_count(state["offset"])
-    length = as_count(state["length"])
-    return _StorageInfo(state["relative_path"], offset, length)
-
-
-def as_size(record: Record) -> torch.Size:
-    """The sizes along each dimension."""
-    (sizes,) = record.args
-    return torch.Size([as_count(size) for size in sizes])
-
-
-def as_count(number) -> int:
-    """A whole number from 0 to 2^63 - 1; UserError for anything else."""
-    if type(number) is not int or not 0 <= number < 2**63:
-        raise UserError(f"it has a size of {files.shown(number)}")
-    return number
-
-
-def check_locations(path: Path, metadata: Metadata) -> None:
+def check_locations(path: Path, locations: dict) -> None:
     """Raise UserError unless all pieces lie within regular files of the folder."""
     file_sizes = {}
-    for location in metadata.storage_data.values():
+    for index, location in locations.items():
+        is_piece = isinstance(index, MetadataIndex) and isinstance(location, _StorageInfo)
+        require(is_piece, "it has a piece of an unknown kind")
+        require(not location.transform_descriptors, "its pieces are stored in a transformed form")
+        check_sizes(location.offset, location.length)
         name = location.relative_path
         if name not in file_sizes:
             status = files.member(path, name, ".metadata").lstat()
@@ -389,15 +280,20 @@ def check_locations(path: Path, metadata: Metadata) -> None:
 
 def check_entry(name: str, entry, locations: dict) -> None:
     """Raise UserError unless the pieces of a tensor exist and cover it, each element once."""
+    require(isinstance(name, str), "it has a name that is not text")
     is_weight = name.startswith("model.")
     shown = files.shown(name)
     if isinstance(entry, BytesStorageMetadata):  # a setting or a count of the optimizer
         require(not is_weight, f"{shown} is not a tensor")
         return
+    require(isinstance(entry, TensorStorageMetadata), f"{shown} is not a tensor")
     dtype = entry.properties.dtype
+    require(isinstance(dtype, torch.dtype), f"{shown} has an unknown dtype")
     require(dtype.is_floating_point or not is_weight, f"{shown} is {dtype}")
+    check_sizes(*entry.size)
 
     for chunk in entry.chunks:
+        check_sizes(*chunk.offsets, *chunk.sizes)
         same_dimensions = len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
         require(same_dimensions, f"the pieces of {shown} do not cover it")
         location = locations.get(MetadataIndex(name, chunk.offsets))

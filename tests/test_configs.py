@@ -11,7 +11,7 @@ import config
 import devices
 import flops
 from config import MPTConfig, TrainConfig
-from planning import matmuls, memory, search, step_time
+from planning import memory, search, step_time
 from planning.fleet import Fleet
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -187,7 +187,7 @@ def test_the_adapters_of_the_released_7b():
     model, train = config.load([str(FOLDER / "lora_mpt7b.py")], MPTConfig, TrainConfig)
     whole, _ = config.load([str(FOLDER / "finetune_mpt7b.py")], MPTConfig, TrainConfig)
     assert model == whole and train.init_from == "mpt-7b"
-    n_adapters = matmuls.n_lora(model, matmuls.setup_of(train))
+    n_adapters = flops.n_lora(model, flops.setup_of(train))
     assert f"{n_adapters:,} parameters" in (FOLDER / "lora_mpt7b.py").read_text()
     assert n_adapters == 32 * train.lora_rank * (2 + 4 + 5 + 5) * 4096  # in + out of four layers
 

@@ -1,10 +1,11 @@
-"""flops.py against published figures: MPT's sizes, LLM Foundry's throughput, the MI250 posts."""
+"""flops.py against published figures: MPT's sizes and throughput, PaLM, GPT-3, Megatron-LM."""
 
 import csv
 import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,8 @@ import config
 import devices
 import flops
 from config import MPTConfig, UserError
+from flops import TrainingSetup
 from model import MPT
-from planning import conventions
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"
@@ -202,182 +203,253 @@ def test_hfu_of_no_selective_and_full_checkpointing():
     assert flops.hfu(*run, "full", 5) == pytest.approx(mfu * (1 + share / 3))
 
 
-def test_causal_counts_half_of_the_scores():
-    cfg = mpt("7b")
-    n = SIZES["7b"][3]
-    LdS = 32 * 4096 * 2048
-    assert flops.train_flops_per_token(cfg) == 6 * n + 12 * LdS
-    assert flops.train_flops_per_token(cfg, "causal") == 6 * n + 6 * LdS
-    with_recomputed = flops.hardware_flops_per_token(cfg, "full", convention="causal")
-    assert with_recomputed == 8 * n + 8 * LdS
-
-
 def test_an_unknown_peak_gives_no_utilization():
     assert flops.mfu(mpt("1b"), 1000, 1, None) is None
     assert flops.hfu(mpt("1b"), 1000, 1, None, "full") is None
 
 
-both_programs = pytest.mark.parametrize(
-    "main", [flops.main, conventions.main], ids=["flops", "conventions"]
-)
+# --------------------------------------------------------------------------------------------------
+# Conventions
 
 
-def shown(capsys, *argv, main=flops.main) -> str:
+def test_conventions_of_one_model():
+    cfg = mpt("7b")
+    n = SIZES["7b"][3]
+    LdS = 32 * 4096 * 2048
+    in_matmuls = n - (2048 * 4096 + 266_240 + 1_445_888)  # without positions, norms, biases
+    once = {
+        "foundry": 6 * n + 12 * LdS,
+        "palm": 6 * n + 12 * LdS,
+        "causal": 6 * n + 6 * LdS,
+        "lingua": 6 * n + 7 * LdS,
+        "flopcounter": 6 * n + 14 * LdS,
+        "6nd": 6 * n,
+        "megatron": 6 * in_matmuls + 12 * LdS,
+    }
+    for name, count in once.items():
+        assert flops.train_flops_per_token(cfg, name) == count, name
+    assert flops.CONVENTIONS.keys() - once.keys() == {"megatron_recompute"}
+    full = TrainingSetup(activation_checkpointing="full")
+    assert flops.flops_of(cfg, "causal", full) == (once["causal"], 8 * n + 8 * LdS)
+
+
+@pytest.mark.parametrize("size", ["125m", "7b", "70b"])
+def test_megatrons_formulas(size):
+    """arXiv 2205.05198, app. A; arXiv 2104.04473, eq. 3, with all blocks computed again."""
+    h, _, n, *_ = SIZES[size]
+    s = 2048
+    V = 50368
+    cfg = mpt(size)
+    once = 72 * n * h**2 * (1 + s / (6 * h) + V / (12 * n * h))
+    assert flops.train_flops_per_token(cfg, "megatron") == pytest.approx(once)
+    again = 96 * n * h**2 * (1 + s / (6 * h) + V / (16 * n * h))
+    assert flops.train_flops_per_token(cfg, "megatron_recompute") == pytest.approx(again)
+    full = TrainingSetup(activation_checkpointing="full")
+    assert flops.flops_of(cfg, "megatron", full)[1] == pytest.approx(again)
+
+
+def test_gpt3_3_14e23_flops():
+    """GPT-3: 300e9 tokens, 6 N D. Its appendix D says 3.14e23, for 174.6e9 parameters."""
+    gpt3 = MPTConfig(d_model=12288, n_heads=96, n_layers=96, max_seq_len=2048, vocab_size=50257)
+    assert f"{flops.n_params(gpt3) / 1e9:.1f}" == "174.6"
+    assert f"{flops.train_flops_per_token(gpt3, '6nd') * 300e9:.2e}" == "3.14e+23"
+
+
+def test_frozen_weights_and_adapters():
+    """Frozen weights have no gradient: 4 N. Attention costs as much as ever.
+
+    An adapter of rank r on a linear layer of i x o has r (i + o) parameters.
+    """
+    cfg = mpt("1b")
+    n = SIZES["1b"][3]
+    d = 2048
+    attention = 12 * 24 * d * 2048
+
+    def count(setup: TrainingSetup) -> tuple[float, float]:
+        return flops.flops_of(cfg, "foundry", setup)
+
+    assert count(TrainingSetup(frozen=True))[0] == 4 * n + attention
+    lora = TrainingSetup(
+        lora_rank=16, lora_targets="Wqkv,down_proj", activation_checkpointing="full"
+    )
+    n_lora = 24 * 16 * (d + 3 * d + 4 * d + d)
+    assert flops.n_lora(cfg, lora) == n_lora
+    once, with_recomputed = count(lora)
+    assert once == 4 * n + attention + 6 * n_lora
+    assert with_recomputed - once == 2 * n + attention / 3 + 2 * n_lora
+
+    top = replace(lora, lora_last_blocks=6)  # 18 of 24 blocks: forward only
+    weights = 4 * n - 2 * 18 * 12 * d**2
+    share_of_attention = 6 / 24 + 18 / 24 / 3
+    assert count(top)[0] == weights + attention * share_of_attention + 6 * n_lora / 4
+
+
+ONE_MORE = dict.fromkeys(["n_layers", "max_seq_len", "vocab_size", "expansion_ratio"], 1)
+
+
+@given(shapes(), st.sampled_from(["none", "full"]), st.sampled_from([0, 2]))
+@settings(max_examples=50, deadline=None)
+def test_every_size_makes_every_count_larger(cfg, mode, rank):
+    setup = TrainingSetup(activation_checkpointing=mode, lora_rank=rank)
+    by_heads = {"d_model": cfg.n_heads, "kv_n_heads": cfg.n_heads - cfg.kv_n_heads}
+    for name, added in (ONE_MORE | by_heads).items():
+        larger = replace(cfg, **{name: getattr(cfg, name) + added})
+        if added == 0:  # as many key heads as there are already
+            continue
+        no_table = name == "max_seq_len" and cfg.alibi  # no table of positions grows
+        for convention in flops.CONVENTIONS:
+            before = flops.flops_of(cfg, convention, setup)[1]
+            after = flops.flops_of(larger, convention, setup)[1]
+            assert after > before > 0 or (no_table and convention == "6nd"), (convention, name)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program
+
+
+def shown(capsys, flags: str) -> str:
     """What the program prints."""
-    main(list(argv))
+    flops.main(flags.replace("CONFIGS", str(CONFIGS)).split())
     return capsys.readouterr().out
 
 
-def test_the_table_shows_the_chosen_convention_first(capsys):
-    """Here that is always foundry, in which MPT's throughput was published."""
-    flags = (str(CONFIGS / "mpt7b.py"), "--device=mi250", "--tokens_per_second=1922", "--devices=1")
-    out = shown(capsys, *flags)
+def found(capsys, flags: str) -> dict:
+    """The figures that the program prints as JSON."""
+    return json.loads(shown(capsys, f"{flags} --json"))
+
+
+def test_the_mfu_by_every_convention(capsys):
+    out = shown(capsys, "CONFIGS/mpt7b.py --device=mi250 --tokens_per_second=1922")
     assert "6,658,859,008" in out and "181.05" in out and "matmuls reach 72%" in out
-    foundry, causal = out.split("convention")[1].splitlines()[1:3]
-    assert foundry.split()[:5] == ["foundry", "43.174", "82.98", "45.83%", "61.11%"]
-    assert foundry.endswith("LLM Foundry: 6 N + 12 L d S")
-    assert causal.split()[0] == "causal"
-    assert causal.endswith("6 N + 6 L d S")
-    assert "palm" not in out
-    assert max(map(len, out.splitlines())) <= 130
+    rows = {line.split()[0]: line.split()[1:5] for line in out.splitlines() if "%  " in line}
+    assert rows["foundry"] == ["43.174", "82.98", "45.83%", "61.11%"]
+    assert rows.keys() == flops.CONVENTIONS.keys()
 
 
 def test_json_has_the_same_figures(capsys):
-    flags = ("--peak_tflops=312", "--tokens_per_second=164104", "--devices=8", "--json")
-    figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
+    run = "CONFIGS/mpt1b.py --peak_tflops=312 --tokens_per_second=164104 --devices=8"
+    figures = found(capsys, run)
     assert figures["n_params"] == sum(figures["params"].values()) == 1_315_950_592
     assert figures["mfu"] == figures["hfu"] == pytest.approx(0.5986, abs=1e-4)
-    assert "LLM Foundry" in figures["convention"]
-    assert set(figures["conventions"]) == {"foundry", "causal"}
+    assert figures["peak_tflops"] == 312 and figures["mfu_of_reachable"] is None
+    causal = found(capsys, f"{run} --convention=causal")
+    assert causal["mfu"] == figures["conventions"]["causal"]["mfu"] < figures["mfu"]
 
 
 def test_the_share_of_what_matmuls_reach(capsys):
-    flags = ("--device=a100", "--tokens_per_second=20513", "--json")
-    figures = json.loads(shown(capsys, str(CONFIGS / "mpt1b.py"), *flags))
+    figures = found(capsys, "CONFIGS/mpt1b.py --device=a100 --tokens_per_second=20513")
     assert figures["reachable"] == 0.87
     assert figures["mfu_of_reachable"] == pytest.approx(figures["mfu"] / 0.87)
-    figures = json.loads(shown(capsys, *flags, "--peak_tflops=100"))  # the user's own peak
-    assert figures["peak_tflops"] == 100
-    assert figures["mfu_of_reachable"] is None
 
 
-def test_without_a_model(capsys):
-    """The run of test_conventions.test_the_lora_thread, if all its weights trained."""
-    flags = "--n_params=405e9 --tokens_per_second=34.1 --devices=8 --device=mi300x".split()
-    flags.append("--peak_tflops=1300")
-    out = shown(capsys, *flags)
-    assert "0.80%" in out and "6 N, no attention" in out
-    full = json.loads(shown(capsys, *flags, "--activation_checkpointing=full", "--json"))
-    assert full["hfu"] == pytest.approx(full["mfu"] * 8 / 6)
+THREAD = "--n_params=405e9 --tokens_per_second=34.1 --devices=8 --device=mi300x"
 
 
-PALM = """--n_params=540.35e9 --n_layers=118 --n_heads=48 --head_dim=256 --max_seq_len=2048
-    --device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3 --json""".split()
+@pytest.mark.parametrize("flags, mfu, hfu", [
+    ("", "0.80%", "0.80%"),
+    ("--frozen", "0.53%", "0.53%"),
+    ("--lora_rank=16", "0.53%", "0.53%"),
+    ("--frozen --activation_checkpointing=full", "0.53%", "0.80%"),
+])  # fmt: skip
+def test_the_lora_thread(capsys, flags, mfu, hfu):
+    """405e9 frozen parameters, 16 x 64 tokens in 30 s on 8 devices of 1.3e15 FLOP/s.
+
+    That was published as 0.80 %, which is 6 N; frozen weights cost 4 N: 0.53 %.
+    """
+    figures = found(capsys, f"{THREAD} --peak_tflops=1300 {flags}")
+    assert f"{figures['mfu']:.2%} {figures['hfu']:.2%}" == f"{mfu} {hfu}"
+    of_table = found(capsys, f"{THREAD} {flags}")  # 1,307.4
+    assert f"{of_table['mfu']:.1%}" == f"{figures['mfu']:.1%}"
 
 
-@both_programs
-def test_the_size_and_the_attention_of_a_model(main, capsys):
-    """PaLM 540B: 46.2 % with attention, 45.7 % without. Its heads are 12288 wide, d_model 18432."""
-    figures = json.loads(shown(capsys, *PALM, main=main))
-    assert f"{figures['mfu']:.1%}" == "46.2%"
-    assert f"{figures['conventions']['6nd']['mfu']:.1%}" == "45.7%"
-    wide = [text for text in PALM if "head" not in text] + ["--d_model=12288"]
-    assert json.loads(shown(capsys, *wide, main=main))["mfu"] == figures["mfu"]
+PALM = """--n_params=540.35e9 --n_layers=118 --max_seq_len=2048
+    --device=tpu-v4 --devices=6144 --tokens_per_second=238.3e3"""
 
 
-@both_programs
-def test_a_size_and_a_model_count_the_same(main, capsys):
-    cfg = mpt("7b")
-    n = flops.n_params(cfg)
-    shape = [f"--n_layers={cfg.n_layers}", f"--d_model={cfg.d_model}", "--max_seq_len=2048"]
-    again = ["--activation_checkpointing=full", "--device=mi250", "--tokens_per_second=1922"]
-    of_size = json.loads(shown(capsys, f"--n_params={n}", *shape, *again, "--json", main=main))
-    flags = [str(CONFIGS / "mpt7b.py"), *again, "--json"]
-    of_model = json.loads(shown(capsys, *flags, main=main))
-    for name in ("foundry", "causal"):
-        assert of_size["conventions"][name] == pytest.approx(of_model["conventions"][name])
+@pytest.mark.parametrize("heads", ["--n_heads=48 --head_dim=256", "--d_model=12288"])
+def test_the_size_and_the_attention_of_a_model(heads, capsys):
+    """PaLM, appendix B: 46.2 % with attention, 45.7 % without. Its d_model is 18432."""
+    conventions = found(capsys, f"{PALM} {heads}")["conventions"]
+    shares = [f"{conventions[name]['mfu']:.1%}" for name in ("palm", "6nd")]
+    assert shares == ["46.2%", "45.7%"]
+
+
+def test_a_size_and_a_model_count_the_same(capsys):
+    n = SIZES["7b"][3]
+    run = "--activation_checkpointing=full --device=mi250 --tokens_per_second=1922"
+    shape = f"--n_params={n} --n_layers=32 --d_model=4096 --max_seq_len=2048"
+    of_size = found(capsys, f"{shape} {run}")["conventions"]
+    of_model = found(capsys, f"CONFIGS/mpt7b.py {run}")["conventions"]
+    assert of_model.keys() - of_size.keys() == {"megatron", "megatron_recompute"}
+    for name, row in of_size.items():
+        assert row == pytest.approx(of_model[name])
+
+
+def test_a_config_with_adapters(capsys):
+    figures = found(capsys, "CONFIGS/lora_mpt7b.py")
+    assert figures["convention"].endswith("4 N + 6 N_lora + 12 L d S")
+    per_token = 4 * figures["n_params"] + 6 * figures["n_lora"] + 12 * 32 * 4096 * 2048
+    assert figures["flops_per_token"] == per_token
 
 
 @pytest.mark.parametrize("rate, words", [
     (2000, ""),
     (2500, "110% of what large matmuls reach"),
-    (3200, "that is above the peak: are --devices"),
+    (3200, "that is above the peak"),
 ])  # fmt: skip
 def test_a_speed_above_what_the_device_reaches_is_doubted(capsys, rate, words):
     """MPT-7B with every forward twice: 2,500 tokens/s are 60 % MFU, 80 % HFU of an MI250."""
-    flags = (str(CONFIGS / "mpt7b.py"), "--device=mi250", f"--tokens_per_second={rate}")
-    figures = json.loads(shown(capsys, *flags, "--json"))
-    assert bool(figures["doubt"]) == bool(words) and words in figures["doubt"]
-    out = shown(capsys, *flags)
-    assert figures["doubt"] in out
+    run = f"CONFIGS/mpt7b.py --device=mi250 --tokens_per_second={rate}"
+    doubt = found(capsys, run)["doubt"]
+    assert bool(doubt) == bool(words) and words in doubt
+    assert doubt in shown(capsys, run)
 
 
-@both_programs
-def test_the_masked_half_of_attention_explains_an_mfu_above_100(main, capsys):
+def test_the_masked_half_of_attention_explains_an_mfu_above_100(capsys):
     """MPT-7B on 65,536 tokens, one H100 at 7,300 tokens/s: 105 % with it, 67 % without."""
-    argv = "--alibi --no_bias --activation_checkpointing=none --max_seq_len=65536 --device=h100"
-    flags = [str(CONFIGS / "mpt7b.py"), *argv.split(), "--tokens_per_second=7300"]
-    figures = json.loads(shown(capsys, *flags, "--json", main=main))
+    run = "CONFIGS/mpt7b.py --alibi --no_bias --activation_checkpointing=none --max_seq_len=65536"
+    figures = found(capsys, f"{run} --device=h100 --tokens_per_second=7300")
     assert figures["hfu"] > 1
     assert "67.46%" in figures["doubt"] and "--devices" not in figures["doubt"]
 
 
-@both_programs
-def test_training_settings_of_a_config_file_mean_this_machine(main, capsys, tmp_path):
+def test_training_settings_of_a_config_file_mean_this_machine(capsys, tmp_path):
     """`device` and `peak_tflops` are a training run's keys too."""
     path = tmp_path / "c.py"
     path.write_text('device = "cpu"\npeak_tflops = "auto"\nd_model = 64\nn_heads = 2\n')
-
-    def answer(*flags) -> str:
-        return shown(capsys, str(path), *flags, main=main)
-
-    assert "MFU n/a" in answer()
-    no_peak = "MFU n/a: no bf16 peak known for this machine"
-    assert no_peak in answer("--tokens_per_second=9")
-    assert "MFU 100 %" in answer("--device=mi250")
-    assert "MFU 100 %" in answer("--peak_tflops=measure")
+    assert "MFU n/a" in shown(capsys, str(path))
+    assert "MFU n/a" in shown(capsys, f"{path} --tokens_per_second=9")
+    assert "MFU 100 %" in shown(capsys, f"{path} --device=mi250")
+    assert "MFU 100 %" in shown(capsys, f"{path} --peak_tflops=measure")
 
 
-@both_programs
-def test_a_device_without_a_bf16_peak(main, capsys):
-    assert "no bf16 peak known for V100" in shown(capsys, "--device=v100", main=main)
-    assert "n/a" in shown(capsys, "--device=v100", "--tokens_per_second=10", main=main)
+def test_a_device_without_a_bf16_peak(capsys):
+    assert found(capsys, "--device=v100 --tokens_per_second=10")["mfu"] is None
+    assert "no bf16 peak known for V100" in shown(capsys, "--device=v100 --tokens_per_second=10")
 
 
 @pytest.mark.parametrize("flags, message", [
     ("--device=mi205", "did you mean .*mi250"),
     ("--device=mi250-card", "2 torch devices: say mi250"),
     ("--n_layer=3", "did you mean 'n_layers'"),
-    ("--convention=palm", "python -m planning.conventions --convention=palm$"),
-    ("configs/mpt7b.py --lora_rank=8", "-m planning.conventions configs/mpt7b.py --lora_rank=8$"),
-    ("configs/lora_mpt7b.py", "trains adapters.* -m planning.conventions configs/lora_mpt7b.py$"),
-    ("--n_params=405e9 --frozen", "python -m planning.conventions --n_params=405e9 --frozen$"),
+    ("--convention=megatorn", "did you mean 'megatron'"),
+    ("--lora_targets=Wqkw --lora_rank=4", "did you mean 'Wqkv'"),
+    ("--lora_rank=2 --lora_last_blocks=25", "lora_last_blocks 25 is more than n_layers 24"),
     ("--devices=0", "devices must be from 1 to 1,000,000"),
-    ("--tokens_per_second=-5", "tokens_per_second must be from 1e-06 to 1,0.*, not -5"),
-    ("--tokens_per_second=1e300", "tokens_per_second must be from 1e-06 to 1,0.*, not 1e.300"),
-    ("--tokens_per_second=inf", "tokens_per_second in the command line is inf, expected a number"),
-    ("--tokens_per_second=nan", "tokens_per_second"),
+    ("--tokens_per_second=-5", "tokens_per_second must be from 1e-06"),
+    ("--tokens_per_second=inf", "tokens_per_second in the command line is inf"),
     ("--peak_tflops=0", "peak_tflops must be from 0.001 to 1,000,000"),
     ("--n_params=0", "n_params must be from 1 to"),
-    ("--n_params=-405e9", "n_params must be from 1 to"),
     ("--n_params=1.5", "expected a whole number"),
-    ("--n_params=1e9 --vocab_size=64", "remove it or --vocab_size=64"),
-    ("--n_params=1e9 --d_model=64", "12 L d S, need --n_layers=... --max_seq_len=...$"),
-    ("--n_params=1e9 --n_layers=-1", "n_layers must be from 1 to 10,000, not -1"),
-    ("--n_params=1e9 --n_layers=2 --head_dim=8 --max_seq_len=9", "need --n_heads=...$"),
-    ("--n_params=1e9 configs/mpt1b.py", "remove it or configs/mpt1b.py"),
-    ("--n_params=1e9 --recompute_every=2", "remove it or --recompute_every=2"),
-    ("--n_params=1e9 --check", "python -m bench flops configs/mpt1b.py$"),
-    ("configs/mpt7b.py --check --devices=8", "-m bench flops configs/mpt7b.py$"),
-    ("configs/mpt7b.py --check --n_layers=4", "-m bench flops configs/mpt7b.py --n_layers=4$"),
-    ("--n_params=1e9 --checkpoint_every=2",
-     "takes the place of a model: remove it or --checkpoint_every=2"),
-    ("--d_model=-8", "d_model must be from 1 to 1,048,576, not -8"),
+    ("--n_params=1e9 --vocab_size=64", "vocab_size"),
+    ("--n_params=1e9 --d_model=64", "need --n_layers=... --max_seq_len=...$"),
+    ("--n_params=1e9 configs/mpt1b.py", "remove configs/mpt1b.py"),
+    ("--n_params=1e9 --recompute_every=2", "needs a model"),
+    ("--n_params=1e9 --convention=megatron", "needs a model"),
     ("--recompute_every=0", "recompute_every must be from 1 to 10,000"),
     ("--activation_checkpointing=half", "expected one of: none, selective, full"),
 ])  # fmt: skip
-def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_bad_input_is_one_clear_line(flags, message):
     with pytest.raises(UserError, match=message) as error:
         flops.main(flags.split())
     assert "\n" not in str(error.value)

@@ -1,5 +1,6 @@
 """Frontier's recipes: the arithmetic of their comments, what plan.py says, miniatures on CPUs."""
 
+import json
 import math
 import re
 
@@ -120,22 +121,23 @@ def test_other_layouts_in_the_comments():
 def test_a_plan_stands_beside_what_was_published(name, capsys):
     """Within a quarter of it, though no run on this device was used: a fault would show."""
     m, cfg = settings_of(name)
-    plan.main([path_of(name), "--device=mi250x", f"--devices={GCDS[name]}"])
-    out = capsys.readouterr().out
+    plan.main([path_of(name), "--device=mi250x", f"--devices={GCDS[name]}", "--json"])
+    found = json.loads(capsys.readouterr().out)
     published = devices.PUBLISHED_FRONTIER[m.n_layers, m.d_model]
-    share = re.search(rf"published +{published} TFLOP/s a GCD on Frontier, ([\d.]+)% of", out)[1]
-    assert float(share) == pytest.approx({"22b": 38.38, "175b": 36.14, "1t": 31.96}[name], abs=0.05)
-    ours, again = map(float, re.search(r"this plan: ([\d.]+), or ([\d.]+) with", out).groups())
+    assert found["published"]["tflops_per_device"] == published
+    assert published / 191.5 == pytest.approx(
+        {"22b": 0.3838, "175b": 0.3614, "1t": 0.3196}[name], abs=5e-4
+    )
+    ours = found["tflops_per_device"]
+    assert found["published"]["planned"] == pytest.approx(ours)
     assert ours == pytest.approx(published, rel=0.25)
-    assert 1.25 * ours < again < 1.34 * ours
-    assert f"tp {cfg.tp} x pp {cfg.pp}" in out and ": fits\n" in out
-    assert f"--pp={cfg.pp} " in out and "EXTRAPOLATED" in out
-    assert "bubble" in out and "between stages" in out
+    assert 1.25 * ours < found["published"]["planned_with_recomputation"] < 1.34 * ours
+    assert (found["layout"]["tp"], found["layout"]["pp"]) == (cfg.tp, cfg.pp) and found["fits"]
 
 
 def test_another_device_has_no_published_figure(capsys):
-    plan.main([path_of("22b"), "--device=mi300x", "--devices=16"])
-    assert "published" not in capsys.readouterr().out.replace("of published nodes", "")
+    plan.main([path_of("22b"), "--device=mi300x", "--devices=16", "--json"])
+    assert json.loads(capsys.readouterr().out)["published"] is None
 
 
 # --- Miniatures

@@ -23,13 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
+from tracing.tracer import Tracer
 
 import data
 import fsdp_train
 import optim
 import parallel
 import processes
-from bench.operations import OperationLog
 from config import MPTConfig, TrainConfig, UserError
 from lifecycle import reporter
 from loss import IGNORE
@@ -223,9 +223,9 @@ def casts_of_weights(cfg, precision="bf16") -> int:
     model, optimizer = build(ALONE, cfg, precision=precision)
     linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     shapes = {tuple(layer.weight.shape) for layer in linears}
-    with OperationLog() as log:
+    with Tracer() as trace:
         fsdp_train.train_step(model, optimizer, global_rows(0), 0, cfg, ALONE, precision)
-    casts = [op for op in log.operations if op.cast == (torch.float32, torch.bfloat16)]
+    casts = [op for op in trace.operations if op.cast == (torch.float32, torch.bfloat16)]
     return sum(op.inputs[-1].shape in shapes for op in casts)
 
 

@@ -1,7 +1,6 @@
 """plan.py: layouts that are chosen and taken, scaling, budgets, pictures, and its speed."""
 
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import config
 import flops
 import plan
 from config import MPTConfig, TrainConfig, UserError
-from planning import answer, budget, certainty, memory, picture, search
+from planning import answer, budget, memory, picture, search
 from planning.answer import PlanArgs
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +58,7 @@ def test_figures_follow_from_each_other(capsys):
     hours = 1e11 / found["tokens_per_second"] / 3600
     assert found["days"] == pytest.approx(hours / 24)
     assert found["cost"] == pytest.approx(hours * 64 * 2)
-    assert found["mwh"] == pytest.approx(hours * 64 * 300 / 1e6)
+    assert found["kwh"] == pytest.approx(hours * 64 * 300 / 1e3)
     m = MPTConfig(d_model=4096, n_heads=32, n_layers=32)
     per_device = found["tokens_per_second"] * flops.train_flops_per_token(m) / 64
     assert found["tflops_per_device"] == pytest.approx(per_device / 1e12)
@@ -74,12 +73,6 @@ def test_tokens_are_the_config_files_else_twenty_a_parameter(capsys):
     assert assumptions(capsys, "20 tokens a parameter", "--device=h100")
 
 
-def test_tokens_become_the_steps_to_set(capsys):
-    out = printed(capsys, MPT7B, "--device=mi250", "--devices=64", "--tokens=1e9")
-    assert "1B tokens, --max_steps=477: " in out  # 1e9 / (1024 x 2048) = 476.8
-    assert planned(capsys, MPT7B, "--device=mi250", "--devices=64")["max_steps"] == 63900
-
-
 def test_tokens_and_steps_that_agree_are_no_contradiction(capsys):
     """Steps are whole numbers; those of a config file give way to a flag."""
     question = [MPT7B, "--device=mi250", "--tokens=1e9"]
@@ -87,65 +80,21 @@ def test_tokens_and_steps_that_agree_are_no_contradiction(capsys):
     assert planned(capsys, *question)["max_steps"] == 477
 
 
-def test_a_plan_says_what_the_config_as_it_is_would_give(capsys, tmp_path):
-    """The gain is the ratio of two plans, one with the config's own layout.
-
-    If the plan is that layout, there is no line.
-    """
+def test_your_settings_as_they_are_stand_below_the_plan(capsys, tmp_path):
+    """If the plan has another layout."""
     lines = (ROOT / "configs/mpt1b.py").read_text().splitlines()
-    without_sharding = [line for line in lines if not line.startswith("sharding")]
     path = tmp_path / "left_open.py"
-    path.write_text("\n".join(without_sharding))
+    path.write_text("\n".join(line for line in lines if not line.startswith("sharding")))
     flags = [str(path), "--device=mi250", "--devices=8"]
-    own = planned(capsys, *flags, "--sharding=FULL_SHARD")["tokens_per_second"]
+    fixed = planned(capsys, *flags, "--sharding=FULL_SHARD")
     best = planned(capsys, *flags)
     assert best["layout"]["sharding"] == "ZERO1"
-    gain = best["tokens_per_second"] / own - 1
-    line = f"your layout sharding=FULL_SHARD: {own:,.0f} tokens/s; this plan is {gain:.0%} faster"
-    assert line in printed(capsys, *flags)
-    assert "your layout" not in printed(capsys, *flags, "--sharding=FULL_SHARD")
-    assert "your layout" not in printed(capsys, "--device=mi250")
-
-
-@pytest.mark.parametrize("flag", ["--sharding=auto", "--activation_checkpointing=auto"])
-def test_what_is_left_open_is_not_how_the_config_stands(capsys, flag):
-    out = printed(capsys, MPT7B, "--device=mi250", flag)
-    assert "\nflags  " in out
-    assert "your layout" not in out
-
-
-def test_a_config_that_does_not_fit_as_it_is(capsys, tmp_path):
-    path = tmp_path / "big.py"
-    path.write_text(Path(MPT7B).read_text() + "activation_checkpointing = 'none'\n")
-    lines = printed(capsys, str(path), "--device=mi250", "--choose").splitlines()
-    (own,) = [line for line in lines if line.startswith("your layout")]
-    assert "activation_checkpointing=none" in own
-    assert own.endswith("DOES NOT FIT")
-
-
-def test_a_card_of_two_devices_is_told(capsys):
-    (line,) = assumptions(capsys, "card", MPT7B, "--device=mi250", "--devices=4")
-    assert "a card is 2 torch devices: 4 are 2 cards" in line
-    assert not assumptions(capsys, "card", MPT7B, "--device=h100", "--devices=4")
-
-
-def test_the_days_of_a_job_are_those_of_its_script():
-    for name, days in answer.JOB_DAYS.items():
-        script = (ROOT / name).read_text()
-        time = re.search(r"#SBATCH --time=(\d+):(\d+):(\d+)", script)
-        hours, minutes, seconds = map(int, time.groups())
-        restarts = int(re.search(r"SLURM_RESTART_COUNT:-0} < (\d+)", script)[1])
-        assert minutes == seconds == 0
-        assert days == (restarts + 1) * hours / 24
-        assert f"51 jobs of {hours} hours are {int(days)} days" in script
-
-
-def test_runs_that_outlive_the_restarts_of_a_job_are_told(capsys):
-    flags = [MPT7B, "--device=mi250", "--devices=64"]
-    out = printed(capsys, *flags)  # 13 days
-    assert "train_srun.sbatch ends after 50 restarts, 4.25 days" in out
-    assert "train.sbatch ends" not in out
-    assert "restarts" not in printed(capsys, *flags, "--tokens=1e9")
+    own = best["others"][-1]
+    assert own["label"] == "your settings" and own["flags"] == fixed["flags"]
+    assert own["tokens_per_second"] == fixed["tokens_per_second"]
+    for question in ([*flags, "--sharding=FULL_SHARD"], ["--device=mi250"]):
+        others = planned(capsys, *question)["others"]
+        assert "your settings" not in {row["label"] for row in others}
 
 
 def test_what_is_chosen_fits_and_is_at_least_as_fast(capsys):
@@ -170,8 +119,6 @@ def test_the_least_model_parallelism_that_fits(capsys):
     assert product > 1
     assert found["fits"]
     assert layout["dp"] * product == 1024
-    said = any(line.startswith("pipeline parallelism: bytes") for line in found["assumed"])
-    assert said == (layout["pp"] > 1)
 
     m, cfg, _ = config.load([*flags, "--attn_impl=sdpa"], MPTConfig, TrainConfig, PlanArgs)
     cfg = replace(cfg, sharding="ZERO1", activation_checkpointing="full", microbatch_size=1)
@@ -189,6 +136,7 @@ def test_a_layout_that_is_all_given_is_told_though_it_does_not_fit(capsys):
     assert not found["fits"]
     assert found["share_of_memory"] > 1
     assert "DOES NOT FIT" in printed(capsys, *question)
+    assert found["would_fit"]
 
 
 @pytest.mark.parametrize(
@@ -210,25 +158,17 @@ def test_the_network_is_an_assumption_only_between_nodes(capsys):
 def test_a_sweep(capsys):
     flags = [MPT7B, "--device=mi250", "--network=100"]
     rows = planned(capsys, *flags, "--sweep_devices=64,8,256")
-    assert [row["devices"] for row in rows] == [8, 64, 256]
-    assert rows[0]["efficiency"] == {"strong": 1, "weak": 1}
-    for row in rows:
-        assert row["strong"]["layout"]["global_batch_size"] == 1024
-        assert row["weak"]["layout"]["global_batch_size"] == 1024 * row["devices"] // 8
-        for name in ("strong", "weak"):
-            rate = row[name]["tokens_per_second"] / row["devices"]
-            first_rate = rows[0][name]["tokens_per_second"] / 8
-            assert row["efficiency"][name] == pytest.approx(rate / first_rate)
+    strong, weak = rows[:3], rows[3:]
+    for name, own in (("strong scaling", strong), ("weak scaling", weak)):
+        assert [(row["label"], row["devices"]) for row in own] == [(name, n) for n in (8, 64, 256)]
+        for row in own:
+            ratio = row["tokens_per_second"] / own[0]["tokens_per_second"]
+            assert row["efficiency"] == pytest.approx(ratio * 8 / row["devices"])
+    assert {row["layout"]["global_batch_size"] for row in strong} == {1024}
+    for row in weak:
+        assert row["layout"]["global_batch_size"] == 1024 * row["devices"] // 8
     alone = planned(capsys, *flags, "--devices=64")
-    assert alone["seconds"] == rows[1]["strong"]["seconds"]
-
-
-def test_a_table_of_a_sweep(capsys):
-    out = printed(capsys, MPT7B, "--device=mi250", "--sweep_devices=8,16,32")
-    lines = out.splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["8", "16", "32"]
-    assert "100.0%" in lines[2]
-    assert any(line.startswith("assumed: network") for line in lines)
+    assert alone["tokens_per_second"] == strong[1]["tokens_per_second"]
 
 
 @pytest.mark.parametrize(
@@ -246,12 +186,11 @@ def test_a_table_of_a_sweep(capsys):
 def test_a_budget_is_used_up(capsys, device, n, days):
     """By the compute-optimal model, and by one half as large that sees more tokens."""
     found = planned(capsys, f"--device={device}", f"--devices={n}", f"--budget={days}")
-    optimal, smaller = found["trainings"]
-    assert optimal["n_params"] == found["n_params"] and optimal["days"] == found["days"]
+    optimal, smaller = found
     assert 20 <= optimal["tokens"] / optimal["n_params"] < 24
     assert 0.4 < smaller["n_params"] / optimal["n_params"] <= 0.5
     assert smaller["tokens_per_parameter"] > 3 * optimal["tokens_per_parameter"]
-    for training in found["trainings"]:
+    for training in found:
         assert training["fits"]
         assert 0.99 * days < training["days"] <= days
         n_params, tokens = training["n_params"], training["tokens"]
@@ -260,40 +199,32 @@ def test_a_budget_is_used_up(capsys, device, n, days):
 
 
 def test_a_budgets_flags_train_its_models(capsys):
-    """The lines below `budget` and `or smaller`, as a plan of their own."""
+    """As a plan of their own."""
     fleet = ["--device=h100", "--devices=8"]
-    out = printed(capsys, *fleet, "--budget=1")
-    found = planned(capsys, *fleet, "--budget=1")["trainings"]
-    launches = [line for line in out.splitlines() if line.strip().startswith("--d_model")]
-    for launch, training in zip(launches, found, strict=True):
-        again = planned(capsys, *fleet, *launch.split())
-        assert again["days"] == pytest.approx(training["days"])
-        assert again["n_params"] == training["n_params"]
-    assert "Chinchilla's published fit (arXiv 2203.15556)" in out
+    for row in planned(capsys, *fleet, "--budget=1"):
+        launch = [*row["model"].split(), *row["flags"].split(), f"--max_steps={row['max_steps']}"]
+        again = planned(capsys, *fleet, *launch)
+        assert again["days"] == pytest.approx(row["days"])
+        assert again["n_params"] == row["n_params"]
 
 
 def test_a_budgets_flags_keep_what_the_user_set_of_the_model(capsys):
     """All but its shape, which the budget finds."""
     own = "--vocab_size=32000 --expansion_ratio=3 --alibi --no_bias --max_seq_len=1024 --qk_ln"
     own += " --softmax_scale=0.1 --norm_type=layernorm --tie_word_embeddings=False"
-    argv = ["--device=h100", "--devices=8", "--budget=1", *own.split()]
-    out = printed(capsys, *argv)
-    found = planned(capsys, *argv)["trainings"]
     (expected,) = config.load(own.split(), MPTConfig)
-    launches = [line for line in out.splitlines() if line.strip().startswith("--d_model")]
-    for launch, training in zip(launches, found, strict=True):
-        assert training["model"] in launch
-        m, _ = config.load(launch.split(), MPTConfig, TrainConfig)
+    for row in planned(capsys, "--device=h100", "--devices=8", "--budget=1", *own.split()):
+        (m,) = config.load(row["model"].split(), MPTConfig)
         shape = {name: getattr(m, name) for name in budget.SHAPE}
         assert m == replace(expected, **shape)
-        assert flops.n_params(m) == training["n_params"]
-        assert "attn_impl" not in launch
+        assert flops.n_params(m) == row["n_params"]
+        assert "attn_impl" not in row["model"]
 
 
 def test_the_budgets_program_takes_the_same_batch(capsys):
     """96 devices do not divide the config's 256 sequences."""
     fleet = ["--device=h100", "--devices=96"]
-    found = planned(capsys, *fleet, "--budget=2")["trainings"]
+    found = planned(capsys, *fleet, "--budget=2")
     budget.main(["2", *fleet])
     lines = capsys.readouterr().out.splitlines()
     for line, training in zip(lines, found, strict=True):
@@ -304,13 +235,13 @@ def test_the_budgets_program_takes_the_same_batch(capsys):
 @pytest.mark.slow
 def test_more_days_train_a_larger_model(capsys):
     flags = ["--device=h100", "--devices=64", "--network=200"]
-    few, many = (planned(capsys, *flags, f"--budget={days}")["n_params"] for days in (7, 28))
+    few, many = (planned(capsys, *flags, f"--budget={days}")[0]["n_params"] for days in (7, 28))
     assert 1.4 < many / few < 2.6  # cost grows with the square of the size
 
 
 def test_a_model_a_little_larger_than_a_budgets_would_see_too_few_tokens(capsys):
     flags = ["--device=a100", "--devices=16", "--network=200"]
-    n_params = planned(capsys, *flags, "--budget=2")["n_params"]
+    n_params = planned(capsys, *flags, "--budget=2")[0]["n_params"]
     m = budget.model_of(1.1 * n_params, MPTConfig())
     assert flops.n_params(m) > n_params
     model = [f"--{name}={getattr(m, name)}" for name in ("d_model", "n_heads", "n_layers")]
@@ -341,69 +272,23 @@ def test_no_layout_by_hand_is_faster_than_the_choice(capsys, question, layout):
     assert by_hand["tokens_per_second"] <= chosen["tokens_per_second"]
 
 
-def test_the_five_fastest_stand_below_the_plan(capsys):
+def test_the_next_fastest_stand_below_the_plan(capsys):
     """They differ in tp, pp or sharding; each has flags, which as a plan give the same speed."""
     question = [MPT7B, "--device=h100", "--devices=16", "--choose"]
     found = planned(capsys, *question)
-    others = found["others"]
-    assert others[0]["flags"] == found["flags"]
-    rates = [other["tokens_per_second"] for other in others]
-    assert rates[0] == found["tokens_per_second"] and rates == sorted(rates, reverse=True)
-
-    seen = set()
-    for other in others:
-        again = planned(capsys, *question, *other["flags"].split())
-        assert again["tokens_per_second"] == other["tokens_per_second"]
-        layout = again["layout"]
-        seen.add((layout["tp"], layout["pp"], layout["sharding"]))
-        assert ("tensor" in other["needs"]) == (layout["tp"] > 1)
-        assert ("pipeline" in other["needs"]) == (layout["pp"] > 1)
-    assert len(seen) == len(others) == 5
-
-    lines = printed(capsys, *question).splitlines()
-    table = lines[lines.index(next(line for line in lines if line.startswith("the 5 "))) + 2 :]
-    assert [int(row.split()[0].replace(",", "")) for row in table[:5]] == [round(r) for r in rates]
-
-
-def test_a_batch_that_rules_out_the_larger_degrees_names_better_ones(capsys):
-    question = [MPT7B, "--device=h100", "--devices=64"]
-    found = planned(capsys, *question, "--global_batch_size=1001")
-    assert found["layout"]["dp"] == 1 and found["batch_rules_out_dp"] == [64, 32, 16, 8, 4, 2]
-    out = printed(capsys, *question, "--global_batch_size=1001")
-    line = "the batch rules out dp 64, 32, 16, 8, 4, 2: --global_batch_size=960 or 1024 would not"
-    assert line in out
-    for batch in (960, 1024):
-        better = planned(capsys, *question, f"--global_batch_size={batch}")
-        assert better["tokens_per_second"] > 1.8 * found["tokens_per_second"]
-        assert better["layout"]["dp"] == 64 and better["batch_rules_out_dp"] == []
-    assert "rules out" not in printed(capsys, *question, "--global_batch_size=1024")
-    fixed = [*question, "--global_batch_size=1001", "--tp=8", "--pp=8"]
-    assert planned(capsys, *fixed)["batch_rules_out_dp"] == []
-
-
-@pytest.mark.parametrize("half_width", [0.1, 0.001])
-def test_a_simpler_layout_within_the_error_is_told_and_not_chosen(capsys, monkeypatch, half_width):
-    band = (1 - half_width, 1 + half_width, "a band of a test")
-    monkeypatch.setattr(certainty, "band", lambda m, cfg, fleet: band)
-    found = planned(capsys, *WITH_STAGES)
-    alone = planned(capsys, *WITH_STAGES, "--tp=1", "--pp=1")
-    assert found["tokens_per_second"] > alone["tokens_per_second"]
-    assert found["layout"]["pp"] > 1
-    lines = [line for line in printed(capsys, *WITH_STAGES).splitlines() if "simpler" in line]
-    if half_width < 0.01:
-        assert found["simpler"] is None and not lines
-        return
-    assert found["simpler"]["flags"] == alone["flags"]
-    slower = 1 - alone["tokens_per_second"] / found["tokens_per_second"]
-    (line,) = lines
-    assert f"is {slower:.1%} slower, which is within the error: simpler" in line
-    assert "tp 1 pp 1 " in line
-    assert "simpler" not in printed(capsys, *WITH_STAGES, "--tp=1", "--pp=1")
+    rows = [found, *[row for row in found["others"] if row["label"] == "next"]]
+    rates = [row["tokens_per_second"] for row in rows]
+    assert len(rows) == 5 and rates == sorted(rates, reverse=True)
+    layouts = [row["layout"] for row in rows]
+    assert len({(layout["tp"], layout["pp"], layout["sharding"]) for layout in layouts}) == 5
+    for row in rows:
+        again = planned(capsys, *question, *row["flags"].split())
+        assert again["tokens_per_second"] == row["tokens_per_second"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("question", [MPT70B_ON_64, ON_FRONTIER])
-def test_a_choice_takes_less_than_two_seconds(question):
+def test_a_choice_takes_less_than_three_seconds(question):
     """Of a processor, the start of Python included."""
     command = [sys.executable, "plan.py", *question.split()]
     seconds = []
@@ -412,15 +297,7 @@ def test_a_choice_takes_less_than_two_seconds(question):
         subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 2
-
-
-def test_interleaved_stages_are_not_chosen(capsys):
-    """The trainer has none. If asked for, they are in all layouts, and there are no flags."""
-    question = [MPT7B, "--device=h100", "--devices=16", "--choose"]
-    assert planned(capsys, *question)["layout"]["interleave"] == 1
-    found = planned(capsys, *question, "--interleave=2")
-    assert found["layout"]["interleave"] == 2 and found["flags"] == ""
+    assert min(seconds) < 3
 
 
 def test_the_flags_of_a_plan_launch_it(capsys):
@@ -440,8 +317,6 @@ def test_the_flags_of_a_plan_with_tensor_ranks_launch_it(capsys, tmp_path):
     assert "--tp=4 --sequence_parallel=True" in found["flags"]
     _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
     assert {name: getattr(cfg, name) for name in answer.LAYOUT}.items() <= found["layout"].items()
-    assert any("tensor parallelism: bytes" in line for line in found["assumed"])
-    assert "your layout" not in printed(capsys, str(path), "--device=mi250", "--devices=16")
 
     alone = planned(capsys, str(path), "--device=mi250", "--devices=16", "--tp=1")
     assert alone["layout"]["sequence_parallel"] is False
@@ -449,7 +324,7 @@ def test_the_flags_of_a_plan_with_tensor_ranks_launch_it(capsys, tmp_path):
 
 
 def test_the_flags_of_a_plan_with_stages_launch_it(capsys, tmp_path):
-    """32 layers on 5 stages: uneven ones. The trainer has no interleaved stages: no flags."""
+    """32 layers on 5 stages: uneven ones."""
     path = tmp_path / "staged.py"
     path.write_text(Path(MPT7B).read_text() + "pp = 5\n")
     question = [str(path), "--device=mi250", "--devices=40", "--tp=1"]
@@ -458,12 +333,6 @@ def test_the_flags_of_a_plan_with_stages_launch_it(capsys, tmp_path):
     assert "--pp=5" in found["flags"]
     _, cfg = config.load([MPT7B, *found["flags"].split()], MPTConfig, TrainConfig)
     assert {name: getattr(cfg, name) for name in answer.LAYOUT}.items() <= found["layout"].items()
-    assert "your layout" not in printed(capsys, *question)
-
-    pieces = planned(capsys, *question, "--devices=32", "--pp=4", "--interleave=2")
-    assert pieces["flags"] == ""
-    assert any("no interleaved stages: --interleave=1" in line for line in pieces["assumed"])
-    assert pieces["seconds"]["bubble"] > 0
 
 
 # Llama 3.1 405B has 126 layers; this is an MPT of as many.
@@ -471,31 +340,12 @@ UNEVEN = """--n_layers=126 --d_model=16384 --n_heads=128 --global_batch_size=102
     --sharding=ZERO1 --activation_checkpointing=full --microbatch_size=1"""
 
 
-@pytest.mark.parametrize("interleave", [1, 2, 3])
-def test_stages_that_differ_by_a_layer(capsys, interleave):
-    fleet = ["--device=h100", "--devices=1024", "--pp=8", "--tp=8", f"--interleave={interleave}"]
+def test_stages_that_differ_by_a_layer(capsys):
+    fleet = ["--device=h100", "--devices=1024", "--pp=8", "--tp=8"]
     found = planned(capsys, *UNEVEN.split(), *fleet)
     assert found["layout"]["pp"] == 8 and found["fits"]
     even = planned(capsys, *UNEVEN.replace("126", "128").split(), *fleet)
     assert 0.98 < even["seconds"]["step"] / found["seconds"]["step"] < 1.04
-
-
-def test_frontiers_recipe_stands_beside_the_published_speed(capsys):
-    """With what is recomputed only if something is; and all runs of its kind were slower."""
-    question = [FRONTIER, "--device=mi250x", "--devices=1024"]
-    found, out = planned(capsys, *question), printed(capsys, *question)
-    counted = found["tflops_per_device"]
-    assert f"this plan: {counted:.1f}, or " in out
-    again = float(re.search(r", or ([0-9.]+) with what is recomputed", out)[1])
-    assert again == pytest.approx(4 / 3 * counted, rel=0.01)
-    assert "we do not know which was published" in out
-    assert "published runs of this kind were 24% to 33% slower than predicted" in out
-    low, high = found["band"]["tokens_per_second"]
-    assert low < 0.76 * found["tokens_per_second"] and high == found["tokens_per_second"]
-
-    once = [f"{ROOT}/configs/frontier_22b.py", "--device=mi250x", "--devices=16"]
-    out = printed(capsys, *once, "--activation_checkpointing=none")
-    assert "this plan: " in out and "recomputed" not in out
 
 
 def test_a_model_too_small_for_its_device_says_what_is_not_in_the_model(capsys):
@@ -514,33 +364,19 @@ def test_kernels_of_today(capsys):
     quick = planned(capsys, *base, "--attention_efficiency=0.36")  # 0.18 in 2023
     ratio = plain["seconds"]["attention"] / quick["seconds"]["attention"]
     assert ratio == pytest.approx(2, rel=1e-6)
-    assert not any("kernels of 2023" in line for line in quick["assumed"])
-    assert any("kernels of 2023" in line for line in plain["assumed"])
 
     compiled = planned(capsys, *base, "--compile")
-    assert compiled["seconds"]["memory-bound"] < 0.98 * plain["seconds"]["memory-bound"]
-    assert any("counted, not measured" in line for line in compiled["assumed"])
+    assert compiled["seconds"]["memory-bound"] < 0.6 * plain["seconds"]["memory-bound"]
 
     fast = planned(capsys, *base, "--bandwidth=6700")  # 3350 by the datasheet
     ratio = plain["seconds"]["memory-bound"] / fast["seconds"]["memory-bound"]
     assert ratio == pytest.approx(2, rel=1e-6)
 
 
-def test_linear_layers_in_fp8_which_the_trainer_lacks(capsys):
-    base = [MPT7B, "--device=h100", "--devices=8"]
-    plain = planned(capsys, *base)
-    same = planned(capsys, *base, f"--fp8_tflops={0.8 * 989.4}")  # as bf16
-    assert same["seconds"] == pytest.approx(plain["seconds"])
-    fp8 = planned(capsys, *base, f"--fp8_tflops={1.6 * 989.4}")
-    ratio = plain["seconds"]["matmuls"] / fp8["seconds"]["matmuls"]
-    assert 1.8 < ratio < 2  # the logits stay in bf16
-    assert any("the trainer has no fp8" in line for line in fp8["assumed"])
-
-
 def test_memory_that_a_flag_sets(capsys):
     flags = [MPT7B, "--device=mi250", "--devices=64"]
     assert planned(capsys, *flags)["fits"]
-    assert "of 40 GiB: DOES NOT FIT" in printed(capsys, *flags, *LAYOUT_OF_7B, "--memory_gb=40")
+    assert not planned(capsys, *flags, *LAYOUT_OF_7B, "--memory_gb=40")["fits"]
 
 
 LAYOUT_OF_7B = """--tp=1 --pp=1 --sharding=ZERO1 --microbatch_size=8
@@ -551,15 +387,9 @@ LAYOUT_OF_7B = """--tp=1 --pp=1 --sharding=ZERO1 --microbatch_size=8
     "flags, words",
     [
         ("", []),
-        ("--fp8_tflops=1500 --attention_efficiency=0.6 --compile", []),
+        ("--attention_efficiency=0.6", []),
         ("--attention_efficiency=0.8 --bandwidth=1e6", ["of the peak (masked scores counted)"]),
         ("--attention_efficiency=0.9", ["attention at 90% of the peak, but large matmuls reach"]),
-        ("--fp8_tflops=1800", ["at 91% of the fp8 peak, but those in bf16 reach 80% of theirs"]),
-        ("--fp8_tflops=700", ["at 700 TFLOP/s are slower than those in bf16, which reach 792"]),
-        (
-            "--fp8_tflops=1978 --attention_efficiency=1 --bandwidth=1e6",
-            ["attention at 100%", "fp8 matmuls at 100%", "of the fp8 peak (masked scores"],
-        ),
     ],
 )
 def test_a_speed_that_no_matmuls_reach_is_doubted(capsys, flags, words):
@@ -569,32 +399,6 @@ def test_a_speed_that_no_matmuls_reach_is_doubted(capsys, flags, words):
     assert len(found) == len(words)
     for line, part in zip(found, words, strict=True):
         assert part in line
-
-
-def test_mfu_in_fp8_is_a_share_of_the_bf16_peak(capsys):
-    base = [MPT7B, "--device=h100", "--devices=8"]
-    assert "of the bf16 peak" not in printed(capsys, *base)
-    assert not assumptions(capsys, "more than 100%", *base)
-    fp8 = [*base, "--fp8_tflops=1500"]
-    found = planned(capsys, *fp8)
-    share = f"MFU {found['tflops_per_device'] / 989.4:.1%} of the bf16 peak ("
-    assert share in printed(capsys, *fp8)
-    assert assumptions(capsys, "MFU is a share of the bf16 peak", *fp8)
-
-
-@pytest.mark.parametrize("more", ["--price=2", "--network=1"])
-def test_a_doubtful_speed_of_a_smaller_fleet_is_told(capsys, more):
-    """The largest has too slow a network to be doubtful."""
-    flags = [MPT7B, "--device=h100", "--bandwidth=1e6", "--attention_efficiency=0.8", "--network=1"]
-    out = printed(capsys, *flags, "--tp=1", "--pp=1", "--sweep_devices=8,64", more)
-    (line,) = [line for line in out.splitlines() if "DOUBTFUL" in line]
-    assert ("8 x H100 SXM at 2: DOUBTFUL" if "price" in more else "on 8: DOUBTFUL") in line
-
-
-def test_a_price_that_is_not_given_is_no_cost(capsys):
-    found = planned(capsys, MPT7B, "--device=h100")
-    assert found["cost"] is None and found["tokens_per_cost"] is None
-    assert found["band"]["cost"] is None
 
 
 @pytest.mark.parametrize("flags", [["--machine=frontier", "--plot"], ["--plot", "--devices=16"]])
@@ -616,29 +420,22 @@ def test_a_machine_sets_device_nodes_and_network(capsys):
     assert "4 devices a node" in found["assumed"][0]
     (line,) = assumptions(capsys, "network", MPT7B, "--machine=perlmutter", "--devices=16")
     assert "network 100 GB/s a node, each way: perlmutter's, 4 x 200 Gb/s Slingshot" in line
-    flags = ["--device=a100", "--node_size=4", "--network=100", "--memory_gb=40"]
-    assert found["seconds"]["step"] < planned(capsys, MPT7B, *flags)["seconds"]["step"]
 
 
 def test_what_is_not_known_is_not_made_up(capsys):
     found = planned(capsys, MPT7B, "--device=tpu-v5p", "--devices=64")
-    assert found["mwh"] is None
+    assert found["kwh"] is None
     found = planned(capsys, MPT7B, "--device=tpu-v3")
     assert "link not known, so 32 GB/s" in found["assumed"][0]
 
 
 def test_a_bad_number_of_devices_does_not_lose_the_table(capsys):
     """Its row says why."""
-    question = [MPT7B, "--device=mi250", "--pp=1", "--sweep_devices=8,7,16"]
-    rows = {row["devices"]: row for row in planned(capsys, *question)}
-    assert set(rows) == {8, 7, 16}
-    assert "set --global_batch_size=1022 or 1029" in rows[7]["problem"]
-    assert rows[8]["efficiency"] == {"strong": 1, "weak": 1}
-    alone = planned(capsys, *question[:3], "--sweep_devices=8,16")
-    assert [rows[8], rows[16]] == alone
-
-    lines = printed(capsys, *question).splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["7", "8", "16"]
+    question = [MPT7B, "--device=mi250", "--pp=1"]
+    strong = planned(capsys, *question, "--sweep_devices=8,7,16")[:3]
+    assert "set --global_batch_size=1022 or 1029" in strong[0]["problem"]
+    assert strong[1]["efficiency"] == 1
+    assert strong[1:] == planned(capsys, *question, "--sweep_devices=8,16")[:2]
 
 
 NUMBERS = {
@@ -696,8 +493,6 @@ def test_a_layout_that_does_not_fit_names_what_would(capsys, size):
     question = [MPT7B, *flags.split(), "--activation_checkpointing=none", "--device=mi250"]
     found = planned(capsys, *question, "--devices=4")
     assert not found["fits"] and found["would_fit"]
-    over = (found["bytes"]["peak"] - memory.ROOM * 64 * 2**30) / 1e9
-    assert f"DOES NOT FIT, {over:.1f} GB more" in printed(capsys, *question, "--devices=4")
     for fix in found["would_fit"]:
         assert planned(capsys, *question, "--devices=4", *fix.split())["fits"]
 
@@ -756,7 +551,8 @@ MISTAKES = [
         "MPT7B --device=mi250 --pp=2 --lora_rank=8 --init_from=x --lora_last_blocks=2",
         "the first pipeline stage would have nothing to train",
     ),
-    ("MPT7B --device=mi250 --interleave=64", "interleave 64 is more than n_layers 32"),
+    ("MPT7B --device=mi250 --interleave=2", "no interleaved pipeline stages: remove --interleave"),
+    ("MPT7B --device=h100 --fp8_tflops=1500", "has no fp8: remove --fp8_tflops"),
     (
         "MPT7B --device=mi250 --devices=16 --sharding=HYBRID_SHARD --shard_size=5",
         "shard_size 5 divides the data-parallel ranks of no tp and pp",
@@ -768,24 +564,17 @@ MISTAKES = [
         "--out=no/such/plan.png: there is no folder no/such: mkdir -p no/such, or name another",
     ),
     ("MPT7B --device=mi250 --network=-1", "network must be from 0.001 to 1,000,000, not -1"),
-    ("MPT7B --device=mi250 --interleave=0", "interleave must be from 1 to 10,000, not 0"),
     ("MPT7B --machine=frontie", "no machine 'frontie', did you mean frontier?"),
     ("MPT7B --machine=frontier --device=h100", "--machine=frontier has MI250X GCD: remove "),
-    ("MPT7B --device=mi250 --fp8_tflops=300", "MI250 GCD has no fp8: remove --fp8_tflops=300"),
-    ("MPT7B --device=h100 --fp8_tflops=3000", "the fp8 peak of H100 SXM is 1978.8 TFLOP/s"),
     ("MPT7B --device=h100 --attention_efficiency=35", "efficiency must be from 0.001 to 1"),
     ("MPT7B --device=h100 --memory_gb=-1", "memory_gb must be from 0.001 to 1,000,000, not -1"),
     (
         "MPT7B --device=h100 --devices=16 --tp=16",
-        "tp 16 is more than the 8 devices of a node: set --tp=8 or less, or --node_size to",
+        "tp 16 does not divide the 8 devices of a node",
     ),
     (
         "--d_model=3072 --n_heads=24 --device=h100 --devices=24 --global_batch_size=240 --tp=3",
         "some tensor ranks would be on two nodes: tp can be 1, 2, 4, 8",
-    ),
-    (
-        "MPT7B --device=h100 --devices=36 --global_batch_size=36 --pp=18 --tp=1 --interleave=2",
-        "36 pieces are more than n_layers 32: set --interleave=1 or --pp=16",
     ),
     ("MPT7B --device=v100", "name another --device, such as mi250, a100 or h100"),
     ("MPT7B --device=h100 --calibrate=nope.json", "name a table (.csv) of `bench train`, a mach"),
@@ -799,6 +588,11 @@ MISTAKES = [
     ),
     ("MPT7B --device=h100,,mi250", "--device=h100,,mi250 has an empty name: remove the extra"),
     ("MPT7B --machine=lumi,", "--machine=lumi, has an empty name: remove the extra comma"),
+    ("--device=h100,mi250 --price=1,2,3", "--price=1,2,3 has 3 values: 2 kinds of device need"),
+    ("--device=h100 --price=1,2", "price in the command line is '1,2', expected a number"),
+    ("--device=h100,mi520", "did you mean mi250"),
+    ("--device=h100 --budget=7 --lora_rank=8", "to train from scratch: remove --lora_rank"),
+    ("--device=h100,mi250 --budget=7", "--budget plans for one kind of device"),
     (
         "MPT7B --device=h100 --tokens=1e9 --max_steps=500",
         "are 476.837 steps of 1024 x 2048 tokens, not --max_steps=500: remove one of the two",
@@ -822,6 +616,7 @@ def test_mistakes_are_told(monkeypatch, flags, message):
         [],
         [MPT7B, "--device=mi250", "--devices=16"],
         [MPT7B, "--device=h100", "--sweep_devices=8,64"],
+        [MPT7B, "--device=h100,mi250", "--price=2,1"],
     ],
 )
 def test_pictures(tmp_path, flags):

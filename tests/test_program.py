@@ -228,7 +228,6 @@ READERS = {
     "bench scaling nowhere.csv": "nowhere.csv",
     "bench compare nowhere.csv nowhere.csv": "nowhere.csv",
     "bench night_report nowhere": "nowhere",
-    "bench roofline --night=nowhere": "nowhere",
     "planning.calibrate nowhere.csv --device=mi250": "nowhere.csv",
     "plan.py --device=mi250 --calibrate=nowhere.json": "nowhere.json",
     "text.corpus nowhere.txt": "nowhere.txt",

@@ -66,9 +66,6 @@ SMALL_BENCH = {
     ).split(),
     "train": [*SMALL_MODEL, "--n_layers=1", "--rounds=1", "--steps=1"],
     "machine": ["--seconds=0.01"],
-    "fake_gpu": ["--n_layers=2"],
-    "roofline": ["--n_layers=2"],
-    "chips": ["--chips=sm_90"],
 }
 
 

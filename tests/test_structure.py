@@ -181,7 +181,7 @@ def test_the_trainer_brings_in_what_training_uses_and_no_more():
 LIGHT = """
     program config storage.files devices flops plan install
     text.corpus text.tokenizer text.shards lifecycle.stopping lifecycle.cadence
-    planning.conventions planning.matmuls planning.memory planning.fleet planning.step_time
+    planning.matmuls planning.memory planning.fleet planning.step_time
     planning.decode_time planning.calibrate planning.certainty planning.search
     planning.budget planning.answer planning.picture
 """.split()

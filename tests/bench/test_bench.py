@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import PATIENCE, ROOT, rooms_on_path
+from conftest import ROOT, rooms_on_path
 
 from bench.__main__ import NAMES, OF_MANY_RANKS
 
@@ -70,21 +70,3 @@ def test_spawned_processes_find_their_class_however_it_is_started(python, how):
     assert done.stdout.splitlines()[:3] == lines, done.stderr
     assert "has no attribute 'leave'" in done.stdout
     assert done.returncode == 0
-
-
-@pytest.mark.slow
-def test_a_step_with_something_undone_is_another_step(tmp_path):
-    """On two small shapes: a CPU without bf16 takes ten minutes for those of the table."""
-    small = "--d_model=64 --n_heads=2 --n_layers=2 --max_seq_len=64".split()
-    flags = ["--only=two of half the size", "--rounds=1", "--steps=1"]
-    code = f"""
-from bench import before_after
-before_after.SHAPES = {{"small": {small}, "V 300": {[*small, "--vocab_size=300"]}}}
-before_after.main({flags})
-"""
-    command = [sys.executable, "-c", code]
-    options = {"cwd": tmp_path, "env": rooms_on_path(), "timeout": PATIENCE}
-    done = subprocess.run(command, capture_output=True, text=True, **options)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("| one microbatch: two of half the size instead | ") == 2
-    assert "n/a" not in done.stdout

@@ -235,7 +235,7 @@ def test_the_label_that_does_not_count_is_the_losss():
 
 def compiled_for(world, archs):
     """{(chip, dtype, writes the gradient): facts of the binary} of this process's chips."""
-    from bench import compiled
+    from gpu_kernels import compiled
 
     found = {}
     for arch in archs[world.global_rank :: world.global_size]:
@@ -258,8 +258,7 @@ def compiled_for(world, archs):
 
 @pytest.mark.slow
 def test_it_spills_nothing_on_any_chip_and_each_thread_has_columns_of_its_own():
-    from bench.chips import LIMITS
-    from bench.compiled import warp_size
+    from gpu_kernels.compiled import LIMITS, warp_size
 
     pool = Ranks(2)
     first, second = pool(compiled_for, list(LIMITS))

@@ -12,12 +12,12 @@ import shutil
 import pytest
 import torch
 from conftest import ROOT, flags_for
+from tracing.tracer import Tracer
 
 pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
 import parallel  # noqa: E402
 from attention import alibi_slopes, attention  # noqa: E402
-from bench.operations import OperationLog  # noqa: E402
 from config import MPTConfig, TrainConfig, UserError  # noqa: E402
 from gpu_kernels import flash_attention as kernels  # noqa: E402
 from gpu_kernels import launch_table  # noqa: E402
@@ -465,10 +465,10 @@ def one_gradient(world, heads, documents, T):
         )
         extra = {"qkv": qkv} if fused else {}
         out = kernels.flash_attention(q, k, v, alibi_slopes=slopes, sequence_ids=ids, **extra)
-        with OperationLog() as log:
+        with Tracer() as trace:
             gradients += torch.autograd.grad(out, qkv, do)
         outputs.append(out.detach())
-    return torch.equal(*outputs) and torch.equal(*gradients), list(log.counts())
+    return torch.equal(*outputs) and torch.equal(*gradients), list(trace.counts())
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """launch_table.py: every row, compiled for its chip with the kernels it belongs to. No GPU needed.
 
 In processes of their own, the operators of flash_attention.py run on CPU tensors up to the launch,
-which compiles the kernel as on that chip and does not start it (bench/compiled.py). The binary says
-how much shared memory it takes, how many registers spilled to memory, and whether it uses matrix
-instructions.
+which compiles the kernel as on that chip and does not start it (gpu_kernels/compiled.py). The
+binary says how much shared memory it takes, how many registers spilled to memory, and whether it
+uses matrix instructions.
 
 The numbers shift with the compiler: limits are exact for the triton of constraints.txt, and loose
 for other versions.
@@ -19,11 +19,9 @@ from conftest import ROOT, Ranks
 
 triton = pytest.importorskip("triton", reason="the kernels need triton: see requirements-dev.txt")
 
-from bench import compiled  # noqa: E402
-from bench.chips import LIMITS, attention_binary  # noqa: E402
-from bench.compiled import warp_size  # noqa: E402
 from config import UserError  # noqa: E402
-from gpu_kernels import launch_table  # noqa: E402
+from gpu_kernels import compiled, launch_table  # noqa: E402
+from gpu_kernels.compiled import LIMITS, attention_binary, warp_size  # noqa: E402
 from gpu_kernels.launch_table import LAUNCH, SAME_ROWS, UNKNOWN, row_for  # noqa: E402
 
 # Shared memory that a block may take, bytes.

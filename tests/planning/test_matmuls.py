@@ -1,25 +1,20 @@
-"""planning/matmuls.py against masks written out, and against torch's FlopCounterMode: exactly."""
+"""planning/matmuls.py against torch's FlopCounterMode: exactly."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import (
-    FlopCounterMode,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
+from torch.utils.flop_counter import FlopCounterMode
 
 import flops
 import parallel
-from bench import flops as flops_counted
-from bench import memory as memory_counted
 from config import MPTConfig, TrainConfig
+from flops import TrainingSetup
 from model import MPT
 from planning import matmuls
-from planning.matmuls import TrainingSetup
 
 S = 48
 SMALL = {"d_model": 48, "n_heads": 6, "n_layers": 2, "vocab_size": 100, "max_seq_len": S}
@@ -41,41 +36,65 @@ def closed(cfg: MPTConfig, setup: TrainingSetup) -> float:
     return S * matmuls.total(matmuls.flops_by_pass(cfg, setup))
 
 
-@pytest.mark.parametrize("attention", ["full", "causal"])
-@pytest.mark.parametrize("window", [0, 1, 7])
-@pytest.mark.parametrize("document", [0, 5, 16, 99])
-def test_keys_of_a_query_are_those_of_a_mask(attention, window, document):
-    """A mask written out: the same document, inside the window, not later.
+def count(
+    cfg: MPTConfig, setup: TrainingSetup, backward: bool = True, change=lambda model: None
+) -> FlopCounterMode:
+    """torch's count of one sequence's forward, or forward and backward.
 
-    With "full" every query counts the whole width of the window.
+    The tensors are fake: they have shapes but no data. Attention is the reference, two matmuls over
+    all T x T scores. change(model): called before counting.
     """
-    pairs = 0
-    for begin in range(0, S, document or S):
-        length = min(document or S, S - begin)
-        for i in range(length):
-            first = max(0, i - window + 1) if window else 0
-            if attention == "causal":
-                pairs += i - first + 1
-            else:
-                pairs += min(window or length, length)
-    setup = TrainingSetup(attention, window, document)
-    assert matmuls.keys_per_query(small(), setup) == pairs / S
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        model = MPT(replace(cfg, attn_impl="reference"))
+        change(model)
+        train_cfg = TrainConfig(
+            activation_checkpointing=setup.activation_checkpointing,
+            recompute_every=setup.recompute_every,
+        )
+        parallel.recompute(model, train_cfg)
+        logits = model(torch.zeros(1, cfg.max_seq_len, dtype=torch.int64))
+        if backward:
+            logits.sum().backward()
+    return counter
+
+
+def counted_by_part(cfg: MPTConfig, backward: bool) -> dict[str, int]:
+    """{part of the model: FLOPs} as torch counts them."""
+    flops_of_module = {}
+    for name, operations in count(cfg, TrainingSetup(), backward).get_flop_counts().items():
+        flops_of_module[name] = sum(operations.values())
+
+    def sum_over_blocks(end: str) -> int:
+        pattern = rf"MPT\.transformer\.blocks\.\d+\.{end}"
+        return sum(n for name, n in flops_of_module.items() if re.fullmatch(pattern, name))
+
+    parts = {part: sum_over_blocks(rf"\w+\.{linear}") for linear, part in matmuls.LINEARS.items()}
+    parts["attention"] = sum_over_blocks("attn") - parts["QKV"] - parts["projection"]
+    parts["logits"] = flops_of_module["Global"] - flops_of_module["MPT.transformer"]
+    return parts
+
+
+def closed_by_part(cfg: MPTConfig, passes) -> dict[str, float]:
+    """{part of the model: FLOPs of one sequence in some of matmuls.PASSES}, in closed form."""
+    parts = {}
+    for part, flops_of_pass in matmuls.flops_by_pass(cfg).items():
+        parts[part] = S * sum(flops_of_pass[name] for name in passes)
+    parts["attention"] = sum(parts.pop(part) for part in matmuls.ATTENTION)
+    return parts
 
 
 @pytest.mark.parametrize("more", GRID)
 def test_every_part_of_a_step_is_what_torch_counts(more):
     cfg = small(**more)
-    forward = flops_counted.by_part(flops_counted.count(cfg, TrainingSetup(), backward=False))
-    both = flops_counted.by_part(flops_counted.count(cfg, TrainingSetup(), backward=True))
-    assert forward == flops_counted.closed_form(cfg, ["forward"])
-    assert both == flops_counted.closed_form(cfg, matmuls.PASSES)
+    assert counted_by_part(cfg, backward=False) == closed_by_part(cfg, ["forward"])
+    assert counted_by_part(cfg, backward=True) == closed_by_part(cfg, matmuls.PASSES)
 
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_full_checkpointing_does_all_again_but_the_last_matmul(every):
     cfg = small(kv_n_heads=3)
     setup = TrainingSetup(activation_checkpointing="full", recompute_every=every)
-    counted = flops_counted.count(cfg, setup).get_total_flops()
+    counted = count(cfg, setup).get_total_flops()
     assert counted == closed(cfg, setup)
 
     n_blocks = len(range(0, 2, every))
@@ -92,7 +111,7 @@ def step_with_adapters(cfg: MPTConfig, train: TrainConfig, precision: str) -> in
     """FLOPs of the trainer's forward and backward of one sequence, as torch counts them."""
     with FakeTensorMode(), FlopCounterMode(display=False) as counter:
         model = MPT(cfg)
-        memory_counted.add_adapters(model, train, precision)
+        parallel.put_adapters_on(model, train, precision)
         parallel.recompute(model, train)
         ids = torch.zeros(1, S, dtype=torch.int64)
         with parallel.autocast(torch.device("cpu"), precision):
@@ -134,7 +153,7 @@ def test_a_step_with_adapters_is_what_torch_counts(targets, last, also, mode, ev
     )
     expected = S * matmuls.flops_of_run(cfg, train, recomputed=True)
     if mode == "selective":  # it keeps the output of fused attention, but not of the reference
-        first = matmuls.first_backward(cfg, matmuls.setup_of(train))
+        first = flops.first_backward(cfg, flops.setup_of(train))
         attention_forward = 2 * 2 * S * S * 48
         expected += attention_forward * sum(i % every == 0 for i in range(first, 3))
     assert step_with_adapters(cfg, train, "bf16" if last else "fp32") == expected
@@ -163,22 +182,18 @@ def test_the_mfu_of_a_run_counts_what_its_step_needs():
     """LLM Foundry's convention if all weights train; nothing that is recomputed counts."""
     cfg = small(kv_n_heads=2)
     full = TrainConfig(activation_checkpointing="full")
+    setup = flops.setup_of(full)
     assert matmuls.flops_of_run(cfg, full) == flops.train_flops_per_token(cfg)
-    with_recomputed = matmuls.flops_of_run(cfg, full, recomputed=True)
-    assert with_recomputed == flops.hardware_flops_per_token(cfg, "full")
+    assert matmuls.flops_of_run(cfg, full, recomputed=True) == flops.flops_of(cfg, setup=setup)[1]
 
-    train = TrainConfig(init_from="base", lora_rank=4, activation_checkpointing="full")
+    train = replace(full, init_from="base", lora_rank=4)
     plain = replace(train, activation_checkpointing="none")
-    of_weights = 4 * flops.n_params(cfg)
-    adapters = 6 * matmuls.n_lora(cfg, matmuls.setup_of(train))
-    attention = 12 * cfg.n_layers * 48 * S
-    assert matmuls.flops_of_run(cfg, train) == matmuls.flops_of_run(cfg, plain)
+    needed = matmuls.flops_of_run(cfg, train)
+    assert needed == matmuls.flops_of_run(cfg, plain)
+    assert needed * S == step_with_adapters(replace(cfg, attn_impl="reference"), plain, "fp32")
     # Norms, biases and positions are among the parameters, but in no matmul.
-    convention = of_weights + adapters + attention
-    assert matmuls.flops_of_run(cfg, plain) == pytest.approx(convention, rel=0.1)
-    assert matmuls.flops_of_run(cfg, train) == S**-1 * step_with_adapters(
-        replace(cfg, attn_impl="reference"), plain, "fp32"
-    )
+    convention, _ = flops.flops_of(cfg, setup=flops.setup_of(plain))
+    assert needed == pytest.approx(convention, rel=0.1)
     assert matmuls.convention_of(train) != matmuls.convention_of(full) == flops.CONVENTION
 
 
@@ -192,7 +207,7 @@ def test_a_frozen_model_with_a_prompt_that_trains_is_what_torch_counts():
 
     cfg = small()
     setup = TrainingSetup(frozen=True)
-    counted = flops_counted.count(cfg, setup, change=prompt)
+    counted = count(cfg, setup, change=prompt)
     assert counted.get_total_flops() == closed(cfg, setup)
     by_pass = matmuls.flops_by_pass(cfg, setup)
     assert by_pass["MLP up"]["weight gradient"] == 0
@@ -208,38 +223,9 @@ def test_the_loss_in_chunks_costs_what_the_logits_do():
     assert counter.get_total_flops() == closed(cfg, TrainingSetup())
 
 
-def test_flash_attention_costs_three_and_a_half_forwards_of_half_the_scores():
-    """The backward has the five matmuls of torch's formula, which counts the whole square."""
-    cfg = small()
-    by_pass = matmuls.flops_by_pass(cfg, TrainingSetup("flash"))
-    forward = sum(by_pass[part]["forward"] for part in matmuls.ATTENTION)
-    assert forward == 2 * 2 * 2 * 48 * (S + 1) / 2
-    backward = sum(sum(by_pass[part].values()) for part in matmuls.ATTENTION) - forward
-    assert backward / forward == 2.5
-    q = k = v = gradient = (1, 6, S, 8)
-    assert sdpa_backward_flop_count(gradient, q, k, v) / sdpa_flop_count(q, k, v) == 2.5
-
-    plain = matmuls.flops_by_pass(cfg)
-    for part in by_pass.keys() - set(matmuls.ATTENTION):
-        assert by_pass[part] == plain[part]
-
-
-def test_a_window_and_documents_cost_less_in_attention_alone():
-    whole = matmuls.flops_by_pass(small(), TrainingSetup("causal"))
-    window = matmuls.flops_by_pass(small(), TrainingSetup("causal", window=8))
-    packed = matmuls.flops_by_pass(small(), TrainingSetup("causal", document=12))
-    for less in (window, packed):
-        assert {part for part in whole if less[part] != whole[part]} == set(matmuls.ATTENTION)
-        assert matmuls.total(less) < matmuls.total(whole)
-    keys = (12 + 1) / 2
-    assert packed["scores"]["forward"] == whole["scores"]["forward"] * keys / ((48 + 1) / 2)
-
-
 def test_the_program_prints_parts_and_passes(capsys):
-    flags = "--n_layers=2 --lora_rank=8 --attention=flash --activation_checkpointing=full"
+    flags = "--n_layers=2 --lora_rank=8 --activation_checkpointing=full"
     matmuls.main(flags.split())
     out = capsys.readouterr().out
-    for words in ("adapters", "recomputed", "100.00%", "--attention=flash"):
+    for words in ("adapters", "recomputed", "100.00%"):
         assert words in out
-    matmuls.main(["--n_layers=2"])
-    assert "recomputed" not in capsys.readouterr().out

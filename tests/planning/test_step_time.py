@@ -1,18 +1,15 @@
-"""planning/step_time.py by hand computation, and beside published runs (bench/planner.py)."""
+"""planning/step_time.py by hand computation, and beside real steps on fake tensors."""
 
-import csv
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from torch.utils._python_dispatch import TorchDispatchMode
+from tracing.live_bytes import two_steps
+from tracing.tracer import Tracer
 
 import devices
-from bench import memory as memory_measured
-from bench import parallel_runs, planner
 from config import MPTConfig, TrainConfig, UserError
-from planning import certainty, step_time
+from planning import step_time
 from planning.fleet import Fleet
 from planning.step_time import Constants, StepTime
 
@@ -158,21 +155,20 @@ def test_a_ring_goes_at_the_speed_of_its_slowest_link():
 WITHOUT_LOGITS = replace(M, vocab_size=1)  # so that all stages are equally fast
 
 
-def staged(m, batch, pp, interleave=1, **more) -> dict:
+def staged(m, batch, pp, **more) -> dict:
     """The seconds of a step by part, of microbatches of 1, on links that take no time."""
-    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp, interleave=interleave)
+    fleet = Fleet(replace(A100, link_gbs=1e9), pp, pp, pp=pp)
     return StepTime(m, run(batch, 1, sharding="ZERO1", **more), fleet, EASY).parts()
 
 
 def test_the_bubble():
-    """(p - 1) / n of the other parts, over v with v pieces a stage: 2104.04473, section 2.2."""
-    for pp, v in ((2, 1), (4, 1), (4, 2)):
-        parts = staged(WITHOUT_LOGITS, 16, pp, v)
+    """(p - 1) / n of the other parts."""
+    for pp in (2, 4):
+        parts = staged(WITHOUT_LOGITS, 16, pp)
         rest = sum(parts[name] for name in ("matmuls", "attention", "memory-bound"))
-        assert parts["bubble"] == pytest.approx(rest * (pp - 1) / (v * 16), rel=1e-3)
-        if v == 1:
-            share = parts["bubble"] / (rest + parts["bubble"])
-            assert share == pytest.approx((pp - 1) / (16 + pp - 1), rel=1e-3)
+        assert parts["bubble"] == pytest.approx(rest * (pp - 1) / 16, rel=1e-3)
+        share = parts["bubble"] / (rest + parts["bubble"])
+        assert share == pytest.approx((pp - 1) / (16 + pp - 1), rel=1e-3)
 
 
 def test_the_slowest_stage_sets_the_pace():
@@ -212,28 +208,26 @@ def test_tensor_parallelism_sends_four_all_reduces_a_layer():
     assert sharded.tensor_traffic() == {stream: 2 * (8 * 4 + 2)}
 
 
-class Counter(TorchDispatchMode):
-    """Counts the FLOPs of matmuls, and the bytes that tensor ranks and stages send each other."""
+def traced(m, cfg, ranks, stage=0) -> tuple[float, int, int]:
+    """(FLOPs of matmuls, bytes that tensor ranks send each other, bytes to the next stage).
 
-    def __init__(self):
-        super().__init__()
-        self.flops = 0
-        self.sent = 0
-        self.to_stages = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = str(operation)
-        if name.startswith(("aten.mm", "aten.addmm")):
-            a, b = args[-2:]
-            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if name.startswith("c10d."):
-            largest = max(memory_measured.tensors_in(args), key=lambda tensor: tensor.nbytes)
-            is_of_tokens = largest.dim() == 3  # fully_shard's and sums of gradients have one
-            if name.startswith("c10d.send"):
-                self.to_stages += is_of_tokens * largest.nbytes
-            elif not name.startswith("c10d.recv"):
-                self.sent += is_of_tokens * largest.nbytes * (2 if "allreduce" in name else 1)
-        return operation(*args, **(kwargs or {}))
+    Of two real steps on fake tensors.
+    """
+    trace = Tracer()
+    two_steps(m, cfg, ranks, "bf16", trace, stage=stage)
+    flops = sum(op.flops for op in trace.operations if op.name in ("aten::mm", "aten::addmm"))
+    sent = to_stages = 0
+    for op in trace.operations:
+        if not op.name.startswith("c10d::"):
+            continue
+        largest = max(op.inputs, key=lambda spec: spec.bytes)
+        if len(largest.shape) != 3:  # not tokens: fully_shard's, and sums of gradients, have one
+            continue
+        if op.name == "c10d::send":
+            to_stages += largest.bytes
+        elif not op.name.startswith("c10d::recv"):
+            sent += largest.bytes * (2 if op.collective == "all-reduce" else 1)
+    return flops, sent, to_stages
 
 
 SPLITS = [  # tp, data-parallel ranks, checkpointing, sequence parallelism, changes to the model
@@ -260,13 +254,12 @@ def test_a_tensor_rank_computes_and_sends_what_is_predicted(
         activation_checkpointing=checkpointing,
         sequence_parallel=sequence_parallel,
     )
-    counter = Counter()
-    memory_measured.two_steps(m, cfg, tp * dp, "bf16", counter)
+    flops, sent, _ = traced(m, cfg, tp * dp)
     step = StepTime(m, cfg, Fleet(A100, tp * dp, tp=tp))
     assert step.microbatches == 1
-    assert 2 * step.matmul_flops() == pytest.approx(counter.flops, rel=0.03)
-    sent = sum(size * calls for size, calls in step.tensor_traffic().items())
-    assert 2 * sent == pytest.approx(counter.sent, rel=0.03)
+    assert 2 * step.matmul_flops() == pytest.approx(flops, rel=0.03)
+    predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+    assert 2 * predicted == pytest.approx(sent, rel=0.03)
 
 
 def test_blocks_below_the_first_adapter_send_nothing_backward():
@@ -275,11 +268,10 @@ def test_blocks_below_the_first_adapter_send_nothing_backward():
     m = MPTConfig(**shape, attn_impl="sdpa")
     lora = {"lora_rank": 1, "lora_last_blocks": 1, "init_from": "x"}
     cfg = run(batch=4, device="cpu", tp=2, activation_checkpointing="full", **lora)
-    counter = Counter()
-    memory_measured.two_steps(m, cfg, 2, "bf16", counter)
+    _, sent, _ = traced(m, cfg, 2)
     step = StepTime(m, cfg, Fleet(A100, 2, tp=2))
-    sent = sum(size * calls for size, calls in step.tensor_traffic().items())
-    assert 2 * sent == pytest.approx(counter.sent, rel=0.05)
+    predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+    assert 2 * predicted == pytest.approx(sent, rel=0.05)
 
 
 STAGES = [  # tp, data-parallel ranks, sequence parallelism, layers, the stage
@@ -304,53 +296,16 @@ def test_a_stage_computes_and_sends_what_is_predicted(tp, dp, sequence_parallel,
         activation_checkpointing="selective",
         sequence_parallel=sequence_parallel,
     )
-    counter = Counter()
     ranks = tp * dp * 3
-    memory_measured.two_steps(m, cfg, ranks, "bf16", counter, stage=stage)
+    flops, sent, to_stages = traced(m, cfg, ranks, stage)
     step = StepTime(m, cfg, Fleet(A100, ranks, tp=tp, pp=3), stage=stage)
     n = 2 * step.microbatches  # of two steps
     assert n == 4
-    assert n * step.matmul_flops() == pytest.approx(counter.flops, rel=0.03)
-    assert n * step.bytes_to_stages() == counter.to_stages
+    assert n * step.matmul_flops() == pytest.approx(flops, rel=0.03)
+    assert n * step.bytes_to_stages() == to_stages
     if tp > 1:
-        sent = sum(size * calls for size, calls in step.tensor_traffic().items())
-        assert n * sent == pytest.approx(counter.sent, rel=0.03)
-
-
-def test_what_a_program_hides_costs_less():
-    """Traffic of tensor ranks, of stages and of gradients beside computation, or after it."""
-    fleet = Fleet(A100, 32, 8, 100, tp=4, pp=2)
-    cfg = run(batch=64, sharding="ZERO1", tp=4, pp=2)
-    c = Constants()
-
-    def parts(**hides) -> dict:
-        return StepTime(M, cfg, fleet, c, replace(step_time.OURS, **hides)).parts()
-
-    shown = parts(hides_sums=False)
-    last = StepTime(M, cfg, fleet, c)
-    assert shown["exposed traffic"] == pytest.approx(last.once())
-    for name, part in (("hides_tensor", "tensor parallel"), ("hides_stages", "between stages")):
-        hidden = parts(hides_sums=False, **{name: True})
-        assert hidden[part] == 0 < shown[part]
-        assert shown["step"] - shown[part] < hidden["step"] < shown["step"]
-    assert parts()["step"] < shown["step"]
-
-
-def test_attention_without_a_flash_kernel_computes_the_square_and_stores_it():
-    unfused = replace(step_time.OURS, score_bytes=32, score_bytes_again=13)
-    ours, theirs = (
-        StepTime(M, run(), Fleet(A100), EASY, trainer) for trainer in (step_time.OURS, unfused)
-    )
-    tokens = 4 * 512
-    square = 3 * 4 * 512 * 1024 * 8 * tokens
-    assert theirs.attention() == pytest.approx(square / (0.87 * 312e12))
-    scores = tokens * 8 * 16 * 512
-    assert theirs.memory() - ours.memory() == pytest.approx(32 * scores / 2039e9)
-    again = run(activation_checkpointing="selective")
-    repeats = replace(unfused, repeats_scores=True)
-    more = StepTime(M, again, Fleet(A100), EASY, repeats)
-    assert more.memory() - theirs.memory() == pytest.approx(13 * scores / 2039e9)
-    assert more.attention() == pytest.approx(4 / 3 * theirs.attention())
+        predicted = sum(size * calls for size, calls in step.tensor_traffic().items())
+        assert n * predicted == pytest.approx(sent, rel=0.03)
 
 
 def test_many_nodes_leave_each_other_less_of_the_network():
@@ -388,7 +343,7 @@ def test_more_of_this_is_never_slower():
         (
             {"devices": 16, "tp": 16, "node_size": 8},
             {},
-            "tp 16 is more than the 8 devices of a node",
+            "tp 16 does not divide the 8 devices of a node",
         ),
         ({"devices": 3, "tp": 3}, {}, "tp 3 does not divide n_heads 16: tp can be 1, 2, 4, 8, 16"),
         ({}, {"sequence_parallel": True}, "sequence_parallel needs tensor ranks: set --tp=2"),
@@ -398,12 +353,6 @@ def test_more_of_this_is_never_slower():
             "16 is not a multiple of the 3 data-parallel ranks: set --global_batch_size=15 or 18",
         ),
         ({"devices": 9, "pp": 9}, {}, "pp 9 is more than n_layers 8: set --pp=8"),
-        (
-            {"devices": 4, "pp": 2, "interleave": 8},
-            {},
-            "pp x interleave = 16 pieces are more than n_layers 8",
-        ),
-        ({"devices": 2, "network_gbs": -1}, {}, "network_gbs must be more than 0, not -1"),
         ({"device": devices.by_name("v100")}, {}, "no bf16 peak known for V100"),
         ({}, {"microbatch_size": "auto"}, "set --microbatch_size=NUMBER"),
     ],
@@ -411,88 +360,3 @@ def test_more_of_this_is_never_slower():
 def test_mistakes_are_told(fleet, cfg, words):
     with pytest.raises(UserError, match=re.escape(words)):
         StepTime(M, replace(run(), **cfg), Fleet(**{"device": A100, **fleet}))
-
-
-# --------------------------------------------------------------------------------------------------
-# Beside published runs
-
-
-@pytest.mark.slow
-def test_models_left_out_of_the_fit_are_predicted():
-    """The project's claim: median at most 6 %, 90th percentile at most 15 %.
-
-    Both better than a prediction by one TFLOP/s for each kind of GPU.
-    """
-    pytest.importorskip("scipy", reason="the fit needs scipy: see requirements-dev.txt")
-    rows = planner.read()
-    assert len(rows) == 142
-    ours = planner.summary(planner.held_out_errors(rows))
-    constant = planner.summary(planner.constant_speed_errors(rows))
-    assert ours["median"] < 0.06 and ours["p90"] < 0.15
-    assert ours["median"] < constant["median"] and ours["p90"] < constant["p90"]
-    fitted = planner.fit(rows)
-    for name in planner.FITTED:
-        assert getattr(Constants(), name) == pytest.approx(getattr(fitted, name), rel=0.03), name
-
-
-def test_mpt_1b_on_many_h100():
-    for n, tflops in planner.h100_predictions(Constants()).items():
-        assert tflops == pytest.approx(planner.H100[n], rel=0.02)
-
-
-def test_mpt_7b_on_128_mi250_from_4():
-    rows = {row[0]: float(row[5]) for row in planner.mi250_rows(Constants())}
-    assert rows[3] == pytest.approx(159, rel=0.03)  # the microbatch of configs/mpt7b_mi250.py
-
-
-def test_frontiers_strong_scaling_is_not_explained():
-    """At the microbatch of the launch scripts. What is missing is more than all the traffic."""
-    for name, run_ in planner.FRONTIER.items():
-        ours = planner.strong_scaling(name, 1)
-        assert run_.strong_scaling + 5 < ours < 98
-        seconds = planner.frontier(name, 1, run_.run_gcds)
-        missing = seconds["step"] * (ours / run_.strong_scaling - 1)
-        assert missing > 5 * (seconds["exposed traffic"] + seconds["between stages"])
-
-
-def test_the_document_has_the_words_of_its_program():
-    """`python -m bench planner` was run since they changed."""
-    text = planner.DOCUMENT.read_text()
-    for line in planner.HEAD.splitlines():
-        assert "{" in line or line in text.splitlines(), line
-
-
-def test_published_runs_with_tensor_ranks_and_stages():
-    """The project's claim: at most 15 % in the median, with nothing fitted to them.
-
-    Of the rows that the model was chosen by, and of the third that was set aside. Of Megatron-Core,
-    which was found later, too, but not of the other programs found later.
-    """
-    rows = [row for row in parallel_runs.read() if planner.is_split(row)]
-    parts = {"": [], "third": [], "Megatron-Core": [], "program": []}
-    for row in rows:
-        name = row["program"] if row["program"] in parts else row["set_aside"]
-        parts[name].append(planner.error_of(row, Constants()))
-    for name, most in (("", 0.15), ("third", 0.15), ("Megatron-Core", 0.1), ("program", 0.4)):
-        assert len(parts[name]) > 10
-        assert planner.summary(parts[name])["median"] < most, name
-
-
-def test_the_document_is_of_these_constants():
-    text = (Path(planner.ROOT) / "bench/results/planner.md").read_text()
-    for name in planner.FITTED:
-        (value,) = re.findall(rf"\| `{name}` \| \S+ \| (\S+) \|", text)
-        assert float(value) == pytest.approx(getattr(Constants(), name), rel=1e-3)
-
-
-def test_the_residuals_are_of_these_constants():
-    """The last rows of planning/residuals.csv, which need no fit."""
-    rows = [row for row in parallel_runs.read() if row["program"] != parallel_runs.NOT_OURS]
-    with open(certainty.RESIDUALS, newline="") as file:
-        residuals = list(csv.DictReader(file))
-    assert len(residuals) == 142 + len(rows)
-    for row, residual in zip(rows, residuals[142:], strict=True):
-        factor = 1 / (1 + planner.error_of(row, Constants()))
-        assert float(residual.pop("factor")) == pytest.approx(factor, abs=1e-4)
-        assert residual.pop("model") == f"{row['n_layers']} x {row['d_model']}"
-        assert residual == certainty.kind_of(*row["run"][:3])

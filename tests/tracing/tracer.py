@@ -1,26 +1,27 @@
 """Every operation that a piece of work gives to its device: which, on what, from where.
 
-    with OperationLog() as log:
+    with Tracer() as trace:
         fsdp_train.train_step(...)
-    log.counts()                    Counter({"aten::mm": 38, "aten::add_": 34, ...})
+    trace.counts()                    Counter({"aten::mm": 38, "aten::add_": 34, ...})
 
 PyTorch turns each call of Python into operations, and each of those into a kernel of the device. On
-a GPU the host only puts kernels into a queue and runs ahead of them, so the GPU never waits for
-Python. If the host must wait until the queue is empty, that costs time. The log finds such places:
+the way every operation passes through a dispatcher, where a TorchDispatchMode may look at it. The
+tracer notes the shapes, dtypes and devices of what goes in and comes out; FLOPs and bytes follow.
+
+On a GPU the host only puts kernels into a queue and runs ahead of them, so the GPU never waits for
+Python. If the host must wait until the queue is empty, that costs time. The trace shows where:
 
     read-backs       the host needs a result: x.item(), `if x:`, nonzero, a boolean mask as an index
     transfers        copies from the host to the device, or back, which is a read-back, too
     across devices   other operations on tensors of two devices, such as a mask that is on the host
     on the host      operations on tensors of the CPU
 
-It also sees casts, and collectives with their dtypes. Each operation has the shapes and dtypes of
-its inputs and outputs, from which its FLOPs and bytes follow. The tensors may be fake, without
-data, as in `python -m bench fake_gpu`.
-
-`python -m bench operations` prints the operations of a step of a small model on this CPU.
+The tensors may be fake, with shapes but no data: then no device is needed (gpu_runs.py), and no
+memory (live_bytes.py).
 """
 
 import collections
+import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,15 +32,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-import config
-import fsdp_train
-import optim
-import processes
-from config import MPTConfig, TrainConfig
-from model import MPT
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 # The results of these have a value, or a shape, that the host must know to continue.
 READ_BACKS = {
@@ -86,9 +81,13 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     device: str  # cuda, cpu
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def __str__(self):
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,7 @@ class Operation:
     outputs: tuple[Spec, ...]
     where: str  # our line that asked for it: model.py:220. Or autograd's node: AddmmBackward0
     reads_back: bool = False
+    flops: int = 0  # as torch's FlopCounterMode counts: of attention, all T x T scores
 
     @property
     def devices(self) -> set[str]:
@@ -143,7 +143,7 @@ class Operation:
         return f"{self.name}({inputs}) at {self.where}"
 
 
-class OperationLog(TorchDispatchMode):
+class Tracer(TorchDispatchMode):
     """A context that notes the operations inside of it, in `operations`.
 
     It sees compiled code after fusion, as the operations that the compiler left.
@@ -151,7 +151,7 @@ class OperationLog(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile to compile as if this log were not there."""
+        """Tell torch.compile to compile as if this tracer were not there."""
         return True
 
     def __init__(self):
@@ -176,17 +176,15 @@ class OperationLog(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as an operation on this rank's shard
         kwargs = kwargs or {}
-        name = operation.name().split(".")[0]
-        self.follow_blocks(name, args)
-        outputs = ()
+        self.follow_blocks(operation.name(), args)
+        result = None
         try:
             result = answer(operation, args, kwargs)
-            outputs = specs_of(result)
             return result
         finally:  # noted, too, if fake tensors cannot continue after it
             only_shapes = fake_mode() is not self.fake_mode  # DTensor derives some so
-            if launches(operation, name) and not only_shapes:
-                self.note(name, args, kwargs, outputs)
+            if not only_shapes:
+                self.note(operation, args, kwargs, result)
 
     def follow_blocks(self, name: str, args) -> None:
         """Keep `open_blocks` up to date: `record_function` is an operation, too."""
@@ -195,15 +193,24 @@ class OperationLog(TorchDispatchMode):
         elif "_record_function_exit" in name and self.open_blocks:
             self.open_blocks.pop()
 
-    def note(self, name: str, args, kwargs, outputs: tuple[Spec, ...]) -> None:
-        """Append an operation, unless it has no tensors."""
-        inputs = specs_of((args, kwargs))
-        if not inputs + outputs:
+    def note(self, operation, args, kwargs, result) -> None:
+        """Append an operation, if a kernel does it."""
+        name = operation.name().split(".")[0]
+        inputs, outputs = specs_of((args, kwargs)), specs_of(result)
+        if not launches(operation, name) or not inputs + outputs:
             return
-        part = self.open_blocks[0] if self.open_blocks else ""
         on_device = any(spec.device != "cpu" for spec in inputs)
-        reads_back = on_device and waits(name, args)
-        self.operations.append(Operation(name, part, inputs, outputs, where(), reads_back))
+        self.operations.append(
+            Operation(
+                name,
+                self.open_blocks[0] if self.open_blocks else "",
+                inputs,
+                outputs,
+                where(),
+                reads_back=on_device and waits(name, args),
+                flops=flops_of(operation, args, kwargs, result),
+            )
+        )
 
     # --- What to look for
 
@@ -230,14 +237,15 @@ class OperationLog(TorchDispatchMode):
         """Operations all of whose tensors are on the CPU."""
         return [op for op in self.operations if op.devices == {"cpu"}]
 
-    def casts(self) -> collections.Counter:
-        """{(from, to): how often}, dtypes."""
-        return collections.Counter(op.cast for op in self.operations if op.cast)
-
     def collectives(self) -> collections.Counter:
-        """{(all-gather or another, dtype): how often}."""
+        """{"all-gather bfloat16" or another: how often}."""
         found = [op for op in self.operations if op.collective]
-        return collections.Counter((op.collective, op.inputs[0].dtype) for op in found)
+        return collections.Counter(
+            f"{op.collective} {dtype_name(op.inputs[0].dtype)}" for op in found
+        )
+
+
+# --- Questions about one operation
 
 
 def answer(operation, args, kwargs):
@@ -271,10 +279,25 @@ def waits(name: str, args) -> bool:
     return name in READ_BACKS or of_unknown_size
 
 
-def specs_of(tree) -> tuple[Spec, ...]:
+def flops_of(operation, args, kwargs, result) -> int:
+    """FLOPs by torch's formulas, or by ours for our operators: matmuls and attention have some."""
+    formula = flop_registry.get(getattr(operation, "overloadpacket", None))
+    return formula(*args, **kwargs, out_val=result) if formula else 0
+
+
+def tensors_in(tree) -> list[torch.Tensor]:
     """The tensors in nested lists, tuples and dictionaries."""
-    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return tuple(Spec(tuple(x.shape), x.dtype, x.device.type) for x in tensors)
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def specs_of(tree) -> tuple[Spec, ...]:
+    """What the tensors in nested lists, tuples and dictionaries are."""
+    return tuple(Spec(tuple(x.shape), x.dtype, x.device.type) for x in tensors_in(tree))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """bfloat16, without the name of the library."""
+    return str(dtype).removeprefix("torch.")
 
 
 def where() -> str:
@@ -283,49 +306,8 @@ def where() -> str:
     while frame:
         path = frame.f_code.co_filename
         ours = path.removeprefix(f"{ROOT}/")
-        if ours != path and not ours.startswith("bench/") and "site-packages" not in ours:
+        if ours != path and not ours.startswith("tests/tracing") and "site-packages" not in ours:
             return f"{ours}:{frame.f_lineno}"
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     return node.name() if node else "?"
-
-
-def table(log: OperationLog, most: int = 12) -> str:
-    """Lines of the `most` frequent operations, by part of the step."""
-    parts = list(dict.fromkeys(op.part for op in log.operations))
-    lines = [f"{'operations':<36}{'all':>7}" + "".join(f"{part or 'rest':>11}" for part in parts)]
-    counts_of_part = [log.counts(part) for part in parts]
-    rows = [("all", len(log.operations)), *log.counts().most_common(most)]
-    for name, n in rows:
-        cells = [sum(c.values()) if name == "all" else c[name] for c in counts_of_part]
-        lines.append(f"  {name:<34}{n:>7,}" + "".join(f"{cell or '':>11}" for cell in cells))
-    return "\n".join(lines)
-
-
-def small_step(kind: type[OperationLog]) -> OperationLog:
-    """A log of this kind, of a small model's second training step on this CPU.
-
-    Two layers, two microbatches, bf16.
-    """
-    world = processes.World(0, 1, 0, 1, torch.device("cpu"))
-    model_cfg = MPTConfig(d_model=64, n_heads=4, n_layers=2, vocab_size=512, max_seq_len=64)
-    cfg = TrainConfig(global_batch_size=4, microbatch_size=2)
-    model = MPT(model_cfg)
-    optimizer = optim.build_optimizer(model.parameters(), cfg)
-    rows = torch.randint(model_cfg.vocab_size, (4, model_cfg.max_seq_len + 1))
-    for step in range(2):
-        with kind() as log:
-            fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "bf16")
-    return log
-
-
-def main(argv: list[str]) -> None:
-    """Print the operations of a second training step of a small model, on this CPU."""
-    config.arguments(argv)
-    log = small_step(OperationLog)
-    print("two layers, two microbatches, bf16")
-    print(table(log))
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -1,4 +1,4 @@
-"""What a run does on its device, on fake tensors, each under a log of its operations.
+"""What a run does on its device, on fake tensors, each under a tracer.
 
     train step    the second one of fsdp_train.train_step, sharded, recomputed and compiled as set
     evaluation    fsdp_train.evaluate, whose last windows are beyond the end
@@ -8,12 +8,9 @@
     trial         the two steps of lifecycle.microbatch
 
 These are the functions that a run calls, and `parallel.build` makes the model. Before anything
-else, `bench.fake_gpu.pretend()` must have been called: `python -m bench fake_gpu` does.
-
-`python -m bench fake_runs` says how to start it.
+else, `fake_gpu.pretend()` must have been called.
 """
 
-import collections
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -30,17 +27,16 @@ from torch.distributed._tools import fake_collectives  # noqa: F401 (collectives
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import checkpoint
-import config
 import fsdp_train
 import parallel
 import processes
-from bench.memory import real_offsets
-from bench.operations import OperationLog, table
-from config import MPTConfig, TrainConfig, require
+from config import MPTConfig, TrainConfig
 from evaluation.score import Request, score
 from lifecycle import microbatch
 from model import MPT
 from serving import decoder
+from tracing.live_bytes import real_offsets
+from tracing.tracer import Tracer
 
 GPU = torch.device("cuda", 0)
 PRECISION = "bf16"
@@ -143,16 +139,16 @@ def fused(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
 # --- The runs
 
 
-def train_step(setting: Setting, kind: type[OperationLog] = OperationLog) -> OperationLog:
+def train_step(setting: Setting) -> Tracer:
     """The second step: in the first one, the optimizer and FSDP allocate what they keep."""
     cfg = replace(setting.cfg, compile=bool(setting.backend))
     with pretended(setting):
         model, optimizer = setting.build()
         rows = setting.rows()
         for step in range(2):
-            with kind() as log:
+            with Tracer() as trace:
                 fsdp_train.train_step(model, optimizer, rows, step, cfg, setting.world, PRECISION)
-    return log
+    return trace
 
 
 class Windows:
@@ -169,21 +165,21 @@ class Windows:
         return np.zeros((len(window_ids), self.seq_len + 1), np.int64)
 
 
-def evaluation(setting: Setting) -> OperationLog:
+def evaluation(setting: Setting) -> Tracer:
     """Two passes on each rank. In the second one, this rank alone has a window, and only one."""
     n_windows = setting.ranks * setting.cfg.microbatch_size + 1
     val = Windows(n_windows, setting.model_cfg.max_seq_len)
     cfg = replace(setting.cfg, eval_tokens=n_windows * val.seq_len)
     with pretended(setting):
         model, _ = setting.build()
-        with OperationLog() as log:
+        with Tracer() as trace:
             fsdp_train.evaluate(model, val, cfg, setting.world, PRECISION)
-    return log
+    return trace
 
 
-def scoring(setting: Setting) -> OperationLog:
+def scoring(setting: Setting) -> Tracer:
     """Questions of four answers each, and single requests."""
-    length = min(24, setting.model_cfg.max_seq_len)
+    length = 24
     requests = []
     for question in range(4):
         for answer in range(4):
@@ -194,14 +190,14 @@ def scoring(setting: Setting) -> OperationLog:
     with pretended(setting):
         model, _ = setting.build()
         model.eval()
-        with OperationLog() as log:
+        with Tracer() as trace:
             score(model, requests, setting.world, PRECISION, batch_tokens=16 * length)
-    return log
+    return trace
 
 
-def generation(setting: Setting) -> OperationLog:
+def generation(setting: Setting) -> Tracer:
     """Prompts of two lengths and eight tokens for each, on one GPU."""
-    length = min(16, setting.model_cfg.max_seq_len - 8)
+    length = 16
     with pretended(replace(setting, ranks=1)):
         with torch.device("meta"):
             model = really(MPT)(setting.model_cfg)
@@ -214,13 +210,13 @@ def generation(setting: Setting) -> OperationLog:
             uniforms = torch.zeros(2, 8)
         ready = decoder.Decoder(model, setting.model_cfg.vocab_size - 1, torch.bfloat16)
         options = {"pad": pad, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
-        with OperationLog() as log:
+        with Tracer() as trace:
             for _ in decoder.generate(ready, ids, 8, uniforms=uniforms, **options):
                 pass
-    return log
+    return trace
 
 
-def staging(setting: Setting) -> OperationLog:
+def staging(setting: Setting) -> Tracer:
     """What a checkpoint hands to DCP's stager: it must neither gather nor copy nor wait.
 
     The copy to the host itself cannot run on fake tensors: the stager copies memory by address.
@@ -229,17 +225,17 @@ def staging(setting: Setting) -> OperationLog:
         model, optimizer = setting.build()
         rows = setting.rows()
         fsdp_train.train_step(model, optimizer, rows, 0, setting.cfg, setting.world, PRECISION)
-        with OperationLog() as log:
+        with Tracer() as trace:
             checkpoint.state_of(model, optimizer)
-    return log
+    return trace
 
 
-def trial(setting: Setting) -> OperationLog:
+def trial(setting: Setting) -> Tracer:
     """The two steps that show whether a microbatch fits, on one rank that has all layers whole."""
     cfg = replace(setting.cfg, compile=False, device="cuda", tp=1, pp=1, sequence_parallel=False)
-    with pretended(replace(setting, ranks=1)), OperationLog() as log:
+    with pretended(replace(setting, ranks=1)), Tracer() as trace:
         microbatch.two_steps(setting.model_cfg, cfg, PRECISION, fsdp_train.train_step)
-    return log
+    return trace
 
 
 RUNS = {
@@ -250,91 +246,3 @@ RUNS = {
     "staging": staging,
     "trial": trial,
 }
-
-
-def run_all(model_cfg: MPTConfig, cfg: TrainConfig, ranks: int) -> dict[str, OperationLog]:
-    """{name of the run: its log}. Compiled, if cfg says so, as far as a machine without GPU can.
-
-    UserError for settings that no run could have.
-    """
-    setting = Setting(model_cfg, cfg, ranks, "aot_eager" if cfg.compile is True else "")
-    check(setting)
-    require(model_cfg.max_seq_len >= 16, f"max_seq_len {model_cfg.max_seq_len} is below 16")
-    return {name: run(setting) for name, run in RUNS.items()}
-
-
-def check(setting: Setting) -> None:
-    """UserError for settings that no training step could have."""
-    cfg = setting.cfg
-    with pretended(setting):
-        fsdp_train.check_settings(setting.model_cfg, cfg, setting.world)
-    no_memory = "a GPU that is not there has no memory to try it in: set --microbatch_size=8"
-    require(cfg.microbatch_size != "auto", f"microbatch_size=auto: {no_memory}")
-
-
-# --- Tables
-
-
-def findings(log: OperationLog) -> dict[str, list]:
-    """{what to look for: the operations that are such}."""
-    return {
-        "read-backs": log.read_backs(),
-        "to the host": log.transfers(to_host=True),
-        "to the device": log.transfers(to_host=False),
-        "across devices": log.across_devices(),
-        "on the host": log.on_the_host(),
-    }
-
-
-def tables(logs: dict[str, OperationLog]) -> str:
-    """Lines: what to look for in every run, where it is, and the training step in detail."""
-    kinds = list(findings(next(iter(logs.values()))))
-    lines = [f"{'':<14}{'operations':>12}" + "".join(f"{kind:>16}" for kind in kinds)]
-    places = []
-    for name, log in logs.items():
-        found = findings(log)
-        lines.append(f"{name:<14}{len(log.operations):>12,}")
-        lines[-1] += "".join(f"{len(operations):>16,}" for operations in found.values())
-        if log.cut_short:
-            places.append(f"  {name} ends early: the shape of the last result depends on data")
-        for kind, operations in found.items():
-            counted = collections.Counter(f"{op.name} at {op.where}" for op in operations)
-            places += [f"  {name}, {kind}: {n} x {place}" for place, n in counted.most_common(3)]
-    step = logs["train step"]
-    lines += ["", *places, "", "the training step", table(step), ""]
-    for (kind, dtype), n in step.collectives().items():
-        lines.append(f"{kind:<36}{n:>7,}  {config_name(dtype)}")
-    for (before, after), n in step.casts().most_common():
-        words = f"casts {config_name(before)} -> {config_name(after)}"
-        lines.append(f"{words:<36}{n:>7,}")
-    return "\n".join(lines)
-
-
-def config_name(dtype: torch.dtype) -> str:
-    """bfloat16, without the name of the library."""
-    return str(dtype).removeprefix("torch.")
-
-
-def as_json(logs: dict[str, OperationLog]) -> dict:
-    """{run: its distinct operations, each with how often it occurs}."""
-    of_runs = {}
-    for name, log in logs.items():
-        rows = []
-        for op, n in collections.Counter(log.operations).items():
-            row = {"name": op.name, "part": op.part, "times": n, "where": op.where}
-            row["inputs"] = [str(spec) for spec in op.inputs]
-            row["outputs"] = [str(spec) for spec in op.outputs]
-            row["devices"] = sorted(op.devices)
-            rows.append(row | {"reads_back": op.reads_back})
-        of_runs[name] = rows
-    return of_runs
-
-
-def main(argv: list[str]) -> None:
-    """Say which program runs these."""
-    config.arguments(argv)
-    print("python -m bench fake_gpu runs " + ", ".join(RUNS))
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -3,7 +3,7 @@
 // Fake tensors (shapes without data) need no kernels. But autograd starts a thread for each device,
 // and autocast, FSDP and the compiler ask which device is current. On a machine without a GPU
 // nobody answers. Here somebody does: there is one, number 0, with one queue, and every event on it
-// is over. bench/fake_gpu.py compiles this file against the installed PyTorch.
+// is over. fake_gpu.py compiles this file against the installed PyTorch.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

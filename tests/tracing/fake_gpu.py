@@ -1,92 +1,61 @@
-"""The operations of a training step on a GPU that is not there.
+"""A GPU that is not there: from here on this process believes that it has one.
 
-    python -m bench fake_gpu configs/mpt125m.py --ranks=8 --sharding=FULL_SHARD
+    library = fake_gpu.build(folder)      once: the driver, compiled in some seconds
+    fake_gpu.pretend(library)             in a process of its own, before torch is imported
 
-The real training step runs, on tensors that say they are on `cuda:0` but have no data: PyTorch
+The real training step then runs on tensors that say they are on `cuda:0` but have no data: PyTorch
 computes only shapes and dtypes. It runs the GPU's path: autocast for CUDA, the choice of the
 attention kernel, the fused optimizer, FSDP's streams, autograd's thread for the device. So a wrong
-device, a cast that should not be there, or a wait for the GPU shows on a laptop.
+device, a cast that should not be there, or a wait for the GPU shows on a laptop (gpu_runs.py).
 
 Three things stand in for what is missing:
 
-    the driver       bench/fake_gpu.cpp answers "one GPU, number 0"; compiled in some seconds
+    the driver       fake_gpu.cpp answers "one GPU, number 0"
     torch.cuda       `stand_ins` below: streams and events that do nothing, an H100's properties
     the other ranks  a process group of PyTorch's that transfers nothing
 
 What it cannot show: values, speed, memory, kernels, NCCL, races between streams.
-
-Not only the step runs, but all that a run does on its device (bench/fake_runs.py), each under a log
-(bench/operations.py). A step has to have: nothing across devices, nothing on the host, no
-read-back, and gradients that are reduced in fp32.
 """
 
 import ctypes
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import config
-from config import MPTConfig, TrainConfig, require
-
 SOURCE = Path(__file__).with_suffix(".cpp")
-
-
-@dataclass
-class FakeGpuArgs:
-    """What to pretend, and how to print it."""
-
-    ranks: int = 1  # data-parallel ranks, of which this is rank 0; 8 of them are a node
-    json: bool = False  # print JSON: each distinct operation with shapes, dtypes and how often
-
-    def check(self) -> None:
-        """Raise UserError for a number of ranks that cannot be."""
-        require(self.ranks > 0, f"ranks must be at least 1, not {self.ranks}")
-
 
 # --- The driver
 
 
-def compiler() -> str:
-    """The C++ compiler: $CXX, g++ or clang++. UserError if there is none."""
+def compiler() -> str | None:
+    """The C++ compiler: $CXX, g++ or clang++."""
     names = (os.environ.get("CXX"), "g++", "clang++")
-    found = next(filter(None, (shutil.which(name) for name in names if name)), None)
-    fix = "install g++ (apt install g++), or set CXX to yours"
-    require(found, f"a GPU that is not there needs a C++ compiler: {fix}")
-    return found
+    return next(filter(None, (shutil.which(name) for name in names if name)), None)
 
 
 def build(folder: Path) -> Path:
-    """Compile fake_gpu.cpp against the installed PyTorch, into `folder`. Returns the library.
-
-    UserError if there is no compiler, or if it fails.
-    """
+    """Compile fake_gpu.cpp against the installed PyTorch, into `folder`. Returns the library."""
     (torch_folder,) = importlib.util.find_spec("torch").submodule_search_locations
     library = Path(folder, "fake_gpu.so")
     command = [compiler(), "-shared", "-fPIC", "-std=c++20", "-w", str(SOURCE), "-o", str(library)]
     command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", "-lc10", "-ltorch_cpu"]
     command += [f"-Wl,-rpath,{torch_folder}/lib"]
     done = subprocess.run(command, capture_output=True, text=True)
-    errors = [line for line in done.stderr.splitlines() if "error" in line] or [done.stderr]
-    problem = f"{command[0]} cannot compile {SOURCE.name}: {errors[0].strip()[:160]}"
-    require(done.returncode == 0, f"{problem} (needed: g++ 10 or newer, PyTorch 2.9 or newer)")
+    assert done.returncode == 0, done.stderr[-3000:]
     return library
 
 
-def pretend(library: Path | None = None) -> None:
+def pretend(library: Path | str) -> None:
     """From here on this process believes that it has a GPU. It cannot go back.
 
-    library: made by `build`; None builds one. Raises UserError if PyTorch is imported already: it
-    asks for a GPU only once.
+    library: made by `build`. PyTorch asks for a GPU only once, so it must not be imported yet.
     """
-    require("torch" not in sys.modules, "call fake_gpu.pretend() before torch is imported")
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = ctypes.CDLL(str(library or build(folder)))
+    assert "torch" not in sys.modules, "call fake_gpu.pretend() before torch is imported"
+    loaded = ctypes.CDLL(str(library))
     import torch
 
     loaded.register_guard()
@@ -106,20 +75,18 @@ class Event:
         pass
 
     def record(self, stream=None):
-        """Put it at the end of a queue."""
+        pass
 
     def wait(self, stream=None):
-        """Let a queue wait for it."""
+        pass
 
     def synchronize(self):
-        """Let the host wait for it."""
+        pass
 
     def query(self) -> bool:
-        """Whether it is reached."""
         return True
 
     def elapsed_time(self, end) -> float:
-        """Milliseconds until another event."""
         return 0.0
 
 
@@ -143,26 +110,23 @@ class Stream:
 
     @property
     def device(self):
-        """The GPU that is not there."""
         import torch
 
         return torch.device("cuda", 0)
 
     def wait_stream(self, other):
-        """Wait until another queue is empty."""
+        pass
 
     def wait_event(self, event):
-        """Wait for an event."""
+        pass
 
     def record_event(self, event=None):
-        """An event at the end of this queue."""
         return event or Event()
 
     def synchronize(self):
-        """Let the host wait until it is empty."""
+        pass
 
     def query(self) -> bool:
-        """Whether it is empty."""
         return True
 
 
@@ -214,24 +178,3 @@ def random_state(device="cuda"):
     import torch
 
     return torch.zeros(16, dtype=torch.uint8)
-
-
-# --- The program
-
-
-def main(argv: list[str]) -> None:
-    """Print what each run does on its device."""
-    model_cfg, cfg, args = config.load(argv, MPTConfig, TrainConfig, FakeGpuArgs)
-    print("PyTorch runs on tensors without data; this takes a minute", file=sys.stderr)
-    pretend()
-    from bench import fake_runs  # here, since it imports torch
-
-    logs = fake_runs.run_all(model_cfg, cfg, args.ranks)
-    if args.json:
-        print(json.dumps(fake_runs.as_json(logs), indent=1))
-    else:
-        print(fake_runs.tables(logs))
-
-
-if __name__ == "__main__":
-    config.run(main)

@@ -1,7 +1,8 @@
 """The GPU's path on a GPU that is not there: devices, dtypes, waits, collectives, operations.
 
-Pretending cannot be undone, so all of it happens in processes of their own. They run the cases and
-print what they found as JSON. The tests check that, and that planted faults are found.
+tests/tracing/ pretends that there is a GPU and notes what each run gives to it. Pretending cannot
+be undone, so it happens in a process of its own, which runs the cases and prints what it found as
+JSON. The tests check that, and that planted faults are found.
 """
 
 import contextlib
@@ -9,17 +10,16 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
 from conftest import ROOT, rooms_on_path
+from tracing import fake_gpu
 
-from bench import fake_gpu
-from config import MPTConfig, TrainConfig, UserError
+from config import MPTConfig, TrainConfig
 
 LAYERS, MICROBATCHES = 2, 2
-WIDTH = 64
+WIDTH, LENGTH = 64, 32
 VOCAB = 3 * 4096  # three slices of the weight's gradient in PyTorch's loss
 LOSSES = ("aten::_log_softmax", "mpt::cross_entropy", "mpt::cross_entropy_gradient_")
 UNITS = LAYERS + 1  # what FSDP gathers at once: each block, and the rest
@@ -39,6 +39,7 @@ OTHERS = [
     for mode in ("one rank", "FULL_SHARD")
 ]
 OTHERS += [f"{run}, one rank, none, eager" for run in ("generation", "trial")]
+GRID = "train step, tp 2 x pp 2 x ZERO1, none, eager"
 MODELS = {
     "ALiBi": {"alibi": True, "attn_impl": "triton"},
     "grouped heads": {"rope": True, "kv_n_heads": 2, "qk_ln": True},
@@ -78,54 +79,66 @@ PER_STEP = {
 
 def setting(mode: str, how: str, execution: str, model: str = "ALiBi", microbatches=MICROBATCHES):
     """A small model on one rank, or on one of 8."""
-    from bench.fake_runs import Setting
+    from tracing.gpu_runs import Setting
 
-    shape = {"d_model": WIDTH, "n_heads": 4, "n_layers": LAYERS, "vocab_size": VOCAB}
     ranks = 1 if mode == "one rank" else 8
     cfg = TrainConfig(
         global_batch_size=ranks * int(microbatches) * 2,
         microbatch_size=2,
-        sharding="DDP" if mode == "one rank" else mode,
+        sharding="DDP" if mode == "one rank" else mode.split()[-1],
         shard_size=4,
         activation_checkpointing=how,
     )
-    model_cfg = MPTConfig(max_seq_len=32, **shape, **MODELS[model])
+    if mode.startswith("tp 2"):
+        cfg.tp, cfg.pp = 2, 2
+    model_cfg = MPTConfig(
+        d_model=WIDTH,
+        n_heads=4,
+        n_layers=LAYERS,
+        vocab_size=VOCAB,
+        max_seq_len=LENGTH,
+        **MODELS[model],
+    )
     return Setting(model_cfg, cfg, ranks, "aot_eager" if execution == "compiled" else "")
 
 
 def found(plant: str, case: str) -> dict:
-    """Run a case like "train step, ZERO1, none, eager", and say what its log holds.
+    """Run a case like "train step, ZERO1, none, eager", and say what its trace holds.
 
-    plant: the function plant_... with a fault.
+    plant: the fault of `planted` to run it with.
     """
     from torch._dynamo.utils import counters
-
-    from bench import fake_runs
+    from tracing import gpu_runs
 
     run, *words = case.split(", ")
     counters.clear()
-    with globals()[f"plant_{plant}"]():
-        log = fake_runs.RUNS[run](setting(*words))
-    in_parts = log.counts("forward").total() + log.counts("backward").total()
-    collectives = {}
-    for (kind, dtype), n in log.collectives().items():
-        collectives[f"{kind} {fake_runs.config_name(dtype)}"] = n
+    with planted(plant):
+        trace = gpu_runs.RUNS[run](setting(*words))
+    operations = trace.operations
+
+    def texts(chosen) -> list[str]:
+        return [str(op) for op in chosen]
+
     return {
-        **{kind: [str(op) for op in ops] for kind, ops in fake_runs.findings(log).items()},
-        "collectives": collectives,
-        "optimizer": dtypes(op for op in log.operations if op.part == "optimizer"),
-        "adam": dtypes(op for op in log.operations if op.name == "aten::_fused_adamw_"),
-        "loss": loss_dtypes(log),
-        "weight casts": sum(is_cast_of_a_weight(op) for op in log.operations),
-        "logits in fp32": [str(op) for op in log.operations if has_fp32_logits(op)],
-        "output layer's gradients": [str(op) for op in log.operations if is_slice_of_weight(op)],
-        "attention": log.counts()["mpt::flash_attention"],
-        "joined": [
-            str(op) for op in log.operations if (op.name, op.part) == ("aten::cat", "backward")
-        ],
-        "operations": len(log.operations),
-        "per microbatch": in_parts / MICROBATCHES,
-        "cut short": log.cut_short,
+        "read-backs": texts(trace.read_backs()),
+        "to the host": texts(trace.transfers(to_host=True)),
+        "to the device": texts(trace.transfers(to_host=False)),
+        "across devices": texts(trace.across_devices()),
+        "on the host": texts(trace.on_the_host()),
+        "collectives": trace.collectives(),
+        "flops": sum(op.flops for op in operations),
+        "optimizer": dtypes(op for op in operations if op.part == "optimizer"),
+        "adam": dtypes(op for op in operations if op.name == "aten::_fused_adamw_"),
+        "loss": loss_dtypes(trace),
+        "weight casts": sum(is_cast_of_a_weight(op) for op in operations),
+        "logits in fp32": texts(filter(has_fp32_logits, operations)),
+        "output layer's gradients": texts(filter(is_slice_of_weight, operations)),
+        "attention": trace.counts()["mpt::flash_attention"],
+        "joined": texts(op for op in operations if (op.name, op.part) == ("aten::cat", "backward")),
+        "operations": len(operations),
+        "per microbatch": sum(op.part in ("forward", "backward") for op in operations)
+        / MICROBATCHES,
+        "cut short": trace.cut_short,
         "graphs": counters["stats"]["unique_graphs"],
         "graph breaks": list(counters["graph_break"]),
     }
@@ -136,10 +149,10 @@ def is_cast_of_a_weight(op) -> bool:
     return str(op.cast) == "(torch.float32, torch.bfloat16)" and op.inputs[-1].shape in WEIGHTS
 
 
-def loss_dtypes(log) -> list[str]:
+def loss_dtypes(trace) -> list[str]:
     """The dtypes of the tokens' losses (or log-probabilities), and of sums of them."""
     found = set()
-    for op in log.operations:
+    for op in trace.operations:
         sums = [x for x in op.outputs if x.shape == ()] if op.where.startswith("loss.py") else []
         losses = op.outputs if op.name in LOSSES else []
         found |= {str(x.dtype).removeprefix("torch.") for x in [*sums, *losses]}
@@ -165,137 +178,78 @@ def dtypes(operations) -> list[str]:
     return sorted({str(dtype).removeprefix("torch.") for op in operations for dtype in op.dtypes})
 
 
-def plant_nothing():
-    return contextlib.nullcontext()
+def planted(fault: str):
+    """A context in which a function of the step is replaced by one with this fault."""
+    if fault == "nothing":
+        return contextlib.nullcontext()
 
-
-def plant_item():
-    import optim
-
-    real = optim.clip_gradients
-    return mock.patch.object(
-        optim, "clip_gradients", lambda params, norm, limit: real(params, norm, norm.item() * limit)
-    )
-
-
-def changed_rows(change):
-    """Let `change(rows)` come before the hash of a step's rows."""
-    import data
-
-    real = data.batch_hash
-    return mock.patch.object(data, "batch_hash", lambda rows, rank: real(change(rows), rank))
-
-
-def plant_mask_on_the_cpu():
     import torch
+    import torch.nn.functional as F
+
+    import data
+    import loss
+    import model
+    import optim
+    import parallel
+
+    clip, batch_hash, gelu = optim.clip_gradients, data.batch_hash, F.gelu
+    attention, policy, build = model.attention, parallel.MixedPrecisionPolicy, parallel.MPT
 
     def clear_first(rows):
         rows = rows.clone()
-        rows[torch.arange(len(rows)) == 0] = 0
+        rows[torch.arange(len(rows)) == 0] = 0  # a mask on the CPU
         return rows
 
-    return changed_rows(clear_first)
+    def hash_of(change):
+        return data, "batch_hash", lambda rows, rank: batch_hash(change(rows), rank)
 
-
-def plant_boolean_index():
-    return changed_rows(lambda rows: rows[rows[:, 0] == 0])
-
-
-def plant_copy_to_the_cpu():
-    return changed_rows(lambda rows: rows.cpu().to(rows.device))
-
-
-def plant_reduction_in_bf16():
-    import torch
-
-    import parallel
-
-    real = parallel.MixedPrecisionPolicy
-    return mock.patch.object(
-        parallel,
-        "MixedPrecisionPolicy",
-        lambda **kwargs: real(**kwargs | {"reduce_dtype": torch.bfloat16}),
-    )
-
-
-def plant_loss_in_bf16():
-    import torch
-
-    import loss
-
-    return mock.patch.object(loss, "at_least_fp32", lambda x: torch.bfloat16)
-
-
-def plant_pytorchs_loss():
-    import loss
-
-    return mock.patch.object(loss, "takes_kernel", lambda device, dtype: False)
-
-
-def plant_weights_in_bf16():
-    """So that gradients and moments are, too."""
-    import parallel
-
-    real = parallel.MPT
-    return mock.patch.object(parallel, "MPT", lambda cfg: real(cfg).bfloat16())
-
-
-def plant_another_operation():
-    import torch.nn.functional as F
-
-    real = F.gelu
-    return mock.patch.object(F, "gelu", lambda x: real(x) * 1.5)
-
-
-def plant_casts_in_each_microbatch():
-    import parallel
-
-    return mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext())
-
-
-def plant_three_gradients():
-    import model
-
-    real = model.attention
-    return mock.patch.object(
-        model, "attention", lambda *qkv, **kw: real(*qkv, **kw | {"qkv": None})
-    )
-
-
-def plant_early_reduction():
-    import parallel
-
-    return mock.patch.object(parallel, "before_microbatch", lambda model, cfg, last: None)
+    in_bf16 = {"reduce_dtype": torch.bfloat16}
+    module, name, replacement = {
+        "item": (optim, "clip_gradients", lambda p, n, limit: clip(p, n, n.item() * limit)),
+        "mask_on_the_cpu": hash_of(clear_first),
+        "boolean_index": hash_of(lambda rows: rows[rows[:, 0] == 0]),
+        "copy_to_the_cpu": hash_of(lambda rows: rows.cpu().to(rows.device)),
+        "reduction_in_bf16": (parallel, "MixedPrecisionPolicy", lambda **k: policy(**k | in_bf16)),
+        "loss_in_bf16": (loss, "at_least_fp32", lambda x: torch.bfloat16),
+        "pytorchs_loss": (loss, "takes_kernel", lambda device, dtype: False),
+        # and so gradients and moments
+        "weights_in_bf16": (parallel, "MPT", lambda cfg: build(cfg).bfloat16()),
+        "another_operation": (F, "gelu", lambda x: gelu(x) * 1.5),
+        "casts_in_each_microbatch": (
+            parallel,
+            "weights_cast_once",
+            lambda *_: contextlib.nullcontext(),
+        ),
+        "three_gradients": (
+            model,
+            "attention",
+            lambda *qkv, **k: attention(*qkv, **k | {"qkv": None}),
+        ),
+        "early_reduction": (parallel, "before_microbatch", lambda model, cfg, last: None),
+    }[fault]
+    return mock.patch.object(module, name, replacement)
 
 
 PROGRAM = """
 import json, sys
-from pathlib import Path
-from bench import fake_gpu
-fake_gpu.pretend(Path(sys.argv[1]))
-import test_bench_fake_gpu as test
+from tracing import fake_gpu
+fake_gpu.pretend(sys.argv[1])
+import test_gpu_path as test
 print(json.dumps([test.found(plant, case) for plant, case in json.loads(sys.argv[2])]))
 """
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory) -> Path:
-    """The compiled driver."""
+def run(tmp_path_factory):
+    """`run((plant, case), ...)`: {(plant, case): what was found}, in one process."""
     version = tuple(map(int, importlib.metadata.version("torch").split(".")[:2]))
     if version < (2, 13):
         pytest.skip("before torch 2.13, FSDP and DTensor do some things differently")
-    try:
-        fake_gpu.compiler()
-    except UserError as error:
-        pytest.skip(str(error))
-    return fake_gpu.build(tmp_path_factory.mktemp("driver"))
-
-
-@pytest.fixture(scope="module")
-def run(library):
-    """`run((plant, case), ...)`: {(plant, case): what was found}, in one process."""
+    if not fake_gpu.compiler():
+        pytest.skip("a GPU that is not there needs a C++ compiler")
+    library = fake_gpu.build(tmp_path_factory.mktemp("driver"))
     environment = rooms_on_path()
-    environment["PYTHONPATH"] += f":{ROOT}/tests:{Path(__file__).parent}"
+    environment["PYTHONPATH"] += f":{ROOT}/tests"
 
     def start(*pairs) -> dict:
         command = [sys.executable, "-c", PROGRAM, str(library), json.dumps(pairs)]
@@ -332,10 +286,22 @@ def check_step(case: str, log: dict) -> None:
     assert len(log["output layer's gradients"]) == MICROBATCHES  # one chunk each, in one piece
     again = 2 if how == "full" else 1  # selective keeps the outputs of attention
     assert log["attention"] == again * MICROBATCHES * LAYERS
+    assert log["flops"] == flops_of_a_step(how)
     if execution == "compiled":
         assert (log["graphs"], log["graph breaks"]) == (1, [])  # one for all layers
     else:
         assert log["per microbatch"] <= MOST.get(mode, MOST["another"])[how]
+
+
+def flops_of_a_step(how: str) -> float:
+    """By hand, as torch counts attention: all T x T scores, five matmuls in the backward."""
+    tokens = MICROBATCHES * 2 * LENGTH
+    linears = 2 * 12 * WIDTH**2 * LAYERS
+    logits = 2 * WIDTH * VOCAB
+    attention = 2 * 2 * LENGTH * WIDTH * LAYERS
+    down_proj = 2 * 4 * WIDTH**2 * LAYERS  # the last matmul of a block is not done again
+    again = linears - down_proj + attention if how == "full" else 0
+    return tokens * (3 * (linears + logits) + 3.5 * attention + again)
 
 
 def check_places(log: dict) -> None:
@@ -372,7 +338,7 @@ def test_a_sharded_step_stays_on_the_gpu_and_never_waits(run):
 
 # {planted fault: a case that it breaks, what the check then says}
 FAULTS = {
-    "item": ("FULL_SHARD, none", "assert not.*_local_scalar_dense.*at tests/bench/test_bench_fake"),
+    "item": ("FULL_SHARD, none", "assert not.*_local_scalar_dense.*at tests/test_gpu_path"),
     "mask_on_the_cpu": ("FULL_SHARD, none", "assert not.*index_put_.*bool"),
     "boolean_index": ("one rank, none", "assert not.*aten::index"),
     "copy_to_the_cpu": ("one rank, none", "assert not.*_to_copy"),
@@ -391,7 +357,7 @@ PLANTED = {fault: f"train step, {words[0]}, eager" for fault, words in FAULTS.it
 @pytest.fixture(scope="module")
 def logs(run) -> dict:
     """All other cases, in one process."""
-    sound = [("nothing", case) for case in STEPS + OTHERS + VARIANTS + MICROBATCHED]
+    sound = [("nothing", case) for case in [*STEPS, *OTHERS, *VARIANTS, *MICROBATCHED, GRID]]
     return run(*sound, *PLANTED.items())
 
 
@@ -399,6 +365,15 @@ def logs(run) -> dict:
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_stays_on_the_gpu_and_never_waits(logs, case):
     check_step(case, logs["nothing", case])
+
+
+@pytest.mark.slow
+def test_a_grid_of_tensor_ranks_and_stages_does_not_wait_for_the_gpu(logs):
+    """Rank 0 of tp 2 x pp 2 x dp 2: in the step nothing is read back or moved."""
+    log = logs["nothing", GRID]
+    check_places(log)
+    assert not log["to the host"] + log["to the device"]
+    assert log["operations"] > 300
 
 
 @pytest.mark.slow
@@ -488,72 +463,3 @@ def test_every_kind_of_model_runs_there(logs, case):
     if "train step" in case:
         check_dtypes(log)
         assert log["collectives"] == collectives_of("FULL_SHARD")
-
-
-# --- The program
-
-
-def test_bad_input_is_one_clear_line(monkeypatch):
-    with pytest.raises(UserError, match="ranks must be from 1 to 1,000,000, not 0"):
-        fake_gpu.main(["--ranks=0"])
-    with pytest.raises(UserError, match="before torch is imported"):
-        import torch  # noqa: F401
-
-        fake_gpu.pretend()
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.setenv("CXX", "/nowhere/g++")
-    with pytest.raises(UserError, match=r"install g\+\+ .*, or set CXX"):
-        fake_gpu.compiler()
-
-
-def test_a_compiler_that_fails_is_one_clear_line(monkeypatch, tmp_path):
-    wrong = tmp_path / "compiler"
-    wrong.write_text("#!/bin/sh\necho 'x.h:1:2: error: no such thing' >&2\nexit 1\n")
-    wrong.chmod(0o755)
-    monkeypatch.setenv("CXX", str(wrong))
-    with pytest.raises(UserError, match="cannot compile fake_gpu.cpp: x.h:1:2: error: no such"):
-        fake_gpu.build(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "model_settings, settings, message",
-    [
-        ({}, {"global_batch_size": 7}, "global_batch_size 7 is not a multiple of the 2"),
-        ({}, {"microbatch_size": "auto"}, "no memory to try it in: set --microbatch_size=8"),
-        ({"max_seq_len": 8}, {}, "max_seq_len 8 is below 16"),
-    ],
-)
-def test_settings_that_no_run_can_have_are_one_line(model_settings, settings, message):
-    from bench import fake_runs
-
-    with pytest.raises(UserError, match=message):
-        fake_runs.run_all(MPTConfig(**model_settings), TrainConfig(**settings), ranks=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flag", ["", "--json"])
-def test_the_program_prints_a_table_or_json(python, library, flag):
-    shape = "--d_model=64 --n_heads=4 --n_layers=1 --vocab_size=512 --max_seq_len=32"
-    flags = [*shape.split(), "--ranks=2", "--global_batch_size=4", "--microbatch_size=2"]
-    done = python(*flags, *flag.split(), program="bench fake_gpu")
-    assert done.returncode == 0, done.stderr
-    if not flag:
-        lines = done.stdout.splitlines()
-        assert lines[1].split()[:2] == ["train", "step"]
-        assert any(line.split() == ["reduce-scatter", "2", "float32"] for line in lines)
-        return
-    rows = json.loads(done.stdout)["train step"]
-    (adam,) = [row for row in rows if row["name"] == "aten::_fused_adamw_"]
-    assert (adam["part"], adam["devices"], adam["times"]) == ("optimizer", ["cuda"], 1)
-
-
-@pytest.mark.slow
-def test_a_grid_of_tensor_ranks_and_stages_does_not_wait_for_the_gpu(library):
-    """Rank 0 of tp 2 x pp 2 x dp 2, by the program: in the step nothing is read back or moved."""
-    settings = "--ranks=8 --tp=2 --pp=2 --sharding=ZERO1 --global_batch_size=32 --compile=False"
-    command = [sys.executable, "-m", "bench", "fake_gpu", "configs/demo.py", *settings.split()]
-    done = subprocess.run(command, cwd=ROOT, env=rooms_on_path(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (step,) = [line for line in done.stdout.splitlines() if line.startswith("train step  ")]
-    operations, *waits = map(int, step.removeprefix("train step").replace(",", "").split())
-    assert operations > 300 and waits == [0] * 5
