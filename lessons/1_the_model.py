@@ -34,6 +34,7 @@ from matplotlib.figure import Figure
 import attention
 import flops
 import model
+import program
 from config import MPTConfig
 from lessons import pictures
 
@@ -179,7 +180,7 @@ def weights_of_query(q_i, seen_k, slope):
     return torch.softmax(scores, dim=0)
 
 
-print('Row 0 of the batch, head 0, slope 0: what each query (a line) takes of each key, in %')
+print("Row 0 of the batch, head 0, slope 0: what each query (a line) takes of each key, in %")
 print(" " * 6 + "".join(f"{chr(byte)!r:>6}" for byte in texts[0]))
 for i, byte in enumerate(texts[0]):
     taken = weights_of_query(q[0, 0, i], k[0, 0, : i + 1], slope=0.0)
@@ -255,10 +256,11 @@ def mean_distances(n_heads, n_tokens, n_queries=64):
 n_tokens = 1024 if SHORT else 4096
 measured = {n_heads: mean_distances(n_heads, n_tokens) for n_heads in (8, 12)}
 print(f"8 heads, {n_tokens} tokens; mean distance in tokens")
-print(f"{'slope s':>10}{'1 / (exp(s) - 1)':>19}{'measured':>11}")
+cells = []
 for slope, mean in zip(attention.alibi_slopes(8), measured[8], strict=True):
-    print(f"{slope:10.4f}{1 / math.expm1(slope):19.1f}{mean:11.1f}")
+    cells.append((f"{slope:.4f}", f"{1 / math.expm1(slope):.1f}", f"{mean:.1f}"))
     assert 0.4 < mean * math.expm1(slope) < 2.5
+print(program.table(("slope s", "1 / (exp(s) - 1)", "measured"), cells))
 
 # %% [markdown]
 # The products of random weights add noise, which lets the steep heads see a little further.
@@ -516,16 +518,16 @@ columns = {
 with torch.device("meta"):
     counts = {name: count_by_part(model.MPT(big)) for name, big in columns.items()}
 
-print(f"{'':10}" + "".join(f"{name:>11}" for name in columns))
-print(f"{'d_model':10}" + "".join(f"{big.d_model:11,}" for big in columns.values()))
-print(f"{'layers':10}" + "".join(f"{big.n_layers:11}" for big in columns.values()))
-print("parameters in millions:")
-for part in PARTS:
-    print(f"{part:10}" + "".join(f"{counts[name][part] / 1e6:11,.2f}" for name in columns))
 totals = {name: sum(found.values()) for name, found in counts.items()}
-print(f"{'all':10}" + "".join(f"{n / 1e6:11,.2f}" for n in totals.values()))
-shares = [counts[name]["wte"] / n for name, n in totals.items()]
-print(f"{'wte is':10}" + "".join(f"{share:11.1%}" for share in shares))
+cells = [
+    ("d_model", *(f"{big.d_model:,}" for big in columns.values())),
+    ("layers", *(big.n_layers for big in columns.values())),
+    *((part, *(f"{counts[name][part] / 1e6:,.2f}" for name in columns)) for part in PARTS),
+    ("all", *(f"{n / 1e6:,.2f}" for n in totals.values())),
+    ("wte is", *(f"{counts[name]['wte'] / n:.1%}" for name, n in totals.items())),
+]
+print("parameters in millions")
+print(program.table(("", *columns), cells))
 print(f"\nMPT-7B has {totals['MPT-7B']:,} parameters")
 assert totals["MPT-7B"] == 6_649_286_656
 assert all(flops.n_params(big) == totals[name] for name, big in columns.items())

@@ -507,10 +507,7 @@ assert set(planted.CAUSES) == {
 }
 good = planted.train(text, steps=steps)
 runs = {letter: planted.train(text, cause, steps) for letter, cause in planted.letters().items()}
-print(planted.HEADER)
-print("no bug ", planted.describe(good))
-for letter, run in runs.items():
-    print(f"{letter:7}", planted.describe(run))
+print(planted.LEGEND, planted.table({"no bug": good} | runs), sep="\n")
 
 # %%
 figure = Figure(figsize=(15, 5.6))

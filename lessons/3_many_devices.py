@@ -39,6 +39,7 @@ from matplotlib.figure import Figure
 import flops
 import model
 import pipeline
+import program
 from config import MPTConfig, TrainConfig
 from lessons import pictures, two_ranks
 from planning import memory
@@ -53,7 +54,7 @@ from planning import memory
 # from a file, not from a cell.
 
 # %%
-ranks = two_ranks.Ranks(2)
+ranks = two_ranks.start()
 for rank, found in enumerate(ranks(two_ranks.collectives)):
     for name, (before, after) in found.items():
         print(f"rank {rank}  {name:15} {before.tolist()} -> {after.tolist()}")
@@ -108,14 +109,16 @@ def ring_all_gather(own_parts):
 
 
 S = 960  # numbers
-print(f"{S} numbers{'reduce-scatter':>22}{'all-gather':>12}{'all-reduce':>12}   sent by a rank")
+cells = []
 for n in (2, 4, 8):
     vectors = [torch.randn(S) for _ in range(n)]
     own_parts, first = ring_reduce_scatter(vectors)
     wholes, second = ring_all_gather(own_parts)
-    print(f"{n:3} ranks{first:25}{second:12}{first + second:12}")
+    cells.append((n, first, second, first + second))
     assert all(torch.allclose(whole, sum(vectors), atol=1e-4) for whole in wholes)
     assert first == second == S * (n - 1) // n
+print(f"sent by a rank, of {S} numbers")
+print(program.table(("ranks", "reduce-scatter", "all-gather", "all-reduce"), cells))
 
 # %% [markdown]
 # ## 2. FULL_SHARD of one layer, by hand
@@ -159,12 +162,12 @@ for _ in range(N_STEPS):
         plain -= LR * gradient
 
 results = ranks(two_ranks.train_sharded, W, x, target, LR, N_STEPS)
-print(f"{'loss before step':22}" + "".join(f"{step:10}" for step in range(N_STEPS)))
-print(f"{'one process':22}" + "".join(f"{value:10.6f}" for value in plain_losses))
+cells = [("one process", *(f"{value:.6f}" for value in plain_losses))]
 for rank, (losses, part, _) in enumerate(results):
-    print(f"{f'two ranks, rank {rank}':22}" + "".join(f"{value:10.6f}" for value in losses))
+    cells.append((f"two ranks, rank {rank}", *(f"{value:.6f}" for value in losses)))
     assert part.shape == (32, 32)
     assert all(abs(a - b) < 1e-6 for a, b in zip(losses, plain_losses, strict=True))
+print(program.table(("loss before step", *map(str, range(N_STEPS))), cells))
 W_at_end = torch.cat([part for _, part, _ in results])
 difference = (W_at_end - plain).abs().max().item()
 print(f"largest difference of a weight after {N_STEPS} steps: {difference:.1e}")
@@ -183,10 +186,9 @@ assert [kind for kind, *_ in calls] == ["all-gather", "all-gather", "reduce-scat
 # Here it trains the same layer on the same rows.
 
 # %%
-halves = [list(zip(x.chunk(2), target.chunk(2), strict=True))[rank] for rank in (0, 1)]
-theirs = ranks.per_rank(two_ranks.fully_sharded, *[([W], *half, LR, N_STEPS) for half in halves])
+theirs = ranks(two_ranks.fully_sharded, [W], x, target, LR, N_STEPS)
 for losses, (weight,) in theirs:
-    print("fully_shard           " + "".join(f"{value.item():10.6f}" for value in losses))
+    print("fully_shard:", ", ".join(f"{value.item():.6f}" for value in losses))
     assert torch.allclose(weight, plain, atol=1e-6)
 
 # %% [markdown]
@@ -236,10 +238,11 @@ for name, change in LAYOUTS.items():
 mpt = model.MPT(SMALL)
 model.init_weights(mpt, RUN.seed)
 alone = mpt(rows[:, :-1], labels=rows[:, 1:]).item() / rows[:, 1:].numel()
-print(f"{'loss of the first step, one process':40}{alone:.6f} nats a token")
+cells = [("one process", f"{alone:.6f}")]
 for name, ((loss, *_), _) in measured.items():
-    print(f"{f'on two ranks, {name}':40}{loss:.6f}")
+    cells.append((f"two ranks, {name}", f"{loss:.6f}"))
     assert abs(loss - alone) < 1e-5
+print(program.table(("", "loss of the first step, nats a token"), cells))
 
 # %% [markdown]
 # The layout is not part of the mathematics: all give the same loss, up to rounding. What a
@@ -249,12 +252,12 @@ for name, ((loss, *_), _) in measured.items():
 W_bytes = 4 * flops.n_params(SMALL)
 MOMENTS = ["between steps", "after a forward", "between microbatches"]
 print(f"W = {W_bytes:,} bytes. What a rank keeps, activations left out:")
-print(f"{'':16}" + "".join(f"{moment:>24}" for moment in MOMENTS))
+cells = []
 for name in MODES:
     _, _, kept = measured[name][0]
-    print(f"{name:16}" + "".join(f"{kept[moment] / W_bytes:22.2f} W" for moment in MOMENTS))
-    if name == "DDP":
-        print("    (through fully_shard; a plain DDP: 1 W less in columns 2 and 3)")
+    cells.append((name, *(f"{kept[moment] / W_bytes:.2f} W" for moment in MOMENTS)))
+print(program.table(("", *MOMENTS), cells))
+print("(DDP through fully_shard; a plain DDP: 1 W less in columns 2 and 3)")
 
 root = (SMALL.vocab_size + 1) * SMALL.d_model * 4 / W_bytes  # embedding and final norm: stay whole
 EXPECTED = {
@@ -339,16 +342,18 @@ def large_calls(calls):
     return found
 
 
-print(f"{'':15}{'all-gather':>16}{'reduce-scatter':>17}{'all-reduce':>16}{'sent by a rank':>17}")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+table = []
 for name in MODES:
     counted = large_calls(measured[name][0][1])
     cells = []
-    for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+    for kind in KINDS:
         n_calls, n_bytes = counted.get(kind, (0, 0))
-        cells.append(f"{n_calls:4} x, {n_bytes / W_bytes:4.2f} W" if n_calls else "-")
+        cells.append(f"{n_calls} x, {n_bytes / W_bytes:.2f} W" if n_calls else "-")
     sent = sum(sent_by_a_rank(kind, n_bytes, 2) for kind, (_, n_bytes) in counted.items())
-    print(f"{name:15}{cells[0]:>16}{cells[1]:>17}{cells[2]:>16}{sent / W_bytes:15.2f} W")
+    table.append((name, *cells, f"{sent / W_bytes:.2f} W"))
     assert counted == predicted(name), name
+print(program.table(("", *KINDS, "sent by a rank"), table))
 
 # %% [markdown]
 # The formulas of `collectives_of` give exactly what was counted. DDP and ZERO1 send the
@@ -439,12 +444,11 @@ print("python", *command[1:])
 done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 print(done.stdout[done.stdout.index("kept, by stage") :])  # above it, the picture again
 bubble_measured = float(done.stdout.split("measured: ")[1].split(",")[0])
-assert pipeline.bubble(stages, 8) - 0.01 < bubble_measured < 0.9
 
 # %% [markdown]
 # The dots are the bubble: (p - 1) / (n + p - 1) of the step, for p stages and n
-# microbatches. It was measured with processes that sleep where they would compute. Other
-# programs on this machine can only make it longer.
+# microbatches. It was measured with processes that sleep where they would compute. It is
+# close to the formula on a machine that does nothing else; other programs make it longer.
 #
 # The order is called 1F1B, one forward, one backward. Each line of the picture has three
 # phases, and pipeline.py::one_f_one_b has a loop for each:
@@ -459,11 +463,12 @@ assert pipeline.bubble(stages, 8) - 0.01 < bubble_measured < 0.9
 
 # %%
 print("Activations kept at once by stage 0 of 4, in microbatches; and the bubble:")
-print(f"{'microbatches':>14}{'1F1B':>8}{'forwards first':>18}{'bubble':>10}")
+cells = []
 for n in (1, 4, 8, 32, 128):
     kept_1f1b = pipeline.most_kept(0, 4, n)
-    print(f"{n:14}{kept_1f1b:8}{n:18}{pipeline.bubble(4, n):10.1%}")
+    cells.append((n, kept_1f1b, n, f"{pipeline.bubble(4, n):.1%}"))
     assert kept_1f1b == min(n, 4)
+print(program.table(("microbatches", "1F1B", "forwards first", "bubble"), cells))
 
 counted = large_calls(measured["pp 2"][0][1])
 (sent, n_bytes), tied = counted["send"], SMALL.vocab_size * SMALL.d_model * 4
@@ -518,11 +523,12 @@ for name, change in BIG_LAYOUTS.items():
     for kind, n, _, n_bytes in collectives_of(BIG, cfg, DEVICES, gathered=2, reduced=4):
         in_traffic[name][kind] = sent_by_a_rank(kind, n_bytes, n)
 
-print(f"{'':15}{'GB kept at the peak':>22}{'GB sent a step':>18}   of these")
+cells = []
 for name in BIG_LAYOUTS:
     kept, sent = sum(in_memory[name].values()), sum(in_traffic[name].values())
     kinds = ", ".join(f"{kind} {n / 1e9:.1f}" for kind, n in in_traffic[name].items())
-    print(f"{name:15}{kept / 1e9:22.1f}{sent / 1e9:18.1f}   {kinds}")
+    cells.append((name, f"{kept / 1e9:.1f}", f"{sent / 1e9:.1f}", kinds))
+print(program.table(("", "GB kept at the peak", "GB sent a step", "of these"), cells))
 n = BIG_RUN.global_batch_size // (DEVICES // 8)
 print(f"The bubble of 8 stages and {n} microbatches: {pipeline.bubble(8, n):.1%} of the step")
 total = {name: sum(traffic.values()) for name, traffic in in_traffic.items()}

@@ -44,6 +44,7 @@ import numpy as np
 import torch
 
 import devices
+import program
 from gpu_kernels import launch_table
 from lessons import pictures
 
@@ -186,12 +187,13 @@ exact = two_passes(q, k, v, np.float64)
 size = np.abs(exact).max()
 
 print(f"one query, {T:,} keys of width {D}, in blocks of 64; errors relative to the largest output")
-print(f"{'':10} {'two passes':>12} {'in blocks':>12}")
+cells = []
 for dtype, limit in ((np.float64, 1e-13), (np.float32, 1e-5), (np.float16, 2e-2)):
     obvious = np.abs(two_passes(q, k, v, dtype) - exact).max() / size
     blocks = np.abs(one_query(q, k, v, 64, dtype) - exact).max() / size
-    print(f"{np.dtype(dtype).name:10} {obvious:12.1e} {blocks:12.1e}")
+    cells.append((np.dtype(dtype).name, f"{obvious:.1e}", f"{blocks:.1e}"))
     assert blocks < limit
+print(program.table(("", "two passes", "in blocks"), cells))
 
 # %% [markdown]
 # The blocks are no approximation: both programs round, and to the same precision. GPU
@@ -249,18 +251,19 @@ print(", ".join(f"{kinds.count(kind)} {kind}" for kind in ("full", "diagonal", "
 assert kinds.count("diagonal") == 1024 // BLOCK_M * (BLOCK_M // BLOCK_N)
 
 LENGTHS = [512 * 2**n for n in range(7)]
-print(f"\none head of {D}, causal         memory held              bytes read and written")
-heads = f"{'scores':>14} {'m + log l':>12} {'obvious':>14} {'in blocks':>14} {'ratio':>7}"
-print(f"{'tokens':>10} {heads}")
 MB = 1e6
+cells = []
 for T in LENGTHS:
     obvious, blocks = bytes_obvious(T), bytes_in_blocks(T)
-    held = f"{T * T * BYTES / MB:11,.2f} MB {4 * T / MB:9.3f} MB"
-    moved = f"{obvious / MB:11,.1f} MB {blocks / MB:11,.1f} MB"
-    print(f"{T:10,} {held} {moved} {obvious / blocks:7.1f}")
+    held = f"{T * T * BYTES / MB:,.2f} MB", f"{4 * T / MB:.3f} MB"
+    moved = f"{obvious / MB:,.1f} MB", f"{blocks / MB:,.1f} MB"
+    cells.append((f"{T:,}", *held, *moved, f"{obvious / blocks:.1f}"))
     # Half of all blocks, and the half of each row of blocks that the diagonal adds.
     in_a_formula = 2 * T * D * BYTES + 4 * T + T * (T + BLOCK_M) / BLOCK_M * D * BYTES
     assert blocks == in_a_formula
+print(f"\none head of {D}, causal: memory held, then bytes read and written")
+heads = ("tokens", "held: scores", "m + log l", "moved: obvious", "in blocks", "ratio")
+print(program.table(heads, cells))
 
 # %% [markdown]
 # Both columns grow as T^2: in blocks, k and v are read again for each block of queries,
@@ -283,14 +286,15 @@ T = 8192
 flops = 4 * D * T**2 / 2  # two matmuls, 2 operations a product; causality leaves half
 print(f"one head of {D}, {T:,} tokens, causal; microseconds at the peak of each. To multiply: half")
 print("of the scores; the obvious program multiplies all, twice as long.")
-print(f"{'':10} {'to multiply':>12} {'to move, obvious':>18} {'to move, in blocks':>20}")
+cells = []
 for name in ("mi250", "h100"):
     chip = devices.by_name(name)
     compute = flops / (chip.bf16_tflops * 1e12) * 1e6  # microseconds
     rate = chip.bandwidth_gbs * 1e9  # bytes a second
     moves = [count(T) / rate * 1e6 for count in (bytes_obvious, bytes_in_blocks)]
-    print(f"{name:10} {compute:12.0f} {moves[0]:18.0f} {moves[1]:20.0f}")
+    cells.append((name, f"{compute:.0f}", f"{moves[0]:.0f}", f"{moves[1]:.0f}"))
     assert moves[0] > 3 * compute
+print(program.table(("", "to multiply", "to move, obvious", "to move, in blocks"), cells))
 
 # %% [markdown]
 # The obvious program waits for memory most of the time. In blocks, moving takes about as

@@ -40,9 +40,10 @@ import flops
 import model
 import optim
 import parallel
+import program
 from config import MPTConfig, TrainConfig
 from lessons import pictures
-from planning import certainty, search, step_time
+from planning import certainty, step_time
 from planning.fleet import FleetArgs, fleet_of
 
 # One core, and its processor seconds: other programs on this machine then disturb less.
@@ -130,13 +131,16 @@ MODELS = {
     name: MPTConfig(d_model=width, n_heads=heads, n_layers=layers, attn_impl="sdpa")
     for name, (width, heads, layers) in SIZES.items()
 }
-print(f"\n{'share of 12 L d S in all FLOPs':32}" + "".join(f"{name:>8}" for name in MODELS))
+cells = []
 for length in (512, 2048, 8192, 32768):
     shares = []
     for m in MODELS.values():
         m = replace(m, max_seq_len=length)
-        shares.append(12 * m.n_layers * m.d_model * length / flops.train_flops_per_token(m))
-    print(f"{f'S = {length:,}':>32}" + "".join(f"{share:>8.0%}" for share in shares))
+        share = 12 * m.n_layers * m.d_model * length / flops.train_flops_per_token(m)
+        shares.append(f"{share:.0%}")
+    cells.append((f"S = {length:,}", *shares))
+print("\nshare of 12 L d S in all FLOPs")
+print(program.table(("", *MODELS), cells))
 
 # %% [markdown]
 # So 6 N alone is a fair count for short sequences and large models. For long sequences it
@@ -252,12 +256,13 @@ intensities = {
 # An MI250 here is one of the two dies of a card.
 kinds = [devices.by_name(name) for name in ("a100", "h100", "mi250")]
 ridges = [kind.bf16_tflops * 1e3 / kind.bandwidth_gbs for kind in kinds]
-heads = "".join(f"{kind.name.split()[0]:>10}" for kind in kinds)
-print(f"{'operation (S = 2048)':28}{'FLOPs a byte':>14}{heads}")
+cells = []
 for name, intensity in intensities.items():
-    reach = "".join(f"{min(1, intensity / ridge):>10.1%}" for ridge in ridges)
-    print(f"{name:28}{intensity:>14.1f}{reach}   of the peak")
-print(f"{'the ridge':42}" + "".join(f"{ridge:>10.0f}" for ridge in ridges) + "   FLOPs a byte")
+    reach = [f"{min(1, intensity / ridge):.1%}" for ridge in ridges]
+    cells.append((name, f"{intensity:.1f}", *reach))
+heads = [f"of {kind.name.split()[0]}'s peak" for kind in kinds]
+print(program.table(("operation (S = 2048)", "FLOPs a byte", *heads), cells))
+print("the ridges:", ", ".join(f"{ridge:.0f}" for ridge in ridges), "FLOPs a byte")
 assert intensities["matmul, 8192 tokens"] > max(ridges)
 assert intensities["attention, scores stored"] < min(ridges)
 
@@ -292,10 +297,12 @@ with torch.no_grad():
         "sum of two tensors": (1 / 12, add / 12),
         "AdamW": (ADAMW, 14 * wide.numel() / seconds(adamw.step, turns)),
     }
+cells = []
 for name, (intensity, rate) in points.items():
     roof = min(core_peak, intensity * core_bandwidth)
-    print(f"{name:18} {intensity:7.2f} FLOPs a byte {rate / 1e9:6.1f} of {roof / 1e9:5.1f} GFLOP/s")
-assert core_peak / core_bandwidth > ADAMW  # left of the ridge: memory is its limit
+    limit = "bandwidth" if roof < core_peak else "computing"
+    cells.append((name, f"{intensity:.2f}", f"{rate / 1e9:.1f}", f"{roof / 1e9:.1f}", limit))
+print(program.table(("operation", "FLOPs a byte", "GFLOP/s", "its roof", "limited by"), cells))
 
 # %%
 figure = Figure(figsize=(12, 5))
@@ -348,6 +355,9 @@ figure.tight_layout()
 pictures.save(figure, "5-roofline")
 
 # %% [markdown]
+# On most machines AdamW and the sum lie left of the ridge: memory is their limit. Where the
+# ridge is, this machine says: the table above is its own, and it varies from run to run.
+#
 # A point above a roof shows a wrong count: a cache kept what counts as moved, or the
 # measured bandwidth is too low. A point far below its roof has a poor kernel, or too
 # little to do.
@@ -369,8 +379,7 @@ for row in published:
     assert low - 5e-5 <= float(row["mfu_pct"]) / 100 <= high + 5e-5, row
 print(f"{len(published)} of {len(published)} MFUs follow from tokens/s by 6 N + 12 L d S\n")
 
-header = f"{'MPT-7B on':12}{'S':>7}{'checkpointing':>15}{'tokens/s':>10}"
-print(header + f"{'TFLOP/s':>9}{'MFU':>8}{'HFU':>8}")
+cells = []
 for row in published:
     if row["model"] == "mpt-7b" and row["seq"] in ("1024", "2048", "8192"):
         m = replace(MODELS["7b"], max_seq_len=int(row["seq"]))
@@ -378,10 +387,10 @@ for row in published:
         mfu = flops.mfu(m, speed, 1, peak)
         hfu = flops.hfu(m, speed, 1, peak, row["act_ckpt"])
         tflops = speed * flops.train_flops_per_token(m) / 1e12
-        print(
-            f"{row['gpu']:12}{row['seq']:>7}{row['act_ckpt']:>15}{speed:>10,}{tflops:>9.0f}"
-            f"{mfu:>8.1%}{hfu:>8.1%}"
-        )
+        name = (row["gpu"], row["seq"], row["act_ckpt"])
+        cells.append((*name, f"{speed:,}", f"{tflops:.0f}", f"{mfu:.1%}", f"{hfu:.1%}"))
+heads = ("MPT-7B on", "S", "checkpointing", "tokens/s", "TFLOP/s", "MFU", "HFU")
+print(program.table(heads, cells))
 
 # %% [markdown]
 # On the A100 of 80 GB compare S = 1024 with full checkpointing and S = 2048 without: the
@@ -460,9 +469,8 @@ argued = {
     "frozen weights: 4 N": share(4 * n_405b),
     "HFU if recomputed: 4 N + 2 N": share(6 * n_405b),
 }
-print(f"{'each alone, against the claim':30} {'share':>6} {'change':>7}")
-for name, value in argued.items():
-    print(f"{name:30} {value:.3%} {value / claim - 1:+7.1%}")
+cells = [(name, f"{x:.3%}", f"{x / claim - 1:+.1%}") for name, x in argued.items()]
+print(program.table(("each alone, against the claim", "share", "change"), cells))
 assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
 
 # %% [markdown]
@@ -525,7 +533,7 @@ cfg = TrainConfig(
 )
 fleet = fleet_of(FleetArgs(device="a100", devices=8))
 c = step_time.Constants()
-plan = search.evaluate(m, cfg, fleet, c, step_time.OURS)
+parts = step_time.StepTime(m, cfg, fleet).parts()
 
 N, L, T, d = flops.n_params(m), 32, 6 * 2048, 4096
 peak, reachable, attention_share = 312e12, 0.87, c.attention_a100
@@ -537,13 +545,13 @@ print(f"by hand: matmuls {of_matmuls:.3f} s, attention {of_attention:.3f} s")
 in_products = L * 12 * d**2 + m.vocab_size * d
 print(f"{1 - in_products / N:.2%} of N (positions, biases, norms) are in no product. The planner")
 print("leaves them out, so its matmuls take less:\n")
-for name, value in plan.seconds.items():
-    if value:
-        print(f"{name:16} {value:7.3f} s {value / plan.seconds['step']:7.1%}")
-assert abs(of_matmuls * in_products / N / plan.seconds["matmuls"] - 1) < 0.001
-assert abs(of_attention / plan.seconds["attention"] - 1) < 0.001
-speed = plan.tokens_per_second / 8
-print(f"{speed:,.0f} tokens/s a device, MFU {plan.mfu:.1%}. LLM Foundry's trainer reached 4,641.")
+shares = [(name, f"{s:.3f} s", f"{s / parts['step']:.1%}") for name, s in parts.items() if s]
+print(program.table(("part", "seconds", "share"), shares))
+assert abs(of_matmuls * in_products / N / parts["matmuls"] - 1) < 0.001
+assert abs(of_attention / parts["attention"] - 1) < 0.001
+speed = 48 * 2048 / parts["step"] / 8
+mfu = flops.mfu(m, speed, 1, peak)
+print(f"{speed:,.0f} tokens/s a device, MFU {mfu:.1%}. LLM Foundry's trainer reached 4,641.")
 
 # %% [markdown]
 # How sure is it? Published runs of the same kind were this far from their predictions,
@@ -563,7 +571,7 @@ print(f"one MFU for each GPU: median error {tenths[4]:.1%}, 90th percentile {ten
 print("the planner:          median error 3.2%, 90th percentile 9.7% (planner.md)\n")
 for name in ("a100", "h100", "mi250"):
     low, high, kind = certainty.band(m, cfg, fleet_of(FleetArgs(device=name, devices=8)))
-    print(f"{name:6} {low:.0%} to {high:.0%} of the prediction ({kind})")
+    print(f"{name}: {low:.2f} to {high:.2f} of the prediction ({kind})")
 
 # %% [markdown]
 # An MI250 was not among the fitted devices, so its band is wider. (MPT-7B on 4 cards is

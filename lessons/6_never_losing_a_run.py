@@ -318,7 +318,8 @@ newest = checkpoint.latest(killed)
 kept = checkpoint.number(newest)
 print(f"killed after {seconds:.1f} s at step {max(before)} of {STEPS}; newest: {newest.name}")
 print(f"{max(before) - kept} steps are lost and must be taken again")
-assert STEPS // 2 < max(before) < STEPS, "it was killed in the middle"
+if max(before) == STEPS:
+    print("It ended before the kill: this machine is fast. Run the lesson again to see one.")
 print("left in the folder:", *sorted(os.listdir(newest.parent)))
 
 # %%

@@ -50,6 +50,7 @@ import config
 import fsdp_train
 import lora
 import processes
+import program
 from config import MPTConfig, TrainConfig, UserError
 from lessons import finetuned, pictures, questions, spectrum
 from lifecycle import runlog
@@ -95,10 +96,11 @@ assert difference < 1e-5
 # %%
 mpt7b, adapters7b = config.load(["configs/lora_mpt7b.py"], MPTConfig, TrainConfig)
 r = adapters7b.lora_rank
-print(f"{'layer':10} {'W: out x in':>12} {'A and B: r (out + in)':>22} {'share':>8}")
+cells = []
 for name, (n_out, n_in) in mpt7b.linear_layers().items():
     whole, thin = n_out * n_in, r * (n_out + n_in)
-    print(f"{name:10} {whole:12,} {thin:22,} {thin / whole:8.2%}")
+    cells.append((name, f"{whole:,}", f"{thin:,}", f"{thin / whole:.2%}"))
+print(program.table(("layer", "W: out x in", "A and B: r (out + in)", "share"), cells))
 
 # %% [markdown]
 # That saves memory where each trained number is expensive: its gradient, Adam's two means,
@@ -215,7 +217,7 @@ print(f"adapters put on: {trained:,} numbers to train, and the same logits, bit 
 # %%
 sigma = torch.linalg.svdvals(D)
 patternless = torch.randn(OUT, IN)
-print(f"{'rank':>4} {'r (out + in)':>12} {'best':>8} {'trained':>8} {'best, no pattern':>17}")
+cells = []
 for rank in (1, 2, 4, 8, 16):
     A, B = lora.factors(D, rank)
     best = ((D - B @ A).norm() / D.norm()).item()
@@ -226,8 +228,9 @@ for rank in (1, 2, 4, 8, 16):
     assert reached < best * (1.3 if SHORT else 1.05)
     A, B = lora.factors(patternless, rank)
     no_pattern = ((patternless - B @ A).norm() / patternless.norm()).item()
-    numbers = rank * (OUT + IN)
-    print(f"{rank:4} {numbers:12,} {best:8.1%} {reached:8.1%} {no_pattern:17.1%}")
+    shares = [f"{x:.1%}" for x in (best, reached, no_pattern)]
+    cells.append((rank, f"{rank * (OUT + IN):,}", *shares))
+print(program.table(("rank", "r (out + in)", "best", "trained", "best, no pattern"), cells))
 print(f"all of D has {OUT * IN:,} numbers")
 
 # %% [markdown]
@@ -444,10 +447,12 @@ print(f"the last of {settings.lora_rank} is {falls:.0%} of the first (median ove
 # How much of each update do the largest k terms hold, and how much of the new task?
 
 # %%
-print(f"{'terms':>5} {'of the update missing':>22} {'exact answers':>14}  loss on the base's text")
+cells = []
 for kept, (exact, loss, _) in results.items():
     missing = [(values[kept:].norm() / values.norm()).item() for values in spectra.values()]
-    print(f"{kept:5} {sum(missing) / len(missing):22.1%} {exact:14.1%} {loss:24.3f}")
+    cells.append((kept, f"{sum(missing) / len(missing):.1%}", f"{exact:.1%}", f"{loss:.3f}"))
+heads = ("terms", "of the update missing", "exact answers", "loss on the base's text")
+print(program.table(heads, cells))
 
 exact, loss, _ = results[settings.lora_rank]
 base_exact, base_loss, _ = results[0]
@@ -544,15 +549,17 @@ assert len(content) == 8 + n + 4 * numbers  # fp32
 #   lr * s * (sum of r elements of A with random signs), A within +-1 / sqrt(in)
 
 # %%
-print(f"{'in':>6} {'rank':>5} {'alpha / r':>12} {'alpha / sqrt(r)':>16}   movement of W / lr")
+cells = []
 for n_in, rank in ((256, 8), (4096, 1), (4096, 8), (4096, 64), (4096, 256)):
     A = (2 * torch.rand(rank, n_in) - 1) / math.sqrt(n_in)
     signs = torch.randint(2, (64, rank)) * 2.0 - 1  # of the gradient of B
     moved = (signs @ A).square().mean().sqrt().item()
     usual, stabilized = 16 / rank * moved, 16 / math.sqrt(rank) * moved
-    print(f"{n_in:6} {rank:5} {usual:12.3f} {stabilized:16.3f}")
+    cells.append((n_in, rank, f"{usual:.3f}", f"{stabilized:.3f}"))
     if (n_in, rank) == (4096, 8):
         assert 0.045 < usual < 0.056
+print("movement of W / lr, with s = ...")
+print(program.table(("in", "rank", "alpha / r", "alpha / sqrt(r)"), cells))
 
 # %% [markdown]
 # At rank 8 and 4,096 inputs W moves by 0.05 lr: 2e-4 does to W what 1e-5 does in full
@@ -581,9 +588,7 @@ for n_in, rank in ((256, 8), (4096, 1), (4096, 8), (4096, 64), (4096, 256)):
 #   1. forward of a LoRA layer, without a tensor as large as W
 #   2. backward, without the gradient of W
 #   3. merge, which rounds once, at the end; and unmerge
-#   4. for a second hour: read_adapter, which reads PEFT's two files with json and NumPy.
-#      The checker merges what it returns into a model; the logits must equal those of
-#      weights/peft.py to 1e-5
+#   4. for a second hour: read_adapter, which reads PEFT's two files with json and NumPy
 #
 # A hint for backward: write low = A x, then y = W x + s B low, and apply the chain rule to
 # each of the two products. Check the shapes: only one order of factors fits.

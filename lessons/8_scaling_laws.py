@@ -34,10 +34,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import flops
+import program
 from evaluation.figures import accuracy
 from lessons import pictures, scaling_fits, scaling_runs
 from lessons.scaling_runs import BUDGETS, HELD_OUT, SEQ_LEN, WIDTHS, Cell
-from planning.budget import chinchilla_loss
 
 # %% [markdown]
 # ## What a budget buys
@@ -52,9 +52,7 @@ from planning.budget import chinchilla_loss
 # and C = 6 N D. For tiny ones attention is not negligible, so it is counted.
 
 # %%
-print(f"{'':>7} {'parameters':>10} {'embedding':>9} {'FLOPs per':>9} {'for':>5}  D, bytes, on C =")
-head = f"{'d_model':>7} {'N':>10} {'in N':>9} {'byte':>9} {'att.':>5}  "
-print(head, *(f"{C:10.0e}" for C in BUDGETS))
+table = []
 for width in WIDTHS:
     cells = [Cell(budget, width) for budget in BUDGETS]
     cfg = cells[0].model
@@ -62,13 +60,13 @@ for width in WIDTHS:
     cost = flops.train_flops_per_token(cfg)
     share = 12 * cfg.n_layers * width * SEQ_LEN / cost
     D = [cell.steps * cell.rows * SEQ_LEN for cell in cells]
-    print(
-        f"{width:7} {flops.n_params(cfg):10,} {parts['wte'] / flops.n_params(cfg):9.0%} "
-        f"{cost:9,} {share:5.0%}  ",
-        *(f"{d:10,}" for d in D),
-    )
+    N = flops.n_params(cfg)
+    shares = f"{parts['wte'] / N:.0%}", f"{cost:,}", f"{share:.0%}"
+    table.append((width, f"{N:,}", *shares, *(f"{d:,}" for d in D)))
     for cell, d in zip(cells, D, strict=True):
         assert abs(d * cost / cell.budget - 1) < 0.01, "all budgets are spent"
+heads = ("d_model", "parameters N", "embedding", "FLOPs a byte", "attention")
+print(program.table((*heads, *(f"D on {C:.0e}" for C in BUDGETS)), table))
 
 # %% [markdown]
 # ## The runs
@@ -127,9 +125,9 @@ print(f"together {sum(row['processor_seconds'] for row in rows) / 60:.0f} minute
 first_seed = [row for row in rows if row["seed"] == scaling_runs.SEEDS[0]]
 loss_of = {(row["budget"], row["d_model"]): row["loss"] for row in first_seed}
 print("loss in nats per byte, by parameters")
-print(f"{'C, FLOPs':>10}", *(f"{flops.n_params(Cell(1e9, w).model):>9,}" for w in WIDTHS))
-for budget in BUDGETS:
-    print(f"{budget:10.0e}", *(f"{loss_of[budget, width]:9.3f}" for width in WIDTHS))
+table = [(f"{C:.0e}", *(f"{loss_of[C, width]:.3f}" for width in WIDTHS)) for C in BUDGETS]
+sizes = [f"{flops.n_params(Cell(1e9, width).model):,}" for width in WIDTHS]
+print(program.table(("C, FLOPs", *sizes), table))
 for width in WIDTHS:
     assert loss_of[BUDGETS[2], width] < loss_of[BUDGETS[0], width], "more FLOPs, less loss"
 
@@ -187,13 +185,15 @@ drawn = bootstrap_minima(samples)
 drawn_here = bootstrap_minima(same_files)
 print(f"{len(drawn) / len(samples):.0%} of the samples have a minimum on each budget\n")
 size_bars = {budget: middle([d[budget][0] for d in drawn]) for budget in BUDGETS}
-print(f"{'C, FLOPs':>10} {'best size, 95 %':>26} {'its loss, 95 %':>20} {'on the same files':>20}")
+table = []
 for budget in BUDGETS:
     low, high = size_bars[budget]
-    sizes = f"{low:10,.0f} to {high:9,.0f}"
+    sizes = f"{low:,.0f} to {high:,.0f}"
     anywhere = "{:.3f} to {:.3f}".format(*middle([d[budget][1] for d in drawn]))
     here_only = "{:.3f} to {:.3f}".format(*middle([d[budget][1] for d in drawn_here]))
-    print(f"{budget:10.0e} {sizes:>26} {anywhere:>20} {here_only:>20}")
+    table.append((f"{budget:.0e}", sizes, anywhere, here_only))
+heads = ("C, FLOPs", "best size, 95 %", "its loss, 95 %", "on the same files")
+print(program.table(heads, table))
 
 # %% [markdown]
 # ## The best size grows as a power of the budget
@@ -315,11 +315,14 @@ for width in (48, 64, 80):
 size = minima[target][0]
 tokens = scaling_runs.tokens_for(target, size)
 G = surface.beta / (surface.alpha + surface.beta)  # the exponent of N_opt that a surface implies
-print(f"{'':34} {'here':>8} {'Chinchilla':>11}")
-print(f"{'exponent a from the curves':34} {a:8.2f} {0.49:11.2f}")
-print(f"{'exponent a from the surface':34} {G:8.2f} {0.28 / (0.34 + 0.28):11.2f}")
-print(f"{'D / N at the optimum':34} {tokens / size:8.0f} {20:11}   bytes here, tokens there")
-far_off = chinchilla_loss(size, tokens)
+chinchilla = scaling_fits.Surface(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
+table = [
+    ("exponent a from the curves", f"{a:.2f}", "0.49"),
+    ("exponent a from the surface", f"{G:.2f}", f"{0.28 / (0.34 + 0.28):.2f}"),
+    ("D / N at the optimum, bytes here", f"{tokens / size:.0f}", "20"),
+]
+print(program.table(("", "here", "Chinchilla"), table))
+far_off = chinchilla.loss(size, tokens)
 print(f"\nChinchilla's fit for N = {size:,.0f}, D = {tokens:,.0f}: {far_off:.1f} nats per token.")
 print(f"A uniform guess among 32,000 tokens: {math.log(32000):.1f}. A fit ends where its runs end.")
 assert far_off > 0.9 * math.log(32000)

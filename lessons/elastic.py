@@ -248,7 +248,6 @@ def main(argv) -> None:
     flags_file = folder / "flags.txt"
     folder.mkdir(parents=True, exist_ok=True)
     flags_before = flags_file.read_text().split("\n") if flags_file.exists() else flags
-    flags_before = [flag for flag in flags_before if flag != "--expect="]  # of earlier versions
     fix = "give the same flags, or move it away"
     require(flags_before == flags, f"{folder} was started with other flags: {fix}")
     flags_file.write_text("\n".join(flags))

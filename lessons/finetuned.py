@@ -20,6 +20,7 @@ import checkpoint
 import config
 import data
 import processes
+import program
 from config import TrainConfig, require
 from fsdp_train import evaluate
 from serving.decoder import Decoder
@@ -101,9 +102,9 @@ def main(argv) -> None:
         exact = sum(map(is_exact, answers, questions)) / len(questions)
         print(run)
         show(questions, answers)
-        table.append(f"{run:30} {exact:12.1%} {loss:15.3f}")
-    print(f"\n{len(questions)} questions held out   exact answers   loss on the base's text")
-    print(*table, sep="\n")
+        table.append((run, f"{exact:.1%}", f"{loss:.3f}"))
+    print(f"\n{len(questions)} questions held out")
+    print(program.table(("run", "exact answers", "loss on the base's text"), table))
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@
 
 A file holds old content, and a process replaces it by new content. For n = 0, 1, 2, ... a copy of
 this process (fork) does so and kills itself just before its change of a file number n, as
-`answering.Changes` counts them. A file that is open then keeps half of what is in it. The table
+`changes.Changes` counts them. A file that is open then keeps half of what is in it. The table
 says what a reader finds afterwards. The program fails if write_atomically leaves anything but the
 old content or the new.
 """
 
-import os
+import functools
 import tempfile
 from pathlib import Path
 
 import config
-from lessons.answering import Changes
+import program
+from lessons import changes
 from storage import files
 
 OLD = b"step 100: " + b"a" * 90
@@ -30,41 +31,12 @@ def overwrite(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def names_of_changes(write, folder: Path) -> list[str]:
-    """What the changes are called that `write(path, content)` makes."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        changes = replace(write, folder, None)
-        os.write(writer, "\n".join(changes.names).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        names = pipe.read().splitlines()
-    os.waitpid(child, 0)
-    return names
-
-
-def replace(write, folder: Path, at: int | None) -> Changes:
-    """Replace the content of a file, and die before change `at`."""
-    changes = Changes(at)
-    changes.begin()
-    write(folder / "file", NEW)
-    changes.end()
-    return changes
-
-
-def found_after(write, folder: Path, at: int) -> str:
+def found_after(write, path: Path, at: int) -> str:
     """What is in the file after a kill before change `at`: old, new, or what else."""
-    for left in folder.iterdir():
+    for left in path.parent.iterdir():
         left.unlink()
-    path = folder / "file"
     path.write_bytes(OLD)
-    child = os.fork()
-    if child == 0:
-        replace(write, folder, at)
-        os._exit(0)
-    os.waitpid(child, 0)
+    changes.killed(functools.partial(write, path, NEW), at)
     content = path.read_bytes()
     known = {OLD: "old", NEW: "new"}
     return known.get(content, f"LOST: {len(content)} of {len(NEW)} bytes")
@@ -75,18 +47,18 @@ def main(argv: list[str]) -> None:
     config.arguments(argv)
     for write in (overwrite, files.write_atomically):
         with tempfile.TemporaryDirectory() as folder:
-            names = names_of_changes(write, Path(folder))
-            print(f"{write.__name__}\n    killed before   a reader then finds")
-            all_found = []
+            path = Path(folder) / "file"
+            rows = []
+            names = changes.names_of(functools.partial(write, path, NEW))
             for at, name in enumerate([*names, "(it ends)"]):
-                found = found_after(write, Path(folder), at)
-                left = [path.name for path in Path(folder).glob("*.tmp")]
-                beside = f", and {left[0]} beside it" if left else ""
-                print(f"    {at} {name:<13} {found}{beside}")
-                all_found.append(found)
+                found = found_after(write, path, at)
+                beside = " and ".join(left.name for left in Path(folder).glob("*.tmp"))
+                rows.append((f"{at} {name}", found, beside))
+        print(f"{write.__name__}\n")
+        print(program.table(("killed before", "a reader then finds", "beside it"), rows), "\n")
         if write is files.write_atomically:
-            whole = set(all_found) <= {"old", "new"}
-            config.require(whole, "write_atomically lost a file: a bug in this project")
+            is_whole = {found for _, found, _ in rows} <= {"old", "new"}
+            config.require(is_whole, "write_atomically lost a file: a bug in this project")
 
 
 if __name__ == "__main__":

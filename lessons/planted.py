@@ -26,6 +26,7 @@ import data
 import model as mpt
 import optim
 import parallel
+import program
 from config import MPTConfig, TrainConfig
 from loss import IGNORE
 from text import corpus
@@ -194,33 +195,40 @@ def validation(model, text: Text) -> tuple[float, float]:
     return losses[0], losses[1]
 
 
-def describe(run: Run) -> str:
-    """A run in one line of numbers, as in HEADER."""
-    last = len(run.loss) // 10  # steps, a tenth of the run
-    mean_loss = sum(run.loss[-last:]) / last
-    steps = [len(run.loss) // 10, len(run.loss) // 2, len(run.loss) * 9 // 10]
-    updates = " ".join(f"{1000 * run.update[step]:6.2f}" for step in steps)
-    norms = f"{run.grad_norm[0]:6.1f} {run.grad_norm[-1]:7.1f}"
-    weights = f"{run.weight[0]:6.3f} {run.weight[-1]:6.3f}"
-    return f"{mean_loss:7.2f}  {run.code:6.2f} {run.imports:7.2f}  {norms}  {updates}  {weights}"
+HEADS = (
+    "run", "logged loss", "code", "imports", "grad norm: first", "last",
+    "update: 10 %", "50 %", "90 %", "weights: first", "last",
+)  # fmt: skip
 
 
-HEADER = """\
-Losses in nats per token. Size of the weights and their change in a step: root mean squares,
-the change in thousandths, at 10 %, 50 %, 90 % of the steps.
+def table(runs: dict[str, Run]) -> str:
+    """What is measured of each run: {name: run}."""
+    rows = []
+    for name, run in runs.items():
+        last = len(run.loss) // 10  # steps, a tenth of the run
+        mean_loss = sum(run.loss[-last:]) / last
+        losses = [f"{loss:.2f}" for loss in (mean_loss, run.code, run.imports)]
+        norms = [f"{norm:.1f}" for norm in (run.grad_norm[0], run.grad_norm[-1])]
+        steps = (len(run.loss) * tenth // 10 for tenth in (1, 5, 9))
+        updates = [f"{1000 * run.update[step]:.2f}" for step in steps]
+        weights = [f"{size:.3f}" for size in (run.weight[0], run.weight[-1])]
+        rows.append((name, *losses, *norms, *updates, *weights))
+    return program.table(HEADS, rows)
 
-         logged   validation loss   gradient norm  change of the weights size of weights
-           loss    code imports    first    last    10 %   50 %   90 %   first   last"""
+
+LEGEND = """\
+Losses in nats per token; code and imports: the validation. Size of the weights and their change
+in a step: root mean squares, the change in thousandths, at 10 %, 50 %, 90 % of the steps.
+"""
 
 
 def main(argv) -> None:
-    """Print the curves of the step without a bug, and with each."""
+    """Print what can be measured of the step without a bug, and with each."""
     config.arguments(argv)
     text = Text()
-    print(HEADER)
-    print("no bug ", describe(train(text)))
-    for letter, cause in letters().items():
-        print(f"{letter:7}", describe(train(text, cause)), flush=True)
+    runs = {"no bug": train(text)}
+    runs |= {letter: train(text, cause) for letter, cause in letters().items()}
+    print(LEGEND, table(runs), sep="\n")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import torch
 import checkpoint
 import config
 import lora
+import program
 from config import require
 from lessons.finetuned import answers_of, is_exact, read_questions
 from storage import files
@@ -53,11 +54,12 @@ def keep(model, rank: int) -> None:
 
 def print_spectra(layers: dict) -> None:
     """One line a layer: the size of the update relative to the weight, and its singular values."""
-    print(f"{'layer':28} {'update/weight':>13}  singular values")
+    rows = []
     for name, layer in layers.items():
         values = singular_values(layer)
         share = (values.norm() / layer.weight.norm()).item()
-        print(f"{name:28} {share:13.1%}  " + " ".join(f"{value:6.2f}" for value in values))
+        rows.append((name, f"{share:.1%}", " ".join(f"{value:.2f}" for value in values)))
+    print(program.table(("layer", "update/weight", "singular values"), rows))
 
 
 def exact_by_rank(found: Path, tokenizer, questions: list[dict], rank: int) -> list[float]:

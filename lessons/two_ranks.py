@@ -1,114 +1,45 @@
-"""Two ranks on this machine, started once and kept: what lesson 3 runs on them.
+"""What lesson 3 runs on two ranks of this machine: a process is started from a file, not a cell.
 
     python -m lessons.two_ranks     the three collectives on two ranks
 
-    ranks = two_ranks.Ranks(2)      starts two processes, joined by gloo
-    ranks(all_reduce, x)            calls all_reduce(x) on both: [result of rank 0, of rank 1]
+    ranks = two_ranks.start()                     starts two processes, joined by gloo
+    ranks(two_ranks.train_sharded, W, ...)        [its result on rank 0, on rank 1]
     ranks.stop()
 
-The functions below are what a rank does. Each rank calls the same function, at the same time, with
-the same arguments; dist.get_rank() is the only difference. A rank that skips a collective leaves
-the other one waiting.
-
-Each process is a fresh interpreter that imports this file: a cell of a notebook, or a script, is
-never run again by it. So the functions are written here, not in the lesson. The project is imported
-where it is needed: the checker of lesson 3 runs `fully_sharded` where it cannot be.
+Each rank calls the same function, at the same time, with its own rank and the same arguments. A
+rank that skips a collective leaves the other one waiting.
 """
 
 import gc
-import os
-import pickle
-import signal
-import subprocess
 import sys
-import tempfile
-import traceback
-from datetime import timedelta
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 300  # seconds that a rank waits for the other one, and we for both
-CHILD = "from lessons import two_ranks; two_ranks.serve({}, {}, {}, {!r})"
-
-# --------------------------------------------------------------------------------------------------
-# Starting and ending
-
-
-class Ranks:
-    """`size` processes, joined by gloo. Call it to run a function of this file on all of them."""
-
-    def __init__(self, size: int = 2):
-        self.folder = tempfile.TemporaryDirectory()
-        store = f"{self.folder.name}/store"  # a file through which the ranks find each other
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            ours, theirs = Pipe()
-            code = CHILD.format(theirs.fileno(), rank, size, store)
-            command = [sys.executable, "-c", code]
-            process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def __call__(self, function, *args) -> list:
-        """[function(*args) on rank 0, on rank 1, ...]. RuntimeError if one fails."""
-        return self.per_rank(function, *[args] * len(self.pipes))
-
-    def per_rank(self, function, *args_of_ranks) -> list:
-        """The same with arguments that differ: those of rank 0, those of rank 1, ..."""
-        for pipe, args in zip(self.pipes, args_of_ranks, strict=True):
-            pipe.send_bytes(pickle.dumps((function.__name__, args)))
-        results = []
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                answered = pipe.poll(PATIENCE)
-                silence = False, f"no answer in {PATIENCE} s"
-                succeeded, result = pickle.loads(pipe.recv_bytes()) if answered else silence
-            except (EOFError, OSError):
-                succeeded, result = False, "the process ended"
-            if not succeeded:
-                self.stop()
-                raise RuntimeError(f"rank {rank}: {result}")
-            results.append(result)
-        return results
-
-    def stop(self) -> None:
-        """End the processes."""
-        for pipe in self.pipes:
-            pipe.close()  # a rank that waits for work ends now
-        for process in self.processes:
-            try:
-                process.wait(2)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self.folder.cleanup()
+import config
+import fsdp_train
+import parallel
+import processes
+import program
 
 
-def serve(pipe_number: int, rank: int, size: int, store: str) -> None:
-    """The life of one rank: call what comes through the pipe, until that is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the lesson, which closes the pipe
-    torch.set_num_threads(1)
-    pipe = Connection(pipe_number)
-    meeting = {"init_method": f"file://{store}", "timeout": timedelta(seconds=PATIENCE)}
-    dist.init_process_group("gloo", rank=rank, world_size=size, **meeting)
-    while True:
-        try:
-            name, args = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            os._exit(0)  # gloo may abort while the interpreter shuts down
-        try:
-            reply = True, getattr(sys.modules[__name__], name)(*args)
-        except BaseException:
-            reply = False, traceback.format_exc()
-        pipe.send_bytes(pickle.dumps(reply))
+def start() -> processes.Pool:
+    """Two ranks. A new process imports the file that runs here: no lesson must run again there."""
+    main = vars(sys.modules["__main__"])
+    with mock.patch.dict(main):
+        main.pop("__file__", None)
+        return processes.Pool(2, join)
+
+
+def join() -> int:
+    """Join the other ranks. Returns this one's number."""
+    dist.init_process_group("gloo")
+    return dist.get_rank()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,9 +69,8 @@ def all_reduce(x):
     return x
 
 
-def collectives():
+def collectives(rank):
     """{name: (what this rank has before, after)} with small numbers that show where they go."""
-    rank = dist.get_rank()
     part = torch.tensor([1.0, 2.0]) + 10 * rank
     whole = torch.tensor([1.0, 2.0, 3.0, 4.0]) * 10**rank
     return {
@@ -224,12 +154,12 @@ class GatheredProduct(torch.autograd.Function):
         return dx, d_part
 
 
-def train_sharded(weight, x, target, lr, n_steps):
+def train_sharded(rank, weight, x, target, lr, n_steps):
     """SGD on the mean squared error of one ShardedLinear, each rank with its share of the rows.
 
     Returns the loss of each step, this rank's part of W, and what one step sent.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     layer = ShardedLinear(weight)
     x, target = x.chunk(size)[rank], target.chunk(size)[rank]
     losses = []
@@ -244,15 +174,14 @@ def train_sharded(weight, x, target, lr, n_steps):
     return losses, layer.part.detach(), traffic.calls
 
 
-def fully_sharded(weights, x, target, lr, n_steps):
+def fully_sharded(rank, weights, x, target, lr, n_steps):
     """The same with PyTorch's `fully_shard`, for layers with GELU between them.
 
-    weights: [(out, in), ...]. x, target: this rank's rows. Returns the loss of each step, the mean
-    over the ranks, and the whole weights at the end.
+    weights: [(out, in), ...]. Returns the loss of each step, the mean over the ranks, and the whole
+    weights at the end.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
+    size = dist.get_world_size()
+    x, target = x.chunk(size)[rank], target.chunk(size)[rank]
     model = torch.nn.Sequential()
     for weight in weights:
         if len(model):
@@ -260,7 +189,7 @@ def fully_sharded(weights, x, target, lr, n_steps):
         layer = torch.nn.Linear(*reversed(weight.shape), bias=False)
         layer.weight = torch.nn.Parameter(weight.clone())
         model.append(layer)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (size,))
     for layer in model:
         if isinstance(layer, torch.nn.Linear):
             fully_shard(layer, mesh=mesh)
@@ -273,7 +202,7 @@ def fully_sharded(weights, x, target, lr, n_steps):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(all_reduce(loss.detach()) / dist.get_world_size())
+        losses.append(all_reduce(loss.detach()) / size)
     return losses, [weight.full_tensor().detach() for weight in model.parameters()]
 
 
@@ -281,14 +210,14 @@ def fully_sharded(weights, x, target, lr, n_steps):
 # Tensor parallelism by hand
 
 
-def column_then_row(x, W, U, dy):
+def column_then_row(rank, x, W, U, dy):
     """y = gelu(x W^T) U^T with half of W and half of U on each rank, and the gradient of x for dy.
 
     x (rows, d), W (hidden, d), U (d, hidden), dy (rows, d). PyTorch stores weights as (out, in), so
     the columns of the formula are rows of W. Returns y, dx, the shape of the hidden part, and what
     was sent.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     W_part = W.chunk(size, dim=0)[rank]  # some of the output features
     U_part = U.chunk(size, dim=1)[rank]  # the input features that fit them
     x = x.clone().requires_grad_()
@@ -306,16 +235,12 @@ def column_then_row(x, W, U, dy):
 # The project's own model
 
 
-def measured_step(model_cfg, cfg, rows):
+def measured_step(rank, model_cfg, cfg, rows):
     """A step of training under cfg's layout, watched. rows (global batch, T + 1): token ids.
 
     Returns its loss, what it sent, and where ranks only share the batch also `kept_in_a_step`.
     """
-    import fsdp_train
-    import parallel
-    import processes
-
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = dist.get_world_size()
     alone = processes.World(rank, size, rank, size, torch.device("cpu"))
     world = processes.in_grid(alone, cfg.tp, cfg.pp)
     model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
@@ -330,8 +255,6 @@ def measured_step(model_cfg, cfg, rows):
 
 def kept_in_a_step(model, rows, cfg) -> dict[str, int]:
     """{moment: bytes of weights, gradients and moments on this rank}, activations left out."""
-    import parallel
-
     ids, labels = rows[:, :-1], rows[:, 1:]
     kept = {"between steps": live_bytes()}
     parallel.before_microbatch(model, cfg, last=False)
@@ -359,14 +282,13 @@ def live_bytes() -> int:
 def main(argv) -> None:
     """Print what three collectives do."""
     config.arguments(argv)
-    ranks = Ranks(2)
+    ranks = start()
+    rows = []
     for rank, found in enumerate(ranks(collectives)):
-        for name, (before, after) in found.items():
-            print(f"rank {rank}  {name:15} {before.tolist()} -> {after.tolist()}")
+        rows += [(rank, name, x.tolist(), y.tolist()) for name, (x, y) in found.items()]
     ranks.stop()
+    print(program.table(("rank", "collective", "before", "after"), rows))
 
 
 if __name__ == "__main__":
-    import config
-
     config.run(main)

@@ -198,28 +198,7 @@ def check(path: Path, answer: Path):
     checker = load(HERE / "checkers" / path.name)
     with answers.Answer(answer) as given:
         for title, part in answers.parts(checker):
-            yield title, *judged(part, given)
-
-
-def judged(part, given) -> tuple[str, str]:
-    """(result, message) of one part of an exercise."""
-    from lessons import answers
-
-    try:
-        part(given)
-    except answers.Wrong as error:
-        return "wrong", str(error)
-    except answers.ToDo as error:
-        return "not written yet", str(error)
-    except answers.Skipped as error:
-        return "skipped", str(error)
-    except UserError:  # such as a damaged file of the reader's own runs
-        raise
-    except Exception as error:
-        # The checker did not expect a value of this kind: the answer's fault, not a crash of ours.
-        came = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return "wrong", f"what came could not be compared: {came}"
-    return "right", ""
+            yield title, *answers.judged(part, given)
 
 
 def load(path: Path):

@@ -2,26 +2,24 @@
 
 `python -m lessons check 3` runs the functions `check_...` one by one. The pieces travel through
 this process between the steps, so it sees what a rank keeps. Only the answer itself, on two ranks
-and on one, is compared bit by bit: all else has a tolerance. After a hang, or if `shard` is wrong,
-the other parts are skipped: they would say the same again.
+and on one, is compared bit by bit: all else has a tolerance.
 """
 
 import math
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from lessons.answers import Answer, PerRank, Wrong, close, describe_value, need
+from lessons import two_ranks
+from lessons.answering import PerRank
+from lessons.answers import close, form
 
 EVEN = [(8, 4), (2, 8)]  # the shapes of W1 and W2
-TWO_RANKS = Path(__file__).parent.parent / "two_ranks.py"  # has fully_sharded
 LR, STEPS = 0.1, 4
 ROWS = 6  # of each rank
-SECONDS = 2  # of the processor, for one call: a hang then ends after 30 + 5 * 2 s of the clock
 HANG = (
-    "a rank waits in a collective that another rank does not call. Is one inside `if rank == 0`, "
-    "or are they in another order?"
+    "If a rank waits in a collective that another does not call: is one inside `if rank == 0`, or "
+    "are they in another order?"
 )
 
 
@@ -33,13 +31,11 @@ def random(*shape, seed: int = 0) -> torch.Tensor:
 def problem(shapes, n_rows: int) -> tuple[list, torch.Tensor, torch.Tensor]:
     """Weights of these shapes, and rows with targets."""
     weights = [random(*shape, seed=i) / shape[1] ** 0.5 for i, shape in enumerate(shapes)]
-    x = random(n_rows, shapes[0][1], seed=2)
-    target = random(n_rows, shapes[1][0], seed=3)
-    return weights, x, target
+    return weights, random(n_rows, shapes[0][1], seed=2), random(n_rows, shapes[1][0], seed=3)
 
 
-def trained(weights, x, target, n_steps: int, gradient=1.0) -> tuple[list, list]:
-    """(losses, weights at the end) of SGD on one rank. gradient: a factor, for typical mistakes."""
+def trained(weights, x, target, n_steps: int) -> tuple[list, list]:
+    """(losses, weights at the end) of SGD on one rank."""
     weights = [weight.clone().requires_grad_() for weight in weights]
     losses = []
     for _ in range(n_steps):
@@ -47,8 +43,8 @@ def trained(weights, x, target, n_steps: int, gradient=1.0) -> tuple[list, list]
         losses.append(loss.detach())
         gradients = torch.autograd.grad(loss, weights)
         with torch.no_grad():
-            for weight, grad in zip(weights, gradients, strict=True):
-                weight -= LR * gradient * grad
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight -= LR * gradient
     return losses, [weight.detach() for weight in weights]
 
 
@@ -71,25 +67,16 @@ def joined(pieces, shape) -> torch.Tensor:
 def on_ranks(answer, size: int, function: str, *args) -> list:
     """What it returns on each of `size` ranks."""
     try:
-        return answer.call_on_ranks(size, function, *args, seconds=SECONDS)
-    except Wrong as error:
-        if "did not return" not in str(error):
-            raise
-        answer.not_run = f"`{function}` hangs, see above"
-        raise Wrong(f"{error}: {HANG}") from error
+        return answer.call_on_ranks(size, function, *args)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{HANG}" if answer.not_run else str(error)) from None
 
 
-def need_size(what: str, piece, numel: int, size: int) -> None:
-    """A rank keeps 1/size of a weight of `numel` numbers, in memory of its own."""
-    length = math.ceil(numel / size)
-    is_flat = isinstance(piece, torch.Tensor) and piece.shape == (length,)
-    is_flat = is_flat and piece.dtype == torch.float32
-    case = f"{numel} numbers on {size} ranks"
-    need(is_flat, f"{what}: expected float32 ({length},) for {case}, got {describe_value(piece)}")
+def need_own_memory(what: str, piece) -> None:
+    """A piece keeps no more than its own numbers in memory."""
     held = piece.untyped_storage().nbytes() // 4
-    alive = f"all {held} numbers of the {'padded ' if held > numel else ''}weight stay alive"
-    view = f"{what}: the piece is a view: {alive}, though the piece has {length}"
-    need(held <= max(length, 1), f"{view}. `clone()` copies it")
+    view = f"it is a view, so all {held} numbers of the weight stay alive: `clone()` copies it"
+    assert held <= max(len(piece), 1), f"{what} has {len(piece)} numbers, but {view}"
 
 
 def sharded(answer, weights, size: int) -> list[list]:
@@ -97,23 +84,16 @@ def sharded(answer, weights, size: int) -> list[list]:
     by_weight = []
     for weight in weights:
         pieces = on_ranks(answer, size, "shard", weight)
-        padded = ", padded" if weight.numel() % size else ""
-        case = f"a weight {tuple(weight.shape)} on {size} ranks{padded}"
-        try:
-            for rank, (piece, wanted) in enumerate(
-                zip(pieces, pieces_of(weight, size), strict=True)
-            ):
-                need_size(f"shard on rank {rank}", piece, weight.numel(), size)
-                close(f"shard on rank {rank}", piece, wanted, 0, case)
-        except Wrong:
-            answer.not_run = "`shard` is wrong"
-            raise
+        for rank, (piece, wanted) in enumerate(zip(pieces, pieces_of(weight, size), strict=True)):
+            what = f"shard on rank {rank} of {size}, of a weight {tuple(weight.shape)},"
+            close(what, piece, wanted, 0, "row by row, padded with zeros, in equal pieces")
+            need_own_memory(what, piece)
         by_weight.append(pieces)
     return [list(pieces) for pieces in zip(*by_weight, strict=True)]
 
 
-def run(answer, weights, xs, targets, n_steps: int = STEPS) -> tuple[list, list]:
-    """(losses of rank 0, [the pieces of each rank]) after some steps of the answer.
+def run(answer, weights, xs, targets, n_steps: int) -> tuple[list, list]:
+    """(losses, [the pieces of each rank]) after some steps of the answer.
 
     xs, targets: the rows of each rank.
     """
@@ -123,147 +103,99 @@ def run(answer, weights, xs, targets, n_steps: int = STEPS) -> tuple[list, list]
     rows = PerRank(xs), PerRank(targets)
     losses = []
     for _ in range(n_steps):
-        given = PerRank(pieces), shapes, *rows, LR
-        results = on_ranks(answer, size, "step", *given)
+        results = on_ranks(answer, size, "step", PerRank(pieces), shapes, *rows, LR)
         for rank, result in enumerate(results):
+            what = f"step on rank {rank}"
             is_pair = isinstance(result, tuple | list) and len(result) == 2
-            is_pair = is_pair and isinstance(result[1], tuple | list) and len(result[1]) == 2
-            expectation = f"step on rank {rank}: expected (loss, [piece of W1, piece of W2])"
-            need(is_pair, f"{expectation}, got {describe_value(result)}")
-            for name, piece, weight in zip(("W1", "W2"), result[1], weights, strict=True):
-                what = f"the new piece of {name} on rank {rank}"
-                need_size(what, piece, weight.numel(), size)
+            assert is_pair, f"{what}: expected (loss, [piece of W1, piece of W2]), got {result!r}"
+            loss, new = result
+            close(f"the loss on rank {rank}", loss, results[0][0], 0, "all-reduce it")
+            for name, piece, weight in zip(("W1", "W2"), new, weights, strict=True):
+                length = math.ceil(weight.numel() / size)
+                got = form(piece)
+                assert got == f"a tensor float32 ({length},)", f"{what}: the new {name} is {got}"
+                need_own_memory(f"the new piece of {name} on rank {rank}", piece)
         losses.append(results[0][0])
-        for rank, (loss, _) in enumerate(results):
-            other = results[0][0]
-            close(f"the loss on rank {rank}", loss, torch.zeros(()), math.inf, "any rows")
-            if not torch.equal(loss, other):
-                apart = f"expected the same on all ranks, but it is {other:.6g} on rank 0"
-                raise Wrong(f"the loss: {apart} and {loss:.6g} on rank {rank}: all-reduce it")
         pieces = [list(new) for _, new in results]
     return losses, pieces
 
 
 def compare(answer, shapes, size: int, same_rows: bool) -> tuple[list, list]:
-    """Steps on `size` ranks against one rank with all rows. Returns its losses and pieces."""
+    """Steps on `size` ranks against one with all rows. Returns the answer's losses and weights."""
     weights, x, target = problem(shapes, ROWS if same_rows else ROWS * size)
     xs, targets = [x] * size, [target] * size
     if not same_rows:
         xs, targets = list(x.chunk(size)), list(target.chunk(size))
-    losses, pieces = run(answer, weights, xs, targets)
-    wanted_losses, _ = trained(weights, x, target, STEPS)
-    kind = "the same" if same_rows else "different"
-    ranks = f"{size} ranks with {kind} rows" if size > 1 else "1 rank"
-    case = f"{ranks}, W1 {shapes[0]}, W2 {shapes[1]}"
-    close("the loss before the first step", losses[0], wanted_losses[0], 1e-6, case)
-
-    # Not the last weights, but the first ones: a mistake is easiest to see after one step.
-    _, first = run(answer, weights, xs, targets, n_steps=1)
-    for i, name in enumerate(("W1", "W2")):
-        new = joined([piece[i] for piece in first], shapes[i])
-        need_update(name, new, i, weights, (x, target), xs, targets, case)
-    for number, (loss, wanted) in enumerate(zip(losses, wanted_losses, strict=True)):
-        close(f"the loss before step {number + 1}", loss, wanted, 1e-6, case)
-    _, at_end = trained(weights, x, target, STEPS)
-    for i, name in enumerate(("W1", "W2")):
-        whole = joined([piece[i] for piece in pieces], shapes[i])
-        close(f"{name} after {STEPS} steps", whole, at_end[i], 1e-6, case)
-    return losses, pieces
-
-
-def need_update(name, new, i, weights, rows, xs, targets, case) -> None:
-    """A weight after one step. If it is wrong, name the typical mistake that gives it."""
-    size = len(xs)
-
-    def is_from(factor):
-        _, wrong = trained(weights, *rows, 1, factor)
-        return torch.allclose(new, wrong[i], atol=1e-6, rtol=0)
-
-    _, right = trained(weights, *rows, 1)
-    what = f"{name} after one step"
-    if size > 1 and is_from(size) and not is_from(1):
-        raise Wrong(f"{what}: the step is {size} times too long, for {case}: reduce-scatter adds "
-                    "the gradients of the ranks, and the loss is a mean")  # fmt: skip
-    if size > 1 and is_from(1 / size) and not is_from(1):
-        raise Wrong(f"{what}: the step is {size} times too short, for {case}")
-    own = [trained(weights, *mine, 1)[1][i] for mine in zip(xs, targets, strict=True)]
-    by_itself = joined([pieces_of(w, size)[rank] for rank, w in enumerate(own)], new.shape)
-    if torch.allclose(new, by_itself, atol=1e-6, rtol=0) and not is_from(1):
-        raise Wrong(f"{what}: each rank has used the gradient of its own rows alone, for {case}: "
-                    "reduce-scatter it")  # fmt: skip
-    close(what, new, right[i], 1e-6, case)
+    rows = "the same rows" if same_rows else "different rows"
+    case = f"on {size} ranks with {rows}, W1 {shapes[0]}, W2 {shapes[1]}"
+    hint = (
+        f"reduce-scatter adds the gradients of {size} ranks, and the loss is a mean over all rows"
+    )
+    for n_steps in (1, STEPS):  # a mistake is easiest to see after one step
+        losses, pieces = run(answer, weights, xs, targets, n_steps)
+        wanted_losses, wanted = trained(weights, x, target, n_steps)
+        for number, (loss, right) in enumerate(zip(losses, wanted_losses, strict=True)):
+            mean = "the loss is the mean over the rows of all ranks: all-reduce it"
+            close(f"the loss before step {number + 1}, {case}", loss, right, 1e-6, mean)
+        whole = [joined([of_rank[i] for of_rank in pieces], shapes[i]) for i in (0, 1)]
+        for name, new, right in zip(("W1", "W2"), whole, wanted, strict=True):
+            close(f"{name} after {n_steps} steps, {case}", new, right, 1e-6, hint)
+    return losses, whole
 
 
 # --------------------------------------------------------------------------------------------------
 # The parts
 
 
+def counted(*shape) -> torch.Tensor:
+    """1, 2, 3, ... in this shape."""
+    return 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
 def need_gather(answer, weight) -> None:
     """`gather` must return this weight on both of two ranks."""
     shape = tuple(weight.shape)
-    pieces = PerRank(pieces_of(weight, 2))
-    wholes = on_ranks(answer, 2, "gather", pieces, shape)
+    wholes = on_ranks(answer, 2, "gather", PerRank(pieces_of(weight, 2)), shape)
     for rank, whole in enumerate(wholes):
-        close(f"gather on rank {rank}", whole, weight, 0, f"a weight {shape}")
+        close(f"gather on rank {rank}, of a weight {shape}", whole, weight)
 
 
 def check_shard(answer):
     """shard: each of two ranks keeps its half of a weight, in memory of its own"""
     for shape in ((2, 1), (2, 2), (4, 3), (3, 4)):
-        weight = 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-        sharded(answer, [weight], 2)
+        sharded(answer, [counted(*shape)], 2)
 
 
 def check_gather(answer):
     """gather: every rank gets the whole weight back"""
     for shape in ((2, 1), (2, 2), (4, 3), (3, 4)):
-        weight = 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-        need_gather(answer, weight)
+        need_gather(answer, counted(*shape))
 
 
 def check_same_rows(answer):
     """step: two ranks with the same rows compute bit by bit what one rank computes"""
-    losses, ((W1, W2),) = compare(answer, EVEN, 1, same_rows=True)
-    losses_of_two, pieces = compare(answer, EVEN, 2, same_rows=True)
-    for number, (one, two) in enumerate(zip(losses, losses_of_two, strict=True), 1):
-        close(f"the loss before step {number}", two, one, 0, "2 ranks with the same rows as 1")
-    for name, one, parts in zip(("W1", "W2"), (W1, W2), zip(*pieces, strict=True), strict=True):
-        what = f"{name} after {STEPS} steps, bit by bit"
-        close(what, torch.cat(parts), one, 0, "2 ranks with the same rows as 1")
+    losses, weights = compare(answer, EVEN, 1, same_rows=True)
+    losses_of_two, weights_of_two = compare(answer, EVEN, 2, same_rows=True)
+    pairs = zip([*losses, *weights], [*losses_of_two, *weights_of_two], strict=True)
+    for one, two in pairs:
+        close("a loss or weight of two ranks with the same rows, bit by bit", two, one)
 
 
 def check_different_rows(answer):
-    """step: two ranks with different rows compute what one rank computes from all rows"""
-    compare(answer, EVEN, 2, same_rows=False)
-
-
-def check_fully_shard(answer):
-    """step: the same as PyTorch's fully_shard on two ranks"""
-    losses, pieces = compare(answer, EVEN, 2, same_rows=False)  # first: fully_shard loads slowly
-    weights, x, target = problem(EVEN, 2 * ROWS)
-    xs, targets = list(x.chunk(2)), list(target.chunk(2))
-    with Answer(TWO_RANKS) as pytorch:
-        rows = PerRank(xs), PerRank(targets)
-        (their_losses, theirs), _ = pytorch.call_on_ranks(
-            2, "fully_sharded", weights, *rows, LR, STEPS
-        )
-    case = "2 ranks with different rows, compared with fully_shard"
-    for number, (loss, wanted) in enumerate(zip(losses, their_losses, strict=True), 1):
-        close(f"the loss before step {number}", loss, wanted, 1e-6, case)
-    for i, name in enumerate(("W1", "W2")):
-        whole = joined([piece[i] for piece in pieces], EVEN[i])
-        close(f"{name} after {STEPS} steps", whole, theirs[i], 1e-6, case)
+    """step: two ranks with different rows compute what one rank does, and what fully_shard does"""
+    losses, weights = compare(answer, EVEN, 2, same_rows=False)
+    given, x, target = problem(EVEN, 2 * ROWS)
+    pytorch = two_ranks.start()
+    ((their_losses, theirs), _) = pytorch(two_ranks.fully_sharded, given, x, target, LR, STEPS)
+    pytorch.stop()
+    for ours, wanted in zip([*losses, *weights], [*their_losses, *theirs], strict=True):
+        close("a loss or weight of two ranks, beside PyTorch's fully_shard", ours, wanted, 1e-6)
 
 
 def check_odd_sizes(answer):
-    """odd sizes: weights that cannot be cut evenly, on two ranks"""
+    """odd sizes: weights that cannot be cut evenly, on two ranks and on three"""
     for shape in ((3, 1), (5, 3), (1, 1)):
-        weight = 1 + torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-        sharded(answer, [weight], 2)
-        need_gather(answer, weight)
+        sharded(answer, [counted(*shape)], 2)
+        need_gather(answer, counted(*shape))
     compare(answer, [(5, 3), (1, 5)], 2, same_rows=False)
-
-
-def check_three_ranks(answer):
-    """odd sizes: three ranks, and a weight with fewer numbers than ranks"""
     compare(answer, [(1, 7), (1, 1)], 3, same_rows=False)

@@ -5,28 +5,16 @@
 import importlib.metadata
 import importlib.util
 import math
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from lessons.answers import Answer, Skipped, close, need
+from lessons.answering import RandomBlocks
+from lessons.answers import Skipped, close
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}  # of outputs of size 1
-
-
-class Blocks:
-    """Blocks of arrays. In the answer's process they arrive as an iterator."""
-
-    def __init__(self, blocks: list):
-        self.blocks = blocks
-
-    def __reduce__(self):
-        return iter, (self.blocks,)
-
-    def __repr__(self):
-        return f"an iterator over {len(self.blocks)} blocks"
+BOTH_GROW = "when the maximum grows, the sum l and the output o both need the factor"
+HIDDEN = "-inf minus -inf is NaN: where no finite score was seen, let 0 stand for the maximum"
 
 
 # --- The running maximum and sum
@@ -36,38 +24,38 @@ def check_max_and_sum(answer):
     """The running maximum and sum, never all scores at once: max_and_sum"""
     inf = math.inf
     cases = [
-        ("one score, 3", [[[3.0]]]),
-        ("the scores 1, 3 and then 2, 5", [[[1.0, 3.0]], [[2.0, 5.0]]]),
-        ("the scores 5, 2 and then 3, 1", [[[5.0, 2.0]], [[3.0, 1.0]]]),
-        ("scores of 10,000", [[[9_999.0]], [[10_000.0]], [[9_998.0]]]),
-        ("scores of -10,000", [[[-9_999.0]], [[-10_000.0]]]),
-        ("two rows, of which the second grows later", [[[1.0, 4.0], [0.0, 1.0]], [[2.0], [7.0]]]),
-        ("a last block that is all -inf", [[[1.0, 2.0]], [[-inf, -inf]]]),
-        ("a first block that is all -inf", [[[-inf, -inf]], [[1.0, 2.0]]]),
-        ("a row that is all -inf beside one that is not", [[[-inf], [1.0]], [[-inf], [2.0]]]),
+        ("one score, 3", [[[3.0]]], ""),
+        ("the scores 1, 3 and then 2, 5", [[[1.0, 3.0]], [[2.0, 5.0]]], BOTH_GROW),
+        ("the scores 5, 2 and then 3, 1", [[[5.0, 2.0]], [[3.0, 1.0]]], BOTH_GROW),
+        ("scores of 10,000", [[[9_999.0]], [[10_000.0]], [[9_998.0]]], ""),
+        ("scores of -10,000", [[[-9_999.0]], [[-10_000.0]]], "m begins at -inf, not at 0"),
+        ("two rows", [[[1.0, 4.0], [0.0, 1.0]], [[2.0], [7.0]]], "each row has its own m and l"),
+        ("a last block that is all -inf", [[[1.0, 2.0]], [[-inf, -inf]]], HIDDEN),
+        ("a first block that is all -inf", [[[-inf, -inf]], [[1.0, 2.0]]], HIDDEN),
+        ("a row that is all -inf", [[[-inf], [1.0]], [[-inf], [2.0]]], HIDDEN),
     ]
     for dtype in ("float64", "float32"):
-        for case, lists in cases:
-            compare_max_and_sum(answer, [np.array(block, dtype) for block in lists], case)
+        for case, lists, hint in cases:
+            compare_max_and_sum(answer, [np.array(block, dtype) for block in lists], case, hint)
         random = np.random.default_rng(0)
         blocks = [(10 * random.normal(size=(5, n))).astype(dtype) for n in (7, 1, 64, 30)]
-        compare_max_and_sum(answer, blocks, "four random blocks of 7, 1, 64 and 30 scores")
+        compare_max_and_sum(answer, blocks, "random blocks of 7, 1, 64 and 30 scores", "")
     need_little_memory(answer, "max_and_sum")
 
 
-def compare_max_and_sum(answer, blocks: list, case: str) -> None:
+def compare_max_and_sum(answer, blocks: list, case: str, hint: str) -> None:
     """One case against float64."""
-    case = f"{case} ({blocks[0].dtype})"
-    result = answer.call("max_and_sum", Blocks(blocks))
+    dtype = blocks[0].dtype
+    result = answer.call("max_and_sum", iter(blocks))
     is_pair = isinstance(result, tuple | list) and len(result) == 2
-    need(is_pair, f"max_and_sum must return two arrays, (m, l), for {case}")
+    assert is_pair, f"max_and_sum must return two arrays, (m, l), for {case}"
     scores = np.concatenate(blocks, axis=1).astype(np.float64)
     m = scores.max(axis=1)
-    finite = np.where(np.isinf(m), 0, m)
-    l = np.exp(scores - finite[:, None]).sum(axis=1)
-    tolerance = TOLERANCE[blocks[0].dtype.name] * l.max(initial=1)
+    l = np.exp(scores - np.where(np.isinf(m), 0, m)[:, None]).sum(axis=1)
+    tolerance = TOLERANCE[dtype.name] * l.max(initial=1)
     for name, got, expected in zip("ml", result, (m, l), strict=True):
-        close(f"max_and_sum's {name}", got, expected.astype(blocks[0].dtype), tolerance, case)
+        what = f"max_and_sum's {name}, for {case} ({dtype})"
+        close(what, got, expected.astype(dtype), tolerance, hint)
 
 
 # --- Attention
@@ -75,39 +63,37 @@ def compare_max_and_sum(answer, blocks: list, case: str) -> None:
 
 def check_attention(answer):
     """Attention over blocks of keys, never all scores at once: attention"""
+    q_4, sizes = "4 queries, 6 blocks of 8 keys", [8] * 6
+    shapes = "q (Tq, D), k (n, D), a bias (Tq, n): softmax(q k^T * scale + bias) v over the keys"
     for dtype in ("float64", "float32"):
-        compare_attention(answer, "one query, one block of one key", [1], 1, dtype)
-        compare_attention(answer, "one query, two blocks of one key", [1, 1], 1, dtype)
-        compare_attention(answer, "3 queries, blocks of 4, 4 and 2 keys", [4, 4, 2], 3, dtype)
-        case = "2 queries, one block of 2 keys, causal"
-        compare_attention(answer, case, [2], 2, dtype, causal=True)
-        sizes = [8] * 6
-        case = "4 queries, 6 blocks of 8 keys"
-        compare_attention(answer, f"{case}, scale 0.5", sizes, 4, dtype, scale=0.5)
-        compare_attention(answer, f"{case}, with a bias", sizes, 4, dtype, slope=0.25)
-        compare_attention(answer, f"{case}, causal", sizes, 4, dtype, slope=0.25, causal=True)
-        first, second = "the first block is hidden", "the second block is hidden"
-        compare_attention(answer, f"{case}, {first}", sizes, 4, dtype, hidden=[0])
-        compare_attention(answer, f"{case}, {second}", sizes, 4, dtype, hidden=[1])
-        case = f"{case}, scores up to about 10,000"
-        compare_attention(answer, case, sizes, 4, dtype, size=50)
-        compare_attention(answer, f"{case}, all of them negative", sizes, 4, dtype, size=-50)
-        case = "3 queries, of which the second sees no key"
-        compare_attention(answer, case, [4, 4], 3, dtype, blind=1)
+        compare_attention(answer, dtype, "one query, one block of one key", [1], 1, shapes)
+        compare_attention(answer, dtype, "one query, two blocks of one key", [1, 1], 1, BOTH_GROW)
+        compare_attention(answer, dtype, "3 queries, 4, 4 and 2 keys", [4, 4, 2], 3, BOTH_GROW)
+        compare_attention(answer, dtype, "2 queries, causal", [2], 2, shapes, causal=True)
+        compare_attention(answer, dtype, f"{q_4}, scale 0.5", sizes, 4, shapes, scale=0.5)
+        compare_attention(
+            answer, dtype, f"{q_4}, causal", sizes, 4, shapes, slope=0.25, causal=True
+        )
+        compare_attention(answer, dtype, f"{q_4}, the first hidden", sizes, 4, HIDDEN, hidden=0)
+        compare_attention(answer, dtype, f"{q_4}, the second hidden", sizes, 4, HIDDEN, hidden=1)
+        large = "subtract the maximum before exp; it begins at -inf, not at 0"
+        compare_attention(answer, dtype, f"{q_4}, scores of 10,000", sizes, 4, large, size=50)
+        compare_attention(answer, dtype, f"{q_4}, of -10,000", sizes, 4, large, size=-50)
+        blind = "the second query sees no key: its row is 0"
+        compare_attention(answer, dtype, "3 queries, 2 blocks", [4, 4], 3, blind, blind=1)
     need_little_memory(answer, "attention")
 
 
 def compare_attention(
-    answer, case, sizes, n_queries, dtype,
-    scale=1.0, slope=0.0, causal=False, hidden=(), size=0, blind=None,
+    answer, dtype, case, sizes, n_queries, hint,
+    scale=1.0, slope=0.0, causal=False, hidden=None, size=0, blind=None,
 ):  # fmt: skip
     """One case against float64.
 
-    sizes: keys of each block. hidden: blocks that no query sees. blind: a query that sees no key.
+    sizes: keys of each block. hidden: a block that no query sees. blind: a query that sees no key.
     size: q and k are integers up to it, so that large scores are exact in fp32; the scores of a
     negative size are negative.
     """
-    case = f"{case} ({dtype})"
     random = np.random.default_rng(1)
     n_keys, D = sum(sizes), 8
     q, k = random.normal(size=(n_queries, D)), random.normal(size=(n_keys, D))
@@ -122,16 +108,17 @@ def compare_attention(
     j = np.arange(n_keys)
     bias = -slope * np.abs(i - j)
     bias[(j > i) & causal] = -np.inf
-    for block in hidden:
-        bias[:, ends[block] - sizes[block] : ends[block]] = -np.inf
+    if hidden is not None:
+        bias[:, ends[hidden] - sizes[hidden] : ends[hidden]] = -np.inf
     if blind is not None:
         bias[blind] = -np.inf
     bias = bias.astype(dtype)
 
     parts = [np.split(k, ends[:-1]), np.split(v, ends[:-1]), np.split(bias, ends[:-1], axis=1)]
-    got = answer.call("attention", q, Blocks(list(zip(*parts, strict=True))), scale)
+    got = answer.call("attention", q, iter(list(zip(*parts, strict=True))), scale)
     exact = exact_attention(q, k, v, bias, scale)
-    close("attention", got, exact.astype(dtype), 4 * TOLERANCE[dtype], case)
+    what = f"attention, for {case} ({dtype})"
+    close(what, got, exact.astype(dtype), 4 * TOLERANCE[dtype], hint)
 
 
 def exact_attention(q, k, v, bias, scale) -> np.ndarray:
@@ -144,50 +131,20 @@ def exact_attention(q, k, v, bias, scale) -> np.ndarray:
     return p @ v / np.where(total > 0, total, 1)
 
 
-# --- Memory
-
-# Appended to a copy of the answer: blocks are made when they are asked for.
-FEEDER = '''
-
-
-def bytes_held_over_many_blocks(name, rows, n_blocks, keys, width):
-    import tracemalloc
-
-    import numpy
-
-    def make():
-        random = numpy.random.default_rng(2)
-        for _ in range(n_blocks):
-            scores = random.normal(size=(rows, keys))
-            if name == "max_and_sum":
-                yield scores
-            else:
-                yield random.normal(size=(keys, width)), random.normal(size=(keys, width)), scores
-
-    q = [numpy.ones((rows, width))] if name == "attention" else []
-    scale = [0.1] if name == "attention" else []
-    tracemalloc.start()
-    globals()[name](*q, make(), *scale)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return most
-'''
-
-
 def need_little_memory(answer, name: str) -> None:
-    """Wrong if this function holds all scores at once."""
+    """The answer must not hold all scores at once. The blocks are made when it asks for them."""
     rows, n_blocks, keys, width = 32, 128, 256, 16
+    if name == "attention":
+        shapes = [(keys, width), (keys, width), (rows, keys)]
+        args = np.ones((rows, width)), RandomBlocks(n_blocks, shapes), 0.1
+    else:
+        args = (RandomBlocks(n_blocks, [(rows, keys)]),)
+    peak = answer.measure_arrays(name, *args)
     scores = rows * n_blocks * keys * 8  # bytes
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / answer.path.name
-        copy.write_text(answer.path.read_text(encoding="utf-8") + FEEDER, encoding="utf-8")
-        with Answer(copy) as fed:
-            most = fed.call("bytes_held_over_many_blocks", name, rows, n_blocks, keys, width)
-    need(
-        most < scores / 4,
-        f"{name}: the results are right, but it held {most / 1e6:.1f} MB at once, for {rows} rows "
+    assert peak < scores / 4, (
+        f"{name}: the results are right, but it held {peak / 1e6:.1f} MB at once, for {rows} rows "
         f"and {n_blocks} blocks of {keys} keys. All scores take {scores / 1e6:.1f} MB, those of "
-        f"one block {scores / n_blocks / 1e6:.2f} MB: keep only m, l and o between blocks",
+        f"one block {scores / n_blocks / 1e6:.2f} MB: keep only m, l and o between blocks"
     )
 
 
@@ -197,19 +154,22 @@ def need_little_memory(answer, name: str) -> None:
 def check_kernel(answer):
     """A Triton kernel for one block of queries: kernel and forward"""
     skip_without_interpreter()
+    short = "the last block is shorter: both loads need `mask=`, and such keys no weight"
+    bias = "the queries are the last of the positions; the bias is -slope * (i - j)"
     cases = [
-        ("16 keys, one block", 16, 16, 0.0),
-        ("32 keys, blocks of 16", 32, 16, 0.0),
-        ("32 keys, blocks of 16, slope 0.5", 32, 16, 0.5),
-        ("40 keys, blocks of 16: the last one is shorter", 40, 16, 0.5),
-        ("70 keys, blocks of 32: the last one is shorter", 70, 32, 0.0625),
+        ("16 keys, one block", 16, 16, 0.0, "one block needs the mask j <= i and the scale"),
+        ("32 keys, blocks of 16", 32, 16, 0.0, BOTH_GROW),
+        ("32 keys, blocks of 16, slope 0.5", 32, 16, 0.5, bias),
+        ("40 keys, blocks of 16", 40, 16, 0.5, short),
+        ("70 keys, blocks of 32", 70, 32, 0.0625, short),
     ]
     for dtype, tolerance in ((torch.float32, 2e-5), (torch.float16, 1e-2)):
-        for case, n_keys, block_n, slope in cases:
-            compare_kernel(answer, f"{case} ({dtype})", n_keys, block_n, slope, dtype, tolerance)
-    case = "40 keys of width 16, blocks of 16, scores of several hundred"
-    compare_kernel(answer, case, 40, 16, 0.0, torch.float32, 2e-5, large=True)
-    need_kernel(answer)
+        for case, n_keys, block_n, slope, hint in cases:
+            what = f"forward, for {case} ({dtype})"
+            compare_kernel(answer, what, n_keys, block_n, slope, dtype, tolerance, hint)
+    large = "forward, for 40 keys, blocks of 16, scores of several hundred (torch.float32)"
+    overflow = "subtract the maximum before exp"
+    compare_kernel(answer, large, 40, 16, 0.0, torch.float32, 2e-5, overflow, large=True)
 
 
 def skip_without_interpreter() -> None:
@@ -222,48 +182,19 @@ def skip_without_interpreter() -> None:
         raise Skipped("needs Triton 3.7 or NumPy before 2.4: else its interpreter has no such loop")
 
 
-def compare_kernel(answer, case, n_keys, block_n, slope, dtype, tolerance, large=False) -> None:
-    """One case with 16 queries. large: scores of several hundred, which fp32 holds exactly."""
-    q, k, v = queries_keys_values(16, n_keys, 16 if large else 32, seed=3)
+def compare_kernel(
+    answer, what, n_keys, block_n, slope, dtype, tolerance, hint, large=False
+) -> None:
+    """One case with 16 queries, against float64. large: scores of hundreds, exact in fp32."""
+    random = torch.Generator().manual_seed(3)
+    D = 16 if large else 32
+    q, k, v = (torch.randn(n, D, generator=random) for n in (16, n_keys, n_keys))
     if large:
         q, k = ((16 * x).round() for x in (q, k))
     q, k, v = (x.to(dtype) for x in (q, k, v))
-    got = answer.call("forward", q, k, v, slope, block_n)
-    exact = exact_forward(q, k, v, slope)
-    close("forward", got, exact.to(dtype), tolerance * exact.abs().max().item(), case)
-
-
-def queries_keys_values(n_queries: int, n_keys: int, D: int, seed: int) -> list:
-    """Random q (n_queries, D), k and v (n_keys, D)."""
-    random = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, D, generator=random) for n in (n_queries, n_keys, n_keys)]
-
-
-def exact_forward(q, k, v, slope: float) -> torch.Tensor:
-    """Causal attention with ALiBi in float64, (Tq, D)."""
-    n_queries, n_keys, D = len(q), len(k), q.shape[1]
-    i = torch.arange(n_keys - n_queries, n_keys)[:, None]
+    i = torch.arange(n_keys - 16, n_keys)[:, None]
     j = torch.arange(n_keys)
     scores = q.double() @ k.double().T * D**-0.5 - slope * (i - j)
-    probs = torch.softmax(scores.masked_fill(j > i, -math.inf), dim=-1)
-    return probs @ v.double()
-
-
-def need_kernel(answer) -> None:
-    """Wrong unless the result comes from what a kernel writes: overwrite that, and it must change.
-
-    The inputs are new, so memory that torch uses again cannot hold the result already.
-    """
-    q, k, v = queries_keys_values(16, 32, 16, seed=4)
-    got, written = answer.call_spoiled("forward", q, k, v, 0.5, 16)
-    need(
-        written > 0,
-        "forward: the results are right, but no launch of a Triton kernel wrote anything: forward "
-        "must run your kernel",
-    )
-    is_the_same = torch.allclose(got.double(), exact_forward(q, k, v, 0.5), atol=1e-3)
-    need(
-        not is_the_same,
-        "forward: the results are right, and stay so when all that the kernel has written is "
-        "overwritten: return what the kernel computes",
-    )
+    exact = torch.softmax(scores.masked_fill(j > i, -math.inf), dim=-1) @ v.double()
+    got = answer.call("forward", q, k, v, slope, block_n)
+    close(what, got, exact.to(dtype), tolerance * exact.abs().max().item(), hint)

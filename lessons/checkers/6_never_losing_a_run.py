@@ -3,64 +3,57 @@
 The naive checkpointer is taken from the stub, so that an answer may have changed or removed it.
 """
 
-import itertools
 import shutil
 import tempfile
 from pathlib import Path
 
-from lessons.answers import Answer, ToDo, Wrong, describe_value, is_number, need
+from lessons.answers import Answer, ToDo, form, is_number
 
 STUB = Path(__file__).parent.parent / "exercises" / Path(__file__).name
 CHANGES_OF_NAIVE = 6
 MOST_COPIES = 6  # bytes in the folder / bytes of one checkpoint
-WRITES = {"write", "writelines", "tofile", "flush", "truncate", "ftruncate"}
+WRITES = {"write", "writelines", "flush", "truncate", "ftruncate"}
 FILE_SYNCS = {"fsync file", "fdatasync"}
 FOLDER_SYNCS = {"fsync folder", "fdatasync"}
 OTHER_WAYS = {"open synchronous", "sync"}  # of waiting for the disk: their order is not checked
 
 
+# --------------------------------------------------------------------------------------------------
+# The naive checkpointer
+
+
 def check_kill_that_loses(answer):
     """KILL_AT: a kill after which the naive checkpointer has lost its data"""
-    kill_naive(kill_number(answer, "KILL_AT"))
+    kill_naive(answer, "KILL_AT")
 
 
 def check_silent_kill(answer):
     """SILENT_KILL_AT: a kill after which it returns what was never saved, without an error"""
-    at = kill_number(answer, "SILENT_KILL_AT")
-    error = kill_naive(at)
-    told = f"after a kill before change {at} naive_load fails, which anybody notices"
-    need(error is None, f"{told}: {error}")
+    error = kill_naive(answer, "SILENT_KILL_AT")
+    assert not error, f"after that kill naive_load fails, which anybody notices: {error}"
 
 
-def kill_number(answer, name: str) -> int:
-    """The number of a change, from the answer."""
+def kill_naive(answer, name: str) -> str:
+    """The error of naive_load, or "", after the kill of the second naive_save that `name` says."""
     at = answer.value(name)
     if at is None:
         raise ToDo(f"set {name} to a number from 0 to {CHANGES_OF_NAIVE - 1}")
-    is_number = isinstance(at, int) and not isinstance(at, bool)
-    in_range = is_number and 0 <= at < CHANGES_OF_NAIVE
-    count = f"the {CHANGES_OF_NAIVE} changes have the numbers 0 to {CHANGES_OF_NAIVE - 1}"
-    need(in_range, f"{name}: {count}, got {at!r}")
-    return at
-
-
-def kill_naive(at: int) -> Wrong | None:
-    """The error of naive_load after a kill before change `at` of the second naive_save, or None.
-
-    Wrong if nothing was lost.
-    """
+    in_range = type(at) is int and 0 <= at < CHANGES_OF_NAIVE
+    assert in_range, f"{name}: the changes have the numbers 0 to {CHANGES_OF_NAIVE - 1}, got {at!r}"
     saved = [(step, state_of(step)) for step in (1, 2)]
-    with Answer(STUB) as naive, tempfile.TemporaryDirectory() as folder:
+    naive = Answer(STUB, answer.pools)
+    with tempfile.TemporaryDirectory() as folder:
         naive.call("naive_save", folder, *saved[0])
-        naive.call_until_killed("naive_save", folder, *saved[1], at=at)
+        naive.kill("naive_save", folder, *saved[1], at=at)
         try:
             loaded = naive.call("naive_load", folder)
-        except Wrong as error:
-            return error
-    if loaded in saved:
-        step = f"naive_load still returns step {loaded[0]}, exactly as it was saved"
-        raise Wrong(f"after a kill before change {at} of the second naive_save, {step}")
-    return None
+        except AssertionError as error:
+            return str(error)
+    assert loaded not in saved, (
+        f"{name}: after a kill before change {at} of the second naive_save, naive_load still "
+        f"returns step {loaded[0]}, exactly as it was saved. The changes are counted from 0"
+    )
+    return ""
 
 
 def state_of(step: int, attempt: int = 0) -> dict:
@@ -85,71 +78,43 @@ class Run:
         self.step = self.attempts = 0
         self.returned, self.killed = None, []
 
-    def next(self) -> tuple[int, dict]:
-        """What is saved next."""
+    def save(self, at: int | None = None) -> list[str]:
+        """Save, killed just before change `at`. With None: undisturbed, returns the changes."""
         self.attempts += 1
-        return self.step + 1, state_of(self.step + 1, self.attempts)
-
-    def save(self, case: str = "") -> None:
-        """Save, undisturbed."""
-        step, state = self.next()
-        with_case(case, self.answer.call, "save", self.folder, step, state)
-        self.returned, self.killed, self.step = (step, state), [], step
-
-    def count(self) -> int:
-        """Save, undisturbed. Returns how many changes of files that made."""
-        step, state = self.next()
-        n = len(self.answer.call_until_killed("save", self.folder, step, state, at=None))
-        self.returned, self.killed, self.step = (step, state), [], step
-        need(n > 0, "save changed no file: write with open, os.write, os.replace, or the like")
-        return n
-
-    def kill(self, at: int, case: str) -> None:
-        """Save, killed just before change `at`, and load."""
-        step, state = self.next()
-        arguments = ("save", self.folder, step, state)
-        if with_case(case, self.answer.call_until_killed, *arguments, at=at):
+        step = self.step + 1
+        state = state_of(step, self.attempts)
+        found = self.answer.kill("save", self.folder, step, state, at=at)
+        if found is True:
             self.killed.append((step, state))
-        else:
-            self.returned, self.killed = (step, state), []
-        self.load(f"{case} (step {step})")
+            return []
+        self.returned, self.killed, self.step = (step, state), [], step
+        return found or []
 
-    def load(self, case: str = "") -> None:
+    def load(self, case: str) -> None:
         """Load; it must be the last save that returned, or one that was killed since."""
-        allowed = [self.returned, *self.killed] if self.returned else [None, *self.killed]
-        self.step = require_loaded(self.answer, self.folder, allowed, case)
-
-
-def with_case(case: str, function, *args, **keywords):
-    """function(...); if it is wrong, the message begins with the case."""
-    try:
-        return function(*args, **keywords)
-    except Wrong as error:
-        raise Wrong(f"{case}: {error}" if case else str(error)) from error
+        self.step = require_loaded(self.answer, self.folder, [self.returned, *self.killed], case)
 
 
 def require_loaded(answer, folder: str, allowed: list, case: str) -> int:
-    """The step that `load` returns. Wrong unless it is in `allowed`, of (step, state) or None."""
-    got = with_case(case, answer.call, "load", folder)
-    start = f"{case}: " if case else ""
-    names = ["None" if entry is None else f"step {entry[0]}" for entry in allowed]
-    steps = " or ".join(dict.fromkeys(names))
-    need(got is not None or None in allowed, f"{start}load returned None, expected {steps}")
+    """The step that `load` returns, which must be one of `allowed`: (step, state) or None."""
+    try:
+        got = answer.call("load", folder)
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from None
+    steps = " or ".join(dict.fromkeys(f"step {x[0]}" if x else "None" for x in allowed))
+    assert got is not None or None in allowed, f"{case}: load returned None, expected {steps}"
     if got is None:
         return 0
-    is_pair = isinstance(got, tuple) and len(got) == 2 and type(got[0]) is int
-    is_pair = is_pair and isinstance(got[1], dict)
-    need(is_pair, f"{start}load must return a tuple (step, state), but returned {got!r:.80}")
-    for name, numbers in got[1].items():
+    is_pair = isinstance(got, tuple) and len(got) == 2 and isinstance(got[1], dict)
+    assert is_pair, f"{case}: load must return a tuple (step, state), but returned {got!r:.80}"
+    step, state = got
+    for name, numbers in state.items():
         is_list = isinstance(numbers, list) and all(map(is_number, numbers))
-        came = describe_value(numbers)
-        need(is_list, f"{start}load: expected a list of floats for {name!r}, but got {came}")
-    if got not in allowed:
-        step, state = got
-        right_step = f"step {step}" in names
-        what = " with a state that was never saved" if right_step else ""
-        raise Wrong(f"{start}expected {steps}, but load returned step {step}{what}")
-    return got[0]
+        assert is_list, f"{case}: expected a list of floats for {name!r}, got {form(numbers)}"
+    known = any(step == x[0] for x in allowed if x)
+    what = "with a state that was never saved" if known else "instead"
+    assert got in allowed, f"{case}: expected {steps}, but load returned step {step} {what}"
+    return step
 
 
 def check_undisturbed(answer):
@@ -159,7 +124,7 @@ def check_undisturbed(answer):
         run.load("an empty folder")
         for step in (1, 2, 9, 10, 11, 99, 100):
             run.step = step - 1
-            run.save()
+            assert run.save(), "save changed no file: write with open, os.write, or the like"
             run.load(f"after save(folder, {step}, ...)")
 
 
@@ -167,19 +132,22 @@ def check_fifty_kills(answer):
     """Fifty kills lose nothing"""
     with tempfile.TemporaryDirectory() as folder:
         run = Run(answer, folder)
-        run.kill(0, "the first save was killed before its change 0")
+        run.save(at=0)
+        run.load("the first save was killed before its change 0")
         for _ in range(5):
             run.save()
-        n = run.count()
+        n = len(run.save())
+        hint = "Does the old checkpoint go before the new one is complete?"
         for in_a_row in (False, True):
             for number in range(25):
                 # All changes in both rounds if they are few; else every other one in each.
                 at = number % n if n <= 25 else (2 * number + in_a_row) * n // 50
                 if not in_a_row:
                     run.save()
+                run.save(at)
                 times = f"kill {number + 1} in a row" if in_a_row else "after a complete save"
-                run.kill(at, f"a save killed before its change {at} of {n}, {times}")
-        run.save("a save after fifty kills")
+                run.load(f"a save killed before its change {at} of {n}, {times}. {hint}")
+        run.save()
         run.load("after fifty kills and a save")
 
 
@@ -192,24 +160,22 @@ def check_damage(answer):
         before, good = run.returned, contents(folder)
         run.save()
         newest, sound = run.returned, contents(folder)
-        written = [name for name in sorted(sound) if good.get(name) != sound[name]]
-        need(written, "save(folder, 3, ...) left no new file")
-        for name in written:
-            for damage, content in damaged(sound[name]):
-                restore(folder, sound | {name: content})
-                case = f"steps 1, 2, 3 are saved; {damage} of {name}"
+        for name, content in sound.items():
+            if good.get(name) == content:
+                continue  # a file of an older checkpoint
+            for damage, left in damaged(content):
+                restore(folder, sound | {name: left})
+                case = f"steps 1, 2, 3 are saved; {damage} of {name}. Is there a checksum?"
                 run.step = require_loaded(answer, folder, [before, newest], case)
-            # The run goes on from there: it saves the lost step once more.
-            run.save(f"{case}; then step {run.step + 1} is saved again")
-            run.load(f"{case}; step {run.step} was saved again")
+                run.save()  # the run goes on from there: it saves the lost step once more
+                run.load(f"{case} Then step {run.step} was saved again")
 
 
 def damaged(content: bytes):
     """(what was done to the file, its content then)."""
     size = len(content)
-    for cut in sorted({0, size // 2, max(0, size - 1)}):
-        if cut < size:
-            yield f"only the first {cut} of {size} bytes are left", content[:cut]
+    for cut in (0, size // 2, size - 1):
+        yield f"only the first {cut} of {size} bytes are left", content[:cut]
     for place in range(0, size, max(1, size // 16)):
         flipped = bytes([content[place] ^ 1])
         yield f"one bit differs in byte {place}", content[:place] + flipped + content[place + 1 :]
@@ -242,9 +208,10 @@ def check_other_files(answer):
         notes = Path(folder, "notes.txt")
         notes.write_text("keep me")
         run.load("notes.txt and files ending in .tmp were put into the folder")
-        run.save("notes.txt and files ending in .tmp were put into the folder")
+        run.save()
         run.load("notes.txt and files ending in .tmp are in the folder, and step 3 was saved")
-        need(notes.exists() and notes.read_text() == "keep me", "save or load removed notes.txt")
+        kept = notes.exists() and notes.read_text() == "keep me"
+        assert kept, "save or load removed notes.txt: remove only what save has written"
 
 
 def check_nothing_piles_up(answer):
@@ -256,22 +223,25 @@ def check_nothing_piles_up(answer):
         for _ in range(11):
             run.save()
         require_few(folder, one, "after 12 saves")
-        n = run.count()
+        n = len(run.save())
         for number in range(20):
-            at = number % n if n <= 20 else number * n // 20
-            run.kill(at, f"a save killed before its change {at} of {n}")
+            run.save(number % n if n <= 20 else number * n // 20)
+            run.load(f"killed save {number + 1}")
         run.save()
         require_few(folder, one, "after 12 saves, 20 killed ones, and one more")
 
 
 def require_few(folder: str, one: int, case: str) -> None:
-    """Wrong if the folder holds more than six checkpoints' bytes."""
+    """The folder must hold at most six checkpoints' bytes."""
     files = contents(folder)
     total = sum(map(len, files.values()))
-    names = ", ".join(sorted(files)[:3])
-    held = f"{case} the folder holds {len(files)} files ({names}, ...) of {total} bytes"
+    held = f"{case} the folder holds {total} bytes in {len(files)} files: {sorted(files)[:3]}, ..."
     limit = MOST_COPIES * one + 200  # steps and names become longer
-    need(total <= limit, f"{held}: more than {MOST_COPIES} times the {one} bytes after the first")
+    assert total <= limit, f"{held}; that is more than {MOST_COPIES} times the {one} of the first"
+
+
+# --------------------------------------------------------------------------------------------------
+# A power failure
 
 
 def check_power_failure(answer):
@@ -279,82 +249,50 @@ def check_power_failure(answer):
     # No kill can show this: a killed process loses nothing that the operating system has taken.
     # So the order of the changes is checked, in two saves, before there is anything to remove.
     with tempfile.TemporaryDirectory() as folder:
-        for step in (1, 2):
+        run = Run(answer, folder)
+        for _ in range(2):
             before = contents(folder)
-            arguments = ("save", folder, step, state_of(step))
-            names = answer.call_until_killed(*arguments, at=None)
+            names = run.save()
             if OTHER_WAYS & set(names):
                 continue
             after = contents(folder)
-            written = [name for name in after if after[name] and before.get(name) != after[name]]
-            made = [name for name in after if name not in before]
-            runs = [(name, len(list(run))) for name, run in itertools.groupby(names)]
-            shown = ", ".join(f"{name} (x{n})" if n > 1 else name for name, n in runs)
-            case = f"save number {step} does {shown}"
-            require_bytes_on_disk(names, sorted(written), case)
-            require_names_on_disk(names, sorted(made), case)
+            n_written = sum(bool(x) and before.get(name) != x for name, x in after.items())
+            case = f"save does {', '.join(names)}. After a power failure"
+            require_bytes_on_disk(names, n_written, case)
+            require_names_on_disk(names, bool(after.keys() - before.keys()), case)
 
 
-def require_bytes_on_disk(names: list[str], written: list[str], case: str) -> None:
-    """Wrong unless each file is fsynced, after its last write and before it is renamed."""
-    if any(name in FILE_SYNCS for name in names):
-        last = last_of(names, {"rename", "link"})
-        early = names[: max(last, 0)]
-        need(
-            "open" not in early or syncs_its_writes(early),
-            f"{case}: the last rename comes before an fsync of what was written. After a power "
-            "failure the new name may lead to an empty file",
-        )
-        need(
-            syncs_its_writes(names),
-            f"{case}: its last write or flush comes after its last fsync of a file. After a power "
-            "failure these bytes may be missing although save had returned",
-        )
-        n = sum(name in FILE_SYNCS for name in names)
-        files = ", ".join(written[:4])
-        need(
-            n >= len(written),
-            f"{case}: it wrote {len(written)} files ({files}), but made {n} fsync of a file with "
-            "content. Each file needs its own, after a flush",
-        )
-        return
-    need(
-        "fsync empty file" not in names,
-        f"{case}: at the fsync the file was still empty, for the bytes were in Python's buffer. "
-        "flush() passes them to the operating system; only then can fsync wait for them",
+def require_bytes_on_disk(names: list[str], n_written: int, case: str) -> None:
+    """Each file is fsynced, after its last write and before it is renamed."""
+    n_synced = sum(name in FILE_SYNCS for name in names)
+    assert n_synced or "fsync empty file" not in names, (
+        f"{case} the file may be empty: at the fsync its bytes were in Python's buffer. flush() "
+        "passes them to the operating system; only then can fsync wait for them"
     )
-    folder_only = "an fsync of the folder, which puts names on disk, but none of a file"
-    none = "nothing that waits for the disk: no os.fsync of a file"
-    found = folder_only if "fsync folder" in names else none
-    raise Wrong(
-        f"{case}: there is {found}. After a power failure the file may be empty although save had "
-        "returned, even after a rename"
+    assert n_synced >= n_written, (
+        f"{case} a file may be empty although save had returned, even after a rename: of the "
+        f"{n_written} files with new bytes os.fsync waited for {n_synced}"
+    )
+    assert FILE_SYNCS & set(names[last_of(names, WRITES) + 1 :]), (
+        f"{case} bytes may be missing: the last write or flush comes after the last fsync of a file"
+    )
+    early = names[: max(last_of(names, {"rename", "link"}), 0)]
+    assert "open" not in early or FILE_SYNCS & set(early[last_of(early, WRITES) + 1 :]), (
+        f"{case} the new name may lead to an empty file: the rename comes before the fsync"
     )
 
 
-def require_names_on_disk(names: list[str], made: list[str], case: str) -> None:
-    """Wrong unless the folder is fsynced after the last rename, or after a file was made."""
+def require_names_on_disk(names: list[str], has_made: bool, case: str) -> None:
+    """The folder is fsynced after the last rename, or after a file was made."""
     last = last_of(names, {"rename", "link"})
-    if last >= 0:
-        need(
-            FOLDER_SYNCS & set(names[last + 1 :]),
-            f"{case}: there is no fsync of the folder after the last rename. After a power failure "
-            "the new name may be gone although save had returned",
-        )
-    elif made:
-        begin = names.index("open") if "open" in names else 0
-        need(
-            FOLDER_SYNCS & set(names[begin:]),
-            f"{case}: it made {made[0]}, but there is no fsync of the folder after that. After a "
-            "power failure the name may be gone, and with it the file",
-        )
+    if last < 0 and has_made:
+        last = names.index("open") if "open" in names else 0
+    assert last < 0 or FOLDER_SYNCS & set(names[last + 1 :]), (
+        f"{case} the new name may be gone although save had returned, and with it the file: there "
+        "is no fsync of the folder after the last rename, or after a file was made"
+    )
 
 
 def last_of(names: list[str], kinds: set[str]) -> int:
     """The number of the last change of these kinds; -1 if there is none."""
     return max((number for number, name in enumerate(names) if name in kinds), default=-1)
-
-
-def syncs_its_writes(names: list[str]) -> bool:
-    """Whether an fsync of a file comes after the last write or flush among these changes."""
-    return bool(FILE_SYNCS & set(names[last_of(names, WRITES) + 1 :]))

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 import lora
-from config import MPTConfig, TrainConfig
-from lessons.answers import Wrong, close, need
-from model import MPT, init_weights
+from config import TrainConfig
+from lessons.answers import close
 from weights import peft
 from weights.tensor_files import write_safetensors
 
@@ -18,9 +17,7 @@ SCALE = 0.5
 BIG = 1024  # features in and out of a layer whose memory is measured
 # The largest difference, for values of about 1. bfloat16 has 8 significant bits.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
-SMALL = MPTConfig(
-    d_model=32, n_heads=2, n_layers=2, vocab_size=64, max_seq_len=16, alibi=True, no_bias=True
-)
+LITTLE = "no tensor may be as large as W: never form B A, begin with A x; W needs no gradient"
 
 
 def check_forward(answer):
@@ -28,7 +25,7 @@ def check_forward(answer):
     x, W, bias, A, B = (torch.tensor([[value]]) for value in (2.0, 3.0, 1.0, 5.0, 7.0))
     got = answer.call("forward", x, W, bias[0], A, B, SCALE)
     case = "x = 2, W = 3, bias = 1, A = 5, B = 7, scale = 0.5, all of one element"
-    close("y", got, torch.tensor([[42.0]]), 1e-5, case)
+    close(f"y, for {case}", got, torch.tensor([[42.0]]), 1e-5)
     for rows in ((6,), (2, 3)):
         for with_bias in (False, True):
             for dtype in TOLERANCE:
@@ -38,25 +35,15 @@ def check_forward(answer):
                 got = answer.call("forward", x, W, bias, A, B, SCALE)
                 with torch.no_grad():
                     expected = real_layer(W, bias, A, B)(x.double()).to(dtype)
-                close("y", got, expected, tolerance(expected), case)
+                close(f"y, for {case}", got, expected, tolerance(expected))
 
-
-def check_forward_in_bf16(answer):
-    """forward: x in bfloat16 does not round A and B"""
     x = torch.ones(1, 2, dtype=torch.bfloat16)
     A = torch.tensor([[1 + 2.0**-10, -1.0]])
-    B = torch.ones(1, 1)
-    got = answer.call("forward", x, torch.zeros_like(x), None, A, B, 1.0)
-    expected = torch.tensor([[2.0**-10]], dtype=torch.bfloat16)
+    got = answer.call("forward", x, torch.zeros_like(x), None, A, torch.ones(1, 1), 1.0)
     case = "x = [[1, 1]] in bfloat16, W = 0, A = [[1 + 2**-10, -1]] and B = [[1]] in float32"
-    close("y", got, expected, 1e-6, case)
-
-
-def check_memory_of_forward(answer):
-    """forward: no tensor as large as W"""
-    x, W, bias, A, B, _ = inputs((2, 2), BIG, BIG, 4, torch.float32)
-    _, peak = answer.measure("forward", x, W, bias, A, B, SCALE)
-    require_little("forward", peak, W, "B A, or its sum with W, has that size. Begin with A x")
+    expected = torch.tensor([[2.0**-10]], dtype=torch.bfloat16)
+    hint = "convert x to the dtype of A and B, which bfloat16 would round"
+    close(f"y, for {case}", got, expected, 1e-6, hint)
 
 
 def check_backward(answer):
@@ -76,44 +63,58 @@ def check_backward(answer):
     compare_gradients(got, expected, f"{case}, B = 0, as before the first step")
 
 
-def check_memory_of_backward(answer):
-    """backward: no gradient of W"""
-    x, W, _, A, B, dy = inputs((2, 2), BIG, BIG, 4, torch.float32)
-    _, peak = answer.measure("backward", dy, x, W, A, B, SCALE)
-    require_little("backward", peak, W, "The gradient of W has that size, and so has B A")
+def compare_gradients(got, expected: tuple, case: str) -> None:
+    """Compare (dx, dA, dB)."""
+    is_three = isinstance(got, tuple | list) and len(got) == 3
+    assert is_three, f"backward: expected a tuple (dx, dA, dB), got {type(got).__name__}"
+    hints = {
+        "dx": "W and the update both carry it: W^T dy + s A^T B^T dy",
+        "dA": "it sums over all rows of x: (B, T, in) is B T rows",
+        "dB": "it sums over all rows of x: (B, T, in) is B T rows",
+    }
+    for (name, hint), mine, theirs in zip(hints.items(), got, expected, strict=True):
+        close(f"{name}, for {case}", mine, theirs, tolerance(theirs), hint)
+
+
+def check_memory(answer):
+    """forward and backward: no tensor as large as W"""
+    x, W, bias, A, B, dy = inputs((2, 2), BIG, BIG, 4, torch.float32)
+    calls = {"forward": (x, W, bias, A, B, SCALE), "backward": (dy, x, W, A, B, SCALE)}
+    for function, args in calls.items():
+        _, peak = answer.measure(function, *args)
+        held = f"{function}: its tensors held {peak / 1e6:.1f} MB at once"
+        assert peak < W.nbytes / 2, f"{held}, and W has {W.nbytes / 1e6:.1f} MB. {LITTLE}"
 
 
 def check_merge(answer):
     """merge: W + s B A as one weight"""
     one = torch.ones(1, 1)
     got = answer.call("merge", 3 * one, 5 * one, 7 * one, SCALE)
-    case = "W = 3, A = 5, B = 7, scale = 0.5, all of one element"
-    close("the merged weight", got, 20.5 * one, 1e-5, case)
+    close("the merged weight, for W = 3, A = 5, B = 7, scale = 0.5", got, 20.5 * one, 1e-5)
     for dtype in TOLERANCE:
         _, W, _, A, B, _ = inputs((1,), 12, 10, 3, dtype)
         got = answer.call("merge", W, A, B, SCALE)
         expected = really_merged(W, A, B)
-        close("the merged weight", got, expected, tolerance(expected), f"W (10, 12) in {dtype}")
+        close(f"the merged weight, for W (10, 12) in {dtype}", got, expected, tolerance(expected))
     # s B A = 2**-8 + 2**-17 needs 10 significant bits, so bfloat16 makes it 2**-8. Then the sum is
     # half-way between two bfloat16, and rounds down; the exact sum rounds up.
     W = one.bfloat16()
     got = answer.call("merge", W, one, (2.0**-8 + 2.0**-17) * one, 1.0)
-    case = "W = 1 in bfloat16 and s B A = 2**-8 + 2**-17 in float32: round once, at the end"
-    close("the merged weight", got, (1 + 2.0**-7) * W, 1e-6, case)
+    case = "W = 1 in bfloat16 and s B A = 2**-8 + 2**-17 in float32"
+    hint = "add in the dtype of A and B, and round once, at the end"
+    close(f"the merged weight, for {case}", got, (1 + 2.0**-7) * W, 1e-6, hint)
 
 
 def check_unmerge(answer):
     """unmerge: W back, to within rounding"""
     one = torch.ones(1, 1)
     got = answer.call("unmerge", 20.5 * one, 5 * one, 7 * one, SCALE)
-    case = "merged = 20.5, A = 5, B = 7, scale = 0.5, all of one element"
-    close("unmerge", got, 3 * one, 1e-5, case)
+    close("unmerge, for merged = 20.5, A = 5, B = 7, scale = 0.5", got, 3 * one, 1e-5)
     for dtype in TOLERANCE:
         _, W, _, A, B, _ = inputs((1,), 12, 10, 3, dtype)
-        got = answer.call("unmerge", really_merged(W, A, B), A, B, SCALE)
-        close("unmerge", got, W, tolerance(really_merged(W, A, B)), f"W (10, 12) in {dtype}")
-        again = answer.call("unmerge", answer.call("merge", W, A, B, SCALE), A, B, SCALE)
-        close("unmerge(merge(W))", again, W, tolerance(again), f"W (10, 12) in {dtype}")
+        merged = really_merged(W, A, B)
+        got = answer.call("unmerge", merged, A, B, SCALE)
+        close(f"unmerge, for W (10, 12) in {dtype}", got, W, tolerance(merged))
 
 
 def check_read_adapter(answer):
@@ -125,51 +126,54 @@ def check_read_adapter(answer):
     compare_files(answer, plain, {layer: (a, b)}, 6.0, "one layer, rank 1, alpha 6, no use_rslora")
 
     generator = torch.Generator().manual_seed(1)
-    short = ("1.ffn.up_proj", "1.attn.Wqkv", "0.ffn.up_proj", "0.ffn.down_proj")
-    layers = [f"transformer.blocks.{name}" for name in short]
     pairs = {
-        name: (
+        f"transformer.blocks.{name}": (
             torch.randn(4, 6, generator=generator).bfloat16().float(),
             torch.randn(5, 4, generator=generator).bfloat16().float(),
         )
-        for name in layers
+        for name in ("1.ffn.up_proj", "1.attn.Wqkv", "0.ffn.up_proj", "0.ffn.down_proj")
     }
-    cases = [
-        ({"use_rslora": False}, 4.0, torch.float32, "use_rslora false"),
-        ({"use_rslora": None}, 4.0, torch.float32, "use_rslora null"),
-        ({"use_rslora": True}, 8.0, torch.float32, "use_rslora true"),
-        ({"use_rslora": True}, 8.0, torch.bfloat16, "use_rslora true, tensors in BF16"),
-    ]
-    for more, scale, dtype, words in cases:
-        settings = {"r": 4, "lora_alpha": 16.0} | more
-        case = f"four layers, rank 4, alpha 16, {words}"
+    for rslora, scale, dtype in (
+        (False, 4.0, torch.float32),
+        (None, 4.0, torch.float32),
+        (True, 8.0, torch.float32),
+        (True, 8.0, torch.bfloat16),
+    ):
+        settings = {"r": 4, "lora_alpha": 16.0, "use_rslora": rslora}
+        case = f"four layers, rank 4, alpha 16, use_rslora {rslora}, tensors in {dtype}"
         compare_files(answer, settings, pairs, scale, case, dtype)
 
 
-def check_whole_model(answer):
-    """read_adapter and merge: a model's adapters from PEFT's files, with the right logits"""
-    everywhere = TrainConfig(init_from="base", lora_rank=4, lora_alpha=6.0)
-    last = TrainConfig(init_from="base", lora_rank=2, rslora=True, lora_last_blocks=1)
-    ids = torch.arange(SMALL.max_seq_len)[None]
-    for settings, dtype, case in (
-        (everywhere, torch.float32, "rank 4, alpha 6, on all linear layers of two blocks"),
-        (last, torch.bfloat16, "rank 2, rslora, on the last block alone, in BF16"),
-    ):
-        with tempfile.TemporaryDirectory() as folder:
-            write_peft(Path(folder) / "adapter", settings, dtype)
-            read = answer.call("read_adapter", f"{folder}/adapter")
-            found = peft.read(Path(folder) / "adapter")
-            expected = logits_of_the_project(found, ids)
-            names = {name.rpartition(".")[0] for name in found.tensors}
-            require_form(read, names, case)
-            model = base_model()
-            for name, (A, B, scale) in read.items():
-                layer = model.get_submodule(name)
-                merged = answer.call("merge", layer.weight.detach(), A, B, scale)
-                need_merged(merged, layer.weight, name, case)
-                layer.weight.data = merged
-        with torch.no_grad():
-            close("the merged model's logits", model(ids), expected, 1e-5, case)
+def compare_files(answer, settings: dict, pairs: dict, scale: float, case: str, dtype=None) -> None:
+    """Write a PEFT folder with these settings and {layer: (A, B)}, and compare what is read."""
+    tensors = {}
+    for name, (a, b) in pairs.items():
+        prefix = f"base_model.model.{name}"
+        tensors[f"{prefix}.lora_B.weight"] = b.to(dtype)
+        tensors[f"{prefix}.lora_A.weight"] = a.to(dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        write_safetensors(Path(folder) / peft.TENSOR_FILE, tensors)
+        content = json.dumps({"peft_type": "LORA", "bias": "none", **settings}, indent=2)
+        (Path(folder) / peft.CONFIG_FILE).write_text(content)
+        read = answer.call("read_adapter", folder)
+    require_form(read, set(pairs), case)
+    for name, (a, b) in pairs.items():
+        A, B, s = read[name]
+        close(f"A of {name}, for {case}", A, a)
+        close(f"B of {name}, for {case}", B, b)
+        close(f"s of {name}, for {case}", s, scale, 1e-6, "with use_rslora s is alpha / sqrt(r)")
+
+
+def require_form(read, names: set, case: str) -> None:
+    """It must be {layer: (A, B, s)} for layers of these names."""
+    assert isinstance(read, dict), f"read_adapter: expected a dict, got {type(read).__name__}"
+    missing, unknown = sorted(names - read.keys()), sorted(read.keys() - names)
+    assert not missing and not unknown, (
+        f"read_adapter, for {case}: {missing[:1]} is missing, {unknown[:1]} is no such layer"
+    )
+    for name, value in read.items():
+        is_three = isinstance(value, tuple | list) and len(value) == 3
+        assert is_three, f"read_adapter: expected (A, B, s) for {name}, got {type(value).__name__}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,96 +222,6 @@ def really_merged(W, A, B):
     return layer.weight.detach()
 
 
-def base_model() -> MPT:
-    """The model that the adapters belong to."""
-    model = MPT(SMALL)
-    init_weights(model, seed=0)
-    return model.eval()
-
-
-def write_peft(folder: Path, settings: TrainConfig, dtype) -> None:
-    """Adapters with random values for this model, as files of PEFT."""
-    model = base_model()
-    lora.put_on(model, settings)
-    generator = torch.Generator().manual_seed(2)
-    tensors = {
-        name: (torch.randn(param.shape, generator=generator) / 4).to(dtype)
-        for name, param in lora.adapters_of(model).items()
-    }
-    peft.write(folder, peft.Adapter(settings, tensors, "base"))
-
-
-@torch.no_grad()
-def logits_of_the_project(found, ids):
-    """Of the model into which lora.py merges the adapters that weights/peft.py has read."""
-    model = base_model()
-    lora.put_on(model, peft.placed(found, SMALL))
-    for name, tensor in found.tensors.items():
-        model.get_parameter(name).copy_(tensor)
-    lora.merge(model)
-    logits = model(ids)
-    assert (logits - base_model()(ids)).abs().max() > 0.01  # else the comparison says nothing
-    return logits
-
-
-# --------------------------------------------------------------------------------------------------
-# Comparisons
-
-
 def tolerance(expected) -> float:
     """How far a result in the dtype of `expected` may be away from it."""
     return TOLERANCE[expected.dtype] * max(1.0, expected.abs().max().item())
-
-
-def require_little(function: str, peak: int, W, hint: str) -> None:
-    """Wrong if the tensors of a call held half of the bytes of W, or more."""
-    wanted = f"{function}, with W {tuple(W.shape)}: its tensors held {peak / 1e6:.1f} MB at once"
-    need(peak < W.nbytes / 2, f"{wanted}, and W has {W.nbytes / 1e6:.1f} MB. {hint}")
-
-
-def compare_gradients(got, expected: tuple, case: str) -> None:
-    """Compare (dx, dA, dB)."""
-    is_three = isinstance(got, tuple | list) and len(got) == 3
-    need(is_three, f"backward: expected a tuple (dx, dA, dB), got {type(got).__name__}")
-    for name, mine, theirs in zip(("dx", "dA", "dB"), got, expected, strict=True):
-        close(name, mine, theirs, tolerance(theirs), case)
-
-
-def compare_files(answer, settings: dict, pairs: dict, scale: float, case: str, dtype=None) -> None:
-    """Write a PEFT folder with these settings and {layer: (A, B)}, and compare what is read."""
-    tensors = {}
-    for name, (a, b) in pairs.items():
-        prefix = f"base_model.model.{name}"
-        tensors[f"{prefix}.lora_B.weight"] = b.to(dtype)
-        tensors[f"{prefix}.lora_A.weight"] = a.to(dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        write_safetensors(Path(folder) / peft.TENSOR_FILE, tensors)
-        content = json.dumps({"peft_type": "LORA", "bias": "none", **settings}, indent=2)
-        (Path(folder) / peft.CONFIG_FILE).write_text(content)
-        read = answer.call("read_adapter", folder)
-    require_form(read, set(pairs), case)
-    for name, (a, b) in pairs.items():
-        A, B, s = read[name]
-        close(f"A of {name}", A, a, 0.0, case)
-        close(f"B of {name}", B, b, 0.0, case)
-        close(f"s of {name}", s, scale, 1e-6, case)
-
-
-def require_form(read, names: set, case: str) -> None:
-    """Wrong unless this is {layer: (A, B, s)} for layers of these names."""
-    need(isinstance(read, dict), f"read_adapter: expected a dict, got {type(read).__name__}")
-    for name in sorted(names - set(read)):
-        found = ", ".join(sorted(map(repr, read))[:2]) or "nothing"
-        raise Wrong(f"read_adapter: {name!r} is missing, for {case}; there is {found}")
-    unknown = sorted(map(repr, set(read) - names))
-    need(not unknown, f"read_adapter: {unknown[:1]} is no layer with an adapter, for {case}")
-    for name, value in read.items():
-        if not (isinstance(value, tuple | list) and len(value) == 3):
-            raise Wrong(f"read_adapter: expected (A, B, s) for {name}, got {type(value).__name__}")
-
-
-def need_merged(merged, weight, name: str, case: str) -> None:
-    """Wrong unless this can be the weight of that layer."""
-    fits = isinstance(merged, torch.Tensor) and merged.shape == weight.shape
-    words = f"{name}: merge must return a float32 tensor {tuple(weight.shape)}"
-    need(fits and merged.dtype == weight.dtype, f"{words}, for {case}")

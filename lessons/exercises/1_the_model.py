@@ -7,7 +7,7 @@ Write the three functions. `python -m lessons check 1` then checks
     both                in place of those of a small model.MPT: the same logits to 1e-5
     count_parameters    for small models, for MPT's sizes, and for MPT-7B
 
-Use PyTorch as you like; the project's own modules cannot be imported here. attention.py and
+Use PyTorch as you like, and none of the project's own modules. attention.py and
 flops.py hold a solution: read them after your own work.
 """
 

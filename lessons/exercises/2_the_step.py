@@ -8,7 +8,7 @@ Part 1. Write `chunked_cross_entropy`. The checker compares it with float64: for
     logits of all tokens would take.
 Part 2. Lesson 2 draws five training runs, A to E. Each has one bug. Say in BUGS which.
 
-Use PyTorch as you like, with or without autograd. The project's own modules cannot be imported.
+Use PyTorch as you like, with or without autograd, and none of the project's own modules.
 """
 
 import torch

@@ -26,7 +26,7 @@ Part 2. Weights of any size on any number of ranks. A weight of 15 numbers on tw
 `all_gather` and `reduce_scatter` are given, and dist.get_rank(), dist.get_world_size() and
 dist.all_reduce(x), which sums x over the ranks in place, are at hand. All ranks must call the same
 collectives in the same order. If one waits for a collective that another does not call, the check
-stands still for 40 seconds, then says so and runs no further part.
+stands still for 30 seconds, then says so and runs no further part.
 """
 
 import torch

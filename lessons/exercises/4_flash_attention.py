@@ -8,9 +8,9 @@ What is checked: results equal to float64 within the dtype of the inputs, also f
 -1e4, and for blocks that are masked altogether. The blocks come through an iterator, each of them
 once, and the check counts the bytes that you hold: one block of scores is fine, all are too many.
 The kernel is for a second hour. It runs in Triton's interpreter, on the CPU; without Triton that
-part is skipped. The check also overwrites what the kernel has written: the result must change then.
+part is skipped.
 
-Only NumPy, torch and Triton: the project's own modules cannot be imported here.
+Only NumPy, torch and Triton, and none of the project's own modules.
 """
 
 import numpy as np  # noqa: F401 (you will need it)

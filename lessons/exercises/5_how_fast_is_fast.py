@@ -7,7 +7,7 @@ Complete the functions and constants below, from top to bottom. Then
 checks: FLOPs of a token by several conventions; MFU on LLM Foundry's published runs; the
 roofline; three published MFUs; your prediction of a step's seconds beside the planner's, on A100,
 H100 and MI250, within the planner's own error band; your plan for a node and a budget.
-Lesson 5 has all formulas. This file cannot import the project.
+Lesson 5 has all formulas. Import nothing of the project.
 """
 
 
@@ -31,9 +31,7 @@ def training_flops(
     raise NotImplementedError("training_flops")
 
 
-def mfu(
-    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float
-) -> float:
+def mfu(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float) -> float:
     """The share of the peak, 0 to 1. tokens_per_second: of all devices. peak_flops: of one."""
     raise NotImplementedError("mfu")
 

@@ -20,8 +20,7 @@ Part 3. `merge`: one plain weight. `unmerge`: W back, to within rounding.
 Part 4. `read_adapter`: the A, B and s of every layer from the files that PEFT writes. This part is
         for a second hour.
 
-The checker compares results, shapes and dtypes, and the memory that parts 1 and 2 use. In part 4 it
-merges what you have read into a model, whose logits must equal those of the project's own reader.
+The checker compares results, shapes and dtypes, and the memory that parts 1 and 2 use.
 Import what you need: torch, and for part 4 json, math and numpy.
 """
 

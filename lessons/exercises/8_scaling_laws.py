@@ -19,8 +19,7 @@ thousand parameters, 64 is 164, 80 is 252, 112 is 632 thousand. It takes some mi
     python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
 
 Your run counts only beside your own whole grid (python -m lessons.scaling_runs); after --short skip
-it, the stored runs are used. Use NumPy as you like; the project's own modules cannot be imported
-here.
+it, the stored runs are used. Use NumPy as you like, and none of the project's own modules.
 """
 
 

@@ -24,9 +24,7 @@ def training_flops(
     return forward + backward + (forward if recompute else 0)
 
 
-def mfu(
-    flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float
-) -> float:
+def mfu(flops_per_token: float, tokens_per_second: float, devices: int, peak_flops: float) -> float:
     """The share of the peak: what is done in a second over what could be done in a second."""
     return flops_per_token * tokens_per_second / (devices * peak_flops)
 
@@ -129,9 +127,7 @@ def plan_of(name: str) -> dict:
     """The plan of one model. The price is of a card, of which there are half as many as devices."""
     n, n_layers, d_model = MODELS[name]
     size = largest_microbatch(name)
-    seconds = step_seconds(
-        n, n_layers, d_model, SEQ_LEN, VOCAB_SIZE, BATCH, size, DEVICES, MI250
-    )
+    seconds = step_seconds(n, n_layers, d_model, SEQ_LEN, VOCAB_SIZE, BATCH, size, DEVICES, MI250)
     speed = BATCH * SEQ_LEN / seconds
     tokens = 20 * n
     days = tokens / speed / 86_400

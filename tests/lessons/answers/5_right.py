@@ -3,9 +3,7 @@
 import math
 
 
-def training_flops(
-    n, n_layers, width, seq_len, attention="full", frozen=False, recompute=False
-):
+def training_flops(n, n_layers, width, seq_len, attention="full", frozen=False, recompute=False):
     passes = {"weights": 3 - frozen + recompute, "scores": 3 + recompute}
     keys = {"none": 0, "causal": seq_len / 2, "full": seq_len}[attention]
     return 2 * n * passes["weights"] + 2 * 2 * keys * width * n_layers * passes["scores"]
