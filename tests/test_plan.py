@@ -366,7 +366,7 @@ def test_kernels_of_today(capsys):
     assert ratio == pytest.approx(2, rel=1e-6)
 
     compiled = planned(capsys, *base, "--compile")
-    assert compiled["seconds"]["memory-bound"] < 0.6 * plain["seconds"]["memory-bound"]
+    assert compiled["seconds"]["memory-bound"] < 0.9 * plain["seconds"]["memory-bound"]
 
     fast = planned(capsys, *base, "--bandwidth=6700")  # 3350 by the datasheet
     ratio = plain["seconds"]["memory-bound"] / fast["seconds"]["memory-bound"]

@@ -285,7 +285,7 @@ def classes(path) -> list[ast.ClassDef]:
 
 def reads(node) -> set[str]:
     """The attributes that code reads, other than in the methods that check settings."""
-    if isinstance(node, ast.FunctionDef) and node.name.startswith("check"):
+    if isinstance(node, ast.FunctionDef) and (node.name + "_").startswith("check_"):
         return set()
     names = {node.attr} if isinstance(node, ast.Attribute) else set()
     return names.union(*map(reads, ast.iter_child_nodes(node)))
