@@ -183,12 +183,12 @@ def check(case, found):
     assert found["spilled"] <= allowed
 
 
-@pytest.mark.parametrize("case", map(marked, CASES))
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
 def test_a_row_fits_its_chip(case, found):
     check(case, found(case))
 
 
-@pytest.mark.parametrize("case", map(marked_with_features, MORE))
+@pytest.mark.parametrize("case", [marked_with_features(case) for case in MORE])
 def test_it_fits_with_every_feature(case, found):
     check(case, found(case))
 

@@ -301,7 +301,7 @@ def slower_attention(seconds, rank):
         (4, ["--pp=2", "--n_layers=3"], slower_attention),  # the first stage has more layers
         (4, ["--tp=2", "--pp=2"], slower_attention),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_slow_rank_is_named_and_not_the_one_that_waits_for_it(
     ranks, tiny_data, tmp_path, size, layout, slower
