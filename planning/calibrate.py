@@ -195,9 +195,9 @@ def from_files(paths: list[str], fleet: Fleet, trainer: Trainer) -> Calibration:
         with naming_errors(" ".join(paths)):
             require_same_device(measured.device, fleet.device)
             fleet = with_node_size(fleet, measured.node_size or fleet.node_size)
-    runs = list(dict.fromkeys(runs))  # each once
 
     with naming_errors(" ".join(paths)):
+        runs = list(dict.fromkeys(runs))  # each once
         fleet, c = from_machine(machine, fleet) if machine else (fleet, Constants())
         c, predicted = with_pace(runs, fleet, c, trainer)
         notes = (*fleet.notes, *notes_of(runs, predicted, fleet))

@@ -25,7 +25,7 @@ def programs() -> dict:
             files[f"{folder}{separator}{path.stem}"] = path
         if (ROOT / folder / "__main__.py").exists():
             files[folder] = ROOT / folder / "__main__.py"
-    return files
+    return {name: path for name, path in files.items() if "if __name__ ==" in path.read_text()}
 
 
 PROGRAMS = programs()
