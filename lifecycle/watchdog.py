@@ -375,6 +375,8 @@ class Watchdog:
             if self.is_first_to_report():
                 config.print_error(f"{self.name} {problem}. {self.last_good()}")
             self.publish_exit_status(status, wait=2 if processes.is_lost(error) else REPLY_TIMEOUT)
+        else:
+            self.wait_for_readers(REPLY_TIMEOUT)
         raise SystemExit(status) from error
 
     def silence(self) -> str:

@@ -364,3 +364,23 @@ def test_memory_lost_ranks_and_mistakes_are_told_apart(ranks):
     for error, (status, halved) in expected.items():
         ((found, recorded),) = ranks(1)(status_after, error)
         assert (found, recorded) == (status, halved), error
+
+
+def ends_after_others(world):
+    """Whether rank 0, which knows the status, sees rank 1 leave before it ends itself."""
+    guard = watchdog.Watchdog(world, 60, lambda: "", None)
+    if world.global_rank == 1:
+        time.sleep(1)
+        guard.leave_store()
+        return True
+    guard.signs_of_life = processes.SignsOfLife(0, world.global_size)
+    guard.store.set("status", str(RESUME_ME))
+    patient = mock.patch.object(watchdog, "REPLY_TIMEOUT", 60)
+    with patient, pytest.raises(SystemExit):
+        guard.tell_others(dist.DistNetworkError("the connection was closed"))
+    return guard.others_left()
+
+
+def test_rank_0_serves_the_status_until_the_others_have_read_it(ranks):
+    """Else the others would blame rank 0, which ended because of another one."""
+    assert ranks(2)(ends_after_others) == [True, True]
