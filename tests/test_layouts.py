@@ -145,7 +145,7 @@ def test_every_two_settings_are_in_a_case():
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_every_two_settings_together_train_as_one_process(ranks, part):
-    check(ranks, 4, [job_of(case) for case in CASES[part::4]], steps=5)
+    check(ranks, 4, [job_of(case) for case in CASES[part::4]], steps=4)
 
 
 # --- bf16
