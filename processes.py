@@ -611,7 +611,7 @@ class PoolError(Exception):
 class Pool:
     """`size` processes on this machine that call functions for this one.
 
-        pool = Pool(4, start, x)     each process calls start(x) once. It is a rank, as of torchrun
+        pool = Pool(4, start, x)     each process is a rank, as under torchrun, and calls start(x)
         pool(function, y)            [function(started, y) of rank 0, of rank 1, ...], where
                                      `started` is what start(x) returned there
         pool.stop()

@@ -246,9 +246,10 @@ def be_killed_first() -> None:
 
 
 def trial(_, *settings) -> tuple[str, float, str]:
-    """What a trial process is called for: `two_steps`, and a report.
+    """In a trial process: take two steps, and report as `report_of` says.
 
-    If it fails, the process stays: other ranks would report that it is gone, not why.
+    After a failure the process stays. If it ended, other ranks would report that it is gone, and
+    not why.
     """
     try:
         return FITS, *two_steps(*settings)
