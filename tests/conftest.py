@@ -148,6 +148,14 @@ def idle_ranks_end(request, pools):
             pool.stop_if_idle()
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """A group that a test leaves behind would fail tests that come later in the same process."""
+    yield
+    if distributed := sys.modules.get("torch.distributed"):
+        assert not distributed.is_initialized()
+
+
 @pytest.fixture(scope="session")
 def interpreted():
     """Two ranks in which Triton's kernels run in its interpreter, on the CPU."""
