@@ -114,7 +114,8 @@ def attention(
     has_alibi = alibi_slopes is not None
     impl = choose(impl, q.device, q.dtype, q.shape[-1], has_alibi, dropout_p)
 
-    # A bias rounded to 16 bits would be too coarse; sdpa's columns keep it precise.
+    # `one_query_attention` hands PyTorch the bias in k's dtype. Its kernels compute in fp32, so
+    # rounding to 16 bits would be their largest error; sdpa's columns keep the bias precise.
     precise = not has_alibi or k.dtype.itemsize > 2
     may_take_short_path = impl not in VARIANTS and impl != "reference"
     if q.shape[2] == 1 and causal and precise and dropout_p == 0 and may_take_short_path:
@@ -136,11 +137,7 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
     device: a torch.device. alibi: whether the model uses it. UserError for a name that is in
     neither table.
     """
-    known = impl in ("auto", *IMPLEMENTATIONS, *VARIANTS)
-    require(
-        known,
-        f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it",
-    )
+    require_known(impl)
     if impl != "auto":
         return impl
     if device.type == "cpu":
@@ -153,6 +150,14 @@ def choose(impl, device, dtype, head_dim, alibi, dropout_p=0.0):
     from gpu_kernels import launch_table  # only GPUs need it
 
     return "triton" if launch_table.suits(device) else "sdpa"
+
+
+def require_known(impl: str) -> None:
+    """UserError for a name that is in neither table."""
+    require(
+        impl in ("auto", *IMPLEMENTATIONS, *VARIANTS),
+        f"attn_impl={impl} is neither in IMPLEMENTATIONS nor in VARIANTS of attention.py: add it",
+    )
 
 
 def attention_bias(n_queries, n_keys, slopes, causal, device, sequence_ids=None):
@@ -251,7 +256,8 @@ class BlockwiseAttention(torch.autograd.Function):
         v = v.reshape(-1, n_keys, D)
 
         blocks = list(query_blocks(n_queries, n_keys, q.dtype))
-        bias = last_bias(blocks[0][0].stop, n_keys, slopes, q)
+        first_queries, _ = blocks[0]  # no block has more
+        bias = last_bias(first_queries.stop, n_keys, slopes, q)
         kept = []
         for queries, n_seen in blocks:
             scores = torch.bmm(q[:, queries], k[:, :n_seen].mT)  # (B * H, rows, n_seen)
@@ -294,8 +300,11 @@ class BlockwiseAttention(torch.autograd.Function):
 def last_bias(n_queries, n_keys, slopes, q):
     """The bias of the last block of queries in q's dtype; without ALiBi, only for its own keys.
 
-    A bias depends on the distance i - j alone. So an earlier block's is a part of it: its last
-    rows and columns.
+    A bias depends on the distance i - j alone. So that of an earlier block, which sees fewer keys,
+    is the right part of it. For blocks of one query and four keys:
+
+        last block    -3 -2 -1  0
+        the second          -1  0
     """
     n_keys = n_queries if slopes is None else n_keys
     return attention_bias(n_queries, n_keys, slopes, True, q.device).to(q.dtype)
@@ -472,7 +481,7 @@ def function_of(impl: str) -> str:
 
     UserError for an unknown name.
     """
-    choose(impl, torch.device("cpu"), torch.float32, 1, False)  # raises if the name is unknown
+    require_known(impl)
     return impl if impl in VARIANTS else "auto"
 
 

@@ -405,7 +405,7 @@ def encode_dataset(
     first_characters = corpus.CHUNK_CHARACTERS if row_format else corpus.FIRST_CHUNK_CHARACTERS
     chunks = counted(corpus.chunks(documents_of(cfg, tokenizer), first_characters), bar)
     jobs = (
-        (folder, number, first_document, documents, val_every, tokenizer.name, row_format)
+        Job(folder, number, first_document, documents, val_every, tokenizer.name, row_format)
         for number, first_document, documents in chunks
     )
     if workers <= 1:
@@ -506,23 +506,38 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def encode_chunk(job) -> tuple[Path, int]:
+@dataclasses.dataclass
+class Job:
+    """A chunk of documents, and how to encode it into two shards.
+
+    The tokenizer goes to a worker process by its name, since tiktoken's encodings cannot be
+    pickled.
+    """
+
+    folder: Path
+    number: int  # of the chunk
+    first_document: int  # its number in the data set
+    documents: list[str]
+    val_every: int  # of so many documents, one is for validation
+    tokenizer_name: str
+    row_format: object  # `chat.RowFormat` of prompts and responses, None for text
+
+
+def encode_chunk(job: Job) -> tuple[Path, int]:
     """Encode one chunk into train-N.bin and val-N.bin, unless these are already right.
 
-    Returns the path of the training shard and its tokens. Runs in a worker process, which loads the
-    tokenizer by its name: tiktoken's encodings cannot be pickled. The last item of a job is the
-    `chat.RowFormat` of prompts and responses, None for text.
+    Returns the path of the training shard and its tokens.
     """
-    folder, number, first_document, documents, val_every, tokenizer_name, row_format = job
-    tokenizer = tokenizers.load(tokenizer_name, folder / "tokenizer.json")
+    row_format = job.row_format
+    tokenizer = tokenizers.load(job.tokenizer_name, job.folder / "tokenizer.json")
 
     texts = {"train": [], "val": []}
-    for index, text in enumerate(documents, first_document):
-        split = "val" if index % val_every == 0 else "train"
+    for index, text in enumerate(job.documents, job.first_document):
+        split = "val" if index % job.val_every == 0 else "train"
         texts[split].append(text)
 
     for split in ("train", "val"):
-        path = folder / f"{split}-{number:05d}.bin"
+        path = job.folder / f"{split}-{job.number:05d}.bin"
         made_from = [tokenizer.fingerprint, texts[split]]
         if row_format:
             made_from.append(str(row_format))
@@ -534,7 +549,7 @@ def encode_chunk(job) -> tuple[Path, int]:
         else:
             write_shard(path, texts[split], tokenizer, text_hash)
 
-    path = folder / f"train-{number:05d}.bin"
+    path = job.folder / f"train-{job.number:05d}.bin"
     return path, Shard(path).header["tokens"]
 
 
@@ -678,9 +693,8 @@ class Split:
         for row, shard_id, window_id in zip(rows, shard_ids, window_ids, strict=True):
             begin = (window_id - self.first_window[shard_id]) * self.seq_len
             row[:] = self.shards[shard_id].ids[begin : begin + self.seq_len + 1]
-        used = np.maximum(rows, ~rows) if self.has_rows else rows
         require(
-            not len(rows) or used.max() < self.vocab_size,
+            not len(rows) or plain_ids(rows).max() < self.vocab_size,
             f"{self.folder} holds ids beyond its vocabulary: it is damaged, "
             "delete it and run data.py again",
         )
@@ -722,6 +736,11 @@ class Dataset:
         self.val = Split(folder, "val", model_cfg.max_seq_len)
         self.fingerprint = read_summary(folder)["fingerprint"]
         self.tokenizer_file = folder / "tokenizer.json"  # not there for bytes and GPT-2's
+        # The id between packed documents, if the model keeps them apart.
+        self.separator = None
+        if model_cfg.attn_uses_sequence_id:
+            name = read_summary(folder)["tokenizer"]
+            self.separator = tokenizers.load(name, self.tokenizer_file).eot
         n_ids = self.train.vocab_size
         problem = f"vocab_size {model_cfg.vocab_size} is less than the {n_ids} ids of {folder}"
         require(n_ids <= model_cfg.vocab_size, f"{problem}: raise it")
@@ -782,6 +801,11 @@ def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def plain_ids(rows: np.ndarray) -> np.ndarray:
+    """The ids in rows of a shard, where ~id = -1 - id stands for one that is not learned."""
+    return np.where(rows < 0, ~rows, rows)
 
 
 def inputs_and_labels(rows):
@@ -960,7 +984,7 @@ def main(argv) -> None:
     )
     tokenizer = tokenizers.load(cfg.tokenizer, folder / "tokenizer.json")
     begin = rows[-1][:40]
-    print("   ", repr(tokenizer.decode(np.maximum(begin, ~begin))))
+    print("   ", repr(tokenizer.decode(plain_ids(begin))))
     print(folder)
 
 

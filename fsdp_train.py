@@ -18,7 +18,7 @@ import sys
 from lifecycle import stopping
 
 if __name__ == "__main__":  # before the imports that take seconds
-    stopping.begin(sys.argv[1:])
+    stopping.while_loading(sys.argv[1:])
 
 import gc
 from dataclasses import asdict, replace
@@ -41,7 +41,7 @@ import pipeline
 import processes
 import tensor_parallel
 from config import MPTConfig, TrainConfig, require
-from lifecycle import microbatch, reporter, resume, runlog
+from lifecycle import compiling, microbatch, reporter, resume, runlog
 from lifecycle.cadence import Cadence
 from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
@@ -71,18 +71,13 @@ def main(argv) -> None:
         with lease:
             find_base(start, cfg)
             return log.say(resume.finished(start, model_cfg, cfg))
-    precision = parallel.choose_precision(cfg, world.device, start.precision)
-    cadence = Cadence(cfg, start.skip_steps)
-    # From here on cfg has what the run really uses, whatever the settings left open.
-    cfg = replace(cfg, skip_steps=cadence.skips.text)
-    cfg = replace(cfg, compile=parallel.choose_compile(model_cfg, cfg, world, precision))
-    cfg = replace(cfg, microbatch_size=microbatch.fit(model_cfg, cfg, world, precision, train_step))
+    cfg, precision, cadence = decide_what_is_open(model_cfg, cfg, world, start)
     peak = reporter.peak_of_all_ranks(cfg, world, precision)
     log.say(reporter.describe_run(model_cfg, cfg, world, precision, peak, dataset, start))
 
     # model, optimizer
     model, optimizer = parallel.build(model_cfg, cfg, world, precision, start.seed_to_draw(cfg))
-    model.separator = evaluator.separator
+    model.separator = dataset.separator
     checkpointer = checkpoint.Checkpointer(cfg.run_dir, world.device, cfg.keep_last, cfg.keep_every)
     settings = {**asdict(model_cfg), **asdict(cfg)}
     settings |= {"precision": precision, "data_fingerprint": dataset.fingerprint}
@@ -111,8 +106,8 @@ def main(argv) -> None:
             collect_garbage(step - start.step)
             figures = train_step(model, optimizer, rows, step, cfg, world, precision)
             done = step + 1
-            # On a GPU this logs the previous step; this one too if something is due after it.
-            agreed = report.record(step, figures, read_now=cadence.must_read_now(done))
+            # On a GPU these are of the previous step; of this one too if something is due after it.
+            agreed = report.agree_and_log(step, figures, read_now=cadence.must_read_now(done))
             lease.check()
             if agreed.no_save_running:
                 checkpointer.finish()  # publish the last one
@@ -135,6 +130,7 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
     All three are tensors on the device, the norm before clipping. The host does not wait for them
     here, so that a GPU always has work in its queue: Reporter reads them later. Loss and norm are
     sums over all ranks. So if they are not finite, all ranks leave weights and optimizer unchanged.
+    The hash tells whether two runs have read the same tokens at a step.
     """
     parallel.seed_dropout(cfg, step, world)
     ids, labels = data.inputs_and_labels(rows)
@@ -155,11 +151,10 @@ def train_step(model, optimizer, rows, step, cfg, world, precision):
         pipeline.sum_tied_gradients(model)
         grad_norm = parallel.grad_norm(model)
         optim.clip_gradients(model.parameters(), grad_norm, cfg.grad_clip)
-        for group in optimizer.param_groups:
-            group["lr"] = optim.learning_rate(step, cfg)
         # A bad step is skipped without reading it back: optim.update sets found_inf, as PyTorch's
         # GradScaler does, and the fused AdamW kernel reads that on the device.
-        optim.update(optimizer, good=loss.isfinite() & grad_norm.isfinite())
+        good = loss.isfinite() & grad_norm.isfinite()
+        optim.update(optimizer, optim.rate_factor(step, cfg), good)
     return loss, grad_norm, batch_hash
 
 
@@ -238,7 +233,7 @@ class Evaluator:
         """UserError if a task or a tokenizer is missing: now, not hours later."""
         self.world, self.val = world, dataset.val
         self.tasks, self.tokenizer = [], None
-        if cfg.icl_interval or model_cfg.attn_uses_sequence_id:
+        if cfg.icl_interval:
             from evaluation import zero_shot  # here, since most runs do without
 
             self.tasks, self.tokenizer = zero_shot.prepare(model_cfg, cfg, dataset.tokenizer_file)
@@ -249,11 +244,6 @@ class Evaluator:
                 load.check_same_tokenizer, cfg.init_from, cfg.tokenizer, dataset.tokenizer_file
             )
             processes.rank_zero_decides(check)
-
-    @property
-    def separator(self) -> int | None:
-        """The id between packed documents, with attn_uses_sequence_id; else None."""
-        return self.tokenizer and self.tokenizer.eot
 
     def evaluate(self, done: int, cadence: Cadence, model, cfg, precision: str, log) -> None:
         """Log the validation loss, and the tasks, where due after `done` steps. A collective."""
@@ -292,6 +282,19 @@ def evaluate(model, val: data.Split, cfg: TrainConfig, world, precision: str) ->
     parallel.free_gathered_weights(model)
     loss, n_tokens = processes.dp_sum(sums, world).tolist()
     return loss / n_tokens
+
+
+def decide_what_is_open(model_cfg: MPTConfig, cfg: TrainConfig, world, start: resume.Start):
+    """(cfg, precision, cadence): what the settings leave open, the same on all ranks. A collective.
+
+    The cfg that is returned says what the run really uses.
+    """
+    precision = parallel.choose_precision(cfg, world.device, start.precision)
+    cadence = Cadence(cfg, start.skip_steps)
+    cfg = replace(cfg, skip_steps=cadence.skips.text)
+    cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, precision))
+    n_rows = microbatch.fit(model_cfg, cfg, world, precision, train_step)
+    return replace(cfg, microbatch_size=n_rows), precision, cadence
 
 
 def collective_timeout(cfg: TrainConfig) -> timedelta:

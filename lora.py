@@ -51,8 +51,13 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + added
 
 
-class LoRAColumnLinear(ColumnLinear, LoRALinear):
-    """W_i x + s B_i A x: ColumnLinear.forward gathers x; its super() is LoRALinear.forward."""
+class LoRAColumnLinear(ColumnLinear):
+    """W_i x + s B_i A x, of which each rank has its own features."""
+
+    def share(self, x):
+        """x (B, T, in) -> (B, T, out / n)."""
+        added = update(self, x)
+        return super().share(x) + added
 
 
 class LoRARowLinear(RowLinear):

@@ -106,30 +106,43 @@ class Attention(nn.Module):
 
     def forward(self, x, positions, cache=None, layer=0):
         """x (B, T, d_model) -> (B, T, d_model). With a cache, x follows its tokens."""
-        cfg = self.cfg
         qkv = self.Wqkv(x)  # (B, T, d_model + 2 * kv_dim)
-        B, T, _ = qkv.shape
-        if cfg.clip_qkv:
-            qkv = qkv.clamp(-cfg.clip_qkv, cfg.clip_qkv)
-        q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=-1)
-        if cfg.qk_ln:
-            q = self.q_ln(q).to(v.dtype)
-            k = self.k_ln(k).to(v.dtype)
-        q, k, v = (y.view(B, T, -1, cfg.head_dim).transpose(1, 2) for y in (q, k, v))
-
+        if self.cfg.clip_qkv:
+            qkv = qkv.clamp(-self.cfg.clip_qkv, self.cfg.clip_qkv)
+        q, k, v = self.heads(qkv)
         if positions.angles:
             q = rotate(q, *positions.angles)
             k = rotate(k, *positions.angles)
         if cache is not None:
             k, v = cache.append(layer, k, v)  # all keys so far: Tk >= T
             q = q.to(k.dtype)  # a cache may have a wider dtype than the weights
+        y = self.attend(q, k, v, positions, qkv, cache)
+        y = y.transpose(1, 2).flatten(2)  # heads side by side
+        return self.out_proj(y.to(qkv.dtype))
 
+    def heads(self, qkv):
+        """q (B, H, T, D), k and v (B, Hkv, T, D), from the output of Wqkv."""
+        B, T, _ = qkv.shape
+        q, k, v = qkv.split([self.q_dim, self.kv_dim, self.kv_dim], dim=-1)
+        if self.cfg.qk_ln:
+            q = self.q_ln(q).to(v.dtype)
+            k = self.k_ln(k).to(v.dtype)
+        q, k, v = (y.view(B, T, -1, self.cfg.head_dim).transpose(1, 2) for y in (q, k, v))
+        return q, k, v
+
+    def attend(self, q, k, v, positions, qkv, cache):
+        """Attention over all keys so far, (B, H, T, D).
+
+        qkv, cache: tell whether q, k and v are still views of one tensor. If so, the `triton`
+        kernels write one gradient for all three.
+        """
         # y = softmax(q k^T * scale + bias) v, for each head on its own:
         #     q (B, H, T, D); k, v (B, Hkv, Tk, D); q k^T and bias (B, H, T, Tk); y (B, H, T, D)
         #     bias: ALiBi's -slope * (i - j) for query i and key j; -inf if j > i (causal mask)
         # attention.py has this in plain PyTorch, and kernels that never store q k^T.
-        still_fused = not (cfg.qk_ln or positions.angles or cache is not None)
-        y = attention(
+        cfg = self.cfg
+        are_views = not (cfg.qk_ln or positions.angles or cache is not None)
+        return attention(
             q,
             k,
             v,
@@ -138,10 +151,8 @@ class Attention(nn.Module):
             softmax_scale=cfg.softmax_scale,  # None: 1 / sqrt(D)
             dropout_p=cfg.attn_pdrop if self.training else 0.0,
             sequence_ids=positions.sequence_ids,
-            qkv=qkv if still_fused else None,  # q, k, v are views of it: one gradient for all three
+            qkv=qkv if are_views else None,
         )
-        y = y.transpose(1, 2).flatten(2)  # heads side by side
-        return self.out_proj(y.to(qkv.dtype))
 
 
 class FFN(nn.Module):

@@ -11,12 +11,15 @@ recipes, all parameters are in one group: norms and biases decay too.
 
 To train with another optimizer, return it from `build_optimizer`: any torch.optim.Optimizer whose
 step takes `closure=None`, as PyTorch's do. It may have several parameter groups, such as one
-without decay; each step gives all groups the same learning rate.
+without decay, each with its own peak rate: every step multiplies all of them by the schedule's
+factor.
 
 Run `python optim.py` to see the schedules.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -55,11 +58,30 @@ def clip_gradients(params, norm: torch.Tensor, max_norm: float) -> None:
     torch._foreach_mul_(parts, scale)
 
 
-def update(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
+def update(optimizer: torch.optim.Optimizer, factor: float, good: torch.Tensor) -> None:
     """Take one optimizer step and clear the gradients. A bad step changes no weight and no state.
 
+    factor: of the schedule, times which each parameter group's own rate counts in this step.
     good: a bool scalar on the device; False if the loss or the gradient norm is not finite.
     """
+    with at_rate(optimizer, factor):
+        step_if_good(optimizer, good)
+    optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def at_rate(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """A context in which each group's learning rate is `factor` times its own, the peak rate."""
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    yield
+    for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+        group["lr"] = peak
+
+
+def step_if_good(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
+    """Take one optimizer step, unless it is bad."""
     if skips_on_device(optimizer):
         # GradScaler's hook: fused AdamW skips the update when found_inf is set. The kernel reads
         # the flag on the device, so the CPU need not wait to learn whether the step is bad.
@@ -68,7 +90,6 @@ def update(optimizer: torch.optim.Optimizer, good: torch.Tensor) -> None:
         optimizer.step()
     elif good:  # reading the flag here makes the CPU wait for the device
         optimizer.step()
-    optimizer.zero_grad()
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -88,12 +109,20 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def learning_rate(step: int, cfg: TrainConfig) -> float:
-    """The learning rate of step 0, 1, 2, ...: cfg.lr times the schedule's factor."""
+    """The learning rate of step 0, 1, 2, ...: the peak cfg.lr times the schedule's factor."""
+    return cfg.lr * rate_factor(step, cfg)
+
+
+def rate_factor(step: int, cfg: TrainConfig) -> float:
+    """The schedule's factor at step 0, 1, 2, ..., from 0 to 1.
+
+    With a warmup the factor of step 0 is 0, as in Composer: it changes no weight, but Adam's
+    running means take in its gradient.
+    """
     if cfg.lr_one_step_late:
         # Composer's schedulers run after the step, so its steps 0 and 1 both use factor(0).
         step = max(step - 1, 0)
-    factor = SCHEDULES[cfg.schedule]
-    return cfg.lr * factor(step, cfg)
+    return SCHEDULES[cfg.schedule](step, cfg)
 
 
 def constant(t: int, cfg: TrainConfig) -> float:

@@ -22,16 +22,15 @@ With tensor parallelism (tensor_parallel.py) and pipeline parallelism (pipeline.
 form a grid of stages x data-parallel ranks x tensor ranks, and "rank" above means a data-parallel
 one. Those of the same stage and tp_rank have a mesh of their own, and shard what they have over it.
 
-Read `parallelize` first. Run `torchrun --nproc_per_node 2 parallel.py` to see a mesh.
+`build` says in which order all this is put on a model. Run
+`torchrun --nproc_per_node 2 parallel.py` to see a mesh.
 """
 
 import contextlib
 import functools
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -45,10 +44,9 @@ import devices
 import optim
 import pipeline
 import processes
-import program
 import tensor_parallel
 from config import MPTConfig, TrainConfig, UserError, require
-from model import MPT, initial_weight
+from model import MPT, initial_weight, seeded
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # The operations whose outputs selective activation checkpointing keeps: matmuls with weights, and
@@ -64,112 +62,8 @@ SAVED = {
 }
 
 
-def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
-    """fp32 or bf16, the same on all ranks: what `devices.choose_precision` says on rank 0.
-
-    A collective. saved: the precision of the checkpoint that a run resumes from.
-    """
-    return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
-
-
-def choose_compile(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> bool:
-    """Whether to compile the blocks, the same on all ranks: cfg.compile, or what it means if auto.
-
-    `auto` compiles on GPUs, if one block can be compiled on every rank. If not, rank 0 prints why.
-    A collective, called before anything large is in memory. UserError if cfg.compile is True, and
-    compiling fails.
-    """
-    if cfg.compile is False or (cfg.compile == "auto" and world.device.type != "cuda"):
-        return False
-    if cfg.tp * cfg.pp > 1:  # their checks refuse True
-        if world.global_rank == 0:
-            print("nothing is compiled: that does not work with tp or pp", flush=True)
-        return False
-    fault = compiler_fault(model_cfg, cfg, world, precision)
-    faults = [fault] * world.global_size
-    if dist.is_initialized():
-        dist.all_gather_object(faults, fault)
-    fault = next(filter(None, faults), "")
-    if not fault:
-        return True
-    line = f"compiling a block fails on rank {faults.index(fault)}: {fault}"
-    if cfg.compile is True:
-        raise UserError(f"{line} (set --compile=False)", on_all_ranks=True)
-    if world.global_rank == 0:
-        print(f"nothing is compiled: {line}", flush=True)
-    return False
-
-
-def compiler_fault(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> str:
-    """Why a block of this model cannot be compiled on this rank, "" if it can."""
-    fault = ""
-    try:
-        compile_blocks(model_cfg, replace(cfg, compile=True), world, precision)
-    except Exception as error:
-        # Too little memory, and what only the user can mend, come again in the run, which says so.
-        if not (isinstance(error, UserError) or program.out_of_memory(error)):
-            cause = getattr(error, "inner_exception", error)
-            fault = config.one_line(cause) or type(error).__name__
-    # The run begins with a fresh compiler: to this one, another number of rows would be a sign
-    # that it changes all the time. And with free memory: lifecycle/microbatch.py may try what fits.
-    torch.compiler.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
-    return fault
-
-
-def compile_blocks(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str) -> None:
-    """Forward and backward through a compiled block of each kind of this model, on zeros.
-
-    If the run compiles the same, for as many rows, it finds most of the work in PyTorch's cache.
-    The hooks that `fully_shard` puts around a block are not tried.
-    """
-    if cfg.microbatch_size == "auto":
-        cfg = replace(cfg, microbatch_size=2)
-    rows_of_rank = cfg.global_batch_size // world.dp_size
-    n_rows = microbatch_rows(rows_of_rank, cfg)
-    n_layers = min(2, cfg.recompute_every)  # the first is recomputed, the second is not
-    with world.device:
-        model = MPT(replace(model_cfg, n_layers=n_layers, vocab_size=1))
-        ids = torch.zeros(n_rows, model_cfg.max_seq_len, dtype=torch.long)
-    model.separator = 0
-    if world.dp_size > 1:
-        model.transformer.blocks.to(DTYPES[precision])  # as fully_shard gathers them
-    put_adapters_on(model, replace(cfg, lora_last_blocks=0), precision)
-    parallelize(model, None, cfg, precision)
-    with weights_cast_once(model, precision, math.ceil(rows_of_rank / n_rows)):
-        with autocast(world.device, precision):
-            total = model(ids).sum()  # of the logits: the loss is not compiled
-        total.backward()
-    total.item()  # waits for the device: a fault of a kernel shows only then
-
-
-def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
-    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
-
-    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
-    few as otherwise: nine rows, eight at a time, are two times five.
-    """
-    if cfg.compile is not True:
-        return cfg.microbatch_size
-    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
-    return math.ceil(n_rows / n_microbatches)
-
-
-def autocast(device: torch.device, precision: str) -> torch.autocast:
-    """A context for forward passes: matmuls in bf16, or everything in fp32."""
-    is_bf16 = precision == "bf16"
-    # Nearly every weight is used once in a forward pass, so a cache of casts would waste memory.
-    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
-
-
-def uncompiled(model: MPT):
-    """A context for evaluation, in which compiled blocks run as they were written.
-
-    Otherwise they would be compiled once more for evaluation, and for each of the many shapes of
-    zero-shot tasks. With FlexAttention they stay compiled: it would store all T x T scores.
-    """
-    return torch.compiler.set_stance("default" if model.cfg.attn_impl == "flex" else "force_eager")
+# --------------------------------------------------------------------------------------------------
+# Building
 
 
 def build(model_cfg: MPTConfig, cfg: TrainConfig, world, precision: str, seed: int | None):
@@ -205,44 +99,6 @@ def put_adapters_on(model: MPT, cfg: TrainConfig, precision: str) -> None:
     lora.put_on(model, cfg)
     if precision == "bf16":
         lora.store_frozen_in_bf16(model)
-
-
-def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
-    """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
-
-    Each stage has such a grid for each of its tensor ranks. None for one data-parallel rank alone.
-    UserError if cfg.shard_size does not divide them.
-    """
-    if world.dp_size == 1:
-        return None
-    of_node = min(world.dp_size, max(1, world.local_size // world.tp_size))
-    shard = cfg.shard_ranks(world.dp_size, of_node)
-    problem = f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks"
-    require(world.dp_size % shard == 0, problem)
-    shape = {"dp_shard": shard}
-    if cfg.sharding_mode.over != "all":
-        shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
-    with processes.in_time("connect the mesh"):
-        return connect_mesh(world.device.type, tuple(shape.items()), world.dp_group, world.timeout)
-
-
-def connect_mesh(device_type: str, shape, dp_group, timeout) -> DeviceMesh:
-    """A mesh of the ranks of dp_group (None: all), of which this is one. A collective of them.
-
-    shape: (name, size) of each dimension. As init_device_mesh makes it, but only this rank's own
-    groups, and with the timeout of the run.
-    """
-    dp_group = dp_group or dist.group.WORLD
-    names, sizes = zip(*shape, strict=True)
-    ranks = torch.tensor(dist.get_process_group_ranks(dp_group)).view(sizes)
-    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    groups = []
-    for dim, size in enumerate(sizes):
-        index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
-        is_all = size == ranks.numel()
-        groups.append(dp_group if is_all else processes.group_of(ranks[index].tolist(), timeout))
-    groups = groups if len(groups) > 1 else groups[0]
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def parallelize(model: MPT, mesh: DeviceMesh | None, cfg: TrainConfig, precision: str) -> MPT:
@@ -326,18 +182,97 @@ def draw_weights(model: MPT, seed: int) -> None:
         layout.copy_part(name, param, whole)
 
 
+# --------------------------------------------------------------------------------------------------
+# The mesh
+
+
+def make_mesh(world: processes.World, cfg: TrainConfig) -> DeviceMesh | None:
+    """The grid of data-parallel ranks: (dp_shard) or (dp_replicate, dp_shard). A collective.
+
+    Each stage has such a grid for each of its tensor ranks. None for one data-parallel rank alone.
+    UserError if cfg.shard_size does not divide them.
+    """
+    if world.dp_size == 1:
+        return None
+    of_node = min(world.dp_size, max(1, world.local_size // world.tp_size))
+    shard = cfg.shard_ranks(world.dp_size, of_node)
+    problem = f"shard_size {shard} does not divide the {world.dp_size} data-parallel ranks"
+    require(world.dp_size % shard == 0, problem)
+    shape = {"dp_shard": shard}
+    if cfg.sharding_mode.over != "all":
+        shape = {"dp_replicate": world.dp_size // shard, "dp_shard": shard}
+    with processes.in_time("connect the mesh"):
+        return connect_mesh(world.device.type, tuple(shape.items()), world.dp_group, world.timeout)
+
+
+def connect_mesh(device_type: str, shape, dp_group, timeout) -> DeviceMesh:
+    """A mesh of the ranks of dp_group (None: all), of which this is one. A collective of them.
+
+    shape: (name, size) of each dimension. As init_device_mesh makes it, but only this rank's own
+    groups, and with the timeout of the run.
+    """
+    dp_group = dp_group or dist.group.WORLD
+    names, sizes = zip(*shape, strict=True)
+    ranks = torch.tensor(dist.get_process_group_ranks(dp_group)).view(sizes)
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups = []
+    for dim, size in enumerate(sizes):
+        index = tuple(slice(None) if d == dim else at for d, at in enumerate(place))
+        is_all = size == ranks.numel()
+        groups.append(dp_group if is_all else processes.group_of(ranks[index].tolist(), timeout))
+    groups = groups if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+
+
+# --------------------------------------------------------------------------------------------------
+# A step
+
+
+def choose_precision(cfg: TrainConfig, device: torch.device, saved: str | None = None) -> str:
+    """fp32 or bf16, the same on all ranks: what `devices.choose_precision` says on rank 0.
+
+    A collective. saved: the precision of the checkpoint that a run resumes from.
+    """
+    return processes.rank_zero_decides(lambda: devices.choose_precision(cfg, device, saved)[0])
+
+
+def microbatch_rows(n_rows: int, cfg: TrainConfig) -> int:
+    """The rows of each microbatch that a rank cuts its n_rows into: at most cfg.microbatch_size.
+
+    Blocks are compiled for one number of rows. So compiled ones get microbatches of equal size, as
+    few as otherwise: nine rows, eight at a time, are two times five.
+    """
+    if cfg.compile is not True:
+        return cfg.microbatch_size
+    n_microbatches = math.ceil(n_rows / cfg.microbatch_size)
+    return math.ceil(n_rows / n_microbatches)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """A context for forward passes: matmuls in bf16, or everything in fp32."""
+    is_bf16 = precision == "bf16"
+    # Nearly every weight is used once in a forward pass, so a cache of casts would waste memory.
+    return torch.autocast(device.type, torch.bfloat16, enabled=is_bf16, cache_enabled=False)
+
+
+def uncompiled(model: MPT):
+    """A context for evaluation, in which compiled blocks run as they were written.
+
+    Otherwise they would be compiled once more for evaluation, and for each of the many shapes of
+    zero-shot tasks. With FlexAttention they stay compiled: it would store all T x T scores.
+    """
+    return torch.compiler.set_stance("default" if model.cfg.attn_impl == "flex" else "force_eager")
+
+
 def seed_dropout(cfg: TrainConfig, step: int, world) -> None:
     """Seed the generator from (seed, step, rank), so that a resumed run draws the same masks.
 
     The data-parallel rank counts: the ranks of a team need equal masks for what all of them have.
     With sequence parallelism each has tokens of its own, and the tensor rank counts as well.
     """
-    key = (cfg.seed, step, world.dp_rank)
-    if cfg.sequence_parallel and world.tp_rank:
-        key += (world.tp_rank,)
-    if world.pp_rank:
-        key += (-1, world.pp_rank)
-    torch.manual_seed(hash(key) % 2**63)
+    tp_rank = world.tp_rank if cfg.sequence_parallel else 0
+    name = f"dropout of step {step}, ranks dp {world.dp_rank}, tp {tp_rank}, pp {world.pp_rank}"
+    torch.manual_seed(seeded(cfg.seed, name).initial_seed())
 
 
 @contextlib.contextmanager
@@ -347,11 +282,12 @@ def weights_cast_once(model: MPT, precision: str, n_microbatches: int) -> Iterat
     One process alone, in bf16: autocast would cast every weight again in each microbatch, and each
     gradient back. Here a bf16 copy stands in the weight's place, and its gradients are added to the
     weight's own, in fp32: the same roundings, 14 bytes of traffic less for each weight and further
-    microbatch. (`fully_shard` does so with the weights that it gathers.)
+    microbatch. (`fully_shard` does so with the weights that it gathers.) Not cast here:
 
-    Left as they are: a single microbatch, which casts nothing twice; the weights of blocks that are
-    recomputed, whose copies the graph does not keep anyway, so that the peak of memory stays as it
-    is; norms, which choose their own dtype; and W, whose gradient loss.py sums in fp32.
+        a single microbatch     casts nothing twice
+        recomputed blocks       the graph does not keep their copies, so memory would grow
+        norms                   choose their own dtype
+        the output layer        loss.py sums its gradient in fp32
     """
     weights = []
     if precision == "bf16" and n_microbatches > 1 and not isinstance(model, FSDPModule):

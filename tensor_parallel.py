@@ -138,6 +138,12 @@ class Layout:
         _, spans = last_rank.spans(name)
         return spans[-1][1]
 
+    def first_row(self, name: str) -> int:
+        """Which row of the whole tensor is the first of this rank's part."""
+        _, spans = self.spans(name)
+        begin, _ = spans[0]
+        return begin
+
     def fits(self, name: str, part) -> bool:
         """Whether a tensor has the length that this rank's part of the whole has."""
         dim, spans = self.spans(name)
@@ -307,7 +313,11 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x):
         """x (B, T, in), or this rank's tokens of it -> (B, T, out / n)."""
-        return super().forward(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
+        return self.share(enter(x.to(autocast_dtype(x)), self))  # norms may return fp32
+
+    def share(self, x):
+        """X W_i and this rank's biases: x (B, T, in) -> (B, T, out / n)."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowLinear(nn.Linear):
@@ -504,6 +514,7 @@ def chunk_loss(x, weight, labels, scale, z_loss, grad_x, grad_w, team: Team, fir
 # --------------------------------------------------------------------------------------------------
 # Putting it on a model
 
+# What each rank gets in place of a module of this name. See also `Layout.spans`.
 CUT = {
     "Wqkv": ColumnLinear,
     "up_proj": ColumnLinear,
@@ -516,6 +527,7 @@ CUT = {
     "wpe": SplitPositions,
     "": SplitMPT,
 }
+UNCHANGED = ("norm_1", "norm_2", "norm_f", "lm_head")  # their class computes the same on a part
 
 
 def team_of(world: processes.World, sequence_parallel: bool = False) -> Team | None:
@@ -528,18 +540,23 @@ def team_of(world: processes.World, sequence_parallel: bool = False) -> Team | N
 def cut(model: MPT, team: Team) -> None:
     """Keep this rank's part of a model, on the meta device or any other.
 
-    UserError if a layer is of a kind that is not known here.
+    UserError if a module with weights has a name or is of a class that is not known here.
     """
     layout = Layout(model.cfg, team.rank, team.size)
     for name, module in model.named_modules():
-        for leaf, param in list(module.named_parameters(recurse=False)):
+        weights = list(module.named_parameters(recurse=False))
+        for leaf, param in weights:
             part = layout.take(f"{name}.{leaf}", param.detach())
             setattr(module, leaf, nn.Parameter(part))
         kind = name.rpartition(".")[2]
+        known = not weights or kind in CUT or kind in UNCHANGED
+        require(known, f"tp does not know how to cut {name}: add it to tensor_parallel.CUT")
         if kind not in CUT or (kind == "k_ln" and layout.shares_kv):
             continue
-        known = issubclass(CUT[kind], type(module))
-        require(known, f"tp cannot cut {name}, a {type(module).__name__}: set --tp=1")
+        fits = issubclass(CUT[kind], type(module))
+        require(fits, f"tp cannot cut {name}, a {type(module).__name__}: set --tp=1")
+        # The module stays the same object, with its weights, and computes by another forward. A new
+        # object would have to be built by each class's own constructor, which draws whole weights.
         module.__class__ = CUT[kind]
         module.team = team
         if kind in ("q_ln", "k_ln"):
@@ -547,8 +564,7 @@ def cut(model: MPT, team: Team) -> None:
         if kind == "attn":
             module.q_dim //= team.size
             module.kv_dim //= 1 if layout.shares_kv else team.size
-    _, ((first_id, _),) = layout.spans("wte.weight")
-    model.first_id = model.transformer.wte.first_id = first_id
+    model.first_id = model.transformer.wte.first_id = layout.first_row("wte.weight")
     model.layout = layout
 
 

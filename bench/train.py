@@ -60,7 +60,7 @@ import tensor_parallel
 from bench import compare
 from bench.compare import PARTS, SHARES
 from config import MPTConfig, TrainConfig, require
-from lifecycle import runlog
+from lifecycle import compiling, runlog
 from planning import matmuls
 from processes import Pool, PoolError
 
@@ -118,7 +118,7 @@ class Step:
         self.world = processes.start(cfg.device, tp=cfg.tp, pp=cfg.pp)
         self.device = self.world.device
         self.precision = parallel.choose_precision(cfg, self.device)
-        compiles = parallel.choose_compile(model_cfg, cfg, self.world, self.precision)
+        compiles = compiling.choose(model_cfg, cfg, self.world, self.precision)
         self.cfg = replace(cfg, compile=compiles)
 
         dtype = parallel.DTYPES[self.precision]

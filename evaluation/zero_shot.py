@@ -109,13 +109,13 @@ def evaluate(
 
 
 def prepare(m: MPTConfig, cfg: TrainConfig, file: Path):
-    """The tasks and the tokenizer of a training run, [] and None if it needs none.
+    """The tasks and the tokenizer of a training run that evaluates them.
 
     file: of the tokenizer. Encodes all tasks, so that a UserError is raised before training
     begins and not at the first evaluation.
     """
-    tasks = icl_tasks.load(cfg.icl_tasks, limit=cfg.icl_limit) if cfg.icl_interval else []
-    tokenizer = tokenizers.load(cfg.tokenizer, file) if tasks or m.attn_uses_sequence_id else None
+    tasks = icl_tasks.load(cfg.icl_tasks, limit=cfg.icl_limit)
+    tokenizer = tokenizers.load(cfg.tokenizer, file)
     for task in tasks:
         encode(pairs_of(task, tokenizer, m.max_seq_len), tokenizer, task.name, m)
     return tasks, tokenizer

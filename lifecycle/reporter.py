@@ -93,9 +93,9 @@ class Reporter:
         """Time the next step from now: what came before is no training."""
         self.clock = time.perf_counter()
 
-    def record(self, step: int, figures, read_now: bool) -> StepConsensus:
-        """Take the (loss, gradient norm, batch hash) of a step that was just queued, read the steps
-        whose turn it is, and return what the ranks agreed on after the last of them. A collective.
+    def agree_and_log(self, step: int, figures, read_now: bool) -> StepConsensus:
+        """Take the (loss, gradient norm, batch hash) of a step that was just queued. Read the steps
+        whose turn it is, and return what the ranks agree on after the last of them. A collective.
 
         read_now: this step's turn has come as well. UserError after too many bad steps.
         """
@@ -109,21 +109,34 @@ class Reporter:
         return agreed
 
     def finish_step(self, step: int, read_figures, own_seconds) -> StepConsensus:
-        """Read one step, agree, log."""
+        """Read one step, let the ranks agree, log."""
         loss, grad_norm, batch_hash = read_figures()  # the one wait for the device
         batch_hash = f"{batch_hash % 2**64:016x}"
         now = time.perf_counter()
         step_seconds, self.clock = now - self.clock, now
-        is_bad = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
-        agreed = agree(
+        agreed = self.agree(own_seconds())
+        agreed.bad_step = self.bad_steps.count(step + 1, loss, grad_norm, batch_hash)
+        self.log_row(step, loss, grad_norm, batch_hash, step_seconds, agreed)
+        self.bad_steps.check()
+        self.save_postponed = agreed.save and agreed.bad_step
+        return agreed
+
+    def agree(self, own_seconds: float) -> StepConsensus:
+        """What the ranks agree on, from what this one wants now. A collective.
+
+        own_seconds: this rank's time outside collectives.
+        """
+        return agree(
             self.world,
             stop_signal=self.guard.signals.stop_signal or self.log.stop_signal,
             save=self.cadence.save_overdue(),
             no_save_running=self.checkpointer.settled(),
-            seconds=own_seconds(),
+            seconds=own_seconds,
             memory_gb=runlog.memory_gb(self.world.device),
         )
-        agreed.bad_step = is_bad
+
+    def log_row(self, step, loss, grad_norm, batch_hash, step_seconds, agreed) -> None:
+        """Log the row of one step."""
         is_followed = self.cadence.must_read_now(step + 1)  # by an evaluation or a save
         tokens = self.cfg.global_batch_size * self.model_cfg.max_seq_len  # of a step
         steps_taken = step + 1 - self.cadence.skips.before(step + 1)
@@ -136,7 +149,7 @@ class Reporter:
                 "lr": optim.learning_rate(step, self.cfg),
                 "grad_norm": grad_norm,
                 "batch_hash": batch_hash,
-                "skipped": is_bad,
+                "skipped": agreed.bad_step,
                 "tokens_per_second": tokens_per_second,
                 "mfu": flops.utilization(self.flops_per_token, tokens_per_second, 1, self.peak),
                 "memory_gb": agreed.memory_gb,
@@ -144,11 +157,8 @@ class Reporter:
                 "slowest_rank": agreed.slowest_rank,
                 "slowest_by": agreed.slowest_by,
             },
-            always_shown=bool(is_bad or agreed.save or agreed.stop_signal or is_followed),
+            always_shown=bool(agreed.bad_step or agreed.save or agreed.stop_signal or is_followed),
         )
-        self.bad_steps.check()
-        self.save_postponed = agreed.save and agreed.bad_step
-        return agreed
 
 
 def start_reading(*figures: torch.Tensor):

@@ -10,9 +10,9 @@
 A run exits with 75 after SIGTERM and SIGUSR1, when memory runs out, and when a rank is lost or
 hangs. torchrun itself exits with 1 whenever a rank's status is not 0.
 
-This file does not import PyTorch, since `begin` must run before that, which takes seconds:
+This file does not import PyTorch: `while_loading` must run before that, which takes seconds:
 
-    fsdp_train.py, first lines:    if __name__ == "__main__": stopping.begin(sys.argv[1:])
+    fsdp_train.py, first lines:    if __name__ == "__main__": stopping.while_loading(sys.argv[1:])
 
 Run `python -m lifecycle.stopping` to see the exit status after each signal.
 """
@@ -39,11 +39,10 @@ STATUS = {
 }
 
 
-def begin(argv: list[str]) -> None:
-    """Before PyTorch is imported: obey signals, exit if torchrun is killed, say what is loading.
+def while_loading(argv: list[str]) -> None:
+    """Until training begins: exit on signals, exit if torchrun is killed, say what is loading.
 
-    And see `program.sleep_while_waiting`.
-
+    Also sets what must be set before PyTorch is imported: see `program.sleep_while_waiting`.
     Prints nothing if `argv` asks for help or is wrong: fsdp_train.main answers that.
     """
     for number in REQUESTS:

@@ -138,8 +138,8 @@ fsdp_train.py: test_parallel.py::test_ranks_modes_and_microbatches_give_the_loss
 
 every step has the same dropout masks
 parallel.py: test_parallel.py::test_dropout_depends_on_seed_step_and_rank_alone
-- key = (cfg.seed, step, world.dp_rank)
-+ key = (cfg.seed, world.dp_rank)
+- dropout of step {step}, ranks
++ dropout of ranks
 
 each rank clips by the norm of its own shard
 parallel.py: test_parallel.py::test_clipping_a_sharded_model_equals_pytorch_on_the_plain_one

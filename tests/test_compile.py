@@ -25,6 +25,7 @@ import config
 import fsdp_train
 import parallel
 from config import MPTConfig, TrainConfig, UserError
+from lifecycle import compiling
 from model import MPT, Block
 from processes import World
 
@@ -181,12 +182,12 @@ def test_the_setting_is_a_switch_with_a_third_position():
 
 
 def chosen(world, setting, failing_rank=None):
-    """What `choose_compile` says on each rank, and which graphs it made; or its error."""
+    """What `compiling.choose` says on each rank, and which graphs it made; or its error."""
     with counting_graphs() as graphs, pytest.MonkeyPatch.context() as patch:
         if world.global_rank == failing_rank:
             patch.setattr(Block, "forward", fail)
         try:
-            compiles = parallel.choose_compile(MODEL, replace(RUN, compile=setting), world, "bf16")
+            compiles = compiling.choose(MODEL, replace(RUN, compile=setting), world, "bf16")
         except UserError as error:
             return str(error), error.on_all_ranks
         return compiles, graphs
@@ -213,7 +214,7 @@ def test_auto_goes_on_without_compiling_where_that_fails(capsys):
 @pytest.mark.parametrize("name", ["tp", "pp"])
 def test_auto_goes_on_without_compiling_a_model_that_is_cut(capsys, name):
     """And says so once, without trying."""
-    assert not parallel.choose_compile(MODEL, replace(RUN, **{name: 2}), A_GPU, "bf16")
+    assert not compiling.choose(MODEL, replace(RUN, **{name: 2}), A_GPU, "bf16")
     line = "nothing is compiled: that does not work with tp or pp\n"
     assert capsys.readouterr().out == line
 
@@ -222,7 +223,7 @@ def test_auto_goes_on_without_compiling_a_model_that_is_cut(capsys, name):
 def test_auto_compiles_on_a_gpu():
     model_cfg = replace(MODEL, d_model=96, attn_impl="auto")
     world = replace(ALONE, device=torch.device("cuda", 0))
-    assert parallel.choose_compile(model_cfg, RUN, world, "bf16")
+    assert compiling.choose(model_cfg, RUN, world, "bf16")
 
 
 @pytest.mark.slow

@@ -18,11 +18,10 @@ import checkpoint
 import config
 import data
 import generate
-import parallel
 from bench import compare, train
 from config import MPTConfig, TrainConfig, from_dict, load
 from evaluation import zero_shot
-from lifecycle import microbatch, plot, resume, runlog
+from lifecycle import compiling, microbatch, plot, resume, runlog
 from processes import World
 from weights import load as load_weights
 
@@ -118,7 +117,7 @@ def test_the_microbatch_that_was_found_by_trial_is_still_on_record(old, n_ranks,
 
     def found(*flags):
         model_cfg, cfg = load(["settings.py", *flags], MPTConfig, TrainConfig)
-        cfg = replace(cfg, compile=parallel.choose_compile(model_cfg, cfg, world, "fp32"))
+        cfg = replace(cfg, compile=compiling.choose(model_cfg, cfg, world, "fp32"))
         here = microbatch.circumstances_of(model_cfg, cfg, world, "fp32")
         records = microbatch.read(Path("run/microbatch.json"))
         return [record["microbatch_size"] for record in records if record["circumstances"] == here]

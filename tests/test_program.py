@@ -95,7 +95,7 @@ needs_dev_full = pytest.mark.skipif(
     "command",
     [
         ["program.py", "A", "runs/ü"],
-        ["-c", "from lifecycle import stopping; stopping.begin(['--run_dir=runs/ü'])"],
+        ["-c", "from lifecycle import stopping; stopping.while_loading(['--run_dir=runs/ü'])"],
     ],
     ids=["program", "trainer"],
 )

@@ -155,7 +155,7 @@ class Lagging:
     def take(self, step, loss=2.0, read_now=False):
         """Queue a step; what the ranks agreed on."""
         figures = torch.tensor(loss), torch.tensor(1.0), torch.tensor(7)
-        return self.reporter.record(step, figures, read_now)
+        return self.reporter.agree_and_log(step, figures, read_now)
 
 
 def test_on_a_gpu_a_step_is_read_after_the_next_one_is_queued():

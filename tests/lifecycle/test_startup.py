@@ -31,7 +31,7 @@ def run(*command, **environment):
     ],
 )
 def test_rank_0_says_what_is_loading_unless_main_has_something_else_to_say(flags, rank, said):
-    code = "import sys; from lifecycle import stopping; stopping.begin(sys.argv[1:])"
+    code = "import sys; from lifecycle import stopping; stopping.while_loading(sys.argv[1:])"
     done = run("-c", code, *flags, RANK=rank, WORLD_SIZE="2")
     assert (done.returncode, done.stdout, done.stderr) == (0, said, "")
 
@@ -60,7 +60,7 @@ def test_a_signal_during_the_imports_ends_as_later(tmp_path, number, status):
 
 def test_a_rank_ends_with_torchrun_during_the_imports(tmp_path):
     """A shell plays torchrun; the rank sleeps where it would import."""
-    code = "import time; from lifecycle import stopping; stopping.begin(['--help']); "
+    code = "import time; from lifecycle import stopping; stopping.while_loading(['--help']); "
     code += "print('here', flush=True); time.sleep(600)"
     shell = ["sh", "-c", f'{sys.executable} -c "{code}" & wait']
     env = clean_environment() | {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}
