@@ -230,6 +230,37 @@ def flags_for(folder) -> list[str]:
     return [f"--data_dir={folder}", *same]
 
 
+def refusal(function, *args, **more) -> str:
+    """The message with which a call refuses its arguments: a UserError of one line."""
+    from config import UserError
+
+    with pytest.raises(UserError) as error:
+        function(*args, **more)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def json_lines(*rows) -> str:
+    """Rows as the content of a .jsonl file. A text is a line as it is."""
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def byte_level(*merges):
+    """Hugging Face's tokenizer of the 256 bytes, of these pairs of letters, and <|endoftext|>.
+
+    The last is a special token, and its id the largest.
+    """
+    library = pytest.importorskip("tokenizers")
+    pieces = [*sorted(library.pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    made = library.Tokenizer(library.models.BPE(vocab, list(map(tuple, merges))))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return made
+
+
 @pytest.fixture
 def disk(tmp_path):
     """A file system of 24 MB, which holds several checkpoints of a small model."""
