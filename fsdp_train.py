@@ -47,6 +47,7 @@ from lifecycle.lease import Lease
 from lifecycle.reporter import Reporter
 from lifecycle.watchdog import Guard, StragglerTimer, Watchdog
 from loss import IGNORE
+from text.prepare import open_or_prepare
 
 
 def main(argv) -> None:
@@ -61,7 +62,7 @@ def main(argv) -> None:
     processes.rank_zero_decides(lease.take)
 
     # data
-    folder = processes.rank_zero_decides(partial(data.open_or_prepare, cfg, model_cfg.max_seq_len))
+    folder = processes.rank_zero_decides(partial(open_or_prepare, cfg, model_cfg.max_seq_len))
     dataset = data.Dataset(folder, model_cfg)
     evaluator = Evaluator(model_cfg, cfg, world, dataset)
 

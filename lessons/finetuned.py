@@ -27,6 +27,7 @@ from serving.decoder import Decoder
 from serving.speed import Speed
 from serving.stream import Text, write
 from storage import files
+from text.prepare import Recipe
 from weights.load import load_for_sampling
 
 BATCH = 64  # questions that are answered together
@@ -76,7 +77,7 @@ def text_of(run: str, max_seq_len: int) -> tuple[data.Split, TrainConfig]:
     meta = checkpoint.read_meta(checkpoint.find(run))
     names = ("dataset", "tokenizer", "data_dir", "eval_tokens", "microbatch_size")
     cfg = config.from_dict(TrainConfig, {name: meta[name] for name in names}, run)
-    folder = data.data_dir(cfg)
+    folder = Recipe(cfg).folder
     require(folder.exists(), f"the data of {run} are not in {folder}: run its command again")
     return data.Split(folder, "val", max_seq_len), cfg
 

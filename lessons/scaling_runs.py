@@ -46,6 +46,7 @@ from evaluation.figures import best, mean_per_token
 from evaluation.score import score
 from storage import files
 from text import tokenizer as tokenizers
+from text.prepare import Recipe, prepare
 
 FOLDER = Path(__file__).parent.parent / "runs" / "lessons"
 GRID = FOLDER / "8-grid.jsonl"  # this machine's own
@@ -151,7 +152,7 @@ def train_cell(cell: Cell) -> dict:
     begin, used = time.perf_counter(), time.process_time()
     model_cfg, cfg = cell.model, cell.train
     world = processes.World(0, 1, 0, 1, torch.device("cpu"))
-    dataset = data.Dataset(data.data_dir(cfg), model_cfg)
+    dataset = data.Dataset(Recipe(cfg).folder, model_cfg)
     model, optimizer = parallel.build(model_cfg, cfg, world, "fp32", cfg.seed)
     for step, rows in dataset.batches(range(cfg.max_steps), cfg, world):
         train_loss, _, _ = fsdp_train.train_step(model, optimizer, rows, step, cfg, world, "fp32")
@@ -225,10 +226,10 @@ def questions_file() -> Path:
 # Many cells
 
 
-def prepare() -> None:
+def make_data_and_task() -> None:
     """Make the data set and the task, unless they are there."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    folder = data.prepare(Cell(BUDGETS[0], WIDTHS[0]).train)
+    folder = prepare(Cell(BUDGETS[0], WIDTHS[0]).train)
     rows = tasks.continuations(tasks.text_of(str(folder)), **QUESTIONS)
     content = "".join(json.dumps(row) + "\n" for row in rows)
     files.write_atomically(questions_file(), content.encode())
@@ -246,7 +247,7 @@ def read(path: Path) -> list[dict]:
 def own_runs(path: Path | None = None) -> list[dict]:
     """The lines of this machine's grid that are of its present data: another Python has another."""
     rows = read(path or GRID)
-    summary = data.data_dir(Cell(BUDGETS[0], WIDTHS[0]).train) / "dataset.json"
+    summary = Recipe(Cell(BUDGETS[0], WIDTHS[0]).train).folder / "dataset.json"
     if summary.exists():
         fingerprint = files.read_json(summary)["fingerprint"]
     else:  # the data set was removed: what the last run was trained on
@@ -266,7 +267,7 @@ def train_cells(cells: list[Cell], path: Path = GRID) -> list[dict]:
 
     Two processes train, with half of the cores each: tiny matmuls gain little from more threads.
     """
-    prepare()
+    make_data_and_task()
 
     def known():
         return {row["key"]: row for row in own_runs(path)}

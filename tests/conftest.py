@@ -215,12 +215,12 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
 
     One document in ten is for validation.
     """
-    import data
     from config import TrainConfig
+    from text.prepare import prepare
 
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
     source = {"dataset": f"{tiny_text}/*.txt", "tokenizer": "bytes", "val_fraction": 0.1}
-    return data.prepare(TrainConfig(**source, data_dir=str(folder)))
+    return prepare(TrainConfig(**source, data_dir=str(folder)))
 
 
 def flags_for(folder) -> list[str]:

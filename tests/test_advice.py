@@ -20,7 +20,6 @@ from conftest import ROOT
 
 import checkpoint
 import config
-import data
 import fsdp_train
 import lora
 from bench import compare
@@ -30,7 +29,7 @@ from model import MPT, init_weights
 from planning import picture
 from serving.adapters import AdapterBank, write_random
 from serving.decoder import Decoder
-from text import corpus
+from text import corpus, prepare
 from weights import hf, load, peft
 
 CFG = MPTConfig(
@@ -111,12 +110,12 @@ TEXT = {"tokenizer": "bytes", "val_fraction": 0.1}
 def open_data(place, **more) -> None:
     """Open the tokens of the text."""
     given = TEXT | {"dataset": f"{place}/text.txt", "data_dir": f"{place}/tokens"} | more
-    data.open_or_prepare(TrainConfig(**given), 32)
+    prepare.open_or_prepare(TrainConfig(**given), 32)
 
 
 def open_without_a_shard(place) -> None:
     """Open the tokens after one of their files was removed."""
-    made = data.prepare(
+    made = prepare.prepare(
         TrainConfig(**TEXT, dataset=f"{place}/text.txt", data_dir=f"{place}/tokens")
     )
     (made / "train-00000.bin").unlink()
@@ -156,7 +155,7 @@ COMMANDS = {  # what is wrong -> (what says so, what works after its command)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_that_a_message_names_helps(name, folder, monkeypatch):
     ask, works = COMMANDS[name]
-    monkeypatch.setattr(data, "SMALL_BYTES", 0)
+    monkeypatch.setattr(prepare, "SMALL_BYTES", 0)
     run(as_bash_reads(message_of(lambda: ask(folder))))
     if works:
         works(folder)

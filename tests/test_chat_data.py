@@ -5,7 +5,6 @@ import random
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +20,13 @@ from hypothesis.extra import numpy as arrays
 import config
 import data
 from config import MPTConfig, TrainConfig
-from data import Split, inputs_and_labels, open_or_prepare, prepare, read_summary
+from data import Split, inputs_and_labels
 from lifecycle import runlog
 from loss import IGNORE
 from model import MPT, init_weights
 from text import chat, corpus
 from text import tokenizer as tokenizers
+from text.prepare import open_or_prepare, prepare, read_summary
 from text.shards import Shard
 from weights import load
 
@@ -228,23 +228,10 @@ def test_shards_hold_special_tokens_where_the_template_wrote_them(make, tmp_path
     assert tokenizers.load(path).decode(used).count("<|im_start|>") == 3 * 18
 
 
-def test_bad_lines_are_all_that_is_said(make, capsys, monkeypatch):
+def test_bad_lines_are_all_that_is_said(make, capsys):
     bad = [{"prompt": "a", "response": "b"}, {"prompt": "a"}]
     assert "line 2: it has 'prompt'" in refusal(prepare, make(bad), 1, SEQ_LEN)
     assert capsys.readouterr().err == ""
-
-    monkeypatch.setattr(data, "REDRAW_SECONDS", 0.01)
-    parsed = corpus.parsed
-
-    def slowly(row):
-        time.sleep(0.02)
-        return parsed(row)
-
-    monkeypatch.setattr(corpus, "parsed", slowly)
-    assert "line 11: it has" in refusal(prepare, make(bad[:1] * 10 + bad[1:], "slow"), 1, SEQ_LEN)
-    drawn = capsys.readouterr().err
-    assert "tokens: 0.00" in drawn and "\n" not in drawn
-    assert drawn.rpartition("]")[2].isspace() and drawn.endswith("\r")  # cleared
 
 
 def test_a_lone_validation_example_that_is_dropped(make):

@@ -27,12 +27,22 @@ import torch
 from conftest import PATIENCE, ROOT, byte_level, json_lines, refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tqdm import tqdm
 
-import data
 from config import TrainConfig, UserError, load
-from data import Split, open_or_prepare, permute, prefetch, prepare, read_summary
+from data import Split, permute, prefetch
 from text import corpus, shards
 from text import tokenizer as tokenizers
+from text.prepare import (
+    FIRST_SLICE,
+    SMALL_BYTES,
+    SMALL_TOKENS,
+    Recipe,
+    collect,
+    open_or_prepare,
+    prepare,
+    read_summary,
+)
 from text.shards import HEADER_BYTES, Shard
 
 EOT = 256  # of the bytes tokenizer
@@ -190,8 +200,7 @@ def test_no_token_more_than_was_asked_for(tmp_path):
             path = tmp_path / f"train-{number:05d}.bin"
             shards.write_ids(path, part, ABOUT)
             results.append((path, len(part)))
-        with data.progress(limit) as bar:
-            n_chunks, tokens = data.collect(iter(results), limit, bar)
+        n_chunks, tokens = collect(iter(results), limit, tqdm(disable=True))
 
         kept = np.concatenate([Shard(path).ids for path, _ in results[:n_chunks]])
         wanted = ids[: limit or len(ids)]
@@ -237,23 +246,6 @@ def run_command(message):
 
 
 # --- long documents
-
-
-def test_the_bar_goes_on_while_one_document_is_encoded(make, monkeypatch, capsys):
-    """The tokenizer takes its time over the second document."""
-    monkeypatch.setattr(data, "REDRAW_SECONDS", 0.05)
-    encode = tokenizers.Tokenizer.encode
-
-    def slowly(self, text):
-        time.sleep(0.5 if len(text) > 10_000 else 0)
-        return encode(self, text)
-
-    monkeypatch.setattr(tokenizers.Tokenizer, "encode", slowly)
-    threads_before = threading.active_count()
-    prepare(make(["first", "x" * 20_000, "third"]))
-    bars = capsys.readouterr().err.split("\r")
-    assert sum("0.0 M characters read" in bar for bar in bars) > 5
-    assert threading.active_count() == threads_before
 
 
 def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
@@ -552,7 +544,7 @@ def test_a_bpe_of_other_text_is_trained_again(make):
 
 def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
     """A copy of it looks like a change; data.py then finds that all shards are right."""
-    monkeypatch.setattr(data, "HASH_BYTES", 0)
+    monkeypatch.setattr("text.prepare.HASH_BYTES", 0)
     cfg = make(TEXTS)
     folder = open_or_prepare(cfg)
     before = files(folder)
@@ -568,7 +560,7 @@ def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
 
 
 def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
-    """Older folders know names and sizes alone: a note, and data.py makes what has changed."""
+    """Older folders know names and sizes alone."""
     cfg = make(TEXTS)
     folder = open_or_prepare(cfg)
     older = read_summary(folder) | {"source": corpus.sizes_hash(cfg.dataset)}
@@ -578,8 +570,7 @@ def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
     assert open_or_prepare(cfg) == prepare(cfg) == folder and files(folder) == before
     assert capsys.readouterr().err == ""
     cfg = make(TEXTS * 2)
-    assert open_or_prepare(cfg) == folder and files(folder) == before
-    assert "changed after" in capsys.readouterr().err
+    assert "changed after" in refusal(open_or_prepare, cfg)
     (tmp_path / "docs.jsonl").unlink()
     assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
     cfg = make(TEXTS * 2)
@@ -591,14 +582,14 @@ def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path, dataset, o
     """The message holds the command that prepares it, and settings to begin with at once."""
     if not on_the_hub:
         with open(tmp_path / "large.txt", "wb") as large:
-            large.truncate(data.SMALL_BYTES + 1)
+            large.truncate(SMALL_BYTES + 1)
         dataset = str(tmp_path / "large.txt")
     cfg = settings_for(dataset, tmp_path / "my data", val_fraction=0.1)
     message = refusal(open_or_prepare, cfg)
     assert not (tmp_path / "my data").exists()
     assert "--dataset=stdlib --tokenizer=bpe-4096" in message
-    assert (f"--max_tokens={data.FIRST_SLICE}" in message) == on_the_hub
-    assert data.FIRST_SLICE <= data.SMALL_TOKENS  # so a run makes it itself
+    assert (f"--max_tokens={FIRST_SLICE}" in message) == on_the_hub
+    assert FIRST_SLICE <= SMALL_TOKENS  # so a run makes it itself
     command = message.partition("python data.py ")[2]
     assert load(shlex.split(command), TrainConfig) == [cfg]
 
@@ -612,7 +603,7 @@ def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path, dataset, o
     ],
 )
 def test_the_folders_name_tells_data_set_and_tokenizer(dataset, tokenizer, folder):
-    assert data.data_dir(TrainConfig(dataset=dataset, tokenizer=tokenizer)) == Path(folder)
+    assert Recipe(TrainConfig(dataset=dataset, tokenizer=tokenizer)).folder == Path(folder)
 
 
 # --- batches

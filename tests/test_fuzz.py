@@ -43,10 +43,10 @@ SIZES = {"d_model": 16, "n_heads": 2, "n_layers": 1, "max_seq_len": 16, "vocab_s
 
 def prepared(folder):
     """A prepared data set."""
-    import data
+    from text.prepare import prepare
 
     (folder / "text.txt").write_text(TEXT.replace("\n\n", "<|endoftext|>"))
-    data.prepare(train_config(folder))
+    prepare(train_config(folder))
 
 
 def train_config(folder):
@@ -68,13 +68,13 @@ def chat_file(name):
     """A maker of a chat with its template and its rows, of which the file `name` is damaged."""
 
     def make(folder):
-        import data
+        from text.prepare import prepare
 
         (folder / "template").mkdir()
         template = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": "</s>"}}
         (folder / "template/tokenizer_config.json").write_text(json.dumps(template))
         (folder / "chat.jsonl").write_text(lines(*CHAT * 10))
-        data.prepare(chat_config(folder)[0], max_seq_len=64)
+        prepare(chat_config(folder)[0], max_seq_len=64)
         return folder / name
 
     return make
@@ -282,8 +282,9 @@ def read_data(path, folder):
     import numpy as np
 
     import data
+    from text.prepare import open_or_prepare
 
-    data.open_or_prepare(train_config(folder))
+    open_or_prepare(train_config(folder))
     tokens = data.Split(folder / "tokens", "train", 16).windows(np.arange(20))
     if not (folder / "right.npy").exists():
         np.save(folder / "right.npy", tokens)
@@ -292,8 +293,9 @@ def read_data(path, folder):
 
 def read_rows(path, folder):
     import data
+    from text.prepare import open_or_prepare
 
-    data.open_or_prepare(*chat_config(folder))
+    open_or_prepare(*chat_config(folder))
     split = data.Split(folder / "tokens", "train", 64)
     rows = split.batch(0, 0, 4)
     assert rows.min() >= -257 and rows.max() < 257

@@ -17,7 +17,6 @@ from launches import load, same, steps_of, train_here
 from test_slurm import SRUN, job  # noqa: F401 (a fixture)
 
 import config
-import data
 import flops
 import generate
 import parallel
@@ -26,6 +25,7 @@ from config import MPTConfig, TrainConfig, UserError
 from evaluation import results, zero_shot
 from evaluation.score import Request, grouped, score
 from lifecycle import lease, microbatch, plot, runlog
+from text.prepare import prepare
 from weights import hf
 
 # Two stages have two layers and one. A vocabulary of 257 does not divide by two. The documents of
@@ -70,7 +70,7 @@ def flags(tmp_path_factory, tasks):
     documents = [" ".join(draw.choice(words, 4)) for _ in range(1000)]
     (folder / "text.txt").write_text("<|endoftext|>".join(documents))
     source = {"dataset": f"{folder}/*.txt", "tokenizer": "bytes", "val_fraction": 0.1}
-    prepared = data.prepare(TrainConfig(**source, data_dir=str(folder / "tokens")))
+    prepared = prepare(TrainConfig(**source, data_dir=str(folder / "tokens")))
     return [*SIZE, *RUN, *flags_for(prepared), f"--icl_tasks={tasks}"]
 
 

@@ -16,13 +16,13 @@ from launches import train_in
 
 import checkpoint
 import config
-import data
 import generate
 from bench import compare, train
 from config import MPTConfig, TrainConfig, from_dict, load
 from evaluation import zero_shot
 from lifecycle import compiling, microbatch, plot, resume, runlog
 from processes import World
+from text.prepare import open_or_prepare, prepare, read_summary
 from weights import load as load_weights
 
 OLD = ROOT / "tests" / "old_runs"
@@ -102,7 +102,7 @@ def test_a_checkpoint_is_of_the_same_model_and_data(old):
     path = Path("run/checkpoints/step-6")
     meta = checkpoint.read_meta(path)
     model_cfg, cfg = load(["settings.py"], MPTConfig, TrainConfig)
-    fingerprint = data.read_summary(Path("tokens"))["fingerprint"]
+    fingerprint = read_summary(Path("tokens"))["fingerprint"]
     resume.check_same(path, meta, model_cfg, cfg, fingerprint)
     assert not resume.has_trained_on(path, cfg.skip_steps)
 
@@ -144,7 +144,7 @@ def content_of(folder: Path) -> dict:
 def test_the_data_folder_is_taken_as_it_is(old, capfd):
     before = content_of(old / "tokens")
     cfg = load(["settings.py"], MPTConfig, TrainConfig)[1]
-    assert data.open_or_prepare(cfg) == data.prepare(cfg) == Path("tokens")
+    assert open_or_prepare(cfg) == prepare(cfg) == Path("tokens")
     assert content_of(old / "tokens") == before
     assert "training a tokenizer" not in capfd.readouterr().err
 

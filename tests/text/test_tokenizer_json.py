@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-import data
 from config import TrainConfig, UserError
-from text import tokenizer_json
+from text import prepare, tokenizer_json
 from text.tokenizer import END_OF_TEXT, SPELLING, load, train_bpe
 
 TEXTS = [
@@ -100,7 +99,7 @@ def test_a_pair_gives_the_ids_of_transformers(more, tmp_path):
     assert found.encode_special(spoken).tolist() == theirs.encode(spoken)
     assert found.eot == theirs.convert_tokens_to_ids(END_OF_TEXT)
     (tmp_path / "data").mkdir()
-    copy = data.make_tokenizer(TrainConfig(tokenizer=found.name), tmp_path / "data")
+    copy = prepare.make_tokenizer(TrainConfig(tokenizer=found.name), tmp_path / "data")
     assert copy.fingerprint == found.fingerprint
 
 
