@@ -246,6 +246,12 @@ def json_lines(*rows) -> str:
     return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
+def write_lines(path, *rows) -> str:
+    """Write such a file; returns its path."""
+    path.write_text(json_lines(*rows))
+    return str(path)
+
+
 def byte_level(*merges):
     """Hugging Face's tokenizer of the 256 bytes, of these pairs of letters, and <|endoftext|>.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, byte_level, json_lines, refusal, rooms_on_path
+from conftest import ROOT, byte_level, refusal, rooms_on_path, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -65,7 +65,7 @@ def make(tmp_path):
 
     def make(rows, folder="tokens", **more):
         path = tmp_path / "chat.jsonl"
-        path.write_text(json_lines(*rows))
+        write_lines(path, *rows)
         usual = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)}
         usual["run_dir"] = str(tmp_path / "run")
         return TrainConfig(dataset=str(path), data_format="chat", **(usual | more))
@@ -329,7 +329,7 @@ def test_any_number_of_ranks_reads_the_same_rows(folder_of_module, dp_size, step
 @pytest.fixture(scope="module")
 def folder_of_module(tmp_path_factory):
     path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    path.write_text(json_lines(*lines()))
+    write_lines(path, *lines())
     names = {"dataset": str(path), "data_format": "chat", "tokenizer": "bytes"}
     cfg = TrainConfig(**names, val_fraction=0.1, data_dir=str(path.parent / "tokens"))
     return prepare(cfg, max_seq_len=SEQ_LEN)

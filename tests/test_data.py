@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, ROOT, byte_level, json_lines, refusal
+from conftest import PATIENCE, ROOT, byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def make(tmp_path):
 
     def make(texts, folder="tokens", **settings):
         path = tmp_path / "docs.jsonl"
-        path.write_text(json_lines(*({"text": text} for text in texts)))
+        write_lines(path, *({"text": text} for text in texts))
         usual = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)}
         usual["run_dir"] = str(tmp_path / "run")
         return TrainConfig(dataset=str(path), **(usual | settings))

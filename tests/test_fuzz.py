@@ -187,16 +187,9 @@ def pickled(name):
 
 
 def their_tokenizer(folder):
-    import tokenizers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from conftest import byte_level
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {letter: number for number, letter in enumerate([*letters, "th", "<|endoftext|>"])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("t", "h")]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([tokenizers.AddedToken("<|endoftext|>")])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_level("th").save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
 
 

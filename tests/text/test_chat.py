@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import byte_level, json_lines, refusal, rooms_on_path
+from conftest import byte_level, refusal, rooms_on_path, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -39,11 +39,6 @@ def parts_of(turns, rows=LAST, tokenizer=BYTES):
             parts.append((learned, ""))
         parts[-1] = learned, parts[-1][1] + tokenizer.decode([i if learned else ~i])
     return parts
-
-
-def write_lines(path, *rows):
-    path.write_text(json_lines(*rows))
-    return str(path)
 
 
 def read(dataset, template=CHATML):
