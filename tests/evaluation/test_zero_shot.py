@@ -4,9 +4,7 @@ import contextlib
 import io
 import json
 import math
-import sysconfig
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -508,43 +506,6 @@ def test_lm_eval_finds_the_same_for_a_text(harness, files):
 
 
 # --------------------------------------------------------------------------------------------------
-# It shows something real
-
-
-def learn(world):
-    """Figures about held-out modules of Python's library, before and after training on the rest."""
-    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
-    texts = [path.read_text(encoding="utf-8") for path in paths]
-    seen = [text for i, text in enumerate(texts) if i % 10]
-    held_out = "\n\n".join(texts[::10])
-    bpe = tokenizers.train_bpe(seen[:40], 1024)
-    ids = torch.tensor([i for text in seen for i in [*bpe.encode(text).tolist(), bpe.eot]])
-    mpt = model(d_model=128, vocab_size=1024, alibi=True)
-    rows = icl_tasks.continuations(held_out, 1000, context=128, length=16)
-    items = [icl_tasks.worded(row, " ") for row in rows]
-    task = icl_tasks.Task("guess", "multiple_choice", items, items)
-    before = evaluate(mpt, bpe, [task], world)["guess"]
-    optimizer = torch.optim.AdamW(mpt.parameters(), 3e-3, weight_decay=0)
-    torch.manual_seed(0)
-    for step in range(300):
-        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 50) * (1 - step / 300)
-        begins = torch.randint(len(ids) - 129, (8,))
-        batch = torch.stack([ids[begin : begin + 129] for begin in begins])
-        (mpt(batch[:, :-1], labels=batch[:, 1:]) / 1024).backward()
-        torch.nn.utils.clip_grad_norm_(mpt.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return before, evaluate(mpt, bpe, [task], world)["guess"]
-
-
-@pytest.mark.slow
-def test_a_model_that_has_learned_finds_the_real_continuation(ranks):
-    ((before, after),) = ranks(1)(learn)
-    assert before["chance"] == 0.25 and before["majority"] < 0.3
-    for name in SCORINGS:
-        assert abs(before[name] - 0.25) < 4 * before[f"{name}_stderr"]  # as good as a guess
-        assert after[name] > 0.25
-    assert after["foundry"] > 0.25 + 3 * after["foundry_stderr"]
 
 
 def test_nats_per_byte_are_per_byte_of_the_text_whatever_the_tokens():

@@ -428,9 +428,3 @@ def test_gpt2_without_a_network_is_one_line(tmp_path, damaged_file):
     for fix in ("TIKTOKEN_CACHE_DIR", "--tokenizer=bpe-4096", "--tokenizer=bytes"):
         assert fix in done.stderr
     assert not os.listdir(tmp_path)  # tiktoken removes a damaged file
-
-
-def test_demonstration():
-    command = [sys.executable, "-m", "text.tokenizer"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "512 entries" in done.stdout and " return| value" in done.stdout

@@ -450,12 +450,6 @@ def rewrite(folder, change):
     tensor_files.write_safetensors(folder / "model.safetensors", state)
 
 
-def overwrite(path, at, data):
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(data)
-
-
 def first(folder):
     return sorted(folder.glob("*.safetensors"))[0]
 

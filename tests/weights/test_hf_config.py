@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,110 +14,14 @@ from model import MPT
 from storage import files
 from weights import hf_config
 
-HUB_7B = {  # the layout of LLM Foundry in 2023, as on the Hub
-    "architectures": ["MPTForCausalLM"],
-    "model_type": "mpt",
-    "d_model": 4096,
-    "n_heads": 32,
-    "n_layers": 32,
-    "attn_config": {
-        "alibi": True,
-        "alibi_bias_max": 8,
-        "attn_impl": "torch",
-        "attn_pdrop": 0,
-        "clip_qkv": None,
-        "attn_type": "multihead_attention",
-        "attn_uses_sequence_id": False,
-        "prefix_lm": False,
-        "qk_ln": False,
-        "softmax_scale": None,
-    },
-    "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig"},
-    "emb_pdrop": 0,
-    "embedding_fraction": 1.0,
-    "expansion_ratio": 4,
-    "init_device": "cpu",
-    "learned_pos_emb": True,
-    "init_config": {"name": "kaiming_normal_", "fan_mode": "fan_in", "verbose": 0},
-    "logit_scale": None,
-    "max_seq_len": 2048,
-    "no_bias": True,
-    "norm_type": "low_precision_layernorm",
-    "resid_pdrop": 0,
-    "tokenizer_name": "EleutherAI/gpt-neox-20b",
-    "torch_dtype": "bfloat16",
-    "use_cache": False,
-    "transformers_version": "4.28.1",
-    "verbose": 0,
-    "vocab_size": 50432,
-}
-# What MPTConfig() of LLM Foundry 0.22 writes otherwise than HUB_7B, under transformers 4.51.
-FOUNDRY_0_22 = {
-    "attention_bias": True,
-    "block_overrides": None,
-    "d_model": 2048,
-    "fc_type": {"name": "torch"},
-    "ffn_config": {"fc_type": {"name": "torch"}, "ffn_type": "mptmlp"},
-    "final_logit_softcapping": None,
-    "head_dim": None,
-    "init_config": {
-        "emb_init_std": None,
-        "emb_init_uniform_lim": None,
-        "fan_mode": "fan_in",
-        "init_div_is_residual": True,
-        "init_gain": 0.0,
-        "init_nonlinearity": "relu",
-        "init_std": None,
-        "name": "kaiming_normal_",
-    },
-    "n_heads": 16,
-    "n_layers": 24,
-    "no_bias": False,
-    "norm_eps": 1e-05,
-    "tie_word_embeddings": True,
-    "transformers_version": "4.51.3",
-    "use_pad_tok_in_ffn": True,
-    "vocab_size": 50368,
-}
-FOUNDRY_0_22_ATTENTION = {
-    "alibi": False,
-    "attn_impl": "flash",
-    "attn_logit_softcapping": None,
-    "attn_temperature_tuning": {"attn_scale": 0.0, "floor_scale": 8192},
-    "flex_attn_mod_list": [],
-    "fused_qkv": True,
-    "kv_dim": None,
-    "nope": False,
-    "qk_gn": False,
-    "rope": False,
-    "rope_dail_config": {"pos_idx_in_fp32": True, "type": "original", "xpos_scale_base": 512},
-    "rope_hf_config": {"factor": 1.0, "type": "no_scaling"},
-    "rope_impl": "dail",
-    "rope_theta": 10000,
-    "sliding_window_size": -1,
-}
-TRANSFORMERS_4 = {  # what to_dict() adds there, without those that are null, false or empty
-    "_attn_implementation_autoset": True,
-    "chunk_size_feed_forward": 0,
-    "diversity_penalty": 0.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
-    "label2id": {"LABEL_0": 0, "LABEL_1": 1},
-    "length_penalty": 1.0,
-    "max_length": 20,
-    "min_length": 0,
-    "no_repeat_ngram_size": 0,
-    "num_beam_groups": 1,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "repetition_penalty": 1.0,
-    "return_dict": True,
-    "temperature": 1.0,
-    "tie_word_embeddings": True,
-    "top_k": 50,
-    "top_p": 1.0,
-    "typical_p": 1.0,
-}
+
+def published(name: str) -> dict:
+    """A config.json: of MPT-7B on the Hub, of LLM Foundry 0.22, of transformers 4's additions."""
+    return files.read_json(Path(__file__).parent / "configs" / f"{name}.json")
+
+
+HUB_7B = published("hub-7b")
+FOUNDRY = published("foundry-0.22")
 
 
 def like_hub(top=None, **attention):
@@ -143,8 +48,8 @@ BY_TRANSFORMERS = {"model_type": "mpt", "architectures": ["MptForCausalLM"]}
     "settings, wanted",
     [
         (HUB_7B, MPT_7B),
-        (like_hub(FOUNDRY_0_22, **FOUNDRY_0_22_ATTENTION), MPTConfig()),
-        (like_hub(FOUNDRY_0_22 | TRANSFORMERS_4, **FOUNDRY_0_22_ATTENTION), MPTConfig()),
+        (FOUNDRY, MPTConfig()),
+        (FOUNDRY | published("transformers-4"), MPTConfig()),
         (like_hub(MPT_30B_SIZES), replace(MPT_7B, **MPT_30B_SIZES)),
         (
             like_hub({"max_seq_len": 65536}, alibi_bias_max=16, clip_qkv=6),
@@ -363,11 +268,3 @@ def test_groups_of_a_wrong_type_are_one_line(value):
             hf_config.config_from, {"model_type": "mpt"} | {key: value}, "their/config.json"
         )
         assert message.startswith("their/config.json")
-
-
-def test_the_program_prints_the_settings(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(HUB_7B))
-    hf_config.main([str(tmp_path)])
-    printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert printed.keys() == asdict(MPT_7B).keys()
-    assert printed["d_model"] == "4096" and printed["alibi"] == "True"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import flags_for, refusal
-from test_hf import LIKE_TRANSFORMERS, SMALL, build, overwrite, relative_error, shorten, tokens
+from test_hf import LIKE_TRANSFORMERS, SMALL, build, relative_error, tokens
 
 import checkpoint
 import generate
@@ -353,36 +353,26 @@ BROKEN_CONFIG = [
     ({"target_modules": r"(.|.)*v(?<!v)"}, "selects layers by a pattern that fails: regex timed"),
     ({"target_modules": "(a{999}){999}"}, "pattern that fails: it is too long, or repeats"),
     ({"exclude_modules": "(" * 900}, "selects layers by a pattern that fails: "),
-    ({"target_modules": ["Wqkv", 1]}, "'target_modules' is no list of str"),
-    ({"layers_to_transform": ["0"]}, "'layers_to_transform' is no list of int"),
-    ({"layers_pattern": {"a": 1}}, "'layers_pattern' is dict"),
     ({"lora_bias": True}, "sets lora_bias to True, which lora.py does not have$"),
     ({"fan_in_fan_out": True}, "sets fan_in_fan_out to True"),
     ({"layer_replication": [[0, 2], [1, 3]]}, "sets layer_replication to list"),
     ({"from_the_future": 0}, "sets from_the_future to 0"),
     ({"init_lora_weights": 1}, "sets init_lora_weights to 1"),
     ({"peft_type": "IA3"}, "peft_type 'IA3': only LORA can be read"),
-    ({"peft_type": None}, "peft_type None: only LORA"),
-    ({"r": None}, "no 'r'"),
     ({"r": True}, "'r' is True"),
     ({"r": 0}, "r is 0, so there is no update"),
     ({"r": -3}, "lora_rank must be from 0"),
     ({"r": 2}, r"lora_A is \(4, 48\) in .*, expected \(2, in\), since r is 2"),
-    ({"lora_alpha": None}, "no 'lora_alpha'"),
     ({"lora_alpha": float("nan")}, "lora_alpha must be from .* not nan"),
     ({"lora_alpha": 0}, "lora_alpha must be from"),
     ({"use_rslora": 1}, "'use_rslora' is 1"),
     ({"lora_dropout": 1.0}, "lora_dropout must be from 0 to 0.99"),
-    ({"base_model_name_or_path": 7}, "'base_model_name_or_path' is 7"),
 ]
 A0 = f"{PREFIX}0.attn.Wqkv.lora_A.weight"
 BROKEN_TENSORS = [
-    (lambda f: shorten(f / peft.TENSOR_FILE), "is truncated or damaged"),
-    (lambda f: overwrite(f / peft.TENSOR_FILE, 9, b"\x00\x01"), "not a safetensors file"),
     (lambda f: (f / peft.TENSOR_FILE).unlink(), "no adapter_model.safetensors beside it"),
     (lambda f: shutil.rmtree(f), "no adapter in .*out, which does not exist"),
     (lambda f: (f / peft.CONFIG_FILE).unlink(), "expected adapter_config.json"),
-    (lambda f: (f / peft.CONFIG_FILE).write_text("{"), "adapter_config.json is damaged"),
     (
         lambda f: (f / peft.TENSOR_FILE).rename(f / "adapter_model.bin"),
         "adapter_model.bin is a pickle, which can run any code",
@@ -390,7 +380,6 @@ BROKEN_TENSORS = [
     (lambda f: rewrite(f, dict.clear), "holds no tensors"),
     (lambda f: rewrite(f, lambda s: s.pop(A0)), "Wqkv has lora_B but no lora_A"),
     (lambda f: rewrite(f, lambda s: s[A0].view(-1)[5:6].fill_(torch.nan)), "not finite"),
-    (lambda f: rewrite(f, lambda s: s[A0].fill_(torch.inf)), "not finite"),
     (lambda f: rewrite(f, lambda s: s.update({A0: s[A0].T})), r"lora_A is \(48, 4\)"),
     (lambda f: rewrite(f, lambda s: s.update({A0: s[A0][0]})), r"lora_A is \(48,\)"),
     (lambda f: rewrite(f, lambda s: s.update(x=s[A0])), "holds x, no adapter of a linear layer"),

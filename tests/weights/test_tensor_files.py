@@ -140,32 +140,14 @@ def test_headers_are_accepted_as_the_reference_accepts_them(tmp_path):
     assert n_accepted > 300 and reasons_seen == set(STRICTER)
 
 
-def with_c(offsets, shape=(3,), dtype="F16"):
-    """A change of GOOD: its last tensor, c."""
-    return {"c": {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}}
-
-
-LIES = [
-    (with_c([20, 26]), "gap, or tensors that overlap"),
-    (with_c([-6, 0]), "not two whole numbers"),
-    (with_c([26.0, 32.0]), "not two whole numbers"),
-    (with_c([False, 6]), "not two whole numbers"),
-    (with_c([32, 26]), "has -6 bytes"),
-    (with_c([26, 32], shape=[2]), "has 6 bytes, but its shape and dtype need 4"),
-    (with_c([26, 32], shape=[2**62] * 16), "shape and dtype need 8.37116099364e+298"),
-    (with_c([26, 32], shape=[3] * 10**5), "not a list of whole numbers"),
-    ({"c": 7}, "must have dtype, shape and data_offsets"),
-    ({"__metadata__": {"format": 1}}, "__metadata__ must be an object of texts"),
-]
-
-
-@pytest.mark.parametrize("change, message", LIES)
-def test_headers_that_lie(change, message, tmp_path):
-    assert message in ours(tmp_path / "x.safetensors", packed(GOOD | change))
-
-
-def test_headers_that_are_none(tmp_path):
+def test_a_header_that_lies(tmp_path):
+    """Beside those that the reference refuses, which are quicker to refuse than to read."""
     path = tmp_path / "x.safetensors"
+    c = {"dtype": "F16", "shape": [2**62] * 16, "data_offsets": [26, 32]}
+    assert "shape and dtype need 8.37" in ours(path, packed(GOOD | {"c": c}))
+    assert "not a list of whole numbers" in ours(
+        path, packed(GOOD | {"c": c | {"shape": [3] * 10**5}})
+    )
     assert "a header of 100,000,001 bytes" in ours(path, packed(GOOD, length=100_000_001))
     assert "a header of 100 bytes" in ours(path, packed(b"{}", 0, length=100))
     assert "343 bytes instead of 342" in ours(path, packed(GOOD, 33))
