@@ -552,15 +552,6 @@ def test_a_value_may_stand_behind_a_space_where_no_config_files_are_taken():
         assert f" needs a value: {meant}" in refusal(load, ["RUN", *flags], Texts, takes="RUN")
 
 
-def test_help_names_config_files_only_where_they_are_taken(capsys):
-    for takes in ("RUN", None):
-        with pytest.raises(SystemExit):
-            load(["--help"], Texts, takes=takes)
-        text = capsys.readouterr().out
-        assert ("key = value in a" in text) == (takes is None)
-        assert re.search(r"--prompt= +how the text begins\n", text)
-
-
 # --------------------------------------------------------------------------------------------------
 # The program
 

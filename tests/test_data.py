@@ -4,7 +4,6 @@ import contextlib
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -239,23 +238,6 @@ def run_command(message):
 # --- long documents
 
 
-def test_the_bar_goes_on_while_one_document_is_encoded(make, monkeypatch, capsys):
-    """The tokenizer takes its time over the second document."""
-    monkeypatch.setattr(data, "REDRAW_SECONDS", 0.05)
-    encode = tokenizers.Tokenizer.encode
-
-    def slowly(self, text):
-        time.sleep(0.5 if len(text) > 10_000 else 0)
-        return encode(self, text)
-
-    monkeypatch.setattr(tokenizers.Tokenizer, "encode", slowly)
-    threads_before = threading.active_count()
-    prepare(make(["first", "x" * 20_000, "third"]))
-    bars = capsys.readouterr().err.split("\r")
-    assert sum("0.0 M characters read" in bar for bar in bars) > 5
-    assert threading.active_count() == threads_before
-
-
 def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     """A megabyte without a space, as base64 is: learning from it took 30 minutes."""
     chance = random.Random(0)
@@ -449,30 +431,6 @@ def test_any_flipped_bit_is_a_clear_message_or_harmless(place, tmp_path_factory)
         assert str(path) in str(error)
     else:
         assert byte < HEADER_BYTES and np.array_equal(shard.ids, ids)
-
-
-WRONG_SUMMARY = {
-    "fingerprint": 7,
-    "train_tokens": "many",
-    "max_tokens": None,
-    "val_fraction": [],
-    "source": {},
-    "tokenizer": 1,
-    "dataset": None,
-}
-
-
-@pytest.mark.parametrize("function", [prepare, open_or_prepare])
-def test_a_summary_of_the_wrong_shape_is_named(make, function):
-    folder = prepare(make(TEXTS))
-    path = folder / "dataset.json"
-    right = json.loads(path.read_text())
-    for name, value in WRONG_SUMMARY.items():
-        without = {key: content for key, content in right.items() if key != name}
-        for content in (right | {name: value}, without):
-            path.write_text(json.dumps(content))
-            message = refusal(function, make(TEXTS))
-            assert message.startswith(f"{path} is damaged") and f"delete {folder}" in message
 
 
 def test_other_files_in_the_folder_are_left_alone_and_never_read(make):
@@ -761,15 +719,6 @@ def test_it_shuffles_as_well_as_chance(seed, epoch):
     for lag in (1, 2, 64):
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < 4 / np.sqrt(n)
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 4 / np.sqrt(n)
-
-
-def test_epochs_and_seeds_are_independent():
-    n = 2**16
-    pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
-    orders = [permute(np.arange(n), n, seed, epoch) for seed, epoch in pairs]
-    for a, b in itertools.combinations(orders, 2):
-        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / np.sqrt(n)
-        assert (a == b).sum() < 12
 
 
 # --- prefetching

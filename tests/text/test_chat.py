@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import byte_level, refusal, rooms_on_path, write_lines
+from conftest import byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -641,23 +639,7 @@ def test_what_is_cut_and_dropped_is_counted():
     assert about["text_bytes"] == 6 + 4 + 1  # of what is learned; end-of-text has none
 
 
-# --- the program
-
-
-def test_an_example_is_shown_with_what_is_learned(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"prompt": "2+2=", "response": "4"})
-    command = [sys.executable, "-m", "text.chat", path, "--tokenizer=bytes"]
-    done = subprocess.run(
-        command, env=rooms_on_path(), cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "read     '2+2='",
-        "         50 43 50 61",
-        "learned  '4<|endoftext|>'",
-        "         52 256",
-        "1 examples; the first has 6 tokens, 2 learned",
-    ]
+# --- settings
 
 
 @pytest.mark.parametrize(

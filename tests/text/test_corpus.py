@@ -344,12 +344,6 @@ def test_an_empty_file_is_said_by_the_program(write):
     assert result.returncode == 2 and "holds no document" in result.stderr
 
 
-def test_the_program_counts(write):
-    result = run(path := write("a.jsonl", lines("one", "three")))
-    assert result.returncode == 0
-    assert result.stdout == f"{path}: 2 documents, 8 characters; the last begins 'three'\n"
-
-
 # --- the Hub
 
 

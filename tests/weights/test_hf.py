@@ -20,8 +20,7 @@ from config import MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
 from storage import checkpoint_files, files
 from tensor_parallel import WHOLE
-from text import tokenizer as tokenizers
-from weights import hf, hf_config, hf_tokenizer, load, tensor_files
+from weights import hf, hf_config, load, tensor_files
 
 CPU = torch.device("cpu")
 SMALL = MPTConfig(d_model=48, n_heads=6, n_layers=2, max_seq_len=40, vocab_size=97)
@@ -409,17 +408,6 @@ def test_import_sample_and_export(tmp_path, capsys):
     assert files.read_json(tmp_path / "back/config.json")["torch_dtype"] == "bfloat16"
     hf.import_(tmp_path / "back", tmp_path / "again")  # the tokenizer's name went along
     assert checkpoint.read_meta(tmp_path / "again/checkpoints/step-0")["tokenizer"] == "bytes"
-
-
-def test_a_tokenizer_trained_here_goes_along(tmp_path):
-    bpe = tokenizers.train_bpe(["the cat and the dog and the cat"] * 3, 260)
-    hf.export(build(replace(SMALL, vocab_size=264)), tmp_path / "theirs")
-    bpe.save(tmp_path / "theirs" / hf_tokenizer.BPE_TOKENIZER)
-    hf.import_(tmp_path / "theirs", tmp_path / "run", bpe.name)
-    hf.export(tmp_path / "run", tmp_path / "back")
-    hf.import_(tmp_path / "back", tmp_path / "again")
-    _, found, _ = load.load_for_sampling(str(tmp_path / "again"), None, CPU)
-    assert found.fingerprint == bpe.fingerprint and found.name == bpe.name
 
 
 def test_the_tokenizer_must_be_ours_and_fit(theirs, tmp_path):
