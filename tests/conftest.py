@@ -3,6 +3,8 @@
 ranks(4)(function, x)        function(world, x) on four ranks at once; a list of what each returned
 torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its own
 python("--lr=1e-3")          the same as a plain process
+refusal(function, x)         the line with which function(x) refuses x
+byte_level("th")             a tokenizer of Hugging Face's, of the bytes and "th"
 """
 
 import collections

@@ -249,6 +249,25 @@ def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     assert b" the" in known and len(known) <= 279
 
 
+LARGE = {"one line": "the river and the old tree " * 37_000, "one word": "ab" * 500_000}
+
+
+@pytest.mark.parametrize(
+    "megabytes",
+    [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_document_is_prepared_in_time(tmp_path, kind, megabytes):
+    path = tmp_path / "long.txt"
+    with open(path, "w") as file:
+        file.write("short<|endoftext|>")
+        file.writelines(LARGE[kind] for _ in range(megabytes))
+    begin = time.process_time()
+    folder = prepare(settings_for(path, tmp_path / "tokens", tokenizer="bpe-300"))
+    assert time.process_time() - begin < 240
+    assert read_summary(folder)["train_tokens"] > 10_000 * megabytes
+
+
 # --- interrupted, in parallel, damaged
 
 
