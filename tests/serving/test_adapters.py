@@ -16,7 +16,6 @@ from test_decoder import TINY, model, random_ids
 import lora
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
 from model import KVCache, seeded
-from serving import adapters as banks
 from serving.adapters import BASE, AdapterBank, bank_for, layers_of, write_random
 from serving.decoder import Decoder
 from serving.packed_linear import can_pack
@@ -396,22 +395,3 @@ def test_a_bank_has_room_for_some_ranks_and_layers(files):
     bank.rank = 8
     message = refusal(bank.check, paths["last"], peft.read(paths["last"]))
     assert "transformer.blocks.1.attn.out_proj, for which the bank has no room" in message
-
-
-def test_what_a_bank_was_sized_by_is_not_read_again(files, monkeypatch):
-    """Until its slot was given away."""
-    mpt = model(vocab_size=VOCAB, alibi=True)
-    paths = [files(mpt.cfg)["one"], files(mpt.cfg)["all"]]
-    reads = []
-    read = banks.read_adapter
-
-    def counted(path, **more):
-        reads.append(path)
-        return read(path, **more)
-
-    monkeypatch.setattr(banks, "read_adapter", counted)
-    bank = bank_for(Decoder(mpt, VOCAB), paths, 1, "runs/base")
-    for path in (*paths, paths[0]):
-        with bank.in_use([path]):
-            pass
-    assert reads == [*paths, paths[0]]

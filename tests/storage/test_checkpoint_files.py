@@ -1,6 +1,5 @@
 """storage/checkpoint_files.py: no program runs code in a checkpoint, or uses a damaged one."""
 
-import contextlib
 import enum
 import io
 import json
@@ -225,8 +224,8 @@ def test_a_damaged_checkpoint_is_not_used(run, tmp_path, use, name):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"(checksum differs|meta\.json is damaged)"):
-        USES[use](run, tmp_path / "new")
+    message = refusal(USES[use], run, tmp_path / "new")
+    assert re.search(r"checksum differs|meta\.json is damaged", message)
     assert not (tmp_path / "new").exists()
 
 
@@ -246,13 +245,13 @@ def test_a_checkpoint_of_another_step_is_unsound(run):
     assert verify(renamed) == "meta.json says step 5"
 
 
-@pytest.mark.parametrize("name", [".metadata", "meta.json", "__0_0.distcp"])
-def test_checksums_must_name_every_file(run, name):
+def test_checksums_must_name_every_file(run):
     path = run / "checkpoints" / "step-5"
     table = json.loads((path / "checksums.json").read_text())
-    del table[name]
-    checkpoint.write_json(path / "checksums.json", table)
-    assert verify(path) == f"checksums.json does not name {name}"
+    for name in (".metadata", "meta.json", "__0_0.distcp"):
+        others = {other: checksum for other, checksum in table.items() if other != name}
+        checkpoint.write_json(path / "checksums.json", others)
+        assert verify(path) == f"checksums.json does not name {name}"
 
 
 @pytest.mark.parametrize(
@@ -334,15 +333,12 @@ CHANGES = {
 def test_metadata_that_makes_no_sense_is_refused(run, name):
     action, cause = CHANGES[name]
     path = change(run / "checkpoints" / "step-5", action)
-    with pytest.raises(UserError, match=rf"\.metadata cannot be trusted \(.*{cause}|{cause}"):
-        verify(path)
+    assert cause in refusal(verify, path)
 
 
 def deep_key() -> bytes:
     """A dict whose key is a tuple of two tuples of two tuples ...: its hash takes 2^60 steps."""
-    key = ()
-    for _ in range(60):
-        key = (key, key)
+
     twice = pickle.PROTO + b"\x04" + b"})" + pickle.MEMOIZE + (b"h\0" + b"\x86")
     for number in range(1, 60):
         twice += pickle.MEMOIZE + pickle.BINGET + bytes([number]) + b"\x86"
@@ -465,8 +461,9 @@ def test_getattr_gets_only_the_member_of_an_enum(run, name, monkeypatch):
     state = (*state[:3], attribute, state[4])
     monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: state)
     path = change(run / "checkpoints" / "step-5", lambda metadata: None)
-    refused = pytest.raises(UserError, match=rf"\.metadata cannot be trusted \(.*{reason}")
-    with refused if reason else contextlib.nullcontext():
+    if reason:
+        assert re.search(rf"\.metadata cannot be trusted \(.*{reason}", refusal(verify, path))
+    else:
         assert verify(path) is None
 
 
