@@ -77,9 +77,7 @@ def test_txt_is_split_at_end_of_text(write):
 )
 def test_txt_without_end_of_text_is_cut_at_blank_lines_and_loses_nothing(write, text):
     pieces = list(documents(write("a.txt", text)))
-    assert "".join(pieces) == text and max(map(len, pieces)) < 17_000 + 114_000 * (
-        "anywhere" in text
-    )
+    assert "".join(pieces) == text
     for piece in pieces[:-1]:
         assert piece.endswith("\n") and len(piece) > 16000
         if text.startswith(("paragraph", "größe")):
