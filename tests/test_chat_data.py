@@ -277,6 +277,15 @@ def test_nothing_is_left_to_learn(make, rows, message):
     assert message in refusal(prepare, make(rows), 1, SEQ_LEN)
 
 
+@pytest.mark.parametrize("damage", [{"max_seq_len": 0}, {"max_seq_len": 127}, {"learned": -1}])
+def test_a_damaged_header(folder, damage):
+    path = folder / "train-00000.bin"
+    content = path.read_bytes()
+    header = json.dumps(json.loads(content[:4096]) | damage).encode().ljust(4096)
+    path.write_bytes(header + content[4096:])
+    assert str(path) in refusal(Split, folder, "train", SEQ_LEN)
+
+
 @pytest.mark.parametrize("bad", [257, 10**6, ~257, -(10**6)])
 def test_an_id_beyond_the_vocabulary(folder, bad):
     path = folder / "train-00000.bin"

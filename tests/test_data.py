@@ -452,6 +452,30 @@ def test_any_flipped_bit_is_a_clear_message_or_harmless(place, tmp_path_factory)
         assert byte < HEADER_BYTES and np.array_equal(shard.ids, ids)
 
 
+WRONG_SUMMARY = {
+    "fingerprint": 7,
+    "train_tokens": "many",
+    "max_tokens": None,
+    "val_fraction": [],
+    "source": {},
+    "tokenizer": 1,
+    "dataset": None,
+}
+
+
+@pytest.mark.parametrize("function", [prepare, open_or_prepare])
+def test_a_summary_of_the_wrong_shape_is_named(make, function):
+    folder = prepare(make(TEXTS))
+    path = folder / "dataset.json"
+    right = json.loads(path.read_text())
+    for name, value in WRONG_SUMMARY.items():
+        without = {key: content for key, content in right.items() if key != name}
+        for content in (right | {name: value}, without):
+            path.write_text(json.dumps(content))
+            message = refusal(function, make(TEXTS))
+            assert message.startswith(f"{path} is damaged") and f"delete {folder}" in message
+
+
 def test_other_files_in_the_folder_are_left_alone_and_never_read(make):
     folder = prepare(make(TEXTS, max_tokens=1000))
     assert not list(folder.glob("*.tmp"))
