@@ -3,6 +3,8 @@
 ranks(4)(function, x)        function(world, x) on four ranks at once; a list of what each returned
 torchrun(2, "--lr=1e-3")     fsdp_train.py under torchrun, in a folder of its own
 python("--lr=1e-3")          the same as a plain process
+refusal(function, x)         the line with which function(x) refuses x
+byte_level("th")             a tokenizer of Hugging Face's, of the bytes and "th"
 """
 
 import collections
@@ -229,6 +231,43 @@ def flags_for(folder) -> list[str]:
     made = json.loads((Path(folder) / "dataset.json").read_text())
     same = [f"--{name}={made[name]}" for name in ("dataset", "tokenizer", "val_fraction")]
     return [f"--data_dir={folder}", *same]
+
+
+def refusal(function, *args, **more) -> str:
+    """The message with which a call refuses its arguments: a UserError of one line."""
+    from config import UserError
+
+    with pytest.raises(UserError) as error:
+        function(*args, **more)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def json_lines(*rows) -> str:
+    """Rows as the content of a .jsonl file. A text is a line as it is."""
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+
+
+def write_lines(path, *rows) -> str:
+    """Write such a file; returns its path."""
+    path.write_text(json_lines(*rows))
+    return str(path)
+
+
+def byte_level(*merges):
+    """Hugging Face's tokenizer of the 256 bytes, of these pairs of letters, and <|endoftext|>.
+
+    The last is a special token, and its id the largest.
+    """
+    library = pytest.importorskip("tokenizers")
+    pieces = [*sorted(library.pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    made = library.Tokenizer(library.models.BPE(vocab, list(map(tuple, merges))))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(["<|endoftext|>"])
+    return made
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
 """data.py: shards are complete or not there, and a batch depends on the seed and the step alone."""
 
 import contextlib
-import dataclasses
 import errno
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -25,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE
+from conftest import PATIENCE, ROOT, byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,8 +34,8 @@ from text import corpus, shards
 from text import tokenizer as tokenizers
 from text.shards import HEADER_BYTES, Shard
 
-ROOT = Path(__file__).parent.parent
 EOT = 256  # of the bytes tokenizer
+ABOUT = {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""}  # of a shard
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def make(tmp_path):
 
     def make(texts, folder="tokens", **settings):
         path = tmp_path / "docs.jsonl"
-        path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        write_lines(path, *({"text": text} for text in texts))
         usual = {"tokenizer": "bytes", "val_fraction": 0.1, "data_dir": str(tmp_path / folder)}
         usual["run_dir"] = str(tmp_path / "run")
         return TrainConfig(dataset=str(path), **(usual | settings))
@@ -154,14 +152,12 @@ def test_finetuning_takes_the_bpe_of_its_base(make, tmp_path):
     "texts, message", [([], "is empty"), (["", ""], "is empty"), (["one"], "one document only")]
 )
 def test_too_little_text(make, texts, message):
-    with pytest.raises(UserError, match=message):
-        prepare(make(texts))
+    assert message in refusal(prepare, make(texts))
 
 
 def test_ids_beyond_16_bits(tmp_path):
     ids = np.array([1, 70_000, 2, 3, 99_999], np.uint32)
-    about = {"documents": 1, "text_bytes": 9, "vocab_size": 100_000, "text_sha256": ""}
-    shards.write_ids(tmp_path / "train-00000.bin", ids, about)
+    shards.write_ids(tmp_path / "train-00000.bin", ids, ABOUT | {"vocab_size": 100_000})
     split = Split(tmp_path, "train", 2)
     assert split.windows(np.array([0, 1])).tolist() == [[1, 70_000, 2], [2, 3, 99_999]]
 
@@ -185,14 +181,13 @@ def test_max_tokens_is_exact(large_text, undisturbed, tmp_path, workers):
 def test_no_token_more_than_was_asked_for(tmp_path):
     """Every limit from 1 to beyond the end of four chunks, and no limit."""
     sizes = (5, 1, 7, 4)  # tokens of each chunk
-    about = {"documents": 1, "text_bytes": 99, "vocab_size": 257, "text_sha256": ""}
     ids = np.arange(sum(sizes), dtype=np.uint16)
     ends = np.cumsum(sizes)
     for limit in [*range(1, sum(sizes) + 3), 0]:
         results = []
         for number, part in enumerate(np.split(ids, ends[:-1])):
             path = tmp_path / f"train-{number:05d}.bin"
-            shards.write_ids(path, part, about)
+            shards.write_ids(path, part, ABOUT)
             results.append((path, len(part)))
         with data.progress(limit) as bar:
             n_chunks, tokens = data.collect(iter(results), limit, bar)
@@ -218,58 +213,29 @@ def test_more_tokens_later_equal_more_tokens_at_once(make):
 
 def test_fewer_tokens_later_change_nothing_and_a_run_says_so(make, capsys):
     assert files(prepare(make(TEXTS))) == files(prepare(make(TEXTS, max_tokens=1000)))
-    folder = open_or_prepare(make(TEXTS, max_tokens=1000))
-    tokens = read_summary(folder)["train_tokens"]
-    said = (
-        f"note: {folder} holds {tokens:,} training tokens, more than --max_tokens: this run reads"
-    )
-    assert said in capsys.readouterr().err
+    open_or_prepare(make(TEXTS, max_tokens=1000))
+    assert "more than --max_tokens" in capsys.readouterr().err
 
 
 def test_a_run_that_asks_for_all_tokens_does_not_take_the_first_ones(make):
     """Nor does it make the rest: a run on these tokens may have to resume. Both fixes work."""
     folder = prepare(make(TEXTS, max_tokens=1000))
     before = files(folder)
-    with pytest.raises(
-        UserError, match="only the first 1,000 training .*max_tokens=1000,"
-    ) as caught:
-        open_or_prepare(make(TEXTS))
+    message = refusal(open_or_prepare, make(TEXTS))
+    assert "only the first 1,000" in message and "max_tokens=1000," in message
     assert open_or_prepare(make(TEXTS, max_tokens=1000)) == folder and files(folder) == before
-    run_command(caught.value)
+    run_command(message)
     assert open_or_prepare(make(TEXTS)) == folder
     assert files(folder) == files(prepare(make(TEXTS, "fresh")))
 
 
 def run_command(message):
     """What `python data.py`, the command that a message ends with, does."""
-    (cfg,) = load(shlex.split(str(message).partition("python data.py ")[2]), TrainConfig)
+    (cfg,) = load(shlex.split(message.partition("python data.py ")[2]), TrainConfig)
     return prepare(cfg)
 
 
-def test_a_run_that_asks_for_more_tokens_gets_them(make):
-    prepare(make(TEXTS, max_tokens=1000))
-    folder = open_or_prepare(make(TEXTS, max_tokens=3000))
-    assert Split(folder, "train", 16).tokens == 3000
-
-
 # --- long documents
-
-
-def test_the_bar_goes_on_while_one_document_is_encoded(make, monkeypatch, capsys):
-    """The tokenizer takes its time over the second document."""
-    monkeypatch.setattr(data, "REDRAW_SECONDS", 0.05)
-    encode = tokenizers.Tokenizer.encode
-
-    def slowly(self, text):
-        time.sleep(0.5 if len(text) > 10_000 else 0)
-        return encode(self, text)
-
-    monkeypatch.setattr(tokenizers.Tokenizer, "encode", slowly)
-    threads_before = threading.active_count()
-    prepare(make(["first", "x" * 20_000, "third"]))
-    bars = capsys.readouterr().err.split("\r")
-    assert sum("0.0 M characters read" in bar for bar in bars) > 5
-    assert threading.active_count() == threads_before
 
 
 def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
@@ -283,27 +249,23 @@ def test_words_without_end_do_not_keep_a_tokenizer_from_being_learned(make):
     assert b" the" in known and len(known) <= 279
 
 
+LARGE = {"one line": "the river and the old tree " * 37_000, "one word": "ab" * 500_000}
+
+
 @pytest.mark.parametrize(
     "megabytes",
     [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("kind", ["one line", "one word"])
-def test_a_large_document_shows_progress_and_ends(tmp_path, kind, megabytes):
+@pytest.mark.parametrize("kind", LARGE)
+def test_a_large_document_is_prepared_in_time(tmp_path, kind, megabytes):
     path = tmp_path / "long.txt"
-    words = "the river and the old tree "
-    megabyte = words * (10**6 // len(words)) if kind == "one line" else "ab" * 500_000
     with open(path, "w") as file:
         file.write("short<|endoftext|>")
-        for _ in range(megabytes):
-            file.write(megabyte)
-    flags = [f"--dataset={path}", "--tokenizer=bpe-300", "--max_seq_len=4"]
-    flags.append(f"--data_dir={tmp_path}/d")
-    command = [sys.executable, str(ROOT / "data.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert (
-        done.stderr.count("M characters read") > 3 * (megabytes > 100) and "train " in done.stdout
-    )
+        file.writelines(LARGE[kind] for _ in range(megabytes))
+    begin = time.process_time()
+    folder = prepare(settings_for(path, tmp_path / "tokens", tokenizer="bpe-300"))
+    assert time.process_time() - begin < 240
+    assert read_summary(folder)["train_tokens"] > 10_000 * megabytes
 
 
 # --- interrupted, in parallel, damaged
@@ -413,9 +375,9 @@ DAMAGE = {
     "one bit of the tokens": lambda path: flip(path, HEADER_BYTES + 100),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0\0"),
 }
-STRUCTURED = ["uint16,uint16", "(2,)u2"]
+
 HEADERS = {  # field -> values that no valid header has
-    "dtype": ["O", "object", "float32", "uint8", "int64", ">u2", *STRUCTURED, 7, None, ["u2"]],
+    "dtype": ["O", "object", "float32", "uint8", "int64", ">u2", "(2,)u2", 7, None, ["u2"]],
     "tokens": [-1, -(10**30), 2**62, 10**4000, 1.5, "7", None, True, [1], 10**9],
     "documents": [-1, "1", 1e300],
     "text_bytes": [0, -5, "9", float("nan")],
@@ -428,12 +390,20 @@ HEADERS = {  # field -> values that no valid header has
 
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_an_interrupted_preparation_makes_a_bad_shard_anew(make, damage, split):
+def test_a_bad_shard_is_named_by_a_run_and_made_anew(make, damage, split):
+    """The advice of the message works. So does an interrupted preparation, which checks all."""
     folder = prepare(make(TEXTS))
     before = files(folder)
+    path = folder / f"{split}-00000.bin"
+    DAMAGE[damage](path)
+    message = refusal(open_or_prepare, make(TEXTS))
+    assert str(folder if damage == "deleted" else path) in message and "data.py" in message
+    path.unlink(missing_ok=True)
+    assert files(prepare(make(TEXTS))) == before
+
     (folder / "dataset.json").unlink()  # it is written last
-    DAMAGE[damage](folder / f"{split}-00000.bin")
-    (folder / f"{split}-00000.bin.tmp").write_bytes(b"half a shard")
+    DAMAGE[damage](path)
+    path.with_suffix(".bin.tmp").write_bytes(b"half a shard")
     assert files(prepare(make(TEXTS))) == before
 
 
@@ -444,67 +414,21 @@ def test_shards_of_another_program_are_left_as_they_are(make, tmp_path, name):
     (tmp_path / "theirs").mkdir()
     theirs = np.arange(600, dtype=np.uint16).tobytes()
     (tmp_path / "theirs" / name).write_bytes(theirs)
-    with pytest.raises(UserError, match=f"{name} is not a shard .* set another --data_dir"):
-        prepare(cfg)
+    assert f"{name} is not a shard" in refusal(prepare, cfg)
     assert (tmp_path / "theirs" / name).read_bytes() == theirs
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_run_finds_a_bad_shard_and_names_it(make, damage, split):
-    folder = prepare(make(TEXTS))
-    path = folder / f"{split}-00000.bin"
-    DAMAGE[damage](path)
-    with pytest.raises(UserError) as caught:
-        open_or_prepare(make(TEXTS))
-    message = str(caught.value)
-    named = folder if damage == "deleted" else path
-    assert str(named) in message and "data.py" in message
 
 
 @pytest.mark.parametrize("name", HEADERS)
 def test_a_header_that_cannot_be_is_named(tmp_path, name):
     path = tmp_path / "train-00000.bin"
-    about = {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""}
-    shards.write_ids(path, np.arange(10, dtype=np.uint16), about)
+    shards.write_ids(path, np.arange(10, dtype=np.uint16), ABOUT)
     raw = path.read_bytes()
     header = json.loads(raw[:HEADER_BYTES])
-    message = f"^{path} is damaged .*: delete it and run data.py again"
     for value in HEADERS[name]:
         changed = json.dumps(header | {name: value}).encode()
         path.write_bytes(changed.ljust(HEADER_BYTES)[:HEADER_BYTES] + raw[HEADER_BYTES:])
-        with pytest.raises(UserError, match=message) as caught:
-            Shard(path)
-        assert len(str(caught.value)) < 400
-
-
-@pytest.mark.parametrize(
-    "text", [b"[" * HEADER_BYTES, b"7", b"", b'{"dtype": "uint16"}', b'{"a":' * 700]
-)
-def test_a_header_that_is_none_is_named(tmp_path, text):
-    path = tmp_path / "train-00000.bin"
-    path.write_bytes(text.ljust(HEADER_BYTES) + b"\0\0")
-    with pytest.raises(UserError, match=f"^{path} is damaged .*: delete it and run data.py again"):
-        Shard(path)
-
-
-@pytest.mark.parametrize(
-    "make_it", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")]
-)
-def test_what_is_no_file_is_no_shard(tmp_path, make_it):
-    path = tmp_path / "train-00000.bin"
-    make_it(path)
-    with pytest.raises(UserError, match=f"{path} is (a folder|not a regular file)"):
-        Shard(path)
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_the_advice_about_a_bad_shard_works(make, split):
-    """The advice: delete it and run data.py again, which makes only what is missing."""
-    folder = prepare(make(TEXTS))
-    before = files(folder)
-    (folder / f"{split}-00000.bin").unlink()
-    assert files(prepare(make(TEXTS))) == before
+        message = refusal(Shard, path)
+        assert message.startswith(f"{path} is damaged") and len(message) < 400
 
 
 @settings(max_examples=150, deadline=None)
@@ -513,8 +437,7 @@ def test_any_flipped_bit_is_a_clear_message_or_harmless(place, tmp_path_factory)
     """A bit of the tokens is always noticed; one of the header, unless the tokens are right."""
     path = tmp_path_factory.mktemp("flip") / "train-00000.bin"
     ids = np.arange(50, dtype=np.uint16)
-    about = {"documents": 1, "text_bytes": 90, "vocab_size": 257, "text_sha256": "0" * 64}
-    shards.write_ids(path, ids, about)
+    shards.write_ids(path, ids, ABOUT | {"text_sha256": "0" * 64})
     raw = path.read_bytes()
     header_bits = 8 * len(raw[:HEADER_BYTES].rstrip())  # without its padding
     bits = [*range(header_bits), *range(8 * HEADER_BYTES, 8 * len(raw))]
@@ -529,150 +452,103 @@ def test_any_flipped_bit_is_a_clear_message_or_harmless(place, tmp_path_factory)
         assert byte < HEADER_BYTES and np.array_equal(shard.ids, ids)
 
 
-def test_a_temporary_file_is_never_read(make):
-    folder = prepare(make(TEXTS))
-    tokens = Split(folder, "train", 16).tokens
-    assert not list(folder.glob("*.tmp"))
-    shutil.copy(folder / "train-00000.bin", folder / "train-00001.bin.tmp")
-    assert Split(open_or_prepare(make(TEXTS)), "train", 16).tokens == tokens
+WRONG_SUMMARY = {
+    "fingerprint": 7,
+    "train_tokens": "many",
+    "max_tokens": None,
+    "val_fraction": [],
+    "source": {},
+    "tokenizer": 1,
+    "dataset": None,
+}
 
 
-def test_a_damaged_summary_is_named(make):
-    folder = prepare(make(TEXTS))
-    (folder / "dataset.json").write_text('{"dataset": ')
-    with pytest.raises(UserError, match=f"{folder}/dataset.json is damaged"):
-        prepare(make(TEXTS))
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("fingerprint", 7),
-        ("train_tokens", "many"),
-        ("max_tokens", None),
-        ("val_fraction", []),
-        ("source", {}),
-        ("tokenizer", 1),
-        ("dataset", None),
-    ],
-)
 @pytest.mark.parametrize("function", [prepare, open_or_prepare])
-def test_a_summary_of_the_wrong_shape_is_named(make, function, name, value):
+def test_a_summary_of_the_wrong_shape_is_named(make, function):
     folder = prepare(make(TEXTS))
     path = folder / "dataset.json"
     right = json.loads(path.read_text())
-    without = {key: content for key, content in right.items() if key != name}
-    message = f"{path} is damaged .*: delete {folder} and prepare the data again"
-    for content in (right | {name: value}, without, [right], 7):
-        path.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=message):
-            function(make(TEXTS))
-    path.write_text("[" * 100_000)
-    with pytest.raises(UserError, match="nested too deep.*: delete"):
-        function(make(TEXTS))
+    for name, value in WRONG_SUMMARY.items():
+        without = {key: content for key, content in right.items() if key != name}
+        for content in (right | {name: value}, without):
+            path.write_text(json.dumps(content))
+            message = refusal(function, make(TEXTS))
+            assert message.startswith(f"{path} is damaged") and f"delete {folder}" in message
 
 
-def test_other_files_in_the_folder_are_left_alone(make):
+def test_other_files_in_the_folder_are_left_alone_and_never_read(make):
     folder = prepare(make(TEXTS, max_tokens=1000))
-    names = ("._train-00000.bin", "my-notes.bin", "train-x.bin", "val.bin")
+    assert not list(folder.glob("*.tmp"))
+    names = ("._train-00000.bin", "my-notes.bin", "train-x.bin", "val.bin", "train-00001.bin.tmp")
     others = [folder / name for name in names]
     for path in others:
         path.write_text("mine")
+    assert Split(open_or_prepare(make(TEXTS, max_tokens=1000)), "train", 16).tokens == 1000
     assert open_or_prepare(make(TEXTS, max_tokens=2000)) == folder
     assert Split(folder, "train", 16).tokens == 2000
-    assert all(path.read_text() == "mine" for path in others)
+    assert all(path.read_text() == "mine" for path in others[:-1])
 
 
 # --- the folder holds something else
 
 
 @pytest.mark.parametrize("function", [prepare, open_or_prepare])
-def test_another_tokenizer_is_refused(make, function):
+def test_a_folder_of_something_else_is_refused(make, tmp_path, function):
+    """And the advice works: another folder, or the setting that it was made with."""
     folder = prepare(make(TEXTS))
-    message = f"{folder} was made with --tokenizer=bytes, not bpe-300: set --tokenizer=bytes"
-    with pytest.raises(UserError, match=message):
-        function(make(TEXTS, tokenizer="bpe-300"))
-
-
-@pytest.mark.parametrize("function", [prepare, open_or_prepare])
-def test_another_share_for_validation_is_refused(make, function):
-    """And the advice works: another folder, or the fraction that it was made with."""
-    folder = prepare(make(TEXTS))
-    message = (
-        f"{folder} was made with --val_fraction=0.1, not 0.25: set --val_fraction=0.1, or another"
-    )
-    with pytest.raises(UserError, match=message):
-        function(make(TEXTS, val_fraction=0.25))
+    message = refusal(function, make(TEXTS, tokenizer="bpe-300"))
+    assert str(folder) in message and "--tokenizer=bytes, not bpe-300" in message
+    message = refusal(function, make(TEXTS, val_fraction=0.25))
+    assert "--val_fraction=0.1, not 0.25: set --val_fraction=0.1" in message
     assert function(make(TEXTS, val_fraction=0.1)) == folder
     other = function(make(TEXTS, "other", val_fraction=0.25))
     assert documents_of(other, "val") == TEXTS[::4] and documents_of(folder, "val") == TEXTS[::10]
-
-
-@pytest.mark.parametrize("function", [prepare, open_or_prepare])
-def test_another_data_set_is_refused(make, tmp_path, function):
-    folder = prepare(make(TEXTS))
     (tmp_path / "other.txt").write_text("another<|endoftext|>text")
-    with pytest.raises(UserError, match=str(folder)):
-        function(settings_for(tmp_path / "other.txt", folder))
+    assert str(folder) in refusal(function, settings_for(tmp_path / "other.txt", folder))
 
 
-def tokenizer_of(words):
-    """The content of a tokenizer.json whose first merge is that of these two letters."""
-    library = pytest.importorskip("tokenizers")
-    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
-    names = ["<|endoftext|>", *alphabet, words]
-    vocab = {name: number for number, name in enumerate(names)}
-    made = library.Tokenizer(library.models.BPE(vocab, [tuple(words)]))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>"])
-    return made.to_str().encode()
-
-
-@pytest.mark.parametrize(
-    "change", ["more text", "other letters", "other letters, same time", "json"]
-)
+@pytest.mark.parametrize("change", ["more text", "other letters", "same time", "json"])
 def test_a_run_does_not_begin_on_tokens_of_something_else(make, tmp_path, capsys, change):
     """It is refused, the advice works, and a run that began before goes on as it was."""
     name = "bytes"
-    changed, content = tmp_path / "docs.jsonl", None
+    changed = tmp_path / "docs.jsonl"
     if change == "json":
-        changed, name = tmp_path / "own.json", str(tmp_path / "own.json")
-        changed.write_bytes(tokenizer_of("or"))
-        content = tokenizer_of("en")
+        changed = tmp_path / "own.json"
+        name = str(changed)
+        byte_level("or").save(name)
     cfg = make(TEXTS, tokenizer=name)
     folder = open_or_prepare(cfg)
     before, time_before = files(folder), changed.stat().st_mtime_ns
-    if change == "more text":
-        content = changed.read_bytes() * 2
-    elif change != "json":
-        content = changed.read_bytes().replace(b"number", b"Nummer")
-    changed.write_bytes(content)
-    if change == "other letters, same time":
+    if change == "json":
+        byte_level("en").save(name)
+    elif change == "more text":
+        changed.write_bytes(changed.read_bytes() * 2)
+    else:
+        changed.write_bytes(changed.read_bytes().replace(b"number", b"Nummer"))
+    if change == "same time":
         os.utime(changed, ns=(time_before, time_before))
 
     setting = f"tokenizer={name}" if change == "json" else f"dataset={cfg.dataset}"
-    with pytest.raises(UserError, match=f"^{setting} changed after {folder} was made: ") as caught:
-        open_or_prepare(cfg)
+    message = refusal(open_or_prepare, cfg)
+    assert message.startswith(f"{setting} changed after {folder} was made: ")
     assert files(folder) == before
     (tmp_path / "run/checkpoints/step-2").mkdir(parents=True)
     assert open_or_prepare(cfg) == folder and files(folder) == before
-    assert f"note: {setting} changed after {folder} was made" in capsys.readouterr().err
+    assert f"note: {setting} changed" in capsys.readouterr().err
 
     shutil.rmtree(tmp_path / "run")
-    run_command(caught.value)
+    run_command(message)
     assert open_or_prepare(cfg) == folder
-    fresh = dataclasses.replace(cfg, data_dir=str(tmp_path / "fresh"))
+    fresh = replace(cfg, data_dir=str(tmp_path / "fresh"))
     assert files(folder) == files(prepare(fresh)) != before
 
 
-def test_a_bpe_of_other_text_is_trained_again(make, tmp_path):
-    folder = prepare(make(TEXTS, tokenizer="bpe-300"))
+def test_a_bpe_of_other_text_is_trained_again(make):
+    prepare(make(TEXTS, tokenizer="bpe-300"))
     other = ["zebra quiz " * 50] * 3
-    assert files(prepare(make(other, tokenizer="bpe-300"))) == files(
-        prepare(make(other, "fresh", tokenizer="bpe-300"))
-    )
-    assert Split(folder, "train", 8).tokens
+    again = prepare(make(other, tokenizer="bpe-300"))
+    fresh = prepare(make(other, "fresh", tokenizer="bpe-300"))
+    assert files(again) == files(fresh)
 
 
 def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
@@ -682,9 +558,9 @@ def test_of_a_large_text_a_run_reads_sizes_and_times(make, monkeypatch):
     folder = open_or_prepare(cfg)
     before = files(folder)
     os.utime(cfg.dataset, (1, 1))
-    with pytest.raises(UserError, match="^sizes or times of dataset=.* changed after") as caught:
-        open_or_prepare(cfg)
-    run_command(caught.value)
+    message = refusal(open_or_prepare, cfg)
+    assert message.startswith("sizes or times of dataset=")
+    run_command(message)
     assert open_or_prepare(cfg) == folder
     after = files(folder)
     assert after.pop("dataset.json") != before.pop("dataset.json") and after == before
@@ -707,52 +583,37 @@ def test_prepared_tokens_need_no_text_and_may_be_old(make, tmp_path, capsys):
     assert "changed after" in capsys.readouterr().err
     (tmp_path / "docs.jsonl").unlink()
     assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
-    (tmp_path / "docs.jsonl").mkdir()  # a folder of that name, without text
-    assert open_or_prepare(cfg) == folder and capsys.readouterr().err == ""
-    (tmp_path / "docs.jsonl").rmdir()
     cfg = make(TEXTS * 2)
     assert files(prepare(cfg)) == files(prepare(make(TEXTS * 2, "fresh"))) != before
 
 
-def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path):
-    """The message holds the command that prepares what this run asks for."""
-    cfg = settings_for("allenai/c4:en", tmp_path / "my data", val_fraction=0.1)
-    with pytest.raises(UserError, match="first run: python data.py ") as caught:
-        open_or_prepare(cfg)
-    argv = shlex.split(str(caught.value).partition("python data.py ")[2])
-    assert load(argv, TrainConfig) == [cfg]
-    assert not (tmp_path / "my data").exists()
-
-
 @pytest.mark.parametrize("dataset, on_the_hub", [("allenai/c4:en", True), ("large", False)])
-def test_whoever_has_no_large_data_set_can_begin_at_once(tmp_path, dataset, on_the_hub):
-    """The message offers settings with which the same run starts."""
+def test_a_large_data_set_is_not_prepared_by_a_training_run(tmp_path, dataset, on_the_hub):
+    """The message holds the command that prepares it, and settings to begin with at once."""
     if not on_the_hub:
         with open(tmp_path / "large.txt", "wb") as large:
             large.truncate(data.SMALL_BYTES + 1)
         dataset = str(tmp_path / "large.txt")
-    with pytest.raises(UserError, match="To begin now, add") as caught:
-        open_or_prepare(settings_for(dataset, tmp_path / "made"))
-    message = str(caught.value)
+    cfg = settings_for(dataset, tmp_path / "my data", val_fraction=0.1)
+    message = refusal(open_or_prepare, cfg)
+    assert not (tmp_path / "my data").exists()
     assert "--dataset=stdlib --tokenizer=bpe-4096" in message
     assert (f"--max_tokens={data.FIRST_SLICE}" in message) == on_the_hub
     assert data.FIRST_SLICE <= data.SMALL_TOKENS  # so a run makes it itself
-    assert len(message.splitlines()) == 1
+    command = message.partition("python data.py ")[2]
+    assert load(shlex.split(command), TrainConfig) == [cfg]
 
 
-def test_a_small_data_set_is_prepared_by_a_training_run(make):
-    folder = open_or_prepare(make(TEXTS))
-    assert documents_of(folder, "val") == TEXTS[::10]
-
-
-def test_the_folders_name_tells_data_set_and_tokenizer():
-    for dataset, tokenizer, folder in (
+@pytest.mark.parametrize(
+    "dataset, tokenizer, folder",
+    [
         ("stdlib", "bytes", "data/stdlib-bytes"),
         ("allenai/c4:en", "gpt2", "data/allenai-c4-en-gpt2"),
         ("my/*.txt", "bpe-512", "data/my-.txt-bpe-512"),
-    ):
-        cfg = TrainConfig(dataset=dataset, tokenizer=tokenizer)
-        assert data.data_dir(cfg) == Path(folder)
+    ],
+)
+def test_the_folders_name_tells_data_set_and_tokenizer(dataset, tokenizer, folder):
+    assert data.data_dir(TrainConfig(dataset=dataset, tokenizer=tokenizer)) == Path(folder)
 
 
 # --- batches
@@ -779,8 +640,7 @@ def split(tmp_path_factory):
     folder = tmp_path_factory.mktemp("counting")
     ids = np.split(np.arange(sum(SIZES), dtype=np.uint16), np.cumsum(SIZES)[:-1])
     for number, part in enumerate(ids):
-        about = {"documents": 1, "text_bytes": 9, "vocab_size": 5000, "text_sha256": ""}
-        shards.write_ids(folder / f"train-{number:05d}.bin", part, about)
+        shards.write_ids(folder / f"train-{number:05d}.bin", part, ABOUT | {"vocab_size": 5000})
     return Split(folder, "train", SEQ_LEN)
 
 
@@ -831,34 +691,28 @@ def test_resuming_at_step_a_billion_costs_what_step_0_costs(split):
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
-    header = {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""}
-    shards.write_ids(tmp_path / "train-00000.bin", np.full(100, 300, np.uint16), header)
-    with pytest.raises(UserError, match=f"{tmp_path} holds ids beyond its vocabulary"):
-        Split(tmp_path, "train", 8).windows(np.array([0]))
+    shards.write_ids(tmp_path / "train-00000.bin", np.full(100, 300, np.uint16), ABOUT)
+    assert "beyond its vocabulary" in refusal(Split(tmp_path, "train", 8).windows, np.array([0]))
 
 
 def test_a_sequence_longer_than_the_data(make):
     folder = prepare(make(TEXTS))
-    for name, fix in (
-        ("train", "lower --max_seq_len$"),
-        ("val", "lower .*, or raise .* another --data_dir$"),
-    ):
+    for name in ("train", "val"):
         longest = Shard(folder / f"{name}-00000.bin").header["tokens"]
         for max_seq_len in (longest, 100_000):  # a window has one token more
-            message = f"{max_seq_len + 1:,} tokens in one file, .* has {longest:,}: {fix}"
-            with pytest.raises(UserError, match=f"^max_seq_len {max_seq_len} needs {message}"):
-                Split(folder, name, max_seq_len)
+            message = refusal(Split, folder, name, max_seq_len)
+            assert f"max_seq_len {max_seq_len} needs {max_seq_len + 1:,} tokens" in message
+            assert f"has {longest:,}" in message
+            assert ("another --data_dir" in message) == (name == "val")
         assert len(Split(folder, name, longest - 1)) == 1
 
 
 def test_shards_that_are_too_short_each_are_not_added_up(tmp_path):
-    about = {"documents": 1, "text_bytes": 9, "vocab_size": 257, "text_sha256": ""}
     for number in range(6):
         path = tmp_path / f"val-{number:05d}.bin"
-        shards.write_ids(path, np.arange(20 + number, dtype=np.uint16), about)
-    message = "needs 33 tokens in one file, and the longest of the 6 val files in .* has 25:"
-    with pytest.raises(UserError, match=message):
-        Split(tmp_path, "val", 32)
+        shards.write_ids(path, np.arange(20 + number, dtype=np.uint16), ABOUT)
+    message = refusal(Split, tmp_path, "val", 32)
+    assert "needs 33 tokens" in message and "longest of the 6 val files" in message
 
 
 # --- the permutation
@@ -908,15 +762,6 @@ def test_it_shuffles_as_well_as_chance(seed, epoch):
     for lag in (1, 2, 64):
         assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < 4 / np.sqrt(n)
     assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 4 / np.sqrt(n)
-
-
-def test_epochs_and_seeds_are_independent():
-    n = 2**16
-    pairs = ((0, 0), (0, 1), (1, 0), (1, 1))
-    orders = [permute(np.arange(n), n, seed, epoch) for seed, epoch in pairs]
-    for a, b in itertools.combinations(orders, 2):
-        assert abs(np.corrcoef(a, b)[0, 1]) < 4 / np.sqrt(n)
-        assert (a == b).sum() < 12
 
 
 # --- prefetching

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import rooms_on_path
+from conftest import byte_level, refusal, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,22 +40,8 @@ def parts_of(turns, rows=LAST, tokenizer=BYTES):
     return parts
 
 
-def write_lines(path, *rows):
-    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("".join(line + "\n" for line in lines))
-    return str(path)
-
-
 def read(dataset, template=CHATML):
     return [chat.turns_from(example) for example in chat.examples(str(dataset), template)]
-
-
-def error(function, *args):
-    """The message of the UserError that a call raises; always one line."""
-    with pytest.raises(UserError) as caught:
-        function(*args)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 # --- lines -> turns
@@ -100,17 +85,17 @@ def test_tools_may_answer_several_times():
 
 
 BAD = {  # a line of a file -> what is said of it
-    "not JSON": "it is not a JSON object",
     "[1]": "it is not a JSON object",
-    "null": "it is not a JSON object",
+    "[" * 10_000: "it is not a JSON object",
+    '{"prompt": ' + "9" * 5000 + "}": "it is not a JSON object",
     "{}": "it has nothing; expected prompt and one of response or completion, or messages",
-    '{"prompt": "a"}': "it has 'prompt'; expected prompt and one of",
     '{"prompt": "a", "response": null}': "it has 'prompt'; expected prompt and one of",
     '{"text": "a"}': "it has 'text'; expected prompt and one of",
     '{"prompt": "a", "response": "b", "completion": "c"}': "it has 'completion', 'prompt', 'resp",
     '{"prompt": 1, "response": "b"}': "prompt is 1, expected text",
     '{"prompt": "a", "completion": ["b"]}': "completion is list, expected text",
     '{"prompt": "a", "response": "b", "weight": 0.5}': "it has weight 0.5, expected 0 or 1",
+    '{"prompt": "a", "response": "b", "response": "c"}': "it has 'response' more than once",
     '{"messages": []}': "messages is not a list of messages",
     '{"messages": "hi"}': "messages is not a list of messages",
     '{"messages": [1]}': "message 1 is not an object with role and content",
@@ -118,24 +103,19 @@ BAD = {  # a line of a file -> what is said of it
     '{"messages": [{"role": "human", "content": "a"}]}': "message 1 has role 'human', expected",
     '{"messages": [{"role": "user", "content": [1]}]}': "message 1 has content list, expected",
     '{"messages": [{"role": "user", "content": "a", "name": "b"}]}': "message 1 has 'name', which",
-    '{"messages": [{"role": "user", "content": "a"}]}': "the last message is of user, expected",
     '{"messages": [{"role": "user", "content": "a", "weight": 0}]}': "message 1 is of user: a wei",
+    '{"messages": [{"role": "user", "content": "a", "role": "b"}]}': "it has 'role' more than once",
     '{"messages": [{"role": "assistant", "content": "a"}]}': "message 1 is of assistant, expected",
     '{"messages": [], "tools": [1]}': "it has tools, which are not supported",
     '{"messages": [1], "response": "a"}': "it has messages and response: remove one of them",
-    '{"messages": [1], "completion": "a"}': "it has messages and completion: remove one of them",
     '{"messages": [1], "weight": 1}': "it has a weight, which belongs to a message",
-    "[" * 10_000: "it is not a JSON object",
-    '{"prompt": ' + "9" * 5000 + "}": "it is not a JSON object",
-    '{"prompt": "a", "response": "b", "response": "c"}': "it has 'response' more than once",
-    '{"messages": [{"role": "user", "content": "a", "role": "b"}]}': "it has 'role' more than once",
 }
 
 
 @pytest.mark.parametrize("line", BAD, ids=range(len(BAD)))
 def test_a_bad_line_is_named_with_its_file_number_and_fault(tmp_path, line):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "a", "response": "b"}, line)
-    message = error(read, path)
+    message = refusal(read, path)
     assert message.startswith(f"examples that cannot be used: {path}, line 2: {BAD[line]}")
 
 
@@ -152,7 +132,7 @@ ORDERS = {
 @pytest.mark.parametrize("roles", ORDERS)
 def test_roles_in_a_wrong_order(roles):
     messages = [{"role": role, "content": "x"} for role in roles.split()]
-    assert error(turns_of, {"messages": messages}, CHATML).startswith(ORDERS[roles])
+    assert ORDERS[roles] in refusal(turns_of, {"messages": messages}, CHATML)
 
 
 @pytest.mark.parametrize("n_bad, named, more", [(3, 3, False), (20, 20, False), (50, 20, True)])
@@ -160,7 +140,7 @@ def test_up_to_twenty_bad_lines_are_named_at_once(tmp_path, n_bad, named, more):
     good = {"prompt": "a", "response": "b"}
     first = write_lines(tmp_path / "a.jsonl", *[good, {"prompt": "a"}] * (n_bad // 2))
     second = write_lines(tmp_path / "b.jsonl", *["{"] * (n_bad - n_bad // 2))
-    message = error(read, tmp_path)
+    message = refusal(read, tmp_path)
     assert message.count(", line ") == named and message.endswith("; and more") == more
     numbers = re.findall(r"([ab])\.jsonl, line (\d+)", message)
     expected = [("a", str(2 * i + 2)) for i in range(n_bad // 2)]
@@ -196,29 +176,25 @@ def test_whatever_a_line_holds_it_is_turns_or_a_user_error(row):
 @pytest.mark.parametrize("name", ["stdlib", "a.txt"])
 def test_text_has_no_prompts(tmp_path, name):
     path = name if name == "stdlib" else write_lines(tmp_path / name, "text")
-    problem = f"{path} is no .jsonl file" if name == "a.txt" else "dataset=stdlib has no prompts"
-    message = error(read, path)
-    assert message.startswith(problem) and "set --dataset='my/*.jsonl'" in message
+    message = refusal(read, path)
+    assert path in message and "set --dataset='my/*.jsonl'" in message
 
 
 def test_lines_that_are_no_text_are_named_among_the_other_bad_ones(tmp_path):
     good = b'{"prompt": "a", "response": "b"}\n'
     content = [b"\xef\xbb\xbf\n", good, b'{"prompt": "\xff"}\n', b"{}\n", b"\xc3\n", b"a\0\n", good]
     (tmp_path / "a.jsonl").write_bytes(b"".join(content))
-    faults = error(read, tmp_path).removeprefix("examples that cannot be used: ").split("; ")
-    path = tmp_path / "a.jsonl"
-    fix = "correct the line, or convert the file"
-    assert faults[0] == f"{path}, line 3: it is not UTF-8 text: byte 0xff at offset 12: {fix}"
-    assert faults[1].startswith(f"{path}, line 4: it has nothing")
-    assert faults[-2] == f"{path}, line 5: it is not UTF-8 text: byte 0xc3 at offset 0: {fix}"
-    assert faults[-1] == f"{path}, line 6: it is not UTF-8 text: byte 0x00 at offset 1: {fix}"
+    message = refusal(read, tmp_path)
+    places = re.findall(r"line (\d): it is not UTF-8 text: byte (\S+) at offset (\d+)", message)
+    assert places == [("3", "0xff", "12"), ("5", "0xc3", "0"), ("6", "0x00", "1")]
+    assert "line 4: it has nothing" in message
 
 
 @pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32"])
 def test_a_file_in_another_unicode_is_named_as_a_whole(tmp_path, encoding):
     path = tmp_path / "a.jsonl"
     path.write_bytes('{"prompt": "a", "response": "b"}\n'.encode(encoding))
-    assert error(read, path).startswith(f"{path} is {encoding}, not UTF-8: convert it with iconv")
+    assert refusal(read, path).startswith(f"{path} is {encoding}, not UTF-8")
 
 
 @pytest.mark.parametrize("blank", ["", "\n", " \t\r\n", "\u3000\n"])
@@ -246,7 +222,7 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
         {"messages": [USER, USER, ANSWER], "category": "y"},
     )
     fault = "owner/name:default, row 3: message 2 is of user again"
-    assert fault in error(read, "owner/name:default")
+    assert fault in refusal(read, "owner/name:default")
     rows = [row for _, row in corpus.rows("owner/name:default")][:2]
     first, second = (turns_of(row, CHATML)[0] for row in rows)
     assert (first.learn, second.learn) == (1, None)
@@ -255,84 +231,9 @@ def test_rows_of_the_hub(tmp_path, monkeypatch):
 
 # --- templates
 
-ZEPHYR_LIKE = (
-    "{% for m in messages %}\n"
-    "{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}\n"
-    "<|{{ m['role'] }}|>\n{{ m['content'] | trim }}</s>\n"
-    "{% if loop.last and add_generation_prompt %}\n<|assistant|>\n{% endif %}\n"
-    "{% endfor %}"
-)
-LLAMA_LIKE = (
-    "{{ bos_token }}{%- set ns = namespace(turn=0) -%}{%- for m in messages -%}"
-    "{%- if m.role == 'user' -%}[INST] {{ m.content }} [/INST]{%- set ns.turn = ns.turn + 1 -%}"
-    "{%- elif m.role == 'assistant' %} {{ m.content }} {% if ns.turn > 99 %}{% break %}{% endif %}"
-    "{%- endif -%}{%- endfor -%}"
-)
-TOOLS_LIKE = (
-    "{% if tools is not none or documents is not none %}Tools: {{ tools | length }}{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
-)
-JSON_LIKE = (
-    "{% for m in messages %}{{ m | tojson }}{{ m.content | tojson(ensure_ascii=true) }}"
-    "{{ {'b': 1, 'a': [m.role]} | tojson(indent=2, separators=(',', ' : '), sort_keys=true) }}\n"
-    "{% endfor %}"
-)
-GENERATION_LIKE = (
-    "{% set word = 'says' %}{% for m in messages %}\n"
-    "    {% if m.role == 'assistant' %}\n"
-    "{% generation %}\n  {% set word = 'answers' %}\n{{ word }} {{ m.content }} {{ loop.index }}\n"
-    "    {%- endgeneration %} end\n{{ word }}\n"
-    "    {%- else %}\n{{ m.content }}{% endif %}\n{% endfor %}"
-)
-# As those of four families: names that only some programs define are asked for, and not written.
-LLAMA_3_LIKE = (
-    "{{- bos_token }}{%- if not date is defined %}{%- set date = '26 Jul' %}{%- endif %}"
-    "{%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}"
-    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content']|trim %}"
-    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
-    "{{- '<|header|>system\n\n' }}{%- if builtin_tools is defined or tools is not none %}"
-    "{{- 'Environment\n' }}{%- endif %}{{- date + '\n' }}{{- system }}{{- '<|eot|>' }}"
-    "{%- for m in messages %}{%- if not (m.role == 'ipython' or 'tool_calls' in m) %}"
-    "{{- '<|header|>' + m['role'] + '\n\n' + m['content'] | trim + '<|eot|>' }}{%- endif %}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|header|>assistant\n\n' }}{%- endif %}"
-)
-QWEN_LIKE = (
-    "{%- if tools %}{{- tools | tojson }}{%- endif %}"
-    "{%- set ns = namespace(last=messages|length - 1) %}"
-    "{%- for m in messages %}{%- if m.reasoning_content is string %}{{- m.reasoning_content }}"
-    "{%- endif %}{%- if m.tool_calls %}{%- for call in m.tool_calls %}{{- call.name }}"
-    "{%- endfor %}{%- endif %}{%- if loop.previtem and loop.previtem.role == m.role %}!{% endif %}"
-    "{{- '<|turn|>' + m.role + '\n' + m.content + '<|end|>' + '\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|turn|>assistant\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>' }}{%- endif %}"
-    "{%- endif %}"
-)
-MISTRAL_LIKE = (
-    "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{- bos_token }}"
-    "{%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{- raise_exception('roles must alternate') }}{%- endif %}{%- if m.role == 'user' %}"
-    "{%- if tools is not none and m == messages[-1] %}{{- '[TOOLS]' }}{%- endif %}"
-    "{{- '[INST] ' + m.content + '[/INST]' }}{%- elif m.tool_calls is defined %}{{- '[CALL]' }}"
-    "{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"
-)
-GEMMA_LIKE = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}{% set role = 'model' %}"
-    "{% else %}{% set role = m.role %}{% endif %}{{ '<turn>' + role }}{{ ' first' if loop.first }}"
-    "{{ '\n' + (suffix or '') + m.content | trim + '</turn>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<turn>model' }}{{ '\n' if tools is none }}{% endif %}"
-)
-LIKE = {
-    "ChatML": chat.CHATML,
-    "Llama 3": LLAMA_3_LIKE,
-    "Qwen": QWEN_LIKE,
-    "Mistral": MISTRAL_LIKE,
-    "Gemma": GEMMA_LIKE,
-    "Zephyr": ZEPHYR_LIKE,
-    "Llama": LLAMA_LIKE,
-    "tools": TOOLS_LIKE,
-    "JSON": JSON_LIKE,
-    "generation": GENERATION_LIKE,
-}
+TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "templates").iterdir())}
+LIKE = {name: path.read_text().removesuffix("\n") for name, path in TEMPLATES.items()}
+LIKE["ChatML"] = chat.CHATML
 CONVERSATION = [USER, ANSWER, {"role": "user", "content": " more\n"}, ANSWER]
 SYMBOLS = {"role": "user", "content": "<b> & 'größe' \"\\ud800\" 😀 \x7f\U00010000"}
 
@@ -402,31 +303,28 @@ def test_end_of_text_is_an_id_and_not_written_by_a_template(tmp_path):
     ]
     between = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     folder = save(tmp_path / "b", chat_template=between, **tokens)
-    assert "writes <|endoftext|> between turns" in error(load_template, str(folder))
+    assert "writes <|endoftext|> between turns" in refusal(load_template, str(folder))
 
 
 FOREVER = "{% for i in range(99999) %}{% for j in range(99999) %}WORK{% endfor %}{% endfor %}"
 MACRO = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(1) }}"
 BAD_TEMPLATES = {
-    "{{ eos_token }}": "fails: 'eos_token' is undefined",
-    "{{ 'a' ~ eso_token }}": "fails: 'eso_token' is undefined",
-    "{{ eso_token | trim }}": "fails: 'eso_token' is undefined",
-    "{{ tokens.eos }}": "fails: 'tokens' is undefined",
-    "{% for m in messages %}{{ m.contents }}{% endfor %}": "fails: 'dict object' has no attribute",
-    "{{ ''.__class__ }}": "fails: access to attribute '__class__' of 'str' object is unsafe",
-    FOREVER.replace("WORK", ""): "needs more than 0.5 s for a conversation: it is refused",
-    FOREVER.replace("WORK", "a"): "fails: it writes more than 100,440 characters",
-    "{{ 'a' * 10**12 }}": "fails: it needs more than 1 GB of memory",
-    MACRO: "fails: maximum recursion depth exceeded",
-    "{{" + "(" * 9999 + "1" + ")" * 9999 + "}}": "is not a template: maximum recursion depth",
+    "{{ eos_token }}": "'eos_token' is undefined",
+    "{{ 'a' ~ eso_token }}": "'eso_token' is undefined",
+    "{{ tokens.eos }}": "'tokens' is undefined",
+    "{% for m in messages %}{{ m.contents }}{% endfor %}": "has no attribute",
+    FOREVER.replace("WORK", ""): "needs more than 0.5 s",
+    FOREVER.replace("WORK", "a"): "writes more than",
+    "{{ 'a' * 10**12 }}": "needs more than 1 GB",
+    MACRO: "recursion depth",
+    "{{" + "(" * 9999 + "1" + ")" * 9999 + "}}": "is not a template: ",
     "{% for m in": "is not a template: ",
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "fails: access to attribute '__class__'",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "access to attribute '__class__'",
     "{{ messages.append(1) }}": "fails: ",
     "{{ raise_exception('no\nsystem') }}": "fails: no system",
-    "{{ 1 / 0 }}": "fails: division by zero",
+    "{{ 1 / 0 }}": "division by zero",
     "{% include '/etc/passwd' %}": "fails: ",
-    "{{ strftime_now('%Y') }}": "fails: strftime_now would write another date every day",
-    "{% generation %}": "is not a template: ",
+    "{{ strftime_now('%Y') }}": "another date every day",
 }
 
 
@@ -435,22 +333,22 @@ def test_a_template_of_a_stranger_that_fails_or_wants_more(tmp_path, monkeypatch
     monkeypatch.setattr(chat, "SECONDS", 0.5)  # of the processor
     path = tmp_path / "own.jinja"
     path.write_text(source)
-    assert f"chat_template {path} {BAD_TEMPLATES[source]}" in error(load_template, str(path))
+    message = refusal(load_template, str(path))
+    assert message.startswith(f"chat_template {path} ") and BAD_TEMPLATES[source] in message
 
 
 def test_there_is_no_template(tmp_path):
-    assert "there is no such file or folder" in error(load_template, str(tmp_path / "x"))
-    assert "has no chat_template" in error(load_template, str(save(tmp_path / "a", eos_token="x")))
-    assert "has no chat_template" in error(
-        load_template, str(save(tmp_path / "a", chat_template=3))
-    )
+    assert "no such file" in refusal(load_template, str(tmp_path / "x"))
+    for values in ({"eos_token": "x"}, {"chat_template": 3}):
+        folder = save(tmp_path / "a", **values)
+        assert "has no chat_template" in refusal(load_template, str(folder))
 
 
 def test_a_template_that_refuses_one_example_names_its_line(tmp_path):
     tool = {"role": "tool", "content": "4"}
     good, bad = {"messages": [USER, ANSWER]}, {"messages": [USER, ANSWER, tool, ANSWER]}
     path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
-    message = error(read, path, Template(ZEPHYR_LIKE, "chat_template x"))
+    message = refusal(read, path, Template(LIKE["zephyr"], "chat_template x"))
     assert f"{path}, line 2: chat_template x fails: no tools here; {path}, line 4: " in message
 
 
@@ -461,10 +359,10 @@ def test_a_template_may_work_too_long_at_one_example_alone(tmp_path, monkeypatch
     template = Template(forever + chat.CHATML, "chat_template x")
     good, bad = {"messages": [USER, ANSWER]}, {"messages": CONVERSATION * 2}
     path = write_lines(tmp_path / "a.jsonl", good, bad, good, bad)
-    message = error(read, path, template)
+    message = refusal(read, path, template)
     assert message.endswith(f"{path}, line 2: {template.fault}") and message.count("line") == 1
     assert template.fault.startswith("chat_template x needs more than 0.5 s")
-    assert error(template.text, [USER]) == template.fault
+    assert refusal(template.text, [USER]) == template.fault
 
 
 @pytest.mark.parametrize("version, is_safe", [("3.1.5", False), ("3.1.6", True), ("3.10", True)])
@@ -476,20 +374,18 @@ def test_a_jinja_with_holes_is_refused(version, is_safe, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_template("").text([USER]) == "<|im_start|>user\nhi<|im_end|>\n"
     if is_safe:
-        Template(LLAMA_LIKE, "x", {"bos_token": ""})
+        Template(LIKE["llama-2"], "x", {"bos_token": ""})
     else:
-        needs = "chat_template x needs Jinja2 3.1.6 or later (in version 3.1.5 a template can run"
-        message = error(Template, LLAMA_LIKE, "chat_template x")
-        assert message.startswith(needs) and message.endswith("pip install 'jinja2>=3.1.6'")
+        message = refusal(Template, LIKE["llama-2"], "chat_template x")
+        assert "needs Jinja2 3.1.6" in message and "pip install 'jinja2>=3.1.6'" in message
 
 
 # --- special tokens
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
 WIDE = "<|sep|>"  # takes the white space on both its sides
-SPACED = chat.CHATML.replace("\n{{ message", f" {WIDE}\n{{{{ message").replace(
-    "assistant\n", f"assistant {WIDE}\n"
-)
+SPACED = chat.CHATML.replace("\n{{ message", f" {WIDE}\n{{{{ message")
+SPACED = SPACED.replace("assistant\n", f"assistant {WIDE}\n")
 
 
 @pytest.fixture(scope="module")
@@ -497,13 +393,9 @@ def chatml_tokenizer(tmp_path_factory):
     """A byte-level tokenizer.json with the special tokens of ChatML: (ours, transformers')."""
     transformers = pytest.importorskip("transformers")
     library = pytest.importorskip("tokenizers")
-    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
-    vocab = {character: number for number, character in enumerate(alphabet)}
-    made = library.Tokenizer(library.models.BPE(vocab | {"us": 256, "er": 257}, []))
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
+    made = byte_level("us", "er")
     wide = library.AddedToken(WIDE, lstrip=True, rstrip=True)
-    made.add_special_tokens(["<|endoftext|>", *CHATML_TOKENS, wide])
+    made.add_special_tokens([*CHATML_TOKENS, wide])
     made.add_tokens(["[INST]", "gut", "   "])  # not special, as a template's markers may be, too
     path = str(tmp_path_factory.mktemp("chatml") / "tokenizer.json")
     made.save(path)
@@ -625,8 +517,7 @@ def test_a_marker_that_other_words_can_spell_is_refused(chatml_tokenizer, tmp_pa
     made.save(str(tmp_path / "lower.json"))
     names = tokenizers.load(str(tmp_path / "lower.json")).special_tokens
     Template(chat.CHATML, "x", reserved=names)
-    message = error(lambda: Template(INST, "x", reserved=names))
-    assert message.startswith('x writes [INST], which other words can spell as well: set its "sp')
+    assert "[INST], which other words" in refusal(Template, INST, "x", reserved=names)
 
 
 def test_end_of_text_that_a_template_writes_after_some_message_is_refused():
@@ -634,14 +525,14 @@ def test_end_of_text_that_a_template_writes_after_some_message_is_refused():
     source = chat.CHATML + "{% if messages | length > 4 %}{{ '<|endoftext|>!' }}{% endif %}"
     template = Template(source, "x")
     assert turns_of({"messages": CONVERSATION}, template)
-    message = error(turns_of, {"messages": CONVERSATION + CONVERSATION}, template)
+    message = refusal(turns_of, {"messages": CONVERSATION + CONVERSATION}, template)
     assert "writes <|endoftext|> between turns" in message
 
 
 def test_a_template_that_changes_earlier_turns_is_refused():
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-    message = error(turns_of, {"messages": CONVERSATION}, Template(source, "x"))
-    assert message.startswith("chat_template renders an earlier turn differently once")
+    message = refusal(turns_of, {"messages": CONVERSATION}, Template(source, "x"))
+    assert "renders an earlier turn differently" in message
 
 
 @pytest.mark.parametrize("words", ["<assistant><think>", "<model>"])
@@ -649,9 +540,8 @@ def test_a_request_that_does_not_precede_an_answer_is_named(words):
     """The turns before it are the same."""
     source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
     asks = f"{{% if add_generation_prompt %}}{words}{{% endif %}}"
-    message = error(turns_of, {"messages": CONVERSATION}, Template(source + asks, "x"))
-    named = f"what chat_template writes with add_generation_prompt, '{words}', does not precede"
-    assert message.startswith(named)
+    message = refusal(turns_of, {"messages": CONVERSATION}, Template(source + asks, "x"))
+    assert f"add_generation_prompt, '{words}', does not precede" in message
 
 
 # --- turns -> ids
@@ -673,17 +563,8 @@ TURNS = [Turn("ab", "c"), Turn("defg", "h", 0), Turn("ij", "k")]
 def test_what_is_learned(settings, learned):
     """A weight in the file decides first. The first id is never learned."""
     ids = chat.encode(TURNS, BYTES, row_format(**settings))
-    text = BYTES.decode(ids[ids >= 0]).replace("<|endoftext|>", ".")
-    assert text == learned
-    assert BYTES.decode(np.maximum(ids, ~ids)) == "abcdefghijk<|endoftext|>"
-
-
-@pytest.mark.parametrize(
-    "weight, learned", [(None, "k."), (1, "ck."), (0, "k.")], ids=["none", "1", "0"]
-)
-def test_a_weight_decides_before_target_responses(weight, learned):
-    ids = chat.encode([Turn("ab", "c", weight), Turn("ij", "k")], BYTES, LAST)
     assert BYTES.decode(ids[ids >= 0]).replace("<|endoftext|>", ".") == learned
+    assert BYTES.decode(np.maximum(ids, ~ids)) == "abcdefghijk<|endoftext|>"
 
 
 def test_prompt_and_response_are_tokenized_separately():
@@ -758,42 +639,19 @@ def test_what_is_cut_and_dropped_is_counted():
     assert about["text_bytes"] == 6 + 4 + 1  # of what is learned; end-of-text has none
 
 
-# --- the program
-
-
-def test_an_example_is_shown_with_what_is_learned(tmp_path):
-    path = write_lines(tmp_path / "a.jsonl", {"prompt": "2+2=", "response": "4"})
-    command = [sys.executable, "-m", "text.chat", path, "--tokenizer=bytes"]
-    done = subprocess.run(
-        command, env=rooms_on_path(), cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "read     '2+2='",
-        "         50 43 50 61",
-        "learned  '4<|endoftext|>'",
-        "         52 256",
-        "1 examples; the first has 6 tokens, 2 learned",
-    ]
-
-
-def test_without_a_file_our_own_example_is_shown_and_nothing_downloaded(capsys):
-    chat.main([])
-    shown = capsys.readouterr().out
-    assert "learned  '6<|im_end|>\\n<|endoftext|>'" in shown
-    assert shown.endswith("1 examples; the first has 145 tokens, 13 learned\n")
+# --- settings
 
 
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"target_prompts": "length>=x"}, "target_prompts is 'length>=x', expected none, all, or"),
-        ({"target_prompts": "some"}, "target_prompts is 'some', expected none, all, or length>=N"),
-        ({"max_tokens": 1000}, "data_format=chat needs --max_tokens=0"),
-        ({"data_format": "text", "packing": False}, "packing sets nothing for plain text: set"),
-        ({"data_format": "text", "target_responses": "all"}, "target_responses sets nothing for"),
+        ({"target_prompts": "length>=x"}, "'length>=x', expected none, all, or"),
+        ({"target_prompts": "some"}, "'some', expected none, all, or length>=N"),
+        ({"max_tokens": 1000}, "--max_tokens=0"),
+        ({"data_format": "text", "packing": False}, "packing sets nothing"),
+        ({"data_format": "text", "target_responses": "all"}, "target_responses sets nothing"),
     ],
 )
 def test_settings_that_contradict_each_other(settings, message):
     cfg = TrainConfig(**({"data_format": "chat"} | settings))
-    assert message in error(cfg.check)
+    assert message in refusal(cfg.check)
