@@ -15,17 +15,13 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import ROOT
 
-import checkpoint
 import config
 import data
 import fsdp_train
 import lora
-from bench import compare
 from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
-from lifecycle import resume
 from model import MPT, init_weights
 from planning import picture
 from serving.adapters import AdapterBank, write_random
@@ -160,37 +156,6 @@ def test_the_command_that_a_message_names_helps(name, folder, monkeypatch):
     run(as_bash_reads(message_of(lambda: ask(folder))))
     if works:
         works(folder)
-
-
-def check_optimizer(place) -> None:
-    """Resume a checkpoint of an optimizer of another name."""
-    path = place / "runs/other/checkpoints/step-1"
-    path.parent.mkdir(parents=True)
-    meta = checkpoint.read_meta(checkpoint.find(f"{place}/runs/base"))
-    checkpoint.prepare(path, meta | {"optimizer": "Lion (mean)"})
-    checkpoint.require_same_optimizer(path, torch.optim.AdamW([torch.zeros(1)]))
-
-
-def check_resume(place) -> None:
-    """Resume an imported run as if it had been trained."""
-    path = checkpoint.find(f"{place}/runs/base")
-    resume.check_same(path, checkpoint.read_meta(path), CFG, TrainConfig(), "none")
-
-
-WORDS = {  # what is wrong -> (what says so, a word of its advice)
-    "another optimizer": (check_optimizer, "--init_from={}/runs/other/checkpoints/step-1"),
-    "an imported run": (check_resume, "--init_from={}/runs/base"),
-    "no results": (lambda place: compare.read(f"{place}/a.csv"), "--out={}/a.csv"),
-    "other data": (lambda place: open_data(place, dataset="b.txt"), "--dataset={}/text.txt"),
-}
-
-
-@pytest.mark.parametrize("name", WORDS)
-def test_a_path_in_advice_is_one_word_of_a_shell(name, folder):
-    ask, word = WORDS[name]
-    open_data(folder)
-    fix = message_of(lambda: ask(folder)).rpartition(": ")[2]
-    assert word.format(folder) in as_bash_reads(fix)
 
 
 def test_a_text_in_another_encoding_is_read_after_the_conversion(folder):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import PATIENCE, flags_for
-from launches import Job, train_here, wait_for
+from launches import Job, wait_for
 from test_parallel import (
     MODEL,
     RUN,
@@ -33,7 +33,7 @@ import checkpoint
 import fsdp_train
 from config import UserError
 from optim import ADAMW
-from weights import hf, load
+from weights import load
 
 META = {**asdict(MODEL), **asdict(RUN), "precision": "fp32", "data_fingerprint": "f00"}
 
@@ -350,24 +350,6 @@ def test_a_folder_that_vanished_is_not_made_again(ranks, tmp_path, size):
     assert not Path(cfg.run_dir).exists() and names(cfg.run_dir + "-gone") == ["step-1"]
 
 
-def vanish_while_saving(world, cfg):
-    """Remove the folder while the thread writes. Returns what every rank raises."""
-    model, optimizer = build(world, cfg)
-    saver = checkpoint.Checkpointer(cfg.run_dir, world.device, 3)
-    saver.save(1, model, optimizer, META)
-    if world.global_rank == 0:
-        shutil.rmtree(Path(cfg.run_dir) / "checkpoints" / "step-1.tmp", ignore_errors=True)
-    return caught(saver.finish)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_folder_that_vanishes_during_a_save(ranks, tmp_path, size):
-    cfg = replace(RUN, run_dir=str(tmp_path))
-    texts = ranks(size)(vanish_while_saving, cfg)
-    assert len(set(texts)) == 1 and texts[0].startswith("could not save step 1: ")
-    assert texts[0].endswith("There is no checkpoint yet") and names(cfg.run_dir) == []
-
-
 @pytest.mark.filterwarnings("ignore:Ignoring pin_memory")  # no GPU here
 def test_only_a_run_on_an_nvidia_gpu_stages_through_pinned_memory(monkeypatch):
     """Not a run on the CPU of a machine with a GPU, and not one on ROCm."""
@@ -461,7 +443,6 @@ def test_a_run_cannot_start_on_a_read_only_disk(ranks, disk):
 
 # 5 million parameters, so that a save takes long enough to be interrupted.
 LARGE = ["--d_model=256", "--n_heads=4", "--n_layers=6", "--vocab_size=1024", "--max_seq_len=16"]
-SMALL = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=257", "--max_seq_len=16"]
 FLAGS = ["--global_batch_size=4", "--microbatch_size=2", "--warmup_steps=2", "--eval_tokens=64"]
 FLAGS += ["--precision=fp32", "--run_dir=run"]
 
@@ -495,25 +476,6 @@ def test_kill_9_during_a_save_leaves_the_one_before(tmp_path, tiny_data):
     assert json.loads((newest / "meta.json").read_text())["step"] == checkpoint.number(newest)
     model = load.load_model(newest, torch.device("cpu"))
     assert all(torch.isfinite(weights).all() for weights in model.state_dict().values())
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_with_nan_weights_does_not_publish_them(ranks, tiny_data, tmp_path):
-    """The initial weights are not finite: no step is good, and the last one is not saved either."""
-    flags = [*SMALL, *FLAGS, *flags_for(tiny_data), "--max_steps=3"]
-    run, other = tmp_path / "run", tmp_path / "other"
-    assert ranks(1)(train_here, [*flags, f"--run_dir={run}"])[0][0] == 0
-    model = load.load_model(checkpoint.latest(run), torch.device("cpu"))
-    with torch.no_grad():
-        model.transformer.norm_f.weight[0] = float("nan")
-    hf.export(model, tmp_path / "nan")
-    config_json = tmp_path / "nan" / "config.json"
-    settings = json.loads(config_json.read_text()) | {"tokenizer_name": "bytes"}
-    config_json.write_text(json.dumps(settings))
-    flags += [f"--init_from={tmp_path / 'nan'}", f"--run_dir={other}"]
-    ((status, message, _),) = ranks(1)(train_here, flags)
-    assert status == 2 and "No step was good" in message
-    assert "There is no checkpoint yet" in message and names(other) == []
 
 
 # --------------------------------------------------------------------------------------------------

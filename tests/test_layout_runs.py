@@ -16,7 +16,6 @@ from conftest import TORCHRUN, flags_for, launch
 from launches import load, same, steps_of, train_here
 from test_slurm import SRUN, job  # noqa: F401 (a fixture)
 
-import config
 import data
 import flops
 import generate
@@ -179,29 +178,6 @@ def test_the_log_counts_devices_ranks_stages_and_the_bubble(moved, capsys):
     assert capsys.readouterr().out == found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (
-            ["--tp=2", "--microbatch_size=8"],
-            "WARNING: 1 microbatches never fill 2 stages: each waits for 50% of a step; "
-            "set --microbatch_size=4, or --global_batch_size=16\n",
-        ),
-        (
-            ["--activation_checkpointing=full"],
-            "FULL_SHARD gathers a stage's weights in each of its 2 microbatches; "
-            "--sharding=ZERO1 does so once a step, and needs more memory\n",
-        ),
-    ],
-)
-def test_a_slow_layout_of_stages_is_warned_of(ranks, flags, tmp_path, more, words):
-    flags = [*flags, f"--run_dir={tmp_path}", "--pp=2", "--max_steps=3", *more]
-    answers = ranks(4)(train_here, flags)
-    assert [status for status, *_ in answers] == [0] * 4, answers
-    assert answers[0][2].count(words) == 1, answers[0][2]
-
-
 # --- Weights, and other programs
 
 
@@ -327,18 +303,6 @@ def test_scores_do_not_depend_on_the_stages(ranks, size, precision, layouts):
 def test_programs_without_tensor_ranks_or_stages_say_so(program, argv, words):
     with pytest.raises(UserError, match=words):
         program.main(argv)
-
-
-@pytest.mark.slow
-def test_evaluation_says_which_tp_there_can_be(moved, tasks):
-    with pytest.raises(UserError, match="^tp 3 does not divide n_heads 4: tp can be 1, 2, 4$"):
-        zero_shot.main([str(moved[0]), f"--tasks={tasks}", "--tp=3"])
-
-
-@pytest.mark.parametrize("name", ["pipeline_model_parallel_size", "pp_size"])
-def test_other_names_of_pp_are_known(name):
-    with pytest.raises(UserError, match="did you mean 'pp'"):
-        config.load([f"--{name}=2"], MPTConfig, TrainConfig)
 
 
 @pytest.mark.parametrize(

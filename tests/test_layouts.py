@@ -34,6 +34,9 @@ def slowly(*values):
 LAYOUTS = [
     (2, {}),
     (2, {"sharding": "FULL_SHARD"}),
+    (2, {"sharding": "SHARD_GRAD_OP"}),
+    (2, {"sharding": "HYBRID_SHARD", "shard_size": 2}),
+    (2, {"sharding": "DDP"}),
     (2, {"tp": 2}),
     (2, {"pp": 2}),
     (2, LORA),

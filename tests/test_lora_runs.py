@@ -138,18 +138,6 @@ def test_another_base_is_refused(ranks, copy):
     assert "other does not hold the weights that the adapters were trained on" in words
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([*LORA, "--lora_rank=8"], "other adapters: lora_rank 4 (here 8)"),
-        ([*LORA, "--lora_targets=Wqkv"], "other adapters: lora_targets"),
-        ([], "other adapters: lora_rank 4 (here 0)"),
-    ],
-)
-def test_other_adapters_are_refused(ranks, runs, flags, message):
-    assert message in refused(ranks(1), runs, *flags, "--run_dir=tuned", "--max_steps=8")
-
-
 def test_adapters_are_no_base(ranks, runs):
     words = refused(ranks(1), runs, "--run_dir=new", "--init_from=tuned")
     assert "tuned holds adapters, not a whole model: merge them first" in words

@@ -81,11 +81,6 @@ def test_light_programs_help_complain_and_end_quietly(name, tmp_path):
     assert run([name, "-h"], tmp_path, read=False) == (141, "", "")
 
 
-def test_a_plan_whose_reader_has_left_ends_quietly(tmp_path):
-    plan = ["plan.py", str(ROOT / "configs/mpt7b.py"), "--device=mi250"]
-    assert run(plan, tmp_path, read=False) == (141, "", "")
-
-
 needs_dev_full = pytest.mark.skipif(
     not os.path.exists("/dev/full"), reason="only Linux has this device, which is always full"
 )
@@ -148,10 +143,6 @@ NEED_ARGUMENTS = """
     text.shards weights.tensor_files bench
 """.split()
 NEED_ARGUMENTS += ["bench compare", "bench beside", "bench night_report", "lessons.lost_rank"]
-TAKE_NO_ARGUMENTS = """
-    attention.py devices.py loss.py model.py optim.py serving.sampling
-    lifecycle.stopping lifecycle.watchdog
-""".split()
 
 
 @pytest.mark.slow
@@ -160,13 +151,6 @@ def test_without_its_arguments_a_program_says_what_it_needs(name, forked):
     answer = forked([name])
     says_how = "usage: python " in answer[2] or "--help has the flags" in answer[2]
     assert is_one_line(answer) and says_how, answer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TAKE_NO_ARGUMENTS)
-def test_a_program_without_arguments_refuses_one(name, forked):
-    start = name if name.endswith(".py") else f"-m {name}"
-    assert forked([name, "runs/demo"]) == (2, "", f"error: usage: python {start} (no arguments)\n")
 
 
 # A command -> the missing file or folder that its error must name.
@@ -215,17 +199,6 @@ def test_what_is_missing_is_named_in_one_line(command, forked, tmp_path, tiny_da
     out = re.sub("^runs/mpt: loading PyTorch.*\n", "", out)  # fsdp_train.py prints it first
     answer = status, out, "\n".join(lines) + "\n"
     assert is_one_line(answer) and READERS[command] in answer[2], answer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    "gpu_kernels.launch_table optim.py loss.py devices.py parallel.py storage.files".split(),
-)
-def test_any_output_may_lose_its_reader(name, forked, tmp_path):
-    (tmp_path / "a.json").write_text("{}")
-    more = {"parallel.py": ["--help"], "storage.files": [str(tmp_path / "a.json")]}
-    assert forked([name, *more.get(name, [])], read=False) == (141, "", "")
 
 
 def test_the_number_of_arguments():

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from layouts import MODEL, RUN, build, rows_of_step, take_steps
-from test_parallel import Count
 
 import parallel
 import tensor_parallel
@@ -114,39 +113,6 @@ def test_a_layer_takes_four_all_reduces(ranks):
     """Besides: the embedding, the loss's input, and two for each of its chunks, here one."""
     wanted = 4 * MODEL.n_layers + 1 + 1 + 2
     assert ranks(2)(all_reduces_of_a_microbatch, replace(RUN, tp=2)) == [wanted] * 2
-
-
-KINDS = ("_allgather", "_reduce_scatter", "allreduce")
-
-
-def collectives_of_a_step(_, cfgs):
-    """[(all-gathers, reduce-scatters, all-reduces of a step), ...]"""
-    model_cfg, found = replace(MODEL, n_layers=5), []
-    for cfg in cfgs:
-        world, model, optimizer = build((model_cfg, cfg))
-        with Count() as count:
-            take_steps(model, optimizer, [0], world, (model_cfg, cfg))
-        calls = list(count.operators.elements())  # "c10d::_allgather_base_" and the like
-        found.append([sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS])
-    return found
-
-
-@pytest.mark.slow
-def test_a_step_has_as_many_collectives_as_its_sharding_needs(ranks):
-    """Five blocks and the root are six units; each rank has four microbatches."""
-    modes = ["ZERO1", "SHARD_GRAD_OP", "FULL_SHARD", "DDP"]
-    cfgs = [replace(RUN, tp=2, sharding=mode, microbatch_size=1) for mode in modes]
-    of_team = 4 * (4 * 5 + 4)  # of a microbatch: four a layer, and four for embedding and loss
-    of_step = 4  # tokens, loss, and the norm over the shards and over the team
-    reduces = of_team + of_step
-    wanted = [
-        [6, 6, reduces],
-        [24, 24, reduces],
-        [44, 24, reduces],
-        [0, 0, reduces + 6],
-    ]
-    for found in ranks(4)(collectives_of_a_step, cfgs):
-        assert found == wanted
 
 
 # --- Dropout

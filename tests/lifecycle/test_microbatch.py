@@ -57,10 +57,6 @@ def wrong_step(model, optimizer, rows, step, cfg, world, precision):
     return train_step(model, optimizer, rows, step, cfg, world, precision)
 
 
-def leaving_step(*args):
-    os._exit(7)
-
-
 def endless_step(model, optimizer, rows, step, cfg, world, precision):
     Path("child").write_text(str(os.getpid()))
     time.sleep(PATIENCE)
@@ -256,14 +252,6 @@ def test_half_of_one_says_what_else_helps(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_damaged_record_is_named(ranks, tmp_path):
-    (tmp_path / "microbatch.json").write_text("[{")
-    with pytest.raises(
-        AssertionError, match=r"microbatch.json is damaged \(Expecting.*\): delete it"
-    ):
-        ranks(1)(fit, TrainConfig(run_dir=str(tmp_path)))
-
-
 RECORDS = {
     "an object": "{}",
     "a record that is none": '[["microbatch_size", 4]]',
@@ -387,13 +375,6 @@ def test_what_fits_is_found_and_kept(fitted, tmp_path):
 
 
 @pytest.mark.slow
-def test_other_circumstances_are_tried_anew(fitted, tmp_path):
-    assert fitted(train_step, "--global_batch_size=8")[1].endswith("takes 8\n")
-    _, log = fitted(train_step, "--global_batch_size=8", "--activation_checkpointing=full")
-    assert list(sizes(log)) == [8] and record(tmp_path) == [8, 8]
-
-
-@pytest.mark.slow
 def test_one_rank_s_want_of_memory_is_everybody_s(fitted, tmp_path):
     """Rank 0 has no limit and would wait forever in a collective."""
     statuses, log = fitted(train_step, *LARGER, limits=(None, TIGHT))
@@ -418,12 +399,6 @@ def test_another_failure_is_told_as_it_is(fitted, tmp_path):
     assert statuses == [2, 2]
     assert "error: the trial step failed: ValueError: the step is wrong\n" in log
     assert not sizes(log) and not (tmp_path / TrainConfig.run_dir).exists()
-
-
-@pytest.mark.slow
-def test_a_death_without_a_word_is_told(fitted):
-    statuses, log = fitted(leaving_step)
-    assert statuses == [2] and "status 7" in log and not sizes(log)
 
 
 @pytest.mark.slow

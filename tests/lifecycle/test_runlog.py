@@ -351,28 +351,6 @@ def test_metrics_that_cannot_be_read_are_an_error_and_nothing_changes(tmp_path):
         runlog.read(tmp_path / "run")
 
 
-def test_metrics_without_permission_are_an_error():
-    """As another user, if root runs this."""
-    folder = Path(tempfile.mkdtemp())
-    try:
-        log = opened(folder)
-        log.path.write_bytes(b"\n".join(good([1, 2])) + b"\n")
-        for path in (folder, folder / "run"):
-            path.chmod(0o777)
-        log.path.chmod(0)
-        user = os.geteuid()
-        os.seteuid(user or 65534)
-        try:
-            with pytest.raises(PermissionError, match=r"metrics\.jsonl"):
-                opened(folder)
-        finally:
-            os.seteuid(user)
-        log.path.chmod(0o600)
-        assert steps_in(log.path) == [1, 2]
-    finally:
-        shutil.rmtree(folder)
-
-
 def in_a_child(function) -> int:
     """Call it in a forked child, whose exit status is its result. Returns the process id."""
     if child := os.fork():
@@ -381,22 +359,6 @@ def in_a_child(function) -> int:
         os._exit(function())
     finally:
         os._exit(99)
-
-
-def test_a_full_disk_at_the_start_is_named_and_loses_no_row(tmp_path):
-    """No file may grow beyond 20 kB, which the metrics exceed."""
-    log = opened(tmp_path)
-    log.path.write_bytes(b"\n".join(good(range(1, 401))) + b"\n")
-
-    def start():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-        try:
-            opened(tmp_path, first_step=400)
-        except OSError as error:
-            return 0 if str(log.path) in str(error) else 1
-
-    assert os.waitpid(in_a_child(start), 0)[1] == 0
-    assert steps_in(log.path) == list(range(1, 401))
 
 
 def test_a_kill_while_the_file_is_rewritten_loses_no_row(tmp_path):
@@ -471,22 +433,6 @@ def test_an_odd_run_folder_is_one_line(tmp_path, monkeypatch, capsys, program, k
         )
 
 
-def test_a_row_that_lacks_figures_is_shown(tmp_path, monkeypatch, capsys):
-    """As from somebody's changed trainer."""
-    opened(tmp_path)
-    for last in ({"step": 3, "loss": 5.0}, {"step": 3, "loss": 5, "seconds": 1e300}, {"step": 3}):
-        for row in (
-            last,
-            {"step": 3, "val_loss": 5.0},
-            {"step": 3, "icl": {"a": {}, "b": {"foundry": 1}}},
-        ):
-            (tmp_path / "run/metrics.jsonl").write_text(
-                json.dumps(last) + "\n" + json.dumps(row) + "\n"
-            )
-            assert status_of(monkeypatch, runlog, tmp_path / "run") == 0
-            assert "step   3/100  " in capsys.readouterr().out
-
-
 # --- links in a stranger's folder
 
 
@@ -502,14 +448,6 @@ def test_a_run_refuses_links_to_other_places(tmp_path, name):
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=f"{name} is a link, and a run changes nothing outside"):
         runlog.require_own_folder(tmp_path / "run")
-
-
-def test_nothing_is_written_through_a_link(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("[]")
-    (tmp_path / "microbatch.json").symlink_to(precious)
-    microbatch.write(TrainConfig(run_dir=str(tmp_path)), {}, 4, "fits")
-    assert precious.read_text() == "[]" and microbatch.read(tmp_path / "microbatch.json")
 
 
 def test_a_launch_on_record_has_no_rows_of_the_launch_before(tmp_path, monkeypatch):

@@ -65,19 +65,6 @@ def sleepers(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_rank_0_the_others_name_it(sleepers):
-    job = sleepers(3, patience=10)
-    job.send(signal.SIGKILL, 0)
-    assert job.wait(90, but=0) == [RESUME_ME] * 2
-    lines = job.errors()
-    assert len(lines) == 2  # they cannot agree who says it
-    assert job.log().count("TCPStore.cpp") <= 2  # the store complains, once on each rank
-    for line in lines:
-        assert line.startswith(f"error: no sign of life for 10 s: {job.name_of(0)}")
-        assert line.endswith("does not reply. The last good checkpoint is step-7")
-
-
-@pytest.mark.slow
 def test_once_a_rank_is_named_no_other_report_follows(sleepers):
     """Rank 1 is killed. While rank 0 waits for the disk before it names it, the step is overdue for
     rank 3, too, which then finds that rank 0 does not reply; and rank 2 is held up for longer than
@@ -137,20 +124,6 @@ def test_a_rank_that_has_left_is_not_taken_for_dead(sleepers):
     assert job.wait() == [0] * 3
     assert not job.errors()
     assert "TCPStore.cpp" not in job.log()  # nor does the store complain
-
-
-def mistaken(rank):
-    if rank == 1:
-        raise UserError("a mistake")
-    time.sleep(600)
-
-
-@pytest.mark.slow
-def test_a_rank_that_has_published_its_status_is_not_taken_for_dead(sleepers):
-    """It ends with status 2, and so do the others, though it is silent for some seconds before."""
-    job = sleepers(3, patience=12, body=mistaken)
-    assert job.wait() == [2] * 3
-    assert job.errors() == ["error on rank 1: a mistake"]
 
 
 def test_silence_is_counted_in_seconds_in_which_one_could_have_heard_something():
