@@ -223,23 +223,6 @@ def strings() -> list[tuple[str, str]]:
 
 
 STRINGS = strings()
-# Flags of torchrun, srun and SLURM, pip, git, pytest, and those that programs read by themselves.
-OTHERS = """
-    help nproc_per_node nproc nnodes rdzv max gpus index no without user find dest durations system
-    short answers file tune store key nodes ntasks cpus signal version map net showpids
-    a b disable transformers
-""".split()
-
-
-def test_every_flag_in_the_source_is_a_setting():
-    settings = set(OTHERS)
-    for path in ROOT.rglob("*.py"):
-        settings |= set(re.findall(r"^ {4}(\w+): ", path.read_text(encoding="utf-8"), re.MULTILINE))
-    flags = {
-        (flag, path) for path, text in STRINGS for flag in re.findall(r"(?<![\w-])--(\w+)", text)
-    }
-    assert len(flags) > 100
-    assert not {(flag, path) for flag, path in flags if flag not in settings | set(config.RENAMED)}
 
 
 def test_every_program_in_the_source_is_there():

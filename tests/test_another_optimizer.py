@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import flags_for
-from launches import SIZE, train_here
+from launches import SIZE, same, train_here
 from test_checkpoint import META
 from test_parallel import RUN, build, full_weights, global_rows, rows_of
 
@@ -98,11 +98,6 @@ def local(value):
     """A number or a tensor, sharded or not, as a local tensor."""
     value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
     return value.to_local() if hasattr(value, "to_local") else value
-
-
-def same(a, b) -> bool:
-    """Whether two dictionaries of tensors are equal bit for bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def train_with_bad_steps(world, name):

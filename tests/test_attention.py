@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from tracing.tracer import Tracer
 
 import attention as attention_module
 from attention import alibi_slopes, attention, attention_bias, choose
@@ -260,19 +260,6 @@ def test_long_rows_in_bf16_lose_little_more_than_the_rounding_of_the_output(long
     assert relative_error(in_fp32, exact) < 1e-5
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the size of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
-        return out
-
-
 @pytest.mark.parametrize("alibi", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sdpa_holds_no_t_by_t_tensor(alibi, dtype):
@@ -281,9 +268,9 @@ def test_sdpa_holds_no_t_by_t_tensor(alibi, dtype):
     sizes = {}
     for impl in ("sdpa", "reference"):
         inputs = [x.to(dtype).requires_grad_() for x in qkv((2, 1), (T, T), 16)]
-        with LargestTensor() as largest:
+        with Tracer() as trace:
             attention(*inputs, impl=impl, alibi_slopes=slopes).sum().backward()
-        sizes[impl] = largest.elements
+        sizes[impl] = trace.largest()
     assert sizes["sdpa"] < T * T / 8
     assert sizes["reference"] == 2 * T * T  # it does hold one, and the measurement sees it
 

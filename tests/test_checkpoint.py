@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import PATIENCE, flags_for
-from launches import Job, wait_for
+from launches import Job, same, wait_for
 from test_parallel import (
     MODEL,
     RUN,
     build,
-    equal,
     full_weights,
     global_rows,
     rows_of,
@@ -111,7 +110,7 @@ def test_a_save_on_a_gpu_holds_the_weights_of_its_step(ranks, tmp_path):
 def test_on_as_many_ranks_it_resumes_bit_by_bit(ranks, tmp_path, size, mode):
     cfg, straight, _, weights = saved_at_five(ranks, tmp_path, size, mode)
     resumed, _, end = ranks(size)(train, cfg, 5, 10, checkpoint.latest(cfg.run_dir))[0]
-    assert resumed == straight[5:] and equal(end, weights)
+    assert resumed == straight[5:] and same(end, weights)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +126,7 @@ def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
     cfg, _, at_five, at_ten = saved_at_five(ranks, tmp_path, size, mode)
     model = load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
     loaded = full_weights(model)
-    assert equal(loaded, at_five) and not equal(loaded, at_ten)
+    assert same(loaded, at_five) and not same(loaded, at_ten)
     assert not model.training
     assert model.cfg == replace(MODEL, attn_impl="auto")  # the attention is chosen on loading
     assert not dist.is_initialized()
@@ -219,7 +218,7 @@ def test_a_step_is_not_saved_over_another(ranks, tmp_path):
         ranks(1)(train, replace(cfg, seed=2), 4, 5, None, 5)
     assert names(cfg.run_dir) == ["step-5"]
     model = load.load_model(checkpoint.latest(cfg.run_dir), torch.device("cpu"))
-    assert equal(full_weights(model), at_five)
+    assert same(full_weights(model), at_five)
 
 
 def test_half_a_checkpoint_does_not_count_and_is_swept(ranks, tmp_path):

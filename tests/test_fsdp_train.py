@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TORCHRUN, flags_for, launch
-from launches import Job, steps_of, train_in
+from launches import SIZE, Job, steps_of, train_in
 
 import checkpoint
 import config
@@ -20,7 +20,6 @@ from lifecycle import runlog
 from model import MPT, init_weights
 from weights import load
 
-SIZE = ["--d_model=32", "--n_heads=4", "--n_layers=2", "--vocab_size=260", "--max_seq_len=32"]
 BATCH = "--global_batch_size=8 --microbatch_size=1 --warmup_steps=2 --max_steps=6".split()
 BATCH += ["--eval_tokens=2000"]
 WHERE = ["--run_dir=run"]

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import slowly
 from layouts import (
     LORA,
     build,
@@ -23,11 +24,6 @@ import parallel
 import pipeline
 import tensor_parallel
 from loss import IGNORE
-
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
 
 # --- Each layout alone
 

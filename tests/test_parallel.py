@@ -4,7 +4,6 @@ import contextlib
 import math
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -15,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import slowly
+from launches import same
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from tracing.tracer import Tracer
+from tracing.tracer import Tracer, waits
 
 import data
 import fsdp_train
@@ -44,10 +45,6 @@ RUN = TrainConfig(
 )
 ALONE = processes.World(0, 1, 0, 1, torch.device("cpu"))
 MODES = get_args(get_type_hints(TrainConfig)["sharding"])
-
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def build(world, cfg, model_cfg=MODEL, precision="fp32"):
@@ -111,10 +108,6 @@ def assert_same_curve(found, wanted, loss=5e-6, norm=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=0)
 
 
-def equal(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
 # -------------------------------------------------------------------------------------------------
 # The step
 
@@ -168,7 +161,7 @@ def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, optio
     with mock.patch.object(parallel, "weights_cast_once", lambda *_: contextlib.nullcontext()):
         each_time = train(ALONE, cfg, model_cfg, "bf16", ignore=True, steps=2)
     assert once[0] == each_time[0]
-    assert equal(once[1], each_time[1])
+    assert same(once[1], each_time[1])
 
 
 def casts_of_weights(cfg, precision="bf16") -> int:
@@ -244,7 +237,7 @@ def train_plainly(world, ignore):
 def test_one_rank_in_fp32_is_bit_identical_to_plain_pytorch(ranks):
     plain, plain_weights = ranks(1)(train_unsharded)[0]
     sharded, weights = ranks(1)(train, RUN)[0]
-    assert sharded == plain and equal(weights, plain_weights)
+    assert sharded == plain and same(weights, plain_weights)
 
 
 def test_the_step_is_the_textbook_step(ranks):
@@ -269,19 +262,7 @@ def test_recomputing_the_blocks_changes_nothing(ranks, mode, every):
     kept = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
     cfg = replace(cfg, activation_checkpointing=mode, recompute_every=every)
     again = ranks(2)(train, cfg, model, "fp32", False, 3)[0]
-    assert kept[0] == again[0] and equal(kept[1], again[1])
-
-
-class Count(TorchDispatchMode):
-    """Counts the operators that run under it."""
-
-    def __init__(self):
-        super().__init__()
-        self.operators = Counter()
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.operators[operator.name()] += 1
-        return operator(*args, **(kwargs or {}))
+    assert kept[0] == again[0] and same(kept[1], again[1])
 
 
 # A recomputation ends when all is there: before the last matmul of a block. With selective, 3 the
@@ -301,28 +282,25 @@ def test_what_is_computed_again(mode, every, matmuls, gelus, attentions):
     model = MPT(replace(MODEL, attn_impl="sdpa", no_bias=True, alibi=True))
     parallel.recompute(model, replace(RUN, activation_checkpointing=mode, recompute_every=every))
     rows = global_rows(0)
-    with torch.no_grad(), Count() as evaluation:
+    with torch.no_grad(), Tracer() as evaluation:
         model(rows[:, :-1], labels=rows[:, 1:])
-    with Count() as training:
+    with Tracer() as training:
         model(rows[:, :-1], labels=rows[:, 1:]).backward()
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
-    assert evaluation.operators["aten::mm"] == 4 * 4 + 1
-    assert evaluation.operators[attention] == 4
-    assert training.operators["aten::mm"] == 3 * (4 * 4 + 1) + matmuls
-    assert training.operators["aten::gelu"] == 4 + gelus
-    assert training.operators[attention] == 4 + attentions
+    counts = evaluation.counts()
+    assert (counts["aten::mm"], counts[attention]) == (4 * 4 + 1, 4)
+    counts = training.counts()
+    assert counts["aten::mm"] == 3 * (4 * 4 + 1) + matmuls
+    assert counts["aten::gelu"] == 4 + gelus
+    assert counts[attention] == 4 + attentions
 
 
 class NoReading(TorchDispatchMode):
     """Raises where an operation would wait for the device: for a value, or for a result's shape."""
 
-    WAIT = "_local_scalar_dense is_nonzero nonzero masked_select equal unique _unique2 bincount"
-
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().removeprefix("aten::").partition(".")[0]
-        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        waits = name in self.WAIT.split() or by_mask
-        assert not waits, f"{function} reads from the device"
+        name = function.name().partition(".")[0]
+        assert not waits(name, args), f"{function} reads from the device"
         return function(*args, **(kwargs or {}))
 
 
@@ -437,41 +415,38 @@ def test_dropout_depends_on_seed_step_and_rank_alone(ranks):
 # What goes over the wire
 
 
-KINDS = ("_allgather", "_reduce_scatter", "allreduce")
-
-
-def count_collectives(world, cfg):
-    """All-gathers, reduce-scatters and all-reduces of one step of 4 microbatches."""
+def collectives_of(world, cfg):
+    """Of each of two steps of 4 microbatches: {"all-gather float32": how often, ...}."""
     model, optimizer = build(world, cfg)
     counts = []
     for _ in range(2):  # and again after an optimizer step, when nothing is new to FSDP
-        with Count() as count:
+        with Tracer() as trace:
             for i in range(4):
                 rows = global_rows(i)
                 parallel.before_microbatch(model, cfg, last=i == 3)
                 model(rows[:, :-1], labels=rows[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad()
-        calls = list(count.operators.elements())  # "c10d::_allgather_base_" and the like
-        of_kinds = [sum(call.startswith(f"c10d::{kind}") for call in calls) for kind in KINDS]
-        counts.append(tuple(of_kinds))
+        counts.append(dict(trace.collectives()))
     return counts
 
 
 @pytest.mark.parametrize(
-    "mode, wanted",
+    "mode, gathers, scatters, reduces",
     [
         # 4 x (5 forward, 4 again backward, since the root keeps its weights), and 4 x 5
-        ("FULL_SHARD", (36, 20, 0)),
-        ("SHARD_GRAD_OP", (20, 20, 0)),
-        ("ZERO1", (5, 5, 0)),
-        ("DDP", (0, 0, 5)),
-        ("HYBRID_SHARD", (36, 20, 5)),  # between the nodes only once
+        ("FULL_SHARD", 36, 20, 0),
+        ("SHARD_GRAD_OP", 20, 20, 0),
+        ("ZERO1", 5, 5, 0),
+        ("DDP", 0, 0, 5),
+        ("HYBRID_SHARD", 36, 20, 5),  # between the nodes only once
     ],
 )
-def test_collectives_of_a_step(ranks, mode, wanted):
+def test_collectives_of_a_step(ranks, mode, gathers, scatters, reduces):
     """Four microbatches, five sharded units, as in the table at the top of parallel.py."""
-    found = ranks(4)(count_collectives, replace(RUN, sharding=mode, shard_size=2))
+    wanted = {"all-gather": gathers, "reduce-scatter": scatters, "all-reduce": reduces}
+    wanted = {f"{name} float32": n for name, n in wanted.items() if n}
+    found = ranks(4)(collectives_of, replace(RUN, sharding=mode, shard_size=2))
     assert found == [[wanted, wanted]] * 4
 
 
@@ -550,7 +525,7 @@ def test_evaluating_between_steps_changes_nothing(ranks, tiny_data, size, mode):
     cfg = replace(RUN, sharding=mode, shard_size=min(size, 2), **how)
     without = ranks(size)(train_and_evaluate, cfg, tiny_data, 0)[0]
     found = ranks(size)(train_and_evaluate, cfg, tiny_data, 2)
-    assert found[0][0] == without[0] and equal(found[0][2], without[2])
+    assert found[0][0] == without[0] and same(found[0][2], without[2])
     values = found[0][1]
     assert all(rank[1] == values for rank in found)
     assert values[0::2] == values[1::2]

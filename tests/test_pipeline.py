@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from conftest import slowly
 from layouts import MODEL, RUN, build, check, curves, take_steps
-from test_parallel import slowly
 
 import pipeline
 from pipeline import Pipe, blocks_of, most_kept, order

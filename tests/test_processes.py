@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import PATIENCE, ROOT, clean_environment, rooms_on_path
+from conftest import PATIENCE, ROOT, clean_environment, rooms_on_path, slowly
 from launches import wait_for
 from test_stopping import workers
 
@@ -225,10 +225,6 @@ def test_ranks_end_with_torchrun(launched, tmp_path):
     job.kill()
     wait_for(lambda: all(map(gone, ranks)))
     assert any(f"torchrun (process {job.pid}) is gone" in line for line in errors(tmp_path))
-
-
-def slowly(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.slow

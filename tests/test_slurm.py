@@ -17,16 +17,14 @@ import sys
 
 import pytest
 from conftest import PATIENCE, ROOT, clean_environment, flags_for
-from launches import wait_for
+from launches import FLAGS, wait_for
 
 from lessons.elastic import steps_done
 from lifecycle import runlog
 
 TORCHRUN, SRUN = "slurm/train.sbatch", "slurm/train_srun.sbatch"
 BOTH = pytest.mark.parametrize("script", [TORCHRUN, SRUN])
-TINY = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
-TINY += "--precision=fp32 --global_batch_size=8 --microbatch_size=2 --warmup_steps=2".split()
-TINY += ["--max_steps=30", "--eval_tokens=256"]
+TINY = [*FLAGS, "--max_steps=30"]
 
 STAND_INS = {
     "srun": """#!PYTHON

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import flags_for
+from launches import SIZE
 from test_program import run
 
 import checkpoint
@@ -13,9 +14,8 @@ from config import UserError
 from lifecycle import runlog
 from weights import load, peft
 
-MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=260 --max_seq_len=32".split()
 BATCH = "--global_batch_size=8 --microbatch_size=2 --warmup_steps=1 --precision=fp32".split()
-SMALL = [*MODEL, *BATCH, "--eval_tokens=64", "--save_interval=2"]
+SMALL = [*SIZE, *BATCH, "--eval_tokens=64", "--save_interval=2"]
 
 
 @pytest.fixture
