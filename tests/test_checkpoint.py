@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import PATIENCE, flags_for
+from conftest import PATIENCE, flags_for, slowly
 from launches import Job, same, wait_for
 from test_parallel import (
     MODEL,
@@ -104,7 +104,7 @@ def test_a_save_on_a_gpu_holds_the_weights_of_its_step(ranks, tmp_path):
     [
         (1, "FULL_SHARD"),
         (2, "ZERO1"),
-        pytest.param(4, "HYBRID_SHARD", marks=pytest.mark.slow),
+        slowly(4, "HYBRID_SHARD"),
     ],
 )
 def test_on_as_many_ranks_it_resumes_bit_by_bit(ranks, tmp_path, size, mode):
@@ -118,7 +118,7 @@ def test_on_as_many_ranks_it_resumes_bit_by_bit(ranks, tmp_path, size, mode):
     [
         (1, "DDP"),
         (2, "SHARD_GRAD_OP"),
-        pytest.param(4, "FULL_SHARD", marks=pytest.mark.slow),
+        slowly(4, "FULL_SHARD"),
     ],
 )
 def test_what_is_saved_is_the_moment_of_saving(ranks, tmp_path, size, mode):
@@ -184,30 +184,22 @@ def save_several(world, cfg, steps, wait=False):
     return seen
 
 
-@pytest.mark.parametrize("size, wait", [(1, False), pytest.param(4, True, marks=pytest.mark.slow)])
-def test_old_ones_are_removed(ranks, tmp_path, size, wait):
-    cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2)
-    seen = ranks(size)(save_several, cfg, [8, 9, 10, 200], wait)[0]
-    assert seen[:2] == [["step-8"], ["step-8", "step-9"]]
-    assert seen[2:] == [["step-10", "step-9"], ["step-10", "step-200"]]
-    assert checkpoint.latest(tmp_path).name == "step-200"
-
-
-def test_some_are_kept_for_good(ranks, tmp_path):
-    """keep_last counts the newest, whether they stay for good or not."""
-    cfg = replace(RUN, run_dir=str(tmp_path), keep_last=2, keep_every=10)
-    seen = ranks(1)(save_several, cfg, [10, 15, 20, 25, 29])[0]
-    for_good = ["step-10", "step-20"]
-    assert seen[2] == ["step-10", "step-15", "step-20"]
-    assert seen[3] == [*for_good, "step-25"]
-    assert seen[4] == [*for_good, "step-25", "step-29"]
-
-
-def test_an_imported_one_stays(ranks, tmp_path):
-    """The run could not make it again."""
-    made_up(tmp_path, 0)
-    cfg = replace(RUN, run_dir=str(tmp_path), keep_last=1)
-    assert ranks(1)(save_several, cfg, [3, 6])[0] == [["step-0", "step-3"], ["step-0", "step-6"]]
+# Which stay: the newest keep_last, also of those that stay for good; each keep_every-th; and one
+# that was imported, step 0, which the run could not make again.
+@pytest.mark.parametrize(
+    "size, keep_last, keep_every, steps, kept",
+    [
+        (1, 2, 0, [8, 9, 10, 200], [[8], [8, 9], [9, 10], [10, 200]]),
+        slowly(4, 2, 0, [8, 9, 10], [[8], [8, 9], [9, 10]]),
+        (1, 2, 10, [10, 15, 20, 25], [[10], [10, 15], [10, 15, 20], [10, 20, 25]]),
+        (1, 1, 0, [0, 3, 6], [[0], [0, 3], [0, 6]]),
+    ],
+)
+def test_old_ones_are_removed(ranks, tmp_path, size, keep_last, keep_every, steps, kept):
+    cfg = replace(RUN, run_dir=str(tmp_path), keep_last=keep_last, keep_every=keep_every)
+    seen = ranks(size)(save_several, cfg, steps, size == 4)[0]
+    assert seen == [sorted(f"step-{step}" for step in names) for names in kept]
+    assert checkpoint.latest(tmp_path).name == f"step-{steps[-1]}"
 
 
 def test_a_step_is_not_saved_over_another(ranks, tmp_path):

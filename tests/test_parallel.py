@@ -164,29 +164,6 @@ def test_weights_cast_once_a_step_train_as_if_cast_in_each_microbatch(how, optio
     assert same(once[1], each_time[1])
 
 
-def casts_of_weights(cfg, precision="bf16") -> int:
-    """How often a training step casts the weight of a linear layer to bf16."""
-    model, optimizer = build(ALONE, cfg, precision=precision)
-    linears = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    shapes = {tuple(layer.weight.shape) for layer in linears}
-    with Tracer() as trace:
-        fsdp_train.train_step(model, optimizer, global_rows(0), 0, cfg, ALONE, precision)
-    casts = [op for op in trace.operations if op.cast == (torch.float32, torch.bfloat16)]
-    return sum(op.inputs[-1].shape in shapes for op in casts)
-
-
-def test_one_process_casts_weights_once_a_step():
-    """Except those of blocks that are recomputed: twice in each microbatch, to save memory."""
-    matrices = 4 * MODEL.n_layers
-    for microbatch_size in (12, 6, 3):
-        cfg = replace(RUN, microbatch_size=microbatch_size)
-        assert casts_of_weights(cfg) == matrices
-        assert casts_of_weights(cfg, "fp32") == 0
-    recomputed = replace(RUN, microbatch_size=6, activation_checkpointing="full")
-    assert casts_of_weights(recomputed) == 2 * 2 * matrices
-    assert casts_of_weights(replace(recomputed, recompute_every=2)) == (4 + 1) * matrices / 2
-
-
 def test_a_step_that_fails_leaves_the_weights_in_their_places():
     model, _ = build(ALONE, RUN, precision="bf16")
     before = list(model.named_parameters())

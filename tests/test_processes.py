@@ -369,11 +369,6 @@ def test_nccl_ends_a_rank_itself_unless_a_watchdog_of_ours_does(tmp_path):
 # Starting ranks on this machine
 
 
-def test_a_free_port_can_be_listened_at():
-    with socket.create_server(("", processes.free_port())) as server:
-        assert server.getsockname()[1] != processes.free_port()
-
-
 # -------------------------------------------------------------------------------------------------
 # One GPU a rank
 

@@ -139,31 +139,6 @@ def test_with_dropout_the_whole_tensors_stay_equal_on_all_tensor_ranks(ranks, se
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def first_block_input(model, ids):
-    seen = []
-    handle = model.transformer.blocks[0].register_forward_pre_hook(
-        lambda _, inputs: seen.append(inputs[0].detach())
-    )
-    model(ids)
-    handle.remove()
-    return seen[0]
-
-
-def dropped_inputs(_, cfg):
-    """Where dropout has set the input of the first block to 0, on one rank."""
-    world, model, _ = build((replace(MODEL, emb_pdrop=0.5), cfg))
-    parallel.seed_dropout(cfg, 0, world)
-    return first_block_input(model, torch.zeros(2, MODEL.max_seq_len, dtype=torch.long)) == 0
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_ranks_drop_the_same_of_what_all_of_them_have(ranks, sequence_parallel):
-    """With sequence parallelism each has its own tokens, and drops others."""
-    cfg = replace(RUN, tp=2, sequence_parallel=sequence_parallel)
-    first, second = ranks(2)(dropped_inputs, cfg)
-    assert torch.equal(first, second) != sequence_parallel
-
-
 def dropped(_, cfg):
     """What attention makes of equal heads with half of its weights dropped, (B, T, D / n)."""
     model_cfg = replace(MODEL, attn_pdrop=0.5, alibi=False, attn_impl="reference")

@@ -372,6 +372,21 @@ def test_an_odd_run_folder_is_one_line(tmp_path, program, kind):
     assert "\n" not in str(error.value)
 
 
+def test_a_row_that_lacks_figures_is_shown(tmp_path, capsys):
+    """As from somebody's changed trainer."""
+    log, step = opened(tmp_path), {"step": 3, "loss": 5.0}
+    for row in (
+        step,
+        step | {"seconds": 1e300},
+        {"step": 3},
+        {"step": 3, "val_loss": 5.0},
+        {"step": 3, "icl": {"a": {}, "b": {"foundry": 1}}},
+    ):
+        log.path.write_text(json.dumps(step) + "\n" + json.dumps(row) + "\n")
+        runlog.main([str(tmp_path / "run")])
+        assert "step   3/100  " in capsys.readouterr().out
+
+
 # --- links in a stranger's folder
 
 
