@@ -9,14 +9,18 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT
 
+import checkpoint
 import config
 import data
 import fsdp_train
-from config import MPTConfig, TrainConfig, UserError
+import lora
+from config import LINEAR_LAYERS, MPTConfig, TrainConfig, UserError
 from model import MPT, init_weights
-from serving.adapters import write_random
+from serving.adapters import AdapterBank, write_random
+from serving.decoder import Decoder
 from text import corpus
 from weights import hf, load, peft
 
@@ -47,6 +51,14 @@ def open_data(place) -> None:
     data.open_or_prepare(TrainConfig(**source, data_dir=f"{place}/tokens"), 32)
 
 
+def check_in_bank(adapter: str) -> None:
+    """Ask a bank for the adapters of a run that trained norms, too."""
+    chosen = TrainConfig(init_from="any", lora_rank=2, lora_train="norms")
+    found = peft.Adapter(chosen, lora.trained_weights(CFG, chosen))
+    bank = AdapterBank(Decoder(MPT(CFG), 300), n_slots=1, rank=2, layers=LINEAR_LAYERS)
+    bank.check(adapter, found)
+
+
 COMMANDS = {  # what is wrong -> (what says so, what works after its command)
     "adapters as a base": (
         lambda place: load.check_same_model(f"{place}/runs/lora", CFG),
@@ -59,6 +71,14 @@ COMMANDS = {  # what is wrong -> (what says so, what works after its command)
     "a base that others lack": (
         lambda place: peft.export(place / "runs/lora", place / "shared"),
         lambda place: hf.settings_of("BASE"),
+    ),
+    "a file, no folder": (
+        lambda place: load.find(f"{place}/hf/model.safetensors"),
+        lambda place: load.find("runs/NAME"),
+    ),
+    "norms in a bank": (
+        lambda place: check_in_bank(f"{place}/runs/lora"),
+        lambda place: load.find("MERGED"),
     ),
     "much text": (open_data, open_data),
 }
@@ -75,13 +95,31 @@ def test_the_command_that_a_message_names_helps(name, folder, monkeypatch, capsy
         message = capsys.readouterr().out
     except UserError as error:
         message = str(error)
-    command = re.split(r",? or |,? then |,? and ", re.search(r"python .*", message)[0])[0]
+    command = re.split(r",? or |,? then |,? and | makes |; ", re.search(r"python .*", message)[0])[
+        0
+    ]
     shell = ["bash", "-c", f"printf '%s\\0' {command}"]
     printed = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
     _, *words = printed.split("\0")[:-1]
     name, *flags = words[1:] if words[0] == "-m" else [words[0].removesuffix(".py"), *words[1:]]
     importlib.import_module(name).main(flags)
     works(folder)
+
+
+def check_optimizer(place) -> None:
+    """Resume a checkpoint of an optimizer of another name."""
+    path = place / "runs/other/checkpoints/step-1"
+    path.parent.mkdir(parents=True)
+    meta = checkpoint.read_meta(checkpoint.find(f"{place}/runs/base"))
+    checkpoint.prepare(path, meta | {"optimizer": "Lion (mean)"})
+    checkpoint.require_same_optimizer(path, torch.optim.AdamW([torch.zeros(1)]))
+
+
+def test_a_path_in_advice_is_one_word_of_a_shell(folder):
+    with pytest.raises(UserError) as error:
+        check_optimizer(folder)
+    fix = str(error.value).rpartition("begin with ")[2]
+    assert shlex.split(fix)[0] == f"--init_from={folder}/runs/other/checkpoints/step-1"
 
 
 MODEL = "--d_model=32 --n_heads=4 --n_layers=2 --vocab_size=320 --max_seq_len=32 --no_bias"
