@@ -226,6 +226,11 @@ def tiny_data(tiny_text, tmp_path_factory) -> Path:
     return data.prepare(TrainConfig(**source, data_dir=str(folder)))
 
 
+def slowly(*values):
+    """The case of a parametrized test, in the slow tier."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def flags_for(folder) -> list[str]:
     """The flags with which a program takes the prepared data in `folder`."""
     made = json.loads((Path(folder) / "dataset.json").read_text())
