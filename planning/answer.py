@@ -21,17 +21,8 @@ from planning.fleet import UNKNOWN_LINK, FleetArgs, network_words
 from planning.search import Plan, Question
 
 # The settings that fsdp_train.py needs for a layout.
-LAYOUT = (
-    "tp",
-    "sequence_parallel",
-    "pp",
-    "sharding",
-    "shard_size",
-    "activation_checkpointing",
-    "recompute_every",
-    "microbatch_size",
-    "global_batch_size",
-)
+LAYOUT = """tp sequence_parallel pp sharding shard_size activation_checkpointing recompute_every
+    microbatch_size global_batch_size""".split()
 # Settings of which each kind of device may have its own: --device=h100,mi250 --price=2.5,1.2
 OF_A_KIND = """device machine node_size network bandwidth memory_gb attention_efficiency
     calibrate price watts""".split()
@@ -445,13 +436,13 @@ def assumed_speed(plan: Plan, args: PlanArgs) -> list[str]:
         share = f"{step_time.attention_share(device, c):.0%} of the peak"
         fix = "set --attention_efficiency for newer ones"
         lines.append(f"attention at {share}, as Triton's kernels of 2023: {fix}")
-    if cfg.compile is True:
+    if cfg.tp * cfg.pp > 1:  # where fsdp_train.py compiles nothing
+        lines.append("what tensor ranks and stages send is as counted, seconds are not measured")
+    elif cfg.compile is True:
         share = f"{1 - c.compiled:.0%} less"
         lines.append(f"compiled blocks read and write {share}, as it makes torchtitan's Llama fast")
-    elif cfg.tp * cfg.pp == 1:
+    else:
         lines.append("blocks are planned as eager, as in the published runs: set --compile")
-    if cfg.tp * cfg.pp > 1:
-        lines.append("what tensor ranks and stages send is as counted, seconds are not measured")
     if certainty.launch_share(plan.m, cfg, plan.fleet) > 1:
         start = f"about {1e3 * certainty.LAUNCHES:g} ms to start, longer than they run"
         lines.append(f"the kernels of a block take {start}: that is not in the model")
@@ -569,7 +560,7 @@ def with_efficiency(rows: list[Row]) -> list[Row]:
     speeds = [row.tokens_per_second / row.devices for row in rows if not row.problem]
     found = []
     for row in rows:
-        if row.tokens_per_second:
+        if not row.problem:
             row = replace(row, efficiency=row.tokens_per_second / row.devices / speeds[0])
         found.append(row)
     return found

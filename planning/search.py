@@ -276,7 +276,7 @@ def best(q: Question, n: int = 1) -> list[Plan]:
     found = {}
     for _, layout, fleet in rated:
         key = layout.tp, layout.pp, layout.sharding
-        if key not in found and fits(q, layout, fleet):
+        if key not in found and memory.fits(q.m, layout, fleet.devices, room(fleet)):
             found[key] = evaluate(q.m, layout, fleet, q.c, q.trainer)
             if len(found) == n:
                 break
@@ -288,18 +288,15 @@ def fastest(q: Question) -> Plan:
     return best(q)[0]
 
 
-def fits(q: Question, layout: TrainConfig, fleet: Fleet) -> bool:
-    """Does a layout fit its devices?"""
-    return memory.fits(q.m, layout, fleet.devices, room(fleet))
-
-
 def can_fit(q: Question, cfg: TrainConfig, fleet: Fleet) -> bool:
     """Does any layout of a split fit? The one of the least memory is among the ends.
 
     All rows at once may take less than one sequence at a time: no gradients wait for other
     microbatches. To recompute nothing may take less than all, where a stage has one block.
     """
-    return any(fits(q, layout, fleet) for layout in layouts(q, cfg, fleet, ends=True))
+    limit = room(fleet)
+    ends = layouts(q, cfg, fleet, ends=True)
+    return any(memory.fits(q.m, layout, fleet.devices, limit) for layout in ends)
 
 
 def smallest(q: Question, cfg: TrainConfig, fleet: Fleet) -> Plan:
@@ -347,17 +344,10 @@ def what_fits(q: Question) -> list[str]:
 
 
 def flags_that_differ(plan: Plan, q: Question) -> str:
-    """The flags of a plan that differ from what the user set."""
-    differing = []
-    for name in OPEN:
-        value, own = getattr(plan.cfg, name), getattr(q.asked, name)
-        if name == "recompute_every" and own == "auto":
-            own = q.cfg.recompute_every
-        if name == "sequence_parallel" and (own == "auto" or plan.fleet.tp == 1):
-            own = False  # as a layout has it of which nothing else is open
-        if own not in ("auto", value):
-            differing.append(f"--{name}={value}")
-    return " ".join(differing)
+    """The flags of a plan's layout, without those that the user set so."""
+    values = {name: getattr(plan.cfg, name) for name in OPEN}
+    differing = [name for name in OPEN if values[name] != getattr(q.asked, name)]
+    return " ".join(f"--{name}={values[name]}" for name in differing)
 
 
 def more_devices(q: Question) -> list[str]:
