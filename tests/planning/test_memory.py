@@ -98,6 +98,24 @@ def test_what_a_recomputed_block_keeps_per_token(mode, precision, tp, sequence_p
     assert kept == n_bytes
 
 
+@pytest.mark.parametrize(
+    "adapted, input_has_gradient, n_bytes",
+    [
+        (["Wqkv", "out_proj", "up_proj", "down_proj"], True, 32 * 2048 + 80),
+        # norm_1's input 2, Wqkv's output 6, attention's 2, norm_2's input 2, GELU's input 8
+        ([], True, 20 * 2048 + 80),
+        (["out_proj"], True, 20 * 2048 + 80),
+        (["down_proj"], True, 28 * 2048 + 80),
+        (["down_proj"], False, 8 * 2048),  # its input alone: no gradient passes GELU
+    ],
+)
+def test_what_a_frozen_block_keeps_per_token(adapted, input_has_gradient, n_bytes):
+    """A frozen layer keeps nothing; its adapter keeps its input. 80: the statistics."""
+    saved = memory.saved_by_block(MPT_1B)
+    kept = memory.saved_beside_adapters(saved, adapted, input_has_gradient)
+    assert sum(kept.values()) == n_bytes
+
+
 def test_a_step_of_mpt_1b_by_hand():
     """At the forward of the loss: 4 sequences of 2,048 tokens, 24 layers, no accumulation."""
     parts = moments(MPT_1B, run())["loss forward"]
