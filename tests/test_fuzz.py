@@ -416,7 +416,7 @@ def read_measured(path, folder):
     from planning.fleet import Fleet
 
     fleet = Fleet(devices.by_name("mi250"), 1, 8, 100.0)
-    calibrate.from_file(str(path), fleet, step_time.OURS)
+    calibrate.from_files([str(path)], fleet, step_time.OURS)
 
 
 def read_table(path, folder):
