@@ -13,6 +13,7 @@ import sys
 import traceback
 import tracemalloc
 from typing import NamedTuple
+from unittest import mock
 
 import numpy
 import torch
@@ -27,26 +28,23 @@ class PerRank(NamedTuple):
 
     values: list
 
+    def argument(self):
+        """What this rank gets."""
+        return self.values[dist.get_rank()]
 
-class RandomBlocks:
-    """An iterator over blocks of random numbers, each made when it is asked for.
 
-    shapes: one for an array a block, several for a tuple of arrays.
-    """
+class RandomBlocks(NamedTuple):
+    """An argument: an iterator over blocks, of one array or of several, made when asked for."""
 
-    def __init__(self, n_blocks: int, shapes: list[tuple]):
-        self.left, self.shapes = n_blocks, shapes
+    n_blocks: int
+    shapes: list[tuple]
 
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        if not self.left:
-            raise StopIteration
-        self.left -= 1
-        random = numpy.random.default_rng(self.left)
-        arrays = tuple(random.normal(size=shape) for shape in self.shapes)
-        return arrays if len(arrays) > 1 else arrays[0]
+    def argument(self):
+        """The iterator."""
+        for number in range(self.n_blocks):
+            random = numpy.random.default_rng(number)
+            arrays = [random.normal(size=shape) for shape in self.shapes]
+            yield tuple(arrays) if len(arrays) > 1 else arrays[0]
 
 
 class Failure(Exception):
@@ -65,35 +63,32 @@ def start(joined: bool) -> dict:
     return {}
 
 
-def reply(loaded: dict, path: str, do: str, name: str, *arguments) -> bytes:
+def reply(loaded: dict, path: str, do, name: str, *arguments) -> bytes:
     """(kind, words or result): "done", or "todo", "not loaded" or "wrong" and why.
 
-    do: a key of WAYS. name: of a function of the answer. On ranks raises Failure in place of
-    "wrong": the others may wait for this one in vain, so they must be stopped.
+    do: `value`, `call`, ... below. name: of a function of the answer. On ranks it raises Failure in
+    place of "wrong": the others may wait for this one in vain, so they must be stopped.
     """
     try:
-        result = WAYS[do](answer_in(path, loaded), name, *arguments)
+        if path not in loaded:
+            loaded[path] = load(path)
+        result = do(loaded[path], name, *arguments)
         return pickle.dumps(("done", without_gradients(result)))
     except BaseException as error:
         kind, words = failure(error, path)
+    if path not in loaded:
+        kind = "not loaded"
     if dist.is_initialized() and kind == "wrong":
         raise Failure(words)
     return pickle.dumps((kind, words))
 
 
-def answer_in(path: str, loaded: dict):
-    """The answer in a file, as a module, loaded once."""
-    if path not in loaded:
-        spec = importlib.util.spec_from_file_location("answer", path)
-        module = sys.modules["answer"] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except SyntaxError as error:
-            raise Failure("not loaded", f"line {error.lineno}: {error.msg}") from error
-        except BaseException as error:
-            raise Failure("not loaded", failure(error, path)[1]) from error
-        loaded[path] = module
-    return loaded[path]
+def load(path: str):
+    """The answer in a file, as a module."""
+    spec = importlib.util.spec_from_file_location("answer", path)
+    module = sys.modules["answer"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # --------------------------------------------------------------------------------------------------
@@ -109,8 +104,15 @@ def value(answer, name: str):
 
 def call(answer, name: str, args, keywords):
     """The result of one of its functions."""
-    args = [arg.values[dist.get_rank()] if isinstance(arg, PerRank) else arg for arg in args]
+    made = (PerRank, RandomBlocks)
+    args = [arg.argument() if isinstance(arg, made) else arg for arg in args]
     return value(answer, name)(*args, **keywords)
+
+
+def call_without(answer, name: str, args, keywords, missing: str):
+    """The result with None in place of another of its functions."""
+    with mock.patch.object(answer, missing, None):
+        return call(answer, name, args, keywords)
 
 
 def measure(answer, name: str, args, keywords) -> tuple:
@@ -118,16 +120,10 @@ def measure(answer, name: str, args, keywords) -> tuple:
 
     Counted by torch's profiler from the allocator's own events.
     """
-    errors = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)  # the profiler prints lines of its own
+    os.environ.setdefault("KINETO_LOG_LEVEL", "10")  # the profiler prints lines of its own
     cpu = [ProfilerActivity.CPU]
-    try:
-        with profile(activities=cpu, profile_memory=True, acc_events=True) as record:
-            result = call(answer, name, args, keywords)
-    finally:
-        os.dup2(errors, 2)
-        os.close(errors)
+    with profile(activities=cpu, profile_memory=True, acc_events=True) as record:
+        result = call(answer, name, args, keywords)
     events = [e for e in record.profiler.kineto_results.events() if e.name() == "[memory]"]
     current = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -152,21 +148,10 @@ def kill(answer, name: str, args, at: int | None):
     """
     function = functools.partial(value(answer, name), *args)
     explain = functools.partial(failure, path=answer.__file__)
-    try:
-        if at is None:
-            return changes.names_of(function, explain)
-        return changes.killed(function, at, explain)
-    except changes.CopyFailed as error:
-        raise Failure(*error.args[0]) from error
-
-
-WAYS = {
-    "value": value,
-    "call": call,
-    "measure": measure,
-    "measure_arrays": measure_arrays,
-    "kill": kill,
-}
+    died, names, failed = changes.in_a_copy(function, at, explain)
+    if failed:
+        raise Failure(*failed)
+    return names if at is None else died
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,16 +171,12 @@ def failure(error: BaseException, path: str) -> tuple[str, str]:
     """(kind, words) of an error: one line, with the last line of the answer that led to it."""
     if isinstance(error, Failure):
         return error.args
-    number = last_line(error, path)
-    line = linecache.getline(path, number).strip()
+    if isinstance(error, SyntaxError) and error.filename == path:
+        return "wrong", f"line {error.lineno}: {error.msg}"
+    calls = traceback.walk_tb(error.__traceback__)
+    numbers = [line for frame, line in calls if frame.f_code.co_filename == path]
+    line = linecache.getline(path, numbers[-1]).strip() if numbers else ""
     if isinstance(error, NotImplementedError) and "raise NotImplementedError" in line:
         return "todo", str(error)  # torch raises it, too, in a function of its own
     words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return "wrong", f"line {number}: {words} ({line})" if number else words
-
-
-def last_line(error: BaseException, path: str) -> int:
-    """The number of the last line of the answer that led to an error; 0 if none did."""
-    calls = traceback.walk_tb(error.__traceback__)
-    lines = [line for frame, line in calls if frame.f_code.co_filename == path]
-    return lines[-1] if lines else 0
+    return "wrong", f"line {numbers[-1]}: {words} ({line})" if numbers else words

@@ -13,7 +13,9 @@ what came, and what to think about:
             slopes = answer.call("alibi_slopes", n_heads)
             close(f"alibi_slopes({n_heads})", slopes, attention.alibi_slopes(n_heads), 1e-6)
 
-It begins with the smallest case, so that the first failure is the easiest one to think about.
+It begins with the smallest case, so that the first failure is the easiest one to think about. What
+it does not expect, such as None in place of a pair, needs no assertion: any error of the checker
+makes the part wrong, too.
 """
 
 import inspect
@@ -61,31 +63,37 @@ class Answer:
 
     def value(self, name: str):
         """The constant of this name."""
-        return self.ask(0, name, "value", name)[0]
+        return self.ask(0, name, answering.value, name)[0]
 
     def call(self, function: str, *args, **keywords):
         """What the function returns."""
-        return self.ask(0, call_of(function, args, keywords), "call", function, args, keywords)[0]
+        shown = call_of(function, args, keywords)
+        return self.ask(0, shown, answering.call, function, args, keywords)[0]
+
+    def call_without(self, missing: str, function: str, *args):
+        """What the function returns if another one, which it should call, is None."""
+        shown = call_of(function, args)
+        return self.ask(0, shown, answering.call_without, function, args, {}, missing)[0]
 
     def measure(self, function: str, *args) -> tuple:
         """(What it returns, the most bytes that tensors made by it held at once)."""
-        return self.ask(0, call_of(function, args), "measure", function, args, {})[0]
+        return self.ask(0, call_of(function, args), answering.measure, function, args, {})[0]
 
     def measure_arrays(self, function: str, *args) -> int:
         """The most bytes that NumPy's arrays held at once."""
-        return self.ask(0, call_of(function, args), "measure_arrays", function, args, {})[0]
+        return self.ask(0, call_of(function, args), answering.measure_arrays, function, args, {})[0]
 
     def kill(self, function: str, *args, at: int | None):
         """Call it in a process that dies before change `at` of a file. Returns whether it died.
 
         With at=None: the names of the changes that it makes.
         """
-        return self.ask(0, call_of(function, args), "kill", function, args, at)[0]
+        return self.ask(0, call_of(function, args), answering.kill, function, args, at)[0]
 
     def call_on_ranks(self, size: int, function: str, *args) -> list:
         """What it returns on each of `size` ranks. An argument `PerRank` differs between them."""
         shown = f"{call_of(function, args)} on {size} rank{'s' * (size > 1)}"
-        return self.ask(size, shown, "call", function, args, {})
+        return self.ask(size, shown, answering.call, function, args, {})
 
     def ask(self, ranks: int, shown: str, *request) -> list:
         """The replies of all processes to a request of answering.py."""
@@ -95,10 +103,9 @@ class Answer:
         if ranks not in self.pools:
             self.pools[ranks] = Pool(max(1, ranks), answering.start, ranks > 0)
             patience = STARTING
+        request = (answering.reply, str(self.path), *request)
         try:
-            replies = self.pools[ranks](
-                answering.reply, str(self.path), *request, patience=patience
-            )
+            replies = self.pools[ranks](*request, patience=patience)
         except PoolError as error:
             del self.pools[ranks]  # it has ended: the next call gets a new one
             _, failed, words = error.details.partition("answering.Failure: ")
@@ -106,14 +113,16 @@ class Answer:
                 raise AssertionError(f"{shown}: {words.strip()}") from None
             self.not_run = "a call did not end, see above"
             raise AssertionError(f"{shown}: {error}. Does it end?") from None
-        for kind, result in (results := [pickle.loads(reply) for reply in replies]):
+        results = []
+        for kind, result in map(pickle.loads, replies):
             if kind == "not loaded":
                 self.not_run = "the file cannot be loaded, see above"
                 raise AssertionError(f"{self.path}, {result}")
             if kind == "todo":
                 raise ToDo(result)
             assert kind == "done", f"{shown}: {result}"
-        return [result for _, result in results]
+            results.append(result)
+        return results
 
 
 # --------------------------------------------------------------------------------------------------
@@ -127,17 +136,17 @@ def close(what: str, got, expected, tolerance: float = 0.0, hint: str = "") -> N
     """
     hint = f"\n{hint}" if hint else ""
     assert form(got) == form(expected), f"{what}: expected {form(expected)}, got {form(got)}{hint}"
-    got, expected = (np.asarray(x, np.float64) for x in (detached(got), detached(expected)))
+    got, expected = (np.asarray(detached(x), np.float64) for x in (got, expected))
     n_nan = np.isnan(got).sum()
     assert n_nan == 0, f"{what}: {n_nan} of {got.size} numbers are NaN{hint}"
     with np.errstate(invalid="ignore"):  # inf - inf
         apart = np.where(got == expected, 0, np.abs(got - expected))
-    if (apart <= tolerance).all():
-        return
-    place = np.unravel_index(np.argmax(apart), apart.shape)
+    place = np.unravel_index(np.argmax(apart), apart.shape) if apart.size else ()
     at = f" at {[int(i) for i in place]}" if place else ""
-    numbers = f"expected {expected[place]:.7g}{at}, but got {got[place]:.7g}"
-    raise AssertionError(f"{what}: {numbers}; they may be {tolerance:.1g} apart{hint}")
+    assert (apart <= tolerance).all(), (
+        f"{what}: expected {expected[place]:.7g}{at}, but got {got[place]:.7g}; "
+        f"they may be {tolerance:.1g} apart{hint}"
+    )
 
 
 def is_number(value) -> bool:
@@ -186,7 +195,7 @@ def parts(checker) -> list[tuple[str, object]]:
 def judged(part, answer: Answer) -> tuple[str, str]:
     """(result, message) of one part: "right", "wrong", "not written yet" or "skipped"."""
     try:
-        note = part(answer)
+        return "right", part(answer) or ""
     except AssertionError as error:
         return "wrong", str(error)
     except ToDo as error:
@@ -199,4 +208,3 @@ def judged(part, answer: Answer) -> tuple[str, str]:
         # The checker did not expect a value of this kind: the answer's fault, not a crash of ours.
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return "wrong", f"what came could not be compared: {words}"
-    return "right", note or ""

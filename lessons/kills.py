@@ -36,7 +36,7 @@ def found_after(write, path: Path, at: int) -> str:
     for left in path.parent.iterdir():
         left.unlink()
     path.write_bytes(OLD)
-    changes.killed(functools.partial(write, path, NEW), at)
+    changes.in_a_copy(functools.partial(write, path, NEW), at)
     content = path.read_bytes()
     known = {OLD: "old", NEW: "new"}
     return known.get(content, f"LOST: {len(content)} of {len(NEW)} bytes")
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "file"
             rows = []
-            names = changes.names_of(functools.partial(write, path, NEW))
+            _, names, _ = changes.in_a_copy(functools.partial(write, path, NEW))
             for at, name in enumerate([*names, "(it ends)"]):
                 found = found_after(write, path, at)
                 beside = " and ".join(left.name for left in Path(folder).glob("*.tmp"))
