@@ -1,7 +1,4 @@
-"""Lesson 8. Scaling laws at home.
-
-`python -m lessons 8` runs it; an editor that knows `# %%` runs it cell by cell.
-"""
+"""Lesson 8. Scaling laws at home."""
 
 # %% [markdown]
 # # Lesson 8. Scaling laws at home
@@ -19,14 +16,10 @@
 
 # %%
 import sys
-from pathlib import Path
 
-here = Path(globals().get("__file__", Path.cwd() / "cell")).resolve()
-ROOT = next(folder for folder in here.parents if (folder / "fsdp_train.py").exists())
-sys.path.insert(0, str(ROOT))  # an editor starts cells in the file's folder
+sys.path += [".", ".."]  # the project: an editor may start cells in the file's folder
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
-# %%
 import math
 import subprocess
 
@@ -91,7 +84,7 @@ print(program.table((*heads, *(f"D on {C:.0e}" for C in BUDGETS)), table))
 def scaling_run(*flags):
     """Run lessons/scaling_runs.py and show what it prints."""
     command = [sys.executable, "-m", "lessons.scaling_runs", *flags]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=pictures.ROOT, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
             print(line, end="", flush=True)
     assert process.returncode == 0, f"it ended with status {process.returncode}"
@@ -392,12 +385,12 @@ assert gaps.std() < unpaired
 # Left: the IsoFLOP curves. The lightest points are double, since the smallest budget was
 # trained with two seeds. A parabola has three coefficients, and each is fitted to four
 # sizes: how well it fits says little, and on the stored grid that of 9e11 still misses the
-# best run by 0.07 nats. Middle: the minima, the power law through them with its error, and
-# Chinchilla's 20 per parameter as if bytes were tokens. Right: loss and answers.
+# best run by 0.07 nats. Right: the minima, the power law through them with its error, and
+# Chinchilla's 20 per parameter as if bytes were tokens.
 
 # %%
-figure = Figure(figsize=(14, 4.4), layout="constrained")
-left, center, right = figure.subplots(1, 3)
+figure = Figure(figsize=(10, 4.4), layout="constrained")
+left, right = figure.subplots(1, 2)
 looks = list(zip(BUDGETS, ("o", "s", "^"), ("0.65", "0.4", "black"), strict=True))
 for budget, marker, grey in looks:
     chosen = [i for i, row in enumerate(rows) if row["budget"] == budget]
@@ -410,26 +403,19 @@ for budget, marker, grey in looks:
     left.semilogx(*minima[budget], "x", color="C3", markersize=9, markeredgewidth=2)
     size = minima[budget][0]
     bar = np.abs(np.array(size_bars[budget]) - size)[:, None]
-    center.errorbar(budget, size, bar, color=grey, marker=marker, capsize=4)
-    right.errorbar(
-        losses[chosen], 100 * shares[chosen], 100 * errors[chosen], label=label, capsize=2, **look
-    )
+    right.errorbar(budget, size, bar, color=grey, marker=marker, capsize=4)
 left.plot([], [], "x", color="C3", label="minimum of the parabola")
 left.set(xlabel="parameters N", ylabel="held-out loss (nats per byte)", title="IsoFLOP curves")
 
 C = np.geomspace(BUDGETS[0] / 1.5, HELD_OUT * 1.5, 50)
 band = np.array([middle([k_ * c**a_ for k_, a_ in laws]) for c in C])
-center.loglog(C, k * C**a, color="black", label=f"N = {k:.2g} C^{a:.2f}")
-center.fill_between(C, *band.T, color="0.85", label="its 95 % (noise alone)")
-center.loglog(C, np.sqrt(C / 120), "--", color="C0", label="20 per parameter, C = 6 N D")
-center.axvline(HELD_OUT, color="C3", linestyle=":", label="the exercise's budget")
-center.set(xlabel="budget C (FLOPs)", ylabel="best size N (parameters)", title="The best size")
+right.loglog(C, k * C**a, color="black", label=f"N = {k:.2g} C^{a:.2f}")
+right.fill_between(C, *band.T, color="0.85", label="its 95 % (noise alone)")
+right.loglog(C, np.sqrt(C / 120), "--", color="C0", label="20 per parameter, C = 6 N D")
+right.axvline(HELD_OUT, color="C3", linestyle=":", label="the exercise's budget")
+right.set(xlabel="budget C (FLOPs)", ylabel="best size N (parameters)", title="The best size")
 
-right.axhline(25, color="C0", linestyle="--", label="a guess")
-right.invert_xaxis()
-right.set(xlabel="held-out loss (nats per byte)", ylabel="right answers (%)")
-right.set_title("Loss and answers, with standard errors")
-for axes in (left, center, right):
+for axes in (left, right):
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
 pictures.save(figure, "8-scaling")
@@ -439,11 +425,8 @@ pictures.save(figure, "8-scaling")
 #
 # The budget is 2.7e12 FLOPs, three times the largest of the grid. Which size is best, and
 # what loss will it reach on the held-out files? In lessons/mine/8_scaling_laws.py, which
-# the first check makes, write
-#
-#     isoflop_optimum(sizes, losses)    the minimum of a parabola in log size
-#     fit_power_law(budgets, optima)    k and a of a power law
-#     PREDICTION                        the size, the loss, and a band of at most 0.1 nats
+# the first check makes, write the two fits, and bet: the size, the loss, and a band of at
+# most 0.1 nats.
 #
 # There are several ways to extrapolate the loss: a power law through the minima, a line in
 # log C, the surface. The spread between them, highest less lowest, says more about the band
@@ -453,14 +436,8 @@ pictures.save(figure, "8-scaling")
 # may well lie outside of all three.
 #
 # Write your bet down before you check: if it is lost, the message names the run. Then make
-# the run, with the width that comes nearest, and check:
-#
-#     python -m lessons.scaling_runs --budget=2.7e12 --d_model=WIDTH
-#     python -m lessons check 8
-#
-# Your run counts only beside your own whole grid (python -m lessons.scaling_runs); after
-# --short skip it, the stored runs are used. The check says which it compares with. What
-# came out on the stored runs stands with the answers below: bet first.
+# the run, with the width that comes nearest (the stub has the command), and check. What came
+# out on the stored runs stands with the answers below: bet first.
 #
 # ## Three questions
 #

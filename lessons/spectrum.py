@@ -12,7 +12,6 @@ the base, to r, which is what was trained, and lets each of these models answer 
 Run it after `make finetune`. With matplotlib, it draws spectrum.png in the run folder.
 """
 
-import io
 from pathlib import Path
 
 import torch
@@ -23,7 +22,6 @@ import lora
 import program
 from config import require
 from lessons.finetuned import answers_of, is_exact, read_questions
-from storage import files
 from text import tokenizer as tokenizers
 from weights.load import load_adapted, tokenizer_file
 
@@ -75,21 +73,20 @@ def exact_by_rank(found: Path, tokenizer, questions: list[dict], rank: int) -> l
     return shares
 
 
-def draw(spectra: dict[str, list[float]], shares: list[float], path: Path) -> bool:
-    """Write the picture. Returns False if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+def draw(layers: dict, shares: list[float], path: Path) -> None:
+    """Write the picture. ModuleNotFoundError if matplotlib is not installed."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
 
-    kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in spectra))
-    for name, values in spectra.items():
+    colors = {}
+    for name, layer in layers.items():
         kind = name.rpartition(".")[2]
-        first = name.startswith("blocks.0.")
-        look = {"color": f"C{kinds.index(kind)}", "label": kind if first else None}
-        left.semilogy(range(1, len(values) + 1), values, "o-", markersize=3, linewidth=1, **look)
+        label = None if kind in colors else kind
+        color = colors.setdefault(kind, f"C{len(colors)}")
+        values = singular_values(layer).tolist()
+        left.semilogy(range(1, len(values) + 1), values, "o-", color=color, label=label)
     left.set(xlabel="number of the singular value", ylabel="singular value of the update")
     left.legend(fontsize="small", frameon=False)
 
@@ -98,10 +95,7 @@ def draw(spectra: dict[str, list[float]], shares: list[float], path: Path) -> bo
     for axes in (left, right):
         axes.grid(alpha=0.3)
 
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    files.write_atomically(path, picture.getvalue())
-    return True
+    figure.savefig(path, dpi=120)
 
 
 def main(argv) -> None:
@@ -117,10 +111,13 @@ def main(argv) -> None:
     layers = adapted_layers(load_adapted(found, torch.device("cpu")))
     print_spectra(layers)
     shares = exact_by_rank(found, tokenizer, questions, settings.lora_rank)
-    spectra = {name: singular_values(layer).tolist() for name, layer in layers.items()}
     path = found.parent.parent / "spectrum.png"
-    drawn = draw(spectra, shares, path)
-    print(path if drawn else f"no picture: it needs matplotlib: {config.EXTRA}")
+    try:
+        draw(layers, shares, path)
+    except ModuleNotFoundError:
+        print(f"no picture: it needs matplotlib: {config.EXTRA}")
+    else:
+        print(path)
 
 
 if __name__ == "__main__":

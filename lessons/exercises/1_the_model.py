@@ -1,11 +1,7 @@
 """Exercise 1: ALiBi's slopes, causal attention, and the number of parameters of an MPT.
 
-Write the three functions. `python -m lessons check 1` then checks
-
-    alibi_slopes        for powers of two, then for any number of heads
-    causal_attention    on small tensors, on large scores, and with fewer queries than keys
-    both                in place of those of a small model.MPT: the same logits to 1e-5
-    count_parameters    for small models, for MPT's sizes, and for MPT-7B
+Write the three functions. `python -m lessons check 1` then checks each, and the first two in place
+of those of a small model.MPT: the same logits to 1e-5.
 
 Use PyTorch as you like, and none of the project's own modules. attention.py and
 flops.py hold a solution: read them after your own work.

@@ -1,12 +1,7 @@
 """Lesson 5. FLOPs, MFU, the roofline, and the plan of a run.
 
-Complete the functions and constants below, from top to bottom. Then
-
-    python -m lessons check 5
-
-checks: FLOPs of a token by several conventions; MFU on LLM Foundry's published runs; the
-roofline; three published MFUs; your prediction of a step's seconds beside the planner's, on A100,
-H100 and MI250, within the planner's own error band; your plan for a node and a budget.
+Complete the functions below, from top to bottom. `python -m lessons check 5` compares them with
+published runs and, step_seconds and plan, with the planner, within its own error on one node.
 Lesson 5 has all formulas. Import nothing of the project.
 """
 
