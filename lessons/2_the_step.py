@@ -18,7 +18,6 @@ sys.path += [".", ".."]  # the project: an editor may start cells in the file's 
 SHORT = "--short" in sys.argv  # fewer and smaller runs, for a first look and for the tests
 
 import math
-from types import SimpleNamespace
 
 import torch
 from matplotlib.figure import Figure
@@ -31,7 +30,8 @@ import optim
 import processes
 import program
 from config import TrainConfig
-from lessons import answering, pictures, planted
+from lessons import pictures, planted
+from lessons.answers import measured
 
 # %% [markdown]
 # ## The loss of a token, and its gradient
@@ -103,17 +103,12 @@ def loss_and_gradients(loss_function, **keywords):
     return [total.detach(), *torch.autograd.grad(total, leaves)]
 
 
-def measured(*arguments, **keywords):
-    """(Its results, the most bytes that its tensors held at once)."""
-    module = SimpleNamespace(function=loss_and_gradients)
-    return answering.measure(module, "function", arguments, keywords)
-
-
 of_logits = 4 * N * V
-exact, all_at_once = measured(loss.reference_linear_cross_entropy)
+exact, all_at_once = measured(loss_and_gradients, loss.reference_linear_cross_entropy)
 held = {"the logits": of_logits, "all at once": all_at_once}
 for rows in (1024, 256, 64):
-    result, held[f"chunks of {rows} rows"] = measured(loss.linear_cross_entropy, rows=rows)
+    in_chunks = loss.linear_cross_entropy
+    result, held[f"chunks of {rows} rows"] = measured(loss_and_gradients, in_chunks, rows=rows)
     for got, expected in zip(result, exact, strict=True):
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 anyway = held["x, W, gradients"] = 2 * 4 * (x.numel() + weight.numel())

@@ -28,16 +28,16 @@ class Outcome(NamedTuple):
 
     died: bool
     names: list[str]  # of its changes, if it did not die
-    failure: object  # what `explain` made of an error; None if there was none
+    error: BaseException | None
 
 
-def in_a_copy(function, at: int | None = None, explain=repr) -> Outcome:
+def in_a_copy(function, at: int | None = None) -> Outcome:
     """Call the function in a copy of this process, which is killed before its change `at`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        os.write(writer, pickle.dumps(counted(function, at, explain)))
+        os.write(writer, pickle.dumps(counted(function, at)))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
@@ -46,7 +46,7 @@ def in_a_copy(function, at: int | None = None, explain=repr) -> Outcome:
     return Outcome(True, [], None) if os.WIFSIGNALED(status) else Outcome(*pickle.loads(reply))
 
 
-def counted(function, at: int | None, explain) -> tuple:
+def counted(function, at: int | None) -> tuple:
     """The outcome of a call in this process."""
     changes = Changes(at)
     sys.addaudithook(changes.hear)
@@ -55,8 +55,7 @@ def counted(function, at: int | None, explain) -> tuple:
     try:
         function()
     except BaseException as error:
-        sys.setprofile(None)
-        failure = explain(error)
+        failure = error
     sys.setprofile(None)
     return False, changes.names, failure
 
@@ -122,6 +121,8 @@ def kind_of_file(file) -> str:
 def report_fsyncs() -> None:
     """Let os.fsync tell the audit hooks of which file it is: Python does not report that."""
     fsync = posix.fsync
+    if fsync.__name__ == "reported":
+        return
 
     def reported(file):
         sys.audit("os.fsync", file)

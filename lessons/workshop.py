@@ -195,9 +195,14 @@ def check(path: Path, answer: Path):
     from lessons import answers  # and torch with it
 
     checker = load(HERE / "checkers" / path.name)
-    with answers.Answer(answer) as given:
-        for title, part in answers.parts(checker):
-            yield title, *answers.judged(part, given)
+    try:
+        given = answers.Answer(answer)
+    except (AssertionError, answers.ToDo) as error:
+        yield "the file can be loaded", "wrong", str(error)
+        return
+    for title, part in answers.parts(checker):
+        yield title, *answers.judged(part, given)
+    given.stop()
 
 
 def load(path: Path):

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from lessons import two_ranks
-from lessons.answering import PerRank
-from lessons.answers import close
+from lessons.answers import PerRank, close
 
 EVEN = [(8, 4), (2, 8)]  # the shapes of W1 and W2
 LR, STEPS = 0.1, 4
@@ -109,7 +108,7 @@ def on_ranks(answer, size: int, function: str, *args) -> list:
         return answer.call_on_ranks(size, function, *args)
     except AssertionError as error:
         hang = "is a collective inside `if rank == 0`, or are they in another order on a rank?"
-        raise AssertionError(f"{error}\n{hang}" if answer.not_run else str(error)) from None
+        raise AssertionError(f"{error}\n{hang}" if answer.hangs else str(error)) from None
 
 
 def need_own_memory(what: str, piece) -> None:

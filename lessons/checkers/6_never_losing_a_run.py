@@ -39,7 +39,7 @@ def kill_naive(answer, name: str) -> str:
         raise ToDo(f"set {name} to a number from 0 to 5")
     assert at in range(6), f"{name}: the changes have the numbers 0 to 5, got {at!r}"
     saved = [(step, state_of(step)) for step in (1, 2)]
-    naive = Answer(STUB, answer.pools)
+    naive = Answer(STUB)
     with tempfile.TemporaryDirectory() as folder:
         naive.call("naive_save", folder, *saved[0])
         naive.kill("naive_save", folder, *saved[1], at=at)
