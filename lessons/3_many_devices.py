@@ -3,14 +3,9 @@
 # %% [markdown]
 # # Lesson 3. Many devices
 #
-# A model that is too large or too slow for one device is trained by many. You will see
-#
-#   1. two real ranks and the three collectives that they work with
-#   2. FULL_SHARD of one layer, by hand, in forty lines
-#   3. DDP and the ZeRO stages on a real model: what each keeps, calls and sends
-#   4. one matmul pair cut over two ranks: tensor parallelism
-#   5. a model cut into stages: pipeline parallelism, and its picture
-#   6. all of it counted for MPT-7B on 64 devices
+# A model that is too large or too slow for one device is trained by many. On two real ranks
+# you will see the collectives, FULL_SHARD by hand, the ZeRO stages, tensor and pipeline
+# parallelism. Then all of it is counted for MPT-7B on 64 devices.
 #
 # Plan 75 minutes. The textbook is parallel.py (`parallelize`, and the table at its top), then
 # tensor_parallel.py and pipeline.py. You need lesson 2, or to know what a gradient is.

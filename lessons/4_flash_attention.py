@@ -6,13 +6,8 @@
 # Attention compares each of T queries with each of T keys. The obvious program writes all
 # T x T scores to memory, reads them for the softmax, writes the probabilities and reads
 # those again. FlashAttention computes the same numbers and stores none of them. You will
-# see
-#
-#   1. the idea on paper: a softmax in one pass, with a running maximum and sum
-#   2. the same in NumPy, for one query and its keys, block by block
-#   3. the bytes that both programs move, counted
-#   4. a Triton kernel of thirty lines, run in Triton's interpreter, without a GPU
-#   5. the project's kernel: run, then compiled for an MI250 and an H100 that are not here
+# see the idea on paper and in NumPy, count the bytes that both move, and run a Triton kernel
+# of thirty lines and the project's, without a GPU.
 #
 # An hour; the kernel of the exercise is for a second one. Beside this lesson, open
 # gpu_kernels/flash_attention.py: its docstring is the algorithm, `forward_kernel` is the

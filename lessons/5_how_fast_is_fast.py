@@ -440,25 +440,11 @@ assert f"{claim:.2%} {argued['frozen weights: 4 N']:.2%}" == "0.80% 0.53%"
 # All else moves it by at most 3 %. Attention is not worth an argument at this S and N.
 # For MPT-125M at S = 2048 attention is 23 % of the FLOPs.
 #
-# By either count, 99 % of the peak was not used. What could have taken so long? The least
-# time of such a step, by parts:
-
-# %%
-mi300x = devices.by_name("mi300x")
-tokens, bytes_of_weights = 16 * 64, 2 * n_405b
-reached = 8 * mi300x.bf16_tflops * 1e12 * mi300x.reachable
-link = step_time.Constants().link * mi300x.link_gbs * 1e9  # what collectives reach of it
-read = 2 * bytes_of_weights / (8 * mi300x.bandwidth_gbs * 1e9)
-gathered = 2 * bytes_of_weights * 7 / 8 / link
-print(f"{4 * n_405b * tokens / reached:5.2f} s  FLOPs, 4 N a token, at what matmuls reach")
-print(f"{read:5.2f} s  weights in bf16 read twice from memory, each device its eighth")
-print(f"{gathered:5.2f} s  if sharded, gathered twice over the links")
-print("30.00 s  the step")
-
-# %% [markdown]
-# With so few tokens a step, gathering weights would cost more than computing with them,
-# and more tokens in a step would raise MFU at once. Even that is 5 s of 30. These numbers
-# cannot tell the rest; a measurement by part can (`python -m bench train`).
+# By either count, 99 % of the peak was not used. The FLOPs take 0.3 s of the 30 at what
+# matmuls reach, reading each device's eighth of the bf16 weights twice 0.04 s, gathering all
+# of them twice over the links 4.5 s. So with few tokens a step, gathering costs more than
+# computing. These numbers cannot tell the rest; a measurement by part can (`python -m bench
+# train`).
 #
 # ## From FLOPs to seconds
 #

@@ -6,14 +6,8 @@
 # A long run is interrupted: by a failed device, a full disk, the end of a time slot. Failures alone
 # come every three hours on sixteen thousand devices and, at the same rate for each device, every
 # two days on a thousand (section 6). The run survives because it saves checkpoints and continues
-# from the newest. You will see
-#
-#   1. what a checkpoint must hold: five things, each left out once
-#   2. a real run, stopped by kill -9 in the middle, that continues with the same numbers
-#   3. what is in its checkpoint, and how damage is found
-#   4. what a kill leaves of a file that is being written, moment by moment
-#   5. a run that moves from 1 rank to 2, to 4 and back, on the same curve
-#   6. how often to save
+# from the newest. You will see what a checkpoint must hold, kill real runs, and move one to other
+# numbers of ranks.
 #
 # An hour. The textbook is checkpoint.py; storage/files.py and lifecycle/resume.py belong to it.
 

@@ -4,16 +4,8 @@
 # # Lesson 7. Finetuning
 #
 # A trained model can learn a new task from a small update of its weights. LoRA writes that
-# update as a product of two thin matrices, and trains nothing else. You will see
-#
-#   1. the update s B A, by hand and in the project's layer
-#   2. why B starts at zero
-#   3. what the rank does
-#   4. what merging keeps, and what rounding takes
-#   5. a real run: a small model learns an answer format in two minutes
-#   6. the spectrum of what it has learned, and what it has forgotten
-#   7. the files in which people exchange adapters
-#   8. which settings to begin with
+# update as a product of two thin matrices, and trains nothing else. You will take it apart,
+# let a small model learn an answer format in two minutes, and see what that cost it.
 #
 # An hour; part 4 of the exercise (PEFT's files) is for a second one. The textbook is
 # lora.py; weights/peft.py has the files. Section 5 is best after `make train`, since it
@@ -475,7 +467,7 @@ pictures.save(figure, "7-short-spectrum" if SHORT else "7-spectrum")
 # largest term of every layer gives more than half of the right answers, two give three
 # quarters, and all of them take seven or eight. One run of this lesson without the demo, on
 # its base of 300 steps, gave 3 % with one term, 52 % with two and 93 % with four.
-# `python -m lessons.spectrum RUN` draws this for any run with adapters.
+# `python -m lessons.spectrum RUN` prints this for any run with adapters.
 #
 # ## 7. Other people's files
 #

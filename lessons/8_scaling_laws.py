@@ -361,25 +361,10 @@ assert shares[best] - 3 * errors[best] > 0.25, "the best model does better than 
 
 # %% [markdown]
 # On the whole the two move together, and from one model to the next they need not: the
-# loss averages tens of thousands of bytes, the share some hundred yes or no. Two models
-# answer the same questions, so their difference has a smaller error than two separate
-# error bars suggest: draw the questions again, the same for both (a paired bootstrap).
-
-# %%
-order = [i for i in by_loss if rows[i]["budget"] == target]
-first, second = order[-1], order[-2]  # the two best on the largest budget
-both = np.stack([answers[first], answers[second]]).astype(float)  # (2, questions)
-questions = draw.integers(0, both.shape[1], (2000, both.shape[1]))
-gaps = both[0][questions].mean(axis=1) - both[1][questions].mean(axis=1)
-print(f"{N[first]:,.0f} and {N[second]:,.0f} parameters, C = {target:.0e}:")
-print(f"  loss   {losses[first]:.3f} and {losses[second]:.3f}, a seed's noise {deviation:.3f}")
-gap = both[0].mean() - both[1].mean()
-print(f"  right  {shares[first]:.1%} and {shares[second]:.1%}, difference {gap:+.1%}")
-unpaired = math.hypot(errors[first], errors[second])
-print(f"  its standard error: paired {gaps.std():.1%}, as if unpaired {unpaired:.1%}")
-assert gaps.std() < unpaired
-
-# %% [markdown]
+# loss averages tens of thousands of bytes, the share some hundred yes or no. (Two models
+# answer the same questions, so their difference has a smaller error than two separate error
+# bars suggest: draw the questions again, the same for both, a paired bootstrap.)
+#
 # ## The picture
 #
 # Left: the IsoFLOP curves. The lightest points are double, since the smallest budget was

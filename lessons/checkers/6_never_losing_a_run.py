@@ -241,13 +241,10 @@ def require_on_disk(names: list[str], n_written: int, has_made: bool) -> None:
     """Each file is fsynced after its last write and before its rename; then the folder is."""
     case = f"save does {', '.join(names)}. After a power failure"
     n_synced = sum(name in FILE_SYNCS for name in names)
-    assert n_synced or "fsync empty file" not in names, (
-        f"{case} the file may be empty: at the fsync its bytes were in Python's buffer. flush() "
-        "passes them to the operating system; only then can fsync wait for them"
-    )
     assert n_synced >= n_written, (
-        f"{case} a file may be empty although save had returned, even after a rename: of the "
-        f"{n_written} files with new bytes os.fsync waited for {n_synced}"
+        f"{case} a file may be empty although save had returned: of the {n_written} files with new "
+        f"bytes os.fsync waited for {n_synced} that were not empty. flush() passes the bytes from "
+        "Python's buffer to the operating system; only then can fsync wait for them"
     )
     assert FILE_SYNCS & set(names[last_of(names, WRITES) + 1 :]), (
         f"{case} bytes may be missing: the last write or flush comes after the last fsync of a file"
@@ -259,8 +256,8 @@ def require_on_disk(names: list[str], n_written: int, has_made: bool) -> None:
     )
     named = names.index("open") if renamed < 0 and has_made and "open" in names else renamed
     assert named < 0 or FOLDER_SYNCS & set(names[named + 1 :]), (
-        f"{case} the new name may be gone although save had returned, and with it the file: there "
-        "is no fsync of the folder after the last rename, or after a file was made"
+        f"{case} the new name may be gone, and with it the file: there is no fsync of the folder "
+        "after the last rename, or after a file was made"
     )
 
 
