@@ -391,20 +391,6 @@ for name, run in {"fp32": masters, "bf16": rounded}.items():
 assert mean(rounded.moved[-steps // 5 :]) < 0.5 * mean(masters.moved[-steps // 5 :])
 assert rounded.code > masters.code + 0.05
 
-# %%
-figure = Figure(figsize=(10, 3.6))
-left, right = figure.subplots(1, 2)
-for run, style, name in ((masters, "0.6", "weights in fp32"), (rounded, "black", "in bf16")):
-    left.plot([100 * share for share in run.moved], color=style, label=name, linewidth=2)
-    right.plot(run.loss, color=style, label=name, linewidth=2)
-left.set(title="Weights that a step changes", xlabel="step", ylabel="% of all", ylim=(0, 105))
-right.set(title="Training loss", xlabel="step", ylabel="nats per token")
-left.legend()
-right.legend()
-figure.suptitle("Weights in bf16 stop moving as the learning rate falls")
-figure.tight_layout()
-pictures.save(figure, "2-masters")
-
 # %% [markdown]
 # Therefore the optimizer has fp32 masters, and bf16 copies go into the matrix products:
 # autocast makes them (parallel.py::autocast), or fully_shard when it gathers the weights.

@@ -280,13 +280,6 @@ where = f"{N[worst]:,.0f} parameters, C = {rows[worst]['budget']:.0e}"
 print(f"the largest, measured - fitted: {apart[worst]:+.3f}, at {where}")
 assert residual < 0.1
 
-smaller = np.array([row["budget"] < target for row in rows])
-from_smaller = scaling_fits.fit_surface(N[smaller], D[smaller], losses[smaller])
-miss = from_smaller.loss(N[~smaller], D[~smaller]) - losses[~smaller]
-print("\nfitted to the two smaller budgets, it predicts the runs on the third;")
-print("predicted - measured, by size:", *(f"{value:+.3f}" for value in miss))
-print(f"root of the mean square: {math.sqrt((miss**2).mean()):.3f}")
-
 print(f"\nbytes that the exercise's {HELD_OUT:.1e} FLOPs pay for, D = C / (6 N + 12 L d S):")
 for width in (48, 64, 80):
     cfg = Cell(HELD_OUT, width).model
