@@ -122,7 +122,7 @@ def download_tokenizer(folder: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, stderr=subprocess.PIPE)
     if done.returncode:
         shutil.rmtree(folder)
-        print("        not to be had here; the lessons do without, --tokenizer=gpt2 will not work")
+        print("        not to be had here: --tokenizer=gpt2 will not work")
 
 
 def run(*command: str) -> None:

@@ -26,8 +26,7 @@ So batch_hash, of the tokens that a step saw, must be the same in all three runs
 the numbers of a step are summed in another order, so they differ by rounding errors, which training
 amplifies like any other noise. The final validation losses must agree within 0.03.
 
-After an interruption, the same command continues. If all runs are finished already, it compares
-and draws them again.
+After an interruption, the same command continues.
 """
 
 import itertools

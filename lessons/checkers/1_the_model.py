@@ -104,24 +104,16 @@ def check_count(answer):
 
 def compare_count(answer, vocab_size, d_model, n_layers, ratio=4, rows=0, biases=False) -> None:
     """Check one count. The message says how far it is off, and which part has as many."""
-    cfg = MPTConfig(
-        vocab_size=vocab_size,
-        d_model=d_model,
-        n_heads=1,
-        n_layers=n_layers,
-        expansion_ratio=ratio,
-        max_seq_len=max(rows, 1),
-        learned_pos_emb=rows > 0,
-        alibi=rows == 0,
-        no_bias=not biases,
-    )
+    sizes = {"vocab_size": vocab_size, "d_model": d_model, "n_layers": n_layers}
     settings = {"expansion_ratio": ratio, "learned_positions": rows, "biases": biases}
-    got = answer.call("count_parameters", vocab_size, d_model, n_layers, **settings)
+    got = answer.call("count_parameters", *sizes.values(), **settings)
+    kind = {"learned_pos_emb": rows > 0, "alibi": rows == 0, "no_bias": not biases}
+    cfg = MPTConfig(**sizes, **kind, n_heads=1, expansion_ratio=ratio, max_seq_len=max(rows, 1))
     off = abs(got - flops.n_params(cfg))
     as_many = [name for name, n in flops.params_by_part(cfg).items() if n == off and n > 0]
     like = f", as many as {' or '.join(as_many)} has" if as_many else ""
     assert not off, (
-        f"count_parameters({vocab_size=}, {d_model=}, {n_layers=}, {settings}): got {got:,}, "
+        f"count_parameters, for {sizes | settings}: got {got:,}, "
         f"{off:,} too {'many' if got > flops.n_params(cfg) else 'few'}{like}. The tied output "
         "layer is wte again and counts once; norm_f is a norm, too"
     )

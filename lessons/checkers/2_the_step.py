@@ -10,17 +10,12 @@ from lessons import planted
 from lessons.answers import ToDo, close, shown
 from loss import IGNORE, reference_linear_cross_entropy
 
-HINTS = {
-    "labels not shifted": "compare its logged loss with its validation loss, and with the lowest "
-    "loss that text allows",
-    "decay without rate": "compare the size of its weights with the run without a bug; its last "
-    "loss is ln(256) = 5.55",
-    "mean of means": "compare its two validation losses with those of the run without a bug: "
-    "one is better, one is worse",
-    "schedule too fast": "compare by how much its weights change in the middle of the run, and at "
-    "the end",
-    "gradients not zeroed": "compare its gradient norm with that of the run without a bug: what "
-    "does clipping to a norm of 1 leave behind in .grad?",
+HINTS = {  # what to compare with the run without a bug
+    "labels not shifted": "its logged loss with its validation loss",
+    "decay without rate": "the size of its weights; its last loss is ln(256) = 5.55",
+    "mean of means": "its two validation losses: one is better, one is worse",
+    "schedule too fast": "by how much its weights change in the middle of the run, and at the end",
+    "gradients not zeroed": "its gradient norm: what does clipping to 1 leave behind in .grad?",
 }
 
 
@@ -78,7 +73,7 @@ def check_bugs(answer):
             raise ToDo(f"BUGS has no cause for {letter}")
         assert named in HINTS, f"BUGS: {letter} is {named!r}, expected one of {', '.join(HINTS)}"
         if named != cause:
-            wrong.append(f"{letter} is not {named!r}:\n{HINTS[cause]}")
+            wrong.append(f"{letter} is not {named!r}: compare {HINTS[cause]}")
     assert not wrong, "\n".join(wrong)
 
 

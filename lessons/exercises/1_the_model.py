@@ -38,13 +38,8 @@ def causal_attention(
 
 
 def count_parameters(
-    vocab_size: int,
-    d_model: int,
-    n_layers: int,
-    expansion_ratio: float = 4,
-    learned_positions: int = 0,
-    biases: bool = False,
-) -> int:
+    vocab_size, d_model, n_layers, expansion_ratio=4, learned_positions=0, biases=False
+):
     """The number of parameters of an MPT with tied embeddings, an int.
 
     The parts: wte (word token embedding); n_layers blocks, each with norm_1, Wqkv, out_proj,
