@@ -385,6 +385,7 @@ def overwrite(path, content):
         file.write(content)
 
 
+changes.report_fsyncs()  # so that they count, too
 OLD, NEW = b"step 100: " + b"a" * 90, b"step 200: " + b"b" * 90
 cells, found = [], {}
 for write in (overwrite, files.write_atomically):
@@ -400,9 +401,9 @@ for write in (overwrite, files.write_atomically):
             lost = f"LOST: {len(content)} of {len(NEW)} bytes"
             what = {OLD: "old", NEW: "new"}.get(content, lost)
             beside = " and ".join(left.name for left in Path(folder).glob("*.tmp"))
-            cells.append((write.__name__, f"{at} {name}", what, beside))
+            cells.append((write.__name__, at, name, what, beside))
             found.setdefault(write, set()).add(what)
-print(program.table(("", "killed before", "a reader then finds", "beside it"), cells))
+print(program.table(("", "killed before", "", "a reader then finds", "beside it"), cells))
 assert found[files.write_atomically] == {"old", "new"}
 assert not found[overwrite] <= {"old", "new"}
 
