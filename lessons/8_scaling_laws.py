@@ -414,8 +414,8 @@ pictures.save(figure, "8-scaling")
 # may well lie outside of all three.
 #
 # Write your bet down before you check: if it is lost, the message names the run. Then make
-# the run, with the width that comes nearest (the stub has the command), and check. What came
-# out on the stored runs stands with the answers below: bet first.
+# the run, with the width that comes nearest (the stub has the command), and check again:
+# `python -m lessons check 8`. What came out on the stored runs stands with the answers below.
 #
 # ## Three questions
 #
