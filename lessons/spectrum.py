@@ -8,7 +8,7 @@ the base, to r, which is what was trained, and lets each of these models answer 
 
     python -m lessons.spectrum runs/lora-demo
 
-Run it after `make finetune`. Lesson 7 draws both.
+Run it after `make finetune`. Lesson 7 draws the sigmas.
 """
 
 from pathlib import Path
