@@ -455,7 +455,8 @@ for name, values in spectra.items():
     block, kind = int(name.split(".")[1]), name.rpartition(".")[2]
     label = kind if block == 0 else None
     numbers = range(1, len(values) + 1)
-    axes.semilogy(numbers, values, looks[kind], color=str(min(0.75, block / 4)), markersize=4, label=label)
+    grey = str(min(0.75, block / 4))
+    axes.semilogy(numbers, values, looks[kind], color=grey, markersize=4, label=label)
 axes.legend(fontsize="small", frameon=False)
 axes.set(xlabel="number of the singular value", ylabel="singular value of s B A")
 axes.set(title="The updates of all layers (light: later blocks)")
