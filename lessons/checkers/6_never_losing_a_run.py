@@ -96,11 +96,12 @@ class Run:
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
         steps = " or ".join(dict.fromkeys(f"step {x[0]}" if x else "None" for x in self.allowed))
-        step, _ = got = tuple(got or (0, None))
+        is_form = got is None or isinstance(got, tuple)
+        assert is_form, f"{case}: load must return a tuple (step, state), not {got!r:.80}"
+        step = got[0] if got else 0
         known = any(step == x[0] for x in self.allowed if x)
-        what = f"step {step}{' with a state that was never saved' * known}" if step else "None"
-        is_allowed = got in self.allowed or (not step and None in self.allowed)
-        assert is_allowed, f"{case}: expected {steps}, but load returned {what}"
+        what = f"step {step}{' with a state that was never saved' * known}" if got else "None"
+        assert got in self.allowed, f"{case}: expected {steps}, but load returned {what}"
         self.step = step
 
 
