@@ -490,7 +490,7 @@ if not SHORT:
     print("and the run of part 2, killed on one rank: no difference at all from the unmoved one")
 
     command = [str(unmoved), str(moved), f"--out={FOLDER}/6-moved.png", "--diff"]
-    print("$ python -m lifecycle.plot", config.shell(*command))
+    print("$ python -m lifecycle.plot", config.shell(*command).replace(f"{pictures.ROOT}/", ""))
     plot.main(command)
 
 # %% [markdown]
